@@ -1,0 +1,64 @@
+"""The control plane's contract: small messages between rank 0 and the others, and one place to wait.
+
+A rank has exactly one place where its runtime thread blocks: `wait`. It returns when a message arrived, when a peer was
+lost, or when somebody rang this rank's bell (a user thread with work, or a peer that arrived at a barrier). So a wait
+in the middle of a collective notices a dead peer like any other wait.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+from hvdlite.negotiation.messages import Decision, Report
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportReceived:
+    """A rank told the coordinator something (only on rank 0)."""
+
+    rank: int
+    report: Report
+
+
+@dataclasses.dataclass(frozen=True)
+class DecisionReceived:
+    """The coordinator decided something (never on rank 0, which decides itself)."""
+
+    decision: Decision
+
+
+@dataclasses.dataclass(frozen=True)
+class PeerLost:
+    """A rank is gone; `reason` says what was seen."""
+
+    rank: int
+    reason: str
+
+
+Event = ReportReceived | DecisionReceived | PeerLost
+
+
+class ControlPlane(Protocol):
+    """A star around rank 0. All methods but `wake` belong to the runtime thread."""
+
+    def send_report(self, report: Report) -> None:
+        """Send to rank 0; never blocks. Not called on rank 0."""
+
+    def send_decision(self, decision: Decision) -> None:
+        """Send to all other ranks; never blocks. Only called on rank 0."""
+
+    def wait(self, timeout: float | None) -> list[Event]:
+        """Block until something happened or `timeout` seconds passed; return what did (nothing for a bell)."""
+
+    def wake(self) -> None:
+        """Make the current or next `wait` return; callable from any thread and from signal handlers."""
+
+    def ring(self, rank: int) -> None:
+        """Make the `wait` of another rank on this host return."""
+
+    def flush(self, timeout: float) -> None:
+        """Block until everything sent has been handed to the operating system, or `timeout` seconds passed."""
+
+    def close(self) -> None:
+        """Release every descriptor; further calls are errors, except `wake` and `close`."""

@@ -1,0 +1,70 @@
+"""Messages to bytes and back: MessagePack through msgspec, validated against the declared types; never pickle."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import msgspec
+
+from hvdlite.core.errors import ProtocolError
+from hvdlite.negotiation.messages import Decision, Message, Report
+
+
+class Hello(Message):
+    """What a rank says of itself once its connection is authentic."""
+
+    rank: int
+    size: int
+    pid: int
+    host: str  # equal for ranks that share a kernel and a process table
+    version: str
+
+
+class Welcome(Message):
+    """Rank 0's answer when all ranks are there: who they are, indexed by rank; or why the job cannot start."""
+
+    pids: tuple[int, ...] = ()
+    hosts: tuple[str, ...] = ()
+    refusal: str = ""
+
+
+class Heartbeat(Message):
+    """Says that the sender's runtime thread is alive; only between hosts."""
+
+
+class Kind(enum.IntEnum):
+    """The frame's type byte."""
+
+    HELLO = 1
+    WELCOME = 2
+    REPORT = 3
+    DECISION = 4
+    HEARTBEAT = 5
+
+
+_TYPES: dict[Kind, type[Message]] = {
+    Kind.HELLO: Hello, Kind.WELCOME: Welcome, Kind.REPORT: Report, Kind.DECISION: Decision, Kind.HEARTBEAT: Heartbeat,
+}
+_KINDS = {kind_type: kind for kind, kind_type in _TYPES.items()}
+_DECODERS: dict[Kind, msgspec.msgpack.Decoder[Any]] = {
+    kind: msgspec.msgpack.Decoder(kind_type) for kind, kind_type in _TYPES.items()
+}
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def encode(message: Message) -> tuple[Kind, bytes]:
+    """Return a message's kind and body."""
+    return _KINDS[type(message)], _encode(message)
+
+
+def decode(kind: int, body: bytes) -> Message:
+    """Return the message in `body`.
+
+    Raises:
+        ProtocolError: for an unknown kind or a body that does not match its type.
+    """
+    try:
+        return _DECODERS[Kind(kind)].decode(body)  # type: ignore[no-any-return]
+    except (ValueError, msgspec.DecodeError) as error:  # ValidationError is a DecodeError
+        raise ProtocolError(f"message of kind {kind} is not valid: {error}") from None

@@ -1,0 +1,77 @@
+"""Ranks as threads of one process: the control plane of rung-2 tests. No sockets, no encoding."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from hvdlite.control.base import DecisionReceived, Event, PeerLost, ReportReceived
+from hvdlite.negotiation.messages import Decision, Report
+
+
+class _Mailbox:
+    """One rank's incoming events and its bell."""
+
+    def __init__(self) -> None:
+        self._events: deque[Event] = deque()
+        self._bell = threading.Event()
+
+    def post(self, event: Event) -> None:
+        self._events.append(event)
+        self._bell.set()
+
+    def ring(self) -> None:
+        self._bell.set()
+
+    def take(self, timeout: float | None) -> list[Event]:
+        self._bell.wait(timeout)
+        self._bell.clear()  # cleared before the events are taken: a post in between rings again
+        taken = []
+        while self._events:
+            taken.append(self._events.popleft())
+        return taken
+
+
+class InprocControl:
+    """Like `StarControl`, between threads."""
+
+    def __init__(self, rank: int, mailboxes: Sequence[_Mailbox]) -> None:
+        self._rank = rank
+        self._mailboxes = mailboxes
+        self._closed = False
+
+    @classmethod
+    def star(cls, size: int) -> list[InprocControl]:
+        """Return the connected control planes of `size` ranks."""
+        mailboxes = [_Mailbox() for _ in range(size)]
+        return [cls(rank, mailboxes) for rank in range(size)]
+
+    def send_report(self, report: Report) -> None:
+        self._mailboxes[0].post(ReportReceived(self._rank, report))
+
+    def send_decision(self, decision: Decision) -> None:
+        for mailbox in self._mailboxes[1:]:
+            mailbox.post(DecisionReceived(decision))
+
+    def wait(self, timeout: float | None) -> list[Event]:
+        return self._mailboxes[self._rank].take(timeout)
+
+    def wake(self) -> None:
+        self._mailboxes[self._rank].ring()
+
+    def ring(self, rank: int) -> None:
+        self._mailboxes[rank].ring()
+
+    def flush(self, timeout: float) -> None:
+        del timeout  # a post is delivered at once
+
+    def close(self) -> None:
+        self._closed = True
+
+    def sever(self, reason: str = "severed by a test") -> None:
+        """Let every other rank see this one die (fault injection)."""
+        for rank, mailbox in enumerate(self._mailboxes):
+            if rank != self._rank:
+                mailbox.post(PeerLost(self._rank, f"{reason} at {time.time():.3f}"))

@@ -1,0 +1,233 @@
+"""The control plane between processes: a star of stream sockets around rank 0, one bell a rank, one pidfd a peer.
+
+How a death is seen (PROTOCOL rules 20, 21)
+- On one host by pidfd: the kernel says so at once, even when a forked worker still holds the socket. Elsewhere by the
+  end of the connection or by silence (heartbeats travel on TCP connections only, so an idle local job uses no CPU).
+- Rank 0 reports what it sees to everybody. Another rank that sees a peer die waits for rank 0's word first, because
+  only that names the origin, and declares the death itself after `GRACE` seconds.
+- A peer is only declared dead when its socket has been read empty: its last message may explain it.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+from hvdlite.control.base import DecisionReceived, Event, PeerLost, ReportReceived
+from hvdlite.control.codec import Heartbeat, Message
+from hvdlite.control.doorbell import Doorbell
+from hvdlite.control.wire import Connection
+from hvdlite.core.errors import ProtocolError
+from hvdlite.negotiation.messages import Decision, Report
+
+GRACE = 0.5
+"""Seconds a rank waits for rank 0's account of a death that it has seen itself."""
+HEARTBEAT_INTERVAL = 1.0
+"""Seconds between heartbeats on TCP."""
+
+
+class StarControl:
+    """One rank's end of the star.
+
+    Args:
+        connections: on rank 0 one for each other rank; elsewhere only `{0: ...}`.
+        bells: the bells of the ranks on this host, by rank, this rank's included.
+        pids: process ids of the other ranks on this host.
+    """
+
+    def __init__(self, rank: int, connections: Mapping[int, Connection], bells: Mapping[int, Doorbell],
+                 pids: Mapping[int, int], *, heartbeat_timeout: float) -> None:
+        self._rank = rank
+        self._connections = dict(connections)
+        self._bells = dict(bells)
+        self._bell = bells[rank]
+        self._silence_limit = heartbeat_timeout
+        self._lost: set[int] = set()
+        self._suspects: dict[int, float] = {}  # rank -> when to declare it dead
+        self._heard = {peer: time.monotonic() for peer, link in connections.items() if link.authenticated_by_key}
+        self._next_heartbeat = time.monotonic() + HEARTBEAT_INTERVAL
+        self._events: list[Event] = []  # losses noticed while sending
+        self._poller = select.poll()
+        self._poller.register(self._bell, select.POLLIN)
+        self._peer_of = {connection.fileno(): peer for peer, connection in self._connections.items()}
+        for descriptor in self._peer_of:
+            self._poller.register(descriptor, select.POLLIN)
+        self._pidfds = self._watch(pids)
+        self._closed = False
+        for peer, connection in list(self._connections.items()):
+            connection.start()
+            self._read(peer)  # a decision may have come right behind the welcome
+
+    def send_report(self, report: Report) -> None:
+        self._send(0, report)
+
+    def send_decision(self, decision: Decision) -> None:
+        for peer in list(self._connections):
+            self._send(peer, decision)
+
+    def wait(self, timeout: float | None) -> list[Event]:
+        deadline = self._deadline(timeout)
+        if not self._events:
+            remaining = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
+            self._handle(self._poller.poll(remaining))
+            self._keep_time()
+        events, self._events = self._events, []
+        return events
+
+    def wake(self) -> None:
+        if not self._closed:
+            self._bell.ring()
+
+    def ring(self, rank: int) -> None:
+        self._bells[rank].ring()
+
+    def flush(self, timeout: float) -> None:
+        until = time.monotonic() + timeout
+        while any(link.wants_to_send for link in self._connections.values()) and time.monotonic() < until:
+            self._handle(self._poller.poll(50))
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for closable in (*self._connections.values(), *self._bells.values()):
+            closable.close()
+        for descriptor in self._pidfds:
+            os.close(descriptor)
+        self._connections, self._pidfds = {}, {}
+
+    def _watch(self, pids: Mapping[int, int]) -> dict[int, int]:
+        """Return pidfd -> rank for the peers that can be watched."""
+        watched: dict[int, int] = {}
+        for peer, pid in pids.items():
+            if not hasattr(os, "pidfd_open"):
+                break  # not Linux: the end of the connection has to do
+            try:
+                descriptor = os.pidfd_open(pid)
+            except ProcessLookupError:
+                self._suspect(peer, "its process had ended before the job started")
+                continue
+            except OSError:
+                continue  # not permitted here: the end of the connection has to do
+            watched[descriptor] = peer
+            self._poller.register(descriptor, select.POLLIN)
+        return watched
+
+    def _handle(self, ready: Iterable[tuple[int, int]]) -> None:
+        ended: list[int] = []
+        for descriptor, flags in ready:
+            if descriptor == self._bell.fileno():
+                self._bell.clear()
+            elif descriptor in self._pidfds:
+                ended.append(descriptor)
+            elif descriptor in self._peer_of:
+                self._serve(self._peer_of[descriptor], flags)
+        for descriptor in ended:  # after all sockets: a last message may say why
+            peer = self._pidfds.pop(descriptor)
+            self._poller.unregister(descriptor)
+            os.close(descriptor)
+            self._read(peer)
+            self._suspect(peer, "its process ended without leaving the job (killed or crashed)")
+
+    def _serve(self, peer: int, flags: int) -> None:
+        if flags & select.POLLOUT:
+            try:
+                self._connections[peer].push()
+            except OSError as error:
+                self._drop(peer, f"connection broken: {error}")
+                return
+            self._watch_writes(peer)
+        if flags & ~select.POLLOUT:
+            self._read(peer)
+
+    def _read(self, peer: int) -> None:
+        connection = self._connections.get(peer)
+        if connection is None:
+            return
+        try:
+            messages = connection.receive()
+        except (EOFError, OSError) as error:
+            self._drop(peer, f"its connection ended ({error})")
+            return
+        except ProtocolError as error:
+            self._drop(peer, f"its connection is corrupt: {error}")
+            return
+        self._heard[peer] = time.monotonic()
+        self._events.extend(filter(None, (self._event(peer, message) for message in messages)))
+
+    def _event(self, peer: int, message: Message) -> Event | None:
+        if isinstance(message, Report) and self._rank == 0:
+            return ReportReceived(peer, message)
+        if isinstance(message, Decision) and peer == 0:
+            return DecisionReceived(message)
+        if isinstance(message, Heartbeat):
+            return None
+        return PeerLost(peer, f"it sent a {type(message).__name__} out of place")
+
+    def _send(self, peer: int, message: Message) -> None:
+        connection = self._connections.get(peer)
+        if connection is None:
+            return  # already lost; that event is on its way
+        try:
+            connection.send(message)
+        except OSError as error:
+            self._drop(peer, f"connection broken: {error}")
+            return
+        self._watch_writes(peer)
+
+    def _watch_writes(self, peer: int) -> None:
+        connection = self._connections[peer]
+        mask = select.POLLIN | (select.POLLOUT if connection.wants_to_send else 0)
+        self._poller.modify(connection.fileno(), mask)
+
+    def _drop(self, peer: int, reason: str) -> None:
+        connection = self._connections.pop(peer)
+        self._poller.unregister(connection.fileno())
+        del self._peer_of[connection.fileno()]
+        connection.close()
+        self._heard.pop(peer, None)
+        self._suspect(peer, reason)
+
+    def _suspect(self, peer: int, reason: str) -> None:
+        """Declare a death: at once where nobody knows better, else after the grace for rank 0's word."""
+        if self._rank == 0 or peer == 0:
+            self._declare(peer, reason)
+        else:
+            self._suspects.setdefault(peer, time.monotonic() + GRACE)
+
+    def _declare(self, peer: int, reason: str) -> None:
+        if peer not in self._lost:
+            self._lost.add(peer)
+            self._events.append(PeerLost(peer, reason))
+
+    def _keep_time(self) -> None:
+        now = time.monotonic()
+        for peer in [peer for peer, when in self._suspects.items() if now >= when]:
+            del self._suspects[peer]
+            self._declare(peer, "its process ended, and rank 0 did not say why")
+        if not self._heard_matters():
+            return
+        if now >= self._next_heartbeat:
+            self._next_heartbeat = now + HEARTBEAT_INTERVAL
+            for peer in self._tcp_peers():
+                self._send(peer, Heartbeat())
+        for peer in self._tcp_peers():
+            silent = now - self._heard[peer]
+            if silent > self._silence_limit:
+                self._drop(peer, f"it has been silent for {silent:.0f} s (HVDLITE_HEARTBEAT_TIMEOUT)")
+
+    def _tcp_peers(self) -> Sequence[int]:
+        return [peer for peer, link in self._connections.items() if link.authenticated_by_key]
+
+    def _heard_matters(self) -> bool:
+        return any(link.authenticated_by_key for link in self._connections.values())
+
+    def _deadline(self, timeout: float | None) -> float | None:
+        times = list(self._suspects.values())
+        if timeout is not None:
+            times.append(time.monotonic() + timeout)
+        if self._heard_matters():
+            times.append(self._next_heartbeat)
+        return min(times, default=None)

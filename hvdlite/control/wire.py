@@ -1,0 +1,183 @@
+"""Frames on a stream socket.
+
+    length (4 bytes) | kind (1) | sequence (4) | body (length bytes) | HMAC-SHA256 (32, on TCP only)
+
+Rules (PROTOCOL rule 22)
+- The length is checked against a limit before anything is allocated.
+- Sequence numbers count up from 0 in each direction; anything else (replay, loss) ends the connection.
+- The MAC covers header and body, with a key of its own per connection and direction, made from both sides' nonces.
+- A Unix socket in a directory of mode 0700 whose peer has our user id needs no MAC.
+- Any violation after authentication ends the connection: a dropped frame would be a lost decision.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import socket
+import struct
+
+from hvdlite.control.codec import Message, decode, encode
+from hvdlite.core.errors import ProtocolError
+
+_HEADER = struct.Struct("!IBI")
+_MAC_BYTES = 32
+_NONCE_BYTES = 32
+_RECEIVE_BYTES = 1 << 16
+
+
+class Connection:
+    """One authenticated stream, non-blocking after `start`."""
+
+    def __init__(self, sock: socket.socket, *, send_key: bytes = b"", receive_key: bytes = b"",
+                 frame_limit: int = 64 << 20) -> None:
+        self.socket = sock
+        self.authenticated_by_key = bool(send_key)
+        self._send_key, self._receive_key = send_key, receive_key
+        self._limit = frame_limit
+        self._sent = self._received = 0  # frames, in each direction
+        self._unsent = bytearray()
+        self._unread = bytearray()
+        self._early: list[Message] = []
+
+    def start(self) -> None:
+        """End the handshake: from now on nothing blocks."""
+        self.socket.setblocking(False)
+
+    def send(self, message: Message) -> None:
+        """Queue a message and hand as much as possible to the operating system, without blocking.
+
+        Raises:
+            OSError: when the connection is broken.
+            ProtocolError: when the message is longer than the frame limit.
+        """
+        kind, body = encode(message)
+        if len(body) > self._limit:
+            raise ProtocolError(f"a control message of {len(body)} bytes exceeds HVDLITE_FRAME_LIMIT={self._limit}")
+        header = _HEADER.pack(len(body), kind, self._sent & 0xFFFFFFFF)
+        self._sent += 1
+        self._unsent += header + body + self._mac(self._send_key, header, body)
+        self.push()
+
+    def push(self) -> None:
+        """Hand queued bytes to the operating system, without blocking."""
+        while self._unsent:
+            try:
+                written = self.socket.send(self._unsent, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                return
+            del self._unsent[:written]
+
+    @property
+    def wants_to_send(self) -> bool:
+        """Whether bytes are queued that the operating system did not take yet."""
+        return bool(self._unsent)
+
+    def receive(self) -> list[Message]:
+        """Return the messages that have arrived, without blocking.
+
+        Raises:
+            EOFError: when the peer closed the connection and nothing is left to read.
+            ProtocolError: for a frame that is too long, out of order, forged or malformed.
+            OSError: when the connection is broken.
+        """
+        ended = False
+        while True:
+            try:
+                piece = self.socket.recv(_RECEIVE_BYTES, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                break
+            except ConnectionResetError:
+                piece = b""
+            if not piece:
+                ended = True
+                break
+            self._unread += piece
+            if len(piece) < _RECEIVE_BYTES:
+                break
+        messages = self._early + self._frames()
+        self._early = []
+        if ended and not messages:
+            raise EOFError("connection closed")
+        return messages
+
+    def unreceive(self, messages: list[Message]) -> None:
+        """Give messages back, to be returned first by the next `receive`."""
+        self._early = [*messages, *self._early]
+
+    def fileno(self) -> int:
+        """Return the socket's descriptor."""
+        return self.socket.fileno()
+
+    def close(self) -> None:
+        """Close the socket."""
+        self.socket.close()
+
+    def _frames(self) -> list[Message]:
+        messages = []
+        mac_bytes = _MAC_BYTES if self._receive_key else 0
+        while len(self._unread) >= _HEADER.size:
+            header = bytes(self._unread[:_HEADER.size])
+            length, kind, sequence = _HEADER.unpack(header)
+            if length > self._limit:
+                raise ProtocolError(f"a frame of {length} bytes exceeds the limit of {self._limit}")
+            end = _HEADER.size + length
+            if len(self._unread) < end + mac_bytes:
+                break
+            body, mac = bytes(self._unread[_HEADER.size:end]), bytes(self._unread[end:end + mac_bytes])
+            del self._unread[:end + mac_bytes]
+            if not hmac.compare_digest(mac, self._mac(self._receive_key, header, body)):
+                raise ProtocolError("a frame is not signed with the job's key")
+            if sequence != self._received & 0xFFFFFFFF:
+                raise ProtocolError(f"frame {sequence} arrived where {self._received} was due")
+            self._received += 1
+            messages.append(decode(kind, body))
+        return messages
+
+    @staticmethod
+    def _mac(key: bytes, header: bytes, body: bytes) -> bytes:
+        return hmac.digest(key, header + body, "sha256") if key else b""
+
+
+def challenge_as_server(sock: socket.socket, key: bytes, frame_limit: int) -> Connection:
+    """Authenticate a client that knows `key` and prove that we know it too; `sock` has a timeout.
+
+    Raises:
+        ProtocolError: when the client does not know the key.
+        OSError: when it closes or stays silent.
+    """
+    ours = secrets.token_bytes(_NONCE_BYTES)
+    sock.sendall(ours)
+    answer = _exactly(sock, _NONCE_BYTES + _MAC_BYTES)
+    theirs, proof = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
+    if not hmac.compare_digest(proof, _proof(key, b"client", ours, theirs)):
+        raise ProtocolError("the peer does not know the job's key")
+    sock.sendall(_proof(key, b"server", ours, theirs))
+    return Connection(sock, send_key=_proof(key, b"server to client", ours, theirs),
+                      receive_key=_proof(key, b"client to server", ours, theirs), frame_limit=frame_limit)
+
+
+def challenge_as_client(sock: socket.socket, key: bytes, frame_limit: int) -> Connection:
+    """Like `challenge_as_server`, from the other side."""
+    theirs = _exactly(sock, _NONCE_BYTES)
+    ours = secrets.token_bytes(_NONCE_BYTES)
+    sock.sendall(ours + _proof(key, b"client", theirs, ours))
+    if not hmac.compare_digest(_exactly(sock, _MAC_BYTES), _proof(key, b"server", theirs, ours)):
+        raise ProtocolError("whoever listens at the coordinator's address does not know the job's key")
+    return Connection(sock, send_key=_proof(key, b"client to server", theirs, ours),
+                      receive_key=_proof(key, b"server to client", theirs, ours), frame_limit=frame_limit)
+
+
+def _proof(key: bytes, role: bytes, server_nonce: bytes, client_nonce: bytes) -> bytes:
+    return hmac.digest(key, role + b"|" + server_nonce + client_nonce, hashlib.sha256)
+
+
+def _exactly(sock: socket.socket, count: int) -> bytes:
+    received = b""
+    while len(received) < count:
+        piece = sock.recv(count - len(received))
+        if not piece:
+            raise ConnectionError("closed during the handshake")
+        received += piece
+    return received

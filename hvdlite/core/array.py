@@ -1,0 +1,62 @@
+"""Dtypes as the runtime names them, and the arithmetic rules that follow from a dtype.
+
+Names are NumPy's, plus "bfloat16" (`ml_dtypes`). 16-bit floats are *stored* as such and *accumulated* in float32.
+"""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdlite.core.errors import UnsupportedError
+from hvdlite.core.types import ReduceOp
+
+Array = NDArray[np.generic]
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+SUPPORTED_DTYPES: dict[str, np.dtype[np.generic]] = {
+    **{name: np.dtype(name) for name in (
+        "bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64",
+        "float16", "float32", "float64", "complex64", "complex128",
+    )},
+    "bfloat16": BFLOAT16,
+}
+
+
+def dtype_name(dtype: np.dtype[np.generic]) -> str:
+    """Return the runtime's name of `dtype`.
+
+    Raises:
+        UnsupportedError: for a dtype that no plane carries (objects, strings, dates, structures).
+    """
+    name = dtype.name
+    if name not in SUPPORTED_DTYPES or not dtype.isnative:
+        raise UnsupportedError(f"dtype {dtype!r} is not supported; supported: {', '.join(SUPPORTED_DTYPES)}")
+    return name
+
+
+def check_reducible(name: str, op: ReduceOp, tensor: str) -> None:
+    """Raise `UnsupportedError` when `op` has no meaning for dtype `name`."""
+    if op in (ReduceOp.ADASUM, ReduceOp.PRODUCT):
+        raise UnsupportedError(f"{tensor}: allreduce with op={op.name.capitalize()} is not implemented yet; "
+                               "use Average, Sum, Min or Max")
+    if name == "bool" and op not in (ReduceOp.MIN, ReduceOp.MAX):
+        raise UnsupportedError(f"{tensor}: allreduce of bool has no {op.name.capitalize()}; use Min (all), Max (any) "
+                               "or convert to an integer type")
+    if name.startswith("complex") and op in (ReduceOp.MIN, ReduceOp.MAX):
+        raise UnsupportedError(f"{tensor}: complex numbers have no order, so no {op.name.capitalize()}; "
+                               "use Sum or Average")
+
+
+def accumulator_dtype(dtype: np.dtype[np.generic]) -> np.dtype[np.generic]:
+    """Return the dtype in which values of `dtype` are summed: float32 for 16-bit floats, else `dtype` itself."""
+    return np.dtype(np.float32) if dtype.name in ("float16", "bfloat16") else dtype
+
+
+def flat(array: Array) -> Array:
+    """Return a 1-D view of a C-contiguous array (0-d included); never copies."""
+    view = array.reshape(-1)
+    assert view.size == 0 or np.shares_memory(view, array), "flat() needs a contiguous array"
+    return view

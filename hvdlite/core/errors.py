@@ -1,0 +1,69 @@
+"""Every error hvdlite raises.
+
+Three families. A *call* error (bad argument, duplicate name) is raised where the mistake is made, before anything is
+enqueued. An *agreement* error (`MismatchError`) is raised on every rank when ranks disagree about one tensor; the job
+stays usable. A *job* error (`PeerLostError` and its kin) ends the runtime: every pending and later call raises it.
+
+`HorovodInternalError` keeps Horovod's name because elastic training scripts catch it by that name.
+"""
+
+from __future__ import annotations
+
+
+class HvdliteError(Exception):
+    """Base of every error defined by hvdlite."""
+
+
+class HorovodInternalError(HvdliteError, RuntimeError):
+    """Raised when a collective cannot complete; the base of agreement and job errors."""
+
+
+class NotInitializedError(HorovodInternalError, ValueError):
+    """Raised when the runtime is used before `init()` or after `shutdown()`.
+
+    A `ValueError` too, because that is what Horovod's `rank()` raises.
+    """
+
+
+class MismatchError(HorovodInternalError):
+    """Raised on all ranks when ranks disagree about one tensor; other tensors are unaffected."""
+
+
+class PeerLostError(HorovodInternalError):
+    """Raised on the surviving ranks when a rank died or stopped answering."""
+
+    def __init__(self, message: str, rank: int = -1) -> None:
+        super().__init__(message)
+        self.rank = rank  # the origin of the failure, never a rank that merely passed it on
+
+
+class PeerFailedError(PeerLostError):
+    """Raised on the other ranks when a rank raised an exception; carries that rank's traceback as text."""
+
+
+class PeerLeftError(PeerLostError):
+    """Raised when work needs a rank that has already left the job normally."""
+
+
+class ForkedProcessError(HorovodInternalError):
+    """Raised when a forked child (a DataLoader worker, say) uses its parent's runtime."""
+
+
+class DuplicateNameError(HvdliteError, ValueError):
+    """Raised at the call when a tensor of that name is still being processed on this rank."""
+
+
+class UnsupportedError(HvdliteError, ValueError):
+    """Raised at the call for a dtype, shape or operation that cannot be served."""
+
+
+class ConfigError(HvdliteError, ValueError):
+    """Raised for a knob with an unknown name or an invalid value."""
+
+
+class LaunchError(HvdliteError, RuntimeError):
+    """Raised by `init()` when the launch environment is incomplete or the ranks cannot meet."""
+
+
+class ProtocolError(HvdliteError, RuntimeError):
+    """Raised inside the control plane for a frame that is too long, out of order, or not authentic."""

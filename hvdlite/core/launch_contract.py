@@ -1,0 +1,78 @@
+"""What a launcher and a rank agree on: environment variables, exit codes and the failure record.
+
+The launcher writes these variables; `bootstrap/environments.py` reads them. Nothing else passes between the two but
+the failure records, so either side can be replaced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from hvdlite.core.world import World
+
+RANK = "HVDLITE_RANK"
+SIZE = "HVDLITE_SIZE"
+LOCAL_RANK = "HVDLITE_LOCAL_RANK"
+LOCAL_SIZE = "HVDLITE_LOCAL_SIZE"
+CROSS_RANK = "HVDLITE_CROSS_RANK"
+CROSS_SIZE = "HVDLITE_CROSS_SIZE"
+JOB_DIRECTORY = "HVDLITE_JOB_DIRECTORY"
+"""A directory of mode 0700 on this host where the ranks meet; the launcher makes and removes it."""
+SECRET = "HVDLITE_SECRET"
+"""The job's key, hexadecimal; only needed when ranks speak over TCP."""
+COORDINATOR = "HVDLITE_COORDINATOR"
+"""host:port where rank 0 listens; absent when all ranks share one host."""
+
+COORDINATES = {
+    RANK: "rank", SIZE: "size", LOCAL_RANK: "local_rank", LOCAL_SIZE: "local_size",
+    CROSS_RANK: "cross_rank", CROSS_SIZE: "cross_size",
+}
+CONTRACT_VARIABLES = frozenset(COORDINATES) | {JOB_DIRECTORY, SECRET, COORDINATOR}
+
+
+def rank_environment(world: World, job_directory: str | None) -> dict[str, str]:
+    """Return the variables a launcher sets for one rank, with Horovod's names beside ours."""
+    ours = {name: str(getattr(world, field)) for name, field in COORDINATES.items()}
+    theirs = {name.replace("HVDLITE_", "HOROVOD_"): value for name, value in ours.items()}
+    directory = {} if job_directory is None else {JOB_DIRECTORY: job_directory}
+    return {**ours, **theirs, **directory}
+
+
+@dataclasses.dataclass(frozen=True)
+class FailureRecord:
+    """What a failing rank leaves for its launcher, so that the first cause is named and not the first exit."""
+
+    rank: int
+    origin: int  # the rank where the failure began: `rank` itself, or the one it was told of
+    when: float  # seconds since the epoch
+    kind: str  # the exception's type
+    message: str
+    traceback: str
+
+    @staticmethod
+    def path(job_directory: str, rank: int) -> Path:
+        return Path(job_directory) / f"failure.{rank}.json"
+
+    def write(self, job_directory: str) -> None:
+        """Write the record atomically; a directory already removed means nobody is left to read it."""
+        try:
+            handle, name = tempfile.mkstemp(dir=job_directory, prefix=".failure.")
+        except FileNotFoundError:
+            return
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(dataclasses.asdict(self), file)
+        os.replace(name, self.path(job_directory, self.rank))
+
+    @classmethod
+    def read(cls, job_directory: str, rank: int) -> FailureRecord | None:
+        """Return rank's record, or None when it left none (it was killed, or did not fail)."""
+        try:
+            fields: Mapping[str, object] = json.loads(cls.path(job_directory, rank).read_text(encoding="utf-8"))
+            return cls(**fields)  # type: ignore[arg-type]
+        except (FileNotFoundError, ValueError, TypeError):
+            return None

@@ -1,0 +1,25 @@
+"""The words of the runtime: collectives and reduce operations."""
+
+from __future__ import annotations
+
+import enum
+
+
+class ReduceOp(enum.IntEnum):
+    """How an allreduce combines the ranks' values; the numbers are Horovod's."""
+
+    AVERAGE = 0
+    SUM = 1
+    ADASUM = 2
+    MIN = 3
+    MAX = 4
+    PRODUCT = 5
+
+
+class Collective(enum.IntEnum):
+    """The operations that ranks negotiate."""
+
+    ALLREDUCE = 0
+    ALLGATHER = 1
+    BROADCAST = 2
+    BARRIER = 3

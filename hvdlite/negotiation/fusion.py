@@ -1,0 +1,60 @@
+"""Which ready tensors travel together. Pure: requests in, responses out, the same for the same input."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from hvdlite.core.array import SUPPORTED_DTYPES
+from hvdlite.core.types import Collective
+from hvdlite.negotiation.messages import Request, Response
+
+FUSIBLE = (Collective.ALLREDUCE, Collective.BROADCAST)
+
+
+def response_to(requests: Mapping[int, Request]) -> Response:
+    """Return the response to one tensor on which all ranks agree."""
+    first = next(iter(requests.values()))
+    gathered = first.collective is Collective.ALLGATHER
+    return Response(
+        names=(first.name,), collective=first.collective, dtype=first.dtype, op=first.op, root_rank=first.root_rank,
+        prescale=first.prescale, postscale=first.postscale, process_set=first.process_set,
+        contributors=tuple(sorted(rank for rank, request in requests.items() if not request.absent)),
+        rows=tuple(requests[rank].shape[0] for rank in sorted(requests)) if gathered else (),
+    )
+
+
+def fuse(ready: Iterable[tuple[Response, int]], threshold: int) -> list[Response]:
+    """Merge responses that a plane can execute as one, keeping the order of first members.
+
+    Args:
+        ready: single-tensor responses with their number of bytes, in the order they became ready.
+        threshold: largest merged response in bytes; a tensor larger than it travels alone.
+    """
+    groups: list[list[Response]] = []
+    open_groups: dict[tuple[object, ...], tuple[list[Response], int]] = {}
+    for response, nbytes in ready:
+        key = _fusion_key(response)
+        group, filled = open_groups.get(key, ([], threshold))
+        if response.collective not in FUSIBLE or not group or filled + nbytes > threshold:
+            group, filled = [], 0
+            groups.append(group)
+        group.append(response)
+        open_groups[key] = (group, filled + nbytes)
+    return [group[0] if len(group) == 1 else _merged(group) for group in groups]
+
+
+def payload_bytes(request: Request) -> int:
+    """Return the number of bytes of a request's tensor."""
+    return math.prod(request.shape) * SUPPORTED_DTYPES[request.dtype].itemsize
+
+
+def _fusion_key(response: Response) -> tuple[object, ...]:
+    return (response.collective, response.dtype, response.op, response.root_rank, response.prescale,
+            response.postscale, response.process_set, response.contributors)
+
+
+def _merged(group: list[Response]) -> Response:
+    return msgspec.structs.replace(group[0], names=tuple(name for response in group for name in response.names))

@@ -1,0 +1,134 @@
+"""Reduction of host arrays, shared by all planes that do it themselves.
+
+Rule (PROTOCOL rule 11): every element is accumulated in ascending rank order, in the accumulator dtype, and finished by
+the same two operations, so the bits do not depend on the plane, on fusion or on who does the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hvdlite.core.array import BFLOAT16, Array, accumulator_dtype
+from hvdlite.core.types import ReduceOp
+from hvdlite.negotiation.messages import Response
+
+_UFUNCS: dict[ReduceOp, np.ufunc] = {
+    ReduceOp.SUM: np.add, ReduceOp.AVERAGE: np.add, ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum,
+}
+
+
+class Reduction:
+    """The arithmetic of one allreduce response.
+
+    Args:
+        response: says op, dtype and factors.
+        size: ranks of the process set; Average divides by it whoever contributes.
+        chunk: elements worked on at a time: small enough for the cache, large enough to outweigh a NumPy call.
+    """
+
+    def __init__(self, response: Response, dtype: np.dtype[np.generic], size: int, chunk: int) -> None:
+        self.dtype = dtype
+        self.chunk = max(1, chunk)
+        self._combine = _UFUNCS[response.op]
+        self._divisor = size if response.op is ReduceOp.AVERAGE else 1
+        self._prescale, self._postscale = response.prescale, response.postscale
+        self._wide = accumulator_dtype(dtype) != dtype
+        self._scratch = np.empty((2, self.chunk), np.float32) if self._wide else np.empty((0, 0), np.float32)
+
+    def place(self, source: Array, out: Array) -> None:
+        """Copy `source` to `out` (flat, same length), multiplied by the prescale factor."""
+        if self._prescale == 1.0:
+            np.copyto(out, source)
+        else:
+            self._scaled(source, self._prescale, out)
+
+    def placed(self, source: Array) -> Array:
+        """Return `source` multiplied by the prescale factor; `source` itself when there is nothing to do."""
+        if self._prescale == 1.0:
+            return source
+        scaled = np.empty_like(source)
+        self.place(source, scaled)
+        return scaled
+
+    def combine(self, sources: Sequence[Array], out: Array) -> None:
+        """Reduce flat arrays, already placed, into `out`.
+
+        `out` may be the memory of `sources[0]` or `sources[1]`, not of a later one.
+        """
+        for start in range(0, out.size, self.chunk):
+            piece = slice(start, min(start + self.chunk, out.size))
+            if self._wide:
+                self._combine_wide([source[piece] for source in sources], out[piece])
+            else:
+                self._combine_plain([source[piece] for source in sources], out[piece])
+
+    def _combine_plain(self, sources: Sequence[Array], out: Array) -> None:
+        if len(sources) == 1:
+            np.copyto(out, sources[0])
+        else:
+            self._combine(sources[0], sources[1], out=out)
+        for source in sources[2:]:
+            self._combine(out, source, out=out)
+        if self._divisor > 1:
+            _divide(out, self._divisor)
+        if self._postscale != 1.0:
+            self._scaled(out, self._postscale, out)
+
+    def _combine_wide(self, sources: Sequence[Array], out: Array) -> None:
+        total, term = self._scratch[0][:out.size], self._scratch[1][:out.size]
+        widen(sources[0], total)
+        for source in sources[1:]:
+            widen(source, term)
+            self._combine(total, term, out=total)
+        if self._divisor > 1:
+            np.divide(total, np.float32(self._divisor), out=total)
+        if self._postscale != 1.0:
+            np.multiply(total, np.float32(self._postscale), out=total)
+        narrow(total, out)
+
+    def _scaled(self, source: Array, factor: float, out: Array) -> None:
+        kind = self.dtype.kind
+        if self._wide:
+            wide = np.empty(source.size, np.float32)
+            widen(source, wide)
+            np.multiply(wide, np.float32(factor), out=wide)
+            narrow(wide, out)
+        elif kind in "iu":  # truncation toward zero, as a C cast does
+            np.copyto(out, np.trunc(source.astype(np.float64) * factor), casting="unsafe")
+        else:
+            np.multiply(source, source.dtype.type(factor), out=out)
+
+
+def _divide(values: Array, divisor: int) -> None:
+    """Divide in place: exactly and toward zero for integers."""
+    if values.dtype.kind == "u":
+        np.floor_divide(values, values.dtype.type(divisor), out=values)
+    elif values.dtype.kind == "i":
+        negative_inexact = (values < 0) & (np.remainder(values, values.dtype.type(divisor)) != 0)
+        np.floor_divide(values, values.dtype.type(divisor), out=values)
+        np.add(values, negative_inexact.astype(values.dtype), out=values)
+    else:
+        np.divide(values, values.dtype.type(divisor), out=values)
+
+
+def widen(source: Array, out: Array) -> None:
+    """Convert 16-bit floats to float32, bfloat16 by shifting (its `ml_dtypes` cast is slow)."""
+    if source.dtype == BFLOAT16:
+        np.left_shift(source.view(np.uint16), np.uint32(16), out=out.view(np.uint32), dtype=np.uint32, casting="unsafe")
+    else:
+        np.copyto(out, source)
+
+
+def narrow(source: Array, out: Array) -> None:
+    """Convert float32 to a 16-bit float, rounding to nearest even; overwrites `source`."""
+    if out.dtype != BFLOAT16:
+        with np.errstate(over="ignore"):
+            np.copyto(out, source, casting="unsafe")
+        return
+    bits, target = source.view(np.uint32), out.view(np.uint16)
+    nan = np.isnan(source)
+    np.add(bits, ((bits >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF), out=bits)
+    np.right_shift(bits, np.uint32(16), out=target, dtype=np.uint32, casting="unsafe")
+    target[nan] = 0x7FC0

@@ -1,0 +1,56 @@
+"""What an asynchronous call returns."""
+
+from __future__ import annotations
+
+import threading
+
+from hvdlite.core.array import Array
+
+
+class Handle:
+    """A collective in flight. Completed exactly once, by the runtime thread; may be waited for from any thread.
+
+    Attributes:
+        name: the tensor's name, as negotiated.
+        contributors: after completion, the ranks that contributed, ascending; empty when all were absent.
+    """
+
+    __slots__ = ("_done", "_error", "_lock", "_result", "contributors", "name")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.contributors: tuple[int, ...] = ()
+        self._result: Array | None = None
+        self._error: Exception | None = None
+        self._done = False
+        self._lock = threading.Lock()  # held until completion: the cheapest thing a thread can sleep on
+        self._lock.acquire()
+
+    def done(self) -> bool:
+        """Return whether `wait` would return (or raise) at once."""
+        return self._done
+
+    def wait(self, timeout: float | None = None) -> Array | None:
+        """Block until the collective is complete and return its result (None for a barrier).
+
+        May be called again, and returns the same.
+
+        Raises:
+            HorovodInternalError: when the collective failed; see `hvdlite.core.errors`.
+            TimeoutError: when it took longer than `timeout` seconds; the collective goes on.
+        """
+        if not self._done:
+            if not self._lock.acquire(timeout=-1 if timeout is None else timeout):
+                raise TimeoutError(f"'{self.name}' is not complete after {timeout} s")
+            self._lock.release()  # for other waiters
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+        return self._result
+
+    def _complete(self, result: Array | None, contributors: tuple[int, ...]) -> None:
+        self._result, self.contributors, self._done = result, contributors, True
+        self._lock.release()
+
+    def _fail(self, error: Exception) -> None:
+        self._error, self._done = error, True
+        self._lock.release()

@@ -1,0 +1,362 @@
+"""One rank's runtime: user threads hand tensors in, one background thread negotiates and moves them.
+
+Theory of operation
+- A call makes an `_Entry`, appends it to the inbox and rings this rank's bell if the thread may be asleep. It never
+  blocks and takes one lock, which guards the set of names in use.
+- The thread turns the inbox into a report, takes in what others say, and executes decisions strictly in order.
+- Its only places to block are `ControlPlane.wait`, from the loop or, through `_wait_until`, from within a plane. Both
+  take in messages and send reports, so a barrier neither delays the next report nor misses a death.
+- The first failure ends the runtime: it is told to the coordinator, logged once, and raised by every pending and later
+  call. The thread itself never dies silently.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from hvdlite.control.base import ControlPlane, DecisionReceived, Event, PeerLost, ReportReceived
+from hvdlite.core.config import Config
+from hvdlite.core.errors import (
+    DuplicateNameError,
+    ForkedProcessError,
+    HorovodInternalError,
+    MismatchError,
+    NotInitializedError,
+    PeerFailedError,
+    PeerLeftError,
+    PeerLostError,
+)
+from hvdlite.core.world import World
+from hvdlite.negotiation.controller import Controller
+from hvdlite.negotiation.coordinator import Coordinator
+from hvdlite.negotiation.messages import Decision, ErrorKind, FailureNotice, Report, Request, Response
+from hvdlite.planes.base import Plan, Plane
+from hvdlite.runtime.calls import Calls, Entry
+from hvdlite.runtime.handle import Handle
+
+_log = logging.getLogger("hvdlite")
+
+FLUSH_SECONDS: Final = 2.0
+_SHUT_DOWN = "hvdlite was shut down on this rank before the collective was complete"
+_REFUSALS = {ErrorKind.MISMATCH: MismatchError, ErrorKind.LEFT: PeerLeftError}
+
+
+class _Ended(Exception):
+    """Unwinds the runtime thread once the job has failed; the reason is kept by the runtime."""
+
+
+class Runtime(Calls):
+    """One rank's engine; made by `runtime.assemble`, shared by all adapters of a process.
+
+    Args:
+        coordinator: on rank 0 only.
+        clock: seconds on a monotonic clock.
+    """
+
+    def __init__(self, world: World, config: Config, control: ControlPlane, plane: Plane,
+                 coordinator: Coordinator | None, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self.world = world
+        self.config = config
+        self._control, self._plane, self._coordinator = control, plane, coordinator
+        self._clock = clock
+        self._controller = Controller(world.rank)
+        self._inbox: deque[Entry] = deque()
+        self._names: set[str] = set()
+        self._names_lock = threading.Lock()
+        self._entries: dict[str, Entry] = {}  # runtime thread only: handed in and not completed
+        self._decisions: deque[Decision] = deque()  # received and not applied
+        self._plans = 0
+        self._awake = True  # False only around a blocking wait; see _submit
+        self._leaving = False
+        self._told_leaving = False
+        self._left = False
+        self._departed: set[int] = set()  # ranks that left normally
+        self._own_failure: FailureNotice | None = None  # handed in by `fail`
+        self._failure: HorovodInternalError | None = None
+        self._pid = os.getpid()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"hvdlite-rank-{world.rank}", daemon=True)
+
+    def start(self) -> None:
+        """Start the background thread."""
+        self._thread.start()
+
+    @property
+    def failure(self) -> HorovodInternalError | None:
+        """What ended the job, or None while it runs."""
+        return self._failure
+
+    def fail(self, kind: str, message: str, traceback: str) -> None:
+        """Tell all ranks that this one cannot go on, and wait until that is on its way.
+
+        Args:
+            kind: the exception's type name.
+            message: its text.
+            traceback: its formatted traceback, shown to the other ranks as the cause.
+        """
+        if self.in_child or self._ended.is_set():
+            return
+        self._own_failure = FailureNotice(self.world.rank, kind, message, traceback)
+        self._control.wake()
+        self._ended.wait(FLUSH_SECONDS)
+
+    def shutdown(self) -> None:
+        """Leave the job: pending handles fail, work already agreed on is finished for the others' sake.
+
+        Rank 0 serves until all others have left too, at most `shutdown_timeout` seconds, and logs whom it waits for.
+        Idempotent. A forked child's copy does nothing.
+        """
+        if self.in_child or self._leaving:
+            return
+        self._leaving = True
+        self._control.wake()
+        if not self._ended.wait(self.config.shutdown_timeout):
+            _log.error("rank %d: gave up waiting in shutdown() after %.0f s%s (HVDLITE_SHUTDOWN_TIMEOUT)",
+                       self.world.rank, self.config.shutdown_timeout, self._missing_leavers())
+        self._thread.join(FLUSH_SECONDS)
+
+    @property
+    def in_child(self) -> bool:
+        """Whether this process is a forked child, to which the runtime does not belong."""
+        return self._pid != os.getpid()
+
+    def close_in_child(self) -> None:
+        """In a forked child: close every descriptor, so that the parent's death is not hidden by it."""
+        self._control.close()
+
+    def _submit(self, entry: Entry) -> Handle:
+        if self.in_child:
+            raise ForkedProcessError(f"'{entry.request.name}': this process (pid {os.getpid()}) was forked from rank "
+                                     f"{self.world.rank} (pid {self._pid}); collectives belong to the rank itself. "
+                                     "Start workers with the spawn method if they must call init()")
+        if self._failure is not None:
+            raise self._failure.with_traceback(None)
+        if self._leaving:
+            raise NotInitializedError(f"'{entry.request.name}': hvdlite has been shut down; call init() again")
+        name = entry.request.name
+        with self._names_lock:
+            if name in self._names:
+                raise DuplicateNameError(f"'{name}' is still being processed on rank {self.world.rank}; wait for its handle "
+                                         "first, or use another name")
+            self._names.add(name)
+        self._inbox.append(entry)
+        # The thread clears _awake, then looks into the inbox, then sleeps: whoever sees it awake has been seen.
+        if not self._awake:
+            self._control.wake()
+        if self._ended.is_set():
+            self._fail_inbox()  # the thread ended between the checks above and the append
+        return entry.handle
+
+    # --- the background thread -------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._finished():
+                self._exchange()
+                while self._decisions:
+                    self._apply(self._decisions.popleft())
+        except _Ended:
+            pass
+        except Exception as error:  # a defect, or no memory: tell everybody rather than die silently
+            _log.exception("rank %d: the runtime thread failed", self.world.rank)
+            self._give_up(FailureNotice(self.world.rank, type(error).__name__, str(error)))
+        finally:
+            self._close()
+
+    def _finished(self) -> bool:
+        """Whether this rank has left and, on rank 0, everybody else has too."""
+        return self._left and (self._coordinator is None or len(self._coordinator.left) == self.world.size)
+
+    def _exchange(self) -> None:
+        """Say what is new, take in what others say, and sleep when there is nothing else to do."""
+        self._say()
+        self._decide()
+        busy = bool(self._decisions)
+        if not busy:
+            self._awake = False
+            busy = bool(self._inbox)
+        try:
+            events = self._control.wait(0 if busy else self._timeout())
+        finally:
+            self._awake = True
+        for event in events:
+            self._take_in(event)
+        self._decide()
+
+    def _say(self) -> None:
+        """Turn what user threads handed in into a report."""
+        if self._own_failure is not None:
+            self._give_up(self._own_failure)
+        while self._inbox:
+            entry = self._inbox.popleft()
+            self._entries[entry.request.name] = entry
+            self._controller.submit(entry.request)
+        if self._leaving and not self._told_leaving:
+            self._told_leaving = True
+            self._controller.leave()
+            for entry in self._entries.values():
+                entry.abandon(HorovodInternalError(_SHUT_DOWN))
+        report = self._controller.report()
+        if report is not None:
+            self._tell(report)
+
+    def _tell(self, report: Report) -> None:
+        if self._coordinator is not None:
+            self._coordinator.receive(0, report, self._clock())
+        else:
+            self._control.send_report(report)
+
+    def _decide(self) -> None:
+        """On rank 0: answer what has been reported."""
+        if self._coordinator is None:
+            return
+        decision = self._coordinator.decide()
+        if decision is not None:
+            self._control.send_decision(decision)
+            self._accept(decision)
+        after = self.config.stall_check_time_seconds
+        if after > 0:
+            for stall in self._coordinator.stalls(self._clock(), after):
+                _log.warning("stall: %s", stall)
+
+    def _timeout(self) -> float | None:
+        """Return when to wake up by ourselves: only while a tensor waits for somebody."""
+        after = self.config.stall_check_time_seconds
+        if self._coordinator is None or after <= 0:
+            return None
+        due = self._coordinator.next_stall(after)
+        return None if due is None else max(0.0, due - self._clock())
+
+    def _take_in(self, event: Event) -> None:
+        match event:
+            case DecisionReceived(decision):
+                self._accept(decision)
+            case ReportReceived(rank, report) if self._coordinator is not None:
+                self._coordinator.receive(rank, report, self._clock())
+            case PeerLost(rank, reason) if self._coordinator is not None:
+                self._coordinator.lose(rank, reason)
+            case PeerLost(rank, reason) if rank not in self._departed:
+                self._end(FailureNotice(rank, "lost", reason))
+
+    def _accept(self, decision: Decision) -> None:
+        """Queue a decision; what it says of ranks counts at once, even in the middle of a plan."""
+        self._departed.update(decision.left)
+        if decision.failure is not None:
+            self._end(decision.failure)
+        self._decisions.append(decision)
+
+    def _apply(self, decision: Decision) -> None:
+        for response in self._controller.apply(decision):
+            self._perform(response)
+        self._controller.retired = decision.sequence
+        if self.world.rank in decision.left:
+            self._left = True
+
+    def _perform(self, response: Response) -> None:
+        entries = [self._entries[name] for name in response.names]
+        if response.error is not ErrorKind.NONE:
+            error_type = _REFUSALS[response.error]
+            for entry in entries:
+                self._release(entry).fail(error_type(response.error_text))
+            return
+        for entry in entries:
+            entry.prepare(response)
+        self._plans += 1
+        plan = Plan(self._plans, response, [entry.source for entry in entries], [entry.output for entry in entries])
+        self._plane.execute(plan, self._wait_until)
+        for entry in entries:
+            self._release(entry).complete(response)
+
+    def _release(self, entry: Entry) -> Entry:
+        """Free the entry's name before its handle is completed, so that the waiter can use it again at once."""
+        del self._entries[entry.request.name]
+        with self._names_lock:
+            self._names.discard(entry.request.name)
+        return entry
+
+    def _wait_until(self, predicate: Callable[[], bool]) -> None:
+        while not predicate():
+            self._exchange_within_plan()
+
+    def _exchange_within_plan(self) -> None:
+        """Like `_exchange`, but sleeps although decisions wait: they come after the plan in progress."""
+        self._say()
+        self._decide()
+        self._awake = False
+        busy = bool(self._inbox)
+        try:
+            events = self._control.wait(0 if busy else self._timeout())
+        finally:
+            self._awake = True
+        for event in events:
+            self._take_in(event)
+        self._decide()
+
+    # --- the end ---------------------------------------------------------------------------------------------------
+
+    def _give_up(self, notice: FailureNotice) -> None:
+        """This rank is the origin: tell the others, then end."""
+        if self._coordinator is not None:
+            self._coordinator.fail(notice)
+            decision = self._coordinator.decide()
+            if decision is not None:
+                self._control.send_decision(decision)
+        else:
+            self._controller.fail(notice)
+            report = self._controller.report()
+            if report is not None:
+                self._control.send_report(report)
+        self._end(notice)
+
+    def _end(self, notice: FailureNotice) -> None:
+        if self._failure is None:
+            self._failure = failure_error(notice, self.world.rank)
+            if notice.origin != self.world.rank:
+                _log.error("rank %d: %s", self.world.rank, str(self._failure).splitlines()[0])
+        raise _Ended
+
+    def _close(self) -> None:
+        if self._failure is None and not self._left:
+            self._failure = HorovodInternalError("the runtime thread ended unexpectedly; see the log")
+        self._control.flush(FLUSH_SECONDS)
+        for entry in list(self._entries.values()):
+            self._release(entry).abandon(self._last_word())
+        self._control.close()
+        self._plane.close()
+        self._ended.set()
+        self._fail_inbox()
+
+    def _fail_inbox(self) -> None:
+        """Fail what nobody will take out of the inbox any more; callable from any thread."""
+        while True:
+            try:
+                entry = self._inbox.popleft()
+            except IndexError:
+                return
+            entry.abandon(self._last_word())
+
+    def _last_word(self) -> HorovodInternalError:
+        return self._failure or HorovodInternalError(_SHUT_DOWN)
+
+    def _missing_leavers(self) -> str:
+        if self._coordinator is None:
+            return " for rank 0 to confirm"
+        missing = sorted(set(range(self.world.size)) - self._coordinator.left)
+        return f" for ranks {missing} to leave"
+
+
+def failure_error(notice: FailureNotice, rank: int) -> HorovodInternalError:
+    """Return the exception that `rank` raises for a failure of the job."""
+    if notice.origin == rank:
+        return PeerFailedError(f"this rank ({rank}) failed with {notice.kind}: {notice.message}", rank)
+    if notice.kind == "lost":
+        return PeerLostError(f"rank {notice.origin} was lost: {notice.message}", notice.origin)
+    cause = f"\n\nrank {notice.origin}'s traceback:\n{notice.traceback.rstrip()}" if notice.traceback else ""
+    return PeerFailedError(f"rank {notice.origin} failed with {notice.kind}: {notice.message}{cause}", notice.origin)

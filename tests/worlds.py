@@ -1,0 +1,145 @@
+"""Worlds for tests: the same `step(runtime)` on ranks as threads (rung 2) or as processes (rung 3)."""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from hvdlite.core import launch_contract
+from hvdlite.core.config import Config
+from hvdlite.core.world import World
+from hvdlite.runtime.assemble import assemble_threads
+from hvdlite.runtime.runtime import Runtime
+
+T = TypeVar("T")
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def threads(size: int, step: Callable[[Runtime], T], *, timeout: float = 60.0, **config: object) -> list[T]:
+    """Run `step` on every rank of a world of threads; return the results in rank order, or raise the first failure."""
+    settings = Config.from_environment({}, **{"shutdown_timeout": 10.0, **config})
+    runtimes = assemble_threads(size, settings)
+    results: list[T | None] = [None] * size
+    failures: list[tuple[float, int, BaseException]] = []
+
+    def body(runtime: Runtime) -> None:
+        runtime.start()
+        try:
+            results[runtime.world.rank] = step(runtime)
+        except BaseException as error:
+            failures.append((time.monotonic(), runtime.world.rank, error))
+            runtime.fail(type(error).__name__, str(error), "")
+        finally:
+            runtime.shutdown()
+
+    workers = [threading.Thread(target=body, args=(runtime,), daemon=True) for runtime in runtimes]
+    for worker in workers:
+        worker.start()
+    deadline = time.monotonic() + timeout
+    for worker in workers:
+        worker.join(max(0.0, deadline - time.monotonic()))
+    if failures:
+        raise min(failures, key=lambda failure: failure[0])[2]
+    hung = [rank for rank, worker in enumerate(workers) if worker.is_alive()]
+    if hung:
+        faulthandler.dump_traceback(all_threads=True)
+        raise TimeoutError(f"ranks {hung} are still running after {timeout} s; stacks above")
+    return results  # type: ignore[return-value]
+
+
+@dataclasses.dataclass
+class Ended:
+    """How one rank of a process world ended."""
+
+    rank: int
+    code: int  # negative: killed by that signal
+    stdout: str
+    stderr: str
+
+
+class Processes:
+    """A world of processes, each running the same Python source; leaves nothing behind."""
+
+    def __init__(self, size: int, source: str, *, environment: dict[str, str] | None = None,
+                 arguments: Sequence[str] = ()) -> None:
+        self.directory = tempfile.mkdtemp(prefix="hvdlite-test-")
+        self._files = tempfile.TemporaryDirectory(prefix="hvdlite-out-")
+        script = Path(self._files.name) / "script.py"
+        script.write_text(textwrap.dedent(source), encoding="utf-8")
+        self.ranks: list[subprocess.Popen[bytes]] = []
+        for rank in range(size):
+            env = {
+                **{name: value for name, value in os.environ.items() if not name.startswith(("HVDLITE_", "HOROVOD_"))},
+                **launch_contract.rank_environment(World(rank, size, rank, size), self.directory),
+                "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": "1",
+                "HVDLITE_START_TIMEOUT": "30", "PYTHONUNBUFFERED": "1", **(environment or {}),
+            }
+            with open(self._path(rank, "stdout"), "wb") as out, open(self._path(rank, "stderr"), "wb") as err:
+                self.ranks.append(subprocess.Popen([sys.executable, str(script), *arguments], env=env, stdout=out,
+                                                   stderr=err, stdin=subprocess.DEVNULL, start_new_session=True))
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.ranks:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            process.wait()
+        self._files.cleanup()
+        for left in Path(self.directory).iterdir():
+            left.unlink()
+        os.rmdir(self.directory)
+
+    def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
+        """Send a signal to one rank."""
+        os.kill(self.ranks[rank].pid, number)
+
+    def wait_for(self, rank: int, text: str, timeout: float = 60.0) -> None:
+        """Block until a rank has printed `text`."""
+        deadline = time.monotonic() + timeout
+        while text not in self._path(rank, "stdout").read_text(encoding="utf-8", errors="replace"):
+            if time.monotonic() > deadline or self.ranks[rank].poll() is not None:
+                raise AssertionError(f"rank {rank} never printed {text!r}: {self._ended(rank)}")
+            time.sleep(0.01)
+
+    def wait(self, timeout: float = 60.0) -> list[Ended]:
+        """Wait for every rank and return how each ended; the hung ones are named, with their stacks."""
+        deadline = time.monotonic() + timeout
+        for rank, process in enumerate(self.ranks):
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                raise AssertionError(f"rank {rank} is still running after {timeout} s: {self._ended(rank)}") from None
+        return [self._ended(rank) for rank in range(len(self.ranks))]
+
+    def _path(self, rank: int, stream: str) -> Path:
+        return Path(self._files.name) / f"{rank}.{stream}"
+
+    def _ended(self, rank: int) -> Ended:
+        code = self.ranks[rank].poll()
+        out, err = (self._path(rank, stream).read_text(encoding="utf-8", errors="replace")
+                    for stream in ("stdout", "stderr"))
+        return Ended(rank, 9999 if code is None else code, out, err)
+
+
+def processes(size: int, source: str, *, timeout: float = 60.0, environment: dict[str, str] | None = None) -> list[Ended]:
+    """Run a Python source on `size` ranks and return how each ended; a rank that failed fails the test, shown first."""
+    with Processes(size, source, environment=environment) as world:
+        ended = world.wait(timeout)
+    for rank in ended:
+        assert rank.code == 0, f"rank {rank.rank} ended with {rank.code}\n{rank.stdout}\n{rank.stderr}"
+    return ended
