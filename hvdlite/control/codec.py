@@ -11,7 +11,7 @@ from hvdlite.core.errors import ProtocolError
 from hvdlite.negotiation.messages import Decision, Message, Report
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     """What a rank says of itself once its connection is authentic."""
 
     rank: int
@@ -21,7 +21,7 @@ class Hello(Message):
     version: str
 
 
-class Welcome(Message):
+class Welcome(Message, frozen=True):
     """Rank 0's answer when all ranks are there: who they are, indexed by rank; or why the job cannot start."""
 
     pids: tuple[int, ...] = ()
@@ -29,7 +29,7 @@ class Welcome(Message):
     refusal: str = ""
 
 
-class Heartbeat(Message):
+class Heartbeat(Message, frozen=True):
     """Says that the sender's runtime thread is alive; only between hosts."""
 
 

@@ -14,9 +14,10 @@ import threading
 import time
 from collections.abc import Callable
 
-from hvdlite.control.codec import Hello, Message, Welcome
+from hvdlite.control.codec import Hello, Welcome
 from hvdlite.control.wire import Connection, challenge_as_client, challenge_as_server
 from hvdlite.core.errors import HvdliteError, LaunchError, ProtocolError
+from hvdlite.negotiation.messages import Message
 
 HALF_OPEN_LIMIT = 64
 """Connections that may be in their handshake at once; more wait in the kernel's queue."""

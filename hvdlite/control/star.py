@@ -16,11 +16,11 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from hvdlite.control.base import DecisionReceived, Event, PeerLost, ReportReceived
-from hvdlite.control.codec import Heartbeat, Message
+from hvdlite.control.codec import Heartbeat
 from hvdlite.control.doorbell import Doorbell
 from hvdlite.control.wire import Connection
 from hvdlite.core.errors import ProtocolError
-from hvdlite.negotiation.messages import Decision, Report
+from hvdlite.negotiation.messages import Decision, Message, Report
 
 GRACE = 0.5
 """Seconds a rank waits for rank 0's account of a death that it has seen itself."""
@@ -92,8 +92,10 @@ class StarControl:
         if self._closed:
             return
         self._closed = True
-        for closable in (*self._connections.values(), *self._bells.values()):
-            closable.close()
+        for connection in self._connections.values():
+            connection.close()
+        for bell in self._bells.values():
+            bell.close()
         for descriptor in self._pidfds:
             os.close(descriptor)
         self._connections, self._pidfds = {}, {}

@@ -18,8 +18,9 @@ import secrets
 import socket
 import struct
 
-from hvdlite.control.codec import Message, decode, encode
+from hvdlite.control.codec import decode, encode
 from hvdlite.core.errors import ProtocolError
+from hvdlite.negotiation.messages import Message
 
 _HEADER = struct.Struct("!IBI")
 _MAC_BYTES = 32

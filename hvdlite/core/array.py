@@ -5,6 +5,8 @@ Names are NumPy's, plus "bfloat16" (`ml_dtypes`). 16-bit floats are *stored* as 
 
 from __future__ import annotations
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +14,7 @@ from numpy.typing import NDArray
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.types import ReduceOp
 
-Array = NDArray[np.generic]
+Array = NDArray[Any]
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 

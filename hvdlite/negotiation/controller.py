@@ -61,11 +61,12 @@ class Controller:
         if decision.sequence != self.applied + 1:
             raise ProtocolError(f"decision {decision.sequence} follows {self.applied}")
         self.applied = decision.sequence
-        concerning = [response for response in decision.responses
-                      if any(name in self._unanswered for name in response.names)]
-        for response in concerning:
-            for name in response.names:
-                del self._unanswered[name]
+        concerning = []
+        for response in decision.responses:
+            if response.names[0] in self._unanswered:  # a fused response concerns all ranks or none
+                concerning.append(response)
+                for name in response.names:
+                    del self._unanswered[name]
         return concerning
 
     def unanswered(self) -> frozenset[str]:

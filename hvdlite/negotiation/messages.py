@@ -22,7 +22,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     """Base of all messages: immutable, compact on the wire, validated when decoded."""
 
 
-class Request(Message):
+class Request(Message, frozen=True):
     """One tensor that is ready on one rank; everything but `absent` and `shape[0]` of a gather must agree."""
 
     name: str
@@ -38,14 +38,14 @@ class Request(Message):
     absent: bool = False  # this rank takes part but contributes nothing (a parameter without a gradient)
 
 
-class BucketRound(Message):
+class BucketRound(Message, frozen=True):
     """One round of one learned bucket (buckets)."""
 
     bucket: int
     round: int
 
 
-class FailureNotice(Message):
+class FailureNotice(Message, frozen=True):
     """Why the job ends: where it began and what was seen there."""
 
     origin: int  # the rank where it began, never one that passed it on
@@ -54,7 +54,7 @@ class FailureNotice(Message):
     traceback: str = ""
 
 
-class Report(Message):
+class Report(Message, frozen=True):
     """What one rank tells the coordinator."""
 
     epoch: int  # membership epoch; a report of another epoch is dropped
@@ -76,7 +76,7 @@ class ErrorKind(enum.IntEnum):
     LEFT = 2
 
 
-class Response(Message):
+class Response(Message, frozen=True):
     """What every rank does with some tensors, in the order of `names`."""
 
     names: tuple[str, ...]
@@ -93,7 +93,7 @@ class Response(Message):
     error_text: str = ""
 
 
-class Decision(Message):
+class Decision(Message, frozen=True):
     """What the coordinator orders; all ranks apply the same decisions in the same order."""
 
     epoch: int

@@ -35,7 +35,7 @@ from hvdlite.core.errors import (
 from hvdlite.core.world import World
 from hvdlite.negotiation.controller import Controller
 from hvdlite.negotiation.coordinator import Coordinator
-from hvdlite.negotiation.messages import Decision, ErrorKind, FailureNotice, Report, Request, Response
+from hvdlite.negotiation.messages import Decision, ErrorKind, FailureNotice, Report, Response
 from hvdlite.planes.base import Plan, Plane
 from hvdlite.runtime.calls import Calls, Entry
 from hvdlite.runtime.handle import Handle

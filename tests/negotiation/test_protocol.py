@@ -1,0 +1,227 @@
+"""The negotiation as a whole, without ranks: any order on any rank, and everything is answered exactly once."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvdlite.core.errors import ProtocolError
+from hvdlite.core.types import Collective, ReduceOp
+from hvdlite.negotiation.controller import Controller
+from hvdlite.negotiation.coordinator import Coordinator
+from hvdlite.negotiation.messages import BucketRound, Decision, ErrorKind, FailureNotice, Report, Request, Response
+
+
+class Simulation:
+    """Controllers and a coordinator with explicit, in-order, arbitrarily slow links."""
+
+    def __init__(self, size: int, threshold: int = 1 << 20) -> None:
+        self.coordinator = Coordinator(size, fusion_threshold=threshold)
+        self.controllers = [Controller(rank) for rank in range(size)]
+        self.up: list[deque[Report]] = [deque() for _ in range(size)]
+        self.down: list[deque[Decision]] = [deque() for _ in range(size)]
+        self.plans: list[list[Response]] = [[] for _ in range(size)]
+        self.failures: list[FailureNotice | None] = [None] * size
+        self.now = 0.0
+
+    def say(self, rank: int) -> None:
+        report = self.controllers[rank].report()
+        if report is not None:
+            self.up[rank].append(msgspec.msgpack.decode(msgspec.msgpack.encode(report), type=Report))
+
+    def hear(self, rank: int) -> None:
+        """Let the coordinator receive one report of `rank`, without deciding yet."""
+        if self.up[rank]:
+            self.coordinator.receive(rank, self.up[rank].popleft(), self.now)
+            self.coordinator.check_invariants()
+
+    def decide(self) -> None:
+        decision = self.coordinator.decide()
+        if decision is not None:
+            for queue in self.down:
+                queue.append(decision)
+
+    def apply(self, rank: int) -> None:
+        if self.down[rank]:
+            decision = self.down[rank].popleft()
+            self.failures[rank] = self.failures[rank] or decision.failure
+            self.plans[rank] += self.controllers[rank].apply(decision)
+
+    def settle(self) -> None:
+        """Deliver everything that is under way."""
+        for _ in range(3):
+            for rank in range(len(self.controllers)):
+                self.say(rank)
+                while self.up[rank]:
+                    self.hear(rank)
+            self.decide()
+            for rank in range(len(self.controllers)):
+                while self.down[rank]:
+                    self.apply(rank)
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[int, list[list[Request]], list[int], int]:
+    """Draw ranks, each one's requests in its own order (some disagreeing, some absent), and an interleaving."""
+    size = draw(st.integers(1, 4))
+    count = draw(st.integers(1, 8))
+    base = [Request(f"t{index}", draw(st.sampled_from([Collective.ALLREDUCE, Collective.BROADCAST, Collective.BARRIER])),
+                    draw(st.sampled_from(["float32", "int64"])), (draw(st.integers(0, 5)),), root_rank=0)
+            for index in range(count)]
+    orders = []
+    for _ in range(size):
+        mine = list(draw(st.permutations(base)))
+        for index, request in enumerate(mine):
+            change = draw(st.sampled_from(["same"] * 6 + ["shape", "op", "dtype", "absent"]))
+            if change == "shape":
+                mine[index] = msgspec.structs.replace(request, shape=(99,))
+            elif change == "op":
+                mine[index] = msgspec.structs.replace(request, op=ReduceOp.MAX)
+            elif change == "dtype":
+                mine[index] = msgspec.structs.replace(request, dtype="uint8")
+            elif change == "absent" and request.collective is Collective.ALLREDUCE:
+                mine[index] = msgspec.structs.replace(request, absent=True)
+        orders.append(mine)
+    return size, orders, draw(st.lists(st.integers(0, size * 5 - 1), max_size=80)), draw(st.sampled_from([0, 16, 1 << 20]))
+
+
+@given(worlds())
+@settings(deadline=None, max_examples=300)
+def test_any_interleaving_gives_equal_plans_and_one_answer_each(
+        world: tuple[int, list[list[Request]], list[int], int]) -> None:
+    size, orders, schedule, threshold = world
+    simulation = Simulation(size, threshold)
+    pending = [deque(order) for order in orders]
+    for choice in schedule:
+        rank, action = choice % size, choice // size
+        if action == 0 and pending[rank]:
+            simulation.controllers[rank].submit(pending[rank].popleft())
+        elif action == 1:
+            simulation.say(rank)
+        elif action == 2:
+            simulation.hear(rank)
+        elif action == 3:
+            simulation.decide()
+        elif action == 4:
+            simulation.apply(rank)
+    for rank in range(size):
+        while pending[rank]:
+            simulation.controllers[rank].submit(pending[rank].popleft())
+    simulation.settle()
+
+    by_name = [{request.name: request for request in order} for order in orders]
+    for rank in range(size):
+        assert simulation.plans[rank] == simulation.plans[0]
+        assert not simulation.controllers[rank].unanswered(), "something waits for ever"
+    answered = [name for response in simulation.plans[0] for name in response.names]
+    assert sorted(answered) == sorted(by_name[0]), "not every tensor was answered exactly once"
+    for response in simulation.plans[0]:
+        for name in response.names:
+            versions = {msgspec.structs.replace(requests[name], absent=False) for requests in by_name}
+            if any(request.collective is Collective.BROADCAST for request in versions):
+                versions = {msgspec.structs.replace(version, op=ReduceOp.SUM) for version in versions}
+            if any(request.collective is Collective.BARRIER for request in versions):
+                versions = {msgspec.structs.replace(version, op=ReduceOp.SUM, shape=()) for version in versions}
+            agreed = len(versions) == 1
+            assert (response.error is ErrorKind.NONE) == agreed, (response, versions)
+            if agreed:
+                present = tuple(rank for rank in range(size) if not by_name[rank][name].absent)
+                assert response.contributors == present
+
+
+@given(st.integers(2, 4), st.data())
+@settings(deadline=None, max_examples=100)
+def test_a_rank_that_leaves_at_any_time_leaves_nobody_waiting(size: int, data: st.DataObject) -> None:
+    simulation = Simulation(size)
+    leaver = data.draw(st.integers(0, size - 1))
+    before = data.draw(st.integers(0, 3))
+    for rank in range(size):
+        for index in range(before if rank == leaver else 4):
+            simulation.controllers[rank].submit(Request(f"t{index}", Collective.ALLREDUCE, "float32", (1,)))
+            if data.draw(st.booleans()):
+                simulation.say(rank)
+                simulation.hear(rank)
+                simulation.decide()
+    simulation.controllers[leaver].leave()
+    simulation.settle()
+    for rank in range(size):
+        assert not simulation.controllers[rank].unanswered()
+        if rank != leaver:
+            errors = {name: response.error for response in simulation.plans[rank] for name in response.names}
+            assert all(errors[f"t{index}"] is ErrorKind.LEFT for index in range(before, 4))
+
+
+def test_a_refused_name_is_free_again() -> None:
+    simulation = Simulation(2)
+    for shapes, error in (((1,), (2,)), ErrorKind.MISMATCH), (((3,), (3,)), ErrorKind.NONE):
+        for rank in range(2):
+            simulation.controllers[rank].submit(Request("x", Collective.ALLREDUCE, "float32", shapes[rank]))
+        simulation.settle()
+        assert [plan[-1].error for plan in simulation.plans] == [error, error]
+
+
+def test_the_first_failure_is_told_once_and_names_its_origin() -> None:
+    simulation = Simulation(3)
+    simulation.controllers[1].fail(FailureNotice(1, "ValueError", "boom"))
+    simulation.settle()
+    simulation.coordinator.lose(2, "killed")
+    simulation.settle()
+    assert [failure and failure.origin for failure in simulation.failures] == [1, 1, 1]
+    assert simulation.coordinator.decide() is None
+
+
+def test_nothing_is_said_when_nothing_happens() -> None:
+    simulation = Simulation(2)
+    assert simulation.controllers[0].report() is None and simulation.coordinator.decide() is None
+
+
+def test_a_missing_or_repeated_decision_is_an_error() -> None:
+    controller = Controller(0)
+    controller.apply(Decision(0, 1, 0))
+    with pytest.raises(ProtocolError):
+        controller.apply(Decision(0, 1, 0))
+    with pytest.raises(ProtocolError):
+        controller.apply(Decision(0, 3, 0))
+
+
+def test_another_epoch_is_dropped() -> None:
+    coordinator = Coordinator(1, fusion_threshold=0, epoch=2)
+    coordinator.receive(0, Report(1, 0, 0, (Request("x", Collective.BARRIER, "uint8", (0,)),)), 0.0)
+    assert coordinator.decide() is None
+    controller = Controller(0, epoch=2)
+    assert controller.apply(Decision(1, 7, 0)) == [] and controller.applied == 0
+
+
+@pytest.mark.parametrize("report", [
+    Report(0, 0, 0, buckets=(BucketRound(1, 1),)),
+    Report(0, 0, 0, flushes=(BucketRound(1, 1),)),
+    Report(0, 0, 0, stale=(1,)),
+])
+def test_a_bucket_that_was_never_learned_is_the_senders_error(report: Report) -> None:
+    coordinator = Coordinator(2, fusion_threshold=0)
+    coordinator.receive(1, report, 0.0)
+    decision = coordinator.decide()
+    assert decision is not None and decision.failure is not None and decision.failure.origin == 1
+
+
+def test_retired_is_the_minimum_over_ranks() -> None:
+    coordinator = Coordinator(2, fusion_threshold=0)
+    request = Request("x", Collective.BARRIER, "uint8", (0,))
+    coordinator.receive(0, Report(0, 9, 7, (request,)), 0.0)
+    coordinator.receive(1, Report(0, 9, 4, (request,)), 0.0)
+    decision = coordinator.decide()
+    assert decision is not None and decision.retired == 4
+
+
+def test_a_stall_is_reported_once_naming_who_is_missing() -> None:
+    coordinator = Coordinator(3, fusion_threshold=0)
+    coordinator.receive(1, Report(0, 0, 0, (Request("x", Collective.ALLREDUCE, "float32", (1,)),)), 10.0)
+    assert coordinator.next_stall(60.0) == 70.0
+    assert not coordinator.stalls(69.0, 60.0)
+    (stall,) = coordinator.stalls(71.0, 60.0)
+    assert (stall.submitted, stall.missing) == ((1,), (0, 2)) and "'x'" in str(stall)
+    assert not coordinator.stalls(500.0, 60.0) and coordinator.next_stall(60.0) is None

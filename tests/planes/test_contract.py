@@ -1,0 +1,232 @@
+"""One suite for all planes: ranks as threads, inputs whose result is a closed form or a NumPy model."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from hvdlite.core.array import SUPPORTED_DTYPES, Array
+from hvdlite.core.types import Collective, ReduceOp
+from hvdlite.memory.shared import SharedMemory, anonymous_file
+from hvdlite.negotiation.messages import Response
+from hvdlite.planes.base import Plan, Plane
+from hvdlite.planes.loopback import LoopbackPlane, Table
+from hvdlite.planes.shm import ShmPlane
+
+Step = Callable[[int, Callable[[Response, list[Any], list[Any]], None]], Any]
+
+
+def loopback(size: int, ring: Callable[[int], None]) -> list[Plane]:
+    table = Table(size)
+    return [LoopbackPlane(rank, table, ring) for rank in range(size)]
+
+
+def shm(size: int, ring: Callable[[int], None], slot: int = 1 << 16, direct: int = 256) -> list[Plane]:
+    """Small slots and a low threshold, so that small tensors already take several pieces and both algorithms."""
+    file = anonymous_file()
+    return [ShmPlane(rank, size, SharedMemory(os.dup(file), rank, size, slot), ring, chunk=1 << 12, direct=direct)
+            for rank in range(size)]
+
+
+@pytest.fixture(params=[loopback, shm], ids=["loopback", "shm"])
+def make_planes(request: pytest.FixtureRequest) -> Callable[..., list[Plane]]:
+    return request.param
+
+
+def run(make_planes: Callable[..., list[Plane]], size: int, step: Step) -> list[Any]:
+    """Run `step(rank, execute)` on every rank; `execute` builds the next plan and carries it out."""
+    bells = [threading.Event() for _ in range(size)]
+    planes = make_planes(size, lambda rank: bells[rank].set())
+    results: list[Any] = [None] * size
+    errors: list[BaseException] = []
+
+    def body(rank: int) -> None:
+        count = 0
+
+        def wait_until(predicate: Callable[[], bool]) -> None:
+            while not predicate():
+                assert not errors, "another rank failed"
+                bells[rank].wait(0.2)
+                bells[rank].clear()
+
+        def execute(response: Response, sources: list[Array | None], outputs: list[Array | None]) -> None:
+            nonlocal count
+            count += 1
+            planes[rank].execute(Plan(count, response, sources, outputs), wait_until)
+
+        try:
+            results[rank] = step(rank, execute)
+        except BaseException as error:
+            errors.append(error)
+
+    workers = [threading.Thread(target=body, args=(rank,)) for rank in range(size)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+        assert not worker.is_alive()
+    for plane in planes:
+        plane.close()
+    if errors:
+        raise errors[0]
+    return results
+
+
+def values(rank: int, count: int, dtype: np.dtype[Any]) -> Array:
+    generator = np.random.default_rng([rank, count])
+    if dtype.kind == "b":
+        return generator.integers(0, 2, count).astype(bool)
+    if dtype.kind in "iu":
+        return generator.integers(0 if dtype.kind == "u" else -60, 60, count).astype(dtype)
+    if dtype.kind == "c":
+        return (generator.normal(size=count) + 1j * generator.normal(size=count)).astype(dtype)
+    return generator.normal(size=count).astype(dtype)
+
+
+def model(op: ReduceOp, inputs: list[Array], size: int) -> Array:
+    """The naive twin: NumPy, in rank order, in a wider type where the runtime accumulates wider."""
+    dtype = inputs[0].dtype
+    wide = [array.astype(np.float32) if dtype.itemsize == 2 and dtype.kind not in "iu" else array for array in inputs]
+    total = wide[0].copy()
+    for term in wide[1:]:
+        total = {ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum}.get(op, np.add)(total, term)
+    if op is ReduceOp.AVERAGE:
+        total = np.trunc(total / size) if dtype.kind in "iu" else total / total.dtype.type(size)
+    return total.astype(dtype)
+
+
+def ops_for(dtype: np.dtype[Any]) -> list[ReduceOp]:
+    if dtype.kind == "b":
+        return [ReduceOp.MIN, ReduceOp.MAX]
+    if dtype.kind == "c":
+        return [ReduceOp.SUM, ReduceOp.AVERAGE]
+    return [ReduceOp.SUM, ReduceOp.AVERAGE, ReduceOp.MIN, ReduceOp.MAX]
+
+
+def allreduce(dtype: str, op: ReduceOp, size: int, **fields: Any) -> Response:
+    return Response(names=fields.pop("names", ("x",)), collective=Collective.ALLREDUCE, dtype=dtype, op=op,
+                    contributors=fields.pop("contributors", tuple(range(size))), **fields)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", SUPPORTED_DTYPES)
+def test_allreduce_matches_the_model_bit_for_bit(make_planes: Any, size: int, dtype: str) -> None:
+    def step(rank: int, execute: Any) -> None:
+        for op in ops_for(SUPPORTED_DTYPES[dtype]):
+            for count in (0, 1, 17, 1000, 50_000):
+                inputs = [values(other, count, SUPPORTED_DTYPES[dtype]) for other in range(size)]
+                mine, out = inputs[rank].copy(), np.empty_like(inputs[rank])
+                execute(allreduce(dtype, op, size), [mine], [out])
+                expected = model(op, inputs, size) if count else out
+                assert out.tobytes() == expected.tobytes(), (op, count)
+                assert mine.tobytes() == inputs[rank].tobytes(), "the source was changed"
+                execute(allreduce(dtype, op, size), [mine], [mine])
+                assert mine.tobytes() == expected.tobytes(), "in place differs"
+    run(make_planes, size, step)
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_fusion_does_not_change_a_bit(make_planes: Any, size: int) -> None:
+    counts = [1, 300, 7, 40_000, 0, 5000]
+
+    def step(rank: int, execute: Any) -> None:
+        sources = [values(rank, count, np.dtype(np.float32)) for count in counts]
+        together, alone = ([np.empty_like(source) for source in sources] for _ in range(2))
+        execute(allreduce("float32", ReduceOp.AVERAGE, size, names=tuple("abcdef")), sources, together)
+        for source, out in zip(sources, alone, strict=True):
+            execute(allreduce("float32", ReduceOp.AVERAGE, size), [source], [out])
+        assert [out.tobytes() for out in together] == [out.tobytes() for out in alone]
+    run(make_planes, size, step)
+
+
+@pytest.mark.parametrize("count", [10, 50_000])
+def test_only_contributors_count_but_average_divides_by_all(make_planes: Any, count: int) -> None:
+    def step(rank: int, execute: Any) -> None:
+        out = np.zeros(count, np.float32)
+        mine = np.full(count, 4.0 ** rank, np.float32) if rank in (0, 2) else None
+        execute(allreduce("float32", ReduceOp.AVERAGE, 4, contributors=(0, 2)), [mine], [out])
+        assert (out == 17 / 4).all()
+        execute(allreduce("float32", ReduceOp.AVERAGE, 4, contributors=()), [None], [out])
+        assert (out == 17 / 4).all(), "nobody contributed, so nothing may be written"
+    run(make_planes, 4, step)
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("float32", 7.5), ("int32", 7), ("bfloat16", 7.5), ("float16", 7.5)])
+@pytest.mark.parametrize("count", [3, 50_000])
+def test_scale_factors(make_planes: Any, dtype: str, expected: float, count: int) -> None:
+    def step(rank: int, execute: Any) -> None:
+        mine = np.full(count, 2 + rank).astype(SUPPORTED_DTYPES[dtype])  # 2 + 3 = 5, halves truncated for ints: 1 + 1
+        execute(allreduce(dtype, ReduceOp.SUM, 2, prescale=0.5, postscale=3.0), [mine], [mine])
+        assert (mine.astype(np.float64) == (6 if dtype == "int32" else expected)).all()
+    run(make_planes, 2, step)
+
+
+def test_integer_average_truncates_toward_zero(make_planes: Any) -> None:
+    def step(rank: int, execute: Any) -> None:
+        mine = np.array([-7, 7, -6, 0, 2**62], np.int64)
+        mine[:3] += rank  # sums -13, 15, -11
+        execute(allreduce("int64", ReduceOp.AVERAGE, 2), [mine], [mine])
+        assert mine.tolist()[:4] == [-6, 7, -5, 0]
+    run(make_planes, 2, step)
+
+
+def test_sixteen_bit_floats_are_summed_in_float32(make_planes: Any) -> None:
+    def step(rank: int, execute: Any) -> None:
+        for dtype in (ml_dtypes.bfloat16, np.float16):
+            mine = np.array([[4096.0], [1.0], [1.0], [1.0]][rank], dtype)  # in 16 bits each + 1 would be lost
+            out = np.empty_like(mine)
+            execute(allreduce(np.dtype(dtype).name, ReduceOp.SUM, 4), [mine], [out])
+            assert out == np.array([4099.0], np.float32).astype(dtype)
+    run(make_planes, 4, step)
+
+
+def test_nan_and_infinity_travel(make_planes: Any) -> None:
+    def step(rank: int, execute: Any) -> None:
+        for dtype in ("bfloat16", "float16", "float32"):
+            mine = np.array([np.nan if rank == 1 else 1.0, np.inf, -np.inf, 1.0], np.float32)
+            mine = mine.astype(SUPPORTED_DTYPES[dtype])
+            execute(allreduce(dtype, ReduceOp.SUM, 2), [mine], [mine])
+            assert str(mine.astype(np.float32).tolist()) == "[nan, inf, -inf, 2.0]"
+    run(make_planes, 2, step)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_broadcast_from_every_root(make_planes: Any, size: int) -> None:
+    def step(rank: int, execute: Any) -> None:
+        for root in range(size):
+            arrays = [np.full(count, rank, np.int16) for count in (0, 5, 70_000)]
+            execute(Response(names=("a", "b", "c"), collective=Collective.BROADCAST, dtype="int16", root_rank=root,
+                             contributors=tuple(range(size))), arrays, arrays)
+            assert all((array == root).all() for array in arrays)
+    run(make_planes, size, step)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("scale", [1, 9000])
+def test_ragged_allgather(make_planes: Any, size: int, scale: int) -> None:
+    rows = [(3 * rank + 2) % 5 * scale for rank in range(size)]  # rank 1 has none
+
+    def step(rank: int, execute: Any) -> None:
+        mine = np.full(rows[rank] * 3, rank, np.float64)
+        out = np.empty(sum(rows) * 3)
+        execute(Response(names=("g",), collective=Collective.ALLGATHER, dtype="float64", rows=tuple(rows),
+                         contributors=tuple(range(size))), [mine], [out])
+        assert out.tolist() == np.repeat(np.arange(size), np.array(rows) * 3).tolist()
+    run(make_planes, size, step)
+
+
+def test_many_pieces_in_a_row_never_overtake_each_other(make_planes: Any) -> None:
+    """Small and large plans in turn, so regions alternate between algorithms (PROTOCOL rule 2)."""
+    def step(rank: int, execute: Any) -> None:
+        generator = np.random.default_rng(7)  # the same sizes on all ranks
+        for turn in range(300):
+            mine = np.full(int(generator.choice([3, 60, 3000, 40_000])), turn + rank, np.int64)
+            execute(allreduce("int64", ReduceOp.SUM, 3), [mine], [mine])
+            assert (mine == 3 * turn + 3).all(), turn
+    run(make_planes, 3, step)
