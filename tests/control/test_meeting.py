@@ -1,0 +1,124 @@
+"""Ranks meet over Unix sockets and TCP; strangers do not get in and do not disturb."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdlite.control.codec import Hello
+from hvdlite.control.meeting import Address, join, listen, receive_ranks
+from hvdlite.core.errors import LaunchError
+
+LIMIT = 1 << 16
+
+
+def hello(rank: int, size: int = 3, version: str = "1") -> Hello:
+    return Hello(rank, size, 1000 + rank, "host", version)
+
+
+def meet(address: Address, hellos: list[Hello], timeout: float = 10.0, stranger: Any = None) -> list[Any]:
+    """Let rank 0 receive and the others join; return each one's welcome or error."""
+    listener = listen(address)
+    if not address.path:
+        address = Address(host=address.host, port=listener.getsockname()[1], key=address.key)
+    results: list[Any] = [None] * len(hellos)
+
+    def run(index: int) -> None:
+        try:
+            if index == 0:
+                connections, results[0] = receive_ranks(listener, address, hellos[0], timeout=timeout, frame_limit=LIMIT)
+            else:
+                connection, results[index] = join(address, hellos[index], timeout=timeout, frame_limit=LIMIT)
+                connections = {0: connection}
+            for connection in connections.values():
+                connection.close()
+        except LaunchError as error:
+            results[index] = error
+
+    workers = [threading.Thread(target=run, args=(index,)) for index in range(len(hellos))]
+    workers[0].start()
+    if stranger is not None:
+        stranger(address)
+    for worker in workers[1:]:
+        worker.start()
+    for worker in workers:
+        worker.join(30)
+        assert not worker.is_alive()
+    listener.close()
+    return results
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> Address:
+    if request.param == "unix":
+        return Address(path=str(tmp_path / "control.sock"))
+    return Address(host="127.0.0.1", port=0, key=b"secret" * 6)
+
+
+def test_all_ranks_learn_who_is_there(address: Address) -> None:
+    for welcome in meet(address, [hello(rank) for rank in range(3)]):
+        assert welcome.pids == (1000, 1001, 1002) and welcome.hosts == ("host",) * 3
+
+
+def test_a_missing_rank_is_named_on_all_ranks(address: Address) -> None:
+    for error in meet(address, [hello(0), hello(2)], timeout=0.5):
+        assert isinstance(error, LaunchError) and "ranks [1] did not connect" in str(error)
+
+
+@pytest.mark.parametrize(("other", "told"), [
+    (hello(1, size=4), "rank 1 of 4"), (hello(0), "rank 0 of 3"), (hello(1, version="2"), "runs hvdlite 2"),
+])
+def test_a_rank_that_does_not_fit_is_refused_everywhere(address: Address, other: Hello, told: str) -> None:
+    for error in meet(address, [hello(0), other]):
+        assert isinstance(error, LaunchError) and told in str(error)
+
+
+def test_two_processes_of_one_rank_are_named(address: Address) -> None:
+    results = meet(address, [hello(0), hello(1), hello(1)])
+    assert "are rank 1" in str(results[0])
+
+
+def test_strangers_are_turned_away_and_the_job_starts(caplog: pytest.LogCaptureFixture) -> None:
+    def stranger(address: Address) -> None:
+        for noise in (b"", b"GET / HTTP/1.0\r\n\r\n", b"\xff" * 64, b"x" * 100_000):
+            with socket.create_connection((address.host, address.port)) as sock:
+                try:
+                    sock.sendall(noise)
+                    sock.shutdown(socket.SHUT_WR)
+                    while sock.recv(4096):
+                        pass
+                except OSError:
+                    pass  # turned away in mid-sentence
+
+    with caplog.at_level(logging.WARNING, "hvdlite"):
+        results = meet(Address(host="127.0.0.1", port=0, key=b"secret" * 6), [hello(rank) for rank in range(3)],
+                       stranger=stranger)
+    assert all(welcome.pids == (1000, 1001, 1002) for welcome in results)
+    assert sum("turned away" in record.message for record in caplog.records) == 4
+
+
+def test_a_silent_stranger_delays_nobody() -> None:
+    held: list[socket.socket] = []
+
+    def stranger(address: Address) -> None:
+        held.extend(socket.create_connection((address.host, address.port)) for _ in range(5))
+
+    results = meet(Address(host="127.0.0.1", port=0, key=b"secret" * 6), [hello(rank) for rank in range(3)],
+                   stranger=stranger)
+    assert all(welcome.pids == (1000, 1001, 1002) for welcome in results)
+    for sock in held:
+        sock.close()
+
+
+def test_tcp_without_a_key_says_how_to_make_one() -> None:
+    with pytest.raises(LaunchError, match="HVDLITE_SECRET"):
+        Address(host="127.0.0.1", port=1)
+
+
+def test_the_key_is_never_shown() -> None:
+    assert "secret" not in repr(Address(host="h", port=1, key=b"secret" * 6))

@@ -1,0 +1,202 @@
+"""Real runtimes on ranks as threads: the semantics of the calls, agreement errors, leaving and failing."""
+
+from __future__ import annotations
+
+import re
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdlite.core.errors import (
+    DuplicateNameError,
+    HorovodInternalError,
+    MismatchError,
+    NotInitializedError,
+    PeerFailedError,
+    PeerLeftError,
+    UnsupportedError,
+)
+from hvdlite.core.types import ReduceOp
+from hvdlite.runtime.runtime import Runtime
+from tests.worlds import threads
+
+
+def summed(runtime: Runtime, name: str, array: Any) -> Any:
+    return runtime.allreduce(name, array, np.empty_like(array), ReduceOp.SUM).wait()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_every_collective_in_flight_at_once(size: int) -> None:
+    def step(runtime: Runtime) -> None:
+        rank = runtime.world.rank
+        order = list(range(40))
+        np.random.default_rng(rank).shuffle(order)  # another order on every rank
+        handles = {index: runtime.allreduce(f"t{index}", np.full(index, rank, np.int32), np.empty(index, np.int32),
+                                            ReduceOp.SUM) for index in order}
+        gathered = runtime.allgather("g", np.full((rank + 1, 2), rank, np.int8))
+        sent = runtime.broadcast("b", np.array([rank]), size - 1)
+        barrier = runtime.barrier("z")
+        for index, handle in handles.items():
+            assert handle.wait().tolist() == [sum(range(size))] * index  # type: ignore[union-attr]
+            assert handle.contributors == tuple(range(size)) and handle.done()
+        assert gathered.wait().tolist() == [[r, r] for r in range(size) for _ in range(r + 1)]  # type: ignore[union-attr]
+        assert sent.wait() == size - 1
+        assert barrier.wait() is None
+    threads(size, step)
+
+
+def test_shapes_survive_and_a_scalar_is_fine() -> None:
+    def step(runtime: Runtime) -> None:
+        assert summed(runtime, "scalar", np.array(2.0)).shape == ()
+        assert summed(runtime, "cube", np.ones((2, 3, 4))).shape == (2, 3, 4)
+        assert summed(runtime, "empty", np.ones((0, 3))).shape == (0, 3)
+    threads(2, step)
+
+
+@pytest.mark.parametrize(("change", "both"), [
+    ({"array": np.zeros(3, np.float32)}, ["[2]", "[3]"]),
+    ({"array": np.zeros(2, np.float64)}, ["float32", "float64"]),
+    ({"op": ReduceOp.MAX}, ["Sum", "Max"]),
+    ({"prescale": 0.5}, ["1.0", "0.5"]),
+])
+def test_a_mismatch_raises_everywhere_and_the_job_goes_on(change: dict[str, Any], both: list[str]) -> None:
+    def step(runtime: Runtime) -> None:
+        given = {"array": np.zeros(2, np.float32), "op": ReduceOp.SUM, "prescale": 1.0}
+        if runtime.world.rank == 1:
+            given |= change
+        array, op = given.pop("array"), given.pop("op")
+        with pytest.raises(MismatchError) as caught:
+            runtime.allreduce("x", array, np.empty_like(array), op, **given).wait()
+        assert "'x'" in str(caught.value) and "ranks 0, 2" in str(caught.value) and "rank 1" in str(caught.value)
+        assert all(value in str(caught.value) for value in both)
+        assert summed(runtime, "x", np.ones(2)).tolist() == [3.0, 3.0]
+    threads(3, step)
+
+
+def test_an_absent_rank_counts_as_zeros() -> None:
+    def step(runtime: Runtime) -> None:
+        mine = None if runtime.world.rank == 0 else np.full(3, 6.0)
+        handle = runtime.allreduce("x", mine, np.zeros(3), ReduceOp.AVERAGE)
+        assert handle.wait().tolist() == [4.0] * 3 and handle.contributors == (1, 2)  # type: ignore[union-attr]
+        nobody = runtime.allreduce("y", None, np.full(3, 9.0), ReduceOp.AVERAGE)
+        assert nobody.wait().tolist() == [9.0] * 3 and nobody.contributors == ()  # type: ignore[union-attr]
+    threads(3, step)
+
+
+def test_a_name_in_flight_is_refused_at_the_call_and_free_afterwards() -> None:
+    first_made = threading.Barrier(2)
+
+    def step(runtime: Runtime) -> None:
+        if runtime.world.rank == 0:
+            first = runtime.allreduce("x", np.ones(1), np.empty(1), ReduceOp.SUM)
+            with pytest.raises(DuplicateNameError, match="'x'"):
+                runtime.allreduce("x", np.ones(1), np.empty(1), ReduceOp.SUM)
+            first_made.wait()
+            assert first.wait() == 2
+        else:
+            first_made.wait()
+            assert summed(runtime, "x", np.ones(1)) == 2
+        for _ in range(200):  # a name is free as soon as its handle is done
+            assert summed(runtime, "x", np.ones(1)) == 2
+    threads(2, step)
+
+
+def test_bad_arguments_raise_at_the_call_and_lose_nothing() -> None:
+    def step(runtime: Runtime) -> None:
+        ones = np.ones((4, 4))
+        for call, told in (
+            (lambda: runtime.allreduce("x", ones.T[:2], np.empty((2, 4)), ReduceOp.SUM), "not C-contiguous"),
+            (lambda: runtime.allreduce("x", ones, np.empty(3), ReduceOp.SUM), "must be equal"),
+            (lambda: runtime.allreduce("x", ones, ones, ReduceOp.ADASUM), "not implemented"),
+            (lambda: runtime.allreduce("x", np.array(["a"]), np.array(["a"]), ReduceOp.SUM), "not supported"),
+            (lambda: runtime.allreduce("x", np.array([True]), np.array([True]), ReduceOp.SUM), "bool has no Sum"),
+            (lambda: runtime.allreduce("x", np.array([1j]), np.array([1j]), ReduceOp.MIN), "no order"),
+            (lambda: runtime.allgather("x", np.array(1.0)), "scalar"),
+            (lambda: runtime.broadcast("x", ones, 2), "root_rank 2"),
+            (lambda: runtime.broadcast("x", ones, -1), "root_rank -1"),
+        ):
+            with pytest.raises(UnsupportedError, match=re.escape(told)):
+                call()
+        assert summed(runtime, "x", np.ones(1)) == 2
+    threads(2, step)
+
+
+def test_a_failing_rank_is_named_with_its_traceback_everywhere() -> None:
+    def step(runtime: Runtime) -> None:
+        if runtime.world.rank == 1:
+            runtime.fail("ValueError", "boom", "Traceback: here it happened")
+            return
+        with pytest.raises(PeerFailedError, match="rank 1 failed with ValueError: boom") as caught:
+            summed(runtime, "x", np.ones(1))
+        assert caught.value.rank == 1 and "here it happened" in str(caught.value)
+        with pytest.raises(PeerFailedError):
+            summed(runtime, "y", np.ones(1))
+    threads(3, step)
+
+
+@pytest.mark.parametrize("leaver", [0, 1, 2])
+def test_work_that_needs_a_rank_that_left_fails_naming_it(leaver: int) -> None:
+    def step(runtime: Runtime) -> None:
+        if runtime.world.rank == leaver:
+            return  # shuts down; rank 0 serves until the others have left as well
+        with pytest.raises(PeerLeftError, match=f"rank {leaver} left"):
+            summed(runtime, "x", np.ones(1))
+        with pytest.raises(PeerLeftError):
+            summed(runtime, "y", np.ones(1))
+    threads(3, step)
+
+
+def test_shutdown_fails_pending_handles_and_later_calls() -> None:
+    def step(runtime: Runtime) -> None:
+        if runtime.world.rank == 0:
+            handle = runtime.allreduce("never", np.ones(1), np.empty(1), ReduceOp.SUM)
+            runtime.shutdown()
+            with pytest.raises(HorovodInternalError, match=r"shut down|left"):
+                handle.wait()
+            with pytest.raises(NotInitializedError):
+                runtime.barrier("z")
+    threads(2, step)
+
+
+def test_a_handle_can_time_out_and_still_complete() -> None:
+    timed_out = threading.Event()
+
+    def step(runtime: Runtime) -> None:
+        if runtime.world.rank == 0:
+            handle = runtime.barrier("z")
+            with pytest.raises(TimeoutError, match="'z'"):
+                handle.wait(0.01)
+            timed_out.set()
+            handle.wait()
+        else:
+            timed_out.wait()
+            runtime.barrier("z").wait()
+    threads(2, step)
+
+
+def test_a_stall_is_told_with_the_missing_rank(caplog: pytest.LogCaptureFixture) -> None:
+    told = threading.Event()
+    watch = caplog.handler.emit
+    caplog.handler.emit = lambda record: (watch(record), "stall" in record.getMessage() and told.set())  # type: ignore
+
+    def step(runtime: Runtime) -> None:
+        if runtime.world.rank == 1:
+            assert told.wait(30), "no stall was reported"
+        runtime.barrier("late").wait()
+    threads(2, step, stall_check_time_seconds=0.05)
+    assert "'late'" in caplog.text and "not yet by ranks [1]" in caplog.text
+
+
+def test_two_user_threads_of_one_rank() -> None:
+    def step(runtime: Runtime) -> None:
+        def work(prefix: str) -> None:
+            for turn in range(100):
+                assert summed(runtime, f"{prefix}{turn}", np.ones(10)).tolist() == [2.0] * 10
+        workers = [threading.Thread(target=work, args=(prefix,)) for prefix in "ab"]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+    threads(2, step)
