@@ -134,8 +134,9 @@ class Coordinator:
     def _refuse_waiting(self) -> None:
         """Answer what waits for a rank that left; ranks still to report it are answered when they do."""
         gone = ", ".join(map(str, sorted(self._left)))
+        who = f"rank {gone}" if len(self._left) == 1 else f"ranks {gone}"
         for name, requests in self._table.take_all().items():
-            text = f"'{name}' needs all ranks, but rank {gone} left the job normally (its script ended, or called shutdown())"
+            text = f"'{name}' needs all ranks, but {who} left the job normally (script ended, or shutdown() called)"
             self._refused.append(_refusal(next(iter(requests.values())), ErrorKind.LEFT, text))
 
 

@@ -1,0 +1,232 @@
+"""Real processes over shared memory: what only processes can show: deaths, exits, forks, idleness, TCP."""
+
+from __future__ import annotations
+
+import secrets
+import signal
+import socket
+
+import pytest
+
+from tests.worlds import Processes, processes
+
+LOOP = """
+import hvdlite as hvd, numpy as np
+hvd.init()
+step = 0
+while True:
+    hvd.allreduce(np.ones(1000, np.float32), name="gradient")
+    step += 1
+    if step == 20:
+        print("running", flush=True)
+"""
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_collectives(size: int) -> None:
+    processes(size, f"""
+        import hvdlite as hvd, numpy as np
+        hvd.init()
+        assert hvd.size() == {size}
+        total = sum(range(hvd.size()))
+        for count in (0, 1, 1000, 3_000_000):
+            assert (hvd.allreduce(np.full(count, hvd.rank()), op=hvd.Sum) == total).all()
+        array = np.full((3, 5), hvd.rank(), np.float32)
+        assert hvd.allreduce_(array, op=hvd.Max) is array and (array == hvd.size() - 1).all()
+        assert hvd.allgather(np.full(hvd.rank(), 1)).sum() == total
+        assert hvd.broadcast("abc" == "abd" or np.array(hvd.rank()), 0) == 0
+        handle = hvd.allreduce_async([1.5])
+        assert hvd.synchronize(handle)[0] == 1.5 and hvd.poll(handle)
+        hvd.barrier()
+        hvd.shutdown()
+        hvd.shutdown()
+    """)
+
+
+def test_without_a_launcher_it_is_size_one() -> None:
+    (ended,) = processes(1, """
+        import os
+        for name in list(os.environ):
+            if name.startswith(("HVDLITE_", "HOROVOD_")): del os.environ[name]
+        import hvdlite as hvd, numpy as np
+        hvd.init()
+        print(hvd.rank(), hvd.size(), hvd.local_size(), hvd.cross_size(), hvd.allreduce([4]), hvd.is_homogeneous())
+    """)
+    assert ended.stdout == "0 1 1 1 [4] True\n" and ended.stderr == ""
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_killed_rank_is_named_by_all_others(victim: int) -> None:
+    with Processes(3, LOOP) as world:
+        world.wait_for(victim, "running")
+        world.kill(victim, signal.SIGKILL)
+        for ended in world.wait(20):
+            if ended.rank == victim:
+                assert ended.code == -signal.SIGKILL
+            else:
+                assert ended.code == 1, ended
+                assert f"PeerLostError: rank {victim} was lost" in ended.stderr
+
+
+@pytest.mark.parametrize("origin", [0, 1])
+def test_an_exception_travels_with_its_traceback(origin: int) -> None:
+    with Processes(3, f"""
+        import hvdlite as hvd, numpy as np
+        hvd.init()
+        def prepare_batch():
+            raise KeyError("no such column")
+        hvd.barrier()
+        if hvd.rank() == {origin}:
+            prepare_batch()
+        hvd.allreduce(np.ones(3))
+    """) as world:
+        for ended in world.wait(20):
+            assert ended.code == 1
+            assert "in prepare_batch" in ended.stderr and "no such column" in ended.stderr
+            if ended.rank != origin:
+                assert f"PeerFailedError: rank {origin} failed with KeyError" in ended.stderr
+
+
+def test_a_death_is_seen_although_a_forked_worker_holds_every_socket() -> None:
+    with Processes(2, """
+        import os, sys, time
+        import hvdlite as hvd, numpy as np
+        hvd.init()
+        if hvd.rank() == 1 and os.fork() == 0:
+            try:
+                hvd.allreduce(np.ones(1))
+            except hvd.HorovodInternalError as error:
+                print(type(error).__name__, flush=True)
+            while True:
+                time.sleep(1)
+        while True:
+            hvd.allreduce(np.ones(1), name="x")
+    """) as world:
+        world.wait_for(1, "ForkedProcessError")
+        world.kill(1, signal.SIGKILL)
+        world.ranks[0].wait(20)
+        assert "rank 1 was lost" in world._ended(0).stderr
+
+
+def test_a_rank_that_dies_before_init_is_named_by_the_others() -> None:
+    with Processes(3, """
+        import os
+        if os.environ["HVDLITE_RANK"] == "1":
+            os._exit(7)
+        import hvdlite as hvd
+        hvd.init()
+    """, environment={"HVDLITE_START_TIMEOUT": "2"}) as world:
+        ended = world.wait(30)
+        assert [rank.code for rank in ended] == [1, 7, 1]
+        assert "ranks [1] did not connect" in ended[0].stderr
+        assert "ranks [1] did not connect" in ended[2].stderr
+
+
+def test_ranks_end_in_any_order_without_noise() -> None:
+    for ended in processes(3, """
+        import time
+        import hvdlite as hvd, numpy as np
+        hvd.init()
+        hvd.allreduce(np.ones(3))
+        time.sleep(0.3 * hvd.rank())  # rank 0 is through first, and has to serve the others
+        if hvd.rank() > 0:
+            try:
+                hvd.allreduce(np.ones(3), name="late")
+            except hvd.PeerLeftError as error:
+                print(error)
+    """):
+        assert ended.stderr == ""
+        assert ended.rank == 0 or ended.stdout.startswith("'late' needs all ranks, but rank")
+        assert ended.rank == 0 or " 0" in ended.stdout and "left the job normally" in ended.stdout
+
+
+def test_an_idle_job_uses_no_processor_time() -> None:
+    for ended in processes(2, """
+        import time
+        import hvdlite as hvd, numpy as np
+        hvd.init()
+        hvd.allreduce(np.ones(1))
+        before = time.process_time()
+        time.sleep(3)
+        print(time.process_time() - before)
+        hvd.barrier()
+    """):
+        assert float(ended.stdout) < 0.005, "an idle rank must not poll"
+
+
+def test_init_and_shutdown_again_leak_nothing() -> None:
+    processes(1, """
+        import os, threading
+        import hvdlite as hvd, numpy as np
+        counts = []
+        for turn in range(20):
+            hvd.init()
+            hvd.allreduce(np.ones(1))
+            hvd.shutdown()
+            counts.append((len(os.listdir("/proc/self/fd")), threading.active_count()))
+        assert counts[-1] == counts[1], counts
+    """)
+
+
+def test_many_small_collectives_do_not_grow() -> None:
+    processes(2, """
+        import os, resource, threading
+        import hvdlite as hvd, numpy as np
+        hvd.init()
+        def measure():
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, len(os.listdir("/proc/self/fd")), threading.active_count()
+        for turn in range(6000):
+            hvd.allreduce(np.ones(4), name=f"once.{turn}")
+            if turn == 3000:
+                before = measure()
+        after = measure()
+        assert after[1:] == before[1:] and after[0] - before[0] < 2048, (before, after)
+    """)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _over_tcp() -> dict[str, str]:
+    return {"HVDLITE_CONTROL": "tcp", "HVDLITE_COORDINATOR": f"127.0.0.1:{_free_port()}",
+            "HVDLITE_SECRET": secrets.token_hex()}
+
+
+def test_the_control_plane_over_tcp() -> None:
+    processes(3, """
+        import hvdlite as hvd, numpy as np, time
+        hvd.init()
+        for turn in range(200):
+            assert hvd.allreduce(np.array(hvd.rank()), op=hvd.Sum) == 3
+        time.sleep(2.2)  # heartbeats travel
+        hvd.barrier()
+    """, environment=_over_tcp())
+
+
+def test_a_death_over_tcp() -> None:
+    with Processes(2, LOOP, environment=_over_tcp()) as world:
+        world.wait_for(1, "running")
+        world.kill(1)
+        assert "rank 1 was lost" in world.wait(20)[0].stderr
+
+
+@pytest.mark.parametrize(("environment", "told"), [
+    ({"HVDLITE_FUSION_TRESHOLD": "1"}, "did you mean HVDLITE_FUSION_THRESHOLD"),
+    ({"HVDLITE_FUSION_THRESHOLD": "lots"}, "HVDLITE_FUSION_THRESHOLD='lots' is not valid"),
+    ({"HVDLITE_RANK": "5"}, "rank 5 is not in 0..0"),
+    ({"HVDLITE_RANK": "x"}, "HVDLITE_RANK='x' is not a number"),
+])
+def test_a_bad_environment_is_one_clear_error(environment: dict[str, str], told: str) -> None:
+    with Processes(1, "import hvdlite as hvd; hvd.init()", environment=environment) as world:
+        (ended,) = world.wait(20)
+        assert ended.code == 1 and told in ended.stderr.splitlines()[-1]
+
+
+def test_a_job_directory_open_to_others_is_refused(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    tmp_path.chmod(0o755)
+    with Processes(2, "import hvdlite as hvd; hvd.init()",
+                   environment={"HVDLITE_JOB_DIRECTORY": str(tmp_path)}) as world:
+        for ended in world.wait(20):
+            assert "mode 0700" in ended.stderr
