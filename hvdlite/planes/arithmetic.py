@@ -57,12 +57,13 @@ class Reduction:
 
         `out` may be the memory of `sources[0]` or `sources[1]`, not of a later one.
         """
-        for start in range(0, out.size, self.chunk):
-            piece = slice(start, min(start + self.chunk, out.size))
-            if self._wide:
-                self._combine_wide([source[piece] for source in sources], out[piece])
-            else:
-                self._combine_plain([source[piece] for source in sources], out[piece])
+        with np.errstate(all="ignore"):  # overflow and nan are values here, as in the framework's own arithmetic
+            for start in range(0, out.size, self.chunk):
+                piece = slice(start, min(start + self.chunk, out.size))
+                if self._wide:
+                    self._combine_wide([source[piece] for source in sources], out[piece])
+                else:
+                    self._combine_plain([source[piece] for source in sources], out[piece])
 
     def _combine_plain(self, sources: Sequence[Array], out: Array) -> None:
         if len(sources) == 1:
@@ -124,8 +125,7 @@ def widen(source: Array, out: Array) -> None:
 def narrow(source: Array, out: Array) -> None:
     """Convert float32 to a 16-bit float, rounding to nearest even; overwrites `source`."""
     if out.dtype != BFLOAT16:
-        with np.errstate(over="ignore"):
-            np.copyto(out, source, casting="unsafe")
+        np.copyto(out, source, casting="unsafe")
         return
     bits, target = source.view(np.uint32), out.view(np.uint16)
     nan = np.isnan(source)
