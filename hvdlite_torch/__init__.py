@@ -1,0 +1,69 @@
+"""hvdlite for PyTorch: `import hvdlite_torch as hvd`."""
+
+from hvdlite import (
+    HorovodInternalError,
+    HvdliteError,
+    MismatchError,
+    NotInitializedError,
+    PeerFailedError,
+    PeerLeftError,
+    PeerLostError,
+    ProcessSet,
+    ReduceOp,
+    __version__,
+    barrier,
+    cross_rank,
+    cross_size,
+    global_process_set,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    shutdown,
+    size,
+)
+from hvdlite_torch.compression import Compression
+from hvdlite_torch.ops import (
+    Adasum,
+    Average,
+    Max,
+    Min,
+    Product,
+    Sum,
+    allgather,
+    allgather_async,
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    poll,
+    synchronize,
+)
+from hvdlite_torch.optimizer import DistributedOptimizer
+from hvdlite_torch.state import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+
+__all__ = [
+    "Adasum", "Average", "Compression", "DistributedOptimizer", "HorovodInternalError", "HvdliteError", "Max", "Min",
+    "MismatchError", "NotInitializedError", "PeerFailedError", "PeerLeftError", "PeerLostError", "ProcessSet", "Product",
+    "ReduceOp", "Sum", "__version__", "allgather", "allgather_async", "allgather_object", "allreduce", "allreduce_",
+    "allreduce_async", "allreduce_async_", "barrier", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_",
+    "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters", "cross_rank", "cross_size",
+    "global_process_set", "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async",
+    "grouped_allreduce_async_", "init", "is_homogeneous", "is_initialized", "local_rank", "local_size", "poll", "rank",
+    "shutdown", "size", "synchronize",
+]

@@ -1,0 +1,46 @@
+"""Gradient compression: what travels is a 16-bit copy."""
+
+from __future__ import annotations
+
+import torch
+
+from hvdlite.training.compression import compresses
+
+
+class Compressor:
+    """No compression; base of the others. `compress` and `decompress` are each other's inverse up to rounding."""
+
+    target: torch.dtype | None = None
+
+    @classmethod
+    def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
+        """Return what travels, and the context `decompress` needs; `tensor` itself when nothing is to be done."""
+        target = cls.target
+        if target is None or not compresses(str(target), str(tensor.dtype).removeprefix("torch.")):
+            return tensor, None
+        return tensor.to(target), tensor.dtype
+
+    @classmethod
+    def decompress(cls, tensor: torch.Tensor, context: torch.dtype | None) -> torch.Tensor:
+        """Return `tensor` in its original dtype."""
+        return tensor if context is None else tensor.to(context)
+
+
+class FP16Compressor(Compressor):
+    """Floats wider than 16 bits travel as float16 (summed in float32)."""
+
+    target = torch.float16
+
+
+class BF16Compressor(Compressor):
+    """Floats wider than 16 bits travel as bfloat16 (summed in float32)."""
+
+    target = torch.bfloat16
+
+
+class Compression:
+    """The choices for `compression=` arguments."""
+
+    none = Compressor
+    fp16 = FP16Compressor
+    bf16 = BF16Compressor

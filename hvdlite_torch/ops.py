@@ -1,0 +1,325 @@
+"""Collectives on torch tensors: synchronous, asynchronous, in place, grouped, differentiable.
+
+Names follow Horovod: a tensor called "x" is negotiated as "allreduce.x"; unnamed calls are matched by their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hvdlite import api
+from hvdlite.core.array import BFLOAT16, Array
+from hvdlite.core.errors import UnsupportedError
+from hvdlite.core.process_set import ProcessSet, global_process_set
+from hvdlite.core.types import ReduceOp
+from hvdlite.runtime.handle import Handle
+from hvdlite_torch.compression import Compression, Compressor
+from hvdlite_torch.framework import as_array, contiguous
+
+Average, Sum, Adasum = api.Average, api.Sum, api.Adasum
+Min, Max, Product = api.Min, api.Max, api.Product
+
+
+class TorchHandle:
+    """A collective on a torch tensor in flight; pass it to `poll` and `synchronize`."""
+
+    __slots__ = ("_finish", "_handle", "_result")
+
+    def __init__(self, handle: Handle, finish: Callable[[Array | None], Any]) -> None:
+        self._handle = handle
+        self._finish: Callable[[Array | None], Any] | None = finish
+        self._result: Any = None
+
+    def done(self) -> bool:
+        """Return whether `wait` would not block."""
+        return self._handle.done()
+
+    def wait(self) -> Any:
+        """Wait and return the result tensor; may be called again."""
+        array = self._handle.wait()
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            self._result = finish(array)
+        return self._result
+
+
+class GroupHandle:
+    """Several collectives in flight; their results come as one list."""
+
+    __slots__ = ("_handles",)
+
+    def __init__(self, handles: Sequence[TorchHandle]) -> None:
+        self._handles = handles
+
+    def done(self) -> bool:
+        """Return whether `wait` would not block."""
+        return all(handle.done() for handle in self._handles)
+
+    def wait(self) -> list[Any]:
+        """Wait for all and return their results in order."""
+        return [handle.wait() for handle in self._handles]
+
+
+def poll(handle: TorchHandle | GroupHandle) -> bool:
+    """Return whether `synchronize(handle)` would not block."""
+    return handle.done()
+
+
+def synchronize(handle: TorchHandle | GroupHandle) -> Any:
+    """Wait for an asynchronous call and return its result, or raise its error; may be called again."""
+    return handle.wait()
+
+
+def allreduce_async_(tensor: torch.Tensor, average: bool | None = None, name: str | None = None,
+                     op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+                     process_set: ProcessSet = global_process_set) -> TorchHandle:
+    """Like `allreduce_`, returning a handle at once."""
+    return _allreduce(tensor, tensor, _name("allreduce", name), api.reduce_op(op, average), prescale_factor,
+                      postscale_factor, process_set)
+
+
+def allreduce_async(tensor: torch.Tensor, average: bool | None = None, name: str | None = None,
+                    op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+                    process_set: ProcessSet = global_process_set) -> TorchHandle:
+    """Like `allreduce`, returning a handle at once; not differentiable."""
+    return _allreduce(tensor, torch.empty_like(tensor), _name("allreduce", name), api.reduce_op(op, average),
+                      prescale_factor, postscale_factor, process_set)
+
+
+def allreduce_(tensor: torch.Tensor, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None,
+               prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+               process_set: ProcessSet = global_process_set) -> torch.Tensor:
+    """Like `allreduce`, in place and not differentiable; returns `tensor`."""
+    return synchronize(allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set))
+
+
+def allreduce(tensor: torch.Tensor, average: bool | None = None, name: str | None = None,
+              compression: type[Compressor] = Compression.none, op: ReduceOp | None = None, prescale_factor: float = 1.0,
+              postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set) -> torch.Tensor:
+    """Return the reduction of a tensor over all ranks; `tensor` is untouched. Differentiable.
+
+    Args:
+        tensor: the same shape and dtype on all ranks; any strides, any dtype but bool (Min and Max only) on the CPU.
+        average: deprecated; use `op`.
+        name: the same on all ranks.
+        compression: dtype on the wire for float32 and float64.
+        op: Average (default), Sum, Min or Max. The gradient is the same reduction of the upstream gradient.
+        prescale_factor: factor on every rank's values before the reduction.
+        postscale_factor: factor on the result.
+
+    Raises:
+        MismatchError: on all ranks, when they disagree about shape, dtype, op or factors.
+        PeerLostError: when a rank died (`PeerFailedError`: raised, `PeerLeftError`: left).
+        ValueError: at the call, for an unsupported tensor, or a name that is still being processed.
+    """
+    compressed, context = compression.compress(tensor)
+    name = _name("allreduce", name)
+    operation = api.reduce_op(op, average)
+    reduced = _Allreduce.apply(compressed, name, operation, prescale_factor, postscale_factor, process_set)
+    return compression.decompress(reduced, context)
+
+
+def grouped_allreduce_async_(tensors: Sequence[torch.Tensor], average: bool | None = None, name: str | None = None,
+                             op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+                             process_set: ProcessSet = global_process_set) -> GroupHandle:
+    """Like `grouped_allreduce_`, returning one handle at once."""
+    return GroupHandle([_allreduce(tensor, tensor, member, api.reduce_op(op, average), prescale_factor,
+                                   postscale_factor, process_set)
+                        for tensor, member in zip(tensors, _group_names("allreduce", name, len(tensors)), strict=True)])
+
+
+def grouped_allreduce_async(tensors: Sequence[torch.Tensor], average: bool | None = None, name: str | None = None,
+                            op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+                            process_set: ProcessSet = global_process_set) -> GroupHandle:
+    """Like `grouped_allreduce`, returning one handle at once; not differentiable."""
+    return GroupHandle([_allreduce(tensor, torch.empty_like(tensor), member, api.reduce_op(op, average), prescale_factor,
+                                   postscale_factor, process_set)
+                        for tensor, member in zip(tensors, _group_names("allreduce", name, len(tensors)), strict=True)])
+
+
+def grouped_allreduce_(tensors: Sequence[torch.Tensor], average: bool | None = None, name: str | None = None,
+                       op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+                       process_set: ProcessSet = global_process_set) -> list[torch.Tensor]:
+    """Like `allreduce_` on several tensors, which are fused."""
+    return synchronize(grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor,
+                                                process_set))
+
+
+def grouped_allreduce(tensors: Sequence[torch.Tensor], average: bool | None = None, name: str | None = None,
+                      compression: type[Compressor] = Compression.none, op: ReduceOp | None = None,
+                      prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+                      process_set: ProcessSet = global_process_set) -> list[torch.Tensor]:
+    """Like `allreduce` on several tensors, which are fused. Differentiable."""
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    names = _group_names("allreduce", name, len(tensors))
+    reduced = _GroupedAllreduce.apply(names, api.reduce_op(op, average), prescale_factor, postscale_factor, process_set,
+                                      *(tensor for tensor, _ in pairs))
+    return [compression.decompress(tensor, context) for tensor, (_, context) in zip(reduced, pairs, strict=True)]
+
+
+def allgather_async(tensor: torch.Tensor, name: str | None = None,
+                    process_set: ProcessSet = global_process_set) -> TorchHandle:
+    """Like `allgather`, returning a handle at once; not differentiable."""
+    return _gathered(tensor, _name("allgather", name), process_set)
+
+
+def allgather(tensor: torch.Tensor, name: str | None = None,
+              process_set: ProcessSet = global_process_set) -> torch.Tensor:
+    """Return all ranks' tensors concatenated along the first dimension, which may differ between ranks. Differentiable.
+
+    The gradient is the *average* over ranks of the upstream gradient's rows of this rank, as in Horovod.
+
+    Raises:
+        UnsupportedError: for a scalar; otherwise like `allreduce`.
+    """
+    return _Allgather.apply(tensor, _name("allgather", name), process_set)  # type: ignore[no-any-return]
+
+
+def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = None,
+                     process_set: ProcessSet = global_process_set) -> TorchHandle:
+    """Like `broadcast_`, returning a handle at once."""
+    return _broadcast(tensor, tensor, root_rank, _name("broadcast", name), process_set)
+
+
+def broadcast_async(tensor: torch.Tensor, root_rank: int, name: str | None = None,
+                    process_set: ProcessSet = global_process_set) -> TorchHandle:
+    """Like `broadcast`, returning a handle at once; not differentiable."""
+    return _broadcast(tensor, torch.empty_like(tensor), root_rank, _name("broadcast", name), process_set)
+
+
+def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None,
+               process_set: ProcessSet = global_process_set) -> torch.Tensor:
+    """Like `broadcast`, in place and not differentiable; returns `tensor`."""
+    return synchronize(broadcast_async_(tensor, root_rank, name, process_set))
+
+
+def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None,
+              process_set: ProcessSet = global_process_set) -> torch.Tensor:
+    """Return rank `root_rank`'s tensor; all ranks pass one of the same shape and dtype. Differentiable.
+
+    The gradient is the *average* over ranks of the upstream gradient on the root and zero elsewhere, as in Horovod.
+    """
+    return _Broadcast.apply(tensor, root_rank, _name("broadcast", name), process_set)  # type: ignore[no-any-return]
+
+
+class _Allreduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, name: str, op: ReduceOp, prescale: float, postscale: float,
+                process_set: ProcessSet) -> torch.Tensor:
+        ctx.arguments = (f"{name}.gradient", op, prescale, postscale, process_set)
+        return _allreduce(tensor, torch.empty_like(tensor), name, op, prescale, postscale, process_set).wait()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> Any:  # type: ignore[override]
+        result = _allreduce(upstream, torch.empty_like(upstream), *ctx.arguments).wait()
+        return result, None, None, None, None, None
+
+
+class _GroupedAllreduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, names: Sequence[str], op: ReduceOp, prescale: float, postscale: float, process_set: ProcessSet,
+                *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.names, ctx.arguments = names, (op, prescale, postscale, process_set)
+        handles = [_allreduce(tensor, torch.empty_like(tensor), name, *ctx.arguments)
+                   for tensor, name in zip(tensors, names, strict=True)]
+        return tuple(handle.wait() for handle in handles)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
+        handles = [_allreduce(tensor, torch.empty_like(tensor), f"{name}.gradient", *ctx.arguments)
+                   for tensor, name in zip(upstream, ctx.names, strict=True)]
+        return (None, None, None, None, None, *(handle.wait() for handle in handles))
+
+
+class _Allgather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, name: str, process_set: ProcessSet) -> torch.Tensor:
+        runtime = api.runtime()
+        rows = allgather_async(torch.tensor([tensor.shape[0] if tensor.dim() else 0]), f"{name}.rows", process_set)
+        result: torch.Tensor = _gathered(tensor, name, process_set).wait()
+        before = rows.wait()[:runtime.world.rank].sum().item()
+        ctx.mine = slice(before, before + (tensor.shape[0] if tensor.dim() else 0))
+        ctx.name, ctx.process_set = name, process_set
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> Any:  # type: ignore[override]
+        averaged = _allreduce(upstream, torch.empty_like(upstream), f"{ctx.name}.gradient", Average, 1.0, 1.0,
+                              ctx.process_set).wait()
+        return averaged[ctx.mine], None, None
+
+
+class _Broadcast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, root_rank: int, name: str, process_set: ProcessSet) -> torch.Tensor:
+        ctx.is_root = api.runtime().world.rank == root_rank
+        ctx.name, ctx.process_set = name, process_set
+        return _broadcast(tensor, torch.empty_like(tensor), root_rank, name, process_set).wait()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> Any:  # type: ignore[override]
+        averaged = _allreduce(upstream, torch.empty_like(upstream), f"{ctx.name}.gradient", Average, 1.0, 1.0,
+                              ctx.process_set).wait()
+        return (averaged if ctx.is_root else torch.zeros_like(averaged)), None, None, None
+
+
+def _allreduce(tensor: torch.Tensor, output: torch.Tensor, name: str, op: ReduceOp, prescale: float, postscale: float,
+               process_set: ProcessSet) -> TorchHandle:
+    _check_global(process_set)
+    source = contiguous(tensor, name)
+    target = source if output is tensor else _contiguous_like(output)
+    handle = api.runtime().allreduce(name, as_array(source, name), as_array(target, name), op, prescale=prescale,
+                                     postscale=postscale)
+    return TorchHandle(handle, lambda _: _written(output, target))
+
+
+def _gathered(tensor: torch.Tensor, name: str, process_set: ProcessSet) -> TorchHandle:
+    _check_global(process_set)
+    source = contiguous(tensor, name)
+    return TorchHandle(api.runtime().allgather(name, as_array(source, name)), _as_tensor)
+
+
+def _broadcast(tensor: torch.Tensor, output: torch.Tensor, root_rank: int, name: str,
+               process_set: ProcessSet) -> TorchHandle:
+    _check_global(process_set)
+    source = contiguous(tensor, name)
+    target = source if output is tensor else _contiguous_like(output).copy_(source)
+    return TorchHandle(api.runtime().broadcast(name, as_array(target, name), root_rank),
+                       lambda _: _written(output, target))
+
+
+def _contiguous_like(tensor: torch.Tensor) -> torch.Tensor:
+    detached = tensor.detach()
+    return detached if detached.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def _written(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return `output` holding `target`'s values; they share memory unless `output` has unusual strides."""
+    if output.data_ptr() != target.data_ptr() or not output.is_contiguous():
+        with torch.no_grad():
+            output.copy_(target)
+    return output
+
+
+def _as_tensor(array: Array | None) -> torch.Tensor:
+    assert array is not None
+    if array.dtype == BFLOAT16:
+        return torch.from_numpy(array.view("int16")).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def _check_global(process_set: ProcessSet) -> None:
+    if process_set != global_process_set:
+        raise UnsupportedError("process sets other than the global one are not implemented yet")
+
+
+def _name(kind: str, name: str | None) -> str:
+    return api.runtime().unnamed("torch", kind) if name is None else f"{kind}.{name}"
+
+
+def _group_names(kind: str, name: str | None, count: int) -> list[str]:
+    base = _name(kind, name)
+    return [f"{base}_{index}of{count}" for index in range(1, count + 1)]

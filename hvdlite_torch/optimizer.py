@@ -1,0 +1,214 @@
+"""`DistributedOptimizer`: the user's optimizer, with gradients that are reduced when `backward()` returns."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+from hvdlite import api
+from hvdlite.core.errors import UnsupportedError
+from hvdlite.core.process_set import ProcessSet, global_process_set
+from hvdlite.core.types import ReduceOp
+from hvdlite.runtime.runtime import Runtime
+from hvdlite.training.gradient_reducer import GradientReducer
+from hvdlite_torch.compression import Compression, Compressor
+from hvdlite_torch.framework import TorchGradients
+
+OptimizerType = TypeVar("OptimizerType", bound=torch.optim.Optimizer)
+
+
+def DistributedOptimizer(  # noqa: N802 (Horovod's name)
+    optimizer: OptimizerType,
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+    compression: type[Compressor] = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: ReduceOp = ReduceOp.AVERAGE,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: object = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+    _runtime: Runtime | None = None,
+) -> OptimizerType:
+    """Make `optimizer` average its gradients over all ranks; returns the same object.
+
+    Each gradient is handed over by a hook as soon as it is accumulated, so communication overlaps `backward()`. When the
+    (outermost) `backward()` returns, gradients are final: clip, unscale and read them without ceremony. A parameter
+    without a gradient on some ranks counts as zeros there; without one on all ranks it keeps None. The optimizer keeps its
+    class name, `isinstance`, state, defaults, hooks and schedulers.
+
+    Exception: when *every* parameter lies inside `torch.utils.checkpoint(..., use_reentrant=True)`, nothing marks the end
+    of the outer backward pass, and gradients are final in `step()` or after `optimizer.synchronize()`.
+
+    Several `backward()` calls before a step: over disjoint parameters they just work. Onto the same parameters, sum the
+    losses, use `backward_passes_per_step`, or `optimizer.no_sync()` for all but the last.
+
+    Args:
+        named_parameters: names for messages and matching; `model.named_parameters()`. Default: numbered.
+        compression: `Compression.none`, `.fp16` or `.bf16`: dtype on the wire for float32 and float64 gradients.
+        backward_passes_per_step: gradients accumulated (summed) locally before each reduction.
+        op: Average, Sum, Min or Max.
+        gradient_predivide_factor: for Average: divide by this before the sum and by size/this after it, against overflow.
+        sparse_as_dense: densify sparse gradients.
+
+    Raises:
+        ValueError: for invalid arguments; parameters without a name or with the same name are listed.
+        UnsupportedError: for groups, process sets and Adasum, which are not implemented yet.
+        NotInitializedError: before `init()`.
+    """
+    runtime = _runtime if _runtime is not None else api.runtime()
+    if num_groups or groups is not None:
+        raise UnsupportedError("groups and num_groups are not implemented yet; leave them out (tensors are fused anyway)")
+    if process_set != global_process_set:
+        raise UnsupportedError("process sets other than the global one are not implemented yet")
+    if op is ReduceOp.ADASUM:
+        raise UnsupportedError("op=Adasum is not implemented yet; use Average or Sum")
+    _check_passes(backward_passes_per_step)
+    if gradient_predivide_factor != 1.0 and op is not ReduceOp.AVERAGE:
+        raise ValueError(f"gradient_predivide_factor={gradient_predivide_factor} needs op=Average, not {op.name.capitalize()}")
+    if isinstance(optimizer, _Distributed):
+        raise ValueError("this optimizer is distributed already")
+    names = _names(optimizer, named_parameters)
+    reducer: GradientReducer[torch.Tensor] = GradientReducer(
+        runtime, TorchGradients(compression, sparse_as_dense), runtime.unnamed("torch", "optimizer"), op=ReduceOp(op),
+        prescale=1.0 / gradient_predivide_factor, postscale=gradient_predivide_factor, passes=backward_passes_per_step)
+    base = type(optimizer)
+    optimizer.__class__ = type(base.__name__, (_Distributed, base), {"__module__": base.__module__})
+    assert isinstance(optimizer, _Distributed)
+    optimizer._attach(runtime, reducer, names)
+    return optimizer
+
+
+class _Distributed:
+    """Mixed into the user's optimizer class. Only translates between torch's events and the reducer."""
+
+    param_groups: list[dict[str, Any]]
+
+    def _attach(self, runtime: Runtime, reducer: GradientReducer[torch.Tensor], names: dict[torch.Tensor, str]) -> None:
+        self._reducer = reducer
+        self._active = runtime.world.size > 1
+        self._parameter_names = dict(names)
+        self._task = -1  # the autograd run whose end we already wait for
+        self._synchronizes = True
+        self._hooks: list[Any] = []
+        for parameter in itertools.chain.from_iterable(group["params"] for group in self.param_groups):
+            self._watch(parameter)
+        self.register_step_pre_hook(_before_step)  # type: ignore[attr-defined]
+        self.register_step_post_hook(_after_step)  # type: ignore[attr-defined]
+
+    def _watch(self, parameter: torch.Tensor) -> None:
+        if self._active and parameter.requires_grad:
+            self._reducer.add(parameter, self._parameter_names[parameter])
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._accumulated))
+
+    def _accumulated(self, parameter: torch.Tensor) -> None:
+        task = torch._C._current_graph_task_id()
+        if task != self._task and _backward_depth() <= 1:
+            self._task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        self._reducer.hand_over(parameter)
+
+    def _end_backward(self) -> None:
+        self._task = -1
+        if self._reducer.end_backward():
+            torch.autograd.Variable._execution_engine.queue_callback(self._reducer.wait)  # behind the other optimizers' ends
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Like the base class's; the new parameters are reduced too. Call it on all ranks."""
+        super().add_param_group(param_group)  # type: ignore[misc]
+        group = len(self.param_groups) - 1
+        for index, parameter in enumerate(self.param_groups[-1]["params"]):
+            self._parameter_names.setdefault(parameter, _number(group, index))
+            self._watch(parameter)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Like the base class's; reductions under way are completed first."""
+        if self._active:
+            self._reducer.cleared()
+        super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
+
+    def synchronize(self) -> None:
+        """Make gradients final now. Only needed where `backward()` does not already (see `DistributedOptimizer`)."""
+        if self._active:
+            self._reducer.finish_if_due()
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Let `step()` inside take the gradients as they are, after a call of `synchronize()`."""
+        before, self._synchronizes = self._synchronizes, False
+        try:
+            yield
+        finally:
+            self._synchronizes = before
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Accumulate gradients locally; the first backward pass after it reduces the sums."""
+        return self._reducer.suspended()
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Change how many backward passes are accumulated before each reduction."""
+        _check_passes(passes)
+        self._reducer.set_passes(passes)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Like the base class's; reductions under way are completed and counts start anew."""
+        if self._active:
+            self._reducer.cleared()
+        return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    assert isinstance(optimizer, _Distributed)
+    has_closure = bool(args and args[0] is not None) or kwargs.get("closure") is not None
+    if optimizer._active and optimizer._synchronizes and not has_closure:  # a closure runs backward() itself
+        optimizer._reducer.finish_if_due()
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    assert isinstance(optimizer, _Distributed)
+    if optimizer._active:
+        optimizer._reducer.stepped()
+
+
+def _backward_depth() -> int:
+    """Return how many backward passes are nested on this thread (reentrant checkpoints nest them)."""
+    depth, frame = 0, sys._getframe(1)
+    while frame is not None:
+        depth += frame.f_code.co_name == "_engine_run_backward"
+        frame = frame.f_back  # type: ignore[assignment]
+    return depth
+
+
+def _check_passes(passes: int) -> None:
+    if passes <= 0:
+        raise ValueError(f"backward_passes_per_step must be at least 1, not {passes}")
+
+
+def _number(group: int, index: int) -> str:
+    return f"noname.{group}.{index}"
+
+
+def _names(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.Tensor]] | None) -> dict[torch.Tensor, str]:
+    """Return a unique name for every parameter of the optimizer."""
+    parameters = {parameter: _number(group_index, index) for group_index, group in enumerate(optimizer.param_groups)
+                  for index, parameter in enumerate(group["params"])}
+    if named is None:
+        return parameters
+    pairs = list(named)
+    if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
+        raise ValueError("named_parameters must be (name, parameter) pairs, such as model.named_parameters()")
+    seen: set[str] = set()
+    twice = sorted({name for name, _ in pairs if name in seen or seen.add(name)})  # type: ignore[func-returns-value]
+    if twice:
+        raise ValueError(f"parameter names must be unique; these occur more than once: {', '.join(twice)}")
+    given = {parameter: name for name, parameter in pairs}
+    unnamed = [f"group {number}" for parameter, number in parameters.items() if parameter not in given]
+    if unnamed:
+        raise ValueError(f"{len(unnamed)} of the optimizer's parameters have no name in named_parameters "
+                         f"(group.index): {', '.join(name.removeprefix('group noname.') for name in unnamed[:10])}")
+    return {parameter: given[parameter] for parameter in parameters}

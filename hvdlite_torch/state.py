@@ -1,0 +1,121 @@
+"""Start from the same state everywhere: broadcast parameters, optimizer state and objects from one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from hvdlite import api
+from hvdlite.core.errors import UnsupportedError
+from hvdlite.core.process_set import ProcessSet, global_process_set
+from hvdlite.training import objects
+from hvdlite_torch.ops import broadcast_async_
+
+
+def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: int) -> None:
+    """Overwrite tensors with rank `root_rank`'s, in place.
+
+    Args:
+        params: a `state_dict()`, or `named_parameters()`, or a list of tensors. Entries that are not tensors are skipped
+            when all ranks have them alike (a `state_dict` may hold such).
+
+    Raises:
+        ValueError: for anything else.
+        MismatchError: when a tensor's shape or dtype differs between ranks.
+    """
+    handles = [broadcast_async_(tensor.detach(), root_rank, f"parameters.{name}") for name, tensor in _named(params)]
+    for handle in handles:
+        handle.wait()
+
+
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:
+    """Give every rank rank `root_rank`'s optimizer state and hyper-parameters.
+
+    Works for every torch optimizer, stepped or not: the state's structure travels as an object and its tensors as tensors,
+    so no step is taken to create it.
+
+    Args:
+        model: accepted for Horovod's sake; not needed.
+    """
+    del model
+    runtime = api.runtime()
+    own = optimizer.state_dict()
+    tensors: list[torch.Tensor] = []
+    structure = objects.broadcast_object(runtime, _without_tensors(own, tensors), root_rank, "optimizer_state.structure")
+    if runtime.world.rank != root_rank:
+        tensors = []
+        own = _with_tensors(structure, tensors)
+    contiguous = [tensor.detach().contiguous() for tensor in tensors]
+    handles = [broadcast_async_(tensor, root_rank, f"optimizer_state.{index}") for index, tensor in enumerate(contiguous)]
+    for handle in handles:
+        handle.wait()
+    if runtime.world.rank != root_rank:
+        optimizer.load_state_dict(own)
+
+
+def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None,
+                     process_set: ProcessSet = global_process_set) -> Any:
+    """Return rank `root_rank`'s picklable object on every rank."""
+    _check_global(process_set)
+    return objects.broadcast_object(api.runtime(), obj, root_rank, _object_name("broadcast_object", name))
+
+
+def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
+    """Return every rank's picklable object, in rank order."""
+    _check_global(process_set)
+    return objects.allgather_object(api.runtime(), obj, _object_name("allgather_object", name))
+
+
+class _Placeholder:
+    """Stands for a tensor in a structure that travels as an object."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape, self.dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+
+
+def _without_tensors(value: Any, found: list[torch.Tensor]) -> Any:
+    """Return `value` with placeholders for tensors, which are appended to `found` in order."""
+    if isinstance(value, torch.Tensor):
+        found.append(value)
+        return _Placeholder(value)
+    if isinstance(value, dict):
+        return {key: _without_tensors(item, found) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_without_tensors(item, found) for item in value)
+    return value
+
+
+def _with_tensors(value: Any, made: list[torch.Tensor]) -> Any:
+    """Undo `_without_tensors` with new tensors, which are appended to `made` in the same order."""
+    if isinstance(value, _Placeholder):
+        made.append(torch.zeros(value.shape, dtype=getattr(torch, value.dtype)))
+        return made[-1]
+    if isinstance(value, dict):
+        return {key: _with_tensors(item, made) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_with_tensors(item, made) for item in value)
+    return value
+
+
+def _named(params: Mapping[str, Any] | Iterable[Any]) -> list[tuple[str, torch.Tensor]]:
+    if isinstance(params, Mapping):
+        return [(name, value) for name, value in sorted(params.items()) if isinstance(value, torch.Tensor)]
+    named = []
+    for index, entry in enumerate(params):
+        name, value = entry if isinstance(entry, tuple) and len(entry) == 2 else (str(index), entry)
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(f"broadcast_parameters takes a dict, named parameters or tensors, not {type(value).__name__} "
+                             f"(entry {name})")
+        named.append((name, value))
+    return named
+
+
+def _object_name(kind: str, name: str | None) -> str:
+    return api.runtime().unnamed("torch", kind) if name is None else f"{kind}.{name}"
+
+
+def _check_global(process_set: ProcessSet) -> None:
+    if process_set != global_process_set:
+        raise UnsupportedError("process sets other than the global one are not implemented yet")

@@ -1,0 +1,137 @@
+"""The public functions of `hvdlite_torch`, on real processes."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+
+from tests.worlds import processes  # noqa: E402
+
+HEAD = """
+import torch, warnings
+import hvdlite_torch as hvd
+hvd.init()
+rank, size = hvd.rank(), hvd.size()
+total = sum(range(size))
+def raises(kind, text, call):
+    try:
+        call()
+    except kind as error:
+        assert text in str(error), error
+    else:
+        raise AssertionError(f"no {kind.__name__}")
+"""
+
+
+def run(size: int, body: str) -> None:
+    import textwrap
+    processes(size, HEAD + textwrap.dedent(body))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_every_dtype_and_layout(size: int) -> None:
+    run(size, """
+        for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
+                      torch.float32, torch.float64):
+            for shape in ((), (0,), (3, 4)):
+                tensor = torch.full(shape, rank + 1).to(dtype)
+                assert torch.equal(hvd.allreduce(tensor, op=hvd.Sum), torch.full(shape, total + size).to(dtype))
+                assert torch.equal(hvd.broadcast(tensor, size - 1), torch.full(shape, size).to(dtype))
+                assert torch.equal(tensor, torch.full(shape, rank + 1).to(dtype)), "the input was changed"
+                assert hvd.broadcast_(tensor, 0) is tensor and (tensor == 1).all()
+            assert hvd.allgather(torch.full((rank, 2), rank).to(dtype)).sum() == 2 * sum(r * r for r in range(size))
+        base = torch.zeros(4, 6)
+        column = base[:, 1]
+        column += rank
+        hvd.allreduce_(column, op=hvd.Sum)
+        assert (column == total).all() and base.sum() == 4 * total
+        assert hvd.allreduce(torch.arange(6.0).reshape(2, 3).t(), op=hvd.Sum).tolist() == [
+            [0, 3 * size], [size, 4 * size], [2 * size, 5 * size]]
+        assert hvd.allreduce(torch.tensor([rank == 0]), op=hvd.Max).item() is True
+    """)
+
+
+def test_handles_groups_and_names() -> None:
+    run(2, """
+        tensors = [torch.full((3,), float(rank + index)) for index in range(4)]
+        group = hvd.grouped_allreduce_async_(tensors, name="g", op=hvd.Average)
+        assert hvd.synchronize(group)[2] is tensors[2] and hvd.poll(group)
+        assert [tensor[0].item() for tensor in tensors] == [0.5, 1.5, 2.5, 3.5]
+        handle = hvd.allreduce_async(tensors[0], name="x")
+        assert torch.equal(hvd.synchronize(handle), hvd.synchronize(handle))
+        pending = hvd.allreduce_async_(torch.ones(1), name=f"only.{rank}")
+        if rank == 0:
+            raises(ValueError, "still being processed", lambda: hvd.allreduce_async_(torch.ones(1), name="only.0"))
+        hvd.synchronize(hvd.allreduce_async(torch.ones(1), name=f"only.{1 - rank}"))
+        hvd.synchronize(pending)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert hvd.allreduce(torch.ones(1), average=False).item() == 2
+        assert caught[0].category is DeprecationWarning
+        raises(ValueError, "not both", lambda: hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum))
+        raises(hvd.MismatchError, "[2]", lambda: hvd.allreduce(torch.ones(2 + rank), name="shapes"))
+        assert hvd.allreduce(torch.ones(2), name="shapes").tolist() == [1, 1]
+        raises(ValueError, "scalar", lambda: hvd.allgather(torch.tensor(1.0)))
+        raises(ValueError, "sparse", lambda: hvd.allreduce(torch.eye(2).to_sparse()))
+    """)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_gradients_of_collectives_match_finite_differences(size: int) -> None:
+    """Every rank's loss is summed; Horovod averages upstream gradients, so ours are that sum divided by size."""
+    run(size, """
+        torch.manual_seed(0)
+        weight = torch.randn(4, dtype=torch.float64)
+        x = torch.randn(4, dtype=torch.float64) + rank
+        x.requires_grad_()
+        (hvd.allreduce(x, op=hvd.Average) * weight * (rank + 1)).sum().backward()
+        torch.testing.assert_close(x.grad, weight * (total + size) / size)  # allreduce(Average) of the upstream gradient
+        x.grad = None
+        scale = torch.arange(1, 4 * size + 1, dtype=torch.float64)
+        (hvd.allgather(x) ** 2 * scale * (rank + 1)).sum().backward()
+        mine = scale[4 * rank:4 * rank + 4]
+        torch.testing.assert_close(x.grad, 2 * x.detach() * mine * (total + size) / size)
+        x.grad = None
+        (hvd.broadcast(x, 1) * (rank + 1)).sum().backward()
+        expected = (total + size) / size if rank == 1 else 0.0
+        torch.testing.assert_close(x.grad, torch.full((4,), expected, dtype=torch.float64))
+        a, b = torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)
+        one, two = hvd.grouped_allreduce([a, b], op=hvd.Sum)
+        (one.sum() + 2 * two.sum()).backward()
+        assert a.grad.tolist() == [size] * 2 and b.grad.tolist() == [2 * size] * 3
+        compressed = hvd.allreduce(x, compression=hvd.Compression.bf16)
+        assert compressed.dtype is torch.float64
+    """)
+
+
+def test_state_travels() -> None:
+    run(2, """
+        torch.manual_seed(rank)
+        model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2))
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        everywhere = hvd.allgather_object({name: value.sum().item() for name, value in model.state_dict().items()})
+        assert everywhere[0] == everywhere[1]
+        hvd.broadcast_parameters(model.named_parameters(), root_rank=1)
+        hvd.broadcast_parameters(list(model.parameters()), root_rank=1)
+        raises(ValueError, "not str", lambda: hvd.broadcast_parameters(["a"], root_rank=0))
+        for make in (lambda p: torch.optim.SGD(p, lr=0.1 + rank, momentum=0.9), lambda p: torch.optim.Adam(p, lr=0.1 + rank),
+                     lambda p: torch.optim.LBFGS(p, lr=0.1 + rank)):
+            optimizer = make(model.parameters())
+            if rank == 0:
+                def closure():
+                    optimizer.zero_grad()
+                    loss = model(torch.ones(1, 1, 4, 4)).square().sum()
+                    loss.backward()
+                    return loss
+                optimizer.step(closure)
+            before = [parameter.detach().clone() for parameter in model.parameters()]
+            hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+            assert all(torch.equal(a, b) for a, b in zip(before, model.parameters())), "no step may be taken"
+            assert optimizer.param_groups[0]["lr"] == 0.1
+            texts = hvd.allgather_object(str(optimizer.state_dict()["state"]))
+            assert texts[0] == texts[1] and len(texts[0]) > 50
+            hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        assert hvd.broadcast_object({"rank": rank}, root_rank=1) == {"rank": 1}
+        assert hvd.allgather_object("x" * rank) == ["", "x"]
+    """)

@@ -1,0 +1,356 @@
+"""`DistributedOptimizer` on ranks as threads, against single-process training on the same global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hvdlite.core.errors import MismatchError, UnsupportedError  # noqa: E402
+from hvdlite.core.types import ReduceOp  # noqa: E402
+from hvdlite.runtime.runtime import Runtime  # noqa: E402
+from hvdlite_torch import Compression, DistributedOptimizer  # noqa: E402
+from tests.worlds import threads  # noqa: E402
+
+
+def net() -> Any:
+    generator = torch.Generator().manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return model
+
+
+def batches(count: int, size: int) -> Iterator[tuple[Any, Any]]:
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(count):
+        yield torch.randn(8 * size, 6, generator=generator), torch.randn(8 * size, 3, generator=generator)
+
+
+def share(tensor: Any, runtime: Runtime) -> Any:
+    return tensor.chunk(runtime.world.size)[runtime.world.rank]
+
+
+def weights(model: Any) -> list[Any]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=1e-3),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+    "adamw fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
+}
+
+
+def train(optimizer: Any, model: Any, x: Any, y: Any, clip: bool = False) -> None:
+    optimizer.zero_grad()
+    torch.nn.functional.mse_loss(model(x), y).backward()
+    if clip:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_n_ranks_equal_one_rank_with_the_whole_batch(kind: str, clip: bool, size: int) -> None:
+    alone = net()
+    optimizer = OPTIMIZERS[kind](alone.parameters())
+    for x, y in batches(20, size):
+        train(optimizer, alone, x, y, clip)
+
+    def step(runtime: Runtime) -> list[list[Any]]:
+        model = net()
+        optimizer = DistributedOptimizer(OPTIMIZERS[kind](model.parameters()), model.named_parameters(), _runtime=runtime)
+        history = []
+        for x, y in batches(20, size):
+            train(optimizer, model, share(x, runtime), share(y, runtime), clip)
+            history.append(weights(model))
+        return history
+
+    histories = threads(size, step)
+    for ours in zip(*histories, strict=True):
+        for tensors in zip(*ours, strict=True):
+            assert all(torch.equal(tensors[0], tensor) for tensor in tensors), "ranks differ"
+    for ours, theirs in zip(histories[0][-1], weights(alone), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_the_optimizer_stays_the_users() -> None:
+    def step(runtime: Runtime) -> None:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+        train(optimizer, model, torch.ones(2, 6), torch.ones(2, 3))
+        state = optimizer.state_dict()
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        wrapped = DistributedOptimizer(optimizer, _runtime=runtime)
+        assert wrapped is optimizer and isinstance(wrapped, torch.optim.SGD) and type(wrapped).__name__ == "SGD"
+        assert wrapped.defaults["momentum"] == 0.5
+        assert str(wrapped.state_dict()["state"]) == str(state["state"])
+        train(wrapped, model, torch.ones(2, 6), torch.ones(2, 3))
+        scheduler.step()
+        assert wrapped.param_groups[0]["lr"] == pytest.approx(0.01)
+        wrapped.load_state_dict(state)
+        for to_none in (True, False):
+            wrapped.zero_grad(set_to_none=to_none)
+            train(wrapped, model, torch.ones(2, 6), torch.ones(2, 3))
+        with pytest.raises(ValueError, match="already"):
+            DistributedOptimizer(wrapped, _runtime=runtime)
+    threads(2, step)
+
+
+def three_heads() -> Any:
+    return torch.nn.ModuleList([torch.nn.Linear(2, 2) for _ in range(3)])
+
+
+def test_parameters_without_a_gradient_hang_nobody() -> None:
+    torch.manual_seed(0)
+    start = three_heads().state_dict()
+
+    def step(runtime: Runtime) -> list[Any]:
+        model = three_heads()
+        model.load_state_dict(start)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9, weight_decay=0.1),
+                                         model.named_parameters(), _runtime=runtime)
+        for _ in range(3):  # rank 0 uses head 0, rank 1 head 1, nobody head 2
+            optimizer.zero_grad()
+            model[runtime.world.rank](torch.ones(1, 2)).sum().backward()
+            assert model[0].weight.grad is not None and model[1].weight.grad is not None
+            torch.testing.assert_close(model[1 - runtime.world.rank].bias.grad, torch.full((2,), 0.5))
+            assert model[2].weight.grad is None
+            optimizer.step()
+        assert torch.equal(model[2].weight, start["2.weight"]), "nobody's gradient, so weight decay must not move it"
+        return weights(model)
+
+    first, second = threads(2, step)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(first, second, strict=True))
+
+
+def test_a_rank_that_steps_without_a_backward_takes_part() -> None:
+    def step(runtime: Runtime) -> Any:
+        model = net()
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), _runtime=runtime)
+        for turn in range(4):
+            optimizer.zero_grad()
+            if (turn + runtime.world.rank) % 2:
+                model(torch.ones(1, 6)).sum().backward()
+            optimizer.step()
+        return weights(model)[0]
+    first, second = threads(2, step)
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("how", ["passes", "no_sync"])
+def test_accumulation_equals_one_large_batch(how: str) -> None:
+    def step(runtime: Runtime) -> None:
+        model, reference = net(), net()
+        passes = 2 if how == "passes" else 1
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), backward_passes_per_step=passes,
+                                         _runtime=runtime)
+        plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+        pairs = list(batches(6, 2))
+        for (x1, y1), (x2, y2) in zip(pairs[::2], pairs[1::2], strict=True):
+            optimizer.zero_grad()
+            if how == "no_sync":
+                with optimizer.no_sync():
+                    torch.nn.functional.mse_loss(model(share(x1, runtime)), share(y1, runtime)).backward()
+            else:
+                torch.nn.functional.mse_loss(model(share(x1, runtime)), share(y1, runtime)).backward()
+            torch.nn.functional.mse_loss(model(share(x2, runtime)), share(y2, runtime)).backward()
+            optimizer.step()
+            plain.zero_grad()
+            (torch.nn.functional.mse_loss(reference(x1), y1) + torch.nn.functional.mse_loss(reference(x2), y2)).backward()
+            plain.step()
+        for ours, theirs in zip(weights(model), weights(reference), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    threads(2, step)
+
+
+def test_a_second_backward_onto_reduced_gradients_is_refused() -> None:
+    def step(runtime: Runtime) -> None:
+        model = net()
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), _runtime=runtime)
+        model(torch.ones(1, 6)).sum().backward()
+        with pytest.raises(AssertionError, match="no_sync"):
+            model(torch.ones(1, 6)).sum().backward()
+        optimizer.zero_grad()
+        train(optimizer, model, torch.ones(1, 6), torch.ones(1, 3))
+        model.zero_grad()  # the module's, not the optimizer's: the gradients are new all the same
+        train(optimizer, model, torch.ones(1, 6), torch.ones(1, 3))
+    threads(2, step)
+
+
+def test_two_losses_over_disjoint_parameters() -> None:
+    def step(runtime: Runtime) -> None:
+        model = three_heads()
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), _runtime=runtime)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model[0](torch.ones(1, 2)).sum().backward()
+            model[1](torch.ones(1, 2)).sum().backward()
+            torch.testing.assert_close(model[0].bias.grad, torch.ones(2))
+            torch.testing.assert_close(model[1].bias.grad, torch.ones(2))
+            optimizer.step()
+    threads(2, step)
+
+
+def test_two_optimizers_as_in_a_gan() -> None:
+    torch.manual_seed(0)
+    start = [torch.nn.Linear(4, 4).state_dict(), torch.nn.Linear(4, 1).state_dict()]
+
+    def step(runtime: Runtime) -> list[Any]:
+        generator, critic = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+        generator.load_state_dict(start[0])
+        critic.load_state_dict(start[1])
+        first = DistributedOptimizer(torch.optim.Adam(generator.parameters()), generator.named_parameters(),
+                                     _runtime=runtime)
+        second = DistributedOptimizer(torch.optim.Adam(critic.parameters()), critic.named_parameters(), _runtime=runtime)
+        for turn in range(5):
+            noise = torch.full((2, 4), float(turn + runtime.world.rank))
+            first.zero_grad()
+            critic(generator(noise)).sum().backward()  # fires the critic's hooks as well
+            first.step()
+            second.zero_grad()
+            (critic(noise) - critic(generator(noise).detach())).sum().backward()
+            second.step()
+        return weights(generator) + weights(critic)
+
+    one, two = threads(2, step)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(one, two, strict=True))
+
+
+def test_reentrant_checkpoints() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    def step(runtime: Runtime) -> None:
+        model, reference = (torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)) for _ in range(2))
+        reference.load_state_dict({name: torch.full_like(value, 0.1) for name, value in model.state_dict().items()})
+        model.load_state_dict(reference.state_dict())
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), _runtime=runtime)
+        for _ in range(3):
+            x = torch.full((2, 3), float(runtime.world.rank + 1))
+            optimizer.zero_grad()
+            checkpoint(model[1], model[0](x), use_reentrant=True).sum().backward()
+            reference.zero_grad()
+            for rank in range(2):
+                (reference(torch.full((2, 3), float(rank + 1))).sum() / 2).backward()
+            for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+                torch.testing.assert_close(ours.grad, theirs.grad)  # final when backward() returns
+            optimizer.step()
+            with torch.no_grad():
+                reference.load_state_dict(model.state_dict())
+    threads(2, step)
+
+
+def test_infinity_on_one_rank_is_seen_by_all() -> None:
+    def step(runtime: Runtime) -> None:
+        model = net()
+        DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), _runtime=runtime)
+        (model(torch.ones(1, 6)).sum() * (float("inf") if runtime.world.rank == 1 else 1.0)).backward()
+        assert not torch.isfinite(model[2].bias.grad).any()
+    threads(2, step)
+
+
+@pytest.mark.parametrize(("compression", "tolerance"), [(Compression.fp16, 1e-3), (Compression.bf16, 1e-2)])
+def test_compressed_gradients_are_close_and_equal_on_all_ranks(compression: Any, tolerance: float) -> None:
+    def step(runtime: Runtime) -> Any:
+        model = net()
+        DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), compression=compression, _runtime=runtime)
+        x, _ = next(batches(1, 2))
+        model(share(x, runtime)).square().mean().backward()
+        reference = net()
+        reference(x).square().mean().backward()
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            assert ours.grad.dtype is torch.float32
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=tolerance * 10, atol=tolerance)
+        return model[0].weight.grad
+    first, second = threads(2, step)
+    assert torch.equal(first, second)
+
+
+def test_predivide_and_sum() -> None:
+    def step(runtime: Runtime) -> None:
+        for arguments, factor in (({"gradient_predivide_factor": 4.0}, 1.0), ({"op": ReduceOp.SUM}, 2.0)):
+            model = net()
+            DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), **arguments, _runtime=runtime)
+            model(torch.ones(1, 6)).sum().backward()
+            torch.testing.assert_close(model[2].bias.grad, torch.full((3,), factor))
+    threads(2, step)
+
+
+def test_channels_last_and_bfloat16_parameters() -> None:
+    def step(runtime: Runtime) -> None:
+        for change in (lambda m: m.to(memory_format=torch.channels_last), lambda m: m.to(torch.bfloat16)):
+            torch.manual_seed(1)
+            model, reference = change(torch.nn.Conv2d(3, 4, 3)), change(torch.nn.Conv2d(3, 4, 3))
+            DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), _runtime=runtime)
+            x = torch.ones(1, 3, 5, 5, dtype=model.weight.dtype)
+            model(x).sum().backward()
+            reference(x).sum().backward()
+            torch.testing.assert_close(model.weight.grad, reference.weight.grad)
+    threads(2, step)
+
+
+def test_sparse_gradients_are_densified_or_refused_clearly() -> None:
+    def step(runtime: Runtime) -> None:
+        table = torch.nn.Embedding(5, 2, sparse=True)
+        DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=0.1), sparse_as_dense=True, _runtime=runtime)
+        table(torch.tensor([runtime.world.rank])).sum().backward()
+        assert table.weight.grad.tolist() == [[0.5, 0.5], [0.5, 0.5], [0, 0], [0, 0], [0, 0]]
+        refused = torch.nn.Embedding(5, 2, sparse=True)
+        DistributedOptimizer(torch.optim.SGD(refused.parameters(), lr=0.1), _runtime=runtime)
+        with pytest.raises(UnsupportedError, match="sparse_as_dense"):
+            refused(torch.tensor([0])).sum().backward()
+    threads(2, step)
+
+
+def test_a_parameter_group_added_later_and_closures() -> None:
+    def step(runtime: Runtime) -> Any:
+        model, extra = net(), torch.nn.Linear(3, 1)
+        torch.nn.init.ones_(extra.weight)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), _runtime=runtime)
+        optimizer.add_param_group({"params": extra.parameters()})
+
+        def closure() -> Any:
+            optimizer.zero_grad()
+            loss = extra(model(torch.full((1, 6), float(runtime.world.rank)))).sum()
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+        return extra.weight.detach()
+    first, second = threads(2, step)
+    assert torch.equal(first, second)
+
+
+def test_after_a_mismatch_the_optimizer_goes_on() -> None:
+    def step(runtime: Runtime) -> None:
+        model = torch.nn.Linear(2 + runtime.world.rank, 1)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), _runtime=runtime)
+        for _ in range(2):
+            optimizer.zero_grad()
+            with pytest.raises(MismatchError, match="gradient"):
+                model(torch.ones(1, 2 + runtime.world.rank)).sum().backward()
+        torch.testing.assert_close(model.bias.grad, torch.ones(1))
+    threads(2, step)
+
+
+@pytest.mark.parametrize(("arguments", "error", "told"), [
+    ({"backward_passes_per_step": 0}, ValueError, "at least 1"),
+    ({"gradient_predivide_factor": 2.0, "op": ReduceOp.SUM}, ValueError, "needs op=Average"),
+    ({"named_parameters": [("a", None), ("a", None)]}, ValueError, "more than once: a"),
+    ({"named_parameters": ["a"]}, ValueError, "pairs"),
+    ({"named_parameters": []}, ValueError, "4 of the optimizer's parameters have no name"),
+    ({"num_groups": 2}, UnsupportedError, "groups"),
+    ({"op": ReduceOp.ADASUM}, UnsupportedError, "Adasum"),
+])
+def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], told: str) -> None:
+    def step(runtime: Runtime) -> None:
+        with pytest.raises(error, match=told):
+            DistributedOptimizer(torch.optim.SGD(net().parameters(), lr=0.1), **arguments, _runtime=runtime)
+    threads(1, step)
