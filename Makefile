@@ -1,0 +1,47 @@
+# Everything a fresh machine needs: `make demo` trains, `make test` checks. Both make their own virtual environment.
+
+PYTHON ?= python3
+# The version the tests run with. Another one: make test TORCH=torch==2.9.0
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+DATA := /usr/share/datasets/fashion-mnist
+
+.PHONY: demo test lint pytest data wheel clean
+
+demo: $(VENV)/installed data
+	$(BIN)/hvdrun -np 2 $(BIN)/python examples/pytorch_fashion_mnist.py --epochs 4 --minimum-accuracy 0.88
+
+test: lint pytest
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/mypy --no-strict-optional --follow-imports=silent --allow-untyped-calls --no-warn-return-any \
+		--no-warn-unused-ignores -p hvdlite_torch
+	$(BIN)/lint-imports
+
+pytest: $(VENV)/installed data
+	$(BIN)/python -m pytest -q
+
+# Debian has the data set as a package; elsewhere the example downloads it on its first run.
+data:
+	@if [ ! -d $(DATA) ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq dataset-fashion-mnist || true; \
+	fi
+
+$(VENV)/installed: setup.py pyproject.toml
+	@if ! $(PYTHON) -c 'import ensurepip' 2>/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq python3-venv; \
+	fi
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --upgrade pip setuptools wheel
+	$(BIN)/python -m pip install -q $(TORCH)
+	$(BIN)/python -m pip install -q -e '.[dev]'
+	touch $@
+
+wheel: $(VENV)/installed
+	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w dist .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,1 @@
+"""`hvdrun`: starts the ranks of a job, shows their output, and ends them properly."""

@@ -1,0 +1,132 @@
+"""`hvdrun -np N [options] command ...`"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from hvdlite.core import launch_contract
+from hvdlite.core.config import Config, environment_name
+from hvdlite.core.errors import ConfigError, LaunchError
+
+from hvdlite_runner import placement
+from hvdlite_runner.commands import CommandError, check_command
+from hvdlite_runner.job import JobSettings, run_job
+
+USAGE_ERROR = 2
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors are one line, not a page of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"hvdrun: {message}; see hvdrun --help", file=sys.stderr)
+        raise SystemExit(USAGE_ERROR)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line's parser; one flag for every knob follows from `core/config.py`."""
+    result = _Parser("hvdrun", usage="hvdrun -np N [options] command [argument ...]", allow_abbrev=False,
+                     description="Start N ranks of a training command and end them together.")
+    result.add_argument("-v", "--version", action="version", version=importlib.metadata.version("hvdlite"))
+    result.add_argument("-np", "--num-proc", dest="np", type=_positive, metavar="N", help="number of ranks")
+    result.add_argument("-H", "--hosts", metavar="HOST:SLOTS", help="hosts and their slots; only this host for now")
+    result.add_argument("--output-filename", metavar="DIR", help="keep each rank's output in DIR/rank.N/stdout and stderr")
+    result.add_argument("--prefix-output-with-timestamp", "--prefix-timestamp", action="store_true", dest="timestamps",
+                        help="put the time before each line")
+    result.add_argument("--no-prefix", action="store_false", dest="prefix", help="do not put [rank]<stream>: before lines")
+    result.add_argument("--bind", action="store_true", help="bind each rank to its share of the cores")
+    result.add_argument("--verbose", action="store_true", help="say what is started")
+    result.add_argument("--fusion-threshold-mb", type=_positive, metavar="MB", help="Horovod's name of --fusion-threshold")
+    result.add_argument("--stall-check-warning-time-seconds", metavar="S",
+                        help="Horovod's name of --stall-check-time-seconds")
+    knobs = result.add_argument_group("knobs", "settings of the runtime; each can also be set as HVDLITE_<NAME>")
+    for field in dataclasses.fields(Config):
+        knobs.add_argument(f"--{field.name.replace('_', '-')}", dest=f"knob_{field.name}", metavar="VALUE",
+                           help=f"{field.metadata['help']} (default {field.default})")
+    result.add_argument("command", nargs=argparse.REMAINDER, help="what every rank runs, such as: python train.py")
+    return result
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit code."""
+    options = parser().parse_args(arguments)
+    try:
+        settings = job_settings(options)
+        check_command(settings.command, os.environ.get("PATH"))
+    except CommandError as error:
+        print(f"hvdrun: {error}", file=sys.stderr)
+        return error.code
+    except (LaunchError, ConfigError) as error:
+        print(f"hvdrun: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    return run_job(settings, os.environ)
+
+
+def job_settings(options: argparse.Namespace) -> JobSettings:
+    """Return what to run.
+
+    Raises:
+        LaunchError: when there is nothing to run, or it does not fit the hosts.
+        ConfigError: for an invalid knob, before any rank is started.
+    """
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if not command:
+        raise LaunchError("there is no command to run; for example: hvdrun -np 2 python train.py")
+    slots = placement.check_local(placement.parse_hosts(options.hosts)) if options.hosts else None
+    size = options.np or slots
+    if size is None:
+        raise LaunchError("say how many ranks to start with -np N")
+    if slots is not None and size > slots:
+        raise LaunchError(f"-np {size} is more than the {slots} slots of -H {options.hosts}")
+    settings = knob_environment(options)
+    Config.from_environment({**{name: value for name, value in os.environ.items() if name not in settings}, **settings})
+    if settings.get(environment_name("control"), os.environ.get(environment_name("control"))) == "tcp":
+        settings |= {launch_contract.COORDINATOR: f"127.0.0.1:{_free_port()}",
+                     launch_contract.SECRET: secrets.token_hex()}
+    if "OMP_NUM_THREADS" not in os.environ:
+        settings["OMP_NUM_THREADS"] = str(max(1, _cores() // size))
+        print(f"hvdrun: OMP_NUM_THREADS={settings['OMP_NUM_THREADS']} ({_cores()} cores for {size} ranks); "
+              "set it yourself to change that", file=sys.stderr)
+    return JobSettings(placement.local_worlds(size), command, settings, options.output_filename, options.prefix,
+                       options.timestamps, options.bind, options.verbose)
+
+
+def knob_environment(options: argparse.Namespace) -> dict[str, str]:
+    """Return the variables that the knobs' flags stand for."""
+    if options.fusion_threshold_mb is not None:
+        options.knob_fusion_threshold = f"{options.fusion_threshold_mb}M"
+    if options.stall_check_warning_time_seconds is not None:
+        options.knob_stall_check_time_seconds = options.stall_check_warning_time_seconds
+    given = ((field.name, getattr(options, f"knob_{field.name}")) for field in dataclasses.fields(Config))
+    return {environment_name(name): value for name, value in given if value is not None}
+
+
+def _positive(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"it must be at least 1, not {value}")
+    return value
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

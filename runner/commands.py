@@ -1,0 +1,61 @@
+"""What is executed: the command line checked before anything starts, and a rank's environment."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hvdlite.core import launch_contract
+from hvdlite.core.world import World
+
+NOT_FOUND, NOT_EXECUTABLE = 127, 126
+"""Exit codes of shells for a command that does not exist or cannot be executed."""
+
+
+class CommandError(Exception):
+    """Raised when the command cannot be started; carries the exit code a shell would give."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def check_command(command: Sequence[str], path: str | None) -> None:
+    """Raise `CommandError`, in one line that says what to type instead, when `command` cannot be started.
+
+    Args:
+        path: the PATH to look the program up in.
+    """
+    program = command[0]
+    found = shutil.which(program, path=path)
+    if found is None:
+        if not os.path.exists(program):
+            raise CommandError(f"{program!r}: no such command", NOT_FOUND)
+        hint = f"; for a Python script: python {program}" if program.endswith(".py") else f"; chmod +x {program}"
+        raise CommandError(f"{program!r} is not executable{hint}", NOT_EXECUTABLE)
+    script = _script(command)
+    if script is not None and not Path(script).exists():
+        raise CommandError(f"the script {script!r} does not exist (in {os.getcwd()})", NOT_FOUND)
+
+
+def _script(command: Sequence[str]) -> str | None:
+    """Return the script of a plain `python script.py ...`, None when it cannot be told."""
+    if not Path(command[0]).name.startswith("python") or len(command) < 2:
+        return None
+    return command[1] if command[1].endswith(".py") and not command[1].startswith("-") else None
+
+
+def rank_environment(world: World, job_directory: str, inherited: Mapping[str, str],
+                     settings: Mapping[str, str]) -> dict[str, str]:
+    """Return one rank's whole environment: what was inherited, without another job's marks, plus ours."""
+    ours = set(launch_contract.COORDINATES) | {launch_contract.JOB_DIRECTORY, launch_contract.COORDINATOR,
+                                               launch_contract.SECRET}
+    stale = ours | {name.replace("HVDLITE_", "HOROVOD_") for name in ours}
+    return {
+        **{name: value for name, value in inherited.items() if name not in stale},
+        "PYTHONUNBUFFERED": "1",
+        **settings,  # may hold the coordinator's address and the key of this job
+        **launch_contract.rank_environment(world, job_directory),
+    }

@@ -1,0 +1,82 @@
+"""Which failure came first? Pure: exits and the ranks' own records in, one cause out."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+from collections.abc import Mapping, Sequence
+
+from hvdlite.core.launch_contract import FailureRecord
+
+
+@dataclasses.dataclass(frozen=True)
+class Exit:
+    """How a rank's process ended; listed in the order the launcher saw it."""
+
+    rank: int
+    code: int  # negative: killed by that signal
+    ended_by_us: bool = False  # after the launcher had asked it to end
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended otherwise than normally."""
+        return self.code != 0
+
+    @property
+    def shell_code(self) -> int:
+        """The exit code as a shell gives it: 128 + n for signal n."""
+        return 128 - self.code if self.code < 0 else self.code
+
+    def __str__(self) -> str:
+        if self.code >= 0:
+            return f"exit code {self.code}"
+        try:
+            return f"killed by signal {-self.code} ({signal.Signals(-self.code).name})"
+        except ValueError:
+            return f"killed by signal {-self.code}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Cause:
+    """The first failure, and the ranks that ended because of it."""
+
+    exit: Exit
+    record: FailureRecord | None
+    consequences: tuple[int, ...]
+
+    def describe(self) -> list[str]:
+        """Return the lines that tell the user."""
+        if self.record is not None:
+            lines = [f"rank {self.exit.rank} failed first: {self.record.kind}: {self.record.message} ({self.exit})",
+                     *self.record.traceback.rstrip().splitlines()]
+        else:
+            lines = [f"rank {self.exit.rank} failed first: {self.exit}"]
+        if self.consequences:
+            ranks = ", ".join(map(str, self.consequences))
+            lines.append(f"{'rank' if len(self.consequences) == 1 else 'ranks'} {ranks} ended as a consequence")
+        return lines
+
+
+def root_cause(exits: Sequence[Exit], records: Mapping[int, FailureRecord]) -> Cause | None:
+    """Return the first cause, or None when no rank failed.
+
+    A record that names another rank as origin is a consequence, whoever exited first. Among ranks that failed by
+    themselves, the earliest recorded failure wins over the earliest exit.
+    """
+    failed = {exit.rank: exit for exit in exits if exit.failed}
+    if not failed:
+        return None
+    origins = [records[rank].origin for rank in failed if rank in records and records[rank].origin != rank]
+    own = sorted((records[rank].when, rank) for rank in failed if rank in records and records[rank].origin == rank)
+    unrecorded = [exit.rank for exit in exits if exit.failed and exit.rank not in records and not exit.ended_by_us]
+    for candidate in (*(rank for rank in origins if rank in failed), *(rank for _, rank in own), *unrecorded, *failed):
+        record = records.get(candidate)
+        consequences = tuple(sorted(rank for rank in failed if rank != candidate))
+        return Cause(failed[candidate], record if record is not None and record.origin == candidate else None, consequences)
+    return None
+
+
+def read_records(job_directory: str, ranks: Sequence[int]) -> dict[int, FailureRecord]:
+    """Return the records that ranks left."""
+    found = {rank: FailureRecord.read(job_directory, rank) for rank in ranks}
+    return {rank: record for rank, record in found.items() if record is not None}

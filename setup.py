@@ -1,0 +1,43 @@
+"""Metadata; tool settings are in pyproject.toml."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+VERSION = re.search(r'__version__ = "([^"]+)"', (HERE / "hvdlite/_version.py").read_text(encoding="utf-8")).group(1)
+TEST = ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.6", "mypy>=1.11", "import-linter>=2.1"]
+
+setup(
+    name="hvdlite",
+    version=VERSION,
+    description="Data-parallel training with Horovod's programming model, in pure Python",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    # A top-level module called `runner` would collide on people's machines, so the folder is installed under this name.
+    packages=[*find_packages(include=["hvdlite", "hvdlite.*", "hvdlite_torch", "hvdlite_torch.*", "hvdlite_tf",
+                                      "hvdlite_tf.*"]), "hvdlite_runner"],
+    package_dir={"hvdlite_runner": "runner"},
+    package_data={"hvdlite": ["py.typed"], "hvdlite_torch": ["py.typed"], "hvdlite_runner": ["py.typed"]},
+    install_requires=["numpy>=1.24", "ml_dtypes>=0.4", "msgspec>=0.18", "cloudpickle>=2.2"],
+    extras_require={
+        "torch": ["torch>=2.1"],
+        "tensorflow": ["tensorflow>=2.16", "keras>=3"],
+        "mpi": ["mpi4py>=4"],
+        "nccl-cuda12": ["cupy-cuda12x>=13", "nvidia-nccl-cu12>=2.26.2"],
+        "nccl-cuda13": ["cupy-cuda13x>=14", "nvidia-nccl-cu13>=2.28"],
+        "dev": TEST,
+    },
+    entry_points={"console_scripts": ["hvdrun = hvdlite_runner.cli:main"]},
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Topic :: System :: Distributed Computing",
+    ],
+)
