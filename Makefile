@@ -16,6 +16,7 @@ test: lint pytest
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
+	mkdir -p build/typing && ln -sfn ../../runner build/typing/hvdlite_runner
 	$(BIN)/mypy
 	$(BIN)/mypy --no-strict-optional --follow-imports=silent --allow-untyped-calls --no-warn-return-any \
 		--no-warn-unused-ignores -p hvdlite_torch

@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -56,7 +56,7 @@ def init(comm: object = None, process_sets: Sequence[ProcessSet] | None = None) 
         UnsupportedError: for a communicator or process sets.
     """
     global _runtime, _users
-    if comm is not None and comm != [] or process_sets:
+    if (comm is not None and comm != []) or process_sets:
         raise UnsupportedError("init() with a communicator or process sets is not implemented yet; call init()")
     with _lock:
         if _runtime is None:
@@ -308,13 +308,21 @@ def _report_failure(kind: type[BaseException], error: BaseException, where: Trac
     if current is None or current.in_child:
         return
     text = "".join(traceback.format_exception(kind, error, where))
-    current.fail(kind.__name__, str(error), text)
+    suffered = [known.rank for known in (*_causes(error), current.failure)
+                if isinstance(known, PeerLostError) and known.rank >= 0]
+    origin = suffered[0] if suffered else current.world.rank
+    current.fail(kind.__name__, str(error), text, origin)
     directory = os.environ.get(launch_contract.JOB_DIRECTORY)
     if directory:
-        known = current.failure
-        origin = known.rank if isinstance(known, PeerLostError) else current.world.rank
         launch_contract.FailureRecord(current.world.rank, origin, time.time(), kind.__name__, str(error),
                                       text).write(directory)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an exception and what it was raised from."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _at_exit() -> None:

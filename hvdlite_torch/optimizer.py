@@ -22,7 +22,7 @@ from hvdlite_torch.framework import TorchGradients
 OptimizerType = TypeVar("OptimizerType", bound=torch.optim.Optimizer)
 
 
-def DistributedOptimizer(  # noqa: N802 (Horovod's name)
+def DistributedOptimizer(
     optimizer: OptimizerType,
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
     compression: type[Compressor] = Compression.none,
@@ -70,7 +70,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         raise UnsupportedError("op=Adasum is not implemented yet; use Average or Sum")
     _check_passes(backward_passes_per_step)
     if gradient_predivide_factor != 1.0 and op is not ReduceOp.AVERAGE:
-        raise ValueError(f"gradient_predivide_factor={gradient_predivide_factor} needs op=Average, not {op.name.capitalize()}")
+        raise ValueError(f"gradient_predivide_factor={gradient_predivide_factor} needs op=Average, "
+                         f"not {op.name.capitalize()}")
     if isinstance(optimizer, _Distributed):
         raise ValueError("this optimizer is distributed already")
     names = _names(optimizer, named_parameters)

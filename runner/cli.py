@@ -15,7 +15,6 @@ from typing import NoReturn
 from hvdlite.core import launch_contract
 from hvdlite.core.config import Config, environment_name
 from hvdlite.core.errors import ConfigError, LaunchError
-
 from hvdlite_runner import placement
 from hvdlite_runner.commands import CommandError, check_command
 from hvdlite_runner.job import JobSettings, run_job

@@ -72,7 +72,7 @@ def root_cause(exits: Sequence[Exit], records: Mapping[int, FailureRecord]) -> C
     for candidate in (*(rank for rank in origins if rank in failed), *(rank for _, rank in own), *unrecorded, *failed):
         record = records.get(candidate)
         consequences = tuple(sorted(rank for rank in failed if rank != candidate))
-        return Cause(failed[candidate], record if record is not None and record.origin == candidate else None, consequences)
+        return Cause(failed[candidate], record, consequences)
     return None
 
 

@@ -21,7 +21,6 @@ from pathlib import Path
 from types import FrameType
 
 from hvdlite.core.world import World
-
 from hvdlite_runner import commands, failures
 from hvdlite_runner.failures import Exit
 from hvdlite_runner.output import Console

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import IO
 
 from hvdlite.core import launch_contract
-
 from hvdlite_runner import guardian
 
 

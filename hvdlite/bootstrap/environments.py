@@ -123,8 +123,8 @@ def _agreed_directory(environment: Environment, environ: Mapping[str, str]) -> s
     """Make the directory that all ranks of this job derive from the launcher's own variables."""
     marks = [environ.get(variable, "") for variable in environment.job]
     if not any(marks):
-        raise LaunchError(f"{environment.name} says there are several ranks, but none of {', '.join(environment.job)} is set "
-                          f"to tell this job from others; start it with hvdrun, or set {contract.JOB_DIRECTORY} to an "
+        raise LaunchError(f"{environment.name} says there are several ranks, but none of {', '.join(environment.job)} is "
+                          f"set to tell this job from others; start it with hvdrun, or set {contract.JOB_DIRECTORY} to an "
                           "empty directory of mode 0700, the same for all ranks")
     digest = hashlib.sha256("|".join([environment.name, *marks]).encode()).hexdigest()[:16]
     path = Path(tempfile.gettempdir()) / f"hvdlite-{os.geteuid()}-{digest}"

@@ -58,7 +58,8 @@ def assemble(place: Place, config: Config) -> Runtime:
     try:
         connections, welcome = _meet(place, config)
         if len(set(welcome.hosts)) > 1:
-            raise LaunchError(f"the ranks are on several hosts or in several process namespaces ({sorted(set(welcome.hosts))}): "
+            raise LaunchError(f"the ranks are on several hosts or in several process namespaces "
+                              f"({sorted(set(welcome.hosts))}): "
                               "this version has no data plane between them yet; start all ranks on one host")
         bells, memory = _shared(place, config)
     finally:

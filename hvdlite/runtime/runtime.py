@@ -44,7 +44,6 @@ _log = logging.getLogger("hvdlite")
 
 FLUSH_SECONDS: Final = 2.0
 _SHUT_DOWN = "hvdlite was shut down on this rank before the collective was complete"
-_REFUSALS = {ErrorKind.MISMATCH: MismatchError, ErrorKind.LEFT: PeerLeftError}
 
 
 class _Ended(Exception):
@@ -93,17 +92,18 @@ class Runtime(Calls):
         """What ended the job, or None while it runs."""
         return self._failure
 
-    def fail(self, kind: str, message: str, traceback: str) -> None:
+    def fail(self, kind: str, message: str, traceback: str, origin: int | None = None) -> None:
         """Tell all ranks that this one cannot go on, and wait until that is on its way.
 
         Args:
+            origin: the rank where the failure began, when this one merely suffers from it.
             kind: the exception's type name.
             message: its text.
             traceback: its formatted traceback, shown to the other ranks as the cause.
         """
         if self.in_child or self._ended.is_set():
             return
-        self._own_failure = FailureNotice(self.world.rank, kind, message, traceback)
+        self._own_failure = FailureNotice(self.world.rank if origin is None else origin, kind, message, traceback)
         self._control.wake()
         self._ended.wait(FLUSH_SECONDS)
 
@@ -262,9 +262,8 @@ class Runtime(Calls):
     def _perform(self, response: Response) -> None:
         entries = [self._entries[name] for name in response.names]
         if response.error is not ErrorKind.NONE:
-            error_type = _REFUSALS[response.error]
             for entry in entries:
-                self._release(entry).fail(error_type(response.error_text))
+                self._release(entry).fail(self._refusal(response))
             return
         for entry in entries:
             entry.prepare(response)
@@ -273,6 +272,11 @@ class Runtime(Calls):
         self._plane.execute(plan, self._wait_until)
         for entry in entries:
             self._release(entry).complete(response)
+
+    def _refusal(self, response: Response) -> HorovodInternalError:
+        if response.error is ErrorKind.LEFT:
+            return PeerLeftError(response.error_text, min(self._departed, default=-1))
+        return MismatchError(response.error_text)
 
     def _release(self, entry: Entry) -> Entry:
         """Free the entry's name before its handle is completed, so that the waiter can use it again at once."""
@@ -356,6 +360,9 @@ def failure_error(notice: FailureNotice, rank: int) -> HorovodInternalError:
     """Return the exception that `rank` raises for a failure of the job."""
     if notice.origin == rank:
         return PeerFailedError(f"this rank ({rank}) failed with {notice.kind}: {notice.message}", rank)
+    if notice.kind == PeerLeftError.__name__:
+        return PeerLeftError(f"rank {notice.origin} left the job while others still needed it: {notice.message}",
+                             notice.origin)
     if notice.kind == "lost":
         return PeerLostError(f"rank {notice.origin} was lost: {notice.message}", notice.origin)
     cause = f"\n\nrank {notice.origin}'s traceback:\n{notice.traceback.rstrip()}" if notice.traceback else ""

@@ -36,8 +36,9 @@ def allgather_object(runtime: Runtime, value: Any, name: str) -> list[Any]:
     payload = np.frombuffer(cloudpickle.dumps(value), np.uint8)
     lengths = runtime.allgather(f"{name}.lengths", np.array([payload.size], np.int64))
     everything = runtime.allgather(f"{name}.bytes", payload).wait()
-    ends = np.cumsum(lengths.wait())
-    assert everything is not None
+    counts = lengths.wait()
+    assert everything is not None and counts is not None
+    ends = np.cumsum(counts)
     return [_loaded(part) for part in np.split(everything, ends[:-1])]
 
 

@@ -137,7 +137,7 @@ def test_ranks_end_in_any_order_without_noise() -> None:
     """):
         assert ended.stderr == ""
         assert ended.rank == 0 or ended.stdout.startswith("'late' needs all ranks, but rank")
-        assert ended.rank == 0 or " 0" in ended.stdout and "left the job normally" in ended.stdout
+        assert ended.rank == 0 or (" 0" in ended.stdout and "left the job normally" in ended.stdout)
 
 
 def test_an_idle_job_uses_no_processor_time() -> None:
@@ -174,7 +174,8 @@ def test_many_small_collectives_do_not_grow() -> None:
         import hvdlite as hvd, numpy as np
         hvd.init()
         def measure():
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, len(os.listdir("/proc/self/fd")), threading.active_count()
+            memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            return memory, len(os.listdir("/proc/self/fd")), threading.active_count()
         for turn in range(6000):
             hvd.allreduce(np.ones(4), name=f"once.{turn}")
             if turn == 3000:

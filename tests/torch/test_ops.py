@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from tests.worlds import processes  # noqa: E402
+from tests.worlds import processes
 
 HEAD = """
 import torch, warnings

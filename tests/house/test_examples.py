@@ -1,0 +1,79 @@
+"""The example runs, learns, and finds its data; on small data where the real set is not installed."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import re
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+EXAMPLES = ROOT / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+import fashion_mnist  # noqa: E402
+
+
+def write_idx(path: Path, values: np.ndarray) -> None:
+    header = struct.pack(f">HBB{values.ndim}I", 0, 8, values.ndim, *values.shape)
+    path.write_bytes(gzip.compress(header + values.astype(np.uint8).tobytes()))
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """Ten classes that differ in which row is bright: easy to learn."""
+    generator = np.random.default_rng(0)
+    for part, count in (("train", 640), ("test", 200)):
+        labels = generator.integers(0, 10, count)
+        images = generator.integers(0, 60, (count, 28, 28))
+        images[np.arange(count), 2 * labels] = 255
+        for name, values in zip(fashion_mnist.FILES[part], (images, labels), strict=True):
+            write_idx(tmp_path / name, values)
+    return tmp_path
+
+
+def run(*arguments: str, size: int = 2) -> subprocess.CompletedProcess[str]:
+    pytest.importorskip("torch")
+    return subprocess.run([sys.executable, "-m", "hvdlite_runner.cli", "-np", str(size), sys.executable,
+                           str(EXAMPLES / "pytorch_fashion_mnist.py"), *arguments], capture_output=True, text=True,
+                          timeout=150, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
+
+
+def accuracies(text: str) -> list[float]:
+    return [float(found) for found in re.findall(r"test accuracy ([\d.]+)", text)]
+
+
+def test_training_checkpoint_and_resume(small: Path, tmp_path: Path) -> None:
+    common = ("--data-dir", str(small), "--batch-size", "16", "--workers", "1", "--checkpoint", str(tmp_path / "model.pt"))
+    first = run(*common, "--epochs", "3")
+    assert first.returncode == 0, first.stderr
+    assert len(accuracies(first.stdout)) == 3 and accuracies(first.stdout)[-1] > 0.9
+    assert first.stdout.count("[1]<stdout>") == 0, "only rank 0 prints"
+    again = run(*common, "--epochs", "4", "--compression", "bf16", size=1)
+    assert again.returncode == 0 and again.stdout.count("epoch ") == 1 and "epoch 4" in again.stdout
+
+
+def test_too_low_an_accuracy_fails(small: Path) -> None:
+    ended = run("--data-dir", str(small), "--epochs", "1", "--lr", "0", "--minimum-accuracy", "0.99")
+    assert ended.returncode == 1 and "is below 0.99" in ended.stderr
+
+
+@pytest.mark.skipif(not fashion_mnist.DEBIAN.exists(), reason="the real data set is not installed")
+def test_on_the_real_data() -> None:
+    ended = run("--epochs", "1", "--limit", "6400", "--batch-size", "16", "--lr", "0.005", "--minimum-accuracy", "0.70", size=4)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_missing_data_is_explained(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="dataset-fashion-mnist") as caught:
+        fashion_mnist.find(str(tmp_path))
+    assert str(tmp_path) in str(caught.value)
+    with pytest.raises(ValueError, match="not an IDX file"):
+        (tmp_path / "x.gz").write_bytes(gzip.compress(b"garbage"))
+        fashion_mnist._read(tmp_path / "x.gz")

@@ -1,0 +1,227 @@
+"""`hvdrun` on real processes: output, exit codes, faults, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from hvdlite_runner.guardian import marked_processes
+
+PYTHON = sys.executable
+
+
+def hvdrun(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(_command(arguments), capture_output=True, text=True, timeout=100,
+                          env={**_environment(), **(environment or {})}, check=False)
+
+
+def _command(arguments: Sequence[str]) -> list[str]:
+    return [PYTHON, "-m", "hvdlite_runner.cli", *arguments]
+
+
+def _environment() -> dict[str, str]:
+    return {**{name: value for name, value in os.environ.items() if not name.startswith(("HVDLITE_", "HOROVOD_"))},
+            "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Give every job a temporary directory and a mark of its own; both must be empty afterwards."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("HVDLITE_TEST_MARK_", "")
+    monkeypatch.delenv("HVDLITE_TEST_MARK_")
+    monkeypatch.setenv("TEST_JOB", tmp_path.name)
+    tempfile.tempdir = None
+    shared = set(os.listdir("/dev/shm"))
+    yield
+    tempfile.tempdir = None
+    deadline = time.monotonic() + 15
+    mark = f"TEST_JOB={tmp_path.name}".encode()
+    while (left := marked_processes(mark)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left, [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left]
+    while (directories := list(tmp_path.glob("hvdlite-*"))) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not directories
+    assert set(os.listdir("/dev/shm")) == shared
+
+
+def test_every_line_has_its_rank() -> None:
+    ended = hvdrun("-np", "2", PYTHON, "-c", "import os, sys; print('out', os.environ['HVDLITE_RANK']); "
+                   "print('err', os.environ['HOROVOD_SIZE'], file=sys.stderr)")
+    assert ended.returncode == 0
+    assert sorted(ended.stdout.splitlines()) == ["[0]<stdout>:out 0", "[1]<stdout>:out 1"]
+    assert sorted(ended.stderr.splitlines()) == ["[0]<stderr>:err 2", "[1]<stderr>:err 2"]
+
+
+@pytest.mark.parametrize(("arguments", "code", "told"), [
+    (["-np", "0", "true"], 2, "at least 1"),
+    (["-np", "abc", "true"], 2, "'abc' is not a number"),
+    (["-np", "2"], 2, "no command"),
+    (["true"], 2, "-np N"),
+    (["-np", "2", "-H", "node1:2", "true"], 2, "node1"),
+    (["-np", "3", "-H", "localhost:2", "true"], 2, "2 slots"),
+    (["-np", "2", "no-such-program"], 127, "no such command"),
+    (["-np", "2", "python", "no-such-script.py"], 127, "no-such-script.py"),
+    (["-np", "2", "--fusion-threshold", "lots", "true"], 2, "HVDLITE_FUSION_THRESHOLD='lots'"),
+    (["-np", "2", "--no-such-option", "true"], 2, "--no-such-option"),
+])
+def test_mistakes_are_one_clear_line(arguments: list[str], code: int, told: str) -> None:
+    ended = hvdrun(*arguments)
+    assert ended.returncode == code and told in ended.stderr and ended.stderr.count("\n") == 1
+    assert ended.stdout == ""
+
+
+def test_a_script_without_execute_bit(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("print('hello')")
+    ended = hvdrun("-np", "1", str(script))
+    assert ended.returncode == 126 and f"python {script}" in ended.stderr
+
+
+def test_a_command_that_dies_at_once() -> None:
+    ended = hvdrun("-np", "2", PYTHON, "-c", "raise SystemExit(3)")
+    assert ended.returncode == 3 and "failed first: exit code 3" in ended.stderr
+
+
+def test_threads_are_shared_out_and_that_is_said_once() -> None:
+    environment = _environment()
+    del environment["OMP_NUM_THREADS"]
+    ended = subprocess.run(_command(["-np", "2", PYTHON, "-c", "import os; print(os.environ['OMP_NUM_THREADS'])"]),
+                           capture_output=True, text=True, timeout=60, env=environment, check=True)
+    share = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert ended.stdout.count(f":{share}\n") == 2 and ended.stderr.count("OMP_NUM_THREADS") == 1
+
+
+def test_knobs_flags_and_files(tmp_path: Path) -> None:
+    ended = hvdrun("-np", "1", "--fusion-threshold-mb", "2", "--log-level", "info", "--output-filename",
+                   str(tmp_path / "out"), "--prefix-timestamp", PYTHON, "-c",
+                   "import os; print(os.environ['HVDLITE_FUSION_THRESHOLD'], os.environ['HVDLITE_LOG_LEVEL'])")
+    assert ended.stdout.endswith("[0]<stdout>:2M info\n") and not ended.stdout.startswith("[0]")
+    assert (tmp_path / "out/rank.0/stdout").read_text() == "2M info\n"
+
+
+TRAIN = """
+import sys, time
+import hvdlite as hvd, numpy as np
+hvd.init()
+fault, rank = sys.argv[1], int(sys.argv[2])
+for step in range(10**9):
+    hvd.allreduce(np.ones(1000, np.float32), name="gradient")
+    if step == 10 and hvd.rank() == rank:
+        if fault == "raise":
+            raise ValueError("bad batch")
+        if fault == "exit":
+            sys.exit(5)
+        print("ready", flush=True)
+"""
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_an_exception_is_what_the_user_sees_first(size: int) -> None:
+    ended = hvdrun("-np", str(size), PYTHON, "-c", TRAIN, "raise", "1")
+    assert ended.returncode == 1
+    lines = ended.stderr.splitlines()
+    assert lines[0].startswith("[1]<stderr>:Traceback"), ended.stderr
+    summary = next(index for index, line in enumerate(lines) if line.startswith("hvdrun: "))
+    assert lines[summary] == "hvdrun: rank 1 failed first: ValueError: bad batch (exit code 1)"
+    assert any("ValueError: bad batch" in line for line in lines[summary + 1:])
+    for rank in set(range(size)) - {1}:
+        assert any(line.startswith(f"[{rank}]") and "rank 1 failed with ValueError" in line for line in lines)
+
+
+def test_sys_exit_of_one_rank_ends_the_job_with_its_code() -> None:
+    ended = hvdrun("-np", "3", PYTHON, "-c", TRAIN, "exit", "2")
+    assert ended.returncode == 5 and "rank 2 failed first: exit code 5" in ended.stderr
+    assert "rank 2 left the job normally" in ended.stderr
+
+
+class Running:
+    """An `hvdrun` in the background, started in the tests' environment."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.process = subprocess.Popen(_command(arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                                        env=_environment())
+
+    def wait_for(self, text: str) -> str:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if text in line:
+                return line
+        raise AssertionError(f"{text!r} was never printed: {self.process.communicate()}")
+
+    def end(self) -> tuple[int, str]:
+        _, errors = self.process.communicate(timeout=30)
+        return self.process.returncode, errors
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_killed_rank_is_named_first(victim: int) -> None:
+    run = Running("-np", "3", PYTHON, "-c", "import os; print('pid', os.environ['HVDLITE_RANK'], os.getpid(), flush=True)"
+                  + TRAIN, "kill", str(victim))
+    pids = {}
+    while len(pids) < 3:
+        _, rank, pid = run.wait_for("pid").split(":", 1)[1].split()
+        pids[int(rank)] = int(pid)
+    run.wait_for("ready")
+    os.kill(pids[victim], signal.SIGKILL)
+    code, errors = run.end()
+    assert code == 128 + signal.SIGKILL
+    assert f"hvdrun: rank {victim} failed first: killed by signal 9 (SIGKILL)" in errors
+    for rank in {0, 1, 2} - {victim}:
+        assert any(line.startswith(f"[{rank}]") and f"rank {victim} was lost" in line for line in errors.splitlines())
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_the_users_signals_end_every_rank(number: int, code: int) -> None:
+    run = Running("-np", "2", PYTHON, "-c", TRAIN, "wait", "0")
+    run.wait_for("ready")
+    run.process.send_signal(number)
+    assert run.end()[0] == code
+
+
+STUBBORN = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
+if os.fork() == 0:
+    os.setsid()
+print("ready", flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_stubborn_ranks_and_their_own_sessions_end_too(number: int) -> None:
+    """SIGKILL cannot be handled: then the guardian ends the job."""
+    run = Running("-np", "2", PYTHON, "-c", STUBBORN)
+    run.wait_for("ready")
+    run.process.send_signal(number)
+    run.process.wait(30)
+
+
+def test_a_rank_that_hangs_after_anothers_death_is_ended() -> None:
+    ended = hvdrun("-np", "2", PYTHON, "-c", "import os, time; os.environ['HVDLITE_RANK'] == '0' and os._exit(9); "
+                   "time.sleep(1000)")
+    assert ended.returncode == 9 and "rank 0 failed first" in ended.stderr
+
+
+def test_workers_that_outlive_a_finished_rank_are_ended() -> None:
+    ended = hvdrun("-np", "1", PYTHON, "-c", "import subprocess, sys; subprocess.Popen([sys.executable, '-c', "
+                   "'import time; time.sleep(1000)']); print('done')")
+    assert ended.returncode == 0 and "done" in ended.stdout
+
+
+def test_over_tcp() -> None:
+    ended = hvdrun("-np", "2", "--control", "tcp", PYTHON, "-c",
+                   "import hvdlite as hvd, numpy as np; hvd.init(); print(hvd.allreduce([hvd.rank()], op=hvd.Sum))")
+    assert ended.returncode == 0 and ended.stdout.count("[1]\n") == 2

@@ -1,0 +1,79 @@
+"""`kill -9` of any rank at a random moment, with DataLoader workers alive.
+
+HVDLITE's environment is strict, so the number of tries is a plain variable: KILL_TRIES=50 for the long version.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hvdlite_runner.guardian import marked_processes
+
+pytest.importorskip("torch")
+
+SCRIPT = """
+import os, sys, time
+print("pid", os.environ["HVDLITE_RANK"], os.getpid(), flush=True)
+import torch
+import hvdlite_torch as hvd
+hvd.init()
+torch.set_num_threads(1)
+data = torch.utils.data.TensorDataset(torch.randn(4000, 20), torch.randn(4000, 1))
+loader = torch.utils.data.DataLoader(data, batch_size=8, num_workers=2)
+model = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters())
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+print("training", flush=True)
+while True:
+    for x, y in loader:
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(int(os.environ.get("KILL_TRIES", "4"))))
+def test_a_rank_killed_at_any_moment(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chance = random.Random(seed)
+    size, tag = chance.choice([2, 3]), f"kill-{os.getpid()}-{seed}"
+    victim, delay = chance.randrange(size), chance.choice([0.0, chance.uniform(0, 4)])
+    shared = set(os.listdir("/dev/shm"))
+    run = subprocess.Popen([sys.executable, "-m", "hvdlite_runner.cli", "-np", str(size), sys.executable, "-c", SCRIPT],
+                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                           env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path), "TEST_JOB": tag,
+                                "HVDLITE_START_TIMEOUT": "20"})
+    assert run.stdout is not None
+    pids: dict[int, int] = {}
+    training = chance.random() < 0.7  # else: while the ranks still start
+    seen = 0
+    for line in run.stdout:
+        if match := re.search(r"pid (\d+) (\d+)", line):
+            pids[int(match[1])] = int(match[2])
+        seen += "training" in line
+        if len(pids) == size and (not training or seen == size):
+            break
+    time.sleep(delay if training else delay / 4)
+    os.kill(pids[victim], signal.SIGKILL)
+    started = time.monotonic()
+    _, errors = run.communicate(timeout=60)
+    took = time.monotonic() - started
+    assert run.returncode == 128 + signal.SIGKILL, errors
+    assert f"hvdrun: rank {victim} failed first: killed by signal 9 (SIGKILL)" in errors
+    if training:
+        for rank in set(range(size)) - {victim}:
+            named = [line for line in errors.splitlines() if line.startswith(f"[{rank}]") and f"rank {victim} was lost" in line]
+            assert named, f"rank {rank} did not name rank {victim}\n{errors}"
+    print(f"size {size}, victim {victim}, training {training}, over after {took:.2f} s")
+    assert not marked_processes(f"TEST_JOB={tag}".encode()), "a process was left behind"
+    assert not list(tmp_path.iterdir()), "a file was left behind"
+    assert set(os.listdir("/dev/shm")) == shared

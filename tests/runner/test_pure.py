@@ -1,0 +1,141 @@
+"""The launcher's decisions: no processes."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from hvdlite.core.errors import LaunchError
+from hvdlite.core.launch_contract import FailureRecord
+from hvdlite.core.world import World
+from hvdlite_runner.commands import CommandError, check_command, rank_environment
+from hvdlite_runner.failures import Exit, root_cause
+from hvdlite_runner.output import Console
+from hvdlite_runner.placement import check_local, cores_for, parse_hosts
+
+
+class Screen:
+    """Collects what the console writes."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.console = Console(self._write, lambda rank, name: f"[{rank}]<{name}>:")
+
+    def _write(self, name: str, text: str) -> None:
+        self.text += text
+
+
+def test_lines_are_prefixed_and_never_torn() -> None:
+    screen = Screen()
+    screen.console.feed(0, "stdout", b"hel")
+    screen.console.feed(1, "stderr", b"other\n")
+    screen.console.feed(0, "stdout", b"lo\nworld\nend")
+    screen.console.finish()
+    assert screen.text == "[1]<stderr>:other\n[0]<stdout>:hello\n[0]<stdout>:world\n[0]<stdout>:end\n"
+
+
+def test_characters_split_between_reads_survive_and_broken_ones_do_not_stop_us() -> None:
+    screen = Screen()
+    for byte in "é€\n".encode():
+        screen.console.feed(0, "stdout", bytes([byte]))
+    screen.console.feed(0, "stdout", b"\xff\n")
+    assert screen.text == "[0]<stdout>:é€\n[0]<stdout>:�\n"
+
+
+def test_a_progress_bar_is_overwritten_in_place_by_its_own_rank_only() -> None:
+    screen = Screen()
+    screen.console.feed(0, "stderr", b"\r 10%\r 20%\r")
+    screen.console.feed(0, "stderr", b" 30%\r")
+    screen.console.feed(1, "stdout", b"between\n")
+    screen.console.feed(0, "stderr", b" 40%\n")
+    assert screen.text == ("[0]<stderr>: 10%\r[0]<stderr>: 20%\r\n[1]<stdout>:between\n"
+                           "[0]<stderr>: 30%\r[0]<stderr>: 40%\n")
+
+
+def test_windows_line_ends_are_line_ends() -> None:
+    screen = Screen()
+    screen.console.feed(0, "stdout", b"a\r")
+    screen.console.feed(0, "stdout", b"\nb\r\n")
+    assert screen.text == "[0]<stdout>:a\n[0]<stdout>:b\n"
+
+
+def record(rank: int, origin: int, when: float) -> FailureRecord:
+    return FailureRecord(rank, origin, when, "ValueError", "boom", "Traceback:\n  here")
+
+
+def test_a_killed_rank_is_the_cause_although_another_exited_first() -> None:
+    cause = root_cause([Exit(0, 1), Exit(2, -9)], {0: record(0, 2, 5.0)})
+    assert cause is not None and cause.exit.rank == 2 and cause.exit.shell_code == 137
+    assert cause.describe() == ["rank 2 failed first: killed by signal 9 (SIGKILL)", "rank 0 ended as a consequence"]
+
+
+def test_a_rank_that_raised_is_the_cause_with_its_traceback() -> None:
+    cause = root_cause([Exit(0, 1), Exit(2, 1), Exit(1, 3)],
+                       {0: record(0, 1, 2.0), 1: record(1, 1, 1.0), 2: record(2, 1, 2.0)})
+    assert cause is not None and cause.exit.rank == 1 and cause.exit.shell_code == 3
+    assert cause.describe() == ["rank 1 failed first: ValueError: boom (exit code 3)", "Traceback:", "  here",
+                                "ranks 0, 2 ended as a consequence"]
+
+
+def test_of_two_own_failures_the_earlier_wins() -> None:
+    cause = root_cause([Exit(0, 1), Exit(1, 1)], {0: record(0, 0, 2.0), 1: record(1, 1, 1.0)})
+    assert cause is not None and cause.exit.rank == 1
+
+
+def test_without_records_the_first_exit_wins_but_not_one_we_ended() -> None:
+    cause = root_cause([Exit(1, -15, ended_by_us=True), Exit(0, 7)], {})
+    assert cause is not None and cause.exit.rank == 0
+
+
+def test_nobody_failed() -> None:
+    assert root_cause([Exit(0, 0), Exit(1, 0)], {}) is None
+
+
+def test_records_survive_the_disk(tmp_path: Path) -> None:
+    record(3, 1, 2.0).write(str(tmp_path))
+    assert FailureRecord.read(str(tmp_path), 3) == record(3, 1, 2.0)
+    assert FailureRecord.read(str(tmp_path), 4) is None
+    FailureRecord.path(str(tmp_path), 4).write_text("{half")
+    assert FailureRecord.read(str(tmp_path), 4) is None
+    record(3, 1, 2.0).write(str(tmp_path / "gone"))  # nobody is left to read it
+
+
+def test_hosts() -> None:
+    assert parse_hosts("a:2, b,[::1]:3") == [("a", 2), ("b", 1), ("[::1]", 3)]
+    assert check_local([("localhost", 3)]) == 3
+    for text in ("", "a:0", "a:x", ":2"):
+        with pytest.raises(LaunchError):
+            parse_hosts(text)
+    with pytest.raises(LaunchError, match="node7"):
+        check_local([("localhost", 1), ("node7", 2)])
+
+
+def test_cores_are_shared_evenly_or_taken_in_turn() -> None:
+    assert [cores_for(rank, 2, [0, 1, 2, 3, 4]) for rank in range(2)] == [[0, 1], [2, 3]]
+    assert [cores_for(rank, 3, [4, 5]) for rank in range(3)] == [[4], [5], [4]]
+
+
+def test_a_ranks_environment() -> None:
+    environment = rank_environment(World(1, 2, 1, 2), "/job", {"HOME": "/h", "HVDLITE_RANK": "9", "HVDLITE_SECRET": "old",
+                                                               "HOROVOD_SIZE": "7", "HVDLITE_LOG_LEVEL": "info"},
+                                   {"OMP_NUM_THREADS": "1"})
+    assert environment == {
+        "HOME": "/h", "HVDLITE_LOG_LEVEL": "info", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
+        "HVDLITE_JOB_DIRECTORY": "/job",
+        **{f"{family}_{name}": value for family in ("HVDLITE", "HOROVOD")
+           for name, value in (("RANK", "1"), ("SIZE", "2"), ("LOCAL_RANK", "1"), ("LOCAL_SIZE", "2"),
+                               ("CROSS_RANK", "0"), ("CROSS_SIZE", "1"))},
+    }
+
+
+def test_commands_that_cannot_start_say_what_to_type(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("pass")
+    for command, code, told in ((["no-such-thing"], 127, "no such command"),
+                                ([str(script)], 126, f"python {script}"),
+                                (["python3", "missing.py"], 127, "missing.py")):
+        with pytest.raises(CommandError, match=told) as caught:
+            check_command(command, "/usr/bin:/bin:" + str(Path(subprocess.sys.executable).parent))  # type: ignore
+        assert caught.value.code == code and "\n" not in str(caught.value)
