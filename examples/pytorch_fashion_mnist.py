@@ -88,8 +88,11 @@ def evaluate(model: Net, loader: DataLoader, samples: int) -> tuple[float, float
 
 
 def show_progress(epoch: int, done: int, total: int) -> None:
-    if hvd.rank() == 0 and sys.stderr.isatty():
-        print(f"epoch {epoch} {done}/{total}", end="\r" if done < total else "\n", file=sys.stderr, flush=True)
+    """Draw a bar on rank 0, twenty times an epoch; hvdrun keeps it apart from other ranks' lines."""
+    twentieth = 20 * done // total
+    if hvd.rank() == 0 and twentieth > 20 * (done - 1) // total:
+        bar = "#" * twentieth + "." * (20 - twentieth)
+        print(f"epoch {epoch} [{bar}] {done}/{total}", end="\r" if done < total else "\n", file=sys.stderr, flush=True)
 
 
 def main() -> None:
