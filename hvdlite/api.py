@@ -62,7 +62,7 @@ def init(comm: object = None, process_sets: Sequence[ProcessSet] | None = None) 
         if _runtime is None:
             config = Config.from_environment(os.environ)
             _configure_logging(config)
-            started = assemble(find_place(os.environ), config)
+            started = assemble(find_place(os.environ, os.getppid()), config)
             started.start()
             _runtime, _users = started, 0
             _install_hooks()

@@ -101,7 +101,7 @@ class _Job:
             if process.pidfd >= 0:
                 self._selector.register(process.pidfd, selectors.EVENT_READ, (world.rank, "exit"))
             if self._settings.verbose:
-                self._console.note(f"hvdrun: rank {world.rank} is process {process._process.pid}")
+                self._console.note(f"hvdrun: rank {world.rank} is process {process.pid}")
 
     def loop(self) -> None:
         while self._running:

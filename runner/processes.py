@@ -29,6 +29,11 @@ class RankProcess:
             os.sched_setaffinity(self._process.pid, cores)
         self.pidfd = os.pidfd_open(self._process.pid) if hasattr(os, "pidfd_open") else -1
 
+    @property
+    def pid(self) -> int:
+        """The process id, also of its session and group."""
+        return self._process.pid
+
     def exit_code(self) -> int | None:
         """Return how it ended (negative: by that signal), or None while it runs."""
         return self._process.poll()

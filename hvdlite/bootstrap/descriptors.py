@@ -21,6 +21,7 @@ def give(path: str, descriptors: Sequence[int], receivers: int, timeout: float) 
         LaunchError: when not all of them came within `timeout` seconds.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        Path(path).unlink(missing_ok=True)  # left by a job that was killed while its ranks met
         listener.bind(path)
         try:
             listener.listen(receivers)

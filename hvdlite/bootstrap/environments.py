@@ -58,19 +58,23 @@ class Place:
     owns_directory: bool = False  # nobody else will remove it
 
 
-def find_place(environ: Mapping[str, str]) -> Place:
+def find_place(environ: Mapping[str, str], parent: int) -> Place:
     """Read a rank's place from its environment.
+
+    Args:
+        parent: the parent's process id; marks the job when the launcher's variables do not, because the ranks that one
+            launcher started on this host share it.
 
     Raises:
         LaunchError: when a launcher's variables are incomplete or contradict each other.
     """
     for environment in ENVIRONMENTS:
         if environment.size in environ or environment.rank in environ:
-            return _place(environment, environ)
+            return _place(environment, environ, parent)
     return Place("none", World())
 
 
-def _place(environment: Environment, environ: Mapping[str, str]) -> Place:
+def _place(environment: Environment, environ: Mapping[str, str], parent: int) -> Place:
     world = _world(environment, environ)
     secret = environ.get(contract.SECRET, "")
     try:
@@ -84,7 +88,7 @@ def _place(environment: Environment, environ: Mapping[str, str]) -> Place:
         raise LaunchError(f"{environment.name}: {world.size} ranks on several hosts ({world.local_size} here): this version "
                           "has no data plane between hosts yet; start all ranks on one host")
     given = environ.get(contract.JOB_DIRECTORY)
-    directory = given or _agreed_directory(environment, environ)
+    directory = given or _agreed_directory(environment, environ, parent)
     return Place(environment.name, world, directory, coordinator, key, owns_directory=not given)
 
 
@@ -119,13 +123,11 @@ def _host_and_port(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _agreed_directory(environment: Environment, environ: Mapping[str, str]) -> str:
-    """Make the directory that all ranks of this job derive from the launcher's own variables."""
+def _agreed_directory(environment: Environment, environ: Mapping[str, str], parent: int) -> str:
+    """Make the directory that all ranks of this job derive from what they have in common."""
     marks = [environ.get(variable, "") for variable in environment.job]
     if not any(marks):
-        raise LaunchError(f"{environment.name} says there are several ranks, but none of {', '.join(environment.job)} is "
-                          f"set to tell this job from others; start it with hvdrun, or set {contract.JOB_DIRECTORY} to an "
-                          "empty directory of mode 0700, the same for all ranks")
+        marks = [str(parent)]
     digest = hashlib.sha256("|".join([environment.name, *marks]).encode()).hexdigest()[:16]
     path = Path(tempfile.gettempdir()) / f"hvdlite-{os.geteuid()}-{digest}"
     path.mkdir(mode=0o700, exist_ok=True)

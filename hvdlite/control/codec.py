@@ -19,6 +19,7 @@ class Hello(Message, frozen=True):
     pid: int
     host: str  # equal for ranks that share a kernel and a process table
     version: str
+    epoch: int = 0
 
 
 class Welcome(Message, frozen=True):
@@ -27,10 +28,13 @@ class Welcome(Message, frozen=True):
     pids: tuple[int, ...] = ()
     hosts: tuple[str, ...] = ()
     refusal: str = ""
+    epoch: int = 0
 
 
 class Heartbeat(Message, frozen=True):
-    """Says that the sender's runtime thread is alive; only between hosts."""
+    """Says that the sender's runtime thread is alive; only on TCP."""
+
+    epoch: int = 0
 
 
 class Kind(enum.IntEnum):

@@ -13,6 +13,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from hvdlite.control.codec import Hello, Welcome
 from hvdlite.control.wire import Connection, challenge_as_client, challenge_as_server
@@ -62,7 +63,9 @@ class Address:
 def listen(address: Address) -> socket.socket:
     """Return rank 0's listening socket; port 0 picks a free one."""
     listener = address.socket()
-    if not address.path:
+    if address.path:
+        Path(address.path).unlink(missing_ok=True)  # left by a job that was killed while its ranks met
+    else:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(address.target)
@@ -147,9 +150,9 @@ class _Reception:
     def welcome(self) -> Welcome:
         with self._lock:
             if self.refusal:
-                return Welcome(refusal=self.refusal)
+                return Welcome(refusal=self.refusal, epoch=self._own.epoch)
             ranks = [self._hellos[rank] for rank in range(self._own.size)]
-        return Welcome(tuple(hello.pid for hello in ranks), tuple(hello.host for hello in ranks))
+        return Welcome(tuple(hello.pid for hello in ranks), tuple(hello.host for hello in ranks), epoch=self._own.epoch)
 
     def _greet(self, sock: socket.socket) -> None:
         try:
@@ -177,6 +180,9 @@ class _Reception:
             if hello.size != self._own.size or not 0 < hello.rank < self._own.size:
                 self.refusal = (f"a process calls itself rank {hello.rank} of {hello.size}, but rank 0 was started as "
                                 f"one of {self._own.size}; check the launch environment")
+            elif hello.epoch != self._own.epoch:
+                self.refusal = (f"rank {hello.rank} belongs to membership epoch {hello.epoch}, rank 0 to {self._own.epoch}: "
+                                "one of them is left over from an earlier start")
             elif hello.rank in self.connections:
                 self.refusal = f"two processes (pids {self._hellos[hello.rank].pid} and {hello.pid}) are rank {hello.rank}"
             elif hello.version != self._own.version:

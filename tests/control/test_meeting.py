@@ -71,6 +71,7 @@ def test_a_missing_rank_is_named_on_all_ranks(address: Address) -> None:
 
 
 @pytest.mark.parametrize(("other", "told"), [
+    (Hello(1, 3, 1, "host", "1", epoch=2), "membership epoch 2"),
     (hello(1, size=4), "rank 1 of 4"), (hello(0), "rank 0 of 3"), (hello(1, version="2"), "runs hvdlite 2"),
 ])
 def test_a_rank_that_does_not_fit_is_refused_everywhere(address: Address, other: Hello, told: str) -> None:
