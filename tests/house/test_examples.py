@@ -66,7 +66,8 @@ def test_too_low_an_accuracy_fails(small: Path) -> None:
 
 @pytest.mark.skipif(not fashion_mnist.DEBIAN.exists(), reason="the real data set is not installed")
 def test_on_the_real_data() -> None:
-    ended = run("--epochs", "1", "--limit", "6400", "--batch-size", "16", "--lr", "0.005", "--minimum-accuracy", "0.7", size=4)
+    ended = run("--epochs", "1", "--limit", "6400", "--batch-size", "16", "--lr", "0.005", "--minimum-accuracy", "0.7",
+                size=4)
     assert ended.returncode == 0, ended.stderr
 
 

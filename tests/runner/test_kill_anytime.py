@@ -72,7 +72,7 @@ def test_a_rank_killed_at_any_moment(seed: int, tmp_path: Path, monkeypatch: pyt
     if training:
         for rank in set(range(size)) - {victim}:
             lines = [line for line in errors.splitlines() if line.startswith(f"[{rank}]")]
-            assert any(f"rank {victim} was lost" in line for line in lines), f"rank {rank} did not name rank {victim}\n{errors}"
+            assert any(f"rank {victim} was lost" in line for line in lines), f"rank {rank} does not name {victim}\n{errors}"
     print(f"size {size}, victim {victim}, training {training}, over after {took:.2f} s")
     assert not marked_processes(f"TEST_JOB={tag}".encode()), "a process was left behind"
     assert not list(tmp_path.glob("*hvdlite*")), "a file of ours was left behind"  # torch leaves caches of its own
