@@ -138,7 +138,7 @@ class StarControl:
             try:
                 self._connections[peer].push()
             except OSError as error:
-                self._drop(peer, f"connection broken: {error}")
+                self._drop_read_empty(peer, f"connection broken: {error}")
                 return
             self._watch_writes(peer)
         if flags & ~select.POLLOUT:
@@ -156,6 +156,9 @@ class StarControl:
         except ProtocolError as error:
             self._drop(peer, f"its connection is corrupt: {error}")
             return
+        self._take(peer, messages)
+
+    def _take(self, peer: int, messages: Sequence[Message]) -> None:
         self._heard[peer] = time.monotonic()
         self._events.extend(filter(None, (self._event(peer, message) for message in messages)))
 
@@ -175,7 +178,7 @@ class StarControl:
         try:
             connection.send(message)
         except OSError as error:
-            self._drop(peer, f"connection broken: {error}")
+            self._drop_read_empty(peer, f"connection broken: {error}")
             return
         self._watch_writes(peer)
 
@@ -183,6 +186,15 @@ class StarControl:
         connection = self._connections[peer]
         mask = select.POLLIN | (select.POLLOUT if connection.wants_to_send else 0)
         self._poller.modify(connection.fileno(), mask)
+
+    def _drop_read_empty(self, peer: int, reason: str) -> None:
+        """Drop a peer that does not take what we send; what it sent before may say why."""
+        try:
+            while messages := self._connections[peer].receive():
+                self._take(peer, messages)
+        except (EOFError, OSError, ProtocolError):
+            pass  # `reason` came first
+        self._drop(peer, reason)
 
     def _drop(self, peer: int, reason: str) -> None:
         connection = self._connections.pop(peer)

@@ -112,7 +112,12 @@ class Connection:
         return self.socket.fileno()
 
     def close(self) -> None:
-        """Close the socket."""
+        """Close the socket; the peer can still read what was sent."""
+        try:
+            self.socket.shutdown(socket.SHUT_WR)
+            self.receive()  # unread bytes would turn TCP's close into a reset, which destroys what is under way
+        except (EOFError, OSError, ProtocolError):
+            pass
         self.socket.close()
 
     def _frames(self) -> list[Message]:

@@ -141,7 +141,7 @@ def test_work_that_needs_a_rank_that_left_fails_naming_it(leaver: int) -> None:
     def step(runtime: Runtime) -> None:
         if runtime.world.rank == leaver:
             return  # shuts down; rank 0 serves until the others have left as well
-        with pytest.raises(PeerLeftError, match=f"rank {leaver} left"):
+        with pytest.raises(PeerLeftError, match=rf"ranks? .*\b{leaver}\b.* left"):  # others may have left since
             summed(runtime, "x", np.ones(1))
         with pytest.raises(PeerLeftError):
             summed(runtime, "y", np.ones(1))

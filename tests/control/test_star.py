@@ -1,0 +1,60 @@
+"""What a rank makes of its peers' ends."""
+
+from __future__ import annotations
+
+import socket
+
+from hvdlite.control.base import DecisionReceived, PeerLost
+from hvdlite.control.doorbell import Doorbell
+from hvdlite.control.star import StarControl
+from hvdlite.control.wire import Connection
+from hvdlite.negotiation.messages import Decision, FailureNotice, Report
+
+
+def pair() -> tuple[StarControl, Connection]:
+    """Return rank 1's control plane and the connection that rank 0 holds."""
+    ours, theirs = socket.socketpair()
+    bells = {0: Doorbell(), 1: Doorbell()}
+    control = StarControl(1, {0: Connection(ours)}, bells, {}, heartbeat_timeout=60)
+    far = Connection(theirs)
+    far.start()
+    return control, far
+
+
+def test_a_last_word_is_heard_although_the_connection_is_found_broken_by_sending() -> None:
+    control, far = pair()
+    control.send_report(Report(0, 0, 0))  # never read by rank 0, so its close resets the connection
+    last_word = Decision(0, 1, 0, failure=FailureNotice(2, "lost", "killed"))
+    far.send(last_word)
+    far.socket.close()
+    control.send_report(Report(0, 0, 0))
+    assert control.wait(1.0)[0] == DecisionReceived(last_word)
+    control.close()
+
+
+def test_the_end_of_rank_0_is_seen_at_once() -> None:
+    control, far = pair()
+    far.close()
+    (event,) = control.wait(5.0)
+    assert isinstance(event, PeerLost) and event.rank == 0
+    control.close()
+
+
+def test_a_message_out_of_place_is_a_fault_of_its_sender() -> None:
+    control, far = pair()
+    far.send(Report(0, 0, 0))  # only rank 0 receives reports
+    (event,) = control.wait(5.0)
+    assert isinstance(event, PeerLost) and "out of place" in event.reason
+    control.close()
+    far.close()
+
+
+def test_ringing_wakes_a_wait_and_adds_up_to_nothing() -> None:
+    control, far = pair()
+    for _ in range(3):
+        control.wake()
+    assert control.wait(5.0) == []
+    assert control.wait(0.0) == []
+    control.close()
+    control.wake()  # after the end: nobody listens, nothing breaks
+    far.close()
