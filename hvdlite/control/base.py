@@ -60,5 +60,8 @@ class ControlPlane(Protocol):
     def flush(self, timeout: float) -> None:
         """Block until everything sent has been handed to the operating system, or `timeout` seconds passed."""
 
+    def forget(self) -> None:
+        """In a forked child: close its copies of the descriptors, leaving the parent's connections alone."""
+
     def close(self) -> None:
         """Release every descriptor; further calls are errors, except `wake` and `close`."""

@@ -67,6 +67,9 @@ class InprocControl:
     def flush(self, timeout: float) -> None:
         del timeout  # a post is delivered at once
 
+    def forget(self) -> None:
+        self._closed = True
+
     def close(self) -> None:
         self._closed = True
 

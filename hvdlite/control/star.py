@@ -89,11 +89,16 @@ class StarControl:
             self._handle(self._poller.poll(50))
 
     def close(self) -> None:
+        for connection in self._connections.values():
+            connection.close()
+        self.forget()
+
+    def forget(self) -> None:
         if self._closed:
             return
         self._closed = True
         for connection in self._connections.values():
-            connection.close()
+            connection.forget()
         for bell in self._bells.values():
             bell.close()
         for descriptor in self._pidfds:

@@ -112,12 +112,16 @@ class Connection:
         return self.socket.fileno()
 
     def close(self) -> None:
-        """Close the socket; the peer can still read what was sent."""
+        """End the connection; the peer can still read what was sent."""
         try:
             self.socket.shutdown(socket.SHUT_WR)
             self.receive()  # unread bytes would turn TCP's close into a reset, which destroys what is under way
         except (EOFError, OSError, ProtocolError):
             pass
+        self.forget()
+
+    def forget(self) -> None:
+        """Close this process's descriptor only; the connection lives on in the process it was forked from."""
         self.socket.close()
 
     def _frames(self) -> list[Message]:

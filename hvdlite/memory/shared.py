@@ -79,9 +79,10 @@ class SharedMemory:
 
     def close(self) -> None:
         """Give the memory back; views handed out keep their mapping alive until they are gone."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        if self._descriptor < 0:
+            return
+        os.close(self._descriptor)
+        self._descriptor = -1
         del self.arrivals, self._bytes
         try:
             self._map.close()

@@ -129,7 +129,7 @@ class Runtime(Calls):
 
     def close_in_child(self) -> None:
         """In a forked child: close every descriptor, so that the parent's death is not hidden by it."""
-        self._control.close()
+        self._control.forget()
         self._plane.close()
 
     def _submit(self, entry: Entry) -> Handle:

@@ -49,6 +49,17 @@ def test_a_message_out_of_place_is_a_fault_of_its_sender() -> None:
     far.close()
 
 
+def test_a_forked_childs_copy_can_be_forgotten_without_ending_the_connection() -> None:
+    control, far = pair()
+    copy = Connection(control._connections[0].socket.dup())
+    copy.forget()
+    far.send(Decision(0, 1, 0))
+    assert control.wait(5.0) == [DecisionReceived(Decision(0, 1, 0))]
+    control.close()
+    control.close()
+    far.close()
+
+
 def test_ringing_wakes_a_wait_and_adds_up_to_nothing() -> None:
     control, far = pair()
     for _ in range(3):

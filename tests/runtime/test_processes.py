@@ -108,6 +108,24 @@ def test_a_death_is_seen_although_a_forked_worker_holds_every_socket() -> None:
         assert "rank 1 was lost" in world._ended(0).stderr
 
 
+def test_forked_workers_and_their_own_forks_leave_the_job_alone() -> None:
+    processes(2, """
+        import os
+        import hvdlite as hvd, numpy as np
+        hvd.init()
+        for turn in range(5):
+            child = os.fork()
+            if child == 0:
+                grandchild = os.fork()
+                if grandchild:
+                    os.waitpid(grandchild, 0)
+                os._exit(0)
+            hvd.allreduce(np.ones(100))
+            assert os.waitpid(child, 0)[1] == 0
+        hvd.allreduce(np.ones(100))
+    """)
+
+
 def test_a_rank_that_dies_before_init_is_named_by_the_others() -> None:
     with Processes(3, """
         import os
