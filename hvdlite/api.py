@@ -26,7 +26,7 @@ from hvdlite.core import launch_contract
 from hvdlite.core.array import Array
 from hvdlite.core.config import Config
 from hvdlite.core.errors import NotInitializedError, PeerLostError, UnsupportedError
-from hvdlite.core.process_set import ProcessSet, global_process_set
+from hvdlite.core.process_set import ProcessSet, check_global, global_process_set
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.assemble import assemble
 from hvdlite.runtime.handle import Handle
@@ -181,7 +181,7 @@ def allreduce_async_(array: Array, average: bool | None = None, name: str | None
                      prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                      process_set: ProcessSet = global_process_set) -> Handle:
     """Like `allreduce_async`, in place; `array` must be C-contiguous."""
-    _check_global(process_set)
+    check_global(process_set)
     return runtime().allreduce(_name(name, "allreduce"), array, array, reduce_op(op, average),
                                prescale=prescale_factor, postscale=postscale_factor)
 
@@ -212,7 +212,7 @@ def broadcast(array: ArrayLike, root_rank: int, name: str | None = None,
 def broadcast_async_(array: Array, root_rank: int, name: str | None = None,
                      process_set: ProcessSet = global_process_set) -> Handle:
     """Like `broadcast_async`, in place; `array` must be C-contiguous."""
-    _check_global(process_set)
+    check_global(process_set)
     return runtime().broadcast(_name(name, "broadcast"), array, root_rank)
 
 
@@ -238,7 +238,7 @@ def allgather(array: ArrayLike, name: str | None = None, process_set: ProcessSet
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return when every rank has called it."""
-    _check_global(process_set)
+    check_global(process_set)
     runtime().barrier(_name(None, "barrier")).wait()
 
 
@@ -257,13 +257,9 @@ def _name(name: str | None, kind: str) -> str:
 
 
 def _contiguous(array: ArrayLike, process_set: ProcessSet) -> Array:
-    _check_global(process_set)
+    check_global(process_set)
     return np.asarray(array, order="C")
 
-
-def _check_global(process_set: ProcessSet) -> None:
-    if process_set != global_process_set:
-        raise UnsupportedError("process sets other than the global one are not implemented yet")
 
 
 def _result(handle: Handle) -> Array:

@@ -12,8 +12,7 @@ import torch
 
 from hvdlite import api
 from hvdlite.core.array import BFLOAT16, Array
-from hvdlite.core.errors import UnsupportedError
-from hvdlite.core.process_set import ProcessSet, global_process_set
+from hvdlite.core.process_set import ProcessSet, check_global, global_process_set
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.handle import Handle
 from hvdlite_torch.compression import Compression, Compressor
@@ -268,7 +267,7 @@ class _Broadcast(torch.autograd.Function):
 
 def _allreduce(tensor: torch.Tensor, output: torch.Tensor, name: str, op: ReduceOp, prescale: float, postscale: float,
                process_set: ProcessSet) -> TorchHandle:
-    _check_global(process_set)
+    check_global(process_set)
     source = contiguous(tensor, name)
     target = source if output is tensor else _contiguous_like(output)
     handle = api.runtime().allreduce(name, as_array(source, name), as_array(target, name), op, prescale=prescale,
@@ -277,14 +276,14 @@ def _allreduce(tensor: torch.Tensor, output: torch.Tensor, name: str, op: Reduce
 
 
 def _gathered(tensor: torch.Tensor, name: str, process_set: ProcessSet) -> TorchHandle:
-    _check_global(process_set)
+    check_global(process_set)
     source = contiguous(tensor, name)
     return TorchHandle(api.runtime().allgather(name, as_array(source, name)), _as_tensor)
 
 
 def _broadcast(tensor: torch.Tensor, output: torch.Tensor, root_rank: int, name: str,
                process_set: ProcessSet) -> TorchHandle:
-    _check_global(process_set)
+    check_global(process_set)
     source = contiguous(tensor, name)
     target = source if output is tensor else _contiguous_like(output).copy_(source)
     return TorchHandle(api.runtime().broadcast(name, as_array(target, name), root_rank),
@@ -310,10 +309,6 @@ def _as_tensor(array: Array | None) -> torch.Tensor:
         return torch.from_numpy(array.view("int16")).view(torch.bfloat16)
     return torch.from_numpy(array)
 
-
-def _check_global(process_set: ProcessSet) -> None:
-    if process_set != global_process_set:
-        raise UnsupportedError("process sets other than the global one are not implemented yet")
 
 
 def _name(kind: str, name: str | None) -> str:

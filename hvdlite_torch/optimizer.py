@@ -12,7 +12,7 @@ import torch
 
 from hvdlite import api
 from hvdlite.core.errors import UnsupportedError
-from hvdlite.core.process_set import ProcessSet, global_process_set
+from hvdlite.core.process_set import ProcessSet, check_global, global_process_set
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.gradient_reducer import GradientReducer
@@ -64,8 +64,7 @@ def DistributedOptimizer(
     runtime = _runtime if _runtime is not None else api.runtime()
     if num_groups or groups is not None:
         raise UnsupportedError("groups and num_groups are not implemented yet; leave them out (tensors are fused anyway)")
-    if process_set != global_process_set:
-        raise UnsupportedError("process sets other than the global one are not implemented yet")
+    check_global(process_set)
     if op is ReduceOp.ADASUM:
         raise UnsupportedError("op=Adasum is not implemented yet; use Average or Sum")
     _check_passes(backward_passes_per_step)

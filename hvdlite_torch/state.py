@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from hvdlite import api
-from hvdlite.core.errors import UnsupportedError
-from hvdlite.core.process_set import ProcessSet, global_process_set
+from hvdlite.core.process_set import ProcessSet, check_global, global_process_set
 from hvdlite.training import objects
 from hvdlite_torch.ops import broadcast_async_
 
@@ -58,13 +57,13 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None,
                      process_set: ProcessSet = global_process_set) -> Any:
     """Return rank `root_rank`'s picklable object on every rank."""
-    _check_global(process_set)
+    check_global(process_set)
     return objects.broadcast_object(api.runtime(), obj, root_rank, _object_name("broadcast_object", name))
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
     """Return every rank's picklable object, in rank order."""
-    _check_global(process_set)
+    check_global(process_set)
     return objects.allgather_object(api.runtime(), obj, _object_name("allgather_object", name))
 
 
@@ -114,8 +113,3 @@ def _named(params: Mapping[str, Any] | Iterable[Any]) -> list[tuple[str, torch.T
 
 def _object_name(kind: str, name: str | None) -> str:
     return api.runtime().unnamed("torch", kind) if name is None else f"{kind}.{name}"
-
-
-def _check_global(process_set: ProcessSet) -> None:
-    if process_set != global_process_set:
-        raise UnsupportedError("process sets other than the global one are not implemented yet")

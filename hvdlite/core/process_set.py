@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from hvdlite.core.errors import UnsupportedError
+
 GLOBAL_PROCESS_SET_ID = 0
 
 
@@ -15,3 +17,9 @@ class ProcessSet:
 
 
 global_process_set = ProcessSet()
+
+
+def check_global(process_set: ProcessSet) -> None:
+    """Raise `UnsupportedError` for any set but the global one."""
+    if process_set != global_process_set:
+        raise UnsupportedError("process sets other than the global one are not implemented yet")

@@ -175,11 +175,14 @@ class Runtime(Calls):
         """Whether this rank has left and, on rank 0, everybody else has too."""
         return self._left and (self._coordinator is None or len(self._coordinator.left) == self.world.size)
 
-    def _exchange(self) -> None:
-        """Say what is new, take in what others say, and sleep when there is nothing else to do."""
+    def _exchange(self, *, within_plan: bool = False) -> None:
+        """Say what is new, take in what others say, and sleep when there is nothing else to do.
+
+        Within a plan it sleeps although decisions are queued: they come after the plan.
+        """
         self._say()
         self._decide()
-        busy = bool(self._decisions)
+        busy = bool(self._decisions) and not within_plan
         if not busy:
             self._awake = False
             busy = bool(self._inbox)
@@ -288,21 +291,7 @@ class Runtime(Calls):
 
     def _wait_until(self, predicate: Callable[[], bool]) -> None:
         while not predicate():
-            self._exchange_within_plan()
-
-    def _exchange_within_plan(self) -> None:
-        """Like `_exchange`, but sleeps although decisions wait: they come after the plan in progress."""
-        self._say()
-        self._decide()
-        self._awake = False
-        busy = bool(self._inbox)
-        try:
-            events = self._control.wait(0 if busy else self._timeout())
-        finally:
-            self._awake = True
-        for event in events:
-            self._take_in(event)
-        self._decide()
+            self._exchange(within_plan=True)
 
     # --- the end ---------------------------------------------------------------------------------------------------
 
