@@ -9,14 +9,14 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from hvdlite.core import launch_contract
 from hvdlite.core.config import Config, environment_name
 from hvdlite.core.errors import ConfigError, LaunchError
 from hvdlite_runner import placement
-from hvdlite_runner.commands import CommandError, check_command
+from hvdlite_runner.commands import CommandError, resolve_command
 from hvdlite_runner.job import JobSettings, run_job
 
 USAGE_ERROR = 2
@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--no-prefix", action="store_false", dest="prefix", help="do not put [rank]<stream>: before lines")
     result.add_argument("--bind", action="store_true", help="bind each rank to its share of the cores")
     result.add_argument("--verbose", action="store_true", help="say what is started")
-    result.add_argument("--fusion-threshold-mb", type=_positive, metavar="MB", help="Horovod's name of --fusion-threshold")
+    result.add_argument("--fusion-threshold-mb", metavar="MB", help="Horovod's name of --fusion-threshold")
     result.add_argument("--stall-check-warning-time-seconds", metavar="S",
                         help="Horovod's name of --stall-check-time-seconds")
     knobs = result.add_argument_group("knobs", "settings of the runtime; each can also be set as HVDLITE_<NAME>")
@@ -58,23 +58,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     options = parser().parse_args(arguments)
     try:
-        settings = job_settings(options)
-        check_command(settings.command, os.environ.get("PATH"))
+        return run_job(job_settings(options, os.environ), os.environ)
     except CommandError as error:
         print(f"hvdrun: {error}", file=sys.stderr)
         return error.code
     except (LaunchError, ConfigError) as error:
         print(f"hvdrun: {error}", file=sys.stderr)
         return USAGE_ERROR
-    return run_job(settings, os.environ)
 
 
-def job_settings(options: argparse.Namespace) -> JobSettings:
+def job_settings(options: argparse.Namespace, environ: Mapping[str, str]) -> JobSettings:
     """Return what to run.
 
     Raises:
         LaunchError: when there is nothing to run, or it does not fit the hosts.
         ConfigError: for an invalid knob, before any rank is started.
+        CommandError: for a command that cannot be started.
     """
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
@@ -86,16 +85,18 @@ def job_settings(options: argparse.Namespace) -> JobSettings:
     if slots is not None and size > slots:
         raise LaunchError(f"-np {size} is more than the {slots} slots of -H {options.hosts}")
     settings = knob_environment(options)
-    Config.from_environment({**{name: value for name, value in os.environ.items() if name not in settings}, **settings})
-    if settings.get(environment_name("control"), os.environ.get(environment_name("control"))) == "tcp":
+    Config.from_environment({**environ, **settings})
+    command = resolve_command(command, environ.get("PATH"))
+    if settings.get(environment_name("control"), environ.get(environment_name("control"))) == "tcp":
         settings |= {launch_contract.COORDINATOR: f"127.0.0.1:{_free_port()}",
                      launch_contract.SECRET: secrets.token_hex()}
-    if "OMP_NUM_THREADS" not in os.environ:
+    notice = ""
+    if "OMP_NUM_THREADS" not in environ:
         settings["OMP_NUM_THREADS"] = str(max(1, _cores() // size))
-        print(f"hvdrun: OMP_NUM_THREADS={settings['OMP_NUM_THREADS']} ({_cores()} cores for {size} ranks); "
-              "set it yourself to change that", file=sys.stderr)
+        notice = (f"OMP_NUM_THREADS={settings['OMP_NUM_THREADS']} ({_cores()} cores for {size} ranks); "
+                  "set it yourself to change that")
     return JobSettings(placement.local_worlds(size), command, settings, options.output_filename, options.prefix,
-                       options.timestamps, options.bind, options.verbose)
+                       options.timestamps, options.bind, options.verbose, notice)
 
 
 def knob_environment(options: argparse.Namespace) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -22,22 +23,37 @@ class CommandError(Exception):
         self.code = code
 
 
-def check_command(command: Sequence[str], path: str | None) -> None:
-    """Raise `CommandError`, in one line that says what to type instead, when `command` cannot be started.
+def resolve_command(command: Sequence[str], path: str | None) -> list[str]:
+    """Return `command` as it is to be started: a script of the working directory is found without `./` too.
 
     Args:
         path: the PATH to look the program up in.
+
+    Raises:
+        CommandError: when it cannot be started; one line that says what to type instead.
     """
     program = command[0]
-    found = shutil.which(program, path=path)
-    if found is None:
+    if shutil.which(program, path=path) is None:
         if not os.path.exists(program):
             raise CommandError(f"{program!r}: no such command", NOT_FOUND)
-        hint = f"; for a Python script: python {program}" if program.endswith(".py") else f"; chmod +x {program}"
-        raise CommandError(f"{program!r} is not executable{hint}", NOT_EXECUTABLE)
+        if os.path.isdir(program):
+            raise CommandError(f"{program!r} is a directory", NOT_EXECUTABLE)
+        if not os.access(program, os.X_OK):
+            hint = f"for a Python script: python {program}" if program.endswith(".py") else f"chmod +x {program}"
+            raise CommandError(f"{program!r} is not executable; {hint}", NOT_EXECUTABLE)
+        program = os.path.join(os.curdir, program)
     script = _script(command)
     if script is not None and not Path(script).exists():
         raise CommandError(f"the script {script!r} does not exist (in {os.getcwd()})", NOT_FOUND)
+    return [program, *command[1:]]
+
+
+def refused(command: Sequence[str], error: OSError) -> CommandError:
+    """Return what to tell the user when the system refused to start `command`."""
+    if isinstance(error, FileNotFoundError):  # the file is there, it has been looked up: its interpreter is not
+        return CommandError(f"cannot start {command[0]!r}: the interpreter on its first line does not exist", NOT_FOUND)
+    hint = "; does its first line name an interpreter (#!/bin/sh)?" if error.errno == errno.ENOEXEC else ""
+    return CommandError(f"cannot start {command[0]!r}: {error.strerror}{hint}", NOT_EXECUTABLE)
 
 
 def _script(command: Sequence[str]) -> str | None:

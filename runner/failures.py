@@ -60,20 +60,28 @@ class Cause:
 def root_cause(exits: Sequence[Exit], records: Mapping[int, FailureRecord]) -> Cause | None:
     """Return the first cause, or None when no rank failed.
 
-    A record that names another rank as origin is a consequence, whoever exited first. Among ranks that failed by
-    themselves, the earliest recorded failure wins over the earliest exit.
+    A record that names another rank as origin is a consequence, whoever exited first; the named rank may name a third.
+    Among ranks that failed by themselves, the earliest recorded failure wins over the earliest exit.
     """
     failed = {exit.rank: exit for exit in exits if exit.failed}
     if not failed:
         return None
-    origins = [records[rank].origin for rank in failed if rank in records and records[rank].origin != rank]
+    told = sorted((record.when, _origin(rank, records)) for rank, record in records.items()
+                  if rank in failed and record.origin != rank)
+    blamed = [rank for _, rank in told if rank in failed and (rank not in records or records[rank].origin == rank)]
     own = sorted((records[rank].when, rank) for rank in failed if rank in records and records[rank].origin == rank)
     unrecorded = [exit.rank for exit in exits if exit.failed and exit.rank not in records and not exit.ended_by_us]
-    for candidate in (*(rank for rank in origins if rank in failed), *(rank for _, rank in own), *unrecorded, *failed):
-        record = records.get(candidate)
-        consequences = tuple(sorted(rank for rank in failed if rank != candidate))
-        return Cause(failed[candidate], record, consequences)
-    return None
+    first = next(iter((*blamed, *(rank for _, rank in own), *unrecorded, *failed)))
+    return Cause(failed[first], records.get(first), tuple(sorted(failed.keys() - {first})))
+
+
+def _origin(rank: int, records: Mapping[int, FailureRecord]) -> int:
+    """Follow the records from `rank` to the rank they blame in the end (two may blame each other: then one of them)."""
+    passed = {rank}
+    while rank in records and records[rank].origin not in passed:
+        rank = records[rank].origin
+        passed.add(rank)
+    return rank
 
 
 def read_records(job_directory: str, ranks: Sequence[int]) -> dict[int, FailureRecord]:

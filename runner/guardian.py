@@ -2,9 +2,13 @@
 
     python guardian.py JOB_DIRECTORY MARK
 
-It reads its standard input, whose other end only the launcher holds. Its end without the word "done" means that the
-launcher is gone: every process that has MARK in its environment (ranks, their workers, whatever they started, in any
-session) is killed, and the job's directory removed.
+It reads its standard input, whose other end only the launcher holds: a line "rank PID" for each rank that is started,
+and "done". Its end without "done" means that the launcher is gone: all processes of the job are killed, and the job's
+directory removed.
+
+A process is of the job when it has MARK in its environment, is in the session or group of a rank, or descends from one
+that is. Each of the three alone can be shaken off: by a cleaned environment (or a rewritten title, which lies in the
+same memory), by setsid, by a parent that has ended.
 """
 
 import os
@@ -12,9 +16,55 @@ import shutil
 import signal
 import sys
 import time
+from typing import NamedTuple
 
 PATIENCE = 8.0
 """Seconds to go on killing; a process that forks faster than that is not ours to outrun."""
+
+
+class Process(NamedTuple):
+    """A line of the process table."""
+
+    parent: int
+    group: int
+    session: int
+    state: str  # Z and X: has ended, and nobody can kill it
+
+
+def process_table() -> dict[int, Process]:
+    """Return all processes by id (Linux; elsewhere none)."""
+    table = {}
+    for name in os.listdir("/proc") if os.path.isdir("/proc") else []:
+        if not name.isdigit():
+            continue
+        try:
+            with open(f"/proc/{name}/stat", "rb") as file:
+                state, parent, group, session = file.read().rpartition(b")")[2].split()[:4]  # a name may hold anything
+        except (OSError, ValueError):
+            continue  # gone
+        table[int(name)] = Process(int(parent), int(group), int(session), state.decode())
+    return table
+
+
+def members(table: dict[int, Process], ranks: set[int], marked: set[int] | None = None, adopter: int = 0,
+            spare: set[int] | None = None) -> set[int]:
+    """Return the live processes of a job.
+
+    Args:
+        ranks: process ids of the ranks, also of those that have ended.
+        marked: processes known by their environment.
+        adopter: the launcher, when it adopts the job's orphans: its children are of the job, except `spare`.
+    """
+    spare = {os.getpid(), adopter} | (spare or set())
+    found = (marked or set()) | {pid for pid, process in table.items()
+                                 if pid in ranks or process.group in ranks or process.session in ranks}
+    found -= spare
+    grown = True
+    while grown:
+        children = {pid for pid, process in table.items() if process.parent in found or process.parent == adopter != 0}
+        grown = not children - spare <= found
+        found |= children - spare
+    return {pid for pid in found if pid in table and table[pid].state not in "ZX"}
 
 
 def marked_processes(mark: bytes) -> list[int]:
@@ -32,27 +82,20 @@ def marked_processes(mark: bytes) -> list[int]:
     return found
 
 
-def kill_marked(mark: bytes, patience: float = PATIENCE) -> None:
-    """Kill every process with `mark` in its environment, until there is none."""
+def kill_job(mark: bytes, ranks: set[int], patience: float = PATIENCE, adopter: int = 0,
+             spare: set[int] | None = None) -> None:
+    """Kill every process of a job, until there is none; arguments like `members`."""
     until = time.monotonic() + patience
     while time.monotonic() < until:
-        alive = [pid for pid in marked_processes(mark) if not _is_zombie(pid)]
+        alive = members(process_table(), ranks, set(marked_processes(mark)), adopter, spare)
         if not alive:
             return
         for pid in alive:
             try:
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+            except (ProcessLookupError, PermissionError):
+                pass  # gone, or it has become another user's
         time.sleep(0.02)
-
-
-def _is_zombie(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] in (b"Z", b"X")
-    except OSError:
-        return True
 
 
 def main() -> None:
@@ -60,8 +103,9 @@ def main() -> None:
     directory, mark = sys.argv[1], sys.argv[2].encode()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # a terminal's Ctrl-C is for the launcher
-    if sys.stdin.buffer.read().strip() != b"done":
-        kill_marked(mark)
+    told = sys.stdin.buffer.read().splitlines()
+    if b"done" not in told:
+        kill_job(mark, {int(line[5:]) for line in told if line.startswith(b"rank ")})
         shutil.rmtree(directory, ignore_errors=True)
 
 

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from hvdlite.core.errors import LaunchError
 from hvdlite.core.world import World
 from hvdlite_runner import commands, failures
 from hvdlite_runner.failures import Exit
@@ -50,33 +51,45 @@ class JobSettings:
     timestamps: bool = False
     bind: bool = False
     verbose: bool = False
+    notice: str = ""  # what the user should know; said once, when the ranks are started
 
 
 def run_job(settings: JobSettings, inherited: Mapping[str, str]) -> int:
-    """Run a job to its end and return the launcher's exit code: 0, or the first failure's."""
-    directory = tempfile.mkdtemp(prefix="hvdlite-job-")  # mode 0700
-    guardian = Guardian(directory)
-    job = _Job(settings, directory, inherited)
-    try:
-        with job.signals():
-            job.start()
-            job.loop()
-    finally:
-        kill(job.ranks)
-        guardian.end_job(INTERRUPT_PATIENCE)
-        job.drain()
-        code = job.report()
-        shutil.rmtree(directory, ignore_errors=True)
-        guardian.dismiss()
-    return code
+    """Run a job to its end and return the launcher's exit code: 0, or the first failure's.
+
+    Takes the process over meanwhile: its signal handlers, and the orphans of its descendants.
+
+    Raises:
+        LaunchError: when the directory for the output cannot be written.
+        CommandError: when the system refuses to start the command.
+    """
+    job = _Job(settings)
+    with job.signals():  # before there is anything to clean up
+        job.open_files()
+        directory = tempfile.mkdtemp(prefix="hvdlite-job-")  # mode 0700
+        guardian = Guardian(directory)
+        try:
+            try:
+                job.start(directory, inherited, guardian)
+                job.loop(guardian)
+            finally:
+                job.over = True
+                kill(job.ranks)
+                guardian.end_job(INTERRUPT_PATIENCE)
+                job.drain()
+            return job.report(directory)
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+            guardian.dismiss()
 
 
 class _Job:
     """The state of one job."""
 
-    def __init__(self, settings: JobSettings, directory: str, inherited: Mapping[str, str]) -> None:
+    def __init__(self, settings: JobSettings) -> None:
         self.ranks: list[RankProcess] = []
-        self._settings, self._directory, self._inherited = settings, directory, inherited
+        self.over = False  # from here on a signal changes nothing: what it asks for is under way
+        self._settings = settings
         self._selector = selectors.DefaultSelector()
         self._console = Console(_write, self._prefix)
         self._files: dict[tuple[int, str], int] = {}
@@ -86,14 +99,39 @@ class _Job:
         self._steps: list[tuple[float, int]] = []  # (when, signal) still to be sent to the running ranks
         self._asked = False  # whether any of them has been sent
 
-    def start(self) -> None:
+    def open_files(self) -> None:
+        """Make the files for the ranks' output, when they are asked for.
+
+        Raises:
+            LaunchError: when that is not possible.
+        """
+        if self._settings.output_directory is None:
+            return
+        width = len(str(len(self._settings.worlds) - 1))
+        try:
+            for world in self._settings.worlds:
+                folder = Path(self._settings.output_directory) / f"rank.{world.rank:0{width}d}"
+                folder.mkdir(parents=True, exist_ok=True)
+                for name in ("stdout", "stderr"):
+                    self._files[world.rank, name] = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        except OSError as error:
+            raise LaunchError(f"cannot write to --output-filename {self._settings.output_directory}: "
+                              f"{error.filename}: {error.strerror}") from None
+
+    def start(self, directory: str, inherited: Mapping[str, str], guardian: Guardian) -> None:
+        if self._settings.notice:
+            self._console.note(f"hvdrun: {self._settings.notice}")
         cores = sorted(os.sched_getaffinity(0)) if self._settings.bind and hasattr(os, "sched_getaffinity") else []
         for world in self._settings.worlds:
             if self._signal:
                 return
-            environment = commands.rank_environment(world, self._directory, self._inherited, self._settings.environment)
+            environment = commands.rank_environment(world, directory, inherited, self._settings.environment)
             mine = cores_for(world.local_rank, world.local_size, cores) if cores else []
-            process = RankProcess(world.rank, self._settings.command, environment, mine)
+            try:
+                process = RankProcess(world.rank, self._settings.command, environment, mine)
+            except OSError as error:
+                raise commands.refused(self._settings.command, error) from None
+            guardian.watch(process)
             self.ranks.append(process)
             self._running[world.rank] = process
             for name, stream in process.streams.items():
@@ -103,7 +141,7 @@ class _Job:
             if self._settings.verbose:
                 self._console.note(f"hvdrun: rank {world.rank} is process {process.pid}")
 
-    def loop(self) -> None:
+    def loop(self, guardian: Guardian) -> None:
         while self._running:
             for key, _ in self._selector.select(self._timeout()):
                 rank, what = key.data
@@ -111,6 +149,7 @@ class _Job:
                     self._read(rank, what)
                 elif what == "signal":
                     os.read(key.fd, 4096)
+                    guardian.reap()
             self._notice_exits()
             self._take_steps()
 
@@ -134,12 +173,12 @@ class _Job:
             os.close(descriptor)
         self._selector.close()
 
-    def report(self) -> int:
+    def report(self, directory: str) -> int:
         """Say what failed first; return the exit code."""
-        records = failures.read_records(self._directory, [world.rank for world in self._settings.worlds])
         if self._signal:
             self._console.note(f"hvdrun: ended by {signal.Signals(self._signal).name}")
             return 128 + self._signal
+        records = failures.read_records(directory, [world.rank for world in self._settings.worlds])
         cause = failures.root_cause(self._exits, records)
         if cause is None:
             return 0
@@ -149,12 +188,19 @@ class _Job:
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """Turn SIGINT, SIGTERM and SIGHUP into an orderly end."""
+        """Turn SIGINT, SIGTERM and SIGHUP (but not under nohup) into an orderly end.
+
+        SIGCHLD is taken too: it wakes the loop for adopted orphans, and were it ignored, as some parents leave it, the
+        kernel would keep no exit codes.
+        """
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         self._selector.register(reader, selectors.EVENT_READ, (-1, "signal"))
-        before = {number: signal.signal(number, self._interrupted)
-                  for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        ending = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+            ending.remove(signal.SIGHUP)
+        before = {number: signal.signal(number, self._interrupted) for number in ending}
+        before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda number, frame: None)
         wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         try:
             yield
@@ -162,12 +208,13 @@ class _Job:
             signal.set_wakeup_fd(wakeup)
             for number, handler in before.items():
                 signal.signal(number, handler)
-            self._selector.unregister(reader)
             os.close(reader)
             os.close(writer)
 
     def _interrupted(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
+        if self.over:
+            return
         if self._signal:  # the second time: at once
             self._steps = [(now, signal.SIGKILL)]
         else:
@@ -215,14 +262,8 @@ class _Job:
 
     def _keep(self, rank: int, name: str, content: bytes) -> None:
         """Write a rank's output to its own file, when asked to."""
-        if self._settings.output_directory is None:
-            return
-        if (rank, name) not in self._files:
-            width = len(str(len(self._settings.worlds) - 1))
-            folder = Path(self._settings.output_directory) / f"rank.{rank:0{width}d}"
-            folder.mkdir(parents=True, exist_ok=True)
-            self._files[rank, name] = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        os.write(self._files[rank, name], content)
+        if (rank, name) in self._files:
+            os.write(self._files[rank, name], content)
 
     def _prefix(self, rank: int, name: str) -> str:
         when = f"{time.asctime()} " if self._settings.timestamps else ""
@@ -230,10 +271,13 @@ class _Job:
 
 
 def _write(name: str, text: str) -> None:
-    """Write to the launcher's own stream; a reader that has gone (`| head`) does not end the job."""
+    """Write to the launcher's own stream; neither a reader that has gone (`| head`) nor a character that it cannot show
+    ends the job."""
     stream = sys.stdout if name == "stdout" else sys.stderr
     try:
-        stream.write(text)
+        stream.write(text.encode(stream.encoding, "replace").decode(stream.encoding))
         stream.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)

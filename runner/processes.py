@@ -1,7 +1,12 @@
-"""A rank's process: started in a session of its own, ended with everything it started."""
+"""A rank's process: started in a session of its own, ended with everything it started.
+
+A rank is not reaped before the job is over: until then its process id names it, its group and its session, and cannot
+become somebody else's.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -12,6 +17,8 @@ from typing import IO
 
 from hvdlite.core import launch_contract
 from hvdlite_runner import guardian
+
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 class RankProcess:
@@ -27,7 +34,7 @@ class RankProcess:
             os.set_blocking(stream.fileno(), False)
         if cores:
             os.sched_setaffinity(self._process.pid, cores)
-        self.pidfd = os.pidfd_open(self._process.pid) if hasattr(os, "pidfd_open") else -1
+        self.pidfd = _watch(self._process.pid)
 
     @property
     def pid(self) -> int:
@@ -36,7 +43,10 @@ class RankProcess:
 
     def exit_code(self) -> int | None:
         """Return how it ended (negative: by that signal), or None while it runs."""
-        return self._process.poll()
+        ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None:
+            return None
+        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
     def send(self, number: int) -> None:
         """Send a signal to the rank and the processes of its group."""
@@ -56,27 +66,71 @@ class RankProcess:
 
 
 class Guardian:
-    """The process that ends the job if the launcher cannot (`guardian.py`)."""
+    """The process that ends the job if the launcher cannot (`guardian.py`), and what the launcher itself ends it with."""
 
     def __init__(self, job_directory: str) -> None:
         self._mark = mark(job_directory)
+        self._ranks: set[int] = set()
+        self._spare = _children()  # whoever became the launcher by exec may have had children
+        self._adopter = os.getpid() if _adopt_orphans() else 0
         environment = {name: value for name, value in os.environ.items() if name != launch_contract.JOB_DIRECTORY}
         self._process = subprocess.Popen(
-            [sys.executable, "-S", "-E", str(Path(guardian.__file__)), job_directory, self._mark],
+            [sys.executable, "-S", "-E", str(Path(guardian.__file__)), job_directory, self._mark], bufsize=0,
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
             env=environment)
+        self._spare.add(self._process.pid)
+
+    def watch(self, rank: RankProcess) -> None:
+        """Add a rank's process to those that end with the job."""
+        self._ranks.add(rank.pid)
+        self._tell(b"rank %d\n" % rank.pid)
 
     def end_job(self, patience: float) -> None:
         """Kill whatever is left of the job, in whatever session."""
-        guardian.kill_marked(self._mark.encode(), patience)
+        guardian.kill_job(self._mark.encode(), self._ranks, patience, self._adopter, self._spare)
+        self.reap()
+
+    def reap(self) -> None:
+        """Release the orphans that were adopted and have ended."""
+        table = guardian.process_table() if self._adopter else {}
+        for pid, process in table.items():
+            if process.parent == self._adopter and process.state == "Z" and pid not in self._ranks | self._spare:
+                os.waitpid(pid, os.WNOHANG)
 
     def dismiss(self) -> None:
         """End the guardian: the launcher has cleaned up itself."""
+        self._tell(b"done\n")
         try:
-            self._process.communicate(b"done", timeout=5)
-        except (subprocess.TimeoutExpired, BrokenPipeError):
+            self._process.communicate(timeout=5)
+        except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+    def _tell(self, line: bytes) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(line)
+        except BrokenPipeError:
+            pass  # somebody killed the guardian; the job does not depend on it
+
+
+def _watch(pid: int) -> int:
+    """Return a descriptor that becomes readable when the process ends, or -1 where there is none."""
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return -1  # an old Python, an old kernel, a sandbox
+
+
+def _children() -> set[int]:
+    return {pid for pid, process in guardian.process_table().items() if process.parent == os.getpid()}
+
+
+def _adopt_orphans() -> bool:
+    """Become the parent of descendants whose own parent ends (Linux), so that they can be found; return whether."""
+    if not sys.platform.startswith("linux"):
+        return False
+    return bool(ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0)
 
 
 def mark(job_directory: str) -> str:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -73,9 +73,12 @@ def test_every_line_has_its_rank() -> None:
     (["-np", "2", "python", "no-such-script.py"], 127, "no-such-script.py"),
     (["-np", "2", "--fusion-threshold", "lots", "true"], 2, "HVDLITE_FUSION_THRESHOLD='lots'"),
     (["-np", "2", "--no-such-option", "true"], 2, "--no-such-option"),
+    (["-np", "2", "--output-filename", "/proc/no/where", "true"], 2, "/proc/no/where"),
 ])
 def test_mistakes_are_one_clear_line(arguments: list[str], code: int, told: str) -> None:
-    ended = hvdrun(*arguments)
+    environment = _environment()
+    del environment["OMP_NUM_THREADS"]  # what hvdrun says about threads must not come before a mistake
+    ended = subprocess.run(_command(arguments), capture_output=True, text=True, timeout=60, env=environment, check=False)
     assert ended.returncode == code and told in ended.stderr and ended.stderr.count("\n") == 1
     assert ended.stdout == ""
 
@@ -85,6 +88,21 @@ def test_a_script_without_execute_bit(tmp_path: Path) -> None:
     script.write_text("print('hello')")
     ended = hvdrun("-np", "1", str(script))
     assert ended.returncode == 126 and f"python {script}" in ended.stderr
+
+
+@pytest.mark.parametrize(("content", "code"), [("echo no interpreter line", 126), ("#!/no/such/interpreter", 127)])
+def test_a_program_the_system_refuses(tmp_path: Path, content: str, code: int) -> None:
+    script = tmp_path / "train"
+    script.write_text(content)
+    script.chmod(0o755)
+    ended = hvdrun("-np", "2", str(script))
+    assert ended.returncode == code and str(script) in ended.stderr and ended.stderr.count("\n") == 1
+
+
+def test_a_character_the_console_lacks_does_not_end_the_job() -> None:
+    ended = hvdrun("-np", "1", PYTHON, "-c", "import sys; sys.stdout.buffer.write('10% \u2588\\n'.encode())",
+                   environment={"PYTHONIOENCODING": "ascii"})
+    assert ended.returncode == 0 and ended.stdout == "[0]<stdout>:10% ?\n"
 
 
 def test_a_command_that_dies_at_once() -> None:
@@ -144,12 +162,17 @@ def test_sys_exit_of_one_rank_ends_the_job_with_its_code() -> None:
     assert "rank 2 left the job normally" in ended.stderr
 
 
+def _ignore(number: int) -> Callable[[], object]:
+    """Return what makes a started process ignore a signal from its beginning, as `nohup` does."""
+    return lambda: signal.signal(number, signal.SIG_IGN)
+
+
 class Running:
     """An `hvdrun` in the background, started in the tests' environment."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, before: Callable[[], object] | None = None) -> None:
         self.process = subprocess.Popen(_command(arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                                        env=_environment())
+                                        env=_environment(), preexec_fn=before)
 
     def wait_for(self, text: str) -> str:
         assert self.process.stdout is not None
@@ -225,3 +248,88 @@ def test_over_tcp() -> None:
     ended = hvdrun("-np", "2", "--control", "tcp", PYTHON, "-c",
                    "import hvdlite as hvd, numpy as np; hvd.init(); print(hvd.allreduce([hvd.rank()], op=hvd.Sum))")
     assert ended.returncode == 0 and ended.stdout.count("[1]\n") == 2
+
+
+BARE = """
+import os, subprocess, sys
+subprocess.Popen([sys.executable, "-S", "-c", "import time; print('bare', flush=True); time.sleep(1000)", sys.argv[1]],
+                 env={}, start_new_session=True)
+"""
+
+
+def _left_with(argument: str) -> list[int]:
+    """Return the processes that have `argument` on their command line, but for launchers and ranks."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            line = Path(f"/proc/{name}/cmdline").read_bytes()
+        except OSError:
+            continue
+        if argument.encode() in line and b"'bare'" in line and b"subprocess" not in line:
+            found.append(int(name))
+    return found
+
+
+def _assert_gone(argument: str) -> None:
+    deadline = time.monotonic() + 15
+    while _left_with(argument) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _left_with(argument)
+
+
+def test_an_orphan_without_environment_ends_with_the_job(tmp_path: Path) -> None:
+    """Nothing marks it any more: neither parent, nor session, nor environment; but the launcher adopts orphans."""
+    assert hvdrun("-np", "1", PYTHON, "-c", BARE, str(tmp_path)).returncode == 0
+    _assert_gone(str(tmp_path))
+
+
+def test_a_child_without_environment_ends_with_a_killed_launcher(tmp_path: Path) -> None:
+    run = Running("-np", "1", PYTHON, "-c", BARE + "import time; time.sleep(1000)", str(tmp_path))
+    run.wait_for("bare")
+    assert _left_with(str(tmp_path))
+    run.process.kill()
+    run.process.wait(30)
+    _assert_gone(str(tmp_path))
+
+
+def test_nohup_is_respected(tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    run = Running("-np", "1", PYTHON, "-c", "import os, sys, time\nprint('ready', flush=True)\n"
+                  "while not os.path.exists(sys.argv[1]): time.sleep(0.05)\nsys.exit(4)", str(go),
+                  before=_ignore(signal.SIGHUP))
+    run.wait_for("ready")
+    run.process.send_signal(signal.SIGHUP)
+    go.touch()
+    assert run.end()[0] == 4
+
+
+def test_ignored_child_signals_do_not_hide_a_failure() -> None:
+    run = Running("-np", "2", PYTHON, "-c", "raise SystemExit(3)", before=_ignore(signal.SIGCHLD))
+    assert run.end()[0] == 3
+
+
+def test_ranks_are_bound_to_their_share_of_the_cores() -> None:
+    ended = hvdrun("-np", "2", "--no-prefix", "--bind", PYTHON, "-c", "import os; print(sorted(os.sched_getaffinity(0)))")
+    cores = sorted(os.sched_getaffinity(0))
+    share = len(cores) // 2
+    expected = [str(cores[:share]), str(cores[share:2 * share])] if share else [str(cores)] * 2
+    assert sorted(ended.stdout.splitlines()) == sorted(expected)
+
+
+def test_a_progress_bar_of_a_rank_is_not_torn() -> None:
+    ended = subprocess.run(_command(["-np", "1", PYTHON, "-c", "import sys; sys.stderr.write('\\r 50%\\r100%\\n')"]),
+                           capture_output=True, timeout=60, env=_environment(), check=True)
+    assert ended.stderr == b"[0]<stderr>: 50%\r[0]<stderr>:100%\n"
+
+
+def test_a_prompt_without_a_line_end_is_shown() -> None:
+    ended = hvdrun("-np", "1", PYTHON, "-c", "print('continue? ', end='')")
+    assert ended.stdout == "[0]<stdout>:continue? \n"
+
+
+def test_a_reader_that_goes_away_does_not_end_the_job() -> None:
+    run = Running("-np", "1", PYTHON, "-c", "import sys\nfor _ in range(20000): print('line')\nsys.exit(6)")
+    assert run.process.stdout is not None
+    run.wait_for("line")
+    run.process.stdout.close()
+    assert run.process.wait(60) == 6

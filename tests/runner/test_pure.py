@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-import subprocess
+import dataclasses
+import sys
 from pathlib import Path
 
 import pytest
 
+from hvdlite.core.config import Config
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.launch_contract import FailureRecord
 from hvdlite.core.world import World
-from hvdlite_runner.commands import CommandError, check_command, rank_environment
+from hvdlite_runner.cli import job_settings, parser
+from hvdlite_runner.commands import CommandError, rank_environment, resolve_command
 from hvdlite_runner.failures import Exit, root_cause
+from hvdlite_runner.guardian import Process, members
+from hvdlite_runner.job import JobSettings
 from hvdlite_runner.output import Console
 from hvdlite_runner.placement import check_local, cores_for, parse_hosts
+
+PATH = f"/usr/bin:/bin:{Path(sys.executable).parent}"
 
 
 class Screen:
@@ -79,6 +86,20 @@ def test_a_rank_that_raised_is_the_cause_with_its_traceback() -> None:
                                 "ranks 0, 2 ended as a consequence"]
 
 
+def test_blame_is_followed_to_its_end() -> None:
+    """Rank 0 only saw rank 1 go, which went because of rank 2."""
+    cause = root_cause([Exit(0, 1), Exit(1, 1), Exit(2, -9)], {0: record(0, 1, 2.0), 1: record(1, 2, 1.0)})
+    assert cause is not None and cause.exit.rank == 2 and cause.consequences == (0, 1)
+
+
+def test_ranks_that_blame_each_other_do_not_hang_the_report() -> None:
+    cause = root_cause([Exit(1, 1), Exit(0, 1)], {0: record(0, 1, 2.0), 1: record(1, 0, 2.0)})
+    assert cause is not None and cause.exit.rank == 1
+    cause = root_cause([Exit(1, 1), Exit(0, 1), Exit(2, 4)],
+                       {0: record(0, 1, 2.0), 1: record(1, 0, 2.0), 2: record(2, 2, 3.0)})
+    assert cause is not None and cause.exit.rank == 2
+
+
 def test_of_two_own_failures_the_earlier_wins() -> None:
     cause = root_cause([Exit(0, 1), Exit(1, 1)], {0: record(0, 0, 2.0), 1: record(1, 1, 1.0)})
     assert cause is not None and cause.exit.rank == 1
@@ -135,7 +156,62 @@ def test_commands_that_cannot_start_say_what_to_type(tmp_path: Path) -> None:
     script.write_text("pass")
     for command, code, told in ((["no-such-thing"], 127, "no such command"),
                                 ([str(script)], 126, f"python {script}"),
+                                ([str(tmp_path)], 126, "is a directory"),
                                 (["python3", "missing.py"], 127, "missing.py")):
         with pytest.raises(CommandError, match=told) as caught:
-            check_command(command, "/usr/bin:/bin:" + str(Path(subprocess.sys.executable).parent))  # type: ignore
+            resolve_command(command, PATH)
         assert caught.value.code == code and "\n" not in str(caught.value)
+
+
+def test_an_executable_script_is_run_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").write_text("#!/usr/bin/env python3")
+    (tmp_path / "train.py").chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    assert resolve_command(["train.py", "--fast"], PATH) == ["./train.py", "--fast"]
+    assert resolve_command(["./train.py"], PATH) == ["./train.py"]
+    assert resolve_command(["sh", "-c", "true"], PATH) == ["sh", "-c", "true"]
+
+
+def table(*rows: tuple[int, int, int, str]) -> dict[int, Process]:
+    """Build a process table of (pid, parent, session, state); the group is the session."""
+    return {pid: Process(parent, session, session, state) for pid, parent, session, state in rows}
+
+
+def test_a_job_is_its_ranks_their_sessions_and_their_descendants() -> None:
+    processes = table((1, 0, 1, "S"), (10, 1, 10, "S"), (11, 10, 11, "S"),  # init, the launcher, the guardian
+                      (20, 10, 20, "Z"), (21, 1, 20, "S"),  # a rank that has ended, and an orphan of its session
+                      (30, 10, 30, "S"), (31, 30, 31, "S"), (32, 31, 31, "R"),  # a rank, a child with a session, its child
+                      (40, 1, 40, "S"), (41, 10, 10, "S"))  # strangers
+    assert members(processes, ranks={20, 30}) == {21, 30, 31, 32}
+
+
+def test_orphans_that_the_launcher_adopted_belong_to_the_job_but_not_its_own_children() -> None:
+    processes = table((10, 1, 10, "S"), (11, 10, 11, "S"), (12, 10, 10, "S"), (13, 12, 10, "S"),
+                      (50, 10, 50, "S"), (51, 50, 51, "S"), (52, 10, 52, "Z"))
+    assert members(processes, ranks=set(), adopter=10, spare={11, 12}) == {50, 51}
+
+
+def parsed(*arguments: str) -> JobSettings:
+    return job_settings(parser().parse_args(arguments), {"PATH": PATH, "OMP_NUM_THREADS": "1"})
+
+
+def test_the_command_line() -> None:
+    settings = parsed("-np", "3", "-H", "localhost:4", "--start-timeout", "9", "--stall-check-warning-time-seconds", "5",
+                      "--log-level", "debug", "--fusion-threshold-mb", "0", "--bind", "--no-prefix",
+                      "sh", "-c", "true", "-np", "7")
+    assert settings.worlds == [World(rank, 3, rank, 3) for rank in range(3)]
+    assert settings.command == ["sh", "-c", "true", "-np", "7"]  # what follows the command is the command's
+    assert settings.bind and not settings.prefix
+    assert settings.environment == {
+        "HVDLITE_START_TIMEOUT": "9", "HVDLITE_STALL_CHECK_TIME_SECONDS": "5", "HVDLITE_LOG_LEVEL": "debug",
+        "HVDLITE_FUSION_THRESHOLD": "0M"}
+
+
+def test_the_number_of_ranks_follows_from_the_slots() -> None:
+    assert len(parsed("-H", "localhost:4", "sh").worlds) == 4
+
+
+def test_every_knob_has_a_flag() -> None:
+    helped = parser().format_help()
+    for field in dataclasses.fields(Config):
+        assert f"--{field.name.replace('_', '-')} " in helped
