@@ -271,8 +271,7 @@ class _Job:
 
 
 def _write(name: str, text: str) -> None:
-    """Write to the launcher's own stream; neither a reader that has gone (`| head`) nor a character that it cannot show
-    ends the job."""
+    """Write to the launcher's own stream; a reader that has gone, or lacks a character, does not end the job."""
     stream = sys.stdout if name == "stdout" else sys.stderr
     try:
         stream.write(text.encode(stream.encoding, "replace").decode(stream.encoding))

@@ -170,8 +170,9 @@ def _ignore(number: int) -> Callable[[], object]:
 class Running:
     """An `hvdrun` in the background, started in the tests' environment."""
 
-    def __init__(self, *arguments: str, before: Callable[[], object] | None = None) -> None:
-        self.process = subprocess.Popen(_command(arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    def __init__(self, *arguments: str, before: Callable[[], object] | None = None, launcher: Sequence[str] = ()) -> None:
+        command = [*launcher, *arguments] if launcher else _command(arguments)
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                         env=_environment(), preexec_fn=before)
 
     def wait_for(self, text: str) -> str:
@@ -232,6 +233,17 @@ def test_stubborn_ranks_and_their_own_sessions_end_too(number: int) -> None:
     run.process.wait(30)
 
 
+ENDLESS_PATIENCE = "import sys, hvdlite_runner.cli, hvdlite_runner.job as job; job.INTERRUPT_PATIENCE = 1000.0; " \
+                   "sys.exit(hvdlite_runner.cli.main(sys.argv[1:]))"
+DEAF = """
+import signal, time
+signal.signal(signal.SIGINT, lambda number, frame: print("asked", flush=True))
+print("ready", flush=True)
+while True:
+    time.sleep(1000)
+"""
+
+
 def test_a_rank_that_hangs_after_anothers_death_is_ended() -> None:
     ended = hvdrun("-np", "2", PYTHON, "-c", "import os, time; os.environ['HVDLITE_RANK'] == '0' and os._exit(9); "
                    "time.sleep(1000)")
@@ -272,9 +284,11 @@ def _left_with(argument: str) -> list[int]:
 
 def _assert_gone(argument: str) -> None:
     deadline = time.monotonic() + 15
-    while _left_with(argument) and time.monotonic() < deadline:
+    while (left := _left_with(argument)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not _left_with(argument)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)  # a failed test leaves nothing either
+    assert not left
 
 
 def test_an_orphan_without_environment_ends_with_the_job(tmp_path: Path) -> None:
