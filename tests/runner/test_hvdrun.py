@@ -244,6 +244,16 @@ while True:
 """
 
 
+def test_a_second_interrupt_kills_at_once() -> None:
+    run = Running("-np", "1", PYTHON, "-c", DEAF, launcher=[PYTHON, "-c", ENDLESS_PATIENCE])
+    run.wait_for("ready")
+    run.process.send_signal(signal.SIGINT)
+    run.wait_for("asked")
+    run.process.send_signal(signal.SIGINT)
+    code, errors = run.end()
+    assert code == 130 and errors == "hvdrun: ended by SIGINT\n"
+
+
 def test_a_rank_that_hangs_after_anothers_death_is_ended() -> None:
     ended = hvdrun("-np", "2", PYTHON, "-c", "import os, time; os.environ['HVDLITE_RANK'] == '0' and os._exit(9); "
                    "time.sleep(1000)")
