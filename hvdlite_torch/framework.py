@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from typing import Any
 
+import numpy as np
 import torch
 
 from hvdlite.core.array import BFLOAT16, Array
 from hvdlite.core.errors import UnsupportedError
-from hvdlite.training.framework import Loan
+from hvdlite.training.framework import Loan, Shape
 from hvdlite_torch.compression import Compressor
 
 
@@ -42,22 +44,51 @@ def as_array(tensor: torch.Tensor, name: str) -> Array:
         raise UnsupportedError(f"'{name}': dtype {tensor.dtype} is not supported") from None
 
 
-class TorchGradients:
-    """Gradients of torch parameters, for `training.GradientReducer`."""
+@dataclasses.dataclass(slots=True, eq=False)
+class Seat:
+    """A tensor over a place in a bucket.
 
-    def __init__(self, compression: type[Compressor], sparse_as_dense: bool) -> None:
+    `home` never leaves this file; `view` is what parameters get as their gradient, so users can do anything to it.
+    """
+
+    home: torch.Tensor
+    view: torch.Tensor
+    address: int
+    context: Any  # what the compressor needs to undo its work; None when nothing is compressed
+
+    @classmethod
+    def over(cls, place: Array, context: Any) -> Seat:
+        """Return the seat over an array of any strides."""
+        home = torch.from_numpy(place.view(np.int16)).view(torch.bfloat16) if place.dtype == BFLOAT16 \
+            else torch.from_numpy(place)
+        return cls(home, home.detach(), home.data_ptr(), context)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether `tensor` is the view, unchanged."""
+        return tensor is self.view and tensor.data_ptr() == self.address and tensor.dtype is self.home.dtype
+
+
+class TorchGradients:
+    """Gradients of torch parameters, for `training.GradientReducer`.
+
+    Args:
+        as_view: whether reduced gradients are views of their buckets, where the compression allows it.
+    """
+
+    def __init__(self, compression: type[Compressor], sparse_as_dense: bool, as_view: bool = True) -> None:
         self._compression = compression
         self._sparse_as_dense = sparse_as_dense
+        self._as_view = as_view
 
     def has_gradient(self, parameter: torch.Tensor) -> bool:
         return parameter.grad is not None
 
+    def shape(self, parameter: torch.Tensor) -> Shape:
+        compressed, _ = self._compression.compress(parameter.detach().new_empty(0))
+        return Shape(_dtype_name(compressed.dtype), tuple(parameter.shape), _dense_strides(parameter))
+
     def lend(self, parameter: torch.Tensor) -> Loan[torch.Tensor]:
-        gradient = parameter.grad
-        assert gradient is not None
-        if gradient.layout is not torch.strided and self._sparse_as_dense:
-            gradient = parameter.grad = gradient.to_dense()
-        return self._loan(parameter, gradient.detach())
+        return self._loan(parameter, self._gradient(parameter).detach())
 
     def lend_empty(self, parameter: torch.Tensor) -> Loan[torch.Tensor]:
         return self._loan(parameter, torch.empty_like(parameter.detach()))
@@ -70,13 +101,67 @@ class TorchGradients:
         elif gradient.data_ptr() != result.data_ptr():
             gradient.detach().copy_(result)
 
+    def seat(self, parameter: torch.Tensor, place: Array) -> Seat:
+        return Seat.over(place, self._compression.compress(parameter.detach().new_empty(0))[1])
+
+    def fill(self, parameter: torch.Tensor, seat: Seat) -> bool:
+        gradient = parameter.grad
+        assert gradient is not None
+        if not seat.holds(gradient):
+            if gradient.layout is not torch.strided or gradient.device.type != "cpu":
+                gradient = contiguous(self._gradient(parameter), "gradient")
+            compressed, seat.context = self._compression.compress(gradient.detach())
+            if compressed.dtype is not seat.home.dtype or compressed.shape != seat.home.shape:
+                return False
+            seat.home.copy_(compressed)
+        parameter.grad = None
+        return True
+
+    def vacate(self, parameter: torch.Tensor, seat: Seat) -> None:
+        if parameter.grad is not None and seat.holds(parameter.grad):
+            parameter.grad = parameter.grad.clone()
+
+    def adopt(self, parameter: torch.Tensor, seat: Seat) -> None:
+        if seat.context is not None:
+            parameter.grad = self._compression.decompress(seat.home, seat.context)
+        elif not self._as_view:
+            parameter.grad = seat.home.clone()
+        else:
+            if not seat.holds(seat.view):  # somebody gave our view other memory
+                seat.view = seat.home.detach()
+            parameter.grad = seat.view
+
     def mark(self, parameter: torch.Tensor) -> Any:
         return None if parameter.grad is None else weakref.ref(parameter.grad)
 
     def is_marked(self, parameter: torch.Tensor, mark: Any) -> bool:
         return mark() is parameter.grad
 
+    def _gradient(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the parameter's gradient, densified for good when that is wanted."""
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.layout is not torch.strided and self._sparse_as_dense:
+            gradient = parameter.grad = gradient.to_dense()
+        return gradient
+
     def _loan(self, parameter: torch.Tensor, values: torch.Tensor) -> Loan[torch.Tensor]:
         compressed, context = self._compression.compress(values)
         lent = contiguous(compressed, "gradient")
         return Loan(parameter, as_array(lent, "gradient"), lent, context)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides of a tensor that fills its memory in another order than row-major, else ()."""
+    if tensor.is_contiguous() or tensor.layout is not torch.strided:
+        return ()
+    expected = 1
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length != 1 and stride != expected:
+            return ()
+        expected *= length
+    return tuple(tensor.stride())

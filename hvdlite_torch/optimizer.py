@@ -68,6 +68,8 @@ def DistributedOptimizer(
     if op is ReduceOp.ADASUM:
         raise UnsupportedError("op=Adasum is not implemented yet; use Average or Sum")
     _check_passes(backward_passes_per_step)
+    if gradient_predivide_factor <= 0:
+        raise ValueError(f"gradient_predivide_factor must be positive, not {gradient_predivide_factor}")
     if gradient_predivide_factor != 1.0 and op is not ReduceOp.AVERAGE:
         raise ValueError(f"gradient_predivide_factor={gradient_predivide_factor} needs op=Average, "
                          f"not {op.name.capitalize()}")
@@ -75,7 +77,7 @@ def DistributedOptimizer(
         raise ValueError("this optimizer is distributed already")
     names = _names(optimizer, named_parameters)
     reducer: GradientReducer[torch.Tensor] = GradientReducer(
-        runtime, TorchGradients(compression, sparse_as_dense), runtime.unnamed("torch", "optimizer"), op=ReduceOp(op),
+        runtime, TorchGradients(compression, sparse_as_dense, runtime.config.gradient_as_bucket_view), runtime.unnamed("torch", "optimizer"), op=ReduceOp(op),
         prescale=1.0 / gradient_predivide_factor, postscale=gradient_predivide_factor, passes=backward_passes_per_step)
     base = type(optimizer)
     optimizer.__class__ = type(base.__name__, (_Distributed, base), {"__module__": base.__module__})

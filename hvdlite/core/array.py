@@ -52,6 +52,21 @@ def check_reducible(name: str, op: ReduceOp, tensor: str) -> None:
                                "use Sum or Average")
 
 
+def identity(op: ReduceOp, dtype: np.dtype[np.generic]) -> Any:
+    """Return the value that changes nothing when `op` combines it with another, to the bit: -0.0 for sums of floats."""
+    kind = "f" if dtype == BFLOAT16 else dtype.kind
+    if op in (ReduceOp.SUM, ReduceOp.AVERAGE):
+        return {"f": -0.0, "c": complex(-0.0, -0.0)}.get(kind, 0)
+    if op is ReduceOp.PRODUCT:
+        return 1
+    if kind == "b":
+        return op is ReduceOp.MIN
+    if kind == "f":
+        return float("inf") if op is ReduceOp.MIN else float("-inf")
+    limits = np.iinfo(dtype)
+    return limits.max if op is ReduceOp.MIN else limits.min
+
+
 def accumulator_dtype(dtype: np.dtype[np.generic]) -> np.dtype[np.generic]:
     """Return the dtype in which values of `dtype` are summed: float32 for 16-bit floats, else `dtype` itself."""
     return np.dtype(np.float32) if dtype.name in ("float16", "bfloat16") else dtype

@@ -42,6 +42,20 @@ def _level(text: str) -> str:
     return name
 
 
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError("must be at least 1")
+    return value
+
+
+def _flag(text: str) -> bool:
+    value = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    if text.lower() not in value:
+        raise ValueError("must be 1 or 0 (or true, false, yes, no, on, off)")
+    return value[text.lower()]
+
+
 def _control(text: str) -> str:
     if text not in ("auto", "unix", "tcp"):
         raise ValueError("must be auto, unix or tcp")
@@ -59,6 +73,12 @@ class Config:
 
     fusion_threshold: int = knob(64 * MIB, _size, "largest fused response, in bytes; 0 turns fusion off",
                                  horovod="FUSION_THRESHOLD")
+    bucket_size: int = knob(25 * MIB, _size, "largest learned bucket of gradients, in bytes; 0 turns learning off")
+    bucket_edge: int = knob(1 * MIB, _size, "largest first and largest last bucket of a set of gradients, in bytes")
+    bucket_layouts: int = knob(64, _count, "sets of gradients whose buckets are remembered at a time",
+                               horovod="CACHE_CAPACITY")
+    gradient_as_bucket_view: bool = knob(True, _flag, "whether reduced gradients are views of their bucket's shared memory")
+    eager_limit: int = knob(8 * KIB, _size, "up to this many bytes a tensor travels inside its control message")
     shm_slot: int = knob(16 * MIB, _size, "staging memory of one rank in the shm plane, in bytes (two are used)")
     shm_chunk: int = knob(256 * KIB, _size, "bytes reduced per NumPy call in the shm plane (one GIL release each)")
     shm_direct: int = knob(128 * KIB, _size, "up to this many bytes every rank reduces everything: one barrier less")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.messages import Request
@@ -17,7 +17,8 @@ _COMMON: tuple[Aspect, ...] = (
 )
 _SPECIFIC: dict[Collective, tuple[Aspect, ...]] = {
     Collective.ALLREDUCE: (
-        ("shape", lambda request: list(request.shape)),
+        ("number of tensors in the group", lambda request: len(request.group)),
+        ("shape", lambda request: [] if request.group else list(request.shape)),  # members are compared one by one
         ("reduce op", lambda request: request.op.name.capitalize()),
         ("prescale_factor", lambda request: request.prescale),
         ("postscale_factor", lambda request: request.postscale),
@@ -41,18 +42,27 @@ def disagreement(requests: Mapping[int, Request]) -> str | None:
         requests: each rank's request for one name; not empty.
     """
     first = next(iter(requests.values()))
-    for what, value_of in (*_COMMON, *_SPECIFIC[first.collective]):
+    for what, value_of in (*_COMMON, *_SPECIFIC[first.collective], *_members(first, requests)):
         groups: dict[str, list[int]] = {}
         for rank in sorted(requests):
             groups.setdefault(str(value_of(requests[rank])), []).append(rank)
         if len(groups) > 1:
-            told = "; ".join(f"{_ranks(ranks)}: {value}" for value, ranks in groups.items())
+            told = "; ".join(f"{named_ranks(ranks)}: {value}" for value, ranks in groups.items())
             return (f"ranks disagree about the {what} of '{first.name}': {told}. Nothing was changed on any rank; "
                     "call it with the same value everywhere, or use different names")
     return None
 
 
-def _ranks(ranks: list[int]) -> str:
+def _members(first: Request, requests: Mapping[int, Request]) -> tuple[Aspect, ...]:
+    """Return the shape of the first member of a group that is not the same everywhere."""
+    for index, shape in enumerate(first.group):
+        if any(request.group[index:index + 1] != (shape,) for request in requests.values()):
+            return ((f"shape of tensor {index} of the group", lambda request: list(request.group[index])),)
+    return ()
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """Return "rank 3", or "ranks 0, 1, 5", at most eight."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")

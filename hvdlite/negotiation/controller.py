@@ -2,13 +2,48 @@
 
 Rules kept here
 - Decisions are applied in sequence; a gap or a repetition is an error, never skipped.
+- The bucket table changes only in `apply`.
 - A response to a name this rank has not submitted is ignored: it is a refusal for ranks that have (a rank that left).
 """
 
 from __future__ import annotations
 
+import dataclasses
+
 from hvdlite.core.errors import ProtocolError
-from hvdlite.negotiation.messages import Decision, FailureNotice, Report, Request, Response
+from hvdlite.negotiation.buckets import expand
+from hvdlite.negotiation.messages import (
+    Bucket,
+    BucketReady,
+    BucketRelease,
+    Closing,
+    Decision,
+    FailureNotice,
+    Key,
+    Layout,
+    Report,
+    Request,
+    Response,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Expanded:
+    """A bucket that this rank reported is answered member by member: its layout was evicted."""
+
+    bucket: int
+    requests: tuple[Request, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Evicted:
+    """A layout ends; no bucket of it is waited for any more."""
+
+    layout: Layout
+
+
+Instruction = Layout | BucketRelease | Expanded | Evicted | Response
+"""What a rank does: set up a learned layout, reduce a bucket, split one, give up a layout, or carry out a response."""
 
 
 class Controller:
@@ -18,19 +53,53 @@ class Controller:
         self.rank = rank
         self.epoch = epoch
         self.applied = 0
-        self.retired = 0
-        self._outgoing: list[Request] = []
-        self._unanswered: dict[str, Request] = {}
+        self._layouts: dict[int, Layout] = {}
+        self._buckets: dict[int, Bucket] = {}  # of the layouts in use
+        self._reported: dict[int, BucketReady] = {}  # buckets reported and not answered
+        self._unanswered: set[Key] = set()
+        self._requests: list[Request] = []  # not told yet; likewise below
+        self._ready: list[BucketReady] = []
+        self._stale: list[int] = []
+        self._closings: list[Closing] = []
         self._leaving = False
         self._failure: FailureNotice | None = None
         self._unsaid = False
 
     def submit(self, request: Request) -> None:
         """A tensor is ready here. Its name must not be unanswered (the runtime refuses that at the call)."""
-        assert request.name not in self._unanswered, f"'{request.name}' is still being processed"
-        self._unanswered[request.name] = request
-        self._outgoing.append(request)
+        assert request.key not in self._unanswered, f"'{request.name}' is still being processed"
+        self._unanswered.add(request.key)
+        self._requests.append(request)
         self._unsaid = True
+
+    def submit_bucket(self, bucket: Bucket, ready: BucketReady) -> Expanded | None:
+        """All members of a learned bucket are in their places here.
+
+        Return its members' requests when its layout has been evicted meanwhile; they are submitted by this call.
+        """
+        self._unsaid = True
+        if ready.bucket in self._buckets:
+            assert ready.bucket not in self._reported, f"bucket {ready.bucket} is still being processed"
+            self._reported[ready.bucket] = ready
+            self._ready.append(ready)
+            return None
+        requests = tuple(expand(bucket, ready))
+        for request in requests:
+            self.submit(request)
+        if ready.closes:
+            self.close(Closing(requests[0].label, ready.round))
+        return Expanded(ready.bucket, requests)
+
+    def close(self, closing: Closing) -> None:
+        """Everything that this rank has of a declared set's round is submitted."""
+        self._closings.append(closing)
+        self._unsaid = True
+
+    def abandon(self, layout: int) -> None:
+        """A layout does not describe this rank's set any more."""
+        if layout in self._layouts:
+            self._stale.append(layout)
+            self._unsaid = True
 
     def leave(self) -> None:
         """This rank will submit nothing more."""
@@ -45,12 +114,14 @@ class Controller:
         """Return what has not been told yet, or None."""
         if not self._unsaid:
             return None
-        report = Report(self.epoch, self.applied, self.retired, tuple(self._outgoing),
-                        leaving=self._leaving, failure=self._failure)
-        self._outgoing, self._unsaid = [], False
+        report = Report(self.epoch, self.applied, tuple(self._requests), tuple(self._ready), tuple(self._stale),
+                        tuple(self._closings), self._leaving, self._failure)
+        for said in (self._requests, self._ready, self._stale, self._closings):
+            said.clear()
+        self._unsaid = False
         return report
 
-    def apply(self, decision: Decision) -> list[Response]:
+    def apply(self, decision: Decision) -> list[Instruction]:
         """Return what to do, in order; every rank that submitted the same tensors gets the same list.
 
         Raises:
@@ -61,14 +132,47 @@ class Controller:
         if decision.sequence != self.applied + 1:
             raise ProtocolError(f"decision {decision.sequence} follows {self.applied}")
         self.applied = decision.sequence
-        concerning = []
+        instructions: list[Instruction] = []
+        for layout in decision.learned:
+            self._layouts[layout.layout] = layout
+            self._buckets.update((bucket.bucket, bucket) for bucket in layout.buckets)
+            instructions.append(layout)
+        for release in decision.released:
+            del self._reported[release.bucket]
+            instructions.append(release)
+        for number in decision.evicted:
+            instructions.extend(self._evict(number))
         for response in decision.responses:
-            if response.names[0] in self._unanswered:  # a fused response concerns all ranks or none
-                concerning.append(response)
-                for name in response.names:
-                    del self._unanswered[name]
-        return concerning
+            if (response.names[0], response.round) in self._unanswered:  # a fused response concerns all ranks or none
+                instructions.append(response)
+                self._unanswered.difference_update((name, response.round) for name in response.names)
+        return instructions
+
+    def bucket(self, number: int) -> Bucket:
+        """Return a bucket of a layout in use."""
+        return self._buckets[number]
 
     def unanswered(self) -> frozenset[str]:
-        """The names submitted and not answered yet."""
-        return frozenset(self._unanswered)
+        """The names submitted and not answered yet, those of reported buckets included."""
+        return frozenset(name for name, _ in self._unanswered).union(
+            *(self._buckets[number].response.names for number in self._reported))
+
+    def _evict(self, number: int) -> list[Instruction]:
+        layout = self._layouts.pop(number)
+        if number in self._stale:
+            self._stale.remove(number)
+        instructions: list[Instruction] = []
+        for bucket in layout.buckets:
+            del self._buckets[bucket.bucket]
+            ready = self._reported.pop(bucket.bucket, None)
+            if ready is None:
+                continue
+            requests = tuple(expand(bucket, ready))
+            self._unanswered.update(request.key for request in requests)
+            instructions.append(Expanded(bucket.bucket, requests))
+            if ready in self._ready:  # not told yet: nobody may name the bucket in a report that says it knows its end
+                self._ready.remove(ready)
+                self._requests.extend(requests)
+                if ready.closes:
+                    self.close(Closing(layout.label, ready.round))
+        return [*instructions, Evicted(layout)]

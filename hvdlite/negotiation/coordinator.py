@@ -6,17 +6,37 @@ Rules kept here
 - Decisions are numbered without gaps; nothing is decided while nothing was reported.
 - The first failure ends the job. It names its origin; failures that arrive later are consequences and are dropped.
 - A rank that left cannot report any more, so whatever still waits for it is answered with an error.
+- When every rank has closed a round of a declared set, a member that only some reported is refused: nobody else has it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterable, Sequence
 
+import msgspec
+
+from hvdlite.core.errors import ProtocolError
 from hvdlite.core.types import Collective
-from hvdlite.negotiation.agreement import disagreement
+from hvdlite.negotiation.agreement import disagreement, named_ranks
+from hvdlite.negotiation.buckets import BucketSizes, DeclaredSets
 from hvdlite.negotiation.fusion import fuse, payload_bytes, response_to
-from hvdlite.negotiation.messages import Decision, ErrorKind, FailureNotice, Report, Request, Response
+from hvdlite.negotiation.messages import (
+    BucketReady,
+    BucketRelease,
+    Closing,
+    Decision,
+    ErrorKind,
+    FailureNotice,
+    Layout,
+    Report,
+    Request,
+    Response,
+)
 from hvdlite.negotiation.readiness import ReadinessTable
+
+ReduceEagerly = Callable[[Response, Sequence[bytes]], bytes]
+"""Carry out an allreduce on the contributors' bytes, in ascending rank order, and return the result's."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,20 +53,43 @@ class Stall:
                 f"not yet by ranks {list(self.missing)}")
 
 
-class Coordinator:
-    """Collects the ranks' reports and decides what all of them do next."""
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """How a coordinator decides, where it has a choice; sizes in bytes.
 
-    def __init__(self, size: int, *, fusion_threshold: int, epoch: int = 0) -> None:
+    `fusion_threshold` bounds a fused response (0: no fusion), `bucket_sizes` and `layout_capacity` are those of
+    `DeclaredSets`.
+    """
+
+    fusion_threshold: int = 64 << 20
+    bucket_sizes: BucketSizes = BucketSizes(1 << 20, 25 << 20)
+    layout_capacity: int = 64
+
+
+class Coordinator:
+    """Collects the ranks' reports and decides what all of them do next.
+
+    Args:
+        reduce_eagerly: executes allreduces of the eager lane; None when no rank offers payloads.
+    """
+
+    def __init__(self, size: int, policy: Policy, reduce_eagerly: ReduceEagerly | None = None, *, epoch: int = 0) -> None:
         self.size = size
         self.epoch = epoch
-        self._threshold = fusion_threshold
+        self._policy = policy
+        self._reduce_eagerly = reduce_eagerly
         self._table = ReadinessTable(size)
+        self._sets = DeclaredSets(size, policy.bucket_sizes, policy.layout_capacity)
         self._sequence = 0
+        # What the next decision says:
+        self._learned: list[Layout] = []
+        self._released: list[BucketRelease] = []
+        self._evicted: list[int] = []
         self._ready: list[tuple[Response, int]] = []
         self._refused: list[Response] = []
-        self._leaving: list[int] = []  # accepted in the next decision
+        self._leaving: list[int] = []
         self._left: set[int] = set()
-        self._retired = dict.fromkeys(range(size), 0)
+        self._applied = [0] * size
         self._failure: FailureNotice | None = None
         self._failure_told = False
 
@@ -59,18 +102,24 @@ class Coordinator:
         """Take in what `rank` says; `now` is seconds on any monotonic clock."""
         if report.epoch != self.epoch:
             return
-        if report.buckets or report.flushes or report.stale:
-            self.fail(FailureNotice(rank, "ProtocolError", "names a bucket that was never learned"))
-            return
-        self._retired[rank] = max(self._retired[rank], report.retired)
+        self._note_applied(rank, report.applied)
         if report.failure is not None:
             self.fail(report.failure)
-        for request in report.requests:
-            self._take(rank, request, now)
+        try:
+            for layout in report.stale:
+                self._evict(layout, now)
+            for request in report.requests:
+                self._take(rank, request, now)
+            for ready in report.buckets:
+                self._take_bucket(rank, ready, now)
+            for closing in report.closings:
+                self._close(rank, closing)
+        except ProtocolError as error:
+            self.fail(FailureNotice(rank, "ProtocolError", str(error)))
         if report.leaving and rank not in self._left:
             self._left.add(rank)
             self._leaving.append(rank)
-            self._refuse_waiting()
+            self._refuse_waiting(now)
 
     def fail(self, failure: FailureNotice) -> None:
         """End the job for `failure`, unless it ends already."""
@@ -85,61 +134,140 @@ class Coordinator:
     def decide(self) -> Decision | None:
         """Return the next decision, or None when there is nothing to say."""
         failure = None if self._failure_told else self._failure
-        if not (self._ready or self._refused or self._leaving or failure):
+        if not (self._ready or self._released or self._refused or self._learned or self._evicted or self._leaving or failure):
             return None
         self._sequence += 1
-        responses = (*self._refused, *fuse(self._ready, self._threshold))
-        decision = Decision(self.epoch, self._sequence, min(self._retired.values()), responses,
-                            left=tuple(self._leaving), failure=failure)
-        self._ready, self._refused, self._leaving = [], [], []
+        responses = (*self._refused, *fuse(self._ready, self._policy.fusion_threshold)) if self._ready or self._refused else ()
+        decision = Decision(self.epoch, self._sequence, tuple(self._learned), tuple(self._released), tuple(self._evicted),
+                            responses, tuple(self._leaving), failure)
+        for said in (self._learned, self._released, self._evicted, self._ready, self._refused, self._leaving):
+            said.clear()
         self._failure_told = self._failure is not None
         return decision
 
     def stalls(self, now: float, after: float) -> list[Stall]:
         """Return the tensors that have waited at least `after` seconds and were not returned before."""
         found = []
-        for name, waiting in self._table.waiting().items():
-            if now - waiting.since >= after and not waiting.warned:
-                waiting.warned = True
-                missing = tuple(rank for rank in range(self.size) if rank not in waiting.requests)
-                found.append(Stall(name, now - waiting.since, tuple(sorted(waiting.requests)), missing))
+        everybody = range(self.size)
+        for (name, _), tensor in self._table.waiting().items():
+            if now - tensor.since >= after and not tensor.warned:
+                tensor.warned = True
+                found.append(_stall(name, now - tensor.since, tensor.requests, everybody))
+        for bucket in self._sets.waiting():
+            if now - bucket.since >= after and not bucket.warned:
+                bucket.warned = True
+                members = bucket.bucket.members
+                name = members[0].name + (f"' and {len(members) - 1} more of '{members[0].label}" if members[1:] else "")
+                found.append(_stall(name, now - bucket.since, bucket.ranks, everybody))
         return found
 
     def next_stall(self, after: float) -> float | None:
         """Return when `stalls` next has something to return, on the clock of `receive`; None when nothing waits."""
-        times = [waiting.since + after for waiting in self._table.waiting().values() if not waiting.warned]
+        times = [waiting.since + after for waiting in (*self._table.waiting().values(), *self._sets.waiting())
+                 if not waiting.warned]
         return min(times, default=None)
 
     def check_invariants(self) -> None:
         """Fail when the state contradicts the rules at the top of this file."""
         self._table.check_invariants()
-        assert not (self._left and self._table.waiting()), "a tensor waits for a rank that left"
+        self._sets.check_invariants()
+        assert not (self._left and (self._table.waiting() or self._sets.waiting())), "a tensor waits for a rank that left"
 
     def _take(self, rank: int, request: Request, now: float) -> None:
-        try:
-            requests = self._table.add(rank, request, now)
-        except ValueError as error:
-            self.fail(FailureNotice(rank, "ProtocolError", str(error)))
-            return
+        if request.label:
+            layout = self._sets.layout_of(request)
+            if layout is not None:
+                self._evict(layout, now)
+        requests = self._table.add(rank, request, now)
         if requests is None:
             if self._left:
-                self._refuse_waiting()
+                self._refuse_waiting(now)
             return
         problem = disagreement(requests)
         if problem is not None:
-            self._refused.append(_refusal(request, ErrorKind.MISMATCH, problem))
+            self._refuse(request, ErrorKind.MISMATCH, problem)
             return
-        self._ready.append((response_to(requests), payload_bytes(request)))
+        self._ready.append((self._answered(response_to(requests), requests), payload_bytes(request)))
+        if request.label:
+            self._sets.observe(request.label, requests)
 
-    def _refuse_waiting(self) -> None:
+    def _take_bucket(self, rank: int, ready: BucketReady, now: float) -> None:
+        release, expanded, label = self._sets.ready(rank, ready, now)
+        if release is not None:
+            self._released.append(release)
+        for request in expanded:
+            self._take(rank, request, now)
+        if ready.closes:
+            self._close(rank, Closing(label, ready.round))
+
+    def _close(self, rank: int, closing: Closing) -> None:
+        if not self._sets.close(rank, closing.label, closing.round):
+            return
+        for key, waiting in list(self._table.waiting().items()):
+            request = next(iter(waiting.requests.values()))
+            if request.label == closing.label and request.round <= closing.round:
+                self._refuse_unshared(request, self._table.take(key))
+        layout, evicted = self._sets.learn(closing.label, closing.round)
+        for number in evicted:
+            self._sets.evict(number, self._sequence + 1, spoilt=False)
+            self._evicted.append(number)
+        if layout is not None:
+            self._learned.append(layout)
+
+    def _evict(self, layout: int, now: float) -> None:
+        expanded = self._sets.evict(layout, self._sequence + 1)
+        if expanded is None:
+            return
+        self._evicted.append(layout)
+        for rank, request in expanded:
+            self._take(rank, request, now)
+
+    def _note_applied(self, rank: int, applied: int) -> None:
+        self._applied[rank] = max(self._applied[rank], applied)
+        if self._sets.has_tombstones:
+            self._sets.forget(min(self._applied))
+
+    def _answered(self, response: Response, requests: dict[int, Request]) -> Response:
+        """Attach the result when the ranks sent their tensors along (the eager lane)."""
+        result = None
+        if response.collective is Collective.BROADCAST:
+            result = requests[response.root_rank].payload
+        elif response.collective in (Collective.ALLREDUCE, Collective.ALLGATHER) and response.contributors:
+            payloads = [payload for rank in response.contributors if (payload := requests[rank].payload) is not None]
+            if len(payloads) == len(response.contributors):
+                gathers = response.collective is Collective.ALLGATHER
+                if not gathers and self._reduce_eagerly is None:
+                    return response
+                result = b"".join(payloads) if gathers else self._reduce_eagerly(response, payloads)  # type: ignore[misc]
+        return response if result is None else msgspec.structs.replace(response, result=result)
+
+    def _refuse(self, request: Request, kind: ErrorKind, text: str) -> None:
+        self._refused.append(Response(names=(request.name,), collective=request.collective, dtype=request.dtype,
+                                      round=request.round, error=kind, error_text=text))
+        if request.label:
+            self._sets.spoil(request.label)
+
+    def _refuse_unshared(self, request: Request, requests: dict[int, Request]) -> None:
+        """Answer a member of a declared set that some ranks do not have."""
+        missing = [rank for rank in range(self.size) if rank not in requests]
+        self._refuse(request, ErrorKind.MISMATCH, f"ranks disagree about the members of '{request.label}': "
+                     f"{named_ranks(sorted(requests))}: reduces '{request.name}' in round {request.round}; "
+                     f"{named_ranks(missing)}: does not have it. Give the optimizer the same parameters on all ranks "
+                     "(add_param_group and requires_grad too)")
+
+    def _refuse_waiting(self, now: float) -> None:
         """Answer what waits for a rank that left; ranks still to report it are answered when they do."""
+        for layout in self._sets.layouts():
+            self._evicted.append(layout)
+            for rank, request in self._sets.evict(layout, self._sequence + 1) or ():
+                self._table.add(rank, request, now)
         gone = ", ".join(map(str, sorted(self._left)))
         who = f"rank {gone}" if len(self._left) == 1 else f"ranks {gone}"
-        for name, requests in self._table.take_all().items():
+        for (name, _), requests in self._table.take_all().items():
             text = f"'{name}' needs all ranks, but {who} left the job normally (script ended, or shutdown() called)"
-            self._refused.append(_refusal(next(iter(requests.values())), ErrorKind.LEFT, text))
+            self._refuse(next(iter(requests.values())), ErrorKind.LEFT, text)
 
 
-def _refusal(request: Request, kind: ErrorKind, text: str) -> Response:
-    return Response(names=(request.name,), collective=Collective(request.collective), dtype=request.dtype,
-                    error=kind, error_text=text)
+def _stall(name: str, waited: float, submitted: Iterable[int], everybody: Iterable[int]) -> Stall:
+    present = frozenset(submitted)
+    return Stall(name, waited, tuple(sorted(present)), tuple(rank for rank in everybody if rank not in present))

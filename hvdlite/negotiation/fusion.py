@@ -20,7 +20,7 @@ def response_to(requests: Mapping[int, Request]) -> Response:
     gathered = first.collective is Collective.ALLGATHER
     return Response(
         names=(first.name,), collective=first.collective, dtype=first.dtype, op=first.op, root_rank=first.root_rank,
-        prescale=first.prescale, postscale=first.postscale, process_set=first.process_set,
+        prescale=first.prescale, postscale=first.postscale, process_set=first.process_set, round=first.round,
         contributors=tuple(sorted(rank for rank, request in requests.items() if not request.absent)),
         rows=tuple(requests[rank].shape[0] for rank in sorted(requests)) if gathered else (),
     )
@@ -36,7 +36,10 @@ def fuse(ready: Iterable[tuple[Response, int]], threshold: int) -> list[Response
     groups: list[list[Response]] = []
     open_groups: dict[tuple[object, ...], tuple[list[Response], int]] = {}
     for response, nbytes in ready:
-        key = _fusion_key(response)
+        if response.result is not None:  # it has travelled already
+            groups.append([response])
+            continue
+        key = fusion_key(response)
         group, filled = open_groups.get(key, ([], threshold))
         if response.collective not in FUSIBLE or not group or filled + nbytes > threshold:
             group, filled = [], 0
@@ -51,9 +54,10 @@ def payload_bytes(request: Request) -> int:
     return math.prod(request.shape) * SUPPORTED_DTYPES[request.dtype].itemsize
 
 
-def _fusion_key(response: Response) -> tuple[object, ...]:
+def fusion_key(response: Response) -> tuple[object, ...]:
+    """Return what must be equal for two responses to be executed as one."""
     return (response.collective, response.dtype, response.op, response.root_rank, response.prescale,
-            response.postscale, response.process_set, response.contributors)
+            response.postscale, response.process_set, response.round, response.contributors)
 
 
 def _merged(group: list[Response]) -> Response:

@@ -3,9 +3,9 @@
 A rank sends a `Report` when it has something to say; the coordinator answers with `Decision`s, which every rank applies
 in the same order. Everything that changes shared state travels in a decision.
 
-Fields marked "buckets" belong to learned buckets (PROTOCOL rules 2, 7, 9, 10). They travel from the first version so
-that learning needs no second protocol; until buckets are learned they are empty, and a coordinator that receives a
-bucket id it never gave out treats it as an error of the sender.
+A *declared set* is the gradients of one wrapped optimizer (or tape): every rank reports each of its members exactly once
+a *round*. A round in which they were reported one by one teaches the coordinator a *layout*: a fixed cut of the set into
+*buckets*. From then on a rank reports one id when all members of a bucket are ready; see `negotiation/buckets.py`.
 """
 
 from __future__ import annotations
@@ -18,17 +18,24 @@ from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import Collective, ReduceOp
 
 
+Key = tuple[str, int]
+"""A tensor's name, and the round of its declared set (0 when it belongs to none)."""
+
+
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Base of all messages: immutable, compact on the wire, validated when decoded."""
 
 
 class Request(Message, frozen=True):
-    """One tensor that is ready on one rank; everything but `absent` and `shape[0]` of a gather must agree."""
+    """One tensor, or one group of tensors, that is ready on one rank.
+
+    Every field must agree between ranks but `absent`, `strides`, `payload` and, for a gather, `shape[0]`.
+    """
 
     name: str
     collective: Collective
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of a group: the number of elements of all members
     op: ReduceOp = ReduceOp.SUM
     root_rank: int = -1
     prescale: float = 1.0
@@ -36,13 +43,32 @@ class Request(Message, frozen=True):
     process_set: int = GLOBAL_PROCESS_SET_ID
     device: str = "cpu"
     absent: bool = False  # this rank takes part but contributes nothing (a parameter without a gradient)
+    group: tuple[tuple[int, ...], ...] = ()  # shapes of the members of a group, which is answered as one
+    payload: bytes | None = None  # eager lane: an offer; the sender keeps its tensor
+    label: str = ""  # the declared set it belongs to, or ""
+    round: int = 0  # of that set, counted from 1
+    strides: tuple[int, ...] = ()  # how this rank lays a declared member out, in elements; () is row-major
+
+    @property
+    def key(self) -> Key:
+        """What must be equal for requests to meet: a rank that lacks a member may be a round ahead with it."""
+        return self.name, self.round
 
 
-class BucketRound(Message, frozen=True):
-    """One round of one learned bucket (buckets)."""
+class Closing(Message, frozen=True):
+    """This rank has reported every member that it has of a declared set in a round."""
+
+    label: str
+    round: int
+
+
+class BucketReady(Message, frozen=True):
+    """All members of a learned bucket are in their places on this rank."""
 
     bucket: int
-    round: int
+    round: int  # of the declared set, as in `Request`
+    missing: tuple[int, ...] = ()  # indices of members without a gradient here; their places hold the op's identity
+    closes: bool = False  # it was the set's last bucket of the round on this rank
 
 
 class FailureNotice(Message, frozen=True):
@@ -59,11 +85,10 @@ class Report(Message, frozen=True):
 
     epoch: int  # membership epoch; a report of another epoch is dropped
     applied: int  # the last decision this rank has applied
-    retired: int  # the last decision whose shared memory this rank has finished reading
     requests: tuple[Request, ...] = ()
-    buckets: tuple[BucketRound, ...] = ()  # buckets whose members are all ready here
-    flushes: tuple[BucketRound, ...] = ()  # somebody here waits for a member of an unreported bucket (buckets)
-    stale: tuple[int, ...] = ()  # buckets of which a member changed here (buckets)
+    buckets: tuple[BucketReady, ...] = ()
+    stale: tuple[int, ...] = ()  # layouts that no longer describe this rank's set
+    closings: tuple[Closing, ...] = ()  # after the requests
     leaving: bool = False  # this rank will submit nothing more
     failure: FailureNotice | None = None
 
@@ -87,20 +112,48 @@ class Response(Message, frozen=True):
     prescale: float = 1.0
     postscale: float = 1.0
     process_set: int = GLOBAL_PROCESS_SET_ID
+    round: int = 0  # as in the requests; equal for all tensors of one response
     contributors: tuple[int, ...] = ()  # ascending; a rank not listed is skipped by the reduction
     rows: tuple[int, ...] = ()  # allgather: first dimension on each rank
     error: ErrorKind = ErrorKind.NONE
     error_text: str = ""
+    result: bytes | None = None  # eager lane: the result itself
+
+
+class Bucket(Message, frozen=True):
+    """Members of a declared set that travel together, and where each lies in the bucket."""
+
+    bucket: int  # never used again, even after eviction
+    members: tuple[Request, ...]  # as they were agreed on: equal on all ranks
+    offsets: tuple[int, ...]  # in elements
+    elements: int  # of the whole bucket, padding included
+    response: Response  # what its release means
+
+
+class Layout(Message, frozen=True):
+    """A declared set's cut into buckets."""
+
+    layout: int  # never used again
+    label: str
+    first_round: int  # the set's first round that is reported by bucket
+    buckets: tuple[Bucket, ...]
+
+
+class BucketRelease(Message, frozen=True):
+    """All ranks reported a bucket: reduce it."""
+
+    bucket: int
+    nobody: tuple[int, ...] = ()  # members to which no rank contributed; they keep what they have
 
 
 class Decision(Message, frozen=True):
-    """What the coordinator orders; all ranks apply the same decisions in the same order."""
+    """What the coordinator orders; all ranks apply the same decisions in the same order, and each from top to bottom."""
 
     epoch: int
     sequence: int  # 1, 2, 3, ...: a gap is a lost decision, which ends the job
-    retired: int  # every rank has finished reading the shared memory of decisions up to this one
+    learned: tuple[Layout, ...] = ()
+    released: tuple[BucketRelease, ...] = ()
+    evicted: tuple[int, ...] = ()  # layouts that end here; what was reported of them is answered member by member
     responses: tuple[Response, ...] = ()
-    broken: tuple[BucketRound, ...] = ()  # rounds to be completed tensor by tensor (buckets)
-    evicted: tuple[int, ...] = ()  # buckets that no longer exist (buckets)
     left: tuple[int, ...] = ()  # ranks whose leaving is hereby accepted
     failure: FailureNotice | None = None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from hvdlite.negotiation.messages import Request
+from hvdlite.core.errors import ProtocolError
+from hvdlite.negotiation.messages import Key, Request
 
 
 @dataclasses.dataclass
@@ -17,38 +18,42 @@ class Waiting:
 
 
 class ReadinessTable:
-    """Collects requests by name until every rank of a world of `size` has sent its own."""
+    """Collects requests by key until every rank of a world of `size` has sent its own."""
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._waiting: dict[str, Waiting] = {}
+        self._waiting: dict[Key, Waiting] = {}
 
     def add(self, rank: int, request: Request, now: float) -> dict[int, Request] | None:
         """Record one rank's request; return all ranks' requests when it was the last one.
 
         Raises:
-            ValueError: when `rank` reports a name again before it was answered.
+            ProtocolError: when `rank` reports a name again before it was answered.
         """
-        waiting = self._waiting.setdefault(request.name, Waiting(now, {}))
+        waiting = self._waiting.setdefault(request.key, Waiting(now, {}))
         if rank in waiting.requests:
-            raise ValueError(f"rank {rank} reported '{request.name}' twice before it was answered")
+            raise ProtocolError(f"reported '{request.name}' twice before it was answered")
         waiting.requests[rank] = request
         if len(waiting.requests) < self._size:
             return None
-        return self._waiting.pop(request.name).requests
+        return self._waiting.pop(request.key).requests
 
-    def take_all(self) -> dict[str, dict[int, Request]]:
+    def take(self, key: Key) -> dict[int, Request]:
+        """Remove and return what waits under a key."""
+        return self._waiting.pop(key).requests
+
+    def take_all(self) -> dict[Key, dict[int, Request]]:
         """Remove and return everything that waits."""
-        taken = {name: waiting.requests for name, waiting in self._waiting.items()}
+        taken = {key: waiting.requests for key, waiting in self._waiting.items()}
         self._waiting.clear()
         return taken
 
-    def waiting(self) -> dict[str, Waiting]:
+    def waiting(self) -> dict[Key, Waiting]:
         """Return the incomplete tensors, oldest first; for reading and for marking as warned."""
         return self._waiting
 
     def check_invariants(self) -> None:
         """Fail when the table holds a complete or an empty entry."""
-        for name, waiting in self._waiting.items():
-            assert 0 < len(waiting.requests) < self._size, (name, waiting)
-            assert all(request.name == name for request in waiting.requests.values()), name
+        for key, waiting in self._waiting.items():
+            assert 0 < len(waiting.requests) < self._size, (key, waiting)
+            assert all(request.key == key for request in waiting.requests.values()), key

@@ -38,9 +38,10 @@ class Reduction:
         self._scratch = np.empty((2, self.chunk), np.float32) if self._wide else np.empty((0, 0), np.float32)
 
     def place(self, source: Array, out: Array) -> None:
-        """Copy `source` to `out` (flat, same length), multiplied by the prescale factor."""
+        """Copy `source` to `out` (flat, same length, possibly the same memory), multiplied by the prescale factor."""
         if self._prescale == 1.0:
-            np.copyto(out, source)
+            if out is not source:
+                np.copyto(out, source)
         else:
             self._scaled(source, self._prescale, out)
 

@@ -10,7 +10,10 @@ import numpy as np
 from hvdlite.core.array import SUPPORTED_DTYPES, Array
 from hvdlite.core.types import Collective
 from hvdlite.planes.arithmetic import Reduction
-from hvdlite.planes.base import Plan, WaitUntil
+from hvdlite.planes.base import FusionBuffer, Plan, WaitUntil
+
+
+ALIGNMENT = 64
 
 
 class Table:
@@ -54,6 +57,11 @@ class LoopbackPlane:
         with table.lock:
             table.laid.pop(number, None)
             table.done.pop(number, None)
+
+    def fusion_buffer(self, nbytes: int) -> FusionBuffer:
+        room = np.zeros(nbytes + ALIGNMENT, np.uint8)
+        begin = -room.ctypes.data % ALIGNMENT
+        return FusionBuffer(room[begin:begin + nbytes])
 
     def close(self) -> None:
         pass

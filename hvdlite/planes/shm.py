@@ -8,6 +8,9 @@ One piece (at most a slot) of an allreduce, on every rank:
     barrier
     collect   copy the other slices' results from their owners' slots
 
+A bucket of a fusion buffer lies in shared memory already, on every rank: the decision that releases it was the first
+barrier, every rank reduces its slice and writes the result into all ranks' slots, and one barrier ends it.
+
 A small piece is published whole and reduced by everybody: no second barrier, and no result in shared memory.
 
 Rules (PROTOCOL rules 2, 11)
@@ -27,7 +30,7 @@ from hvdlite.core.array import SUPPORTED_DTYPES, Array
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.messages import Response
 from hvdlite.planes.arithmetic import Reduction
-from hvdlite.planes.base import Plan, WaitUntil
+from hvdlite.planes.base import FusionBuffer, Part, Plan, WaitUntil
 
 ALIGNMENT = 64
 """Bytes; slices begin at multiples of it, so two owners never write one cache line."""
@@ -40,6 +43,8 @@ class StagingMemory(Protocol):
     arrivals: Array
 
     def staging(self, rank: int, region: int) -> Array: ...
+
+    def window(self, nbytes: int) -> list[Array]: ...
 
     def reserve(self, region: int, nbytes: int) -> None: ...
 
@@ -67,6 +72,8 @@ class ShmPlane:
 
     def execute(self, plan: Plan, wait_until: WaitUntil) -> None:
         match plan.response.collective:
+            case Collective.ALLREDUCE if plan.part is not None:
+                self._allreduce_in_place(plan.part, plan.response, wait_until)
             case Collective.ALLREDUCE:
                 self._allreduce(plan, wait_until)
             case Collective.BROADCAST:
@@ -76,8 +83,26 @@ class ShmPlane:
             case Collective.BARRIER:
                 pass  # that all ranks reported it is the barrier
 
+    def fusion_buffer(self, nbytes: int) -> FusionBuffer:
+        slots = self._memory.window(nbytes)
+        return FusionBuffer(slots[self._rank], tuple(slots))
+
     def close(self) -> None:
         self._memory.close()
+
+    def _allreduce_in_place(self, part: Part, response: Response, wait_until: WaitUntil) -> None:
+        dtype = SUPPORTED_DTYPES[response.dtype]
+        reduction = Reduction(response, dtype, self._size, self._chunk // dtype.itemsize)
+        slots = [slot[part.begin:part.end].view(dtype) for slot in part.buffer.slots]
+        begin, end = slice_bounds(0, slots[0].size, self._size, dtype)[self._rank:self._rank + 2]
+        for start in range(begin, end, reduction.chunk):
+            pieces = [slot[start:min(start + reduction.chunk, end)] for slot in slots]
+            for piece in pieces:
+                reduction.place(piece, piece)
+            reduction.combine(pieces, pieces[0])
+            for piece in pieces[1:]:
+                np.copyto(piece, pieces[0])
+        self.barrier(wait_until)
 
     def _allreduce(self, plan: Plan, wait_until: WaitUntil) -> None:
         response = plan.response
@@ -182,7 +207,7 @@ class _Piece:
 
     def reduce_slices(self, sources: Concatenation | None, outputs: Concatenation, wait_until: WaitUntil) -> None:
         """Let every rank reduce the slice it owns, and collect the other slices' results."""
-        bounds = self._bounds()
+        bounds = slice_bounds(self.low, self.high, self._plane.size, self._reduction.dtype)
         begin, end = bounds[self._plane.rank], bounds[self._plane.rank + 1]
         if sources is not None:
             self._publish(sources, self.low, begin)
@@ -198,12 +223,6 @@ class _Piece:
                 for start, stop, part in outputs.parts(bounds[owner], bounds[owner + 1], self.high - self.low):
                     np.copyto(part, self._staged(owner, start, stop))
 
-    def _bounds(self) -> list[int]:
-        """Return where the ranks' slices begin, and where the last one ends."""
-        step = ALIGNMENT // self._reduction.dtype.itemsize
-        share = -(-(self.high - self.low) // (self._plane.size * step)) * step
-        return [min(self.low + rank * share, self.high) for rank in range(self._plane.size + 1)]
-
     def _publish(self, sources: Concatenation, low: int, high: int) -> None:
         for start, stop, part in sources.parts(low, high, self._reduction.chunk):
             self._reduction.place(part, self._staged(self._plane.rank, start, stop))
@@ -217,6 +236,13 @@ class _Piece:
 
     def _staged(self, rank: int, start: int, stop: int) -> Array:
         return self._slots[rank][start - self.low:stop - self.low]
+
+
+def slice_bounds(low: int, high: int, size: int, dtype: np.dtype[np.generic]) -> list[int]:
+    """Return where the ranks' slices of elements low..high begin, and where the last one ends."""
+    step = ALIGNMENT // dtype.itemsize
+    share = -(-(high - low) // (size * step)) * step
+    return [min(low + rank * share, high) for rank in range(size + 1)]
 
 
 class Concatenation:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -21,8 +22,10 @@ from hvdlite.core.config import Config
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.world import World
 from hvdlite.memory.shared import SharedMemory, anonymous_file
-from hvdlite.negotiation.coordinator import Coordinator
+from hvdlite.negotiation.buckets import BucketSizes
+from hvdlite.negotiation.coordinator import Coordinator, Policy
 from hvdlite.planes.base import Plane
+from hvdlite.planes.eager import reduce_payloads
 from hvdlite.planes.loopback import LoopbackPlane, Table
 from hvdlite.planes.shm import ShmPlane
 from hvdlite.runtime.runtime import Runtime
@@ -32,7 +35,10 @@ PlaneWrapper = Callable[[int, Plane], Plane]
 
 def coordinator_for(world: World, config: Config) -> Coordinator | None:
     """Return the coordinator on rank 0, None elsewhere."""
-    return Coordinator(world.size, fusion_threshold=config.fusion_threshold) if world.rank == 0 else None
+    if world.rank != 0:
+        return None
+    policy = Policy(config.fusion_threshold, BucketSizes(config.bucket_edge, config.bucket_size), config.bucket_layouts)
+    return Coordinator(world.size, policy, functools.partial(reduce_payloads, size=world.size))
 
 
 def assemble_threads(size: int, config: Config, wrap: PlaneWrapper = lambda rank, plane: plane) -> list[Runtime]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -18,29 +18,37 @@ from hvdlite.runtime.handle import Handle
 
 
 class Entry:
-    """A tensor between its call and its completion."""
+    """A tensor, or a group of them, between its call and its completion."""
 
-    __slots__ = ("_abandoned", "_shaped", "handle", "output", "request", "source")
+    __slots__ = ("_abandoned", "_result", "handle", "outputs", "request", "sources")
 
-    def __init__(self, request: Request, source: Array | None, output: Array | None) -> None:
+    def __init__(self, request: Request, sources: Sequence[Array | None], outputs: Sequence[Array],
+                 result: Array | Sequence[Array] | None = None) -> None:
         self.request = request
-        self.source = None if source is None else flat(source)
-        self.output = None if output is None else flat(output)
-        self._shaped = output  # what the handle returns
+        self.sources = [None if source is None else flat(source) for source in sources]
+        self.outputs: list[Array | None] = [flat(output) for output in outputs]
+        self._result = result  # what the handle returns
         self.handle = Handle(request.name)
         self._abandoned = False
 
     def prepare(self, response: Response) -> None:
         """Allocate an output whose size only the response tells."""
         if response.collective is Collective.ALLGATHER:
-            assert self.source is not None
-            self._shaped = np.empty((sum(response.rows), *self.request.shape[1:]), self.source.dtype)
-            self.output = flat(self._shaped)
+            (source,) = self.sources
+            assert source is not None
+            gathered = np.empty((sum(response.rows), *self.request.shape[1:]), source.dtype)
+            self._result, self.outputs = gathered, [flat(gathered)]
+
+    def deliver(self, result: bytes) -> None:
+        """Take a result that came with the decision."""
+        (output,) = self.outputs
+        assert output is not None
+        np.copyto(output.view(np.uint8), np.frombuffer(result, np.uint8))
 
     def complete(self, response: Response) -> None:
         """Hand the result to whoever waits."""
         if not self._abandoned:
-            self.handle._complete(self._shaped, response.contributors)
+            self.handle._complete(self._result, response.contributors)
 
     def fail(self, error: Exception) -> None:
         """Hand an error to whoever waits."""
@@ -62,7 +70,8 @@ class Calls:
 
     world: World
 
-    def __init__(self) -> None:
+    def __init__(self, eager_limit: int) -> None:
+        self._eager_limit = eager_limit
         self._counters: defaultdict[tuple[str, str], Iterator[int]] = defaultdict(itertools.count)
         self._counters_lock = threading.Lock()
 
@@ -91,16 +100,30 @@ class Calls:
             DuplicateNameError: when `name` is still being processed on this rank.
         """
         op = ReduceOp(op)
-        dtype = _checked(name, output)
-        check_reducible(dtype, op, f"'{name}'")
-        if source is not None and (source.shape != output.shape or source.dtype != output.dtype):
-            raise UnsupportedError(f"'{name}': source is {source.dtype}{list(source.shape)}, "
-                                   f"output {output.dtype}{list(output.shape)}; they must be equal")
-        if source is not None:
-            _checked(name, source)
+        dtype = reducible(name, source, output, op)
         request = Request(name, Collective.ALLREDUCE, dtype, output.shape, op, prescale=float(prescale),
-                          postscale=float(postscale), absent=source is None)
-        return self._submit(Entry(request, source, output))
+                          postscale=float(postscale), absent=source is None, payload=self._payload(source))
+        return self._submit(Entry(request, [source], [output], output))
+
+    def grouped_allreduce(self, name: str, sources: Sequence[Array], outputs: Sequence[Array], op: ReduceOp, *,
+                          prescale: float = 1.0, postscale: float = 1.0) -> Handle:
+        """Like `allreduce`, of several arrays of one dtype that are negotiated and answered as one; the result is `outputs`.
+
+        Args:
+            sources: not empty; the same number of arrays, of the same shapes, on all ranks.
+
+        Raises:
+            UnsupportedError: like `allreduce`, and for arrays of different dtypes.
+        """
+        op = ReduceOp(op)
+        dtypes = {reducible(f"{name}.{index}", source, output, op)
+                  for index, (source, output) in enumerate(zip(sources, outputs, strict=True))}
+        if len(dtypes) != 1:
+            raise UnsupportedError(f"'{name}': the arrays of one group must have one dtype, not {sorted(dtypes) or 'none'}")
+        request = Request(name, Collective.ALLREDUCE, dtypes.pop(), (sum(output.size for output in outputs),), op,
+                          prescale=float(prescale), postscale=float(postscale),
+                          group=tuple(output.shape for output in outputs))
+        return self._submit(Entry(request, sources, outputs, outputs))
 
     def broadcast(self, name: str, array: Array, root_rank: int) -> Handle:
         """Overwrite `array` on every rank with rank `root_rank`'s.
@@ -112,8 +135,9 @@ class Calls:
         dtype = _checked(name, array)
         if not 0 <= root_rank < self.world.size:
             raise UnsupportedError(f"'{name}': root_rank {root_rank} is not a rank of this job (0..{self.world.size - 1})")
-        request = Request(name, Collective.BROADCAST, dtype, array.shape, root_rank=root_rank)
-        return self._submit(Entry(request, array, array))
+        request = Request(name, Collective.BROADCAST, dtype, array.shape, root_rank=root_rank,
+                          payload=self._payload(array) if self.world.rank == root_rank else None)
+        return self._submit(Entry(request, [array], [array], array))
 
     def allgather(self, name: str, array: Array) -> Handle:
         """Concatenate all ranks' arrays along the first dimension, in rank order, into a new array.
@@ -129,11 +153,33 @@ class Calls:
         if array.ndim == 0:
             raise UnsupportedError(f"'{name}': allgather concatenates along the first dimension, and a scalar has none; "
                                    "pass an array of shape (1,)")
-        return self._submit(Entry(Request(name, Collective.ALLGATHER, dtype, array.shape), array, None))
+        request = Request(name, Collective.ALLGATHER, dtype, array.shape, payload=self._payload(array))
+        return self._submit(Entry(request, [array], []))
 
     def barrier(self, name: str) -> Handle:
         """Complete when every rank has made this call."""
-        return self._submit(Entry(Request(name, Collective.BARRIER, "uint8", (0,)), None, None))
+        return self._submit(Entry(Request(name, Collective.BARRIER, "uint8", (0,)), [], []))
+
+    def _payload(self, array: Array | None) -> bytes | None:
+        """Return what a tensor offers to the eager lane: its bytes, if they are few."""
+        if array is None or array.nbytes > self._eager_limit:
+            return None
+        return array.tobytes()
+
+
+def reducible(name: str, source: Array | None, output: Array, op: ReduceOp) -> str:
+    """Return the dtype's name of arrays that can be reduced with `op`, or raise `UnsupportedError`.
+
+    `source` must be of `output`'s shape and dtype; None stands for a rank that contributes nothing.
+    """
+    dtype = _checked(name, output)
+    check_reducible(dtype, op, f"'{name}'")
+    if source is None or source is output:
+        return dtype
+    if source.shape != output.shape or source.dtype != output.dtype:
+        raise UnsupportedError(f"'{name}': source is {source.dtype}{list(source.shape)}, "
+                               f"output {output.dtype}{list(output.shape)}; they must be equal")
+    return _checked(name, source)
 
 
 def _checked(name: str, array: Array) -> str:

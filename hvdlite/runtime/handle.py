@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-
-from hvdlite.core.array import Array
+from typing import Any
 
 
 class Handle:
@@ -20,7 +19,7 @@ class Handle:
     def __init__(self, name: str) -> None:
         self.name = name
         self.contributors: tuple[int, ...] = ()
-        self._result: Array | None = None
+        self._result: Any = None
         self._error: Exception | None = None
         self._done = False
         self._lock = threading.Lock()  # held until completion: the cheapest thing a thread can sleep on
@@ -30,8 +29,8 @@ class Handle:
         """Return whether `wait` would return (or raise) at once."""
         return self._done
 
-    def wait(self, timeout: float | None = None) -> Array | None:
-        """Block until the collective is complete and return its result (None for a barrier).
+    def wait(self, timeout: float | None = None) -> Any:
+        """Block until the collective is complete and return its result: an array, a group's list of arrays, None for a barrier.
 
         May be called again, and returns the same.
 
@@ -47,7 +46,7 @@ class Handle:
             raise self._error.with_traceback(None)
         return self._result
 
-    def _complete(self, result: Array | None, contributors: tuple[int, ...]) -> None:
+    def _complete(self, result: Any, contributors: tuple[int, ...]) -> None:
         self._result, self.contributors, self._done = result, contributors, True
         self._lock.release()
 

@@ -1,8 +1,9 @@
 """One rank's runtime: user threads hand tensors in, one background thread negotiates and moves them.
 
 Theory of operation
-- A call makes an `_Entry`, appends it to the inbox and rings this rank's bell if the thread may be asleep. It never
+- A call makes an `Entry`, appends it to the inbox and rings this rank's bell if the thread may be asleep. It never
   blocks and takes one lock, which guards the set of names in use.
+- A full bucket of a declared set takes the same way, as one `BucketEntry`; user threads fill it without asking anybody.
 - The thread turns the inbox into a report, takes in what others say, and executes decisions strictly in order.
 - Its only places to block are `ControlPlane.wait`, from the loop or, through `_wait_until`, from within a plane. Both
   take in messages and send reports, so a barrier neither delays the next report nor misses a death.
@@ -12,6 +13,7 @@ Theory of operation
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import threading
@@ -21,6 +23,7 @@ from collections.abc import Callable
 from typing import Final
 
 from hvdlite.control.base import ControlPlane, DecisionReceived, Event, PeerLost, ReportReceived
+from hvdlite.core.array import Array
 from hvdlite.core.config import Config
 from hvdlite.core.errors import (
     DuplicateNameError,
@@ -32,22 +35,44 @@ from hvdlite.core.errors import (
     PeerLeftError,
     PeerLostError,
 )
+from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.core.world import World
-from hvdlite.negotiation.controller import Controller
+from hvdlite.negotiation.controller import Controller, Evicted, Expanded, Instruction
 from hvdlite.negotiation.coordinator import Coordinator
-from hvdlite.negotiation.messages import Decision, ErrorKind, FailureNotice, Report, Response
+from hvdlite.negotiation.messages import (
+    BucketReady,
+    BucketRelease,
+    Closing,
+    Decision,
+    ErrorKind,
+    FailureNotice,
+    Layout,
+    Report,
+    Request,
+    Response,
+)
 from hvdlite.planes.base import Plan, Plane
-from hvdlite.runtime.calls import Calls, Entry
+from hvdlite.runtime.buckets import BucketEntry, BucketHandle, LearnedBucket, LearnedLayout, buffer_bytes
+from hvdlite.runtime.calls import Calls, Entry, reducible
 from hvdlite.runtime.handle import Handle
 
 _log = logging.getLogger("hvdlite")
 
 FLUSH_SECONDS: Final = 2.0
+EAGER_TRAFFIC: Final = 1 << 20
+"""Bytes that one eager tensor may bring to rank 0 over all ranks."""
 _SHUT_DOWN = "hvdlite was shut down on this rank before the collective was complete"
 
 
 class _Ended(Exception):
     """Unwinds the runtime thread once the job has failed; the reason is kept by the runtime."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Abandonment:
+    """A layout that does not describe this rank's set any more."""
+
+    layout: int
 
 
 class Runtime(Calls):
@@ -60,16 +85,18 @@ class Runtime(Calls):
 
     def __init__(self, world: World, config: Config, control: ControlPlane, plane: Plane,
                  coordinator: Coordinator | None, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__()
+        super().__init__(min(config.eager_limit, EAGER_TRAFFIC // world.size))
         self.world = world
         self.config = config
         self._control, self._plane, self._coordinator = control, plane, coordinator
         self._clock = clock
         self._controller = Controller(world.rank)
-        self._inbox: deque[Entry] = deque()
+        self._inbox: deque[Entry | BucketEntry | Closing | _Abandonment] = deque()
         self._names: set[str] = set()
         self._names_lock = threading.Lock()
         self._entries: dict[str, Entry] = {}  # runtime thread only: handed in and not completed
+        self._buckets: dict[int, BucketEntry] = {}  # likewise
+        self._layouts: dict[str, LearnedLayout] = {}  # by set; changed by the runtime thread only
         self._decisions: deque[Decision] = deque()  # received and not applied
         self._plans = 0
         self._awake = True  # False only around a blocking wait; see _submit
@@ -132,28 +159,70 @@ class Runtime(Calls):
         self._control.forget()
         self._plane.close()
 
+    # --- declared sets ---------------------------------------------------------------------------------------------
+
+    def declare(self, name: str, source: Array | None, output: Array, op: ReduceOp, label: str, number: int, *,
+                prescale: float = 1.0, postscale: float = 1.0, strides: tuple[int, ...] = ()) -> Handle:
+        """Like `allreduce`, of a member of declared set `label` in its round `number` (from 1), before its layout is learned.
+
+        Args:
+            strides: in elements; how `output` lies in the framework's memory. () is row-major.
+        """
+        request = Request(name, Collective.ALLREDUCE, reducible(name, source, output, op), output.shape, op,
+                          prescale=float(prescale), postscale=float(postscale), absent=source is None, label=label,
+                          round=number, strides=strides)
+        return self._submit(Entry(request, [source], [output], output))
+
+    def layout(self, label: str, number: int) -> LearnedLayout | None:
+        """Return the layout by which round `number` of a set is to be reported; None: member by member."""
+        learned = self._layouts.get(label)
+        return None if learned is None or number < learned.layout.first_round else learned
+
+    def submit_bucket(self, bucket: LearnedBucket, ready: BucketReady) -> BucketHandle:
+        """Every place of a learned bucket is filled. Its memory must not be touched until the handle is done."""
+        self._check_usable(bucket.definition.members[0].name)
+        entry = BucketEntry(bucket, ready)
+        self._hand_in(entry)
+        return entry.handle
+
+    def close_round(self, label: str, number: int) -> None:
+        """All members of a set's round are submitted by this rank; not needed when a bucket said so."""
+        self._hand_in(Closing(label, number))
+
+    def abandon(self, layout: Layout) -> None:
+        """A layout does not describe this rank's set any more: end it on all ranks."""
+        self._hand_in(_Abandonment(layout.layout))
+
+    # --- handing in ------------------------------------------------------------------------------------------------
+
     def _submit(self, entry: Entry) -> Handle:
-        if self.in_child:
-            raise ForkedProcessError(f"'{entry.request.name}': this process (pid {os.getpid()}) was forked from rank "
-                                     f"{self.world.rank} (pid {self._pid}); collectives belong to the rank itself. "
-                                     "Start workers with the spawn method if they must call init()")
-        if self._failure is not None:
-            raise self._failure.with_traceback(None)
-        if self._leaving:
-            raise NotInitializedError(f"'{entry.request.name}': hvdlite has been shut down; call init() again")
         name = entry.request.name
+        self._check_usable(name)
         with self._names_lock:
             if name in self._names:
                 raise DuplicateNameError(f"'{name}' is still being processed on rank {self.world.rank}; wait for its handle "
                                          "first, or use another name")
             self._names.add(name)
-        self._inbox.append(entry)
+        self._hand_in(entry)
+        return entry.handle
+
+    def _check_usable(self, name: str) -> None:
+        if self.in_child:
+            raise ForkedProcessError(f"'{name}': this process (pid {os.getpid()}) was forked from rank "
+                                     f"{self.world.rank} (pid {self._pid}); collectives belong to the rank itself. "
+                                     "Start workers with the spawn method if they must call init()")
+        if self._failure is not None:
+            raise self._failure.with_traceback(None)
+        if self._leaving:
+            raise NotInitializedError(f"'{name}': hvdlite has been shut down; call init() again")
+
+    def _hand_in(self, item: Entry | BucketEntry | Closing | _Abandonment) -> None:
+        self._inbox.append(item)
         # The thread clears _awake, then looks into the inbox, then sleeps: whoever sees it awake has been seen.
         if not self._awake:
             self._control.wake()
         if self._ended.is_set():
-            self._fail_inbox()  # the thread ended between the checks above and the append
-        return entry.handle
+            self._fail_inbox()  # the thread ended between the caller's check and the append
 
     # --- the background thread -------------------------------------------------------------------------------------
 
@@ -199,17 +268,34 @@ class Runtime(Calls):
         if self._own_failure is not None:
             self._give_up(self._own_failure)
         while self._inbox:
-            entry = self._inbox.popleft()
-            self._entries[entry.request.name] = entry
-            self._controller.submit(entry.request)
+            self._take_over(self._inbox.popleft())
         if self._leaving and not self._told_leaving:
             self._told_leaving = True
             self._controller.leave()
-            for entry in self._entries.values():
+            for entry in (*self._entries.values(), *self._buckets.values()):
                 entry.abandon(HorovodInternalError(_SHUT_DOWN))
         report = self._controller.report()
         if report is not None:
             self._tell(report)
+
+    def _take_over(self, item: Entry | BucketEntry | Closing | _Abandonment) -> None:
+        match item:
+            case Entry(request=request):
+                self._entries[request.name] = item
+                self._controller.submit(request)
+            case BucketEntry(bucket=bucket, ready=ready):
+                self._buckets[ready.bucket] = item
+                expanded = self._controller.submit_bucket(bucket.definition, ready)
+                if expanded is not None:
+                    self._split(expanded)
+            case Closing():
+                self._controller.close(item)
+            case _Abandonment(layout):
+                self._controller.abandon(layout)
+
+    def _split(self, expanded: Expanded) -> None:
+        for entry in self._buckets.pop(expanded.bucket).split(expanded):
+            self._entries[entry.request.name] = entry
 
     def _tell(self, report: Report) -> None:
         if self._coordinator is not None:
@@ -257,11 +343,43 @@ class Runtime(Calls):
         self._decisions.append(decision)
 
     def _apply(self, decision: Decision) -> None:
-        for response in self._controller.apply(decision):
-            self._perform(response)
-        self._controller.retired = decision.sequence
+        for instruction in self._controller.apply(decision):
+            self._follow(instruction)
         if self.world.rank in decision.left:
             self._left = True
+
+    def _follow(self, instruction: Instruction) -> None:
+        match instruction:
+            case Response():
+                self._perform(instruction)
+            case BucketRelease():
+                self._reduce_bucket(instruction)
+            case Layout():
+                self._learn(instruction)
+            case Expanded():
+                self._split(instruction)
+            case Evicted(layout):
+                learned = self._layouts.get(layout.label)
+                if learned is not None and learned.layout.layout == layout.layout:
+                    del self._layouts[layout.label]
+
+    def _learn(self, layout: Layout) -> None:
+        try:
+            buffer = self._plane.fusion_buffer(buffer_bytes(layout))
+        except MemoryError as error:
+            _log.warning("rank %d: '%s' goes on without learned buckets: %s", self.world.rank, layout.label, error)
+            self._controller.abandon(layout.layout)
+            return
+        self._layouts[layout.label] = LearnedLayout(layout, buffer)
+
+    def _reduce_bucket(self, release: BucketRelease) -> None:
+        entry = self._buckets[release.bucket]
+        memory = [entry.bucket.memory]
+        self._plans += 1
+        plan = Plan(self._plans, entry.bucket.definition.response, memory, memory, entry.bucket.part)
+        self._plane.execute(plan, self._wait_until)
+        del self._buckets[release.bucket]
+        entry.complete(release.nobody)
 
     def _perform(self, response: Response) -> None:
         entries = [self._entries[name] for name in response.names]
@@ -271,9 +389,12 @@ class Runtime(Calls):
             return
         for entry in entries:
             entry.prepare(response)
-        self._plans += 1
-        plan = Plan(self._plans, response, [entry.source for entry in entries], [entry.output for entry in entries])
-        self._plane.execute(plan, self._wait_until)
+        if response.result is not None:
+            entries[0].deliver(response.result)
+        elif response.collective is not Collective.BARRIER:  # that all ranks reported it is the barrier
+            self._plans += 1
+            self._plane.execute(Plan(self._plans, response, [source for entry in entries for source in entry.sources],
+                                     [output for entry in entries for output in entry.outputs]), self._wait_until)
         for entry in entries:
             self._release(entry).complete(response)
 
@@ -322,6 +443,8 @@ class Runtime(Calls):
         self._control.flush(FLUSH_SECONDS)
         for entry in list(self._entries.values()):
             self._release(entry).abandon(self._last_word())
+        for bucket in self._buckets.values():
+            bucket.abandon(self._last_word())
         self._control.close()
         self._plane.close()
         self._ended.set()
@@ -331,10 +454,11 @@ class Runtime(Calls):
         """Fail what nobody will take out of the inbox any more; callable from any thread."""
         while True:
             try:
-                entry = self._inbox.popleft()
+                item = self._inbox.popleft()
             except IndexError:
                 return
-            entry.abandon(self._last_word())
+            if isinstance(item, (Entry, BucketEntry)):
+                item.abandon(self._last_word())
 
     def _last_word(self) -> HorovodInternalError:
         return self._failure or HorovodInternalError(_SHUT_DOWN)

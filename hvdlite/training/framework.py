@@ -12,7 +12,7 @@ Parameter = TypeVar("Parameter")
 
 @dataclasses.dataclass
 class Loan(Generic[Parameter]):
-    """Memory in which a parameter's gradient is reduced.
+    """Memory in which a parameter's gradient is reduced by itself.
 
     `array` is C-contiguous; `tensor` is the framework's tensor over it (the gradient itself, or a compressed or
     contiguous copy); `context` is what the compressor needs to undo its work.
@@ -24,11 +24,26 @@ class Loan(Generic[Parameter]):
     context: Any = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """How a parameter's gradient travels."""
+
+    dtype: str  # on the wire, as the runtime names it
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] = ()  # in elements; () is row-major
+
+
 class Framework(Protocol[Parameter]):
-    """Gradients of one framework, as memory."""
+    """Gradients of one framework, as memory.
+
+    A *seat* is the framework's tensor over a place in a learned bucket, made by `seat` and kept by the reducer.
+    """
 
     def has_gradient(self, parameter: Parameter) -> bool:
         """Return whether the parameter has a gradient."""
+
+    def shape(self, parameter: Parameter) -> Shape:
+        """Return how the parameter's gradient travels now."""
 
     def lend(self, parameter: Parameter) -> Loan[Parameter]:
         """Return memory that holds the parameter's gradient, ready to be reduced in place."""
@@ -38,6 +53,21 @@ class Framework(Protocol[Parameter]):
 
     def give_back(self, loan: Loan[Parameter]) -> None:
         """Make the reduced values the parameter's gradient."""
+
+    def seat(self, parameter: Parameter, place: Array) -> Any:
+        """Return a seat over `place`, which has the shape, dtype and strides of `shape(parameter)`."""
+
+    def fill(self, parameter: Parameter, seat: Any) -> bool:
+        """Copy the gradient into its seat, unless it lies there already; False when it does not fit any more.
+
+        Afterwards the framework does not write to the seat through the parameter until `adopt`.
+        """
+
+    def vacate(self, parameter: Parameter, seat: Any) -> None:
+        """When the parameter's gradient lies in its seat, move it out."""
+
+    def adopt(self, parameter: Parameter, seat: Any) -> None:
+        """Make what lies in the seat the parameter's gradient."""
 
     def mark(self, parameter: Parameter) -> Any:
         """Return something that identifies the current gradient without keeping it alive."""

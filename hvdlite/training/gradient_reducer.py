@@ -1,13 +1,15 @@
 """When gradients are reduced: the policy behind every `DistributedOptimizer`.
 
-A *set* is the parameters of one wrapped optimizer. A *round* reduces each of them once. Rules (PROTOCOL rule 8)
+A *declared set* is the parameters of one wrapped optimizer. A *round* reduces each of them once. Rules (PROTOCOL rules 7, 8)
 - A gradient is handed over by its hook, as soon as it has been accumulated `passes` times: communication overlaps the
   rest of the backward pass.
-- A round ends at the end of the outermost backward pass: what was not handed over is reported *absent*, and the results
-  are waited for. So whatever reads gradients afterwards (clipping, unscaling, `step`) sees reduced values.
-- Every rank takes part in every round. A rank that steps without a backward pass takes part with everything absent.
+- A round ends at the end of the outermost backward pass: what was not handed over is *missing*, and the results are
+  waited for. So whatever reads gradients afterwards (clipping, unscaling, `step`) sees reduced values.
+- Every rank takes part in every round. A rank that steps without a backward pass takes part with everything missing.
 - A parameter to which nobody contributed keeps what it has (None): momentum and weight decay do not move it.
 - Accumulating onto a reduced gradient would count it twice, so that is an error, unless the gradient was cleared.
+- Until its set is learned, a gradient goes by itself, in memory lent by the framework. Afterwards it goes into its place of
+  a bucket (`training/bucket_round.py`).
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from hvdlite.core.errors import HvdliteError
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.handle import Handle
 from hvdlite.runtime.runtime import Runtime
+from hvdlite.training.bucket_round import BucketRound, Seating
 from hvdlite.training.framework import Framework, Loan, Parameter
 
 
@@ -28,7 +31,7 @@ class GradientOrderError(HvdliteError, AssertionError):
     """Raised when a gradient is computed again although its round is over or under way (Horovod: AssertionError)."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True, eq=False)
 class _Member(Generic[Parameter]):
     """One parameter of the set."""
 
@@ -36,7 +39,8 @@ class _Member(Generic[Parameter]):
     name: str
     passes_left: int
     touched: bool = False  # accumulated into since its last round
-    handle: Handle | None = None  # invariant: set together with `loan`, exactly while its reduction is under way
+    given: bool = False  # handed over in the current round
+    handle: Handle | None = None  # invariant: set together with `loan`, exactly while it is reduced by itself
     loan: Loan[Parameter] | None = None
     mark: Any = None  # identifies the reduced gradient until it is cleared or stepped with
 
@@ -60,13 +64,19 @@ class GradientReducer(Generic[Parameter]):
         self._label = label
         self._op, self._prescale, self._postscale = op, prescale, postscale
         self._members: dict[int, _Member[Parameter]] = {}  # by identity: framework tensors compare elementwise
-        self._rounds = 0  # since the last step
+        self._seating: Seating[Parameter] | None = None  # for the layout last learned
+        self._buckets: BucketRound[Parameter] | None = None  # the current round's, if it goes by buckets
+        self._number = 0  # of the current round
+        self._under_way = False
+        self._alone = False  # whether a member of the current round goes by itself
+        self._rounds = 0  # ended since the last step
         self._passes_done = 0  # backward passes since the last round
         self._suspended = False
+        self._touched = False  # some member was, since the last round
         self.passes = passes
 
     def add(self, parameter: Parameter, name: str) -> None:
-        """Take a parameter into the set; the same ones in the same order on all ranks."""
+        """Take a parameter into the set; the same ones on all ranks."""
         self._members[id(parameter)] = _Member(parameter, f"gradient.{self._label}.{name}", self.passes)
 
     def hand_over(self, parameter: Parameter) -> None:
@@ -76,20 +86,21 @@ class GradientReducer(Generic[Parameter]):
             GradientOrderError: when it was computed more often than `passes` times before the step.
         """
         member = self._members[id(parameter)]
-        if member.handle is not None or (member.mark is not None
-                                         and self._framework.is_marked(parameter, member.mark)):
+        if member.given or (member.mark is not None and self._framework.is_marked(parameter, member.mark)):
             raise GradientOrderError(
                 f"'{member.name}' was computed more than backward_passes_per_step={self.passes} times before "
                 "optimizer.step() or zero_grad(): its gradient is already reduced, and adding to it would count the other "
                 "ranks twice. Raise backward_passes_per_step, use optimizer.no_sync() for all but the last backward pass, "
                 "or add the losses before one backward()")
         member.mark = None
-        member.touched = True
+        member.touched = self._touched = True
         if self._suspended:
             return
         member.passes_left -= 1
         if member.passes_left <= 0:
-            self._enqueue(member)
+            if not self._under_way:
+                self._begin_round()
+            self._give(member)
 
     def end_backward(self) -> bool:
         """The outermost backward pass is over; return whether the round has ended and is to be waited for.
@@ -110,34 +121,29 @@ class GradientReducer(Generic[Parameter]):
         self._close_round()
         self.wait()
 
-    def _close_round(self) -> None:
-        """Hand over or report absent whatever has not been handed over."""
-        for member in self._members.values():
-            if member.handle is None:
-                self._enqueue(member)
-        self._rounds += 1
-        self._passes_done = 0
-
     def wait(self) -> None:
         """Wait until every gradient of the closed round is final.
 
         Raises:
             HorovodInternalError: when a reduction failed; all others are completed first, and the next round can start.
         """
-        first_error: Exception | None = None
+        errors: list[HvdliteError] = []
+        reduced = self._buckets.wait(errors) if self._buckets is not None else ()
+        self._buckets = None
+        for parameter in reduced:
+            self._members[id(parameter)].mark = self._framework.mark(parameter)
         for member in self._members.values():
-            try:
-                if member.handle is not None:
-                    self._complete(member)
-            except HvdliteError as error:
-                first_error = first_error or error
-        if first_error is not None:
-            raise first_error
+            if member.handle is not None:
+                self._complete(member, errors)
+            member.given = member.touched = False
+            member.passes_left = self.passes
+        self._touched = self._under_way = False
+        if errors:
+            raise errors[0]
 
     def finish_if_due(self) -> None:
         """Before a step: end a round that is under way, and take part in one if there was none."""
-        if self._rounds == 0 or any(member.handle is not None or (member.touched and not self._suspended)
-                                    for member in self._members.values()):
+        if self._rounds == 0 or self._under_way or (self._touched and not self._suspended):
             self.finish()
 
     def stepped(self) -> None:
@@ -147,12 +153,13 @@ class GradientReducer(Generic[Parameter]):
 
     def cleared(self) -> None:
         """The gradients were cleared: what was computed so far does not count."""
-        if any(member.handle is not None for member in self._members.values()):
+        if self._under_way:
             self.finish()
         for member in self._members.values():
             member.mark = None
             member.touched = False
             member.passes_left = self.passes
+        self._touched = False
         self._passes_done = 0
 
     def set_passes(self, passes: int) -> None:
@@ -169,20 +176,63 @@ class GradientReducer(Generic[Parameter]):
         finally:
             self._suspended = before
 
-    def _enqueue(self, member: _Member[Parameter]) -> None:
+    def _begin_round(self) -> None:
+        self._under_way = True
+        self._alone = False
+        self._number += 1
+        learned = self._runtime.layout(self._label, self._number)
+        if learned is None:
+            self._seating = None
+            return
+        if self._seating is None or self._seating.learned is not learned:
+            self._seating = Seating.of(learned, self._framework,
+                                       {member.name: member.parameter for member in self._members.values()})
+        if self._seating is None:
+            self._runtime.abandon(learned.layout)
+        else:
+            self._buckets = BucketRound(self._runtime, self._framework, self._seating, self._number)
+
+    def _close_round(self) -> None:
+        """Hand over, or report as missing, whatever has not been handed over."""
+        if not self._under_way:
+            self._begin_round()
+        for member in self._members.values():
+            if not member.given:
+                self._give(member)
+        if self._alone or self._buckets is None:
+            self._runtime.close_round(self._label, self._number)
+        self._rounds += 1
+        self._passes_done = 0
+
+    def _give(self, member: _Member[Parameter]) -> None:
         present = member.touched and self._framework.has_gradient(member.parameter)
+        if self._buckets is not None:
+            alone = self._buckets.give(member.parameter, present)
+            self._alone = self._alone or bool(alone)
+            for parameter, has_gradient in alone:
+                self._declare(self._members[id(parameter)], has_gradient)
+        else:
+            self._alone = True
+            self._declare(member, present)
+        member.given = True
+
+    def _declare(self, member: _Member[Parameter], present: bool) -> None:
+        """Let a member go by itself."""
         loan = self._framework.lend(member.parameter) if present else self._framework.lend_empty(member.parameter)
-        member.handle = self._runtime.allreduce(member.name, loan.array if present else None, loan.array, self._op,
-                                                prescale=self._prescale, postscale=self._postscale)
+        member.handle = self._runtime.declare(
+            member.name, loan.array if present else None, loan.array, self._op, self._label, self._number,
+            prescale=self._prescale, postscale=self._postscale, strides=self._framework.shape(member.parameter).strides)
         member.loan = loan
 
-    def _complete(self, member: _Member[Parameter]) -> None:
+    def _complete(self, member: _Member[Parameter], errors: list[HvdliteError]) -> None:
         handle, loan = member.handle, member.loan
         member.handle = member.loan = None
-        member.touched = False
-        member.passes_left = self.passes
         assert handle is not None and loan is not None
-        handle.wait()
+        try:
+            handle.wait()
+        except HvdliteError as error:
+            errors.append(error)
+            return
         if handle.contributors:
             self._framework.give_back(loan)
             member.mark = self._framework.mark(member.parameter)

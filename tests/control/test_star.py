@@ -23,11 +23,11 @@ def pair() -> tuple[StarControl, Connection]:
 
 def test_a_last_word_is_heard_although_the_connection_is_found_broken_by_sending() -> None:
     control, far = pair()
-    control.send_report(Report(0, 0, 0))  # never read by rank 0, so its close resets the connection
-    last_word = Decision(0, 1, 0, failure=FailureNotice(2, "lost", "killed"))
+    control.send_report(Report(0, 0))  # never read by rank 0, so its close resets the connection
+    last_word = Decision(0, 1, failure=FailureNotice(2, "lost", "killed"))
     far.send(last_word)
     far.socket.close()
-    control.send_report(Report(0, 0, 0))
+    control.send_report(Report(0, 0))
     assert control.wait(1.0)[0] == DecisionReceived(last_word)
     control.close()
 
@@ -42,7 +42,7 @@ def test_the_end_of_rank_0_is_seen_at_once() -> None:
 
 def test_a_message_out_of_place_is_a_fault_of_its_sender() -> None:
     control, far = pair()
-    far.send(Report(0, 0, 0))  # only rank 0 receives reports
+    far.send(Report(0, 0))  # only rank 0 receives reports
     (event,) = control.wait(5.0)
     assert isinstance(event, PeerLost) and "out of place" in event.reason
     control.close()
@@ -53,8 +53,8 @@ def test_a_forked_childs_copy_can_be_forgotten_without_ending_the_connection() -
     control, far = pair()
     copy = Connection(control._connections[0].socket.dup())
     copy.forget()
-    far.send(Decision(0, 1, 0))
-    assert control.wait(5.0) == [DecisionReceived(Decision(0, 1, 0))]
+    far.send(Decision(0, 1))
+    assert control.wait(5.0) == [DecisionReceived(Decision(0, 1))]
     control.close()
     control.close()
     far.close()

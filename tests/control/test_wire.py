@@ -55,9 +55,9 @@ def keyed(left: socket.socket, right: socket.socket, right_key: bytes = KEY) -> 
 
 
 MESSAGES: list[Message] = [
-    Report(3, 7, 5, (Request("x", Collective.ALLREDUCE, "float32", (2, 3)),), leaving=True,
+    Report(3, 7, (Request("x", Collective.ALLREDUCE, "float32", (2, 3)),), leaving=True,
            failure=FailureNotice(1, "ValueError", "text", "traceback")),
-    Decision(0, 1, 0, (Response(("a", "b"), Collective.ALLGATHER, "int8", rows=(1, 2)),), left=(1,)),
+    Decision(0, 1, responses=(Response(("a", "b"), Collective.ALLGATHER, "int8", rows=(1, 2)),), left=(1,)),
     Heartbeat(), Welcome((1, 2), ("a", "b")),
 ]
 

@@ -63,6 +63,7 @@ def test_handles_groups_and_names() -> None:
         pending = hvd.allreduce_async_(torch.ones(1), name=f"only.{rank}")
         if rank == 0:
             raises(ValueError, "still being processed", lambda: hvd.allreduce_async_(torch.ones(1), name="only.0"))
+        hvd.barrier()
         hvd.synchronize(hvd.allreduce_async(torch.ones(1), name=f"only.{1 - rank}"))
         hvd.synchronize(pending)
         with warnings.catch_warnings(record=True) as caught:

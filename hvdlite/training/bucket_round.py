@@ -1,0 +1,151 @@
+"""One round of a declared set whose buckets are learned: gradients go into their places, full buckets go to the runtime.
+
+A bucket is FILLING until its last member is given, then REPORTED and RUNNING until its handle is done (PROTOCOL rule 7).
+What a gradient costs here is a copy and a count: no lock, no message. The count is an `itertools.count`, whose `next` is
+one uninterrupted step, so hooks may come from several autograd threads.
+
+When a gradient does not fit its place any more, its bucket is broken: what lies in places becomes the parameters' own
+gradients again, every member goes by itself, and the layout is abandoned on all ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Generic
+
+from hvdlite.core.errors import HvdliteError
+from hvdlite.negotiation.messages import BucketReady
+from hvdlite.runtime.buckets import BucketHandle, LearnedBucket, LearnedLayout
+from hvdlite.runtime.runtime import Runtime
+from hvdlite.training.framework import Framework, Parameter
+
+Alone = list[tuple[Parameter, bool]]
+"""Members that go by themselves, and whether this rank has a gradient for them."""
+
+
+class Seating(Generic[Parameter]):
+    """Which parameter sits where in a learned layout; lasts as long as the layout.
+
+    Attributes:
+        where: by a parameter's identity: its bucket's index, its index in the bucket, and its seat.
+        members: by bucket: the parameters and their seats, in order.
+    """
+
+    def __init__(self, learned: LearnedLayout, framework: Framework[Parameter],
+                 parameters: Mapping[str, Parameter]) -> None:
+        self.learned = learned
+        self.where: dict[int, tuple[int, int, Any]] = {}
+        self.members: list[list[tuple[Parameter, Any]]] = []
+        for bucket_index, bucket in enumerate(learned.buckets):
+            seated = []
+            for index, member in enumerate(bucket.definition.members):
+                parameter = parameters[member.name]
+                seat = framework.seat(parameter, bucket.logical(index))
+                seated.append((parameter, seat))
+                self.where[id(parameter)] = (bucket_index, index, seat)
+            self.members.append(seated)
+
+    @classmethod
+    def of(cls, learned: LearnedLayout, framework: Framework[Parameter],
+           parameters: Mapping[str, Parameter]) -> Seating[Parameter] | None:
+        """Return the seating, or None when the layout does not describe these parameters."""
+        members = {member.name: member for bucket in learned.buckets for member in bucket.definition.members}
+        if members.keys() != parameters.keys():
+            return None
+        for name, member in members.items():
+            now = framework.shape(parameters[name])
+            if (now.dtype, now.shape) != (member.dtype, member.shape):
+                return None
+        return cls(learned, framework, parameters)
+
+
+class _Filling:
+    """One bucket in one round."""
+
+    __slots__ = ("broken", "bucket", "count", "handle", "missing", "present", "size")
+
+    def __init__(self, bucket: LearnedBucket) -> None:
+        self.bucket = bucket
+        self.size = len(bucket.definition.members)
+        self.count = itertools.count(1)
+        self.present: list[int] = []  # members that lie in their places
+        self.missing: list[int] = []
+        self.broken = False
+        self.handle: BucketHandle | None = None
+
+
+class BucketRound(Generic[Parameter]):
+    """Fills the buckets of one round."""
+
+    def __init__(self, runtime: Runtime, framework: Framework[Parameter], seating: Seating[Parameter], number: int) -> None:
+        self._runtime, self._framework, self._seating, self._number = runtime, framework, seating, number
+        self._fillings = [_Filling(bucket) for bucket in seating.learned.buckets]
+        self._reported = itertools.count(1)
+
+    def give(self, parameter: Parameter, present: bool) -> Alone[Parameter]:
+        """Put a gradient into its place, or note that there is none; return what has to go by itself instead."""
+        bucket_index, index, seat = self._seating.where[id(parameter)]
+        filling = self._fillings[bucket_index]
+        if filling.broken:
+            return [(parameter, present)]
+        if not present:
+            self._framework.vacate(parameter, seat)
+            filling.missing.append(index)
+        elif self._framework.fill(parameter, seat):
+            filling.present.append(index)
+        else:
+            return [*self._break(bucket_index), (parameter, present)]
+        if next(filling.count) == filling.size:
+            self._report(filling)
+        return []
+
+    def wait(self, errors: list[HvdliteError]) -> Iterator[Parameter]:
+        """Wait for every bucket; yield the parameters whose gradients are now the reduced ones, and collect errors."""
+        for filling, members in zip(self._fillings, self._seating.members, strict=True):
+            if filling.handle is None:
+                continue
+            try:
+                filling.handle.wait()
+            except HvdliteError as error:
+                errors.append(error)
+                continue
+            for index in self._reduced(filling, errors):
+                parameter, seat = members[index]
+                self._framework.adopt(parameter, seat)
+                yield parameter
+
+    def _report(self, filling: _Filling) -> None:
+        for index in filling.missing:
+            filling.bucket.neutralise(index)
+        closes = next(self._reported) == len(self._fillings)
+        filling.handle = self._runtime.submit_bucket(
+            filling.bucket,
+            BucketReady(filling.bucket.definition.bucket, self._number, tuple(sorted(filling.missing)), closes))
+
+    def _break(self, bucket_index: int) -> Alone[Parameter]:
+        filling, members = self._fillings[bucket_index], self._seating.members[bucket_index]
+        filling.broken = True
+        self._runtime.abandon(self._seating.learned.layout)
+        for index in filling.present:
+            self._framework.adopt(*members[index])
+        return [*((members[index][0], True) for index in filling.present),
+                *((members[index][0], False) for index in filling.missing)]
+
+    def _reduced(self, filling: _Filling, errors: list[HvdliteError]) -> Iterable[int]:
+        """Yield the members of a finished bucket that somebody contributed to."""
+        assert filling.handle is not None
+        if not filling.handle.parts:
+            nobody = filling.handle.nobody
+            yield from (index for index in range(filling.size) if index not in nobody)
+            return
+        for index, part in enumerate(filling.handle.parts):
+            try:
+                result = part.wait()
+            except HvdliteError as error:
+                errors.append(error)
+                continue
+            if part.contributors:
+                filling.bucket.settle(index, result)
+                yield index
+

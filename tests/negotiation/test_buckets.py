@@ -1,0 +1,322 @@
+"""Learned buckets without memory: declared sets that change, lack members, go stale and lose ranks, in any interleaving."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvdlite.core.types import Collective
+from hvdlite.negotiation.buckets import BucketSizes, cut
+from hvdlite.negotiation.controller import Evicted, Expanded, Instruction
+from hvdlite.negotiation.messages import (
+    BucketReady,
+    BucketRelease,
+    Closing,
+    ErrorKind,
+    Layout,
+    Request,
+    Response,
+)
+from tests.negotiation.simulation import Simulation
+
+LABEL = "set"
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """What one rank brings to one round: its members' lengths, and those without a gradient."""
+
+    members: Mapping[str, int]
+    missing: frozenset[str] = frozenset()
+
+
+class Reducer:
+    """One rank's half of a declared set, as `training/gradient_reducer.py` plays it, on a bare controller."""
+
+    def __init__(self, simulation: Simulation, rank: int, rounds: list[Round], rng: random.Random) -> None:
+        self.simulation, self.rank, self.rng = simulation, rank, rng
+        self.controller = simulation.controllers[rank]
+        self.rounds = rounds
+        self.number = 0
+        self.to_give: list[str] | None = None  # None: between rounds
+        self.layout: Layout | None = None
+        self.current: Layout | None = None  # what the round goes by
+        self.filled: dict[int, list[str]] = {}
+        self.broken: set[int] = set()
+        self.alone = False
+        self.waiting: set[str] = set()
+        self.answers: list[dict[str, tuple[ErrorKind, tuple[int, ...]]]] = []
+        self.by_bucket = 0
+
+    @property
+    def over(self) -> bool:
+        return self.number == len(self.rounds) and self.to_give is None
+
+    def act(self) -> None:
+        """Do one thing, if there is one to do."""
+        if self.to_give is None and self.number < len(self.rounds):
+            self._begin()
+        elif self.to_give:
+            self._give(self.to_give.pop())
+        elif self.to_give == []:
+            if self.alone:
+                self.controller.close(Closing(LABEL, self.number))
+                self.alone = False
+            if not self.waiting:
+                self.to_give = None
+
+    def follow(self, instruction: Instruction) -> None:
+        match instruction:
+            case Layout():
+                self.layout = instruction
+            case Evicted(layout):
+                if self.layout is layout or (self.layout and self.layout.layout == layout.layout):
+                    self.layout = None
+            case BucketRelease(bucket, nobody):
+                definition = self.definitions[bucket]
+                for index, member in enumerate(definition.members):
+                    everybody = tuple(range(self.simulation.size))
+                    self._answered(member.name, ErrorKind.NONE, () if index in nobody else everybody)
+            case Response(names=names, error=error, contributors=contributors):
+                for name in names:
+                    self._answered(name, error, contributors)
+
+    def _begin(self) -> None:
+        self.number += 1
+        self.now = self.rounds[self.number - 1]
+        self.answers.append({})
+        self.to_give = list(self.now.members)
+        self.waiting = set(self.to_give)
+        self.rng.shuffle(self.to_give)
+        self.filled, self.broken, self.alone = {}, set(), False
+        self.current = self.layout if self.layout and self.layout.first_round <= self.number else None
+        if self.current:
+            self.definitions = {bucket.bucket: bucket for bucket in self.current.buckets}
+            self.home = {member.name: bucket for bucket in self.current.buckets for member in bucket.members}
+            if self.home.keys() != self.now.members.keys():
+                self.controller.abandon(self.current.layout)
+                self.current = None
+        self.alone = self.current is None
+
+    def _give(self, name: str) -> None:
+        if self.current is None or self.home[name].bucket in self.broken:
+            self._declare(name)
+            return
+        bucket = self.home[name]
+        filled = self.filled.setdefault(bucket.bucket, [])
+        member = next(member for member in bucket.members if member.name == name)
+        if member.shape != (self.now.members[name],):
+            self.broken.add(bucket.bucket)
+            self.controller.abandon(self.current.layout)
+            for other in (*filled, name):
+                self._declare(other)
+            return
+        filled.append(name)
+        if len(filled) == len(bucket.members):
+            missing = tuple(index for index, other in enumerate(bucket.members) if other.name in self.now.missing)
+            self.by_bucket += 1
+            full = sum(len(self.filled.get(each.bucket, ())) == len(each.members) for each in self.current.buckets)
+            closes = full == len(self.current.buckets)
+            self.controller.submit_bucket(bucket, BucketReady(bucket.bucket, self.number, missing, closes))
+
+    def _declare(self, name: str) -> None:
+        self.alone = True
+        self.controller.submit(Request(name, Collective.ALLREDUCE, "uint8", (self.now.members[name],),
+                                       absent=name in self.now.missing, label=LABEL, round=self.number))
+
+    def _answered(self, name: str, error: ErrorKind, contributors: tuple[int, ...]) -> None:
+        self.waiting.remove(name)
+        assert name not in self.answers[-1], "answered twice"
+        self.answers[-1][name] = (error, contributors)
+
+
+def run(simulation: Simulation, reducers: list[Reducer], schedule: list[int]) -> None:
+    """Interleave as the schedule says, then in turn until everything is over."""
+    size = simulation.size
+
+    def do(rank: int, action: int) -> None:
+        if action in (0, 1):
+            reducers[rank].act()
+        elif action == 2:
+            simulation.say(rank)
+        elif action == 3:
+            simulation.hear(rank)
+        elif action == 4:
+            simulation.decide()
+        else:
+            for instruction in simulation.apply(rank):
+                reducers[rank].follow(instruction)
+
+    for choice in schedule:
+        do(choice % size, choice // size)
+    for _ in range(5000):
+        if all(reducer.over for reducer in reducers):
+            return
+        for rank in range(size):
+            for action in range(6):
+                do(rank, action)
+    raise AssertionError(f"something waits for ever: {[reducer.waiting for reducer in reducers]}")
+
+
+@st.composite
+def stories(draw: st.DrawFn) -> tuple[int, list[list[Round]], list[int], int]:
+    """Draw ranks and what each brings to each round: mostly the same, sometimes another shape, a missing or extra member."""
+    size = draw(st.integers(1, 4))
+    names = [f"t{index}" for index in range(draw(st.integers(1, 6)))]
+    rounds: list[list[Round]] = [[] for _ in range(size)]
+    shapes = {name: draw(st.integers(0, 40)) for name in names}
+    for _ in range(draw(st.integers(3, 9))):
+        event = draw(st.sampled_from(["calm"] * 6 + ["all change", "one changes", "extra on one", "one lacks"]))
+        name, odd = draw(st.sampled_from(names)), draw(st.integers(0, size - 1))
+        if event == "all change":
+            shapes[name] += 1
+        for rank in range(size):
+            members = dict(shapes)
+            if rank == odd and event == "one changes":
+                members[name] += 1
+            if rank == odd and event == "extra on one":
+                members["extra"] = 3
+            if rank == odd and event == "one lacks":
+                del members[name]
+            missing = draw(st.frozensets(st.sampled_from(names), max_size=2))
+            rounds[rank].append(Round(members, missing & members.keys()))
+    schedule = draw(st.lists(st.integers(0, size * 6 - 1), max_size=150))
+    return size, rounds, schedule, draw(st.sampled_from([0, 16, 1000]))
+
+
+def expected(rounds: list[Round], name: str) -> tuple[ErrorKind, tuple[int, ...]]:
+    """Return the answer that a member must get, by rank contributions (a learned bucket counts all, or nobody)."""
+    if any(name not in each.members for each in rounds) or len({each.members[name] for each in rounds}) > 1:
+        return ErrorKind.MISMATCH, ()
+    return ErrorKind.NONE, tuple(rank for rank, each in enumerate(rounds) if name not in each.missing)
+
+
+@given(stories())
+@settings(deadline=None, max_examples=300)
+def test_every_member_of_every_round_is_answered_once_and_alike(
+        story: tuple[int, list[list[Round]], list[int], int]) -> None:
+    size, rounds, schedule, threshold = story
+    simulation = Simulation(size, threshold)
+    rng = random.Random(len(schedule))
+    reducers = [Reducer(simulation, rank, rounds[rank], rng) for rank in range(size)]
+    run(simulation, reducers, schedule)
+    assert simulation.failures == [None] * size
+    for number in range(len(rounds[0])):
+        here = [rounds[rank][number] for rank in range(size)]
+        for reducer in reducers:
+            answers = reducer.answers[number]
+            assert answers.keys() == reducer.rounds[number].members.keys()
+            for name, (error, contributors) in answers.items():
+                wanted, present = expected(here, name)
+                assert error is wanted
+                if error is ErrorKind.NONE:  # a bucket's place holds the identity where a member is missing
+                    assert bool(contributors) == bool(present) and set(present) <= set(contributors)
+                    assert contributors == reducers[0].answers[number][name][1]
+    shared = set.intersection(*(set(each.members) for per_rank in rounds for each in per_rank))
+    orders = [[name for instruction in plan for name in getattr(instruction, "names", [getattr(instruction, "bucket", 0)])
+               if name in shared or isinstance(instruction, BucketRelease)] for plan in simulation.plans]
+    assert all(order == orders[0] for order in orders), "ranks execute in different orders"
+
+
+@given(st.integers(2, 4), st.integers(0, 3), st.integers(0, 200), st.integers(0, 1 << 30))
+@settings(deadline=None, max_examples=150)
+def test_a_rank_that_leaves_at_any_time_ends_all_waiting(size: int, leaver: int, steps: int, seed: int) -> None:
+    leaver %= size
+    rng = random.Random(seed)
+    simulation = Simulation(size)
+    rounds = [Round({"a": 10, "b": 20, "c": 30})] * 6
+    reducers = [Reducer(simulation, rank, list(rounds), rng) for rank in range(size)]
+    for turn in range(2000):
+        rank = rng.randrange(size)
+        if turn == steps:
+            simulation.controllers[leaver].leave()
+        if not (rank == leaver and turn >= steps):
+            reducers[rank].act()
+        simulation.say(rank)
+        simulation.hear(rank)
+        simulation.decide()
+        for instruction in simulation.apply(rank):
+            if rank != leaver or turn < steps:
+                reducers[rank].follow(instruction)
+    assert simulation.failures == [None] * size
+    assert all(reducer.over for rank, reducer in enumerate(reducers) if rank != leaver), "somebody waits for ever"
+
+
+def steady(size: int, members: dict[str, int], rounds: int, **options: object) -> tuple[Simulation, list[Reducer]]:
+    simulation = Simulation(size, **options)  # type: ignore[arg-type]
+    reducers = [Reducer(simulation, rank, [Round(members)] * rounds, random.Random(rank)) for rank in range(size)]
+    run(simulation, reducers, [])
+    return simulation, reducers
+
+
+def test_a_set_is_learned_from_its_first_complete_round() -> None:
+    simulation, reducers = steady(3, {"a": 8, "b": 50, "c": 8, "d": 8}, 5)
+    (layout,) = [instruction for instruction in simulation.plans[0] if isinstance(instruction, Layout)]
+    assert layout.first_round == 3
+    assert all(reducer.by_bucket == 3 * len(layout.buckets) for reducer in reducers)  # rounds 3, 4 and 5
+    for bucket in layout.buckets:
+        assert all(offset % 64 == 0 for offset in bucket.offsets)
+        ends = [offset + member.shape[0] for offset, member in zip(bucket.offsets, bucket.members, strict=True)]
+        assert all(end <= begin for end, begin in zip(ends, (*bucket.offsets[1:], bucket.elements), strict=True))
+
+
+def test_a_set_that_keeps_changing_is_learned_ever_more_rarely() -> None:
+    simulation = Simulation(2)
+    rounds = [Round({"a": 10 + number // 4}) for number in range(80)]
+    reducers = [Reducer(simulation, rank, rounds, random.Random(rank)) for rank in range(2)]
+    run(simulation, reducers, [])
+    learned = [instruction for instruction in simulation.plans[0] if isinstance(instruction, Layout)]
+    assert 2 <= len(learned) <= 8
+
+
+def test_too_many_layouts_evict_the_least_recently_used() -> None:
+    simulation = Simulation(1, layouts=2)
+    controller = simulation.controllers[0]
+    layouts: dict[str, Layout] = {}
+    for number in range(1, 4):
+        for label in ("x", "y", "z"):
+            controller.submit(Request(label, Collective.ALLREDUCE, "uint8", (4,), label=label, round=number))
+            controller.close(Closing(label, number))
+            simulation.settle()
+            for instruction in simulation.plans[0]:
+                if isinstance(instruction, Layout):
+                    layouts[instruction.label] = instruction
+                elif isinstance(instruction, Evicted):
+                    layouts.pop(instruction.layout.label, None)
+            simulation.plans[0].clear()
+            assert len(layouts) <= 2
+    assert len(layouts) == 2
+
+
+def test_layouts_differing_between_ranks_fall_back_to_row_major() -> None:
+    for strides, wanted in ((((1, 4), (1, 4)), (1, 4)), (((1, 4), ()), ())):
+        simulation = Simulation(2)
+        for rank in range(2):
+            simulation.controllers[rank].submit(Request("x", Collective.ALLREDUCE, "uint8", (4, 2), label=LABEL, round=1,
+                                                        strides=strides[rank]))
+            simulation.controllers[rank].close(Closing(LABEL, 1))
+        simulation.settle()
+        (layout,) = [instruction for instruction in simulation.plans[1] if isinstance(instruction, Layout)]
+        assert layout.buckets[0].members[0].strides == wanted
+
+
+def test_learning_can_be_turned_off() -> None:
+    simulation, reducers = steady(2, {"a": 8}, 4, sizes=BucketSizes(16, 0))
+    assert not any(isinstance(instruction, (Layout, Expanded)) for instruction in simulation.plans[0])
+
+
+@pytest.mark.parametrize(("sizes", "ends"), [
+    ([], []),
+    ([1, 1], [2]),
+    ([10, 10], [1, 2]),
+    ([2, 2, 30, 30, 100, 30, 2, 2], [2, 4, 5, 6, 8]),
+    ([50, 1], [1, 2]),
+    ([4, 50], [1, 2]),
+])
+def test_buckets_are_small_at_both_ends(sizes: list[int], ends: list[int]) -> None:
+    assert cut(sizes, BucketSizes(edge=4, middle=60)) == ends
