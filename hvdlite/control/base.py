@@ -48,8 +48,12 @@ class ControlPlane(Protocol):
     def send_decision(self, decision: Decision) -> None:
         """Send to all other ranks; never blocks. Only called on rank 0."""
 
-    def wait(self, timeout: float | None) -> list[Event]:
-        """Block until something happened or `timeout` seconds passed; return what did (nothing for a bell)."""
+    def wait(self, timeout: float | None, spin: float = 0.0) -> list[Event]:
+        """Block until something happened or `timeout` seconds passed; return what did (nothing for a bell).
+
+        Args:
+            spin: seconds to look without sleeping first; waking up costs more than most messages take.
+        """
 
     def wake(self) -> None:
         """Make the current or next `wait` return; callable from any thread and from signal handlers."""

@@ -44,9 +44,11 @@ class StarControl:
         self._bells = dict(bells)
         self._bell = bells[rank]
         self._silence_limit = heartbeat_timeout
+        self._unsent: set[int] = set()  # peers whose sockets we watch for room
         self._lost: set[int] = set()
         self._suspects: dict[int, float] = {}  # rank -> when to declare it dead
-        self._heard = {peer: time.monotonic() for peer, link in connections.items() if link.authenticated_by_key}
+        self._tcp = {peer for peer, link in connections.items() if link.authenticated_by_key}
+        self._heard = dict.fromkeys(self._tcp, time.monotonic())
         self._next_heartbeat = time.monotonic() + HEARTBEAT_INTERVAL
         self._events: list[Event] = []  # losses noticed while sending
         self._poller = select.poll()
@@ -67,14 +69,24 @@ class StarControl:
         for peer in list(self._connections):
             self._send(peer, decision)
 
-    def wait(self, timeout: float | None) -> list[Event]:
-        deadline = self._deadline(timeout)
+    def wait(self, timeout: float | None, spin: float = 0.0) -> list[Event]:
         if not self._events:
-            remaining = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
-            self._handle(self._poller.poll(remaining))
-            self._keep_time()
+            self._handle(self._ready(timeout, spin))
+            if self._suspects or self._tcp:
+                self._keep_time()
         events, self._events = self._events, []
         return events
+
+    def _ready(self, timeout: float | None, spin: float) -> list[tuple[int, int]]:
+        """Return the descriptors that have news."""
+        if spin and timeout != 0:
+            until = time.perf_counter() + spin
+            while time.perf_counter() < until:
+                if ready := self._poller.poll(0):
+                    return ready
+        if self._suspects or self._tcp:
+            timeout = max(0.0, self._deadline(timeout) - time.monotonic())
+        return self._poller.poll(None if timeout is None else timeout * 1000)
 
     def wake(self) -> None:
         if not self._closed:
@@ -164,8 +176,12 @@ class StarControl:
         self._take(peer, messages)
 
     def _take(self, peer: int, messages: Sequence[Message]) -> None:
-        self._heard[peer] = time.monotonic()
-        self._events.extend(filter(None, (self._event(peer, message) for message in messages)))
+        if peer in self._tcp:
+            self._heard[peer] = time.monotonic()
+        for message in messages:
+            event = self._event(peer, message)
+            if event is not None:
+                self._events.append(event)
 
     def _event(self, peer: int, message: Message) -> Event | None:
         if isinstance(message, Report) and self._rank == 0:
@@ -185,12 +201,17 @@ class StarControl:
         except OSError as error:
             self._drop_read_empty(peer, f"connection broken: {error}")
             return
-        self._watch_writes(peer)
+        if connection.wants_to_send or peer in self._unsent:
+            self._watch_writes(peer)
 
     def _watch_writes(self, peer: int) -> None:
         connection = self._connections[peer]
-        mask = select.POLLIN | (select.POLLOUT if connection.wants_to_send else 0)
-        self._poller.modify(connection.fileno(), mask)
+        if connection.wants_to_send:
+            self._unsent.add(peer)
+            self._poller.modify(connection.fileno(), select.POLLIN | select.POLLOUT)
+        else:
+            self._unsent.discard(peer)
+            self._poller.modify(connection.fileno(), select.POLLIN)
 
     def _drop_read_empty(self, peer: int, reason: str) -> None:
         """Drop a peer that does not take what we send; what it sent before may say why."""
@@ -206,7 +227,7 @@ class StarControl:
         self._poller.unregister(connection.fileno())
         del self._peer_of[connection.fileno()]
         connection.close()
-        self._heard.pop(peer, None)
+        self._tcp.discard(peer)
         self._suspect(peer, reason)
 
     def _suspect(self, peer: int, reason: str) -> None:
@@ -226,27 +247,20 @@ class StarControl:
         for peer in [peer for peer, when in self._suspects.items() if now >= when]:
             del self._suspects[peer]
             self._declare(peer, "its process ended, and rank 0 did not say why")
-        if not self._heard_matters():
-            return
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + HEARTBEAT_INTERVAL
-            for peer in self._tcp_peers():
+            for peer in list(self._tcp):
                 self._send(peer, Heartbeat())
-        for peer in self._tcp_peers():
+        for peer in list(self._tcp):
             silent = now - self._heard[peer]
             if silent > self._silence_limit:
                 self._drop(peer, f"it has been silent for {silent:.0f} s (HVDLITE_HEARTBEAT_TIMEOUT)")
 
-    def _tcp_peers(self) -> Sequence[int]:
-        return [peer for peer, link in self._connections.items() if link.authenticated_by_key]
-
-    def _heard_matters(self) -> bool:
-        return any(link.authenticated_by_key for link in self._connections.values())
-
-    def _deadline(self, timeout: float | None) -> float | None:
+    def _deadline(self, timeout: float | None) -> float:
+        """Return when to look at the clock again, while there are suspects or heartbeats."""
         times = list(self._suspects.values())
         if timeout is not None:
             times.append(time.monotonic() + timeout)
-        if self._heard_matters():
+        if self._tcp:
             times.append(self._next_heartbeat)
-        return min(times, default=None)
+        return min(times)

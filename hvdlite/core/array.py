@@ -27,14 +27,19 @@ SUPPORTED_DTYPES: dict[str, np.dtype[np.generic]] = {
 }
 
 
+_FLOAT32 = np.dtype(np.float32)
+_NARROW_FLOATS = frozenset({np.dtype(np.float16), BFLOAT16})
+_NAMES = {dtype: name for name, dtype in SUPPORTED_DTYPES.items()}
+
+
 def dtype_name(dtype: np.dtype[np.generic]) -> str:
     """Return the runtime's name of `dtype`.
 
     Raises:
         UnsupportedError: for a dtype that no plane carries (objects, strings, dates, structures).
     """
-    name = dtype.name
-    if name not in SUPPORTED_DTYPES or not dtype.isnative:
+    name = _NAMES.get(dtype)
+    if name is None:
         raise UnsupportedError(f"dtype {dtype!r} is not supported; supported: {', '.join(SUPPORTED_DTYPES)}")
     return name
 
@@ -69,7 +74,7 @@ def identity(op: ReduceOp, dtype: np.dtype[np.generic]) -> Any:
 
 def accumulator_dtype(dtype: np.dtype[np.generic]) -> np.dtype[np.generic]:
     """Return the dtype in which values of `dtype` are summed: float32 for 16-bit floats, else `dtype` itself."""
-    return np.dtype(np.float32) if dtype.name in ("float16", "bfloat16") else dtype
+    return _FLOAT32 if dtype in _NARROW_FLOATS else dtype
 
 
 def flat(array: Array) -> Array:

@@ -49,6 +49,13 @@ def _count(text: str) -> int:
     return value
 
 
+def _count_or_zero(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise ValueError("must not be negative")
+    return value
+
+
 def _flag(text: str) -> bool:
     value = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
     if text.lower() not in value:
@@ -79,6 +86,8 @@ class Config:
                                horovod="CACHE_CAPACITY")
     gradient_as_bucket_view: bool = knob(True, _flag, "whether reduced gradients are views of their bucket's shared memory")
     eager_limit: int = knob(8 * KIB, _size, "up to this many bytes a tensor travels inside its control message")
+    spin_microseconds: int = knob(50, _count_or_zero, "how long the runtime thread looks for news before it sleeps, while the "
+                                  "script is blocked in a wait; 0 if ranks outnumber cores")
     shm_slot: int = knob(16 * MIB, _size, "staging memory of one rank in the shm plane, in bytes (two are used)")
     shm_chunk: int = knob(256 * KIB, _size, "bytes reduced per NumPy call in the shm plane (one GIL release each)")
     shm_direct: int = knob(128 * KIB, _size, "up to this many bytes every rank reduces everything: one barrier less")

@@ -42,6 +42,9 @@ def disagreement(requests: Mapping[int, Request]) -> str | None:
         requests: each rank's request for one name; not empty.
     """
     first = next(iter(requests.values()))
+    signature = _signature(first)
+    if all(_signature(request) == signature for request in requests.values()):
+        return None
     for what, value_of in (*_COMMON, *_SPECIFIC[first.collective], *_members(first, requests)):
         groups: dict[str, list[int]] = {}
         for rank in sorted(requests):
@@ -51,6 +54,12 @@ def disagreement(requests: Mapping[int, Request]) -> str | None:
             return (f"ranks disagree about the {what} of '{first.name}': {told}. Nothing was changed on any rank; "
                     "call it with the same value everywhere, or use different names")
     return None
+
+
+def _signature(request: Request) -> tuple[object, ...]:
+    """Return what is enough to agree; for some collectives less is."""
+    return (request.collective, request.dtype, request.shape, request.op, request.root_rank, request.prescale,
+            request.postscale, request.process_set, request.device, request.group)
 
 
 def _members(first: Request, requests: Mapping[int, Request]) -> tuple[Aspect, ...]:

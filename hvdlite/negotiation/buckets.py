@@ -21,7 +21,7 @@ Rules (PROTOCOL rules 6, 10; docs/decisions/0005)
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -269,7 +269,7 @@ class DeclaredSets:
         """Return the layouts in use."""
         return list(self._layouts)
 
-    def waiting(self) -> Iterable[BucketWaiting]:
+    def waiting(self) -> Collection[BucketWaiting]:
         """Return the incomplete buckets, oldest first."""
         return self._waiting.values()
 

@@ -161,11 +161,10 @@ class Coordinator:
                 found.append(_stall(name, now - bucket.since, bucket.ranks, everybody))
         return found
 
-    def next_stall(self, after: float) -> float | None:
-        """Return when `stalls` next has something to return, on the clock of `receive`; None when nothing waits."""
-        times = [waiting.since + after for waiting in (*self._table.waiting().values(), *self._sets.waiting())
-                 if not waiting.warned]
-        return min(times, default=None)
+    @property
+    def anything_waits(self) -> bool:
+        """Whether a tensor or a bucket waits for some ranks."""
+        return bool(self._table.waiting() or self._sets.waiting())
 
     def check_invariants(self) -> None:
         """Fail when the state contradicts the rules at the top of this file."""

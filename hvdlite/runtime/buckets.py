@@ -28,8 +28,8 @@ class BucketHandle(Handle):
 
     __slots__ = ("nobody", "parts")
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
+    def __init__(self, name: str, sleepers: set[Handle]) -> None:
+        super().__init__(name, sleepers)
         self.parts: tuple[Handle, ...] = ()
         self.nobody: frozenset[int] = frozenset()
 
@@ -88,11 +88,12 @@ class LearnedLayout:
 class BucketEntry:
     """A bucket between its report and its completion."""
 
-    __slots__ = ("_abandoned", "bucket", "handle", "ready")
+    __slots__ = ("_abandoned", "_sleepers", "bucket", "handle", "ready")
 
-    def __init__(self, bucket: LearnedBucket, ready: BucketReady) -> None:
+    def __init__(self, bucket: LearnedBucket, ready: BucketReady, sleepers: set[Handle]) -> None:
         self.bucket, self.ready = bucket, ready
-        self.handle = BucketHandle(bucket.definition.members[0].name)
+        self._sleepers = sleepers
+        self.handle = BucketHandle(bucket.definition.members[0].name, sleepers)
         self._abandoned = False
 
     def complete(self, nobody: Sequence[int]) -> None:
@@ -106,7 +107,7 @@ class BucketEntry:
         entries = []
         for index, request in enumerate(expanded.requests):
             values = self.bucket.row_major(index)
-            entries.append(Entry(request, [None if request.absent else values], [values], values))
+            entries.append(Entry(request, [None if request.absent else values], [values], values, self._sleepers))
         self.handle.parts = tuple(entry.handle for entry in entries)
         if not self._abandoned:
             self.handle._complete(None, ())

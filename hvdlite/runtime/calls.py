@@ -23,12 +23,12 @@ class Entry:
     __slots__ = ("_abandoned", "_result", "handle", "outputs", "request", "sources")
 
     def __init__(self, request: Request, sources: Sequence[Array | None], outputs: Sequence[Array],
-                 result: Array | Sequence[Array] | None = None) -> None:
+                 result: Array | Sequence[Array] | None, sleepers: set[Handle]) -> None:
         self.request = request
         self.sources = [None if source is None else flat(source) for source in sources]
         self.outputs: list[Array | None] = [flat(output) for output in outputs]
         self._result = result  # what the handle returns
-        self.handle = Handle(request.name)
+        self.handle = Handle(request.name, sleepers)
         self._abandoned = False
 
     def prepare(self, response: Response) -> None:
@@ -72,6 +72,7 @@ class Calls:
 
     def __init__(self, eager_limit: int) -> None:
         self._eager_limit = eager_limit
+        self._sleepers: set[Handle] = set()
         self._counters: defaultdict[tuple[str, str], Iterator[int]] = defaultdict(itertools.count)
         self._counters_lock = threading.Lock()
 
@@ -103,7 +104,7 @@ class Calls:
         dtype = reducible(name, source, output, op)
         request = Request(name, Collective.ALLREDUCE, dtype, output.shape, op, prescale=float(prescale),
                           postscale=float(postscale), absent=source is None, payload=self._payload(source))
-        return self._submit(Entry(request, [source], [output], output))
+        return self._submit(Entry(request, [source], [output], output, self._sleepers))
 
     def grouped_allreduce(self, name: str, sources: Sequence[Array], outputs: Sequence[Array], op: ReduceOp, *,
                           prescale: float = 1.0, postscale: float = 1.0) -> Handle:
@@ -123,7 +124,7 @@ class Calls:
         request = Request(name, Collective.ALLREDUCE, dtypes.pop(), (sum(output.size for output in outputs),), op,
                           prescale=float(prescale), postscale=float(postscale),
                           group=tuple(output.shape for output in outputs))
-        return self._submit(Entry(request, sources, outputs, outputs))
+        return self._submit(Entry(request, sources, outputs, outputs, self._sleepers))
 
     def broadcast(self, name: str, array: Array, root_rank: int) -> Handle:
         """Overwrite `array` on every rank with rank `root_rank`'s.
@@ -137,7 +138,7 @@ class Calls:
             raise UnsupportedError(f"'{name}': root_rank {root_rank} is not a rank of this job (0..{self.world.size - 1})")
         request = Request(name, Collective.BROADCAST, dtype, array.shape, root_rank=root_rank,
                           payload=self._payload(array) if self.world.rank == root_rank else None)
-        return self._submit(Entry(request, [array], [array], array))
+        return self._submit(Entry(request, [array], [array], array, self._sleepers))
 
     def allgather(self, name: str, array: Array) -> Handle:
         """Concatenate all ranks' arrays along the first dimension, in rank order, into a new array.
@@ -154,11 +155,11 @@ class Calls:
             raise UnsupportedError(f"'{name}': allgather concatenates along the first dimension, and a scalar has none; "
                                    "pass an array of shape (1,)")
         request = Request(name, Collective.ALLGATHER, dtype, array.shape, payload=self._payload(array))
-        return self._submit(Entry(request, [array], []))
+        return self._submit(Entry(request, [array], [], None, self._sleepers))
 
     def barrier(self, name: str) -> Handle:
         """Complete when every rank has made this call."""
-        return self._submit(Entry(Request(name, Collective.BARRIER, "uint8", (0,)), [], []))
+        return self._submit(Entry(Request(name, Collective.BARRIER, "uint8", (0,)), [], [], None, self._sleepers))
 
     def _payload(self, array: Array | None) -> bytes | None:
         """Return what a tensor offers to the eager lane: its bytes, if they are few."""

@@ -12,12 +12,17 @@ class Handle:
     Attributes:
         name: the tensor's name, as negotiated.
         contributors: after completion, the ranks that contributed, ascending; empty when all were absent.
+
+    Args:
+        sleepers: holds the handles on which a thread is blocked; the runtime thread looks a little longer for news before it
+            sleeps while there are any.
     """
 
-    __slots__ = ("_done", "_error", "_lock", "_result", "contributors", "name")
+    __slots__ = ("_done", "_error", "_lock", "_result", "_sleepers", "contributors", "name")
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, sleepers: set[Handle]) -> None:
         self.name = name
+        self._sleepers = sleepers
         self.contributors: tuple[int, ...] = ()
         self._result: Any = None
         self._error: Exception | None = None
@@ -39,7 +44,10 @@ class Handle:
             TimeoutError: when it took longer than `timeout` seconds; the collective goes on.
         """
         if not self._done:
-            if not self._lock.acquire(timeout=-1 if timeout is None else timeout):
+            self._sleepers.add(self)
+            acquired = self._lock.acquire(timeout=-1 if timeout is None else timeout)
+            self._sleepers.discard(self)
+            if not acquired:
                 raise TimeoutError(f"'{self.name}' is not complete after {timeout} s")
             self._lock.release()  # for other waiters
         if self._error is not None:
@@ -47,9 +55,14 @@ class Handle:
         return self._result
 
     def _complete(self, result: Any, contributors: tuple[int, ...]) -> None:
-        self._result, self.contributors, self._done = result, contributors, True
-        self._lock.release()
+        self._result, self.contributors = result, contributors
+        self._finish()
 
     def _fail(self, error: Exception) -> None:
-        self._error, self._done = error, True
+        self._error = error
+        self._finish()
+
+    def _finish(self) -> None:
+        self._done = True
+        self._sleepers.discard(self)
         self._lock.release()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import os
 import threading
 import time
@@ -59,6 +60,8 @@ from hvdlite.runtime.handle import Handle
 _log = logging.getLogger("hvdlite")
 
 FLUSH_SECONDS: Final = 2.0
+STALL_CHECKS: Final = 4
+"""How often stalls are looked for during one stall_check_time_seconds."""
 EAGER_TRAFFIC: Final = 1 << 20
 """Bytes that one eager tensor may bring to rank 0 over all ranks."""
 _SHUT_DOWN = "hvdlite was shut down on this rank before the collective was complete"
@@ -90,6 +93,7 @@ class Runtime(Calls):
         self.config = config
         self._control, self._plane, self._coordinator = control, plane, coordinator
         self._clock = clock
+        self._spin = config.spin_microseconds * 1e-6
         self._controller = Controller(world.rank)
         self._inbox: deque[Entry | BucketEntry | Closing | _Abandonment] = deque()
         self._names: set[str] = set()
@@ -99,6 +103,7 @@ class Runtime(Calls):
         self._layouts: dict[str, LearnedLayout] = {}  # by set; changed by the runtime thread only
         self._decisions: deque[Decision] = deque()  # received and not applied
         self._plans = 0
+        self._stall_check = math.inf  # when to look for stalls next
         self._awake = True  # False only around a blocking wait; see _submit
         self._leaving = False
         self._told_leaving = False
@@ -171,7 +176,7 @@ class Runtime(Calls):
         request = Request(name, Collective.ALLREDUCE, reducible(name, source, output, op), output.shape, op,
                           prescale=float(prescale), postscale=float(postscale), absent=source is None, label=label,
                           round=number, strides=strides)
-        return self._submit(Entry(request, [source], [output], output))
+        return self._submit(Entry(request, [source], [output], output, self._sleepers))
 
     def layout(self, label: str, number: int) -> LearnedLayout | None:
         """Return the layout by which round `number` of a set is to be reported; None: member by member."""
@@ -181,7 +186,7 @@ class Runtime(Calls):
     def submit_bucket(self, bucket: LearnedBucket, ready: BucketReady) -> BucketHandle:
         """Every place of a learned bucket is filled. Its memory must not be touched until the handle is done."""
         self._check_usable(bucket.definition.members[0].name)
-        entry = BucketEntry(bucket, ready)
+        entry = BucketEntry(bucket, ready, self._sleepers)
         self._hand_in(entry)
         return entry.handle
 
@@ -256,7 +261,7 @@ class Runtime(Calls):
             self._awake = False
             busy = bool(self._inbox)
         try:
-            events = self._control.wait(0 if busy else self._timeout())
+            events = self._control.wait(0 if busy else self._watch_stalls(), self._spin if self._sleepers else 0.0)
         finally:
             self._awake = True
         for event in events:
@@ -311,18 +316,21 @@ class Runtime(Calls):
         if decision is not None:
             self._control.send_decision(decision)
             self._accept(decision)
-        after = self.config.stall_check_time_seconds
-        if after > 0:
-            for stall in self._coordinator.stalls(self._clock(), after):
-                _log.warning("stall: %s", stall)
 
-    def _timeout(self) -> float | None:
-        """Return when to wake up by ourselves: only while a tensor waits for somebody."""
+    def _watch_stalls(self) -> float | None:
+        """On rank 0: tell about stalls, and return the seconds until the next look; None while nothing waits."""
         after = self.config.stall_check_time_seconds
-        if self._coordinator is None or after <= 0:
+        if self._coordinator is None or after <= 0 or not self._coordinator.anything_waits:
+            self._stall_check = math.inf
             return None
-        due = self._coordinator.next_stall(after)
-        return None if due is None else max(0.0, due - self._clock())
+        now = self._clock()
+        if self._stall_check == math.inf:
+            self._stall_check = now + after
+        elif now >= self._stall_check:
+            for stall in self._coordinator.stalls(now, after):
+                _log.warning("stall: %s", stall)
+            self._stall_check = now + after / STALL_CHECKS
+        return max(0.0, self._stall_check - now)
 
     def _take_in(self, event: Event) -> None:
         match event:
