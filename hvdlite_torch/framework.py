@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,7 @@ class Seat:
     home: torch.Tensor
     view: torch.Tensor
     address: int
+    mark: Any  # identifies `view`
     context: Any  # what the compressor needs to undo its work; None when nothing is compressed
 
     @classmethod
@@ -61,7 +63,8 @@ class Seat:
         """Return the seat over an array of any strides."""
         home = torch.from_numpy(place.view(np.int16)).view(torch.bfloat16) if place.dtype == BFLOAT16 \
             else torch.from_numpy(place)
-        return cls(home, home.detach(), home.data_ptr(), context)
+        view = home.detach()
+        return cls(home, view, home.data_ptr(), weakref.ref(view), context)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether `tensor` is the view, unchanged."""
@@ -93,13 +96,14 @@ class TorchGradients:
     def lend_empty(self, parameter: torch.Tensor) -> Loan[torch.Tensor]:
         return self._loan(parameter, torch.empty_like(parameter.detach()))
 
-    def give_back(self, loan: Loan[torch.Tensor]) -> None:
+    def give_back(self, loan: Loan[torch.Tensor]) -> Any:
         result = self._compression.decompress(loan.tensor, loan.context)
         gradient = loan.parameter.grad
         if gradient is None:
-            loan.parameter.grad = torch.empty_like(loan.parameter).copy_(result)
+            gradient = loan.parameter.grad = torch.empty_like(loan.parameter).copy_(result)
         elif gradient.data_ptr() != result.data_ptr():
             gradient.detach().copy_(result)
+        return weakref.ref(gradient)
 
     def seat(self, parameter: torch.Tensor, place: Array) -> Seat:
         return Seat.over(place, self._compression.compress(parameter.detach().new_empty(0))[1])
@@ -108,34 +112,59 @@ class TorchGradients:
         gradient = parameter.grad
         assert gradient is not None
         if not seat.holds(gradient):
-            if gradient.layout is not torch.strided or gradient.device.type != "cpu":
-                gradient = contiguous(self._gradient(parameter), "gradient")
-            compressed, seat.context = self._compression.compress(gradient.detach())
-            if compressed.dtype is not seat.home.dtype or compressed.shape != seat.home.shape:
+            compressed = self._fitting(parameter, gradient, seat)
+            if compressed is None:
                 return False
             seat.home.copy_(compressed)
         parameter.grad = None
         return True
 
+    def fill_all(self, pairs: Sequence[tuple[torch.Tensor, Seat]]) -> list[bool]:
+        homes, values, fits = [], [], []
+        for parameter, seat in pairs:
+            gradient = parameter.grad
+            fitting: torch.Tensor | None = None
+            if gradient is not None and not seat.holds(gradient):
+                fitting = self._fitting(parameter, gradient, seat)
+                if fitting is not None:
+                    homes.append(seat.home)
+                    values.append(fitting)
+            fits.append(gradient is not None and (fitting is not None or seat.holds(gradient)))
+        if homes:
+            torch._foreach_copy_(homes, values)
+        for (parameter, _), fit in zip(pairs, fits, strict=True):
+            if fit:
+                parameter.grad = None
+        return fits
+
     def vacate(self, parameter: torch.Tensor, seat: Seat) -> None:
         if parameter.grad is not None and seat.holds(parameter.grad):
             parameter.grad = parameter.grad.clone()
 
-    def adopt(self, parameter: torch.Tensor, seat: Seat) -> None:
-        if seat.context is not None:
-            parameter.grad = self._compression.decompress(seat.home, seat.context)
-        elif not self._as_view:
-            parameter.grad = seat.home.clone()
-        else:
+    def adopt(self, parameter: torch.Tensor, seat: Seat) -> Any:
+        if seat.context is None and self._as_view:
             if not seat.holds(seat.view):  # somebody gave our view other memory
                 seat.view = seat.home.detach()
+                seat.mark = weakref.ref(seat.view)
             parameter.grad = seat.view
-
-    def mark(self, parameter: torch.Tensor) -> Any:
-        return None if parameter.grad is None else weakref.ref(parameter.grad)
+            return seat.mark
+        own = seat.home.clone() if seat.context is None else self._compression.decompress(seat.home, seat.context)
+        parameter.grad = own
+        return weakref.ref(own)
 
     def is_marked(self, parameter: torch.Tensor, mark: Any) -> bool:
         return mark() is parameter.grad
+
+    def _fitting(self, parameter: torch.Tensor, gradient: torch.Tensor, seat: Seat) -> torch.Tensor | None:
+        """Return what is to be copied into the seat; None when it does not fit."""
+        if gradient.layout is not torch.strided or gradient.device.type != "cpu":
+            gradient = contiguous(self._gradient(parameter), "gradient")
+        if gradient.requires_grad:
+            gradient = gradient.detach()
+        if self._compression is not Compressor:
+            gradient, seat.context = self._compression.compress(gradient)
+        home = seat.home
+        return gradient if gradient.dtype is home.dtype and gradient.shape == home.shape else None
 
     def _gradient(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the parameter's gradient, densified for good when that is wanted."""

@@ -19,6 +19,8 @@ from hvdlite.training.gradient_reducer import GradientReducer
 from hvdlite_torch.compression import Compression, Compressor
 from hvdlite_torch.framework import TorchGradients
 
+_graph_task = torch._C._current_graph_task_id
+
 OptimizerType = TypeVar("OptimizerType", bound=torch.optim.Optimizer)
 
 
@@ -109,7 +111,7 @@ class _Distributed:
             self._hooks.append(parameter.register_post_accumulate_grad_hook(self._accumulated))
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
-        task = torch._C._current_graph_task_id()
+        task = _graph_task()
         if task != self._task and _backward_depth() <= 1:
             self._task = task
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)

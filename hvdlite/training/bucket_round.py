@@ -2,7 +2,8 @@
 
 A bucket is FILLING until its last member is given, then REPORTED and RUNNING until its handle is done (PROTOCOL rule 7).
 What a gradient costs here is a copy and a count: no lock, no message. The count is an `itertools.count`, whose `next` is
-one uninterrupted step, so hooks may come from several autograd threads.
+one uninterrupted step, so hooks may come from several autograd threads. Small gradients are copied together when their
+bucket is full: for them a call costs more than a copy.
 
 When a gradient does not fit its place any more, its bucket is broken: what lies in places becomes the parameters' own
 gradients again, every member goes by itself, and the layout is abandoned on all ranks.
@@ -11,7 +12,7 @@ gradients again, every member goes by itself, and the layout is abandoned on all
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic
 
 from hvdlite.core.errors import HvdliteError
@@ -20,7 +21,9 @@ from hvdlite.runtime.buckets import BucketHandle, LearnedBucket, LearnedLayout
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.framework import Framework, Parameter
 
-Alone = list[tuple[Parameter, bool]]
+SMALL = 16 << 10
+"""Bytes up to which a gradient waits for its bucket's other small ones."""
+Alone = Sequence[tuple[Parameter, bool]]
 """Members that go by themselves, and whether this rank has a gradient for them."""
 
 
@@ -28,14 +31,14 @@ class Seating(Generic[Parameter]):
     """Which parameter sits where in a learned layout; lasts as long as the layout.
 
     Attributes:
-        where: by a parameter's identity: its bucket's index, its index in the bucket, and its seat.
+        where: by a parameter's identity: its bucket's index, its index in the bucket, its seat, and whether it is small.
         members: by bucket: the parameters and their seats, in order.
     """
 
     def __init__(self, learned: LearnedLayout, framework: Framework[Parameter],
                  parameters: Mapping[str, Parameter]) -> None:
         self.learned = learned
-        self.where: dict[int, tuple[int, int, Any]] = {}
+        self.where: dict[int, tuple[int, int, Any, bool]] = {}
         self.members: list[list[tuple[Parameter, Any]]] = []
         for bucket_index, bucket in enumerate(learned.buckets):
             seated = []
@@ -43,7 +46,7 @@ class Seating(Generic[Parameter]):
                 parameter = parameters[member.name]
                 seat = framework.seat(parameter, bucket.logical(index))
                 seated.append((parameter, seat))
-                self.where[id(parameter)] = (bucket_index, index, seat)
+                self.where[id(parameter)] = (bucket_index, index, seat, bucket.places[index].nbytes <= SMALL)
             self.members.append(seated)
 
     @classmethod
@@ -63,13 +66,14 @@ class Seating(Generic[Parameter]):
 class _Filling:
     """One bucket in one round."""
 
-    __slots__ = ("broken", "bucket", "count", "handle", "missing", "present", "size")
+    __slots__ = ("broken", "bucket", "count", "handle", "later", "missing", "present", "size")
 
     def __init__(self, bucket: LearnedBucket) -> None:
         self.bucket = bucket
         self.size = len(bucket.definition.members)
         self.count = itertools.count(1)
         self.present: list[int] = []  # members that lie in their places
+        self.later: list[int] = []  # small members with a gradient that is not in its place yet
         self.missing: list[int] = []
         self.broken = False
         self.handle: BucketHandle | None = None
@@ -80,28 +84,32 @@ class BucketRound(Generic[Parameter]):
 
     def __init__(self, runtime: Runtime, framework: Framework[Parameter], seating: Seating[Parameter], number: int) -> None:
         self._runtime, self._framework, self._seating, self._number = runtime, framework, seating, number
+        self._where = seating.where
         self._fillings = [_Filling(bucket) for bucket in seating.learned.buckets]
         self._reported = itertools.count(1)
 
     def give(self, parameter: Parameter, present: bool) -> Alone[Parameter]:
         """Put a gradient into its place, or note that there is none; return what has to go by itself instead."""
-        bucket_index, index, seat = self._seating.where[id(parameter)]
+        bucket_index, index, seat, small = self._where[id(parameter)]
         filling = self._fillings[bucket_index]
         if filling.broken:
             return [(parameter, present)]
         if not present:
             self._framework.vacate(parameter, seat)
             filling.missing.append(index)
+        elif small:
+            filling.later.append(index)
         elif self._framework.fill(parameter, seat):
             filling.present.append(index)
         else:
-            return [*self._break(bucket_index), (parameter, present)]
+            return [*self._break(bucket_index), (parameter, True)]
         if next(filling.count) == filling.size:
-            self._report(filling)
-        return []
+            return self._complete(bucket_index)
+        return ()
 
-    def wait(self, errors: list[HvdliteError]) -> Iterator[Parameter]:
-        """Wait for every bucket; yield the parameters whose gradients are now the reduced ones, and collect errors."""
+    def wait(self, errors: list[HvdliteError]) -> Iterator[tuple[Parameter, Any]]:
+        """Wait for every bucket; yield the parameters whose gradients are now the reduced ones, with their marks."""
+        adopt = self._framework.adopt
         for filling, members in zip(self._fillings, self._seating.members, strict=True):
             if filling.handle is None:
                 continue
@@ -112,16 +120,24 @@ class BucketRound(Generic[Parameter]):
                 continue
             for index in self._reduced(filling, errors):
                 parameter, seat = members[index]
-                self._framework.adopt(parameter, seat)
-                yield parameter
+                yield parameter, adopt(parameter, seat)
 
-    def _report(self, filling: _Filling) -> None:
+    def _complete(self, bucket_index: int) -> Alone[Parameter]:
+        """Every member is given: copy the small ones and report the bucket."""
+        filling, members = self._fillings[bucket_index], self._seating.members[bucket_index]
+        if filling.later:
+            fits = self._framework.fill_all([members[index] for index in filling.later])
+            filling.present += [index for index, fit in zip(filling.later, fits, strict=True) if fit]
+            filling.later = [index for index, fit in zip(filling.later, fits, strict=True) if not fit]
+            if filling.later:
+                return self._break(bucket_index)
         for index in filling.missing:
             filling.bucket.neutralise(index)
         closes = next(self._reported) == len(self._fillings)
         filling.handle = self._runtime.submit_bucket(
             filling.bucket,
             BucketReady(filling.bucket.definition.bucket, self._number, tuple(sorted(filling.missing)), closes))
+        return ()
 
     def _break(self, bucket_index: int) -> Alone[Parameter]:
         filling, members = self._fillings[bucket_index], self._seating.members[bucket_index]
@@ -129,16 +145,16 @@ class BucketRound(Generic[Parameter]):
         self._runtime.abandon(self._seating.learned.layout)
         for index in filling.present:
             self._framework.adopt(*members[index])
-        return [*((members[index][0], True) for index in filling.present),
+        return [*((members[index][0], True) for index in (*filling.present, *filling.later)),
                 *((members[index][0], False) for index in filling.missing)]
 
     def _reduced(self, filling: _Filling, errors: list[HvdliteError]) -> Iterable[int]:
-        """Yield the members of a finished bucket that somebody contributed to."""
+        """Return the members of a finished bucket that somebody contributed to."""
         assert filling.handle is not None
         if not filling.handle.parts:
             nobody = filling.handle.nobody
-            yield from (index for index in range(filling.size) if index not in nobody)
-            return
+            return range(filling.size) if not nobody else [index for index in range(filling.size) if index not in nobody]
+        reduced = []
         for index, part in enumerate(filling.handle.parts):
             try:
                 result = part.wait()
@@ -147,5 +163,6 @@ class BucketRound(Generic[Parameter]):
                 continue
             if part.contributors:
                 filling.bucket.settle(index, result)
-                yield index
+                reduced.append(index)
+        return reduced
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from hvdlite.core.array import Array
@@ -51,8 +52,8 @@ class Framework(Protocol[Parameter]):
     def lend_empty(self, parameter: Parameter) -> Loan[Parameter]:
         """Return memory like `lend`'s for a parameter without a gradient; its values are never read."""
 
-    def give_back(self, loan: Loan[Parameter]) -> None:
-        """Make the reduced values the parameter's gradient."""
+    def give_back(self, loan: Loan[Parameter]) -> Any:
+        """Make the reduced values the parameter's gradient; return a mark that identifies it without keeping it alive."""
 
     def seat(self, parameter: Parameter, place: Array) -> Any:
         """Return a seat over `place`, which has the shape, dtype and strides of `shape(parameter)`."""
@@ -63,14 +64,14 @@ class Framework(Protocol[Parameter]):
         Afterwards the framework does not write to the seat through the parameter until `adopt`.
         """
 
+    def fill_all(self, pairs: Sequence[tuple[Parameter, Any]]) -> list[bool]:
+        """Like `fill`, of many small gradients at once."""
+
     def vacate(self, parameter: Parameter, seat: Any) -> None:
         """When the parameter's gradient lies in its seat, move it out."""
 
-    def adopt(self, parameter: Parameter, seat: Any) -> None:
-        """Make what lies in the seat the parameter's gradient."""
-
-    def mark(self, parameter: Parameter) -> Any:
-        """Return something that identifies the current gradient without keeping it alive."""
+    def adopt(self, parameter: Parameter, seat: Any) -> Any:
+        """Make what lies in the seat the parameter's gradient; return a mark, like `give_back`."""
 
     def is_marked(self, parameter: Parameter, mark: Any) -> bool:
         """Return whether the gradient is still the one that `mark` identified (accumulated into, perhaps)."""

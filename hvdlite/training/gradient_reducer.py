@@ -33,16 +33,18 @@ class GradientOrderError(HvdliteError, AssertionError):
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Member(Generic[Parameter]):
-    """One parameter of the set."""
+    """One parameter of the set.
+
+    Its state is tagged with the reducer's counters, so that a new round forgets it without visiting every member.
+    """
 
     parameter: Parameter
     name: str
-    passes_left: int
-    touched: bool = False  # accumulated into since its last round
-    given: bool = False  # handed over in the current round
-    handle: Handle | None = None  # invariant: set together with `loan`, exactly while it is reduced by itself
-    loan: Loan[Parameter] | None = None
-    mark: Any = None  # identifies the reduced gradient until it is cleared or stepped with
+    period: int = 0  # the last period in which it was accumulated into
+    passes: int = 0  # how often in that period
+    given: int = 0  # the last round in which it was handed over
+    mark: Any = None  # identifies the reduced gradient
+    marked: int = -1  # the generation in which `mark` counts
 
 
 class GradientReducer(Generic[Parameter]):
@@ -64,20 +66,22 @@ class GradientReducer(Generic[Parameter]):
         self._label = label
         self._op, self._prescale, self._postscale = op, prescale, postscale
         self._members: dict[int, _Member[Parameter]] = {}  # by identity: framework tensors compare elementwise
+        self._alone: list[tuple[_Member[Parameter], Handle, Loan[Parameter]]] = []  # reduced by themselves in this round
         self._seating: Seating[Parameter] | None = None  # for the layout last learned
         self._buckets: BucketRound[Parameter] | None = None  # the current round's, if it goes by buckets
         self._number = 0  # of the current round
         self._under_way = False
-        self._alone = False  # whether a member of the current round goes by itself
+        self._period = 1  # grows when what was accumulated has been reduced, or is cleared
+        self._generation = 0  # grows when gradients are cleared or stepped with
         self._rounds = 0  # ended since the last step
         self._passes_done = 0  # backward passes since the last round
         self._suspended = False
-        self._touched = False  # some member was, since the last round
+        self._touched = False  # some member was accumulated into in this period
         self.passes = passes
 
     def add(self, parameter: Parameter, name: str) -> None:
         """Take a parameter into the set; the same ones on all ranks."""
-        self._members[id(parameter)] = _Member(parameter, f"gradient.{self._label}.{name}", self.passes)
+        self._members[id(parameter)] = _Member(parameter, f"gradient.{self._label}.{name}")
 
     def hand_over(self, parameter: Parameter) -> None:
         """A backward pass has accumulated this parameter's gradient.
@@ -86,21 +90,23 @@ class GradientReducer(Generic[Parameter]):
             GradientOrderError: when it was computed more often than `passes` times before the step.
         """
         member = self._members[id(parameter)]
-        if member.given or (member.mark is not None and self._framework.is_marked(parameter, member.mark)):
+        if (self._under_way and member.given == self._number) or (
+                member.marked == self._generation and self._framework.is_marked(parameter, member.mark)):
             raise GradientOrderError(
                 f"'{member.name}' was computed more than backward_passes_per_step={self.passes} times before "
                 "optimizer.step() or zero_grad(): its gradient is already reduced, and adding to it would count the other "
                 "ranks twice. Raise backward_passes_per_step, use optimizer.no_sync() for all but the last backward pass, "
                 "or add the losses before one backward()")
-        member.mark = None
-        member.touched = self._touched = True
+        self._touched = True
+        if member.period != self._period:
+            member.period, member.passes = self._period, 0
         if self._suspended:
             return
-        member.passes_left -= 1
-        if member.passes_left <= 0:
+        member.passes += 1
+        if member.passes >= self.passes:
             if not self._under_way:
                 self._begin_round()
-            self._give(member)
+            self._give(member, self._framework.has_gradient(parameter))
 
     def end_backward(self) -> bool:
         """The outermost backward pass is over; return whether the round has ended and is to be waited for.
@@ -128,16 +134,21 @@ class GradientReducer(Generic[Parameter]):
             HorovodInternalError: when a reduction failed; all others are completed first, and the next round can start.
         """
         errors: list[HvdliteError] = []
-        reduced = self._buckets.wait(errors) if self._buckets is not None else ()
+        if self._buckets is not None:
+            for parameter, mark in self._buckets.wait(errors):
+                self._mark(self._members[id(parameter)], mark)
+        for member, handle, loan in self._alone:
+            try:
+                handle.wait()
+            except HvdliteError as error:
+                errors.append(error)
+                continue
+            if handle.contributors:
+                self._mark(member, self._framework.give_back(loan))
         self._buckets = None
-        for parameter in reduced:
-            self._members[id(parameter)].mark = self._framework.mark(parameter)
-        for member in self._members.values():
-            if member.handle is not None:
-                self._complete(member, errors)
-            member.given = member.touched = False
-            member.passes_left = self.passes
+        self._alone.clear()
         self._touched = self._under_way = False
+        self._period += 1
         if errors:
             raise errors[0]
 
@@ -155,10 +166,8 @@ class GradientReducer(Generic[Parameter]):
         """The gradients were cleared: what was computed so far does not count."""
         if self._under_way:
             self.finish()
-        for member in self._members.values():
-            member.mark = None
-            member.touched = False
-            member.passes_left = self.passes
+        self._generation += 1
+        self._period += 1
         self._touched = False
         self._passes_done = 0
 
@@ -178,7 +187,6 @@ class GradientReducer(Generic[Parameter]):
 
     def _begin_round(self) -> None:
         self._under_way = True
-        self._alone = False
         self._number += 1
         learned = self._runtime.layout(self._label, self._number)
         if learned is None:
@@ -197,42 +205,29 @@ class GradientReducer(Generic[Parameter]):
         if not self._under_way:
             self._begin_round()
         for member in self._members.values():
-            if not member.given:
-                self._give(member)
+            if member.given != self._number:
+                self._give(member, member.period == self._period and self._framework.has_gradient(member.parameter))
         if self._alone or self._buckets is None:
             self._runtime.close_round(self._label, self._number)
         self._rounds += 1
         self._passes_done = 0
 
-    def _give(self, member: _Member[Parameter]) -> None:
-        present = member.touched and self._framework.has_gradient(member.parameter)
-        if self._buckets is not None:
-            alone = self._buckets.give(member.parameter, present)
-            self._alone = self._alone or bool(alone)
-            for parameter, has_gradient in alone:
-                self._declare(self._members[id(parameter)], has_gradient)
-        else:
-            self._alone = True
+    def _give(self, member: _Member[Parameter], present: bool) -> None:
+        """Hand a member over, with or without a gradient."""
+        if self._buckets is None:
             self._declare(member, present)
-        member.given = True
+        else:
+            for parameter, has_gradient in self._buckets.give(member.parameter, present):
+                self._declare(self._members[id(parameter)], has_gradient)
+        member.given = self._number
 
     def _declare(self, member: _Member[Parameter], present: bool) -> None:
         """Let a member go by itself."""
         loan = self._framework.lend(member.parameter) if present else self._framework.lend_empty(member.parameter)
-        member.handle = self._runtime.declare(
+        handle = self._runtime.declare(
             member.name, loan.array if present else None, loan.array, self._op, self._label, self._number,
             prescale=self._prescale, postscale=self._postscale, strides=self._framework.shape(member.parameter).strides)
-        member.loan = loan
+        self._alone.append((member, handle, loan))
 
-    def _complete(self, member: _Member[Parameter], errors: list[HvdliteError]) -> None:
-        handle, loan = member.handle, member.loan
-        member.handle = member.loan = None
-        assert handle is not None and loan is not None
-        try:
-            handle.wait()
-        except HvdliteError as error:
-            errors.append(error)
-            return
-        if handle.contributors:
-            self._framework.give_back(loan)
-            member.mark = self._framework.mark(member.parameter)
+    def _mark(self, member: _Member[Parameter], mark: Any) -> None:
+        member.mark, member.marked = mark, self._generation
