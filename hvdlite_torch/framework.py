@@ -27,7 +27,10 @@ def contiguous(tensor: torch.Tensor, name: str) -> torch.Tensor:
     if tensor.layout is not torch.strided:
         raise UnsupportedError(f"'{name}' is sparse ({tensor.layout}); densify it with .to_dense(), or pass "
                                "sparse_as_dense=True to DistributedOptimizer")
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+    tensor = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.contiguous()
 
 
 def as_array(tensor: torch.Tensor, name: str) -> Array:
@@ -36,11 +39,10 @@ def as_array(tensor: torch.Tensor, name: str) -> Array:
     Raises:
         UnsupportedError: for a dtype that NumPy does not have.
     """
-    detached = tensor.detach()
-    if detached.dtype is torch.bfloat16:
-        return detached.view(torch.int16).numpy().view(BFLOAT16)
+    if tensor.dtype is torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(BFLOAT16)
     try:
-        return detached.numpy()
+        return tensor.numpy()
     except TypeError:
         raise UnsupportedError(f"'{name}': dtype {tensor.dtype} is not supported") from None
 

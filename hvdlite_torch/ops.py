@@ -270,8 +270,9 @@ def _allreduce(tensor: torch.Tensor, output: torch.Tensor, name: str, op: Reduce
     check_global(process_set)
     source = contiguous(tensor, name)
     target = source if output is tensor else _contiguous_like(output)
-    handle = api.runtime().allreduce(name, as_array(source, name), as_array(target, name), op, prescale=prescale,
-                                     postscale=postscale)
+    array = as_array(source, name)
+    handle = api.runtime().allreduce(name, array, array if target is source else as_array(target, name), op,
+                                     prescale=prescale, postscale=postscale)
     return TorchHandle(handle, lambda _: _written(output, target))
 
 

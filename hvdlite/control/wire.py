@@ -137,7 +137,7 @@ class Connection:
                 break
             body, mac = bytes(self._unread[_HEADER.size:end]), bytes(self._unread[end:end + mac_bytes])
             del self._unread[:end + mac_bytes]
-            if not hmac.compare_digest(mac, self._mac(self._receive_key, header, body)):
+            if mac_bytes and not hmac.compare_digest(mac, self._mac(self._receive_key, header, body)):
                 raise ProtocolError("a frame is not signed with the job's key")
             if sequence != self._received & 0xFFFFFFFF:
                 raise ProtocolError(f"frame {sequence} arrived where {self._received} was due")

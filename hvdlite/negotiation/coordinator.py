@@ -62,7 +62,7 @@ class Policy:
     """
 
     fusion_threshold: int = 64 << 20
-    bucket_sizes: BucketSizes = BucketSizes(1 << 20, 25 << 20)
+    bucket_sizes: BucketSizes = BucketSizes(4 << 20, 25 << 20)
     layout_capacity: int = 64
 
 

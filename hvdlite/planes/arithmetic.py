@@ -35,7 +35,7 @@ class Reduction:
         self._divisor = size if response.op is ReduceOp.AVERAGE else 1
         self._prescale, self._postscale = response.prescale, response.postscale
         self._wide = accumulator_dtype(dtype) != dtype
-        self._scratch = np.empty((2, self.chunk), np.float32) if self._wide else np.empty((0, 0), np.float32)
+        self._scratch = np.empty((2, self.chunk), np.float32) if self._wide else None
 
     def place(self, source: Array, out: Array) -> None:
         """Copy `source` to `out` (flat, same length, possibly the same memory), multiplied by the prescale factor."""
@@ -79,13 +79,14 @@ class Reduction:
             self._scaled(out, self._postscale, out)
 
     def _combine_wide(self, sources: Sequence[Array], out: Array) -> None:
+        assert self._scratch is not None
         total, term = self._scratch[0][:out.size], self._scratch[1][:out.size]
         widen(sources[0], total)
         for source in sources[1:]:
             widen(source, term)
             self._combine(total, term, out=total)
         if self._divisor > 1:
-            np.divide(total, np.float32(self._divisor), out=total)
+            _divide(total, self._divisor)
         if self._postscale != 1.0:
             np.multiply(total, np.float32(self._postscale), out=total)
         narrow(total, out)
@@ -105,6 +106,9 @@ class Reduction:
 
 def _divide(values: Array, divisor: int) -> None:
     """Divide in place: exactly and toward zero for integers."""
+    if values.dtype.kind == "f" and divisor & (divisor - 1) == 0:  # the same bits as a division, several times faster
+        np.multiply(values, values.dtype.type(1.0 / divisor), out=values)
+        return
     if values.dtype.kind == "u":
         np.floor_divide(values, values.dtype.type(divisor), out=values)
     elif values.dtype.kind == "i":

@@ -12,7 +12,7 @@ from hvdlite.negotiation.controller import Expanded
 from hvdlite.negotiation.messages import Bucket, BucketReady, Layout
 from hvdlite.planes.base import FusionBuffer, Part
 from hvdlite.runtime.calls import Entry
-from hvdlite.runtime.handle import Handle
+from hvdlite.runtime.handle import Handle, Sleepers
 
 ALIGNMENT = 4096
 """Bytes; buckets begin at multiples of it within a fusion buffer."""
@@ -28,7 +28,7 @@ class BucketHandle(Handle):
 
     __slots__ = ("nobody", "parts")
 
-    def __init__(self, name: str, sleepers: set[Handle]) -> None:
+    def __init__(self, name: str, sleepers: Sleepers) -> None:
         super().__init__(name, sleepers)
         self.parts: tuple[Handle, ...] = ()
         self.nobody: frozenset[int] = frozenset()
@@ -90,7 +90,7 @@ class BucketEntry:
 
     __slots__ = ("_abandoned", "_sleepers", "bucket", "handle", "ready")
 
-    def __init__(self, bucket: LearnedBucket, ready: BucketReady, sleepers: set[Handle]) -> None:
+    def __init__(self, bucket: LearnedBucket, ready: BucketReady, sleepers: Sleepers) -> None:
         self.bucket, self.ready = bucket, ready
         self._sleepers = sleepers
         self.handle = BucketHandle(bucket.definition.members[0].name, sleepers)

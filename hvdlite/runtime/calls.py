@@ -14,7 +14,7 @@ from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.core.world import World
 from hvdlite.negotiation.messages import Request, Response
-from hvdlite.runtime.handle import Handle
+from hvdlite.runtime.handle import Handle, Sleepers
 
 
 class Entry:
@@ -23,10 +23,10 @@ class Entry:
     __slots__ = ("_abandoned", "_result", "handle", "outputs", "request", "sources")
 
     def __init__(self, request: Request, sources: Sequence[Array | None], outputs: Sequence[Array],
-                 result: Array | Sequence[Array] | None, sleepers: set[Handle]) -> None:
+                 result: Array | Sequence[Array] | None, sleepers: Sleepers) -> None:
         self.request = request
         self.sources = [None if source is None else flat(source) for source in sources]
-        self.outputs: list[Array | None] = [flat(output) for output in outputs]
+        self.outputs: list[Array | None] = self.sources if outputs is sources else [flat(output) for output in outputs]
         self._result = result  # what the handle returns
         self.handle = Handle(request.name, sleepers)
         self._abandoned = False
@@ -72,11 +72,14 @@ class Calls:
 
     def __init__(self, eager_limit: int) -> None:
         self._eager_limit = eager_limit
-        self._sleepers: set[Handle] = set()
+        self._sleepers = Sleepers(self._about_to_sleep)
         self._counters: defaultdict[tuple[str, str], Iterator[int]] = defaultdict(itertools.count)
         self._counters_lock = threading.Lock()
 
     def _submit(self, entry: Entry) -> Handle:
+        raise NotImplementedError
+
+    def _about_to_sleep(self) -> None:
         raise NotImplementedError
 
     def unnamed(self, adapter: str, kind: str) -> str:
@@ -104,7 +107,7 @@ class Calls:
         dtype = reducible(name, source, output, op)
         request = Request(name, Collective.ALLREDUCE, dtype, output.shape, op, prescale=float(prescale),
                           postscale=float(postscale), absent=source is None, payload=self._payload(source))
-        return self._submit(Entry(request, [source], [output], output, self._sleepers))
+        return self._submit(Entry(request, *_memory(source, output), output, self._sleepers))
 
     def grouped_allreduce(self, name: str, sources: Sequence[Array], outputs: Sequence[Array], op: ReduceOp, *,
                           prescale: float = 1.0, postscale: float = 1.0) -> Handle:
@@ -138,7 +141,7 @@ class Calls:
             raise UnsupportedError(f"'{name}': root_rank {root_rank} is not a rank of this job (0..{self.world.size - 1})")
         request = Request(name, Collective.BROADCAST, dtype, array.shape, root_rank=root_rank,
                           payload=self._payload(array) if self.world.rank == root_rank else None)
-        return self._submit(Entry(request, [array], [array], array, self._sleepers))
+        return self._submit(Entry(request, *_memory(array, array), array, self._sleepers))
 
     def allgather(self, name: str, array: Array) -> Handle:
         """Concatenate all ranks' arrays along the first dimension, in rank order, into a new array.
@@ -181,6 +184,12 @@ def reducible(name: str, source: Array | None, output: Array, op: ReduceOp) -> s
         raise UnsupportedError(f"'{name}': source is {source.dtype}{list(source.shape)}, "
                                f"output {output.dtype}{list(output.shape)}; they must be equal")
     return _checked(name, source)
+
+
+def _memory(source: Array | None, output: Array) -> tuple[list[Array | None], list[Array]]:
+    """Return sources and outputs of an entry; the same list when the call is in place."""
+    outputs = [output]
+    return (outputs if source is output else [source]), outputs  # type: ignore[return-value]
 
 
 def _checked(name: str, array: Array) -> str:

@@ -3,7 +3,35 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
+
+
+class Sleepers:
+    """The handles on which threads are blocked: while there are any, the runtime thread looks a little longer for news
+    before it sleeps, because waking up costs more than most messages take.
+
+    Args:
+        notice: called by a thread that is about to block.
+    """
+
+    __slots__ = ("_handles", "_notice")
+
+    def __init__(self, notice: Callable[[], None]) -> None:
+        self._handles: set[Handle] = set()
+        self._notice = notice
+
+    def __bool__(self) -> bool:
+        return bool(self._handles)
+
+    def add(self, handle: Handle) -> None:
+        """A thread blocks until `handle` is done."""
+        self._handles.add(handle)
+        self._notice()
+
+    def remove(self, handle: Handle) -> None:
+        """It does not any more; again is fine."""
+        self._handles.discard(handle)
 
 
 class Handle:
@@ -12,15 +40,11 @@ class Handle:
     Attributes:
         name: the tensor's name, as negotiated.
         contributors: after completion, the ranks that contributed, ascending; empty when all were absent.
-
-    Args:
-        sleepers: holds the handles on which a thread is blocked; the runtime thread looks a little longer for news before it
-            sleeps while there are any.
     """
 
     __slots__ = ("_done", "_error", "_lock", "_result", "_sleepers", "contributors", "name")
 
-    def __init__(self, name: str, sleepers: set[Handle]) -> None:
+    def __init__(self, name: str, sleepers: Sleepers) -> None:
         self.name = name
         self._sleepers = sleepers
         self.contributors: tuple[int, ...] = ()
@@ -46,7 +70,7 @@ class Handle:
         if not self._done:
             self._sleepers.add(self)
             acquired = self._lock.acquire(timeout=-1 if timeout is None else timeout)
-            self._sleepers.discard(self)
+            self._sleepers.remove(self)
             if not acquired:
                 raise TimeoutError(f"'{self.name}' is not complete after {timeout} s")
             self._lock.release()  # for other waiters
@@ -64,5 +88,5 @@ class Handle:
 
     def _finish(self) -> None:
         self._done = True
-        self._sleepers.discard(self)
+        self._sleepers.remove(self)
         self._lock.release()

@@ -13,6 +13,7 @@ Theory of operation
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -229,6 +230,10 @@ class Runtime(Calls):
         if self._ended.is_set():
             self._fail_inbox()  # the thread ended between the caller's check and the append
 
+    def _about_to_sleep(self) -> None:
+        if self._spin and not self._awake:
+            self._control.wake()  # it may sleep already, since before the caller did
+
     # --- the background thread -------------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -241,7 +246,8 @@ class Runtime(Calls):
             pass
         except Exception as error:  # a defect, or no memory: tell everybody rather than die silently
             _log.exception("rank %d: the runtime thread failed", self.world.rank)
-            self._give_up(FailureNotice(self.world.rank, type(error).__name__, str(error)))
+            with contextlib.suppress(_Ended):
+                self._give_up(FailureNotice(self.world.rank, type(error).__name__, str(error)))
         finally:
             self._close()
 
