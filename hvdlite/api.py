@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -28,6 +28,7 @@ from hvdlite.core.config import Config
 from hvdlite.core.errors import NotInitializedError, PeerLostError, UnsupportedError
 from hvdlite.core.process_set import ProcessSet, check_global, global_process_set
 from hvdlite.core.types import ReduceOp
+from hvdlite.planes.arithmetic import Casts
 from hvdlite.runtime.assemble import assemble
 from hvdlite.runtime.handle import Handle
 from hvdlite.runtime.runtime import Runtime
@@ -39,6 +40,7 @@ _lock = threading.RLock()
 _runtime: Runtime | None = None
 _users = 0  # init() calls that no shutdown() has answered yet
 _hooks_installed = False
+_casts = Casts.of_numpy()
 
 
 def init(comm: object = None, process_sets: Sequence[ProcessSet] | None = None) -> None:
@@ -62,7 +64,7 @@ def init(comm: object = None, process_sets: Sequence[ProcessSet] | None = None) 
         if _runtime is None:
             config = Config.from_environment(os.environ)
             _configure_logging(config)
-            started = assemble(find_place(os.environ, os.getppid()), config)
+            started = assemble(find_place(os.environ, os.getppid()), config, _casts)
             started.start()
             _runtime, _users = started, 0
             _install_hooks()
@@ -88,6 +90,11 @@ def runtime() -> Runtime:
     if _runtime is None:
         raise NotInitializedError("hvdlite is not initialised; call hvd.init() first")
     return _runtime
+
+
+def offer_casts(widen: Callable[[Array, Array], object], narrow: Callable[[Array, Array], object]) -> None:
+    """Let reductions of 16-bit floats use a framework's vectorised conversions; see `planes.arithmetic.Casts`."""
+    _casts.widen, _casts.narrow = widen, narrow
 
 
 def is_initialized() -> bool:
@@ -249,7 +256,8 @@ def poll(handle: Handle) -> bool:
 
 def synchronize(handle: Handle) -> Array | None:
     """Wait for an asynchronous call and return its result, or raise its error."""
-    return handle.wait()
+    result: Array | None = handle.wait()
+    return result
 
 
 def _name(name: str | None, kind: str) -> str:
@@ -263,7 +271,7 @@ def _contiguous(array: ArrayLike, process_set: ProcessSet) -> Array:
 
 
 def _result(handle: Handle) -> Array:
-    result = handle.wait()
+    result: Array | None = handle.wait()
     assert result is not None
     return result
 

@@ -24,7 +24,10 @@ from hvdlite import (
     shutdown,
     size,
 )
+from hvdlite import api as _api
 from hvdlite_torch.compression import Compression
+from hvdlite_torch.framework import narrow as _narrow
+from hvdlite_torch.framework import widen as _widen
 from hvdlite_torch.ops import (
     Adasum,
     Average,
@@ -56,6 +59,8 @@ from hvdlite_torch.state import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
+
+_api.offer_casts(_widen, _narrow)
 
 __all__ = [
     "Adasum", "Average", "Compression", "DistributedOptimizer", "HorovodInternalError", "HvdliteError", "Max", "Min",

@@ -46,20 +46,26 @@ class TorchHandle:
 
 
 class GroupHandle:
-    """Several collectives in flight; their results come as one list."""
+    """A group of tensors in flight, one collective for each dtype; the results come as one list."""
 
-    __slots__ = ("_handles",)
+    __slots__ = ("_finish", "_handles", "_result")
 
-    def __init__(self, handles: Sequence[TorchHandle]) -> None:
+    def __init__(self, handles: Sequence[Handle], finish: Callable[[], list[torch.Tensor]]) -> None:
         self._handles = handles
+        self._finish = finish
+        self._result: list[torch.Tensor] | None = None
 
     def done(self) -> bool:
         """Return whether `wait` would not block."""
         return all(handle.done() for handle in self._handles)
 
-    def wait(self) -> list[Any]:
-        """Wait for all and return their results in order."""
-        return [handle.wait() for handle in self._handles]
+    def wait(self) -> list[torch.Tensor]:
+        """Wait for all and return their results in order; may be called again."""
+        for handle in self._handles:
+            handle.wait()
+        if self._result is None:
+            self._result = self._finish()
+        return self._result
 
 
 def poll(handle: TorchHandle | GroupHandle) -> bool:
@@ -125,18 +131,16 @@ def grouped_allreduce_async_(tensors: Sequence[torch.Tensor], average: bool | No
                              op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                              process_set: ProcessSet = global_process_set) -> GroupHandle:
     """Like `grouped_allreduce_`, returning one handle at once."""
-    return GroupHandle([_allreduce(tensor, tensor, member, api.reduce_op(op, average), prescale_factor,
-                                   postscale_factor, process_set)
-                        for tensor, member in zip(tensors, _group_names("allreduce", name, len(tensors)), strict=True)])
+    return _grouped_allreduce(tensors, tensors, _name("grouped_allreduce", name), api.reduce_op(op, average),
+                              prescale_factor, postscale_factor, process_set)
 
 
 def grouped_allreduce_async(tensors: Sequence[torch.Tensor], average: bool | None = None, name: str | None = None,
                             op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                             process_set: ProcessSet = global_process_set) -> GroupHandle:
     """Like `grouped_allreduce`, returning one handle at once; not differentiable."""
-    return GroupHandle([_allreduce(tensor, torch.empty_like(tensor), member, api.reduce_op(op, average), prescale_factor,
-                                   postscale_factor, process_set)
-                        for tensor, member in zip(tensors, _group_names("allreduce", name, len(tensors)), strict=True)])
+    return _grouped_allreduce(tensors, [torch.empty_like(tensor) for tensor in tensors], _name("grouped_allreduce", name),
+                              api.reduce_op(op, average), prescale_factor, postscale_factor, process_set)
 
 
 def grouped_allreduce_(tensors: Sequence[torch.Tensor], average: bool | None = None, name: str | None = None,
@@ -153,8 +157,8 @@ def grouped_allreduce(tensors: Sequence[torch.Tensor], average: bool | None = No
                       process_set: ProcessSet = global_process_set) -> list[torch.Tensor]:
     """Like `allreduce` on several tensors, which are fused. Differentiable."""
     pairs = [compression.compress(tensor) for tensor in tensors]
-    names = _group_names("allreduce", name, len(tensors))
-    reduced = _GroupedAllreduce.apply(names, api.reduce_op(op, average), prescale_factor, postscale_factor, process_set,
+    name = _name("grouped_allreduce", name)
+    reduced = _GroupedAllreduce.apply(name, api.reduce_op(op, average), prescale_factor, postscale_factor, process_set,
                                       *(tensor for tensor, _ in pairs))
     return [compression.decompress(tensor, context) for tensor, (_, context) in zip(reduced, pairs, strict=True)]
 
@@ -219,18 +223,16 @@ class _Allreduce(torch.autograd.Function):
 
 class _GroupedAllreduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, names: Sequence[str], op: ReduceOp, prescale: float, postscale: float, process_set: ProcessSet,
+    def forward(ctx: Any, name: str, op: ReduceOp, prescale: float, postscale: float, process_set: ProcessSet,
                 *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.names, ctx.arguments = names, (op, prescale, postscale, process_set)
-        handles = [_allreduce(tensor, torch.empty_like(tensor), name, *ctx.arguments)
-                   for tensor, name in zip(tensors, names, strict=True)]
-        return tuple(handle.wait() for handle in handles)
+        ctx.arguments = (f"{name}.gradient", op, prescale, postscale, process_set)
+        outputs = [torch.empty_like(tensor) for tensor in tensors]
+        return tuple(_grouped_allreduce(tensors, outputs, name, op, prescale, postscale, process_set).wait())
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
-        handles = [_allreduce(tensor, torch.empty_like(tensor), f"{name}.gradient", *ctx.arguments)
-                   for tensor, name in zip(upstream, ctx.names, strict=True)]
-        return (None, None, None, None, None, *(handle.wait() for handle in handles))
+        outputs = [torch.empty_like(tensor) for tensor in upstream]
+        return (None, None, None, None, None, *_grouped_allreduce(upstream, outputs, *ctx.arguments).wait())
 
 
 class _Allgather(torch.autograd.Function):
@@ -276,6 +278,26 @@ def _allreduce(tensor: torch.Tensor, output: torch.Tensor, name: str, op: Reduce
     return TorchHandle(handle, lambda _: _written(output, target))
 
 
+def _grouped_allreduce(tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], name: str, op: ReduceOp,
+                       prescale: float, postscale: float, process_set: ProcessSet) -> GroupHandle:
+    """Negotiate tensors as one, or, when dtypes are mixed, as one for each dtype."""
+    check_global(process_set)
+    sources = [contiguous(tensor, f"{name}[{index}]") for index, tensor in enumerate(tensors)]
+    targets = [source if output is tensor else _contiguous_like(output)
+               for tensor, output, source in zip(tensors, outputs, sources, strict=True)]
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for index, source in enumerate(sources):
+        by_dtype.setdefault(source.dtype, []).append(index)
+    handles = []
+    for dtype, members in by_dtype.items():
+        own = [as_array(targets[index], name) for index in members]
+        given = [array if targets[index] is sources[index] else as_array(sources[index], name)
+                 for index, array in zip(members, own, strict=True)]
+        label = name if len(by_dtype) == 1 else f"{name}.{str(dtype).removeprefix('torch.')}"
+        handles.append(api.runtime().grouped_allreduce(label, given, own, op, prescale=prescale, postscale=postscale))
+    return GroupHandle(handles, lambda: [_written(output, target) for output, target in zip(outputs, targets, strict=True)])
+
+
 def _gathered(tensor: torch.Tensor, name: str, process_set: ProcessSet) -> TorchHandle:
     check_global(process_set)
     source = contiguous(tensor, name)
@@ -311,11 +333,5 @@ def _as_tensor(array: Array | None) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
-
 def _name(kind: str, name: str | None) -> str:
     return api.runtime().unnamed("torch", kind) if name is None else f"{kind}.{name}"
-
-
-def _group_names(kind: str, name: str | None, count: int) -> list[str]:
-    base = _name(kind, name)
-    return [f"{base}_{index}of{count}" for index in range(1, count + 1)]

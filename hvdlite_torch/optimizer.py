@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
@@ -79,8 +80,9 @@ def DistributedOptimizer(
         raise ValueError("this optimizer is distributed already")
     names = _names(optimizer, named_parameters)
     reducer: GradientReducer[torch.Tensor] = GradientReducer(
-        runtime, TorchGradients(compression, sparse_as_dense, runtime.config.gradient_as_bucket_view), runtime.unnamed("torch", "optimizer"), op=ReduceOp(op),
-        prescale=1.0 / gradient_predivide_factor, postscale=gradient_predivide_factor, passes=backward_passes_per_step)
+        runtime, TorchGradients(compression, sparse_as_dense, runtime.config.gradient_as_bucket_view),
+        runtime.unnamed("torch", "optimizer"), op=ReduceOp(op), prescale=1.0 / gradient_predivide_factor,
+        postscale=gradient_predivide_factor, passes=backward_passes_per_step)
     base = type(optimizer)
     optimizer.__class__ = type(base.__name__, (_Distributed, base), {"__module__": base.__module__})
     assert isinstance(optimizer, _Distributed)
@@ -108,7 +110,7 @@ class _Distributed:
     def _watch(self, parameter: torch.Tensor) -> None:
         if self._active and parameter.requires_grad:
             self._reducer.add(parameter, self._parameter_names[parameter])
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._accumulated))
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self))))
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         task = _graph_task()
@@ -166,9 +168,18 @@ class _Distributed:
         return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
 
 
+def _hook(owner: weakref.ref[_Distributed]) -> Callable[[torch.Tensor], None]:
+    """Return a hook that does not keep the optimizer alive: torch does not let Python see the cycle that would make."""
+    def accumulated(parameter: torch.Tensor) -> None:
+        optimizer = owner()
+        if optimizer is not None:
+            optimizer._accumulated(parameter)
+    return accumulated
+
+
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     assert isinstance(optimizer, _Distributed)
-    has_closure = bool(args and args[0] is not None) or kwargs.get("closure") is not None
+    has_closure = bool(args[1:] and args[1] is not None) or kwargs.get("closure") is not None  # args[0] is the optimizer
     if optimizer._active and optimizer._synchronizes and not has_closure:  # a closure runs backward() itself
         optimizer._reducer.finish_if_due()
 

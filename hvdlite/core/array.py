@@ -68,7 +68,7 @@ def identity(op: ReduceOp, dtype: np.dtype[np.generic]) -> Any:
         return op is ReduceOp.MIN
     if kind == "f":
         return float("inf") if op is ReduceOp.MIN else float("-inf")
-    limits = np.iinfo(dtype)
+    limits = np.iinfo(dtype)  # type: ignore[type-var]
     return limits.max if op is ReduceOp.MIN else limits.min
 
 

@@ -82,12 +82,11 @@ class Config:
                                  horovod="FUSION_THRESHOLD")
     bucket_size: int = knob(25 * MIB, _size, "largest learned bucket of gradients, in bytes; 0 turns learning off")
     bucket_edge: int = knob(4 * MIB, _size, "largest first and largest last bucket of a set of gradients, in bytes")
-    bucket_layouts: int = knob(64, _count, "sets of gradients whose buckets are remembered at a time",
-                               horovod="CACHE_CAPACITY")
+    bucket_layouts: int = knob(64, _count, "sets of gradients whose buckets are remembered at a time")
     gradient_as_bucket_view: bool = knob(True, _flag, "whether reduced gradients are views of their bucket's shared memory")
     eager_limit: int = knob(8 * KIB, _size, "up to this many bytes a tensor travels inside its control message")
-    spin_microseconds: int = knob(80, _count_or_zero, "how long the runtime thread looks for news before it sleeps, while the "
-                                  "script is blocked in a wait; 0 turns that off")
+    spin_microseconds: int = knob(80, _count_or_zero, "how long the runtime thread looks for news before it sleeps, "
+                                  "while the script is blocked in a wait; 0 turns that off")
     shm_slot: int = knob(4 * MIB, _size, "staging memory of one rank in the shm plane, in bytes (two are used)")
     shm_chunk: int = knob(512 * KIB, _size, "bytes reduced per NumPy call in the shm plane (one GIL release each)")
     shm_direct: int = knob(128 * KIB, _size, "up to this many bytes every rank reduces everything: one barrier less")

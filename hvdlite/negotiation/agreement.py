@@ -66,7 +66,7 @@ def _members(first: Request, requests: Mapping[int, Request]) -> tuple[Aspect, .
     """Return the shape of the first member of a group that is not the same everywhere."""
     for index, shape in enumerate(first.group):
         if any(request.group[index:index + 1] != (shape,) for request in requests.values()):
-            return ((f"shape of tensor {index} of the group", lambda request: list(request.group[index])),)
+            return ((f"shape of tensor {index} of the group", lambda request, at=index: list(request.group[at])),)
     return ()
 
 

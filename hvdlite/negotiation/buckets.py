@@ -27,7 +27,6 @@ import msgspec
 
 from hvdlite.core.array import SUPPORTED_DTYPES
 from hvdlite.core.errors import ProtocolError
-from hvdlite.core.types import Collective
 from hvdlite.negotiation.fusion import fusion_key, payload_bytes, response_to
 from hvdlite.negotiation.messages import Bucket, BucketReady, BucketRelease, Layout, Request
 
@@ -56,7 +55,8 @@ def cut(sizes: Sequence[int], limits: BucketSizes) -> list[int]:
     while last > 1 and filled + sizes[last - 1] <= limits.edge:
         last -= 1
         filled += sizes[last]
-    ends, filled = [], 0
+    ends: list[int] = []
+    filled = 0
     for index, size in enumerate(sizes[:last]):
         limit = limits.middle if ends else limits.edge
         if filled and filled + size > limit:
@@ -240,7 +240,7 @@ class DeclaredSets:
         declared.layout = None
         declared.evictions += spoilt
         declared.patience = min(1 << max(0, declared.evictions - 1), _MOST_PATIENCE)
-        expanded = []
+        expanded: list[tuple[int, Request]] = []
         for bucket in ended.buckets:
             waiting = self._waiting.pop(bucket.bucket, None)
             for rank, ready in waiting.ranks.items() if waiting else ():

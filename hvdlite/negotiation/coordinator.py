@@ -62,7 +62,7 @@ class Policy:
     """
 
     fusion_threshold: int = 64 << 20
-    bucket_sizes: BucketSizes = BucketSizes(4 << 20, 25 << 20)
+    bucket_sizes: BucketSizes = dataclasses.field(default_factory=lambda: BucketSizes(4 << 20, 25 << 20))
     layout_capacity: int = 64
 
 
@@ -134,13 +134,14 @@ class Coordinator:
     def decide(self) -> Decision | None:
         """Return the next decision, or None when there is nothing to say."""
         failure = None if self._failure_told else self._failure
-        if not (self._ready or self._released or self._refused or self._learned or self._evicted or self._leaving or failure):
+        news = (self._learned, self._released, self._evicted, self._ready, self._refused, self._leaving)
+        if not (any(news) or failure):
             return None
         self._sequence += 1
-        responses = (*self._refused, *fuse(self._ready, self._policy.fusion_threshold)) if self._ready or self._refused else ()
+        responses = (*self._refused, *fuse(self._ready, self._policy.fusion_threshold))
         decision = Decision(self.epoch, self._sequence, tuple(self._learned), tuple(self._released), tuple(self._evicted),
                             responses, tuple(self._leaving), failure)
-        for said in (self._learned, self._released, self._evicted, self._ready, self._refused, self._leaving):
+        for said in news:
             said.clear()
         self._failure_told = self._failure is not None
         return decision

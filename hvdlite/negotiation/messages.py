@@ -17,7 +17,6 @@ import msgspec
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import Collective, ReduceOp
 
-
 Key = tuple[str, int]
 """A tensor's name, and the round of its declared set (0 when it belongs to none)."""
 

@@ -6,7 +6,8 @@ the same two operations, so the bits do not depend on the plane, on fusion or on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -19,18 +20,38 @@ _UFUNCS: dict[ReduceOp, np.ufunc] = {
 }
 
 
+@dataclasses.dataclass
+class Casts:
+    """How 16-bit floats become float32 and back; an adapter may put its framework's vectorised versions here.
+
+    Attributes:
+        widen: convert a flat float16 or bfloat16 array to a float32 array of the same length.
+        narrow: convert back, rounding to nearest even; may overwrite the float32 array.
+    """
+
+    widen: Callable[[Array, Array], object]
+    narrow: Callable[[Array, Array], object]
+
+    @classmethod
+    def of_numpy(cls) -> Casts:
+        """Return NumPy's."""
+        return cls(widen, narrow)
+
+
 class Reduction:
     """The arithmetic of one allreduce response.
 
     Args:
         response: says op, dtype and factors.
         size: ranks of the process set; Average divides by it whoever contributes.
+        casts: for 16-bit floats.
         chunk: elements worked on at a time: small enough for the cache, large enough to outweigh a NumPy call.
     """
 
-    def __init__(self, response: Response, dtype: np.dtype[np.generic], size: int, chunk: int) -> None:
+    def __init__(self, response: Response, dtype: np.dtype[np.generic], size: int, chunk: int, casts: Casts) -> None:
         self.dtype = dtype
         self.chunk = max(1, chunk)
+        self._widen, self._narrow = casts.widen, casts.narrow
         self._combine = _UFUNCS[response.op]
         self._divisor = size if response.op is ReduceOp.AVERAGE else 1
         self._prescale, self._postscale = response.prescale, response.postscale
@@ -81,23 +102,23 @@ class Reduction:
     def _combine_wide(self, sources: Sequence[Array], out: Array) -> None:
         assert self._scratch is not None
         total, term = self._scratch[0][:out.size], self._scratch[1][:out.size]
-        widen(sources[0], total)
+        self._widen(sources[0], total)
         for source in sources[1:]:
-            widen(source, term)
+            self._widen(source, term)
             self._combine(total, term, out=total)
         if self._divisor > 1:
             _divide(total, self._divisor)
         if self._postscale != 1.0:
             np.multiply(total, np.float32(self._postscale), out=total)
-        narrow(total, out)
+        self._narrow(total, out)
 
     def _scaled(self, source: Array, factor: float, out: Array) -> None:
         kind = self.dtype.kind
         if self._wide:
             wide = np.empty(source.size, np.float32)
-            widen(source, wide)
+            self._widen(source, wide)
             np.multiply(wide, np.float32(factor), out=wide)
-            narrow(wide, out)
+            self._narrow(wide, out)
         elif kind in "iu":  # truncation toward zero, as a C cast does
             np.copyto(out, np.trunc(source.astype(np.float64) * factor), casting="unsafe")
         else:

@@ -8,7 +8,7 @@ import numpy as np
 
 from hvdlite.core.array import SUPPORTED_DTYPES
 from hvdlite.negotiation.messages import Response
-from hvdlite.planes.arithmetic import Reduction
+from hvdlite.planes.arithmetic import Casts, Reduction
 
 
 def reduce_payloads(response: Response, payloads: Sequence[bytes], size: int) -> bytes:
@@ -19,7 +19,7 @@ def reduce_payloads(response: Response, payloads: Sequence[bytes], size: int) ->
     """
     dtype = SUPPORTED_DTYPES[response.dtype]
     sources = [np.frombuffer(payload, dtype) for payload in payloads]
-    reduction = Reduction(response, dtype, size, max(1, sources[0].size))
+    reduction = Reduction(response, dtype, size, max(1, sources[0].size), Casts.of_numpy())
     result = np.empty_like(sources[0])
     reduction.combine([reduction.placed(source) for source in sources], result)
     return result.tobytes()

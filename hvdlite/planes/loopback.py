@@ -9,9 +9,8 @@ import numpy as np
 
 from hvdlite.core.array import SUPPORTED_DTYPES, Array
 from hvdlite.core.types import Collective
-from hvdlite.planes.arithmetic import Reduction
+from hvdlite.planes.arithmetic import Casts, Reduction
 from hvdlite.planes.base import FusionBuffer, Plan, WaitUntil
-
 
 ALIGNMENT = 64
 
@@ -35,8 +34,9 @@ class LoopbackPlane:
 
     name = "loopback"
 
-    def __init__(self, rank: int, table: Table, ring: Callable[[int], None]) -> None:
+    def __init__(self, rank: int, table: Table, ring: Callable[[int], None], casts: Casts | None = None) -> None:
         self._rank, self._table, self._ring = rank, table, ring
+        self._casts = casts or Casts.of_numpy()
 
     def execute(self, plan: Plan, wait_until: WaitUntil) -> None:
         table, number = self._table, plan.sequence
@@ -46,7 +46,7 @@ class LoopbackPlane:
             plans[self._rank] = plan
         self._ring_others()
         wait_until(lambda: len(plans) == table.size)
-        results = _RESULTS[plan.response.collective](plan, plans, table.size)
+        results = _RESULTS[plan.response.collective](plan, plans, table.size, self._casts)
         with table.lock:
             done.add(self._rank)
         self._ring_others()
@@ -72,13 +72,13 @@ class LoopbackPlane:
                 self._ring(rank)
 
 
-def _allreduced(plan: Plan, plans: dict[int, Plan], size: int) -> list[Array | None]:
+def _allreduced(plan: Plan, plans: dict[int, Plan], size: int, casts: Casts) -> list[Array | None]:
     response = plan.response
     results: list[Array | None] = []
     for index, output in enumerate(plan.outputs):
         assert output is not None
         sources = [plans[rank].sources[index] for rank in response.contributors]
-        reduction = Reduction(response, SUPPORTED_DTYPES[response.dtype], size, output.size)
+        reduction = Reduction(response, SUPPORTED_DTYPES[response.dtype], size, output.size, casts)
         placed = [reduction.placed(source) for source in sources if source is not None]
         result = np.empty_like(output)
         if placed:
@@ -87,20 +87,20 @@ def _allreduced(plan: Plan, plans: dict[int, Plan], size: int) -> list[Array | N
     return results
 
 
-def _broadcast(plan: Plan, plans: dict[int, Plan], size: int) -> list[Array | None]:
+def _broadcast(plan: Plan, plans: dict[int, Plan], size: int, casts: Casts) -> list[Array | None]:
     return [np.copy(source) for source in plans[plan.response.root_rank].sources if source is not None]
 
 
-def _gathered(plan: Plan, plans: dict[int, Plan], size: int) -> list[Array | None]:
+def _gathered(plan: Plan, plans: dict[int, Plan], size: int, casts: Casts) -> list[Array | None]:
     parts = [source for rank in range(size) if (source := plans[rank].sources[0]) is not None]
     return [np.concatenate(parts)]
 
 
-def _nothing(plan: Plan, plans: dict[int, Plan], size: int) -> list[Array | None]:
+def _nothing(plan: Plan, plans: dict[int, Plan], size: int, casts: Casts) -> list[Array | None]:
     return [None for _ in plan.outputs]
 
 
-_RESULTS: dict[Collective, Callable[[Plan, dict[int, Plan], int], list[Array | None]]] = {
+_RESULTS: dict[Collective, Callable[[Plan, dict[int, Plan], int, Casts], list[Array | None]]] = {
     Collective.ALLREDUCE: _allreduced, Collective.BROADCAST: _broadcast,
     Collective.ALLGATHER: _gathered, Collective.BARRIER: _nothing,
 }

@@ -29,7 +29,7 @@ import numpy as np
 from hvdlite.core.array import SUPPORTED_DTYPES, Array
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.messages import Response
-from hvdlite.planes.arithmetic import Reduction
+from hvdlite.planes.arithmetic import Casts, Reduction
 from hvdlite.planes.base import FusionBuffer, Part, Plan, WaitUntil
 
 ALIGNMENT = 64
@@ -63,8 +63,9 @@ class ShmPlane:
     name = "shm"
 
     def __init__(self, rank: int, size: int, memory: StagingMemory, ring: Callable[[int], None], *, chunk: int,
-                 direct: int) -> None:
+                 direct: int, casts: Casts | None = None) -> None:
         self._rank, self._size = rank, size
+        self._casts = casts or Casts.of_numpy()
         self._memory, self._ring = memory, ring
         self._chunk, self._direct = chunk, direct
         self._barriers = 0
@@ -92,7 +93,7 @@ class ShmPlane:
 
     def _allreduce_in_place(self, part: Part, response: Response, wait_until: WaitUntil) -> None:
         dtype = SUPPORTED_DTYPES[response.dtype]
-        reduction = Reduction(response, dtype, self._size, self._chunk // dtype.itemsize)
+        reduction = Reduction(response, dtype, self._size, self._chunk // dtype.itemsize, self._casts)
         slots = [slot[part.begin:part.end].view(dtype) for slot in part.buffer.slots]
         begin, end = slice_bounds(0, slots[0].size, self._size, dtype)[self._rank:self._rank + 2]
         for start in range(begin, end, reduction.chunk):
@@ -109,7 +110,7 @@ class ShmPlane:
         if not response.contributors:
             return
         dtype = SUPPORTED_DTYPES[response.dtype]
-        reduction = Reduction(response, dtype, self._size, self._chunk // dtype.itemsize)
+        reduction = Reduction(response, dtype, self._size, self._chunk // dtype.itemsize, self._casts)
         sources = Concatenation(plan.sources) if self._rank in response.contributors else None
         outputs = Concatenation(plan.outputs)
         per_piece = self._memory.slot // dtype.itemsize

@@ -24,6 +24,7 @@ from hvdlite.core.world import World
 from hvdlite.memory.shared import SharedMemory, anonymous_file
 from hvdlite.negotiation.buckets import BucketSizes
 from hvdlite.negotiation.coordinator import Coordinator, Policy
+from hvdlite.planes.arithmetic import Casts
 from hvdlite.planes.base import Plane
 from hvdlite.planes.eager import reduce_payloads
 from hvdlite.planes.loopback import LoopbackPlane, Table
@@ -41,25 +42,27 @@ def coordinator_for(world: World, config: Config) -> Coordinator | None:
     return Coordinator(world.size, policy, functools.partial(reduce_payloads, size=world.size))
 
 
-def assemble_threads(size: int, config: Config, wrap: PlaneWrapper = lambda rank, plane: plane) -> list[Runtime]:
+def assemble_threads(size: int, config: Config, wrap: PlaneWrapper = lambda rank, plane: plane,
+                     casts: Casts | None = None) -> list[Runtime]:
     """Return the runtimes of `size` ranks that live in this process, not yet started; `wrap` may inject faults."""
     table = Table(size)
+    casts = casts or Casts.of_numpy()
     runtimes = []
     for rank, control in enumerate(InprocControl.star(size)):
         world = World(rank, size, rank, size)
-        plane = wrap(rank, LoopbackPlane(rank, table, control.ring))
+        plane = wrap(rank, LoopbackPlane(rank, table, control.ring, casts))
         runtimes.append(Runtime(world, config, control, plane, coordinator_for(world, config)))
     return runtimes
 
 
-def assemble(place: Place, config: Config) -> Runtime:
+def assemble(place: Place, config: Config, casts: Casts) -> Runtime:
     """Meet the other ranks of this job and return this rank's runtime, not yet started.
 
     Raises:
         LaunchError: when the ranks cannot meet.
     """
     if place.world.size == 1:
-        return assemble_threads(1, config)[0]
+        return assemble_threads(1, config, casts=casts)[0]
     check_directory(place.job_directory)
     try:
         connections, welcome = _meet(place, config)
@@ -74,7 +77,7 @@ def assemble(place: Place, config: Config) -> Runtime:
     pids = {rank: pid for rank, pid in enumerate(welcome.pids) if rank != place.world.rank}
     control = StarControl(place.world.rank, connections, bells, pids, heartbeat_timeout=config.heartbeat_timeout)
     plane = ShmPlane(place.world.rank, place.world.size, memory, control.ring, chunk=config.shm_chunk,
-                     direct=config.shm_direct)
+                     direct=config.shm_direct, casts=casts)
     return Runtime(place.world, config, control, plane, coordinator_for(place.world, config))
 
 

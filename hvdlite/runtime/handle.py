@@ -59,7 +59,7 @@ class Handle:
         return self._done
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Block until the collective is complete and return its result: an array, a group's list of arrays, None for a barrier.
+        """Block until the collective is complete and return its result: an array, a list of arrays, None for a barrier.
 
         May be called again, and returns the same.
 

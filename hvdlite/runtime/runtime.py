@@ -169,7 +169,7 @@ class Runtime(Calls):
 
     def declare(self, name: str, source: Array | None, output: Array, op: ReduceOp, label: str, number: int, *,
                 prescale: float = 1.0, postscale: float = 1.0, strides: tuple[int, ...] = ()) -> Handle:
-        """Like `allreduce`, of a member of declared set `label` in its round `number` (from 1), before its layout is learned.
+        """Like `allreduce`, of a member of declared set `label` in its round `number` (from 1); never travels eagerly.
 
         Args:
             strides: in elements; how `output` lies in the framework's memory. () is row-major.
@@ -283,7 +283,8 @@ class Runtime(Calls):
         if self._leaving and not self._told_leaving:
             self._told_leaving = True
             self._controller.leave()
-            for entry in (*self._entries.values(), *self._buckets.values()):
+            pending: list[Entry | BucketEntry] = [*self._entries.values(), *self._buckets.values()]
+            for entry in pending:
                 entry.abandon(HorovodInternalError(_SHUT_DOWN))
         report = self._controller.report()
         if report is not None:

@@ -82,6 +82,7 @@ class GradientReducer(Generic[Parameter]):
     def add(self, parameter: Parameter, name: str) -> None:
         """Take a parameter into the set; the same ones on all ranks."""
         self._members[id(parameter)] = _Member(parameter, f"gradient.{self._label}.{name}")
+        self._seating = None  # a layout learned before does not describe the set any more
 
     def hand_over(self, parameter: Parameter) -> None:
         """A backward pass has accumulated this parameter's gradient.

@@ -22,10 +22,10 @@ def concatenated(response: Response, payloads: list[bytes]) -> bytes:
 class Simulation:
     """A world whose messages a test moves one by one."""
 
-    def __init__(self, size: int, threshold: int = 1 << 20, *, sizes: BucketSizes = BucketSizes(16, 64),
+    def __init__(self, size: int, threshold: int = 1 << 20, *, sizes: BucketSizes | None = None,
                  layouts: int = 64) -> None:
         self.size = size
-        self.coordinator = Coordinator(size, Policy(threshold, sizes, layouts), concatenated)
+        self.coordinator = Coordinator(size, Policy(threshold, sizes or BucketSizes(16, 64), layouts), concatenated)
         self.controllers = [Controller(rank) for rank in range(size)]
         self.up: list[deque[Report]] = [deque() for _ in range(size)]
         self.down: list[deque[Decision]] = [deque() for _ in range(size)]

@@ -306,7 +306,7 @@ def test_layouts_differing_between_ranks_fall_back_to_row_major() -> None:
 
 
 def test_learning_can_be_turned_off() -> None:
-    simulation, reducers = steady(2, {"a": 8}, 4, sizes=BucketSizes(16, 0))
+    simulation, _ = steady(2, {"a": 8}, 4, sizes=BucketSizes(16, 0))
     assert not any(isinstance(instruction, (Layout, Expanded)) for instruction in simulation.plans[0])
 
 

@@ -8,14 +8,15 @@ from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
+import msgspec
 import numpy as np
 import pytest
 
-from hvdlite.core.array import SUPPORTED_DTYPES, Array
+from hvdlite.core.array import SUPPORTED_DTYPES, Array, identity
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.memory.shared import SharedMemory, anonymous_file
 from hvdlite.negotiation.messages import Response
-from hvdlite.planes.base import Plan, Plane
+from hvdlite.planes.base import Part, Plan, Plane
 from hvdlite.planes.loopback import LoopbackPlane, Table
 from hvdlite.planes.shm import ShmPlane
 
@@ -55,11 +56,13 @@ def run(make_planes: Callable[..., list[Plane]], size: int, step: Step) -> list[
                 bells[rank].wait(0.2)
                 bells[rank].clear()
 
-        def execute(response: Response, sources: list[Array | None], outputs: list[Array | None]) -> None:
+        def execute(response: Response, sources: list[Array | None], outputs: list[Array | None],
+                    part: Part | None = None) -> None:
             nonlocal count
             count += 1
-            planes[rank].execute(Plan(count, response, sources, outputs), wait_until)
+            planes[rank].execute(Plan(count, response, sources, outputs, part), wait_until)
 
+        execute.fusion_buffer = planes[rank].fusion_buffer  # type: ignore[attr-defined]
         try:
             results[rank] = step(rank, execute)
         except BaseException as error:
@@ -164,6 +167,57 @@ def test_scale_factors(make_planes: Any, dtype: str, expected: float, count: int
         mine = np.full(count, 2 + rank).astype(SUPPORTED_DTYPES[dtype])  # 2 + 3 = 5, halves truncated for ints: 1 + 1
         execute(allreduce(dtype, ReduceOp.SUM, 2, prescale=0.5, postscale=3.0), [mine], [mine])
         assert (mine.astype(np.float64) == (6 if dtype == "int32" else expected)).all()
+    run(make_planes, 2, step)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", SUPPORTED_DTYPES)
+def test_a_bucket_gives_the_same_bits_as_a_private_tensor(make_planes: Any, size: int, dtype: str) -> None:
+    filled = threading.Barrier(size)
+
+    def step(rank: int, execute: Any) -> None:
+        kind = SUPPORTED_DTYPES[dtype]
+        buffer = execute.fusion_buffer(3 * 65_536)
+        for op in ops_for(kind):
+            for count, factors in ((8, {}), (4000, {}), (4000, {"prescale": 0.3, "postscale": 1.7})):
+                if factors and kind.kind not in "f":
+                    continue
+                response = allreduce(dtype, op, size, **factors)
+                mine = values(rank, count, kind)
+                alone = np.empty_like(mine)
+                execute(response, [mine], [alone])
+                nbytes = -(-mine.nbytes // 64) * 64
+                part = Part(buffer, 65_536, 65_536 + nbytes)
+                memory = buffer.own[part.begin:part.end].view(kind)
+                memory[...] = 0
+                memory[:count] = mine
+                filled.wait()  # as the decision that releases a bucket says
+                execute(response, [memory], [memory], part)
+                assert np.array_equal(memory[:count].view(np.uint8), alone.view(np.uint8)), op
+    run(make_planes, size, step)
+
+
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVERAGE, ReduceOp.MIN, ReduceOp.MAX])
+@pytest.mark.parametrize("dtype", SUPPORTED_DTYPES)
+def test_the_identity_changes_no_bit(make_planes: Any, op: ReduceOp, dtype: str) -> None:
+    """A missing member's place holds it (docs/decisions/0005): rank 1 contributes it, rank 0 anything, -0.0 too."""
+    kind = SUPPORTED_DTYPES[dtype]
+    if op not in ops_for(kind):
+        return
+    special = [0.0, -0.0, np.inf, -np.inf, np.nan] if kind.kind in "fV" else [0, 1]
+    everything = np.concatenate([np.array(special, np.float32).astype(kind), values(0, 100, kind)])
+
+    def step(rank: int, execute: Any) -> None:
+        neutral = np.empty_like(everything)
+        neutral[...] = identity(op, kind)
+        results = []
+        for contributors in ((0,), (0, 1)):
+            out = np.empty_like(everything)
+            response = msgspec.structs.replace(allreduce(dtype, op, 2), contributors=contributors)
+            source = everything if rank == 0 else neutral if 1 in contributors else None
+            execute(response, [source], [out])
+            results.append(out.view(np.uint8))
+        assert np.array_equal(*results)
     run(make_planes, 2, step)
 
 

@@ -249,7 +249,7 @@ def test_reentrant_checkpoints() -> None:
 def test_infinity_on_one_rank_is_seen_by_all() -> None:
     def step(runtime: Runtime) -> None:
         model = net()
-        DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), _runtime=runtime)
+        _kept = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), _runtime=runtime)
         (model(torch.ones(1, 6)).sum() * (float("inf") if runtime.world.rank == 1 else 1.0)).backward()
         assert not torch.isfinite(model[2].bias.grad).any()
     threads(2, step)
@@ -259,7 +259,7 @@ def test_infinity_on_one_rank_is_seen_by_all() -> None:
 def test_compressed_gradients_are_close_and_equal_on_all_ranks(compression: Any, tolerance: float) -> None:
     def step(runtime: Runtime) -> Any:
         model = net()
-        DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), compression=compression, _runtime=runtime)
+        _kept = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), compression=compression, _runtime=runtime)
         x, _ = next(batches(1, 2))
         model(share(x, runtime)).square().mean().backward()
         reference = net()
@@ -276,7 +276,7 @@ def test_predivide_and_sum() -> None:
     def step(runtime: Runtime) -> None:
         for arguments, factor in (({"gradient_predivide_factor": 4.0}, 1.0), ({"op": ReduceOp.SUM}, 2.0)):
             model = net()
-            DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), **arguments, _runtime=runtime)
+            _kept = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), **arguments, _runtime=runtime)
             model(torch.ones(1, 6)).sum().backward()
             torch.testing.assert_close(model[2].bias.grad, torch.full((3,), factor))
     threads(2, step)
@@ -287,7 +287,7 @@ def test_channels_last_and_bfloat16_parameters() -> None:
         for change in (lambda m: m.to(memory_format=torch.channels_last), lambda m: m.to(torch.bfloat16)):
             torch.manual_seed(1)
             model, reference = change(torch.nn.Conv2d(3, 4, 3)), change(torch.nn.Conv2d(3, 4, 3))
-            DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), _runtime=runtime)
+            _kept = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), _runtime=runtime)
             x = torch.ones(1, 3, 5, 5, dtype=model.weight.dtype)
             model(x).sum().backward()
             reference(x).sum().backward()
@@ -298,11 +298,11 @@ def test_channels_last_and_bfloat16_parameters() -> None:
 def test_sparse_gradients_are_densified_or_refused_clearly() -> None:
     def step(runtime: Runtime) -> None:
         table = torch.nn.Embedding(5, 2, sparse=True)
-        DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=0.1), sparse_as_dense=True, _runtime=runtime)
+        _kept = DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=0.1), sparse_as_dense=True, _runtime=runtime)
         table(torch.tensor([runtime.world.rank])).sum().backward()
         assert table.weight.grad.tolist() == [[0.5, 0.5], [0.5, 0.5], [0, 0], [0, 0], [0, 0]]
         refused = torch.nn.Embedding(5, 2, sparse=True)
-        DistributedOptimizer(torch.optim.SGD(refused.parameters(), lr=0.1), _runtime=runtime)
+        _kept = DistributedOptimizer(torch.optim.SGD(refused.parameters(), lr=0.1), _runtime=runtime)
         with pytest.raises(UnsupportedError, match="sparse_as_dense"):
             refused(torch.tensor([0])).sum().backward()
     threads(2, step)
@@ -352,5 +352,5 @@ def test_after_a_mismatch_the_optimizer_goes_on() -> None:
 def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], told: str) -> None:
     def step(runtime: Runtime) -> None:
         with pytest.raises(error, match=told):
-            DistributedOptimizer(torch.optim.SGD(net().parameters(), lr=0.1), **arguments, _runtime=runtime)
+            _kept = DistributedOptimizer(torch.optim.SGD(net().parameters(), lr=0.1), **arguments, _runtime=runtime)
     threads(1, step)

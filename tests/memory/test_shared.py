@@ -1,0 +1,80 @@
+"""The host's shared file: windows that ranks agree on, pages that come and go, memory that runs out."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import sys
+
+import numpy as np
+import pytest
+
+from hvdlite.memory.shared import SharedMemory, anonymous_file
+
+
+def ranks(count: int) -> tuple[int, list[SharedMemory]]:
+    file = anonymous_file()
+    return file, [SharedMemory(os.dup(file), rank, count, 1 << 16) for rank in range(count)]
+
+
+def allocated(file: int) -> int:
+    return os.fstat(file).st_blocks * 512
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, 100_000, 5 << 20])
+def test_all_ranks_see_each_others_windows(nbytes: int) -> None:
+    _, memories = ranks(3)
+    for turn in range(3):
+        windows = [memory.window(nbytes) for memory in memories]
+        for rank, window in enumerate(windows):
+            assert [part.size for part in window] == [nbytes] * 3 and not window[rank].any()
+            assert window[rank].ctypes.data % 64 == 0
+            window[rank][...] = 10 * turn + rank
+        for window in windows:
+            assert all((part == 10 * turn + rank).all() for rank, part in enumerate(window))
+
+
+def test_a_view_outlives_the_memory() -> None:
+    _, (memory,) = ranks(1)
+    (part,) = memory.window(1 << 16)
+    part[...] = 7
+    view = part[100:200].view(np.int32)
+    memory.close()
+    del part
+    gc.collect()
+    assert (view == 0x07070707).all()
+    view[...] = 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are returned on Linux only")
+def test_the_pages_of_a_window_go_back_with_its_last_view() -> None:
+    file, memories = ranks(2)
+    before = allocated(file)
+    windows = [memory.window(8 << 20) for memory in memories]
+    assert allocated(file) >= before + (16 << 20)
+    kept = windows[1][1][:10]
+    kept[...] = 5
+    del windows
+    gc.collect()
+    assert before + (8 << 20) <= allocated(file) < before + (9 << 20)
+    assert (kept == 5).all()
+    del kept
+    gc.collect()
+    assert allocated(file) == before
+
+
+def test_no_memory_says_how_much_was_asked_for_and_ranks_stay_in_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, memories = ranks(2)
+    first = memories[0].window(1 << 16)
+
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", refuse)
+        with pytest.raises(MemoryError, match="65536 bytes"):
+            memories[1].window(1 << 16)
+    again = [memory.window(1 << 16) for memory in memories]
+    again[0][0][...] = 3
+    assert (again[1][0] == 3).all() and not first[0].any()

@@ -1,0 +1,353 @@
+"""The optimizer on learned buckets: same bits as without, views that nobody else touches, every way to leave the pattern."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hvdlite.core.errors import MismatchError  # noqa: E402
+from hvdlite.planes.base import FusionBuffer, Plane  # noqa: E402
+from hvdlite.runtime.assemble import assemble_threads  # noqa: E402
+from hvdlite.runtime.runtime import Runtime  # noqa: E402
+from hvdlite_torch import Compression, DistributedOptimizer  # noqa: E402
+from tests import worlds  # noqa: E402
+from tests.torch.test_optimizer import net, share, train, weights  # noqa: E402
+from tests.worlds import processes, threads  # noqa: E402
+
+
+def by_bucket(optimizer: Any) -> bool:
+    """Return whether the last round went by buckets."""
+    return optimizer._reducer._seating is not None
+
+
+def settle(runtime: Runtime, model: Any, optimizer: Any) -> None:
+    """Train until the set is learned."""
+    for _ in range(3):
+        train(optimizer, model, torch.ones(4, 6), torch.ones(4, 3))
+    assert by_bucket(optimizer)
+
+
+def wrapped(runtime: Runtime, model: Any, **options: Any) -> Any:
+    return DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), model.named_parameters(),
+                                _runtime=runtime, **options)
+
+
+def test_gradients_become_views_of_one_buffer_and_stay_the_users() -> None:
+    def step(runtime: Runtime) -> None:
+        model = net()
+        optimizer = wrapped(runtime, model)
+        settle(runtime, model, optimizer)
+        before = [parameter.grad.data_ptr() for parameter in model.parameters()]
+        assert max(before) - min(before) < 4096 and all(address % 64 == 0 for address in before)
+        for to_none in (True, False, True):
+            optimizer.zero_grad(set_to_none=to_none)
+            torch.nn.functional.mse_loss(model(torch.ones(4, 6)), torch.ones(4, 3)).backward()
+            assert [parameter.grad.data_ptr() for parameter in model.parameters()] == before
+            optimizer.step()
+        assert by_bucket(optimizer)
+    threads(2, step)
+
+
+def story(runtime: Runtime, kind: str) -> list[Any]:
+    """Train in a way that meets the hazard called `kind`; return the weights after each step."""
+    rank = runtime.world.rank
+    model = net()
+    options = {"passes": {"backward_passes_per_step": 2}, "predivide": {"gradient_predivide_factor": 3.0},
+               "fp16": {"compression": Compression.fp16}}.get(kind, {})
+    optimizer = wrapped(runtime, model, **options)
+    generator = torch.Generator().manual_seed(11)
+    history = []
+    for turn in range(12):
+        x, y = torch.randn(12, 6, generator=generator), torch.randn(12, 3, generator=generator)
+        x, y = share(x, runtime), share(y, runtime)
+        if kind == "to zero":
+            optimizer.zero_grad(set_to_none=False)
+        elif kind == "module":
+            model.zero_grad()
+        else:
+            optimizer.zero_grad()
+        if kind == "passes":
+            torch.nn.functional.mse_loss(model(x), y).backward()
+        if kind == "no_sync":
+            with optimizer.no_sync():
+                torch.nn.functional.mse_loss(model(x), y).backward()
+        if kind == "frozen":
+            model[0].weight.requires_grad_(turn % 4 != 3)
+        if kind == "frozen on one":
+            model[0].weight.requires_grad_(not (rank == 0 and turn % 4 == 3))
+        if kind != "idle" or (turn + rank) % 3:
+            torch.nn.functional.mse_loss(model(x), y).backward()
+        if kind == "clip":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        if kind == "assign":
+            for parameter in model.parameters():
+                parameter.grad = parameter.grad * 0.5
+        if kind == "replace data":
+            for parameter in model.parameters():
+                parameter.grad.data = parameter.grad.data.clone()
+        if kind == "double" and turn == 6:
+            model.double().float()
+        optimizer.step()
+        history.append(weights(model))
+    return history
+
+
+KINDS = ["plain", "to zero", "module", "passes", "no_sync", "frozen", "frozen on one", "idle", "clip", "assign",
+         "replace data", "double", "predivide", "fp16"]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_bits_as_without_buckets(kind: str, size: int) -> None:
+    with_buckets = threads(size, lambda runtime: story(runtime, kind), bucket_edge=100)
+    without = threads(size, lambda runtime: story(runtime, kind), bucket_size=0)
+    for rank in range(size):
+        for ours, theirs, first in zip(with_buckets[rank], without[rank], with_buckets[0], strict=True):
+            for mine, other, same in zip(ours, theirs, first, strict=True):
+                assert torch.equal(mine, other), "buckets change the result"
+                assert torch.equal(mine, same), "ranks differ"
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_same_bits_in_shared_memory(size: int) -> None:
+    outputs = []
+    for bucket_size in ("0", "25M"):
+        ended = processes(size, """
+            import hashlib, torch, hvdlite_torch as hvd
+            from hvdlite import api
+            from tests.torch.test_buckets import KINDS, story
+            hvd.init()
+            torch.set_num_threads(1)
+            for kind in KINDS:
+                history = story(api.runtime(), kind)
+                digest = hashlib.sha256(b"".join(each.numpy().tobytes() for step in history for each in step))
+                print(kind, digest.hexdigest())
+        """, environment={"HVDLITE_BUCKET_SIZE": bucket_size, "HVDLITE_BUCKET_EDGE": "100"}, timeout=120)
+        outputs += [rank.stdout for rank in ended]
+    assert len(set(outputs)) == 1 and outputs[0].count("\n") == len(KINDS)
+
+
+def test_nobody_touches_a_gradient_between_backward_and_step() -> None:
+    """PROTOCOL rule 1: one rank clips, scales and zeroes while the others sleep before `step()`."""
+    processes(3, """
+        import torch, hvdlite_torch as hvd
+        hvd.init()
+        rank = hvd.rank()
+        parameters = [torch.nn.Parameter(torch.zeros(100_000)) for _ in range(4)]
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0))
+        for turn in range(12):
+            optimizer.zero_grad(set_to_none=turn % 2 == 0)
+            sum((parameter * (rank + turn)).sum() for parameter in parameters).backward()
+            if rank == turn % 3:
+                torch.nn.utils.clip_grad_norm_(parameters, 1e-3)
+                for parameter in parameters:
+                    parameter.grad.mul_(100).zero_().fill_(-1.0)
+            hvd.barrier()
+            for parameter in parameters:
+                wanted = -1.0 if rank == turn % 3 else 1.0 + turn
+                assert (parameter.grad == wanted).all(), (turn, parameter.grad[:3])
+            hvd.barrier()
+        assert optimizer._reducer._seating is not None
+    """)
+
+
+def changes_dtype(model: Any, optimizer: Any, rank: int) -> None:
+    model.double()
+
+
+def grows(model: Any, optimizer: Any, rank: int) -> None:
+    model.extra = torch.nn.Linear(3, 3)
+    torch.nn.init.ones_(model.extra.weight)
+    torch.nn.init.zeros_(model.extra.bias)
+    optimizer.add_param_group({"params": list(model.extra.parameters())})
+
+
+@pytest.mark.parametrize("change", [changes_dtype, grows])
+def test_a_set_that_changes_everywhere_is_learned_again(change: Callable[..., None]) -> None:
+    def step(runtime: Runtime) -> Any:
+        model = net()
+        optimizer = wrapped(runtime, model)
+        settle(runtime, model, optimizer)
+        change(model, optimizer, runtime.world.rank)
+        dtype = model[0].weight.dtype
+        flags = []
+        for _ in range(5):
+            train(optimizer, model, torch.full((4, 6), runtime.world.rank, dtype=dtype), torch.ones(4, 3, dtype=dtype))
+            flags.append(by_bucket(optimizer))
+        assert not all(flags) and flags[-1], flags
+        return weights(model)
+    first, second = threads(2, step)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(first, second, strict=True))
+
+
+def test_a_change_on_one_rank_is_an_error_everywhere_and_the_job_goes_on() -> None:
+    def step(runtime: Runtime) -> Any:
+        model = net()
+        optimizer = wrapped(runtime, model)
+        settle(runtime, model, optimizer)
+        if runtime.world.rank == 1:
+            model.double()
+        kind = model[0].weight.dtype
+        with pytest.raises(MismatchError, match=r"dtype of 'gradient\..*rank 0: float32; rank 1: float64"):
+            train(optimizer, model, torch.ones(4, 6, dtype=kind), torch.ones(4, 3, dtype=kind))
+        model.float()
+        optimizer.zero_grad()
+        for _ in range(6):
+            train(optimizer, model, torch.ones(4, 6), torch.ones(4, 3))
+        assert by_bucket(optimizer)
+    threads(2, step)
+
+
+def test_a_parameter_that_one_rank_does_not_have_is_named() -> None:
+    def step(runtime: Runtime) -> Any:
+        model = net()
+        optimizer = wrapped(runtime, model)
+        settle(runtime, model, optimizer)
+        if runtime.world.rank == 0:
+            grows(model, optimizer, 0)
+            with pytest.raises(MismatchError, match=r"rank 0: reduces 'gradient.*rank 1: does not have it"):
+                train(optimizer, model, torch.ones(4, 6), torch.ones(4, 3))
+        else:
+            train(optimizer, model, torch.ones(4, 6), torch.ones(4, 3))
+    threads(2, step)
+
+
+def test_a_broken_bucket_keeps_what_it_held() -> None:
+    """One member changes after others of its bucket were filled: they are reduced by themselves, with the right values."""
+    def step(runtime: Runtime) -> None:
+        parameters = [torch.nn.Parameter(torch.zeros(10)) for _ in range(3)]
+        optimizer = DistributedOptimizer(torch.optim.SGD(parameters, lr=0.0), _runtime=runtime)
+        for turn in range(6):
+            optimizer.zero_grad()
+            for index, parameter in enumerate(parameters):
+                if turn == 3 and index == 1:
+                    parameter.data = parameter.data.double()
+                parameter.grad = torch.full((10,), float(index + 1 + turn + 2 * runtime.world.rank), dtype=parameter.dtype)
+                optimizer._reducer.hand_over(parameter)
+            optimizer._reducer.finish()
+            assert [parameter.grad.unique().tolist() for parameter in parameters] == [[turn + 2], [turn + 3], [turn + 4]]
+            optimizer.step()
+    threads(2, step)
+
+
+def test_channels_last_gradients_are_views_with_the_parameters_strides() -> None:
+    start, x = torch.nn.Conv2d(3, 4, 3).state_dict(), torch.randn(2, 3, 5, 5)
+
+    def step(runtime: Runtime) -> None:
+        model = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        reference = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        model.load_state_dict(start)
+        reference.load_state_dict(start)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), _runtime=runtime)
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+        reference(x).square().sum().backward()
+        assert by_bucket(optimizer) and model.weight.grad.stride() == model.weight.stride()
+        torch.testing.assert_close(model.weight.grad, reference.weight.grad)
+    threads(2, step)
+
+
+def test_memory_formats_that_differ_between_ranks_work_all_the_same() -> None:
+    start = torch.nn.Conv2d(3, 4, 3).state_dict()
+
+    def step(runtime: Runtime) -> Any:
+        model = torch.nn.Conv2d(3, 4, 3)
+        model.load_state_dict(start)
+        if runtime.world.rank == 1:
+            model.to(memory_format=torch.channels_last)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), _runtime=runtime)
+        for turn in range(5):
+            optimizer.zero_grad()
+            model(torch.full((1, 3, 5, 5), float(turn + runtime.world.rank))).square().sum().backward()
+            optimizer.step()
+        return model.weight.detach().contiguous()
+    first, second = threads(2, step)
+    assert torch.equal(first, second)
+
+
+def test_views_can_be_turned_off() -> None:
+    def step(runtime: Runtime) -> None:
+        model = net()
+        optimizer = wrapped(runtime, model)
+        settle(runtime, model, optimizer)
+        kept = model[0].weight.grad
+        values = kept.clone()
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(torch.zeros(4, 6)), torch.ones(4, 3)).backward()
+        assert torch.equal(kept, values) and model[0].weight.grad is not kept
+    threads(2, step, gradient_as_bucket_view=False)
+
+
+def test_gradients_outlive_shutdown() -> None:
+    processes(2, """
+        import gc, torch, hvdlite_torch as hvd
+        hvd.init()
+        model = torch.nn.Linear(1000, 1000)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.ones(1, 1000)).sum().backward()
+        hvd.shutdown()
+        gc.collect()
+        assert (model.weight.grad == 1).all()
+        model.weight.grad.mul_(2)
+    """)
+
+
+def test_no_memory_on_one_rank_means_no_buckets_on_all(caplog: pytest.LogCaptureFixture) -> None:
+    class Poor:
+        """A plane without room for fusion buffers."""
+
+        def __init__(self, plane: Plane) -> None:
+            self.plane = plane
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.plane, name)
+
+        def fusion_buffer(self, nbytes: int) -> FusionBuffer:
+            raise MemoryError(f"no memory for {nbytes} bytes")
+
+    def step(runtime: Runtime) -> Any:
+        model = net()
+        optimizer = wrapped(runtime, model)
+        for _ in range(6):
+            train(optimizer, model, torch.full((4, 6), float(runtime.world.rank)), torch.ones(4, 3))
+            assert not by_bucket(optimizer)
+        return weights(model)
+
+    made = worlds.assemble_threads
+    try:
+        worlds.assemble_threads = lambda size, config: assemble_threads(  # type: ignore[assignment]
+            size, config, lambda rank, plane: Poor(plane) if rank == 1 else plane)
+        first, second = threads(2, step)
+    finally:
+        worlds.assemble_threads = made
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(first, second, strict=True))
+    assert "goes on without learned buckets" in caplog.text
+
+
+def test_optimizers_that_come_and_go_leave_no_memory_behind() -> None:
+    processes(2, """
+        import gc, os, torch, hvdlite_torch as hvd
+        hvd.init()
+        def resident():
+            return int(open("/proc/self/statm").read().split()[1]) * 4096
+        for turn in range(40):
+            parameter = torch.nn.Parameter(torch.zeros(1_000_000))
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.1))
+            for _ in range(4):
+                optimizer.zero_grad()
+                parameter.sum().backward()
+            del parameter, optimizer
+            gc.collect()
+            if turn == 9:
+                before = resident()
+        assert resident() - before < 40e6, (before, resident())
+    """, environment={"HVDLITE_BUCKET_LAYOUTS": "3"})
+    gc.collect()
