@@ -7,12 +7,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 DATA := /usr/share/datasets/fashion-mnist
 
-.PHONY: demo test lint pytest data wheel clean
+.PHONY: demo test bench lint pytest data wheel clean
 
 demo: $(VENV)/installed data
 	$(BIN)/hvdrun -np 2 $(BIN)/python examples/pytorch_fashion_mnist.py --epochs 4 --minimum-accuracy 0.88
 
 test: lint pytest
+
+# A few minutes; `python -m benchmarks.run` takes longer and also runs 4 ranks.
+bench: $(VENV)/installed data
+	$(BIN)/python -m pip install -q -e '.[bench]'
+	$(BIN)/python -m benchmarks.run --short --results build/benchmarks
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -29,6 +29,7 @@ setup(
         "mpi": ["mpi4py>=4"],
         "nccl-cuda12": ["cupy-cuda12x>=13", "nvidia-nccl-cu12>=2.26.2"],
         "nccl-cuda13": ["cupy-cuda13x>=14", "nvidia-nccl-cu13>=2.28"],
+        "bench": ["mpi4py>=4", "mpich>=4.2", "matplotlib>=3.7"],
         "dev": TEST,
     },
     entry_points={"console_scripts": ["hvdrun = hvdlite_runner.cli:main"]},

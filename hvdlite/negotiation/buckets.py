@@ -33,6 +33,8 @@ from hvdlite.negotiation.messages import Bucket, BucketReady, BucketRelease, Lay
 ALIGNMENT = 64
 """Bytes; members begin at multiples of it within a bucket, so that vector code and cache lines meet them aligned."""
 _MOST_PATIENCE = 64
+Ranks = tuple[int, ...]
+"""Who says something: one rank, or all ranks of a host when their leader has merged it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +120,7 @@ class _Set:
 
     ready: dict[str, Mapping[int, Request]] = dataclasses.field(default_factory=dict)  # this round, in ready order
     spoiled: bool = False  # a member of this round was refused: nothing is learned from it
-    closed: dict[int, set[int]] = dataclasses.field(default_factory=dict)  # round -> ranks; never all of them
+    closed: dict[int, int] = dataclasses.field(default_factory=dict)  # round -> how many ranks; never all of them
     layout: Layout | None = None
     evictions: int = 0
     patience: int = 1  # complete rounds still to see before learning
@@ -130,8 +132,14 @@ class BucketWaiting:
 
     since: float
     bucket: Bucket
-    ranks: dict[int, BucketReady]  # invariant: never all ranks
+    reported: dict[Ranks, BucketReady]  # invariant: never all ranks
+    count: int = 0  # of those ranks
     warned: bool = False
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that have reported it."""
+        return [rank for ranks in self.reported for rank in ranks]
 
 
 @dataclasses.dataclass
@@ -169,12 +177,11 @@ class DeclaredSets:
         """A member was refused."""
         self._sets.setdefault(label, _Set()).spoiled = True
 
-    def close(self, rank: int, label: str, number: int) -> bool:
-        """A rank has reported all it has in a round; return whether every rank has."""
+    def close(self, ranks: Ranks, label: str, number: int) -> bool:
+        """These ranks have reported all they have in a round; return whether every rank has."""
         closed = self._sets.setdefault(label, _Set()).closed
-        ranks = closed.setdefault(number, set())
-        ranks.add(rank)
-        if len(ranks) < self._size:
+        closed[number] = closed.get(number, 0) + len(ranks)
+        if closed[number] < self._size:
             return False
         for past in [past for past in closed if past <= number]:
             del closed[past]
@@ -200,9 +207,9 @@ class DeclaredSets:
         self._buckets.update((bucket.bucket, (bucket, layout.layout)) for bucket in layout.buckets)
         return layout, evicted
 
-    def ready(self, rank: int, ready: BucketReady, now: float) -> tuple[BucketRelease | None, list[Request], str]:
-        """Take in a reported bucket; return its release when this was the last rank, the requests that it stands for when
-        it was evicted, and its set's label.
+    def ready(self, ranks: Ranks, ready: BucketReady, now: float) -> tuple[BucketRelease | None, list[Request], str]:
+        """Take in a reported bucket; return its release when nobody is missing now, the requests that it stands for (on each
+        of the ranks) when it was evicted, and its set's label.
 
         Raises:
             ProtocolError: for an id that was never learned, or is reported twice.
@@ -213,16 +220,22 @@ class DeclaredSets:
         if number in self._tombstones:
             return None, list(expand(bucket, ready)), self._tombstones[number].layout.label
         label = self._layouts[number].label
-        waiting = self._waiting.setdefault(ready.bucket, BucketWaiting(now, bucket, {}))
-        if rank in waiting.ranks:
+        waiting = self._waiting.get(ready.bucket)
+        if waiting is None:
+            waiting = self._waiting[ready.bucket] = BucketWaiting(now, bucket, {})
+        if ranks in waiting.reported:
             raise ProtocolError(f"reported bucket {ready.bucket} of '{label}' twice before it was answered")
-        waiting.ranks[rank] = ready
-        if len(waiting.ranks) < self._size:
+        waiting.reported[ranks] = ready
+        waiting.count += len(ranks)
+        if waiting.count < self._size:
             return None, [], label
         del self._waiting[ready.bucket]
         self._layouts[number] = self._layouts.pop(number)
-        nobody = set(ready.missing).intersection(*(other.missing for other in waiting.ranks.values()))
-        return BucketRelease(ready.bucket, tuple(sorted(nobody))), [], label
+        nobody: tuple[int, ...] = ()
+        if ready.missing:
+            common = set(ready.missing).intersection(*(other.missing for other in waiting.reported.values()))
+            nobody = tuple(sorted(common))
+        return BucketRelease(ready.bucket, nobody), [], label
 
     def evict(self, layout: int, sequence: int, *, spoilt: bool = True) -> list[tuple[int, Request]] | None:
         """End a layout in decision `sequence`; return what ranks have reported of it, as (rank, request).
@@ -243,8 +256,8 @@ class DeclaredSets:
         expanded: list[tuple[int, Request]] = []
         for bucket in ended.buckets:
             waiting = self._waiting.pop(bucket.bucket, None)
-            for rank, ready in waiting.ranks.items() if waiting else ():
-                expanded.extend((rank, request) for request in expand(bucket, ready))
+            for ranks, ready in waiting.reported.items() if waiting else ():
+                expanded.extend((rank, request) for rank in ranks for request in expand(bucket, ready))
         return expanded
 
     def forget(self, applied: int) -> None:
@@ -276,11 +289,11 @@ class DeclaredSets:
     def check_invariants(self) -> None:
         """Fail when the tables contradict each other."""
         for number, waiting in self._waiting.items():
-            assert 0 < len(waiting.ranks) < self._size, waiting
+            assert 0 < waiting.count == len(waiting.ranks) < self._size, waiting
             assert self._buckets[number][1] in self._layouts, "an evicted bucket waits"
         for label, declared in self._sets.items():
             assert declared.layout is None or self._layouts[declared.layout.layout].label == label
-            assert all(len(ranks) < self._size for ranks in declared.closed.values())
+            assert all(count < self._size for count in declared.closed.values())
         assert not set(self._tombstones) & set(self._layouts)
         assert {number for _, number in self._buckets.values()} <= set(self._tombstones) | set(self._layouts)
 

@@ -19,7 +19,7 @@ import msgspec
 from hvdlite.core.errors import ProtocolError
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.agreement import disagreement, named_ranks
-from hvdlite.negotiation.buckets import BucketSizes, DeclaredSets
+from hvdlite.negotiation.buckets import BucketSizes, DeclaredSets, Ranks
 from hvdlite.negotiation.fusion import fuse, payload_bytes, response_to
 from hvdlite.negotiation.messages import (
     BucketReady,
@@ -28,6 +28,7 @@ from hvdlite.negotiation.messages import (
     Decision,
     ErrorKind,
     FailureNotice,
+    HostReport,
     Layout,
     Report,
     Request,
@@ -89,7 +90,7 @@ class Coordinator:
         self._refused: list[Response] = []
         self._leaving: list[int] = []
         self._left: set[int] = set()
-        self._applied = [0] * size
+        self._applied: dict[Ranks, int] = {(rank,): 0 for rank in range(size)}
         self._failure: FailureNotice | None = None
         self._failure_told = False
 
@@ -102,24 +103,16 @@ class Coordinator:
         """Take in what `rank` says; `now` is seconds on any monotonic clock."""
         if report.epoch != self.epoch:
             return
-        self._note_applied(rank, report.applied)
-        if report.failure is not None:
-            self.fail(report.failure)
-        try:
-            for layout in report.stale:
-                self._evict(layout, now)
-            for request in report.requests:
-                self._take(rank, request, now)
-            for ready in report.buckets:
-                self._take_bucket(rank, ready, now)
-            for closing in report.closings:
-                self._close(rank, closing)
-        except ProtocolError as error:
-            self.fail(FailureNotice(rank, "ProtocolError", str(error)))
-        if report.leaving and rank not in self._left:
-            self._left.add(rank)
-            self._leaving.append(rank)
-            self._refuse_waiting(now)
+        self._note_applied((rank,), report.applied)
+        self._receive(rank, report, now)
+
+    def receive_host(self, ranks: Ranks, report: HostReport, now: float) -> None:
+        """Take in what the leader of the host of `ranks` passes on; a host does so for ever, or never."""
+        self._note_applied(ranks, report.applied)
+        for rank, single in report.reports:
+            if single.epoch == self.epoch:
+                self._receive(rank, single, now)
+        self._take_sets(ranks, report, now)
 
     def fail(self, failure: FailureNotice) -> None:
         """End the job for `failure`, unless it ends already."""
@@ -173,6 +166,31 @@ class Coordinator:
         self._sets.check_invariants()
         assert not (self._left and (self._table.waiting() or self._sets.waiting())), "a tensor waits for a rank that left"
 
+    def _receive(self, rank: int, report: Report, now: float) -> None:
+        if report.failure is not None:
+            self.fail(report.failure)
+        try:
+            for layout in report.stale:
+                self._evict(layout, now)
+            for request in report.requests:
+                self._take(rank, request, now)
+        except ProtocolError as error:
+            self.fail(FailureNotice(rank, "ProtocolError", str(error)))
+        self._take_sets((rank,), report, now)
+        if report.leaving and rank not in self._left:
+            self._left.add(rank)
+            self._leaving.append(rank)
+            self._refuse_waiting(now)
+
+    def _take_sets(self, ranks: Ranks, report: Report | HostReport, now: float) -> None:
+        try:
+            for ready in report.buckets:
+                self._take_bucket(ranks, ready, now)
+            for closing in report.closings:
+                self._close(ranks, closing)
+        except ProtocolError as error:
+            self.fail(FailureNotice(ranks[0], "ProtocolError", str(error)))
+
     def _take(self, rank: int, request: Request, now: float) -> None:
         if request.label:
             layout = self._sets.layout_of(request)
@@ -191,17 +209,18 @@ class Coordinator:
         if request.label:
             self._sets.observe(request.label, requests)
 
-    def _take_bucket(self, rank: int, ready: BucketReady, now: float) -> None:
-        release, expanded, label = self._sets.ready(rank, ready, now)
+    def _take_bucket(self, ranks: Ranks, ready: BucketReady, now: float) -> None:
+        release, expanded, label = self._sets.ready(ranks, ready, now)
         if release is not None:
             self._released.append(release)
-        for request in expanded:
-            self._take(rank, request, now)
+        for rank in ranks if expanded else ():
+            for request in expanded:
+                self._take(rank, request, now)
         if ready.closes:
-            self._close(rank, Closing(label, ready.round))
+            self._close(ranks, Closing(label, ready.round))
 
-    def _close(self, rank: int, closing: Closing) -> None:
-        if not self._sets.close(rank, closing.label, closing.round):
+    def _close(self, ranks: Ranks, closing: Closing) -> None:
+        if not self._sets.close(ranks, closing.label, closing.round):
             return
         for key, waiting in list(self._table.waiting().items()):
             request = next(iter(waiting.requests.values()))
@@ -222,10 +241,13 @@ class Coordinator:
         for rank, request in expanded:
             self._take(rank, request, now)
 
-    def _note_applied(self, rank: int, applied: int) -> None:
-        self._applied[rank] = max(self._applied[rank], applied)
+    def _note_applied(self, ranks: Ranks, applied: int) -> None:
+        if ranks not in self._applied:  # a host that speaks with one voice from now on
+            for rank in ranks:
+                del self._applied[(rank,)]
+        self._applied[ranks] = applied
         if self._sets.has_tombstones:
-            self._sets.forget(min(self._applied))
+            self._sets.forget(min(self._applied.values()))
 
     def _answered(self, response: Response, requests: dict[int, Request]) -> Response:
         """Attach the result when the ranks sent their tensors along (the eager lane)."""

@@ -92,6 +92,15 @@ class Report(Message, frozen=True):
     failure: FailureNotice | None = None
 
 
+class HostReport(Message, frozen=True):
+    """What the leader of a host passes on: what all its ranks said alike as one, the rest rank by rank."""
+
+    applied: int  # the least of its ranks
+    reports: tuple[tuple[int, Report], ...] = ()  # by rank; without buckets and closings, but for evicted buckets
+    buckets: tuple[BucketReady, ...] = ()  # of all its ranks; `missing` is what all of them miss
+    closings: tuple[Closing, ...] = ()  # of all its ranks
+
+
 class ErrorKind(enum.IntEnum):
     """Which error a refused tensor raises."""
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import msgspec
 
 from hvdlite.negotiation.buckets import BucketSizes
 from hvdlite.negotiation.controller import Controller, Instruction
 from hvdlite.negotiation.coordinator import Coordinator, Policy
-from hvdlite.negotiation.messages import Decision, FailureNotice, Report, Response
+from hvdlite.negotiation.leader import Leader
+from hvdlite.negotiation.messages import Decision, FailureNotice, HostReport, Report, Response
 
 _encode = msgspec.msgpack.encode
 
@@ -23,8 +25,12 @@ class Simulation:
     """A world whose messages a test moves one by one."""
 
     def __init__(self, size: int, threshold: int = 1 << 20, *, sizes: BucketSizes | None = None,
-                 layouts: int = 64) -> None:
+                 layouts: int = 64, hosts: Sequence[Sequence[int]] = ()) -> None:
         self.size = size
+        self.leaders = [Leader(ranks) for ranks in hosts]
+        self.leader_of = {rank: leader for leader in self.leaders for rank in leader.ranks}
+        self.host_up: list[deque[HostReport]] = [deque() for _ in hosts]
+        self.host_down: list[deque[Decision]] = [deque() for _ in hosts]
         self.coordinator = Coordinator(size, Policy(threshold, sizes or BucketSizes(16, 64), layouts), concatenated)
         self.controllers = [Controller(rank) for rank in range(size)]
         self.up: list[deque[Report]] = [deque() for _ in range(size)]
@@ -35,12 +41,30 @@ class Simulation:
 
     def say(self, rank: int) -> None:
         report = self.controllers[rank].report()
-        if report is not None:
-            self.up[rank].append(msgspec.msgpack.decode(_encode(report), type=Report))
+        if report is None:
+            return
+        report = msgspec.msgpack.decode(_encode(report), type=Report)
+        if self.leaders:
+            self.leader_of[rank].receive(rank, report)
+            self._lead(self.leader_of[rank])
+        else:
+            self.up[rank].append(report)
+
+    def _lead(self, leader: Leader) -> None:
+        leader.check_invariants()
+        merged = leader.report()
+        if merged is not None:
+            self.host_up[self.leaders.index(leader)].append(msgspec.msgpack.decode(_encode(merged), type=HostReport))
 
     def hear(self, rank: int) -> None:
         """Let the coordinator receive one report of `rank`, without deciding yet."""
-        if self.up[rank]:
+        if self.leaders:
+            leader = self.leader_of[rank]
+            queue = self.host_up[self.leaders.index(leader)]
+            if queue:
+                self.coordinator.receive_host(leader.ranks, queue.popleft(), self.now)
+                self.coordinator.check_invariants()
+        elif self.up[rank]:
             self.coordinator.receive(rank, self.up[rank].popleft(), self.now)
             self.coordinator.check_invariants()
 
@@ -48,11 +72,20 @@ class Simulation:
         decision = self.coordinator.decide()
         if decision is not None:
             decision = msgspec.msgpack.decode(_encode(decision), type=Decision)
-            for queue in self.down:
+            for queue in self.host_down or self.down:
                 queue.append(decision)
 
     def apply(self, rank: int) -> list[Instruction]:
         """Let a rank apply one decision; return what it is told to do."""
+        if self.leaders and not self.down[rank]:
+            leader = self.leader_of[rank]
+            queue = self.host_down[self.leaders.index(leader)]
+            if queue:
+                leader.watch(queue[0])
+                self._lead(leader)
+                for other in leader.ranks:
+                    self.down[other].append(queue[0])
+                queue.popleft()
         if not self.down[rank]:
             return []
         decision = self.down[rank].popleft()

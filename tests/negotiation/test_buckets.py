@@ -196,12 +196,13 @@ def expected(rounds: list[Round], name: str) -> tuple[ErrorKind, tuple[int, ...]
     return ErrorKind.NONE, tuple(rank for rank, each in enumerate(rounds) if name not in each.missing)
 
 
-@given(stories())
-@settings(deadline=None, max_examples=300)
+@given(stories(), st.sampled_from([0, 1, 2, 3]))
+@settings(deadline=None, max_examples=400)
 def test_every_member_of_every_round_is_answered_once_and_alike(
-        story: tuple[int, list[list[Round]], list[int], int]) -> None:
+        story: tuple[int, list[list[Round]], list[int], int], per_host: int) -> None:
     size, rounds, schedule, threshold = story
-    simulation = Simulation(size, threshold)
+    hosts = [range(first, min(first + per_host, size)) for first in range(0, size, per_host)] if per_host else []
+    simulation = Simulation(size, threshold, hosts=hosts)
     rng = random.Random(len(schedule))
     reducers = [Reducer(simulation, rank, rounds[rank], rng) for rank in range(size)]
     run(simulation, reducers, schedule)
@@ -223,12 +224,13 @@ def test_every_member_of_every_round_is_answered_once_and_alike(
     assert all(order == orders[0] for order in orders), "ranks execute in different orders"
 
 
-@given(st.integers(2, 4), st.integers(0, 3), st.integers(0, 200), st.integers(0, 1 << 30))
+@given(st.integers(2, 4), st.integers(0, 3), st.integers(0, 200), st.integers(0, 1 << 30), st.booleans())
 @settings(deadline=None, max_examples=150)
-def test_a_rank_that_leaves_at_any_time_ends_all_waiting(size: int, leaver: int, steps: int, seed: int) -> None:
+def test_a_rank_that_leaves_at_any_time_ends_all_waiting(size: int, leaver: int, steps: int, seed: int,
+                                                         hosts: bool) -> None:
     leaver %= size
     rng = random.Random(seed)
-    simulation = Simulation(size)
+    simulation = Simulation(size, hosts=[range(2), range(2, size)][:1 + (size > 2)] if hosts else [])
     rounds = [Round({"a": 10, "b": 20, "c": 30})] * 6
     reducers = [Reducer(simulation, rank, list(rounds), rng) for rank in range(size)]
     for turn in range(2000):

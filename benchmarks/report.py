@@ -1,0 +1,140 @@
+"""Turn recorded figures into tables and plots."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+Rows = list[dict[str, Any]]
+
+
+def write(results: Path) -> None:
+    """Write README.md and the PNG plots beside the JSON files of a run; plots need matplotlib."""
+    recorded = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("*.json"))}
+    machine = next(each["machine"] for each in recorded.values() if "machine" in each)
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    text = ["# Results", "", f"Written by `python -m benchmarks.run` on {machine['date']}. {machine['cpu']}, "
+            f"{machine['cores']} cores, {machine['system']}, Python {machine['python']}, {versions}"
+            + (f", {machine['gpu']}" if machine["gpu"] else "") + ".", "",
+            "Medians of interleaved rounds in one run; ratios below 1 mean hvdlite is faster. Ranks are pinned to one core "
+            "each when there are enough cores. What falls short, and why: [notes](NOTES.md)."]
+    for name, each in recorded.items():
+        kind, ranks = name.rsplit("-", 1)
+        text += ["", *_TABLES[kind](each["rows"], int(ranks))]
+    (results / "README.md").write_text("\n".join(text) + "\n", encoding="utf-8")
+    try:
+        _plot(recorded, results)
+    except ImportError:
+        print("no plots: pip install matplotlib")
+
+
+def _table(head: list[str], body: list[list[str]]) -> list[str]:
+    return ["| " + " | ".join(head) + " |", "|" + "---|" * len(head), *("| " + " | ".join(row) + " |" for row in body)]
+
+
+def _size(nbytes: int) -> str:
+    for unit, scale in (("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= scale:
+            return f"{nbytes // scale} {unit}"
+    return f"{nbytes} B"
+
+
+def _compared(rows: Rows, label: str, scale: float, unit: str) -> list[str]:
+    """Return a table of seconds, with hvdlite's ratio to each peer."""
+    names: list[str] = []
+    for row in rows:
+        names += [name for name in row["seconds"] if name not in names]
+    peers = [name for name in names if name != "hvdlite"]
+    body = []
+    for row in rows:
+        seconds = row["seconds"]
+        what = _size(row["bytes"]) if "bytes" in row else row["case"]
+        body.append([what, *(f"{seconds[name] * scale:.1f}" if name in seconds else "" for name in names),
+                     *(f"**{seconds['hvdlite'] / seconds[name]:.2f}**" if name in seconds else "" for name in peers)])
+    return _table([label, *(f"{name}, {unit}" for name in names), *(f"ratio to {name}" for name in peers)], body)
+
+
+def _collectives(rows: Rows, ranks: int) -> list[str]:
+    return [f"## Allreduce of one private float32 tensor, in place, {ranks} ranks", "",
+            f"![plot](collectives-{ranks}.png)", "", *_compared(rows, "size", 1e6, "us")]
+
+
+def _gradients(rows: Rows, ranks: int) -> list[str]:
+    return [f"## The 161 gradients of a ResNet-50, 102 MB, {ranks} ranks", "", *_compared(rows, "path", 1e3, "ms")]
+
+
+def _training(rows: Rows, ranks: int) -> list[str]:
+    title = "Overhead of wrapping the optimizer, 1 rank" if ranks == 1 else f"Training on Fashion-MNIST, {ranks} ranks"
+    body = []
+    for row in rows:
+        speed = row["images_per_second"]
+        others = [f"{speed['hvdlite'] / speed[name]:.2f}" for name in ("ddp", "horovod") if name in speed]
+        body.append([row["model"], *(f"{value:.0f}" for value in speed.values()),
+                     f"**{speed['hvdlite'] / speed['ceiling']:.3f}**", *(f"**{other}**" for other in others)])
+    names = list(rows[0]["images_per_second"])
+    return [f"## {title}", "", "Images per second. The ceiling is the same ranks without communication.", "",
+            *_table(["model", *names, "hvdlite / ceiling", *(f"hvdlite / {name}" for name in ("ddp", "horovod")
+                                                            if name in names)], body)]
+
+
+def _idle(rows: Rows, ranks: int) -> list[str]:
+    return [f"## Idle job, {ranks} ranks", "", f"{rows[0]['cpu_seconds_per_minute']:.4f} s of CPU a minute, over all ranks."]
+
+
+def _control_scale(rows: Rows, ranks: int) -> list[str]:
+    text = ["## The control plane at scale (simulated: real controllers, leaders and coordinator, no sockets)", "",
+            "CPU time and messages of one training step in steady state.", "", "![plot](control_scale-1.png)"]
+    for sweep in dict.fromkeys(row["sweep"] for row in rows):
+        body = [[str(row["hosts"]), str(row["ranks"]), str(row["tensors"]), str(row["buckets"]),
+                 f"{row['coordinator_s'] * 1e3:.2f}", f"{row['per_leader_s'] * 1e6:.0f}", f"{row['per_rank_s'] * 1e6:.0f}",
+                 str(row["messages"]["to the coordinator"]), f"{row['learning_coordinator_s']:.2f}"]
+                for row in rows if row["sweep"] == sweep]
+        text += ["", f"By {sweep}:", "", *_table(
+            ["hosts", "ranks", "tensors", "buckets", "coordinator, ms", "a leader, us", "a rank, us", "messages in",
+             "learning, once, s"], body)]
+    return text
+
+
+_TABLES = {"collectives": _collectives, "gradients": _gradients, "training": _training, "idle": _idle,
+           "control_scale": _control_scale}
+
+
+def _plot(recorded: dict[str, Any], results: Path) -> None:
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    for name, each in recorded.items():
+        figure, axes = pyplot.subplots(figsize=(7, 4.5))
+        if name.startswith("collectives"):
+            for who in each["rows"][0]["seconds"]:
+                axes.loglog([row["bytes"] for row in each["rows"]], [row["seconds"][who] * 1e6 for row in each["rows"]],
+                            marker="o", label=who)
+            axes.set_xlabel("bytes")
+            axes.set_ylabel("microseconds")
+            axes.set_title(f"allreduce, {each['ranks']} ranks")
+        elif name.startswith("control_scale"):
+            sweep = each["rows"][0]["sweep"]
+            rows = [row for row in each["rows"] if row["sweep"] == sweep]
+            for key, label in (("coordinator_s", "coordinator"), ("per_leader_s", "a leader"), ("per_rank_s", "a rank")):
+                axes.loglog([row["ranks"] for row in rows], [row[key] * 1e3 for row in rows], marker="o", label=label)
+            axes.set_xlabel("ranks, 8 a host")
+            axes.set_ylabel("CPU ms per training step")
+            axes.set_title("control plane, 161 tensors in 5 buckets")
+        elif name.startswith("training") and each["ranks"] > 1:
+            names = list(each["rows"][0]["images_per_second"])
+            for index, who in enumerate(names):
+                shares = [row["images_per_second"][who] / row["images_per_second"]["ceiling"] for row in each["rows"]]
+                axes.bar([place + index / (len(names) + 1) for place in range(len(shares))], shares,
+                         width=1 / (len(names) + 1), label=who)
+            axes.set_xticks([place + 0.3 for place in range(len(each["rows"]))], [row["model"] for row in each["rows"]])
+            axes.set_ylabel("share of the speed without communication")
+            axes.set_title(f"training, {each['ranks']} ranks")
+        else:
+            pyplot.close(figure)
+            continue
+        axes.legend()
+        axes.grid(alpha=0.3)
+        figure.tight_layout()
+        figure.savefig(results / f"{name}.png", dpi=110)
+        pyplot.close(figure)

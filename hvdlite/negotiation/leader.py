@@ -1,0 +1,112 @@
+"""A host leader's role: let a host speak to the coordinator with one voice. Pure.
+
+What all ranks of the host say alike goes up once: buckets that are ready on all of them, rounds that all of them closed.
+Everything else passes through, rank by rank. So in steady state the coordinator's work for a training step grows with
+hosts x buckets, whatever the number of ranks and tensors.
+
+Rules kept here
+- What one rank said goes up in the order in which it said it, except that buckets and closings wait for the host's others.
+- A closed round goes up after everything that belongs to it, so it waits while a bucket of the round is held back.
+- When a layout is evicted, what was held back of its buckets goes up rank by rank: some rank of the host will never
+  report that bucket. The leader sees the eviction before any of its ranks applies it, because decisions pass through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from hvdlite.negotiation.messages import BucketReady, Closing, Decision, HostReport, Layout, Report
+
+
+class Leader:
+    """Merges the reports of one host's ranks."""
+
+    def __init__(self, ranks: Iterable[int], *, epoch: int = 0) -> None:
+        self.ranks = tuple(ranks)
+        self.epoch = epoch
+        self._applied = dict.fromkeys(self.ranks, 0)
+        self._held: dict[int, dict[int, BucketReady]] = {}  # bucket -> rank -> report; invariant: never all ranks
+        self._closed: dict[Closing, int] = {}  # how many ranks closed a round; likewise
+        self._layouts: dict[int, Layout] = {}  # in use
+        self._labels: dict[int, str] = {}  # bucket -> its set, as long as a rank may name it
+        self._ended: list[tuple[int, Layout]] = []  # evicted by that decision, which some rank has not applied
+        self._singles: list[tuple[int, Report]] = []  # to go up; likewise below
+        self._buckets: list[BucketReady] = []
+        self._closings: list[Closing] = []
+
+    def receive(self, rank: int, report: Report) -> None:
+        """Take in what a rank of the host says."""
+        self._applied[rank] = report.applied
+        if report.requests or report.stale or report.leaving or report.failure is not None:
+            self._singles.append((rank, msgspec.structs.replace(report, buckets=(), closings=())))
+        for ready in report.buckets:
+            if ready.closes:
+                self._close(Closing(self._labels[ready.bucket], ready.round))
+            if any(bucket.bucket == ready.bucket for _, layout in self._ended for bucket in layout.buckets):
+                self._pass_on(rank, ready)
+            else:
+                self._hold(rank, ready)
+        for closing in report.closings:
+            self._close(closing)
+        self._forget()
+
+    def watch(self, decision: Decision) -> None:
+        """Take in a decision on its way to the host's ranks, before they get it."""
+        for layout in decision.learned:
+            self._labels.update((bucket.bucket, layout.label) for bucket in layout.buckets)
+            self._layouts[layout.layout] = layout
+        for number in decision.evicted:
+            ended = self._layouts.pop(number)
+            self._ended.append((decision.sequence, ended))
+            for bucket in ended.buckets:
+                for rank, ready in self._held.pop(bucket.bucket, {}).items():
+                    self._pass_on(rank, ready)
+
+    def report(self) -> HostReport | None:
+        """Return what is to go up, or None."""
+        closings = [closing for closing in self._closings if not self._holds_back(closing)]
+        if not (self._singles or self._buckets or closings):
+            return None
+        report = HostReport(min(self._applied.values()), tuple(self._singles), tuple(self._buckets), tuple(closings))
+        self._singles.clear()
+        self._buckets.clear()
+        self._closings = [closing for closing in self._closings if closing not in closings]
+        return report
+
+    def check_invariants(self) -> None:
+        """Fail when something is held back that all ranks have said."""
+        assert all(0 < len(held) < len(self.ranks) for held in self._held.values())
+        assert all(0 < count < len(self.ranks) for count in self._closed.values())
+
+    def _pass_on(self, rank: int, ready: BucketReady) -> None:
+        alone = msgspec.structs.replace(ready, closes=False)  # that is counted here
+        self._singles.append((rank, Report(self.epoch, self._applied[rank], buckets=(alone,))))
+
+    def _forget(self) -> None:
+        """Drop what no rank of the host can name any more."""
+        while self._ended and self._ended[0][0] <= min(self._applied.values()):
+            for bucket in self._ended.pop(0)[1].buckets:
+                del self._labels[bucket.bucket]
+
+    def _holds_back(self, closing: Closing) -> bool:
+        return any(ready.round <= closing.round for bucket, held in self._held.items()
+                   if self._labels[bucket] == closing.label for ready in held.values())
+
+    def _hold(self, rank: int, ready: BucketReady) -> None:
+        held = self._held.setdefault(ready.bucket, {})
+        held[rank] = ready
+        if len(held) < len(self.ranks):
+            return
+        del self._held[ready.bucket]
+        missing = set(ready.missing).intersection(*(other.missing for other in held.values())) if ready.missing else ()
+        self._buckets.append(BucketReady(ready.bucket, ready.round, tuple(sorted(missing))))
+
+    def _close(self, closing: Closing) -> None:
+        count = self._closed.get(closing, 0) + 1
+        if count < len(self.ranks):
+            self._closed[closing] = count
+        else:
+            self._closed.pop(closing, None)
+            self._closings.append(closing)
