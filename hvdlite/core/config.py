@@ -89,7 +89,7 @@ class Config:
                                   "while the script is blocked in a wait; 0 turns that off")
     shm_slot: int = knob(4 * MIB, _size, "staging memory of one rank in the shm plane, in bytes (two are used)")
     shm_chunk: int = knob(512 * KIB, _size, "bytes reduced per NumPy call in the shm plane (one GIL release each)")
-    shm_direct: int = knob(128 * KIB, _size, "up to this many bytes every rank reduces everything: one barrier less")
+    shm_direct: int = knob(512 * KIB, _size, "up to this many bytes every rank reduces everything: one barrier less")
     control: str = knob("auto", _control, "how ranks of one host speak to rank 0: auto, unix or tcp")
     start_timeout: float = knob(60.0, _positive(float), "seconds to wait for all ranks in init()",
                                 horovod="START_TIMEOUT")

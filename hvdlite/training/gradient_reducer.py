@@ -15,6 +15,7 @@ A *declared set* is the parameters of one wrapped optimizer. A *round* reduces e
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Generic
@@ -75,6 +76,7 @@ class GradientReducer(Generic[Parameter]):
         self._generation = 0  # grows when gradients are cleared or stepped with
         self._rounds = 0  # ended since the last step
         self._passes_done = 0  # backward passes since the last round
+        self._begin_lock = threading.Lock()  # hooks may come from several autograd threads; the first one begins the round
         self._suspended = False
         self._touched = False  # some member was accumulated into in this period
         self.passes = passes
@@ -187,7 +189,12 @@ class GradientReducer(Generic[Parameter]):
             self._suspended = before
 
     def _begin_round(self) -> None:
-        self._under_way = True
+        with self._begin_lock:
+            if not self._under_way:
+                self._begin()
+                self._under_way = True
+
+    def _begin(self) -> None:
         self._number += 1
         learned = self._runtime.layout(self._label, self._number)
         if learned is None:

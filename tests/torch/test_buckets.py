@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -60,6 +61,7 @@ def story(runtime: Runtime, kind: str) -> list[Any]:
     options = {"passes": {"backward_passes_per_step": 2}, "predivide": {"gradient_predivide_factor": 3.0},
                "fp16": {"compression": Compression.fp16}}.get(kind, {})
     optimizer = wrapped(runtime, model, **options)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2, enabled=kind == "scaler")
     generator = torch.Generator().manual_seed(11)
     history = []
     for turn in range(12):
@@ -80,8 +82,10 @@ def story(runtime: Runtime, kind: str) -> list[Any]:
             model[0].weight.requires_grad_(turn % 4 != 3)
         if kind == "frozen on one":
             model[0].weight.requires_grad_(not (rank == 0 and turn % 4 == 3))
+        if kind == "scaler" and turn == 5 and rank == 1:
+            x = x * float("inf")  # every rank must see it and skip the step
         if kind != "idle" or (turn + rank) % 3:
-            torch.nn.functional.mse_loss(model(x), y).backward()
+            scaler.scale(torch.nn.functional.mse_loss(model(x), y)).backward()
         if kind == "clip":
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
         if kind == "assign":
@@ -92,12 +96,14 @@ def story(runtime: Runtime, kind: str) -> list[Any]:
                 parameter.grad.data = parameter.grad.data.clone()
         if kind == "double" and turn == 6:
             model.double().float()
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
+        assert kind != "scaler" or turn != 5 or all(torch.equal(*pair) for pair in zip(weights(model), history[-1], strict=True))
         history.append(weights(model))
     return history
 
 
-KINDS = ["plain", "to zero", "module", "passes", "no_sync", "frozen", "frozen on one", "idle", "clip", "assign",
+KINDS = ["plain", "scaler", "to zero", "module", "passes", "no_sync", "frozen", "frozen on one", "idle", "clip", "assign",
          "replace data", "double", "predivide", "fp16"]
 
 
@@ -233,6 +239,28 @@ def test_a_broken_bucket_keeps_what_it_held() -> None:
             assert [parameter.grad.unique().tolist() for parameter in parameters] == [[turn + 2], [turn + 3], [turn + 4]]
             optimizer.step()
     threads(2, step)
+
+
+def test_hooks_from_two_threads() -> None:
+    def step(runtime: Runtime) -> None:
+        parameters = [torch.nn.Parameter(torch.zeros(64 if index % 2 else 8000)) for index in range(200)]
+        optimizer = DistributedOptimizer(torch.optim.SGD(parameters, lr=0.0), _runtime=runtime)
+        for turn in range(20):
+            optimizer.zero_grad()
+            for index, parameter in enumerate(parameters):
+                parameter.grad = torch.full_like(parameter, float(index + turn + 2 * runtime.world.rank))
+            hooks = [threading.Thread(target=lambda part: [optimizer._reducer.hand_over(each) for each in part],
+                                      args=(parameters[half::2],)) for half in range(2)]
+            for hook in hooks:
+                hook.start()
+            for hook in hooks:
+                hook.join()
+            optimizer._reducer.finish()
+            for index, parameter in enumerate(parameters):
+                assert (parameter.grad == index + turn + 1).all()
+            optimizer.step()
+        assert by_bucket(optimizer)
+    threads(2, step, bucket_edge=10_000, bucket_size=100_000)
 
 
 def test_channels_last_gradients_are_views_with_the_parameters_strides() -> None:
