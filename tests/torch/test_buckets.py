@@ -98,7 +98,8 @@ def story(runtime: Runtime, kind: str) -> list[Any]:
             model.double().float()
         scaler.step(optimizer)
         scaler.update()
-        assert kind != "scaler" or turn != 5 or all(torch.equal(*pair) for pair in zip(weights(model), history[-1], strict=True))
+        if kind == "scaler" and turn == 5:
+            assert all(torch.equal(*pair) for pair in zip(weights(model), history[-1], strict=True))
         history.append(weights(model))
     return history
 
