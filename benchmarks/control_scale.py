@@ -38,7 +38,7 @@ class Cluster:
         bucket_bytes = -(-tensors // buckets) * 4096
         self.coordinator = Coordinator(size, Policy(bucket_sizes=BucketSizes(bucket_bytes, bucket_bytes)))
         self.controllers = [Controller(rank) for rank in range(size)]
-        self.leaders = [Leader(range(host * per_host, (host + 1) * per_host)) for host in range(hosts)]
+        self.leaders = [Leader(range(host * per_host, (host + 1) * per_host), size) for host in range(hosts)]
         self.tensors = tensors
         self.seconds = {"coordinator": 0.0, "leaders": 0.0, "controllers": 0.0}
         self.messages = {"to the coordinator": 0, "from the coordinator": 0}

@@ -26,7 +26,7 @@ from hvdlite.core import launch_contract
 from hvdlite.core.array import Array
 from hvdlite.core.config import Config
 from hvdlite.core.errors import NotInitializedError, PeerLostError, UnsupportedError
-from hvdlite.core.process_set import ProcessSet, check_global, global_process_set
+from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID, ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
 from hvdlite.planes.arithmetic import Casts
 from hvdlite.runtime.assemble import assemble
@@ -43,23 +43,26 @@ _hooks_installed = False
 _casts = Casts.of_numpy()
 
 
-def init(comm: object = None, process_sets: Sequence[ProcessSet] | None = None) -> None:
+def init(comm: object = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
     """Join the job described by the environment; alone (size 1) when there is none.
 
     Idempotent: further calls share the runtime, and as many `shutdown()` calls end it.
 
     Args:
         comm: only None (all ranks) for now.
-        process_sets: only None for now.
+        process_sets: sets to register at once, the same on all ranks; more can be added later (Horovod's "dynamic" is
+            always on, and accepted).
 
     Raises:
         LaunchError: when the launch environment is incomplete or the ranks cannot meet.
         ConfigError: for an unknown or invalid `HVDLITE_*` variable.
-        UnsupportedError: for a communicator or process sets.
+        UnsupportedError: for a communicator, or process sets that do not fit the job.
     """
     global _runtime, _users
-    if (comm is not None and comm != []) or process_sets:
-        raise UnsupportedError("init() with a communicator or process sets is not implemented yet; call init()")
+    if comm is not None and comm != []:
+        raise UnsupportedError("init() with a communicator is not implemented yet; call init()")
+    if isinstance(process_sets, str) and process_sets.lower() != "dynamic":
+        raise ValueError(f'process_sets must be a list of ProcessSet or "dynamic", not {process_sets!r}')
     with _lock:
         if _runtime is None:
             config = Config.from_environment(os.environ)
@@ -67,8 +70,12 @@ def init(comm: object = None, process_sets: Sequence[ProcessSet] | None = None) 
             started = assemble(find_place(os.environ, os.getppid()), config, _casts)
             started.start()
             _runtime, _users = started, 0
+            global_process_set.fill(started.world.size, started.world.rank)
             _install_hooks()
         _users += 1
+    for process_set in () if process_sets is None or isinstance(process_sets, str) else process_sets:
+        if process_set.process_set_id is None:
+            add_process_set(process_set)
 
 
 def shutdown() -> None:
@@ -138,6 +145,50 @@ def is_homogeneous() -> bool:
     return world.local_size * world.cross_size == world.size
 
 
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Register a process set and return it; all ranks of the job call this, in the same order, members or not.
+
+    Raises:
+        UnsupportedError: for ranks that do not exist, or a set that exists already.
+        MismatchError: when ranks disagree about the members.
+    """
+    made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    if made.process_set_id is not None:
+        raise UnsupportedError(f"{made} is registered already")
+    current = runtime()
+    made.register(current.add_process_set(made.ranks or ()).wait(), current.world.rank)
+    return made
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Forget a process set; all ranks of the job call this. Return False for the global set and for unregistered ones.
+
+    Raises:
+        MismatchError: when ranks name different sets; on work that was still under way in the set.
+    """
+    if process_set.process_set_id in (None, GLOBAL_PROCESS_SET_ID):
+        return False
+    runtime().remove_process_set(set_id(process_set)).wait()
+    process_set.register(None, None)
+    return True
+
+
+def process_set_ids_and_ranks() -> dict[int, list[int]]:
+    """Return the members of every registered process set, by id."""
+    return {number: list(ranks) for number, ranks in runtime().process_sets().items()}
+
+
+def set_id(process_set: ProcessSet) -> int:
+    """Return the id of a registered process set.
+
+    Raises:
+        UnsupportedError: when it is not registered.
+    """
+    if process_set.process_set_id is None:
+        raise UnsupportedError(f"{process_set} is not registered; call hvd.add_process_set on all ranks first")
+    return process_set.process_set_id
+
+
 def reduce_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:
     """Return the operation meant by Horovod's two arguments; the default is Average.
 
@@ -156,9 +207,9 @@ def allreduce_async(array: ArrayLike, average: bool | None = None, name: str | N
                     prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                     process_set: ProcessSet = global_process_set) -> Handle:
     """Like `allreduce`, returning a handle at once; `array` must not be written until it is done."""
-    source = _contiguous(array, process_set)
-    return runtime().allreduce(_name(name, "allreduce"), source, np.empty_like(source), reduce_op(op, average),
-                               prescale=prescale_factor, postscale=postscale_factor)
+    source = _contiguous(array)
+    return runtime().allreduce(_name(name, "allreduce", process_set), source, np.empty_like(source), reduce_op(op, average),
+                               prescale=prescale_factor, postscale=postscale_factor, process_set=set_id(process_set))
 
 
 def allreduce(array: ArrayLike, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None,
@@ -167,14 +218,14 @@ def allreduce(array: ArrayLike, average: bool | None = None, name: str | None = 
     """Return the reduction over all ranks of an array that has the same shape and dtype everywhere.
 
     Args:
-        array: bool (Min, Max only), integer, float16/32/64, bfloat16 or complex (Sum, Average only); any shape.
+        array: bool (Min, Max only), integer, float16/32/64, bfloat16 or complex (no Min, Max); any shape.
         average: deprecated; use `op`.
         name: the same on all ranks; unnamed calls are matched by their order.
-        op: Average (default), Sum, Min or Max. Integer averages are truncated toward zero; 16-bit floats are summed in
-            float32.
+        op: Average (default), Sum, Product, Min or Max. Integer averages are truncated toward zero; 16-bit floats are
+            accumulated in float32.
         prescale_factor: factor on every rank's values before the reduction.
         postscale_factor: factor on the result.
-        process_set: only the global one for now.
+        process_set: the ranks that take part.
 
     Raises:
         MismatchError: on all ranks, when they disagree about shape, dtype, op or factors.
@@ -188,9 +239,8 @@ def allreduce_async_(array: Array, average: bool | None = None, name: str | None
                      prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                      process_set: ProcessSet = global_process_set) -> Handle:
     """Like `allreduce_async`, in place; `array` must be C-contiguous."""
-    check_global(process_set)
-    return runtime().allreduce(_name(name, "allreduce"), array, array, reduce_op(op, average),
-                               prescale=prescale_factor, postscale=postscale_factor)
+    return runtime().allreduce(_name(name, "allreduce", process_set), array, array, reduce_op(op, average), prescale=prescale_factor,
+                               postscale=postscale_factor, process_set=set_id(process_set))
 
 
 def allreduce_(array: Array, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None,
@@ -200,10 +250,42 @@ def allreduce_(array: Array, average: bool | None = None, name: str | None = Non
     return _result(allreduce_async_(array, average, name, op, prescale_factor, postscale_factor, process_set))
 
 
+def reduce(array: ArrayLike, root_rank: int, name: str | None = None, op: ReduceOp | None = None,
+           prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+           process_set: ProcessSet = global_process_set) -> Array | None:
+    """Like `allreduce`, but only rank `root_rank` gets the result; the others get None."""
+    source = _contiguous(array)
+    output = np.empty_like(source) if runtime().world.rank == root_rank else None
+    handle = runtime().reduce(_name(name, "reduce", process_set), source, output, root_rank, reduce_op(op, None),
+                              prescale=prescale_factor, postscale=postscale_factor, process_set=set_id(process_set))
+    return synchronize(handle)
+
+
+def reducescatter_async(array: ArrayLike, name: str | None = None, op: ReduceOp | None = None,
+                        prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+                        process_set: ProcessSet = global_process_set) -> Handle:
+    """Like `reducescatter`, returning a handle at once."""
+    return runtime().reducescatter(_name(name, "reducescatter", process_set), _contiguous(array), reduce_op(op, None),
+                                   prescale=prescale_factor, postscale=postscale_factor, process_set=set_id(process_set))
+
+
+def reducescatter(array: ArrayLike, name: str | None = None, op: ReduceOp | None = None, prescale_factor: float = 1.0,
+                  postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set) -> Array:
+    """Return this rank's rows of the reduction over all ranks.
+
+    Rows (the first dimension) are cut as evenly as possible; the first ranks get one more.
+
+    Raises:
+        UnsupportedError: for a scalar; otherwise like `allreduce`.
+    """
+    return _result(reducescatter_async(array, name, op, prescale_factor, postscale_factor, process_set))
+
+
 def broadcast_async(array: ArrayLike, root_rank: int, name: str | None = None,
                     process_set: ProcessSet = global_process_set) -> Handle:
     """Like `broadcast`, returning a handle at once."""
-    return runtime().broadcast(_name(name, "broadcast"), np.array(_contiguous(array, process_set)), root_rank)
+    return runtime().broadcast(_name(name, "broadcast", process_set), np.array(_contiguous(array)), root_rank,
+                               process_set=set_id(process_set))
 
 
 def broadcast(array: ArrayLike, root_rank: int, name: str | None = None,
@@ -211,7 +293,7 @@ def broadcast(array: ArrayLike, root_rank: int, name: str | None = None,
     """Return rank `root_rank`'s array; all ranks pass one of the same shape and dtype.
 
     Raises:
-        UnsupportedError: for a root that does not exist; otherwise like `allreduce`.
+        UnsupportedError: for a root that does not exist, or is not in the set; otherwise like `allreduce`.
     """
     return _result(broadcast_async(array, root_rank, name, process_set))
 
@@ -219,8 +301,7 @@ def broadcast(array: ArrayLike, root_rank: int, name: str | None = None,
 def broadcast_async_(array: Array, root_rank: int, name: str | None = None,
                      process_set: ProcessSet = global_process_set) -> Handle:
     """Like `broadcast_async`, in place; `array` must be C-contiguous."""
-    check_global(process_set)
-    return runtime().broadcast(_name(name, "broadcast"), array, root_rank)
+    return runtime().broadcast(_name(name, "broadcast", process_set), array, root_rank, process_set=set_id(process_set))
 
 
 def broadcast_(array: Array, root_rank: int, name: str | None = None,
@@ -231,7 +312,7 @@ def broadcast_(array: Array, root_rank: int, name: str | None = None,
 
 def allgather_async(array: ArrayLike, name: str | None = None, process_set: ProcessSet = global_process_set) -> Handle:
     """Like `allgather`, returning a handle at once."""
-    return runtime().allgather(_name(name, "allgather"), _contiguous(array, process_set))
+    return runtime().allgather(_name(name, "allgather", process_set), _contiguous(array), process_set=set_id(process_set))
 
 
 def allgather(array: ArrayLike, name: str | None = None, process_set: ProcessSet = global_process_set) -> Array:
@@ -243,10 +324,50 @@ def allgather(array: ArrayLike, name: str | None = None, process_set: ProcessSet
     return _result(allgather_async(array, name, process_set))
 
 
+def gather(array: ArrayLike, root_rank: int, name: str | None = None,
+           process_set: ProcessSet = global_process_set) -> Array | None:
+    """Like `allgather`, but only rank `root_rank` gets the result; the others get None."""
+    return synchronize(runtime().gather(_name(name, "gather", process_set), _contiguous(array), root_rank,
+                                        process_set=set_id(process_set)))
+
+
+def scatter(array: ArrayLike, root_rank: int, name: str | None = None,
+            process_set: ProcessSet = global_process_set) -> Array:
+    """Return this rank's rows of rank `root_rank`'s array; all ranks pass one of the same shape and dtype.
+
+    Rows are cut as by `reducescatter`.
+    """
+    return _result(runtime().scatter(_name(name, "scatter", process_set), _contiguous(array), root_rank, process_set=set_id(process_set)))
+
+
+def alltoall_async(array: ArrayLike, splits: Sequence[int] | None = None, name: str | None = None,
+                   process_set: ProcessSet = global_process_set) -> Handle:
+    """Like `alltoall`, returning a handle at once; its result is always (array, rows received from each rank)."""
+    return runtime().alltoall(_name(name, "alltoall", process_set), _contiguous(array), splits, process_set=set_id(process_set))
+
+
+def alltoall(array: ArrayLike, splits: Sequence[int] | None = None, name: str | None = None,
+             process_set: ProcessSet = global_process_set) -> Any:
+    """Send rows to each rank and return those received, in rank order.
+
+    Args:
+        array: at least 1-D; the rows for rank 0 first, then those for rank 1, and so on.
+        splits: how many rows go to each rank; rows beyond their sum stay here. Default: equal shares.
+
+    Returns:
+        The array; with `splits`, the pair of it and the number of rows received from each rank.
+
+    Raises:
+        UnsupportedError: for splits that do not fit, or rows that cannot be shared equally; otherwise like `allreduce`.
+        MismatchError: when the ranks' shapes differ after the first dimension.
+    """
+    received, rows = alltoall_async(array, splits, name, process_set).wait()
+    return received if splits is None else (received, rows)
+
+
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return when every rank has called it."""
-    check_global(process_set)
-    runtime().barrier(_name(None, "barrier")).wait()
+    runtime().barrier(_name(None, "barrier", process_set), process_set=set_id(process_set)).wait()
 
 
 def poll(handle: Handle) -> bool:
@@ -260,14 +381,12 @@ def synchronize(handle: Handle) -> Array | None:
     return result
 
 
-def _name(name: str | None, kind: str) -> str:
-    return runtime().unnamed("numpy", kind) if name is None else name
+def _name(name: str | None, kind: str, process_set: ProcessSet) -> str:
+    return runtime().unnamed("numpy", kind, set_id(process_set)) if name is None else name
 
 
-def _contiguous(array: ArrayLike, process_set: ProcessSet) -> Array:
-    check_global(process_set)
+def _contiguous(array: ArrayLike) -> Array:
     return np.asarray(array, order="C")
-
 
 
 def _result(handle: Handle) -> Array:

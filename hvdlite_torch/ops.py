@@ -12,7 +12,7 @@ import torch
 
 from hvdlite import api
 from hvdlite.core.array import BFLOAT16, Array
-from hvdlite.core.process_set import ProcessSet, check_global, global_process_set
+from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.handle import Handle
 from hvdlite_torch.compression import Compression, Compressor
@@ -82,7 +82,7 @@ def allreduce_async_(tensor: torch.Tensor, average: bool | None = None, name: st
                      op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                      process_set: ProcessSet = global_process_set) -> TorchHandle:
     """Like `allreduce_`, returning a handle at once."""
-    return _allreduce(tensor, tensor, _name("allreduce", name), api.reduce_op(op, average), prescale_factor,
+    return _allreduce(tensor, tensor, _name("allreduce", name, process_set), api.reduce_op(op, average), prescale_factor,
                       postscale_factor, process_set)
 
 
@@ -90,7 +90,7 @@ def allreduce_async(tensor: torch.Tensor, average: bool | None = None, name: str
                     op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                     process_set: ProcessSet = global_process_set) -> TorchHandle:
     """Like `allreduce`, returning a handle at once; not differentiable."""
-    return _allreduce(tensor, torch.empty_like(tensor), _name("allreduce", name), api.reduce_op(op, average),
+    return _allreduce(tensor, torch.empty_like(tensor), _name("allreduce", name, process_set), api.reduce_op(op, average),
                       prescale_factor, postscale_factor, process_set)
 
 
@@ -121,7 +121,7 @@ def allreduce(tensor: torch.Tensor, average: bool | None = None, name: str | Non
         ValueError: at the call, for an unsupported tensor, or a name that is still being processed.
     """
     compressed, context = compression.compress(tensor)
-    name = _name("allreduce", name)
+    name = _name("allreduce", name, process_set)
     operation = api.reduce_op(op, average)
     reduced = _Allreduce.apply(compressed, name, operation, prescale_factor, postscale_factor, process_set)
     return compression.decompress(reduced, context)
@@ -131,7 +131,7 @@ def grouped_allreduce_async_(tensors: Sequence[torch.Tensor], average: bool | No
                              op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                              process_set: ProcessSet = global_process_set) -> GroupHandle:
     """Like `grouped_allreduce_`, returning one handle at once."""
-    return _grouped_allreduce(tensors, tensors, _name("grouped_allreduce", name), api.reduce_op(op, average),
+    return _grouped_allreduce(tensors, tensors, _name("grouped_allreduce", name, process_set), api.reduce_op(op, average),
                               prescale_factor, postscale_factor, process_set)
 
 
@@ -139,7 +139,7 @@ def grouped_allreduce_async(tensors: Sequence[torch.Tensor], average: bool | Non
                             op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                             process_set: ProcessSet = global_process_set) -> GroupHandle:
     """Like `grouped_allreduce`, returning one handle at once; not differentiable."""
-    return _grouped_allreduce(tensors, [torch.empty_like(tensor) for tensor in tensors], _name("grouped_allreduce", name),
+    return _grouped_allreduce(tensors, [torch.empty_like(tensor) for tensor in tensors], _name("grouped_allreduce", name, process_set),
                               api.reduce_op(op, average), prescale_factor, postscale_factor, process_set)
 
 
@@ -157,7 +157,7 @@ def grouped_allreduce(tensors: Sequence[torch.Tensor], average: bool | None = No
                       process_set: ProcessSet = global_process_set) -> list[torch.Tensor]:
     """Like `allreduce` on several tensors, which are fused. Differentiable."""
     pairs = [compression.compress(tensor) for tensor in tensors]
-    name = _name("grouped_allreduce", name)
+    name = _name("grouped_allreduce", name, process_set)
     reduced = _GroupedAllreduce.apply(name, api.reduce_op(op, average), prescale_factor, postscale_factor, process_set,
                                       *(tensor for tensor, _ in pairs))
     return [compression.decompress(tensor, context) for tensor, (_, context) in zip(reduced, pairs, strict=True)]
@@ -166,7 +166,7 @@ def grouped_allreduce(tensors: Sequence[torch.Tensor], average: bool | None = No
 def allgather_async(tensor: torch.Tensor, name: str | None = None,
                     process_set: ProcessSet = global_process_set) -> TorchHandle:
     """Like `allgather`, returning a handle at once; not differentiable."""
-    return _gathered(tensor, _name("allgather", name), process_set)
+    return _gathered(tensor, _name("allgather", name, process_set), process_set)
 
 
 def allgather(tensor: torch.Tensor, name: str | None = None,
@@ -178,19 +178,19 @@ def allgather(tensor: torch.Tensor, name: str | None = None,
     Raises:
         UnsupportedError: for a scalar; otherwise like `allreduce`.
     """
-    return _Allgather.apply(tensor, _name("allgather", name), process_set)  # type: ignore[no-any-return]
+    return _Allgather.apply(tensor, _name("allgather", name, process_set), process_set)  # type: ignore[no-any-return]
 
 
 def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = None,
                      process_set: ProcessSet = global_process_set) -> TorchHandle:
     """Like `broadcast_`, returning a handle at once."""
-    return _broadcast(tensor, tensor, root_rank, _name("broadcast", name), process_set)
+    return _broadcast(tensor, tensor, root_rank, _name("broadcast", name, process_set), process_set)
 
 
 def broadcast_async(tensor: torch.Tensor, root_rank: int, name: str | None = None,
                     process_set: ProcessSet = global_process_set) -> TorchHandle:
     """Like `broadcast`, returning a handle at once; not differentiable."""
-    return _broadcast(tensor, torch.empty_like(tensor), root_rank, _name("broadcast", name), process_set)
+    return _broadcast(tensor, torch.empty_like(tensor), root_rank, _name("broadcast", name, process_set), process_set)
 
 
 def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None,
@@ -205,7 +205,7 @@ def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None,
 
     The gradient is the *average* over ranks of the upstream gradient on the root and zero elsewhere, as in Horovod.
     """
-    return _Broadcast.apply(tensor, root_rank, _name("broadcast", name), process_set)  # type: ignore[no-any-return]
+    return _Broadcast.apply(tensor, root_rank, _name("broadcast", name, process_set), process_set)  # type: ignore[no-any-return]
 
 
 class _Allreduce(torch.autograd.Function):
@@ -241,7 +241,7 @@ class _Allgather(torch.autograd.Function):
         runtime = api.runtime()
         rows = allgather_async(torch.tensor([tensor.shape[0] if tensor.dim() else 0]), f"{name}.rows", process_set)
         result: torch.Tensor = _gathered(tensor, name, process_set).wait()
-        before = rows.wait()[:runtime.world.rank].sum().item()
+        before = rows.wait()[:runtime.members(api.set_id(process_set)).index(runtime.world.rank)].sum().item()
         ctx.mine = slice(before, before + (tensor.shape[0] if tensor.dim() else 0))
         ctx.name, ctx.process_set = name, process_set
         return result
@@ -269,19 +269,17 @@ class _Broadcast(torch.autograd.Function):
 
 def _allreduce(tensor: torch.Tensor, output: torch.Tensor, name: str, op: ReduceOp, prescale: float, postscale: float,
                process_set: ProcessSet) -> TorchHandle:
-    check_global(process_set)
     source = contiguous(tensor, name)
     target = source if output is tensor else _contiguous_like(output)
     array = as_array(source, name)
     handle = api.runtime().allreduce(name, array, array if target is source else as_array(target, name), op,
-                                     prescale=prescale, postscale=postscale)
+                                     prescale=prescale, postscale=postscale, process_set=api.set_id(process_set))
     return TorchHandle(handle, lambda _: _written(output, target))
 
 
 def _grouped_allreduce(tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], name: str, op: ReduceOp,
                        prescale: float, postscale: float, process_set: ProcessSet) -> GroupHandle:
     """Negotiate tensors as one, or, when dtypes are mixed, as one for each dtype."""
-    check_global(process_set)
     sources = [contiguous(tensor, f"{name}[{index}]") for index, tensor in enumerate(tensors)]
     targets = [source if output is tensor else _contiguous_like(output)
                for tensor, output, source in zip(tensors, outputs, sources, strict=True)]
@@ -294,22 +292,21 @@ def _grouped_allreduce(tensors: Sequence[torch.Tensor], outputs: Sequence[torch.
         given = [array if targets[index] is sources[index] else as_array(sources[index], name)
                  for index, array in zip(members, own, strict=True)]
         label = name if len(by_dtype) == 1 else f"{name}.{str(dtype).removeprefix('torch.')}"
-        handles.append(api.runtime().grouped_allreduce(label, given, own, op, prescale=prescale, postscale=postscale))
+        handles.append(api.runtime().grouped_allreduce(label, given, own, op, prescale=prescale, postscale=postscale,
+                                                       process_set=api.set_id(process_set)))
     return GroupHandle(handles, lambda: [_written(output, target) for output, target in zip(outputs, targets, strict=True)])
 
 
 def _gathered(tensor: torch.Tensor, name: str, process_set: ProcessSet) -> TorchHandle:
-    check_global(process_set)
     source = contiguous(tensor, name)
-    return TorchHandle(api.runtime().allgather(name, as_array(source, name)), _as_tensor)
+    return TorchHandle(api.runtime().allgather(name, as_array(source, name), process_set=api.set_id(process_set)), _as_tensor)
 
 
 def _broadcast(tensor: torch.Tensor, output: torch.Tensor, root_rank: int, name: str,
                process_set: ProcessSet) -> TorchHandle:
-    check_global(process_set)
     source = contiguous(tensor, name)
     target = source if output is tensor else _contiguous_like(output).copy_(source)
-    return TorchHandle(api.runtime().broadcast(name, as_array(target, name), root_rank),
+    return TorchHandle(api.runtime().broadcast(name, as_array(target, name), root_rank, process_set=api.set_id(process_set)),
                        lambda _: _written(output, target))
 
 
@@ -333,5 +330,5 @@ def _as_tensor(array: Array | None) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
-def _name(kind: str, name: str | None) -> str:
-    return api.runtime().unnamed("torch", kind) if name is None else f"{kind}.{name}"
+def _name(kind: str, name: str | None, process_set: ProcessSet) -> str:
+    return api.runtime().unnamed("torch", kind, api.set_id(process_set)) if name is None else f"{kind}.{name}"

@@ -13,7 +13,7 @@ import torch
 
 from hvdlite import api
 from hvdlite.core.errors import UnsupportedError
-from hvdlite.core.process_set import ProcessSet, check_global, global_process_set
+from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.gradient_reducer import GradientReducer
@@ -61,13 +61,12 @@ def DistributedOptimizer(
 
     Raises:
         ValueError: for invalid arguments; parameters without a name or with the same name are listed.
-        UnsupportedError: for groups, process sets and Adasum, which are not implemented yet.
+        UnsupportedError: for groups and Adasum, which are not implemented yet, and a process set that this rank is not in.
         NotInitializedError: before `init()`.
     """
     runtime = _runtime if _runtime is not None else api.runtime()
     if num_groups or groups is not None:
         raise UnsupportedError("groups and num_groups are not implemented yet; leave them out (tensors are fused anyway)")
-    check_global(process_set)
     if op is ReduceOp.ADASUM:
         raise UnsupportedError("op=Adasum is not implemented yet; use Average or Sum")
     _check_passes(backward_passes_per_step)
@@ -81,8 +80,8 @@ def DistributedOptimizer(
     names = _names(optimizer, named_parameters)
     reducer: GradientReducer[torch.Tensor] = GradientReducer(
         runtime, TorchGradients(compression, sparse_as_dense, runtime.config.gradient_as_bucket_view),
-        runtime.unnamed("torch", "optimizer"), op=ReduceOp(op), prescale=1.0 / gradient_predivide_factor,
-        postscale=gradient_predivide_factor, passes=backward_passes_per_step)
+        runtime.unnamed("torch", "optimizer", api.set_id(process_set)), op=ReduceOp(op), prescale=1.0 / gradient_predivide_factor,
+        postscale=gradient_predivide_factor, passes=backward_passes_per_step, process_set=api.set_id(process_set))
     base = type(optimizer)
     optimizer.__class__ = type(base.__name__, (_Distributed, base), {"__module__": base.__module__})
     assert isinstance(optimizer, _Distributed)
@@ -97,7 +96,7 @@ class _Distributed:
 
     def _attach(self, runtime: Runtime, reducer: GradientReducer[torch.Tensor], names: dict[torch.Tensor, str]) -> None:
         self._reducer = reducer
-        self._active = runtime.world.size > 1
+        self._active = reducer.is_shared
         self._parameter_names = dict(names)
         self._task = -1  # the autograd run whose end we already wait for
         self._synchronizes = True

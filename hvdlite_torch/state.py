@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hvdlite import api
-from hvdlite.core.process_set import ProcessSet, check_global, global_process_set
+from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.training import objects
 from hvdlite_torch.ops import broadcast_async_
 
@@ -57,14 +57,13 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None,
                      process_set: ProcessSet = global_process_set) -> Any:
     """Return rank `root_rank`'s picklable object on every rank."""
-    check_global(process_set)
-    return objects.broadcast_object(api.runtime(), obj, root_rank, _object_name("broadcast_object", name))
+    return objects.broadcast_object(api.runtime(), obj, root_rank, _object_name("broadcast_object", name, process_set),
+                                    api.set_id(process_set))
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
     """Return every rank's picklable object, in rank order."""
-    check_global(process_set)
-    return objects.allgather_object(api.runtime(), obj, _object_name("allgather_object", name))
+    return objects.allgather_object(api.runtime(), obj, _object_name("allgather_object", name, process_set), api.set_id(process_set))
 
 
 class _Placeholder:
@@ -111,5 +110,5 @@ def _named(params: Mapping[str, Any] | Iterable[Any]) -> list[tuple[str, torch.T
     return named
 
 
-def _object_name(kind: str, name: str | None) -> str:
-    return api.runtime().unnamed("torch", kind) if name is None else f"{kind}.{name}"
+def _object_name(kind: str, name: str | None, process_set: ProcessSet) -> str:
+    return api.runtime().unnamed("torch", kind, api.set_id(process_set)) if name is None else f"{kind}.{name}"

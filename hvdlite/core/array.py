@@ -46,9 +46,8 @@ def dtype_name(dtype: np.dtype[np.generic]) -> str:
 
 def check_reducible(name: str, op: ReduceOp, tensor: str) -> None:
     """Raise `UnsupportedError` when `op` has no meaning for dtype `name`."""
-    if op in (ReduceOp.ADASUM, ReduceOp.PRODUCT):
-        raise UnsupportedError(f"{tensor}: allreduce with op={op.name.capitalize()} is not implemented yet; "
-                               "use Average, Sum, Min or Max")
+    if op is ReduceOp.ADASUM:
+        raise UnsupportedError(f"{tensor}: op=Adasum is not implemented yet; use Average, Sum, Product, Min or Max")
     if name == "bool" and op not in (ReduceOp.MIN, ReduceOp.MAX):
         raise UnsupportedError(f"{tensor}: allreduce of bool has no {op.name.capitalize()}; use Min (all), Max (any) "
                                "or convert to an integer type")

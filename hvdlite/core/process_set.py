@@ -2,24 +2,74 @@
 
 from __future__ import annotations
 
-import dataclasses
-
-from hvdlite.core.errors import UnsupportedError
+from collections.abc import Iterable
 
 GLOBAL_PROCESS_SET_ID = 0
 
 
-@dataclasses.dataclass(frozen=True)
 class ProcessSet:
-    """A set of ranks under an id; id 0 is the set of all ranks."""
+    """Some ranks of the job, for collectives among them only; made usable by `hvd.add_process_set` or `hvd.init`.
 
-    process_set_id: int = GLOBAL_PROCESS_SET_ID
+    Args:
+        ranks: their numbers in the job, in any order, each once.
+
+    Attributes:
+        process_set_id: a number that is the same on all ranks; None while the set is not registered.
+        ranks: the members, ascending.
+
+    Raises:
+        ValueError: for ranks that are not distinct non-negative integers.
+    """
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        given = list(ranks)
+        if any(not isinstance(rank, int) or isinstance(rank, bool) or rank < 0 for rank in given):
+            raise ValueError(f"a process set is made of ranks (integers from 0), not {given}")
+        if len(set(given)) != len(given):
+            raise ValueError(f"a process set holds each rank once, not {given}")
+        self.process_set_id: int | None = None
+        self.ranks: list[int] | None = sorted(given)
+        self._own_rank: int | None = None
+
+    def size(self) -> int | None:
+        """Return the number of members; None while the set is not registered."""
+        return None if self.process_set_id is None or self.ranks is None else len(self.ranks)
+
+    def rank(self) -> int | None:
+        """Return this process's number within the set; None while the set is not registered.
+
+        Raises:
+            ValueError: when this process is not a member.
+        """
+        if self.process_set_id is None or self.ranks is None:
+            return None
+        if self._own_rank not in self.ranks:
+            raise ValueError(f"rank {self._own_rank} is not a member of {self}")
+        return self.ranks.index(self._own_rank)
+
+    def included(self) -> bool | None:
+        """Return whether this process is a member; None while the set is not registered."""
+        return None if self.process_set_id is None or self.ranks is None else self._own_rank in self.ranks
+
+    def register(self, process_set_id: int | None, own_rank: int | None) -> None:
+        """Take the id under which the set is known from now on, or None when it is not known any more."""
+        self.process_set_id, self._own_rank = process_set_id, own_rank
+
+    def __repr__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
 
 
-global_process_set = ProcessSet()
+class _GlobalProcessSet(ProcessSet):
+    """All ranks of the job, whose number `init` tells."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.process_set_id = GLOBAL_PROCESS_SET_ID
+        self.ranks = None
+
+    def fill(self, size: int, own_rank: int) -> None:
+        """Take the members from a job of `size` ranks."""
+        self.ranks, self._own_rank = list(range(size)), own_rank
 
 
-def check_global(process_set: ProcessSet) -> None:
-    """Raise `UnsupportedError` for any set but the global one."""
-    if process_set != global_process_set:
-        raise UnsupportedError("process sets other than the global one are not implemented yet")
+global_process_set = _GlobalProcessSet()

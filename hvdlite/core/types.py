@@ -23,3 +23,10 @@ class Collective(enum.IntEnum):
     ALLGATHER = 1
     BROADCAST = 2
     BARRIER = 3
+    REDUCESCATTER = 4
+    ALLTOALL = 5
+    REDUCE = 6
+    GATHER = 7
+    SCATTER = 8
+    ADD_PROCESS_SET = 9
+    REMOVE_PROCESS_SET = 10

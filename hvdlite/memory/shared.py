@@ -1,15 +1,15 @@
-"""One shared file for all ranks of a host: arrival counters and staging slots, then windows for fusion buffers.
+"""One shared file for all ranks of a host: a segment for each process set, and windows for fusion buffers.
 
-The memory has no name. On Linux it is a `memfd`, so neither /dev/shm's size limit nor a crash matters; elsewhere it is
+The file has no name. On Linux it is a `memfd`, so neither /dev/shm's size limit nor a crash matters; elsewhere it is
 a file that is unlinked before it is used (macOS: documented, not yet run). Its descriptor travels over a Unix socket.
 
-    page 0: one arrival counter a rank, 64 bytes apart | slot (rank 0, region 0) | slot (0, 1) | slot (1, 0) | ...
-    each window: rank 0's part | rank 1's part | ...
+    segment: counters, 64 bytes apart, three a rank | slot (rank 0, region 0) | slot (0, 1) | slot (0, mail) | slot (1, 0) | ...
+    window:  rank 0's part | rank 1's part | ...
 
 Rules (PROTOCOL rules 1, 2, 4, 5)
 - Pages are allocated with `posix_fallocate` before they are written: no memory is a `MemoryError`, never SIGBUS.
-- The file is sparse and vast, so it never changes its length; a window is the next range of it. All ranks ask for the same
-  windows in the same order, so they agree on the ranges without a word, and a range is never used again.
+- The file is sparse and vast, so it never changes its length; a segment or window is the next range of it. All ranks ask for
+  the same ones in the same order, members or not, so they agree on the ranges without a word; no range is used again.
 - A staging slot is written by its own rank only. A window's part is written by others only within a reduction.
 - A window stays mapped while a view of it lives (a framework's gradient, say). Its owner's pages go back to the system with
   the owner's last view; nobody else reads them by then, because a reduction ends with a barrier.
@@ -21,6 +21,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -56,32 +57,30 @@ class _Mapping(mmap.mmap):
             pass  # not Linux, or never allocated: the pages go with the file
 
 
-class SharedMemory:
-    """The host's ranks' mapping of one anonymous file.
+class Segment:
+    """What the ranks of one process set share: counters and staging slots.
 
-    Args:
-        descriptor: from `anonymous_file`, the same file in all ranks; owned by this object.
-        place: this rank's index among the ranks of the host.
-        ranks: how many ranks share it.
+    Attributes:
+        arrivals: how many barriers each rank has reached, by its index in the set; written by that rank.
+        sent: how many pieces each rank has put into its mail slot; written by that rank.
+        taken: how many of those their receivers have read; written by the receiver of the moment.
         slot: bytes of one staging slot.
     """
 
-    def __init__(self, descriptor: int, place: int, ranks: int, slot: int) -> None:
-        self.place, self.ranks = place, ranks
-        self.slot = _rounded(slot)
-        self._descriptor = descriptor
-        self._counter_bytes = _rounded(ranks * COUNTER_STRIDE)
-        self._length = self._counter_bytes + ranks * REGIONS * self.slot
-        self._windows_end = self._length
-        self._allocate(0, self._counter_bytes)
-        self._map = mmap.mmap(descriptor, self._length)
+    def __init__(self, memory: SharedMemory, start: int, index: int, ranks: int, slot: int) -> None:
+        self.slot = slot
+        self._memory, self._start, self._index = memory, start, index
+        self._counter_bytes = counter_bytes(ranks)
+        memory.allocate(start, self._counter_bytes)
+        self._map = mmap.mmap(memory.descriptor, segment_bytes(ranks, slot), offset=start)
         self._bytes = np.frombuffer(self._map, np.uint8)
-        self.arrivals = self._bytes[:ranks * COUNTER_STRIDE].view(np.int64)[::COUNTER_STRIDE // 8]
-        self._allocated = [0] * REGIONS  # bytes of this rank's slots that have pages
+        counters = self._bytes[:3 * ranks * COUNTER_STRIDE].view(np.int64)[::COUNTER_STRIDE // 8]
+        self.arrivals, self.sent, self.taken = counters[:ranks], counters[ranks:2 * ranks], counters[2 * ranks:]
+        self._allocated = [0] * (REGIONS + 1)  # bytes of this rank's slots that have pages
 
-    def staging(self, rank: int, region: int) -> Array:
-        """Return a rank's slot of a region, as bytes; write only into your own."""
-        start = self._counter_bytes + (rank * REGIONS + region) * self.slot
+    def staging(self, index: int, region: int) -> Array:
+        """Return a rank's slot of a region, as bytes; write only into your own. Region `REGIONS` is for mail."""
+        start = self._counter_bytes + (index * (REGIONS + 1) + region) * self.slot
         return self._bytes[start:start + self.slot]
 
     def reserve(self, region: int, nbytes: int) -> None:
@@ -93,52 +92,103 @@ class SharedMemory:
         if nbytes <= self._allocated[region]:
             return
         wanted = min(self.slot, max(_rounded(nbytes), 2 * self._allocated[region]))
-        start = self._counter_bytes + (self.place * REGIONS + region) * self.slot
-        self._allocate(start + self._allocated[region], wanted - self._allocated[region])
+        start = self._start + self._counter_bytes + (self._index * (REGIONS + 1) + region) * self.slot
+        self._memory.allocate(start + self._allocated[region], wanted - self._allocated[region])
         self._allocated[region] = wanted
 
-    def window(self, nbytes: int) -> list[Array]:
-        """Return new memory of `nbytes` zero bytes a rank, one array a rank, shared by all ranks that make the same call.
+    def close(self) -> None:
+        """Unmap it, and give this rank's pages back."""
+        del self.arrivals, self.sent, self.taken, self._bytes
+        start = self._counter_bytes + self._index * (REGIONS + 1) * self.slot
+        try:
+            self._map.madvise(mmap.MADV_REMOVE, start, (REGIONS + 1) * self.slot)
+        except (AttributeError, OSError, ValueError):
+            pass  # not Linux: the pages go with the file
+        try:
+            self._map.close()
+        except BufferError:
+            pass  # a view is still alive somewhere: the mapping goes with it
+
+
+class SharedMemory:
+    """The host's shared file, as one rank sees it.
+
+    Args:
+        descriptor: from `anonymous_file`, the same file in all ranks; owned by this object.
+        rank: this rank.
+    """
+
+    def __init__(self, descriptor: int, rank: int) -> None:
+        self.descriptor = descriptor
+        self._rank = rank
+        self._end = 0  # of what has been given out
+
+    def segment(self, ranks: Sequence[int], slot: int) -> Segment | None:
+        """Return the next segment, for a process set; None when this rank is not one of `ranks`.
 
         Raises:
-            MemoryError: Like `reserve`; the next call is in step with the other ranks all the same.
+            MemoryError: when the system has no memory left; the next call is in step with the other ranks all the same.
+        """
+        slot = _rounded(slot)
+        start = self._take(segment_bytes(len(ranks), slot), PAGE)
+        if self._rank not in ranks:
+            return None
+        return Segment(self, start, list(ranks).index(self._rank), len(ranks), slot)
+
+    def window(self, nbytes: int, ranks: Sequence[int]) -> list[Array]:
+        """Return the next window: `nbytes` zero bytes for each of `ranks`, one array a rank; nothing for other ranks.
+
+        Raises:
+            MemoryError: Like `segment`.
         """
         step = HUGE_PAGE if nbytes >= HUGE_PAGE else PAGE
-        part = -(-nbytes // step) * step
-        start = -(-self._windows_end // step) * step
-        self._windows_end = start + part * self.ranks
-        self._allocate(start + self.place * part, part)
-        mapping = _Mapping(self._descriptor, part * self.ranks, offset=start)
-        mapping.own = (self.place * part, part)
+        part = max(1, -(-nbytes // step)) * step
+        start = self._take(part * len(ranks), step)
+        if self._rank not in ranks:
+            return []
+        index = list(ranks).index(self._rank)
+        self.allocate(start + index * part, part)
+        mapping = _Mapping(self.descriptor, part * len(ranks), offset=start)
+        mapping.own = (index * part, part)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             try:
                 mapping.madvise(mmap.MADV_HUGEPAGE)
             except OSError:
                 pass  # this kernel has no huge pages for shared memory
         everything = np.frombuffer(mapping, np.uint8)
-        return [everything[rank * part:rank * part + nbytes] for rank in range(self.ranks)]
+        return [everything[each * part:each * part + nbytes] for each in range(len(ranks))]
 
     def close(self) -> None:
-        """Give the memory back; views handed out keep their mapping alive until they are gone."""
-        if self._descriptor < 0:
-            return
-        os.close(self._descriptor)
-        self._descriptor = -1
-        del self.arrivals, self._bytes
-        try:
-            self._map.close()
-        except BufferError:
-            pass  # a view is still alive somewhere: the mapping goes with it
+        """Close the file; what is mapped lives on."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
 
-    def _allocate(self, start: int, length: int) -> None:
+    def allocate(self, start: int, length: int) -> None:
+        """Give a range pages, or raise `MemoryError`."""
         if not hasattr(os, "posix_fallocate"):
             return  # macOS: a sparse file on disk
         try:
-            os.posix_fallocate(self._descriptor, start, length)
+            os.posix_fallocate(self.descriptor, start, length)
         except OSError as error:
-            raise MemoryError(f"no memory for {length} bytes shared between ranks ({error}); lower HVDLITE_SHM_SLOT "
-                              f"(now {self.slot} bytes, {REGIONS} a rank)") from error
+            raise MemoryError(f"no memory for {length} bytes shared between ranks ({error}); lower HVDLITE_SHM_SLOT, or "
+                              "turn learned buckets off with HVDLITE_BUCKET_SIZE=0") from error
+
+    def _take(self, nbytes: int, alignment: int) -> int:
+        start = -(-self._end // alignment) * alignment
+        self._end = start + nbytes
+        return start
+
+
+def counter_bytes(ranks: int) -> int:
+    """Return the bytes of a segment's counters."""
+    return _rounded(3 * ranks * COUNTER_STRIDE)
+
+
+def segment_bytes(ranks: int, slot: int) -> int:
+    """Return the length of a segment; most of it never gets pages."""
+    return counter_bytes(ranks) + ranks * (REGIONS + 1) * slot
 
 
 def _rounded(nbytes: int) -> int:
-    return -(-nbytes // PAGE) * PAGE
+    return max(1, -(-nbytes // PAGE)) * PAGE

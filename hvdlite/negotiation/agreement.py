@@ -15,23 +15,30 @@ _COMMON: tuple[Aspect, ...] = (
     ("device", lambda request: request.device),
     ("process set", lambda request: request.process_set),
 )
+_REDUCTION: tuple[Aspect, ...] = (
+    ("number of tensors in the group", lambda request: len(request.group)),
+    ("shape", lambda request: [] if request.group else list(request.shape)),  # members are compared one by one
+    ("reduce op", lambda request: request.op.name.capitalize()),
+    ("prescale_factor", lambda request: request.prescale),
+    ("postscale_factor", lambda request: request.postscale),
+)
+_ROOT: Aspect = ("root rank", lambda request: request.root_rank)
+_ROWS: tuple[Aspect, ...] = (
+    ("number of dimensions", lambda request: len(request.shape)),
+    ("shape after the first dimension", lambda request: list(request.shape[1:])),
+)
 _SPECIFIC: dict[Collective, tuple[Aspect, ...]] = {
-    Collective.ALLREDUCE: (
-        ("number of tensors in the group", lambda request: len(request.group)),
-        ("shape", lambda request: [] if request.group else list(request.shape)),  # members are compared one by one
-        ("reduce op", lambda request: request.op.name.capitalize()),
-        ("prescale_factor", lambda request: request.prescale),
-        ("postscale_factor", lambda request: request.postscale),
-    ),
-    Collective.BROADCAST: (
-        ("shape", lambda request: list(request.shape)),
-        ("root rank", lambda request: request.root_rank),
-    ),
-    Collective.ALLGATHER: (
-        ("number of dimensions", lambda request: len(request.shape)),
-        ("shape after the first dimension", lambda request: list(request.shape[1:])),
-    ),
+    Collective.ALLREDUCE: _REDUCTION,
+    Collective.BROADCAST: (("shape", lambda request: list(request.shape)), _ROOT),
+    Collective.ALLGATHER: _ROWS,
     Collective.BARRIER: (),
+    Collective.REDUCESCATTER: _REDUCTION,
+    Collective.REDUCE: (*_REDUCTION, _ROOT),
+    Collective.ALLTOALL: _ROWS,
+    Collective.GATHER: (*_ROWS, _ROOT),
+    Collective.SCATTER: (("shape", lambda request: list(request.shape)), _ROOT),
+    Collective.ADD_PROCESS_SET: (("ranks of the new process set", lambda request: list(request.members)),),
+    Collective.REMOVE_PROCESS_SET: (("process set to remove", lambda request: list(request.members)),),
 }
 
 
@@ -59,7 +66,7 @@ def disagreement(requests: Mapping[int, Request]) -> str | None:
 def _signature(request: Request) -> tuple[object, ...]:
     """Return what is enough to agree; for some collectives less is."""
     return (request.collective, request.dtype, request.shape, request.op, request.root_rank, request.prescale,
-            request.postscale, request.process_set, request.device, request.group)
+            request.postscale, request.process_set, request.device, request.group, request.members)
 
 
 def _members(first: Request, requests: Mapping[int, Request]) -> tuple[Aspect, ...]:

@@ -28,7 +28,8 @@ import msgspec
 from hvdlite.core.array import SUPPORTED_DTYPES
 from hvdlite.core.errors import ProtocolError
 from hvdlite.negotiation.fusion import fusion_key, payload_bytes, response_to
-from hvdlite.negotiation.messages import Bucket, BucketReady, BucketRelease, Layout, Request
+from hvdlite.negotiation.messages import Bucket, BucketReady, BucketRelease, Closing, Layout, Request
+from hvdlite.negotiation.process_sets import ProcessSetTable
 
 ALIGNMENT = 64
 """Bytes; members begin at multiples of it within a bucket, so that vector code and cache lines meet them aligned."""
@@ -68,11 +69,12 @@ def cut(sizes: Sequence[int], limits: BucketSizes) -> list[int]:
     return [*ends, last, len(sizes)]
 
 
-def plan(ready: Iterable[Mapping[int, Request]], size: int, limits: BucketSizes, first: int) -> tuple[Bucket, ...]:
+def plan(ready: Iterable[Mapping[int, Request]], ranks: Ranks, limits: BucketSizes, first: int) -> tuple[Bucket, ...]:
     """Cut a set into buckets.
 
     Args:
         ready: each member's requests by rank, in the order the members became ready.
+        ranks: the members of the process set.
         first: the first bucket's id; the others' follow.
     """
     kinds: dict[tuple[object, ...], list[Request]] = {}
@@ -83,7 +85,7 @@ def plan(ready: Iterable[Mapping[int, Request]], size: int, limits: BucketSizes,
     for members in kinds.values():
         begin = 0
         for end in cut([payload_bytes(member) for member in members], limits):
-            buckets.append(_bucket(first + len(buckets), members[begin:end], size))
+            buckets.append(_bucket(first + len(buckets), members[begin:end], ranks))
             begin = end
     return tuple(buckets)
 
@@ -95,7 +97,7 @@ def _member(requests: Mapping[int, Request]) -> Request:
     return msgspec.structs.replace(first, absent=False, strides=first.strides if agreed else (), round=0)
 
 
-def _bucket(number: int, members: Sequence[Request], size: int) -> Bucket:
+def _bucket(number: int, members: Sequence[Request], ranks: Ranks) -> Bucket:
     step = ALIGNMENT // SUPPORTED_DTYPES[members[0].dtype].itemsize
     offsets, elements = [], 0
     for member in members:
@@ -103,7 +105,7 @@ def _bucket(number: int, members: Sequence[Request], size: int) -> Bucket:
         count = payload_bytes(member) // SUPPORTED_DTYPES[member.dtype].itemsize
         elements += -(-count // step) * step
     response = msgspec.structs.replace(response_to({0: members[0]}), names=tuple(member.name for member in members),
-                                       contributors=tuple(range(size)))
+                                       contributors=ranks)
     return Bucket(number, tuple(members), tuple(offsets), elements, response)
 
 
@@ -118,6 +120,7 @@ def expand(bucket: Bucket, ready: BucketReady) -> Iterator[Request]:
 class _Set:
     """One declared set."""
 
+    process_set: int
     ready: dict[str, Mapping[int, Request]] = dataclasses.field(default_factory=dict)  # this round, in ready order
     spoiled: bool = False  # a member of this round was refused: nothing is learned from it
     closed: dict[int, int] = dataclasses.field(default_factory=dict)  # round -> how many ranks; never all of them
@@ -152,13 +155,13 @@ class DeclaredSets:
     """The coordinator's half of learned buckets.
 
     Args:
-        size: ranks of the world.
+        process_sets: who belongs to which process set.
         limits: how sets are cut; a `middle` of 0 turns learning off.
         capacity: layouts that may exist at a time; the least recently used is evicted.
     """
 
-    def __init__(self, size: int, limits: BucketSizes, capacity: int) -> None:
-        self._size, self._limits, self._capacity = size, limits, capacity
+    def __init__(self, process_sets: ProcessSetTable, limits: BucketSizes, capacity: int) -> None:
+        self._process_sets, self._limits, self._capacity = process_sets, limits, capacity
         self._sets: dict[str, _Set] = {}
         self._layouts: dict[int, Layout] = {}  # least recently used first
         self._buckets: dict[int, tuple[Bucket, int]] = {}  # every readable bucket and its layout
@@ -168,20 +171,21 @@ class DeclaredSets:
 
     def observe(self, label: str, requests: Mapping[int, Request]) -> None:
         """A member was answered by itself."""
-        declared = self._sets.setdefault(label, _Set())
-        name = next(iter(requests.values())).name
-        declared.ready.pop(name, None)
-        declared.ready[name] = requests
+        request = next(iter(requests.values()))
+        declared = self._sets.setdefault(label, _Set(request.process_set))
+        declared.ready.pop(request.name, None)
+        declared.ready[request.name] = requests
 
-    def spoil(self, label: str) -> None:
+    def spoil(self, request: Request) -> None:
         """A member was refused."""
-        self._sets.setdefault(label, _Set()).spoiled = True
+        self._sets.setdefault(request.label, _Set(request.process_set)).spoiled = True
 
-    def close(self, ranks: Ranks, label: str, number: int) -> bool:
-        """These ranks have reported all they have in a round; return whether every rank has."""
-        closed = self._sets.setdefault(label, _Set()).closed
+    def close(self, ranks: Ranks, closing: Closing) -> bool:
+        """These ranks have reported all they have in a round; return whether every member of the process set has."""
+        closed = self._sets.setdefault(closing.label, _Set(closing.process_set)).closed
+        number = closing.round
         closed[number] = closed.get(number, 0) + len(ranks)
-        if closed[number] < self._size:
+        if closed[number] < len(self._process_sets[closing.process_set]):
             return False
         for past in [past for past in closed if past <= number]:
             del closed[past]
@@ -197,7 +201,7 @@ class DeclaredSets:
         declared.patience -= 1
         if declared.patience > 0:
             return None, []
-        buckets = plan(ready.values(), self._size, self._limits, self._next_bucket)
+        buckets = plan(ready.values(), self._process_sets[declared.process_set], self._limits, self._next_bucket)
         layout = Layout(self._next_layout, label, number + 2, buckets)
         self._next_layout += 1
         self._next_bucket += len(buckets)
@@ -207,9 +211,10 @@ class DeclaredSets:
         self._buckets.update((bucket.bucket, (bucket, layout.layout)) for bucket in layout.buckets)
         return layout, evicted
 
-    def ready(self, ranks: Ranks, ready: BucketReady, now: float) -> tuple[BucketRelease | None, list[Request], str]:
-        """Take in a reported bucket; return its release when nobody is missing now, the requests that it stands for (on each
-        of the ranks) when it was evicted, and its set's label.
+    def ready(self, ranks: Ranks, ready: BucketReady,
+              now: float) -> tuple[BucketRelease | None, list[Request], Ranks, Closing]:
+        """Take in a reported bucket; return its release when nobody is missing now, the requests that it stands for when it
+        was evicted, those of `ranks` that it concerns, and what closing the round means for its set.
 
         Raises:
             ProtocolError: for an id that was never learned, or is reported twice.
@@ -217,25 +222,28 @@ class DeclaredSets:
         if ready.bucket not in self._buckets:
             raise ProtocolError(f"names bucket {ready.bucket}, which was never learned")
         bucket, number = self._buckets[ready.bucket]
+        layout = self._tombstones[number].layout if number in self._tombstones else self._layouts[number]
+        closing = Closing(layout.label, ready.round, bucket.response.process_set)
+        if len(ranks) > 1:
+            ranks = tuple(rank for rank in ranks if rank in bucket.response.contributors)
         if number in self._tombstones:
-            return None, list(expand(bucket, ready)), self._tombstones[number].layout.label
-        label = self._layouts[number].label
+            return None, list(expand(bucket, ready)), ranks, closing
         waiting = self._waiting.get(ready.bucket)
         if waiting is None:
             waiting = self._waiting[ready.bucket] = BucketWaiting(now, bucket, {})
         if ranks in waiting.reported:
-            raise ProtocolError(f"reported bucket {ready.bucket} of '{label}' twice before it was answered")
+            raise ProtocolError(f"reported bucket {ready.bucket} of '{layout.label}' twice before it was answered")
         waiting.reported[ranks] = ready
         waiting.count += len(ranks)
-        if waiting.count < self._size:
-            return None, [], label
+        if waiting.count < len(bucket.response.contributors):
+            return None, [], ranks, closing
         del self._waiting[ready.bucket]
         self._layouts[number] = self._layouts.pop(number)
         nobody: tuple[int, ...] = ()
         if ready.missing:
             common = set(ready.missing).intersection(*(other.missing for other in waiting.reported.values()))
             nobody = tuple(sorted(common))
-        return BucketRelease(ready.bucket, nobody), [], label
+        return BucketRelease(ready.bucket, nobody), [], ranks, closing
 
     def evict(self, layout: int, sequence: int, *, spoilt: bool = True) -> list[tuple[int, Request]] | None:
         """End a layout in decision `sequence`; return what ranks have reported of it, as (rank, request).
@@ -278,9 +286,16 @@ class DeclaredSets:
         """Whether `forget` has anything to do."""
         return bool(self._tombstones)
 
-    def layouts(self) -> list[int]:
-        """Return the layouts in use."""
-        return list(self._layouts)
+    def layouts_in(self, process_set: int) -> list[int]:
+        """Return the layouts in use of a process set."""
+        return [number for number, layout in self._layouts.items()
+                if layout.buckets[0].response.process_set == process_set]
+
+    def layouts_of(self, ranks: Iterable[int]) -> list[int]:
+        """Return the layouts in use that one of these ranks takes part in."""
+        wanted = frozenset(ranks)
+        return [number for number, layout in self._layouts.items()
+                if not wanted.isdisjoint(layout.buckets[0].response.contributors)]
 
     def waiting(self) -> Collection[BucketWaiting]:
         """Return the incomplete buckets, oldest first."""
@@ -289,11 +304,11 @@ class DeclaredSets:
     def check_invariants(self) -> None:
         """Fail when the tables contradict each other."""
         for number, waiting in self._waiting.items():
-            assert 0 < waiting.count == len(waiting.ranks) < self._size, waiting
+            assert 0 < waiting.count == len(waiting.ranks) < len(waiting.bucket.response.contributors), waiting
             assert self._buckets[number][1] in self._layouts, "an evicted bucket waits"
         for label, declared in self._sets.items():
             assert declared.layout is None or self._layouts[declared.layout.layout].label == label
-            assert all(count < self._size for count in declared.closed.values())
+            assert all(count < len(self._process_sets[declared.process_set]) for count in declared.closed.values())
         assert not set(self._tombstones) & set(self._layouts)
         assert {number for _, number in self._buckets.values()} <= set(self._tombstones) | set(self._layouts)
 

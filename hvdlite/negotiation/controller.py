@@ -87,7 +87,7 @@ class Controller:
         for request in requests:
             self.submit(request)
         if ready.closes:
-            self.close(Closing(requests[0].label, ready.round))
+            self.close(Closing(requests[0].label, ready.round, requests[0].process_set))
         return Expanded(ready.bucket, requests)
 
     def close(self, closing: Closing) -> None:
@@ -138,14 +138,15 @@ class Controller:
             self._buckets.update((bucket.bucket, bucket) for bucket in layout.buckets)
             instructions.append(layout)
         for release in decision.released:
-            del self._reported[release.bucket]
-            instructions.append(release)
+            if self._reported.pop(release.bucket, None) is not None:  # else another process set's
+                instructions.append(release)
         for number in decision.evicted:
             instructions.extend(self._evict(number))
         for response in decision.responses:
-            if (response.names[0], response.round) in self._unanswered:  # a fused response concerns all ranks or none
+            keys = [(response.process_set, name, response.round) for name in response.names]
+            if keys[0] in self._unanswered:  # a fused response concerns all of a process set or none
                 instructions.append(response)
-                self._unanswered.difference_update((name, response.round) for name in response.names)
+                self._unanswered.difference_update(keys)
         return instructions
 
     def bucket(self, number: int) -> Bucket:
@@ -154,7 +155,7 @@ class Controller:
 
     def unanswered(self) -> frozenset[str]:
         """The names submitted and not answered yet, those of reported buckets included."""
-        return frozenset(name for name, _ in self._unanswered).union(
+        return frozenset(name for _, name, _ in self._unanswered).union(
             *(self._buckets[number].response.names for number in self._reported))
 
     def _evict(self, number: int) -> list[Instruction]:
@@ -174,5 +175,5 @@ class Controller:
                 self._ready.remove(ready)
                 self._requests.extend(requests)
                 if ready.closes:
-                    self.close(Closing(layout.label, ready.round))
+                    self.close(Closing(layout.label, ready.round, bucket.response.process_set))
         return [*instructions, Evicted(layout)]

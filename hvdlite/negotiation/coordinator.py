@@ -34,10 +34,11 @@ from hvdlite.negotiation.messages import (
     Request,
     Response,
 )
+from hvdlite.negotiation.process_sets import ProcessSetTable
 from hvdlite.negotiation.readiness import ReadinessTable
 
-ReduceEagerly = Callable[[Response, Sequence[bytes]], bytes]
-"""Carry out an allreduce on the contributors' bytes, in ascending rank order, and return the result's."""
+ReduceEagerly = Callable[[Response, Sequence[bytes], int], bytes]
+"""Carry out an allreduce on the contributors' bytes, in ascending rank order, in a process set of that many ranks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,8 +80,9 @@ class Coordinator:
         self.epoch = epoch
         self._policy = policy
         self._reduce_eagerly = reduce_eagerly
-        self._table = ReadinessTable(size)
-        self._sets = DeclaredSets(size, policy.bucket_sizes, policy.layout_capacity)
+        self._process_sets = ProcessSetTable(size)
+        self._table = ReadinessTable()
+        self._sets = DeclaredSets(self._process_sets, policy.bucket_sizes, policy.layout_capacity)
         self._sequence = 0
         # What the next decision says:
         self._learned: list[Layout] = []
@@ -142,17 +144,16 @@ class Coordinator:
     def stalls(self, now: float, after: float) -> list[Stall]:
         """Return the tensors that have waited at least `after` seconds and were not returned before."""
         found = []
-        everybody = range(self.size)
-        for (name, _), tensor in self._table.waiting().items():
+        for (number, name, _), tensor in self._table.waiting().items():
             if now - tensor.since >= after and not tensor.warned:
                 tensor.warned = True
-                found.append(_stall(name, now - tensor.since, tensor.requests, everybody))
+                found.append(_stall(name, now - tensor.since, tensor.requests, self._process_sets[number]))
         for bucket in self._sets.waiting():
             if now - bucket.since >= after and not bucket.warned:
                 bucket.warned = True
                 members = bucket.bucket.members
                 name = members[0].name + (f"' and {len(members) - 1} more of '{members[0].label}" if members[1:] else "")
-                found.append(_stall(name, now - bucket.since, bucket.ranks, everybody))
+                found.append(_stall(name, now - bucket.since, bucket.ranks, bucket.bucket.response.contributors))
         return found
 
     @property
@@ -164,7 +165,10 @@ class Coordinator:
         """Fail when the state contradicts the rules at the top of this file."""
         self._table.check_invariants()
         self._sets.check_invariants()
-        assert not (self._left and (self._table.waiting() or self._sets.waiting())), "a tensor waits for a rank that left"
+        for number, name, _ in self._table.waiting():
+            assert not self._left & set(self._process_sets[number]), f"'{name}' waits for a rank that left"
+        for bucket in self._sets.waiting():
+            assert not self._left & set(bucket.bucket.response.contributors), "a bucket waits for a rank that left"
 
     def _receive(self, rank: int, report: Report, now: float) -> None:
         if report.failure is not None:
@@ -187,7 +191,8 @@ class Coordinator:
             for ready in report.buckets:
                 self._take_bucket(ranks, ready, now)
             for closing in report.closings:
-                self._close(ranks, closing)
+                members = self._process_sets[closing.process_set]
+                self._close(tuple(rank for rank in ranks if rank in members), closing)
         except ProtocolError as error:
             self.fail(FailureNotice(ranks[0], "ProtocolError", str(error)))
 
@@ -196,9 +201,14 @@ class Coordinator:
             layout = self._sets.layout_of(request)
             if layout is not None:
                 self._evict(layout, now)
-        requests = self._table.add(rank, request, now)
+        if request.process_set not in self._process_sets:
+            self._refuse(request, ErrorKind.MISMATCH, f"'{request.name}' was called on process set {request.process_set}, "
+                         "which has been removed")
+            return
+        members = self._process_sets[request.process_set]
+        requests = self._table.add(rank, request, members, now)
         if requests is None:
-            if self._left:
+            if not self._left.isdisjoint(members):
                 self._refuse_waiting(now)
             return
         problem = disagreement(requests)
@@ -206,26 +216,27 @@ class Coordinator:
             self._refuse(request, ErrorKind.MISMATCH, problem)
             return
         self._ready.append((self._answered(response_to(requests), requests), payload_bytes(request)))
+        if request.collective is Collective.REMOVE_PROCESS_SET:
+            self._remove_set(request.members[0], now)
         if request.label:
             self._sets.observe(request.label, requests)
 
     def _take_bucket(self, ranks: Ranks, ready: BucketReady, now: float) -> None:
-        release, expanded, label = self._sets.ready(ranks, ready, now)
+        release, expanded, ranks, closing = self._sets.ready(ranks, ready, now)
         if release is not None:
             self._released.append(release)
         for rank in ranks if expanded else ():
             for request in expanded:
                 self._take(rank, request, now)
         if ready.closes:
-            self._close(ranks, Closing(label, ready.round))
+            self._close(ranks, closing)
 
     def _close(self, ranks: Ranks, closing: Closing) -> None:
-        if not self._sets.close(ranks, closing.label, closing.round):
+        if not self._sets.close(ranks, closing):
             return
-        for key, waiting in list(self._table.waiting().items()):
-            request = next(iter(waiting.requests.values()))
-            if request.label == closing.label and request.round <= closing.round:
-                self._refuse_unshared(request, self._table.take(key))
+        for requests in self._table.take_if(lambda request: request.label == closing.label
+                                            and request.round <= closing.round):
+            self._refuse_unshared(next(iter(requests.values())), requests)
         layout, evicted = self._sets.learn(closing.label, closing.round)
         for number in evicted:
             self._sets.evict(number, self._sequence + 1, spoilt=False)
@@ -250,7 +261,12 @@ class Coordinator:
             self._sets.forget(min(self._applied.values()))
 
     def _answered(self, response: Response, requests: dict[int, Request]) -> Response:
-        """Attach the result when the ranks sent their tensors along (the eager lane)."""
+        """Attach the result when the ranks sent their tensors along (the eager lane), or the coordinator makes it itself."""
+        if response.collective is Collective.ADD_PROCESS_SET:
+            members = next(iter(requests.values())).members
+            return msgspec.structs.replace(response, rows=(self._process_sets.add(members),), splits=members)
+        if response.collective is Collective.REMOVE_PROCESS_SET:
+            return msgspec.structs.replace(response, rows=next(iter(requests.values())).members)
         result = None
         if response.collective is Collective.BROADCAST:
             result = requests[response.root_rank].payload
@@ -260,18 +276,30 @@ class Coordinator:
                 gathers = response.collective is Collective.ALLGATHER
                 if not gathers and self._reduce_eagerly is None:
                     return response
-                result = b"".join(payloads) if gathers else self._reduce_eagerly(response, payloads)  # type: ignore[misc]
+                size = len(self._process_sets[response.process_set])
+                result = b"".join(payloads) if gathers else self._reduce_eagerly(  # type: ignore[misc]
+                    response, payloads, size)
         return response if result is None else msgspec.structs.replace(response, result=result)
+
+    def _remove_set(self, number: int, now: float) -> None:
+        """Forget a process set; what still waits in it never becomes complete."""
+        for layout in self._sets.layouts_in(number):
+            self._evict(layout, now)
+        for requests in self._table.take_if(lambda request: request.process_set == number):
+            request = next(iter(requests.values()))
+            self._refuse(request, ErrorKind.MISMATCH, f"'{request.name}' was under way on {named_ranks(sorted(requests))} when "
+                         f"process set {number} was removed; wait for everything on a set before removing it")
+        self._process_sets.remove(number)
 
     def _refuse(self, request: Request, kind: ErrorKind, text: str) -> None:
         self._refused.append(Response(names=(request.name,), collective=request.collective, dtype=request.dtype,
-                                      round=request.round, error=kind, error_text=text))
+                                      process_set=request.process_set, round=request.round, error=kind, error_text=text))
         if request.label:
-            self._sets.spoil(request.label)
+            self._sets.spoil(request)
 
     def _refuse_unshared(self, request: Request, requests: dict[int, Request]) -> None:
         """Answer a member of a declared set that some ranks do not have."""
-        missing = [rank for rank in range(self.size) if rank not in requests]
+        missing = [rank for rank in self._process_sets[request.process_set] if rank not in requests]
         self._refuse(request, ErrorKind.MISMATCH, f"ranks disagree about the members of '{request.label}': "
                      f"{named_ranks(sorted(requests))}: reduces '{request.name}' in round {request.round}; "
                      f"{named_ranks(missing)}: does not have it. Give the optimizer the same parameters on all ranks "
@@ -279,15 +307,18 @@ class Coordinator:
 
     def _refuse_waiting(self, now: float) -> None:
         """Answer what waits for a rank that left; ranks still to report it are answered when they do."""
-        for layout in self._sets.layouts():
+        for layout in self._sets.layouts_of(self._left):
             self._evicted.append(layout)
             for rank, request in self._sets.evict(layout, self._sequence + 1) or ():
-                self._table.add(rank, request, now)
-        gone = ", ".join(map(str, sorted(self._left)))
-        who = f"rank {gone}" if len(self._left) == 1 else f"ranks {gone}"
-        for (name, _), requests in self._table.take_all().items():
-            text = f"'{name}' needs all ranks, but {who} left the job normally (script ended, or shutdown() called)"
-            self._refuse(next(iter(requests.values())), ErrorKind.LEFT, text)
+                self._table.add(rank, request, self._process_sets[request.process_set], now)
+        for requests in self._table.take_if(
+                lambda request: not self._left.isdisjoint(self._process_sets[request.process_set])):
+            request = next(iter(requests.values()))
+            members = self._process_sets[request.process_set]
+            needed = "all ranks" if len(members) == self.size else f"ranks {list(members)}"
+            self._refuse(request, ErrorKind.LEFT, f"'{request.name}' needs {needed}, but "
+                         f"{named_ranks(sorted(self._left.intersection(members)))} left the job normally "
+                         "(script ended, or shutdown() called)")
 
 
 def _stall(name: str, waited: float, submitted: Iterable[int], everybody: Iterable[int]) -> Stall:

@@ -12,18 +12,34 @@ from hvdlite.core.types import Collective
 from hvdlite.negotiation.messages import Request, Response
 
 FUSIBLE = (Collective.ALLREDUCE, Collective.BROADCAST)
+_SCATTERS = (Collective.REDUCESCATTER, Collective.SCATTER)
+_GATHERS = (Collective.ALLGATHER, Collective.GATHER, Collective.ALLTOALL)
 
 
 def response_to(requests: Mapping[int, Request]) -> Response:
     """Return the response to one tensor on which all ranks agree."""
     first = next(iter(requests.values()))
-    gathered = first.collective is Collective.ALLGATHER
     return Response(
         names=(first.name,), collective=first.collective, dtype=first.dtype, op=first.op, root_rank=first.root_rank,
         prescale=first.prescale, postscale=first.postscale, process_set=first.process_set, round=first.round,
         contributors=tuple(sorted(rank for rank, request in requests.items() if not request.absent)),
-        rows=tuple(requests[rank].shape[0] for rank in sorted(requests)) if gathered else (),
+        rows=_rows(requests), row_elements=math.prod(first.shape[1:]),
+        splits=tuple(rows for rank in sorted(requests) for rows in requests[rank].splits),
     )
+
+
+def even_rows(rows: int, parts: int) -> tuple[int, ...]:
+    """Return how many rows each part gets: as equal as possible, the first ones one more."""
+    return tuple(rows // parts + (part < rows % parts) for part in range(parts))
+
+
+def _rows(requests: Mapping[int, Request]) -> tuple[int, ...]:
+    first = next(iter(requests.values()))
+    if first.collective in _GATHERS:
+        return tuple(requests[rank].shape[0] for rank in sorted(requests))
+    if first.collective in _SCATTERS:
+        return even_rows(first.shape[0], len(requests))
+    return ()
 
 
 def fuse(ready: Iterable[tuple[Response, int]], threshold: int) -> list[Response]:

@@ -17,20 +17,28 @@ from collections.abc import Iterable
 
 import msgspec
 
-from hvdlite.negotiation.messages import BucketReady, Closing, Decision, HostReport, Layout, Report
+from hvdlite.core.types import Collective
+from hvdlite.negotiation.messages import BucketReady, Closing, Decision, ErrorKind, HostReport, Layout, Report
+from hvdlite.negotiation.process_sets import ProcessSetTable
 
 
 class Leader:
-    """Merges the reports of one host's ranks."""
+    """Merges the reports of one host's ranks.
 
-    def __init__(self, ranks: Iterable[int], *, epoch: int = 0) -> None:
+    Args:
+        ranks: the host's.
+        size: ranks of the job.
+    """
+
+    def __init__(self, ranks: Iterable[int], size: int, *, epoch: int = 0) -> None:
         self.ranks = tuple(ranks)
+        self._process_sets = ProcessSetTable(size)
         self.epoch = epoch
         self._applied = dict.fromkeys(self.ranks, 0)
         self._held: dict[int, dict[int, BucketReady]] = {}  # bucket -> rank -> report; invariant: never all ranks
         self._closed: dict[Closing, int] = {}  # how many ranks closed a round; likewise
         self._layouts: dict[int, Layout] = {}  # in use
-        self._labels: dict[int, str] = {}  # bucket -> its set, as long as a rank may name it
+        self._sets: dict[int, tuple[str, int]] = {}  # bucket -> its set and process set, as long as a rank may name it
         self._ended: list[tuple[int, Layout]] = []  # evicted by that decision, which some rank has not applied
         self._singles: list[tuple[int, Report]] = []  # to go up; likewise below
         self._buckets: list[BucketReady] = []
@@ -43,7 +51,8 @@ class Leader:
             self._singles.append((rank, msgspec.structs.replace(report, buckets=(), closings=())))
         for ready in report.buckets:
             if ready.closes:
-                self._close(Closing(self._labels[ready.bucket], ready.round))
+                label, process_set = self._sets[ready.bucket]
+                self._close(Closing(label, ready.round, process_set))
             if any(bucket.bucket == ready.bucket for _, layout in self._ended for bucket in layout.buckets):
                 self._pass_on(rank, ready)
             else:
@@ -55,7 +64,7 @@ class Leader:
     def watch(self, decision: Decision) -> None:
         """Take in a decision on its way to the host's ranks, before they get it."""
         for layout in decision.learned:
-            self._labels.update((bucket.bucket, layout.label) for bucket in layout.buckets)
+            self._sets.update((bucket.bucket, (layout.label, bucket.response.process_set)) for bucket in layout.buckets)
             self._layouts[layout.layout] = layout
         for number in decision.evicted:
             ended = self._layouts.pop(number)
@@ -63,6 +72,11 @@ class Leader:
             for bucket in ended.buckets:
                 for rank, ready in self._held.pop(bucket.bucket, {}).items():
                     self._pass_on(rank, ready)
+        for response in decision.responses:
+            if response.error is ErrorKind.NONE and response.collective is Collective.ADD_PROCESS_SET:
+                self._process_sets.add(response.splits)
+            elif response.error is ErrorKind.NONE and response.collective is Collective.REMOVE_PROCESS_SET:
+                self._process_sets.remove(response.rows[0])
 
     def report(self) -> HostReport | None:
         """Return what is to go up, or None."""
@@ -77,8 +91,8 @@ class Leader:
 
     def check_invariants(self) -> None:
         """Fail when something is held back that all ranks have said."""
-        assert all(0 < len(held) < len(self.ranks) for held in self._held.values())
-        assert all(0 < count < len(self.ranks) for count in self._closed.values())
+        assert all(0 < len(held) < self._count(self._sets[bucket][1]) for bucket, held in self._held.items())
+        assert all(0 < count < self._count(closing.process_set) for closing, count in self._closed.items())
 
     def _pass_on(self, rank: int, ready: BucketReady) -> None:
         alone = msgspec.structs.replace(ready, closes=False)  # that is counted here
@@ -88,24 +102,28 @@ class Leader:
         """Drop what no rank of the host can name any more."""
         while self._ended and self._ended[0][0] <= min(self._applied.values()):
             for bucket in self._ended.pop(0)[1].buckets:
-                del self._labels[bucket.bucket]
+                del self._sets[bucket.bucket]
 
     def _holds_back(self, closing: Closing) -> bool:
         return any(ready.round <= closing.round for bucket, held in self._held.items()
-                   if self._labels[bucket] == closing.label for ready in held.values())
+                   if self._sets[bucket][0] == closing.label for ready in held.values())
 
     def _hold(self, rank: int, ready: BucketReady) -> None:
         held = self._held.setdefault(ready.bucket, {})
         held[rank] = ready
-        if len(held) < len(self.ranks):
+        if len(held) < self._count(self._sets[ready.bucket][1]):
             return
         del self._held[ready.bucket]
         missing = set(ready.missing).intersection(*(other.missing for other in held.values())) if ready.missing else ()
         self._buckets.append(BucketReady(ready.bucket, ready.round, tuple(sorted(missing))))
 
+    def _count(self, process_set: int) -> int:
+        """Return how many of the host's ranks belong to a process set."""
+        return len(set(self.ranks).intersection(self._process_sets[process_set]))
+
     def _close(self, closing: Closing) -> None:
         count = self._closed.get(closing, 0) + 1
-        if count < len(self.ranks):
+        if count < self._count(closing.process_set):
             self._closed[closing] = count
         else:
             self._closed.pop(closing, None)

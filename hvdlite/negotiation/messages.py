@@ -17,8 +17,8 @@ import msgspec
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import Collective, ReduceOp
 
-Key = tuple[str, int]
-"""A tensor's name, and the round of its declared set (0 when it belongs to none)."""
+Key = tuple[int, str, int]
+"""A tensor's process set, its name, and the round of its declared set (0 when it belongs to none)."""
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -28,7 +28,8 @@ class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 class Request(Message, frozen=True):
     """One tensor, or one group of tensors, that is ready on one rank.
 
-    Every field must agree between ranks but `absent`, `strides`, `payload` and, for a gather, `shape[0]`.
+    Every field must agree between the ranks of the process set but `absent`, `strides`, `splits`, `payload` and, for
+    gathers and alltoall, `shape[0]`.
     """
 
     name: str
@@ -41,6 +42,8 @@ class Request(Message, frozen=True):
     postscale: float = 1.0
     process_set: int = GLOBAL_PROCESS_SET_ID
     device: str = "cpu"
+    splits: tuple[int, ...] = ()  # alltoall: rows for each rank of the set, which may differ between ranks
+    members: tuple[int, ...] = ()  # ADD_PROCESS_SET: the ranks of the new set
     absent: bool = False  # this rank takes part but contributes nothing (a parameter without a gradient)
     group: tuple[tuple[int, ...], ...] = ()  # shapes of the members of a group, which is answered as one
     payload: bytes | None = None  # eager lane: an offer; the sender keeps its tensor
@@ -51,7 +54,7 @@ class Request(Message, frozen=True):
     @property
     def key(self) -> Key:
         """What must be equal for requests to meet: a rank that lacks a member may be a round ahead with it."""
-        return self.name, self.round
+        return self.process_set, self.name, self.round
 
 
 class Closing(Message, frozen=True):
@@ -59,6 +62,7 @@ class Closing(Message, frozen=True):
 
     label: str
     round: int
+    process_set: int = GLOBAL_PROCESS_SET_ID
 
 
 class BucketReady(Message, frozen=True):
@@ -121,8 +125,10 @@ class Response(Message, frozen=True):
     postscale: float = 1.0
     process_set: int = GLOBAL_PROCESS_SET_ID
     round: int = 0  # as in the requests; equal for all tensors of one response
-    contributors: tuple[int, ...] = ()  # ascending; a rank not listed is skipped by the reduction
-    rows: tuple[int, ...] = ()  # allgather: first dimension on each rank
+    contributors: tuple[int, ...] = ()  # ranks of the job, ascending; one not listed is skipped by the reduction
+    rows: tuple[int, ...] = ()  # gathers: what each rank of the set has; scatters: gets; ADD_PROCESS_SET: the set's id
+    row_elements: int = 0  # of those rows
+    splits: tuple[int, ...] = ()  # alltoall: every rank's `splits`, one after the other
     error: ErrorKind = ErrorKind.NONE
     error_text: str = ""
     result: bytes | None = None  # eager lane: the result itself

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 from hvdlite.core.errors import ProtocolError
 from hvdlite.negotiation.messages import Key, Request
@@ -13,28 +14,29 @@ class Waiting:
     """One tensor that some ranks have reported."""
 
     since: float  # when the first rank reported it; the caller's clock, seconds
-    requests: dict[int, Request]  # invariant: never all ranks (a complete one leaves the table at once)
+    requests: dict[int, Request]  # invariant: never all members (a complete one leaves the table at once)
     warned: bool = False
 
 
 class ReadinessTable:
-    """Collects requests by key until every rank of a world of `size` has sent its own."""
+    """Collects requests by key until every member of their process set has sent its own."""
 
-    def __init__(self, size: int) -> None:
-        self._size = size
+    def __init__(self) -> None:
         self._waiting: dict[Key, Waiting] = {}
 
-    def add(self, rank: int, request: Request, now: float) -> dict[int, Request] | None:
-        """Record one rank's request; return all ranks' requests when it was the last one.
+    def add(self, rank: int, request: Request, members: tuple[int, ...], now: float) -> dict[int, Request] | None:
+        """Record one rank's request; return all members' requests when it was the last one.
 
         Raises:
-            ProtocolError: when `rank` reports a name again before it was answered.
+            ProtocolError: when `rank` reports a name again before it was answered, or is not a member.
         """
+        if rank not in members:
+            raise ProtocolError(f"reported '{request.name}' in process set {request.process_set}, which it is not in")
         waiting = self._waiting.setdefault(request.key, Waiting(now, {}))
         if rank in waiting.requests:
             raise ProtocolError(f"reported '{request.name}' twice before it was answered")
         waiting.requests[rank] = request
-        if len(waiting.requests) < self._size:
+        if len(waiting.requests) < len(members):
             return None
         return self._waiting.pop(request.key).requests
 
@@ -42,18 +44,17 @@ class ReadinessTable:
         """Remove and return what waits under a key."""
         return self._waiting.pop(key).requests
 
-    def take_all(self) -> dict[Key, dict[int, Request]]:
-        """Remove and return everything that waits."""
-        taken = {key: waiting.requests for key, waiting in self._waiting.items()}
-        self._waiting.clear()
-        return taken
+    def take_if(self, condition: Callable[[Request], bool]) -> list[dict[int, Request]]:
+        """Remove and return everything of which one request meets a condition that is the same for all ranks' requests."""
+        keys = [key for key, waiting in self._waiting.items() if condition(next(iter(waiting.requests.values())))]
+        return [self.take(key) for key in keys]
 
     def waiting(self) -> dict[Key, Waiting]:
         """Return the incomplete tensors, oldest first; for reading and for marking as warned."""
         return self._waiting
 
     def check_invariants(self) -> None:
-        """Fail when the table holds a complete or an empty entry."""
+        """Fail when the table holds an empty entry, or one under a wrong key."""
         for key, waiting in self._waiting.items():
-            assert 0 < len(waiting.requests) < self._size, (key, waiting)
+            assert waiting.requests, key
             assert all(request.key == key for request in waiting.requests.values()), key

@@ -17,6 +17,7 @@ from hvdlite.negotiation.messages import Response
 
 _UFUNCS: dict[ReduceOp, np.ufunc] = {
     ReduceOp.SUM: np.add, ReduceOp.AVERAGE: np.add, ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum,
+    ReduceOp.PRODUCT: np.multiply,
 }
 
 

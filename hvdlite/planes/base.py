@@ -39,13 +39,19 @@ class Part:
 class Plan:
     """One response with this rank's memory.
 
+    Memory by collective, all flat and contiguous: the reductions, broadcast and gathers have one output for each source,
+    possibly the same memory; reducescatter and scatter have this rank's rows (`response.rows`) as output; reduce and gather
+    have an output on the root only (elsewhere None); alltoall's source holds the rows for each rank one after the other
+    (`response.splits`), its output the rows from each.
+
     `part` says that the one source and output is that part of a fusion buffer, on every rank, and every rank contributes.
 
-    `sources[i]` is flat and contiguous, or None when this rank does not contribute; `outputs[i]` is flat and contiguous,
-    None only for a barrier, and may be the memory of `sources[i]`. Broadcast: the root's source is what all outputs get.
+    `sources[i]` is None when this rank does not contribute to a reduction. Broadcast: the root's source is what all outputs
+    get.
     """
 
-    sequence: int  # counts the plans of this runtime, equal on all ranks
+    sequence: int  # counts the plans of this process set, equal on all its ranks
+    ranks: tuple[int, ...]  # the members of the process set, ascending
     response: Response
     sources: Sequence[Array | None]
     outputs: Sequence[Array | None]
@@ -60,8 +66,20 @@ class Plane(Protocol):
     def execute(self, plan: Plan, wait_until: WaitUntil) -> None:
         """Carry out `plan`; when it returns, the outputs hold the result and the sources may be reused."""
 
-    def fusion_buffer(self, nbytes: int) -> FusionBuffer:
-        """Return new zeroed memory for buckets; all ranks ask for the same in the same order.
+    def open_set(self, number: int, ranks: tuple[int, ...]) -> None:
+        """Make process set `number` usable. All ranks of the plane do so, in the same order, members or not.
+
+        Raises:
+            MemoryError: like `fusion_buffer`.
+        """
+
+    def close_set(self, number: int) -> None:
+        """Give up a process set that nobody uses any more."""
+
+    def fusion_buffer(self, nbytes: int, ranks: tuple[int, ...]) -> FusionBuffer | None:
+        """Return new zeroed memory for buckets of the process set of `ranks`; None on other ranks.
+
+        All ranks of the plane ask for the same in the same order.
 
         Raises:
             MemoryError: when there is not enough; saying how much was asked for.

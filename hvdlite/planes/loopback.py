@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -16,13 +16,12 @@ ALIGNMENT = 64
 
 
 class Table:
-    """What the threads share: for each plan, what every rank laid on it and who is done with it."""
+    """What the threads share: for each plan of a process set, what every rank laid on it and who is done with it."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.laid: dict[int, dict[int, Plan]] = {}
-        self.done: dict[int, set[int]] = {}
+        self.laid: dict[tuple[int, int], dict[int, Plan]] = {}
+        self.done: dict[tuple[int, int], set[int]] = {}
 
 
 class LoopbackPlane:
@@ -39,18 +38,18 @@ class LoopbackPlane:
         self._casts = casts or Casts.of_numpy()
 
     def execute(self, plan: Plan, wait_until: WaitUntil) -> None:
-        table, number = self._table, plan.sequence
+        table, number = self._table, (plan.response.process_set, plan.sequence)
         with table.lock:
             plans = table.laid.setdefault(number, {})
             done = table.done.setdefault(number, set())
             plans[self._rank] = plan
-        self._ring_others()
-        wait_until(lambda: len(plans) == table.size)
-        results = _RESULTS[plan.response.collective](plan, plans, table.size, self._casts)
+        self._ring_others(plan.ranks)
+        wait_until(lambda: len(plans) == len(plan.ranks))
+        results = _RESULTS[plan.response.collective](plan, plans, self._rank, self._casts)
         with table.lock:
             done.add(self._rank)
-        self._ring_others()
-        wait_until(lambda: len(done) == table.size)  # nobody reads the sources any more
+        self._ring_others(plan.ranks)
+        wait_until(lambda: len(done) == len(plan.ranks))  # nobody reads the sources any more
         for output, result in zip(plan.outputs, results, strict=True):
             if output is not None and result is not None:
                 np.copyto(output, result)
@@ -58,7 +57,15 @@ class LoopbackPlane:
             table.laid.pop(number, None)
             table.done.pop(number, None)
 
-    def fusion_buffer(self, nbytes: int) -> FusionBuffer:
+    def open_set(self, number: int, ranks: tuple[int, ...]) -> None:
+        pass
+
+    def close_set(self, number: int) -> None:
+        pass
+
+    def fusion_buffer(self, nbytes: int, ranks: tuple[int, ...]) -> FusionBuffer | None:
+        if self._rank not in ranks:
+            return None
         room = np.zeros(nbytes + ALIGNMENT, np.uint8)
         begin = -room.ctypes.data % ALIGNMENT
         return FusionBuffer(room[begin:begin + nbytes])
@@ -66,42 +73,71 @@ class LoopbackPlane:
     def close(self) -> None:
         pass
 
-    def _ring_others(self) -> None:
-        for rank in range(self._table.size):
+    def _ring_others(self, ranks: Sequence[int]) -> None:
+        for rank in ranks:
             if rank != self._rank:
                 self._ring(rank)
 
 
-def _allreduced(plan: Plan, plans: dict[int, Plan], size: int, casts: Casts) -> list[Array | None]:
+Results = Sequence[Array | None]
+
+
+def _reduced(plan: Plan, plans: dict[int, Plan], rank: int, casts: Casts) -> Results:
+    """Return each tensor's reduction over the contributors; None where there are none."""
     response = plan.response
     results: list[Array | None] = []
-    for index, output in enumerate(plan.outputs):
-        assert output is not None
-        sources = [plans[rank].sources[index] for rank in response.contributors]
-        reduction = Reduction(response, SUPPORTED_DTYPES[response.dtype], size, output.size, casts)
-        placed = [reduction.placed(source) for source in sources if source is not None]
-        result = np.empty_like(output)
-        if placed:
-            reduction.combine(placed, result)
-        results.append(result if placed else None)
+    for index in range(len(plan.sources)):
+        sources = [source for each in response.contributors if (source := plans[each].sources[index]) is not None]
+        if not sources:
+            results.append(None)
+            continue
+        reduction = Reduction(response, SUPPORTED_DTYPES[response.dtype], len(plan.ranks), sources[0].size, casts)
+        result = np.empty_like(sources[0])
+        reduction.combine([reduction.placed(source) for source in sources], result)
+        results.append(result)
     return results
 
 
-def _broadcast(plan: Plan, plans: dict[int, Plan], size: int, casts: Casts) -> list[Array | None]:
-    return [np.copy(source) for source in plans[plan.response.root_rank].sources if source is not None]
+def _own_rows(plan: Plan, whole: Array | None, rank: int) -> Results:
+    """Return this rank's rows of a tensor that is cut by `response.rows`."""
+    assert whole is not None
+    rows, per_row = plan.response.rows, plan.response.row_elements
+    index = plan.ranks.index(rank)
+    begin = sum(rows[:index]) * per_row
+    return [whole[begin:begin + rows[index] * per_row]]
 
 
-def _gathered(plan: Plan, plans: dict[int, Plan], size: int, casts: Casts) -> list[Array | None]:
-    parts = [source for rank in range(size) if (source := plans[rank].sources[0]) is not None]
+def _reduced_and_scattered(plan: Plan, plans: dict[int, Plan], rank: int, casts: Casts) -> Results:
+    return _own_rows(plan, _reduced(plan, plans, rank, casts)[0], rank)
+
+
+def _scattered(plan: Plan, plans: dict[int, Plan], rank: int, casts: Casts) -> Results:
+    return [None if part is None else part.copy()
+            for part in _own_rows(plan, plans[plan.response.root_rank].sources[0], rank)]
+
+
+def _broadcast(plan: Plan, plans: dict[int, Plan], rank: int, casts: Casts) -> Results:
+    return [None if source is None else source.copy() for source in plans[plan.response.root_rank].sources]
+
+
+def _gathered(plan: Plan, plans: dict[int, Plan], rank: int, casts: Casts) -> Results:
+    return [np.concatenate([source for each in plan.ranks if (source := plans[each].sources[0]) is not None])]
+
+
+def _exchanged(plan: Plan, plans: dict[int, Plan], rank: int, casts: Casts) -> Results:
+    size, mine, per_row = len(plan.ranks), plan.ranks.index(rank), plan.response.row_elements
+    parts = []
+    for sender, each in enumerate(plan.ranks):
+        source = plans[each].sources[0]
+        assert source is not None
+        splits = plan.response.splits[sender * size:(sender + 1) * size]
+        begin = sum(splits[:mine]) * per_row
+        parts.append(source[begin:begin + splits[mine] * per_row])
     return [np.concatenate(parts)]
 
 
-def _nothing(plan: Plan, plans: dict[int, Plan], size: int, casts: Casts) -> list[Array | None]:
-    return [None for _ in plan.outputs]
-
-
-_RESULTS: dict[Collective, Callable[[Plan, dict[int, Plan], int, Casts], list[Array | None]]] = {
-    Collective.ALLREDUCE: _allreduced, Collective.BROADCAST: _broadcast,
-    Collective.ALLGATHER: _gathered, Collective.BARRIER: _nothing,
+_RESULTS: dict[Collective, Callable[[Plan, dict[int, Plan], int, Casts], Results]] = {
+    Collective.ALLREDUCE: _reduced, Collective.REDUCE: _reduced, Collective.REDUCESCATTER: _reduced_and_scattered,
+    Collective.BROADCAST: _broadcast, Collective.SCATTER: _scattered, Collective.ALLGATHER: _gathered,
+    Collective.GATHER: _gathered, Collective.ALLTOALL: _exchanged,
 }
-

@@ -11,16 +11,19 @@ One piece (at most a slot) of an allreduce, on every rank:
 A bucket of a fusion buffer lies in shared memory already, on every rank: the decision that releases it was the first
 barrier, every rank reduces its slice and writes the result into all ranks' slots, and one barrier ends it.
 
-A small piece is published whole and reduced by everybody: no second barrier, and no result in shared memory.
+A small piece is published whole and reduced by everybody: no second barrier, and no result in shared memory. The other
+collectives are cut from the same cloth: publish what others need, barrier, take what is yours.
 
 Rules (PROTOCOL rules 2, 11)
+- A process set has its own counters and slots, so sets that overlap do not touch each other's memory.
 - Pieces alternate between two regions. A slot of a region is written again two pieces later; every rank has by then
-  passed a barrier that all ranks entered after their last read of it.
+  passed a barrier that all ranks of the set entered after their last read of it.
 - Which bytes are whose depends only on the response, so all ranks agree without a word.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
@@ -36,17 +39,25 @@ ALIGNMENT = 64
 """Bytes; slices begin at multiples of it, so two owners never write one cache line."""
 
 
-class StagingMemory(Protocol):
-    """What the plane needs of `memory.SharedMemory`."""
+class StagingSegment(Protocol):
+    """What a process set needs of `memory.Segment`."""
 
     slot: int
     arrivals: Array
 
-    def staging(self, rank: int, region: int) -> Array: ...
-
-    def window(self, nbytes: int) -> list[Array]: ...
+    def staging(self, index: int, region: int) -> Array: ...
 
     def reserve(self, region: int, nbytes: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Memory(Protocol):
+    """What the plane needs of `memory.SharedMemory`."""
+
+    def segment(self, ranks: Sequence[int], slot: int) -> StagingSegment | None: ...
+
+    def window(self, nbytes: int, ranks: Sequence[int]) -> list[Array]: ...
 
     def close(self) -> None: ...
 
@@ -56,46 +67,62 @@ class ShmPlane:
 
     Args:
         ring: wakes another rank that may be waiting at a barrier.
+        slot: bytes of one staging slot.
         chunk: bytes reduced per NumPy call.
         direct: up to this many bytes every rank reduces everything.
     """
 
     name = "shm"
 
-    def __init__(self, rank: int, size: int, memory: StagingMemory, ring: Callable[[int], None], *, chunk: int,
-                 direct: int, casts: Casts | None = None) -> None:
-        self._rank, self._size = rank, size
-        self._casts = casts or Casts.of_numpy()
+    def __init__(self, rank: int, memory: Memory, ring: Callable[[int], None], *, slot: int, chunk: int, direct: int,
+                 casts: Casts | None = None) -> None:
+        self._rank = rank
         self._memory, self._ring = memory, ring
-        self._chunk, self._direct = chunk, direct
-        self._barriers = 0
-        self._pieces = 0
+        self._slot, self._chunk, self._direct = slot, chunk, direct
+        self._casts = casts or Casts.of_numpy()
+        self._groups: dict[int, _Group] = {}  # the process sets this rank is in
 
     def execute(self, plan: Plan, wait_until: WaitUntil) -> None:
+        group = self._groups[plan.response.process_set]
         match plan.response.collective:
             case Collective.ALLREDUCE if plan.part is not None:
-                self._allreduce_in_place(plan.part, plan.response, wait_until)
-            case Collective.ALLREDUCE:
-                self._allreduce(plan, wait_until)
+                self._allreduce_in_place(group, plan.part, plan.response, wait_until)
+            case Collective.ALLREDUCE | Collective.REDUCE:
+                self._reduce(group, plan, wait_until)
+            case Collective.REDUCESCATTER:
+                self._reducescatter(group, plan, wait_until)
             case Collective.BROADCAST:
-                self._broadcast(plan, wait_until)
-            case Collective.ALLGATHER:
-                self._allgather(plan, wait_until)
-            case Collective.BARRIER:
-                pass  # that all ranks reported it is the barrier
+                self._broadcast(group, plan, wait_until)
+            case _:
+                self._exchange(group, plan, wait_until)
 
-    def fusion_buffer(self, nbytes: int) -> FusionBuffer:
-        slots = self._memory.window(nbytes)
-        return FusionBuffer(slots[self._rank], tuple(slots))
+    def open_set(self, number: int, ranks: tuple[int, ...]) -> None:
+        segment = self._memory.segment(ranks, self._slot)
+        if segment is not None:
+            self._groups[number] = _Group(self._rank, ranks, segment, self._ring)
+
+    def close_set(self, number: int) -> None:
+        group = self._groups.pop(number, None)
+        if group is not None:
+            group.segment.close()
+
+    def fusion_buffer(self, nbytes: int, ranks: tuple[int, ...]) -> FusionBuffer | None:
+        slots = self._memory.window(nbytes, ranks)
+        return FusionBuffer(slots[ranks.index(self._rank)], tuple(slots)) if slots else None
 
     def close(self) -> None:
+        for number in list(self._groups):
+            self.close_set(number)
         self._memory.close()
 
-    def _allreduce_in_place(self, part: Part, response: Response, wait_until: WaitUntil) -> None:
+    def _reduction(self, group: _Group, response: Response) -> Reduction:
         dtype = SUPPORTED_DTYPES[response.dtype]
-        reduction = Reduction(response, dtype, self._size, self._chunk // dtype.itemsize, self._casts)
-        slots = [slot[part.begin:part.end].view(dtype) for slot in part.buffer.slots]
-        begin, end = slice_bounds(0, slots[0].size, self._size, dtype)[self._rank:self._rank + 2]
+        return Reduction(response, dtype, group.size, self._chunk // dtype.itemsize, self._casts)
+
+    def _allreduce_in_place(self, group: _Group, part: Part, response: Response, wait_until: WaitUntil) -> None:
+        reduction = self._reduction(group, response)
+        slots = [slot[part.begin:part.end].view(reduction.dtype) for slot in part.buffer.slots]
+        begin, end = slice_bounds(0, slots[0].size, group.size, reduction.dtype)[group.index:group.index + 2]
         for start in range(begin, end, reduction.chunk):
             pieces = [slot[start:min(start + reduction.chunk, end)] for slot in slots]
             for piece in pieces:
@@ -103,140 +130,178 @@ class ShmPlane:
             reduction.combine(pieces, pieces[0])
             for piece in pieces[1:]:
                 np.copyto(piece, pieces[0])
-        self.barrier(wait_until)
+        group.barrier(wait_until)
 
-    def _allreduce(self, plan: Plan, wait_until: WaitUntil) -> None:
-        response = plan.response
-        if not response.contributors:
+    def _reduce(self, group: _Group, plan: Plan, wait_until: WaitUntil) -> None:
+        """Allreduce, or reduce: then only the root has outputs."""
+        if not plan.response.contributors:
             return
-        dtype = SUPPORTED_DTYPES[response.dtype]
-        reduction = Reduction(response, dtype, self._size, self._chunk // dtype.itemsize, self._casts)
-        sources = Concatenation(plan.sources) if self._rank in response.contributors else None
-        outputs = Concatenation(plan.outputs)
-        per_piece = self._memory.slot // dtype.itemsize
-        for low in range(0, outputs.size, per_piece):
-            piece = _Piece(self, response, reduction, low, min(low + per_piece, outputs.size))
-            if (piece.high - piece.low) * dtype.itemsize <= self._direct:
+        reduction = self._reduction(group, plan.response)
+        sources = Concatenation(plan.sources) if self._rank in plan.response.contributors else None
+        receives = plan.response.collective is Collective.ALLREDUCE or self._rank == plan.response.root_rank
+        outputs = Concatenation(plan.outputs) if receives else None
+        total = (sources or outputs or Concatenation([])).size
+        per_piece = group.segment.slot // reduction.dtype.itemsize
+        for low in range(0, total, per_piece):
+            piece = _Piece(group, plan.response, reduction, low, min(low + per_piece, total))
+            if (piece.high - piece.low) * reduction.dtype.itemsize <= self._direct:
                 piece.reduce_whole(sources, outputs, wait_until)
             else:
                 piece.reduce_slices(sources, outputs, wait_until)
 
-    def _broadcast(self, plan: Plan, wait_until: WaitUntil) -> None:
+    def _reducescatter(self, group: _Group, plan: Plan, wait_until: WaitUntil) -> None:
+        reduction = self._reduction(group, plan.response)
+        (source,), (output,) = plan.sources, plan.outputs
+        assert source is not None and output is not None
+        bounds = row_bounds(plan.response)
+        begin, end = bounds[group.index], bounds[group.index + 1]
+        per_piece = group.segment.slot // reduction.dtype.itemsize
+        for low in range(0, source.size, per_piece):
+            piece = _Piece(group, plan.response, reduction, low, min(low + per_piece, source.size))
+            piece.reduce_own(Concatenation([source]), output, begin, end, wait_until)
+
+    def _broadcast(self, group: _Group, plan: Plan, wait_until: WaitUntil) -> None:
         root = plan.response.root_rank
         dtype = SUPPORTED_DTYPES[plan.response.dtype]
         outputs = Concatenation(plan.outputs)
-        per_piece = self._memory.slot // dtype.itemsize
+        per_piece = group.segment.slot // dtype.itemsize
         for low in range(0, outputs.size, per_piece):
             high = min(low + per_piece, outputs.size)
-            region = self.next_region((high - low) * dtype.itemsize if self._rank == root else 0)
+            region = group.next_region((high - low) * dtype.itemsize if self._rank == root else 0)
             if self._rank == root:
-                Concatenation(plan.sources).copy_to(low, high, self.slot(root, region, dtype))
-            self.barrier(wait_until)
-            staged = self.slot(root, region, dtype)
+                Concatenation(plan.sources).copy_to(low, high, group.slot(group.index, region, dtype))
+            group.barrier(wait_until)
+            staged = group.slot(group.ranks.index(root), region, dtype)
             for start, stop, part in outputs.parts(low, high, high - low):
                 if self._rank != root or plan.sources is not plan.outputs:
                     np.copyto(part, staged[start - low:stop - low])
 
-    def _allgather(self, plan: Plan, wait_until: WaitUntil) -> None:
+    def _exchange(self, group: _Group, plan: Plan, wait_until: WaitUntil) -> None:
+        """Allgather, gather, scatter, alltoall: everybody stages what it sends, and takes what is for it."""
         (source,), (output,) = plan.sources, plan.outputs
-        assert source is not None and output is not None
-        rows = plan.response.rows
-        per_row = output.size // sum(rows) if sum(rows) else 0
-        counts = [count * per_row for count in rows]
-        begins = np.cumsum([0, *counts]).tolist()
-        per_piece = self._memory.slot // source.itemsize
-        for low in range(0, max(counts), per_piece):
-            mine = source[low:low + per_piece]
-            region = self.next_region(mine.nbytes)
-            np.copyto(self.slot(self._rank, region, source.dtype)[:mine.size], mine)
-            self.barrier(wait_until)
-            for rank, count in enumerate(counts):
-                length = max(0, min(count - low, per_piece))
-                begin = begins[rank] + low
-                np.copyto(output[begin:begin + length], self.slot(rank, region, source.dtype)[:length])
+        assert source is not None
+        dtype = source.dtype
+        moves = _MOVES[plan.response.collective](plan)
+        longest = max((end for _, _, _, end in moves), default=0)
+        per_piece = group.segment.slot // dtype.itemsize
+        sends = any(sender == group.index for sender, _, _, _ in moves)
+        taken = 0  # where the next rows go in the output
+        places = []
+        for sender, receiver, begin, end in moves:
+            if receiver in (group.index, None) and output is not None:
+                places.append((sender, begin, end, taken))
+                taken += end - begin
+        for low in range(0, longest, per_piece):
+            mine = source[low:low + per_piece] if sends else source[:0]
+            region = group.next_region(mine.nbytes)
+            np.copyto(group.slot(group.index, region, dtype)[:mine.size], mine)
+            group.barrier(wait_until)
+            for sender, begin, end, place in places:
+                start, stop = max(begin, low), min(end, low + per_piece)
+                if start < stop:
+                    staged = group.slot(sender, region, dtype)[start - low:stop - low]
+                    np.copyto(output[place + start - begin:place + stop - begin], staged)  # type: ignore[index]
+
+
+class _Group:
+    """One process set's memory, and this rank's place in it; indices count the set's ranks."""
+
+    def __init__(self, rank: int, ranks: tuple[int, ...], segment: StagingSegment, ring: Callable[[int], None]) -> None:
+        self.ranks, self.segment = ranks, segment
+        self.index, self.size = ranks.index(rank), len(ranks)
+        self._others = [other for other in ranks if other != rank]
+        self._ring = ring
+        self._barriers = 0
+        self._pieces = 0
 
     def next_region(self, nbytes: int) -> int:
         """Return the region for the next piece, with room for `nbytes` in this rank's slot."""
         region = self._pieces % 2
         self._pieces += 1
-        self._memory.reserve(region, nbytes)
+        self.segment.reserve(region, nbytes)
         return region
 
-    def slot(self, rank: int, region: int, dtype: np.dtype[np.generic]) -> Array:
+    def slot(self, index: int, region: int, dtype: np.dtype[np.generic]) -> Array:
         """Return a rank's slot as elements of `dtype`."""
-        staging = self._memory.staging(rank, region)
+        staging = self.segment.staging(index, region)
         return staging[:staging.size // dtype.itemsize * dtype.itemsize].view(dtype)
 
     def barrier(self, wait_until: WaitUntil) -> None:
-        """Wait until every rank has come here as often as this one."""
+        """Wait until every rank of the set has come here as often as this one."""
         self._barriers += 1
-        arrivals, due = self._memory.arrivals, self._barriers
-        arrivals[self._rank] = due
-        for rank in range(self._size):
-            if rank != self._rank:
-                self._ring(rank)
+        arrivals, due = self.segment.arrivals, self._barriers
+        arrivals[self.index] = due
+        for rank in self._others:
+            self._ring(rank)
         wait_until(lambda: bool((arrivals >= due).all()))
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return self._size
 
 
 class _Piece:
-    """Elements low..high of an allreduce's concatenated tensors, in one region."""
+    """Elements low..high of a reduction's concatenated tensors, in one region."""
 
-    def __init__(self, plane: ShmPlane, response: Response, reduction: Reduction, low: int, high: int) -> None:
+    def __init__(self, group: _Group, response: Response, reduction: Reduction, low: int, high: int) -> None:
         self.low, self.high = low, high
-        self._plane, self._reduction = plane, reduction
-        self._contributors = response.contributors
-        self._region = plane.next_region((high - low) * reduction.dtype.itemsize)
-        self._slots = {rank: plane.slot(rank, self._region, reduction.dtype) for rank in range(plane.size)}
+        self._group, self._reduction = group, reduction
+        self._contributors = [group.ranks.index(rank) for rank in response.contributors]
+        self._region = group.next_region((high - low) * reduction.dtype.itemsize)
+        self._slots = [group.slot(index, self._region, reduction.dtype) for index in range(group.size)]
 
-    def reduce_whole(self, sources: Concatenation | None, outputs: Concatenation, wait_until: WaitUntil) -> None:
+    def reduce_whole(self, sources: Concatenation | None, outputs: Concatenation | None, wait_until: WaitUntil) -> None:
         """Publish everything, then let every rank reduce everything into its output."""
         if sources is not None:
             self._publish(sources, self.low, self.high)
-        self._plane.barrier(wait_until)
-        for start, stop, part in outputs.parts(self.low, self.high, self._reduction.chunk):
-            self._reduction.combine([self._staged(rank, start, stop) for rank in self._contributors], part)
+        self._group.barrier(wait_until)
+        for start, stop, part in outputs.parts(self.low, self.high, self._reduction.chunk) if outputs else ():
+            self._reduction.combine([self._staged(index, start, stop) for index in self._contributors], part)
 
-    def reduce_slices(self, sources: Concatenation | None, outputs: Concatenation, wait_until: WaitUntil) -> None:
+    def reduce_slices(self, sources: Concatenation | None, outputs: Concatenation | None, wait_until: WaitUntil) -> None:
         """Let every rank reduce the slice it owns, and collect the other slices' results."""
-        bounds = slice_bounds(self.low, self.high, self._plane.size, self._reduction.dtype)
-        begin, end = bounds[self._plane.rank], bounds[self._plane.rank + 1]
+        group = self._group
+        bounds = slice_bounds(self.low, self.high, group.size, self._reduction.dtype)
+        begin, end = bounds[group.index], bounds[group.index + 1]
         if sources is not None:
             self._publish(sources, self.low, begin)
             self._publish(sources, end, self.high)
-        self._plane.barrier(wait_until)
-        for start, stop, part in outputs.parts(begin, end, self._reduction.chunk):
-            result = self._staged(self._plane.rank, start, stop)
-            self._reduction.combine([self._term(rank, sources, start, stop) for rank in self._contributors], result)
-            np.copyto(part, result)
-        self._plane.barrier(wait_until)
-        for owner in range(self._plane.size):
-            if owner != self._plane.rank:
+        group.barrier(wait_until)
+        guide = outputs or sources or Concatenation([self._slots[group.index][:self.high - self.low]], self.low)
+        for start, stop, part in guide.parts(begin, end, self._reduction.chunk):
+            result = self._staged(group.index, start, stop)
+            self._reduction.combine([self._term(index, sources, start, stop) for index in self._contributors], result)
+            if outputs is not None:
+                np.copyto(part, result)
+        group.barrier(wait_until)
+        if outputs is None:
+            return
+        for owner in range(group.size):
+            if owner != group.index:
                 for start, stop, part in outputs.parts(bounds[owner], bounds[owner + 1], self.high - self.low):
                     np.copyto(part, self._staged(owner, start, stop))
 
+    def reduce_own(self, sources: Concatenation, output: Array, begin: int, end: int, wait_until: WaitUntil) -> None:
+        """Publish what others own, and reduce elements begin..end, as far as they lie in this piece, into `output`."""
+        mine, rest = max(begin, self.low), min(end, self.high)
+        if mine >= rest:
+            mine = rest = self.high
+        self._publish(sources, self.low, mine)
+        self._publish(sources, rest, self.high)
+        self._group.barrier(wait_until)
+        for start, stop, _ in sources.parts(mine, rest, self._reduction.chunk):
+            terms = [self._term(index, sources, start, stop) for index in self._contributors]
+            self._reduction.combine(terms, output[start - begin:stop - begin])
+
     def _publish(self, sources: Concatenation, low: int, high: int) -> None:
         for start, stop, part in sources.parts(low, high, self._reduction.chunk):
-            self._reduction.place(part, self._staged(self._plane.rank, start, stop))
+            self._reduction.place(part, self._staged(self._group.index, start, stop))
 
-    def _term(self, rank: int, sources: Concatenation | None, start: int, stop: int) -> Array:
-        if rank != self._plane.rank:
-            return self._staged(rank, start, stop)
+    def _term(self, index: int, sources: Concatenation | None, start: int, stop: int) -> Array:
+        if index != self._group.index:
+            return self._staged(index, start, stop)
         assert sources is not None
         (_, _, part), = sources.parts(start, stop, stop - start)
         return self._reduction.placed(part)
 
-    def _staged(self, rank: int, start: int, stop: int) -> Array:
-        return self._slots[rank][start - self.low:stop - self.low]
+    def _staged(self, index: int, start: int, stop: int) -> Array:
+        return self._slots[index][start - self.low:stop - self.low]
 
 
 def slice_bounds(low: int, high: int, size: int, dtype: np.dtype[np.generic]) -> list[int]:
@@ -246,14 +311,51 @@ def slice_bounds(low: int, high: int, size: int, dtype: np.dtype[np.generic]) ->
     return [min(low + rank * share, high) for rank in range(size + 1)]
 
 
-class Concatenation:
-    """Flat arrays seen as one, without copying."""
+def row_bounds(response: Response) -> list[int]:
+    """Return where each rank's rows of a scattered tensor begin, in elements, and where the last one ends."""
+    return [0, *itertools.accumulate(count * response.row_elements for count in response.rows)]
 
-    def __init__(self, arrays: Sequence[Array | None]) -> None:
+
+Move = tuple[int, int | None, int, int]
+"""Sender, receiver (None: everybody), and the elements begin..end of what the sender stages; in the receiver's order."""
+
+
+def _gather_moves(plan: Plan) -> list[Move]:
+    response = plan.response
+    receiver = None if response.collective is Collective.ALLGATHER else plan.ranks.index(response.root_rank)
+    return [(sender, receiver, 0, count * response.row_elements) for sender, count in enumerate(response.rows)]
+
+
+def _scatter_moves(plan: Plan) -> list[Move]:
+    bounds = row_bounds(plan.response)
+    root = plan.ranks.index(plan.response.root_rank)
+    return [(root, receiver, bounds[receiver], bounds[receiver + 1]) for receiver in range(len(plan.ranks))]
+
+
+def _alltoall_moves(plan: Plan) -> list[Move]:
+    size, per_row = len(plan.ranks), plan.response.row_elements
+    moves: list[Move] = []
+    for sender in range(size):
+        splits = plan.response.splits[sender * size:(sender + 1) * size]
+        ends = list(itertools.accumulate(count * per_row for count in splits))
+        moves += [(sender, receiver, end - splits[receiver] * per_row, end) for receiver, end in enumerate(ends)]
+    return moves
+
+
+_MOVES: dict[Collective, Callable[[Plan], list[Move]]] = {
+    Collective.ALLGATHER: _gather_moves, Collective.GATHER: _gather_moves, Collective.SCATTER: _scatter_moves,
+    Collective.ALLTOALL: _alltoall_moves,
+}
+
+
+class Concatenation:
+    """Flat arrays seen as one, without copying; the first one begins at element `begin`."""
+
+    def __init__(self, arrays: Sequence[Array | None], begin: int = 0) -> None:
         self._arrays = [array for array in arrays if array is not None]
         assert len(self._arrays) == len(arrays), "a contributor has every tensor of the response"
-        self._begins = np.cumsum([0, *(array.size for array in self._arrays)]).tolist()
-        self.size: int = self._begins[-1]
+        self._begins = np.cumsum([begin, *(array.size for array in self._arrays)]).tolist()
+        self.size: int = self._begins[-1] - begin
 
     def parts(self, low: int, high: int, limit: int) -> Iterator[tuple[int, int, Array]]:
         """Yield (start, stop, view) covering low..high, each at most `limit` elements and within one array."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -20,6 +19,7 @@ from hvdlite.control.star import StarControl
 from hvdlite.control.wire import Connection
 from hvdlite.core.config import Config
 from hvdlite.core.errors import LaunchError
+from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.world import World
 from hvdlite.memory.shared import SharedMemory, anonymous_file
 from hvdlite.negotiation.buckets import BucketSizes
@@ -39,13 +39,13 @@ def coordinator_for(world: World, config: Config) -> Coordinator | None:
     if world.rank != 0:
         return None
     policy = Policy(config.fusion_threshold, BucketSizes(config.bucket_edge, config.bucket_size), config.bucket_layouts)
-    return Coordinator(world.size, policy, functools.partial(reduce_payloads, size=world.size))
+    return Coordinator(world.size, policy, reduce_payloads)
 
 
 def assemble_threads(size: int, config: Config, wrap: PlaneWrapper = lambda rank, plane: plane,
                      casts: Casts | None = None) -> list[Runtime]:
     """Return the runtimes of `size` ranks that live in this process, not yet started; `wrap` may inject faults."""
-    table = Table(size)
+    table = Table()
     casts = casts or Casts.of_numpy()
     runtimes = []
     for rank, control in enumerate(InprocControl.star(size)):
@@ -76,8 +76,9 @@ def assemble(place: Place, config: Config, casts: Casts) -> Runtime:
             shutil.rmtree(place.job_directory, ignore_errors=True)
     pids = {rank: pid for rank, pid in enumerate(welcome.pids) if rank != place.world.rank}
     control = StarControl(place.world.rank, connections, bells, pids, heartbeat_timeout=config.heartbeat_timeout)
-    plane = ShmPlane(place.world.rank, place.world.size, memory, control.ring, chunk=config.shm_chunk,
+    plane = ShmPlane(place.world.rank, memory, control.ring, slot=config.shm_slot, chunk=config.shm_chunk,
                      direct=config.shm_direct, casts=casts)
+    plane.open_set(GLOBAL_PROCESS_SET_ID, tuple(range(place.world.size)))
     return Runtime(place.world, config, control, plane, coordinator_for(place.world, config))
 
 
@@ -111,13 +112,13 @@ def _shared(place: Place, config: Config) -> tuple[dict[int, Doorbell], SharedMe
     if world.rank == 0:
         bells = [Doorbell() for _ in range(world.size)]
         file = anonymous_file()
-        memory = SharedMemory(file, 0, world.size, config.shm_slot)
+        memory = SharedMemory(file, 0)
         give(path, [file, *(descriptor for bell in bells for descriptor in bell.descriptors)], world.size - 1,
              config.start_timeout)
         return dict(enumerate(bells)), memory
     file, *rest = take(path, config.start_timeout)
     each = len(rest) // world.size
     received = [Doorbell(rest[start:start + each]) for start in range(0, len(rest), each)]
-    return dict(enumerate(received)), SharedMemory(file, world.rank, world.size, config.shm_slot)
+    return dict(enumerate(received)), SharedMemory(file, world.rank)
 
 

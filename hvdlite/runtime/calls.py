@@ -6,15 +6,20 @@ import itertools
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from hvdlite.core.array import Array, check_reducible, dtype_name, flat
 from hvdlite.core.errors import UnsupportedError
+from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.core.world import World
 from hvdlite.negotiation.messages import Request, Response
 from hvdlite.runtime.handle import Handle, Sleepers
+
+
+ROOTED = frozenset({Collective.BROADCAST, Collective.REDUCE, Collective.GATHER, Collective.SCATTER})
 
 
 class Entry:
@@ -22,22 +27,49 @@ class Entry:
 
     __slots__ = ("_abandoned", "_result", "handle", "outputs", "request", "sources")
 
-    def __init__(self, request: Request, sources: Sequence[Array | None], outputs: Sequence[Array],
-                 result: Array | Sequence[Array] | None, sleepers: Sleepers) -> None:
+    def __init__(self, request: Request, sources: Sequence[Array | None], outputs: Sequence[Array | None],
+                 result: Any, sleepers: Sleepers) -> None:
         self.request = request
         self.sources = [None if source is None else flat(source) for source in sources]
-        self.outputs: list[Array | None] = self.sources if outputs is sources else [flat(output) for output in outputs]
+        self.outputs: list[Array | None] = self.sources if outputs is sources else [
+            None if output is None else flat(output) for output in outputs]
         self._result = result  # what the handle returns
         self.handle = Handle(request.name, sleepers)
         self._abandoned = False
 
-    def prepare(self, response: Response) -> None:
-        """Allocate an output whose size only the response tells."""
-        if response.collective is Collective.ALLGATHER:
-            (source,) = self.sources
-            assert source is not None
-            gathered = np.empty((sum(response.rows), *self.request.shape[1:]), source.dtype)
-            self._result, self.outputs = gathered, [flat(gathered)]
+    @property
+    def key(self) -> tuple[int, str]:
+        """What must be unique among the entries of a rank: the process set and the name."""
+        return self.request.process_set, self.request.name
+
+    def prepare(self, response: Response, rank: int, ranks: Sequence[int]) -> None:
+        """Allocate an output whose size only the response tells.
+
+        Args:
+            rank: this rank; `ranks` are the members of the process set.
+        """
+        index, size = ranks.index(rank), len(ranks)
+        match response.collective:
+            case Collective.ALLGATHER:
+                self._allocate(sum(response.rows))
+            case Collective.GATHER if rank == response.root_rank:
+                self._allocate(sum(response.rows))
+            case Collective.GATHER:
+                self.outputs = [None]
+            case Collective.REDUCESCATTER | Collective.SCATTER:
+                self._allocate(response.rows[index])
+            case Collective.ALLTOALL:
+                received = np.array(response.splits[index::size], np.int64)
+                self._allocate(int(received.sum()))
+                self._result = (self._result, received)
+            case Collective.ADD_PROCESS_SET:
+                self._result = response.rows[0]
+
+    def _allocate(self, rows: int) -> None:
+        (source,) = self.sources
+        assert source is not None
+        result = np.empty((rows, *self.request.shape[1:]), source.dtype)
+        self._result, self.outputs = result, [flat(result)]
 
     def deliver(self, result: bytes) -> None:
         """Take a result that came with the decision."""
@@ -73,7 +105,7 @@ class Calls:
     def __init__(self, eager_limit: int) -> None:
         self._eager_limit = eager_limit
         self._sleepers = Sleepers(self._about_to_sleep)
-        self._counters: defaultdict[tuple[str, str], Iterator[int]] = defaultdict(itertools.count)
+        self._counters: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
         self._counters_lock = threading.Lock()
 
     def _submit(self, entry: Entry) -> Handle:
@@ -82,35 +114,48 @@ class Calls:
     def _about_to_sleep(self) -> None:
         raise NotImplementedError
 
-    def unnamed(self, adapter: str, kind: str) -> str:
-        """Return the next name for a call without one; equal on all ranks when they make the same calls in order."""
+    def unnamed(self, adapter: str, kind: str, process_set: int = GLOBAL_PROCESS_SET_ID) -> str:
+        """Return the next name for a call without one; equal on all ranks of a set that make the same calls in order."""
+        where = f"{adapter}.{kind}" + (f".set{process_set}" if process_set != GLOBAL_PROCESS_SET_ID else "")
         with self._counters_lock:
-            return f"{adapter}.{kind}.noname.{next(self._counters[adapter, kind])}"
+            return f"{where}.noname.{next(self._counters[where])}"
+
+    def members(self, process_set: int) -> tuple[int, ...]:
+        """Return the ranks of a process set, ascending.
+
+        Raises:
+            UnsupportedError: when there is no such set (any more).
+        """
+        raise NotImplementedError
 
     def allreduce(self, name: str, source: Array | None, output: Array, op: ReduceOp, *, prescale: float = 1.0,
-                  postscale: float = 1.0) -> Handle:
-        """Reduce over all ranks into `output`.
+                  postscale: float = 1.0, process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
+        """Reduce over all ranks of a process set into `output`.
 
         Args:
             source: this rank's values, of `output`'s shape and dtype, possibly the same memory; None when this rank has
-                nothing to contribute: it then counts as zeros for Sum and Average, which still divides by the world's
+                nothing to contribute: it then counts as zeros for Sum and Average, which still divides by the set's
                 size. When nobody contributes, `output` is untouched and `handle.contributors` is empty.
-            op: AVERAGE, SUM, MIN or MAX. Integer averages are truncated toward zero; 16-bit floats are summed in float32.
+            op: AVERAGE, SUM, PRODUCT, MIN or MAX. Integer averages are truncated toward zero; 16-bit floats are accumulated
+                in float32.
             prescale: factor on every rank's values before the reduction.
             postscale: factor on the result.
+            process_set: id of the ranks that take part.
 
         Raises:
-            UnsupportedError: for a dtype or op that cannot be served, or arrays that do not match.
-            DuplicateNameError: when `name` is still being processed on this rank.
+            UnsupportedError: for a dtype or op that cannot be served, arrays that do not match, or a process set that this
+                rank is not in.
+            DuplicateNameError: when `name` is still being processed in this set on this rank.
         """
         op = ReduceOp(op)
-        dtype = reducible(name, source, output, op)
-        request = Request(name, Collective.ALLREDUCE, dtype, output.shape, op, prescale=float(prescale),
-                          postscale=float(postscale), absent=source is None, payload=self._payload(source))
+        request = self._request(name, Collective.ALLREDUCE, reducible(name, source, output, op), output.shape, op=op,
+                                prescale=float(prescale), postscale=float(postscale), absent=source is None,
+                                payload=self._payload(source), process_set=process_set)
         return self._submit(Entry(request, *_memory(source, output), output, self._sleepers))
 
     def grouped_allreduce(self, name: str, sources: Sequence[Array], outputs: Sequence[Array], op: ReduceOp, *,
-                          prescale: float = 1.0, postscale: float = 1.0) -> Handle:
+                          prescale: float = 1.0, postscale: float = 1.0,
+                          process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
         """Like `allreduce`, of several arrays of one dtype that are negotiated and answered as one; the result is `outputs`.
 
         Args:
@@ -124,26 +169,55 @@ class Calls:
                   for index, (source, output) in enumerate(zip(sources, outputs, strict=True))}
         if len(dtypes) != 1:
             raise UnsupportedError(f"'{name}': the arrays of one group must have one dtype, not {sorted(dtypes) or 'none'}")
-        request = Request(name, Collective.ALLREDUCE, dtypes.pop(), (sum(output.size for output in outputs),), op,
-                          prescale=float(prescale), postscale=float(postscale),
-                          group=tuple(output.shape for output in outputs))
+        request = self._request(name, Collective.ALLREDUCE, dtypes.pop(), (sum(output.size for output in outputs),), op=op,
+                                prescale=float(prescale), postscale=float(postscale),
+                                group=tuple(output.shape for output in outputs), process_set=process_set)
         return self._submit(Entry(request, sources, outputs, outputs, self._sleepers))
 
-    def broadcast(self, name: str, array: Array, root_rank: int) -> Handle:
-        """Overwrite `array` on every rank with rank `root_rank`'s.
+    def reduce(self, name: str, source: Array, output: Array | None, root_rank: int, op: ReduceOp, *, prescale: float = 1.0,
+               postscale: float = 1.0, process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
+        """Like `allreduce`, but only rank `root_rank` gets the result; the others pass no `output` and get None.
 
         Raises:
-            UnsupportedError: for an unsupported dtype or a root that does not exist.
+            UnsupportedError: like `allreduce`, and for a root that is not in the set.
+        """
+        op = ReduceOp(op)
+        dtype = reducible(name, source, source if output is None else output, op)
+        request = self._request(name, Collective.REDUCE, dtype, source.shape, op=op, root_rank=root_rank,
+                                prescale=float(prescale), postscale=float(postscale), process_set=process_set)
+        return self._submit(Entry(request, [source], [output], output, self._sleepers))
+
+    def reducescatter(self, name: str, array: Array, op: ReduceOp, *, prescale: float = 1.0, postscale: float = 1.0,
+                      process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
+        """Reduce over all ranks of a process set and give each its share of the rows, as a new array.
+
+        Rows (the first dimension) are cut as evenly as possible; the first ranks get one more.
+
+        Raises:
+            UnsupportedError: like `allreduce`, and for a scalar.
+        """
+        op = ReduceOp(op)
+        _check_rows(name, array, "reducescatter cuts")
+        request = self._request(name, Collective.REDUCESCATTER, reducible(name, array, array, op), array.shape, op=op,
+                                prescale=float(prescale), postscale=float(postscale), process_set=process_set)
+        return self._submit(Entry(request, [array], [], None, self._sleepers))
+
+    def broadcast(self, name: str, array: Array, root_rank: int, *, process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
+        """Overwrite `array` on every rank of a process set with rank `root_rank`'s.
+
+        Args:
+            root_rank: its number in the job, not in the set.
+
+        Raises:
+            UnsupportedError: for an unsupported dtype, or a root or a caller that is not in the set.
             DuplicateNameError: Like `allreduce`.
         """
-        dtype = _checked(name, array)
-        if not 0 <= root_rank < self.world.size:
-            raise UnsupportedError(f"'{name}': root_rank {root_rank} is not a rank of this job (0..{self.world.size - 1})")
-        request = Request(name, Collective.BROADCAST, dtype, array.shape, root_rank=root_rank,
-                          payload=self._payload(array) if self.world.rank == root_rank else None)
+        request = self._request(name, Collective.BROADCAST, _checked(name, array), array.shape, root_rank=root_rank,
+                                payload=self._payload(array) if self.world.rank == root_rank else None,
+                                process_set=process_set)
         return self._submit(Entry(request, *_memory(array, array), array, self._sleepers))
 
-    def allgather(self, name: str, array: Array) -> Handle:
+    def allgather(self, name: str, array: Array, *, process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
         """Concatenate all ranks' arrays along the first dimension, in rank order, into a new array.
 
         Args:
@@ -153,16 +227,106 @@ class Calls:
             UnsupportedError: for a scalar or an unsupported dtype.
             DuplicateNameError: Like `allreduce`.
         """
-        dtype = _checked(name, array)
-        if array.ndim == 0:
-            raise UnsupportedError(f"'{name}': allgather concatenates along the first dimension, and a scalar has none; "
-                                   "pass an array of shape (1,)")
-        request = Request(name, Collective.ALLGATHER, dtype, array.shape, payload=self._payload(array))
+        _check_rows(name, array, "allgather concatenates along")
+        request = self._request(name, Collective.ALLGATHER, _checked(name, array), array.shape,
+                                payload=self._payload(array), process_set=process_set)
         return self._submit(Entry(request, [array], [], None, self._sleepers))
 
-    def barrier(self, name: str) -> Handle:
-        """Complete when every rank has made this call."""
-        return self._submit(Entry(Request(name, Collective.BARRIER, "uint8", (0,)), [], [], None, self._sleepers))
+    def gather(self, name: str, array: Array, root_rank: int, *, process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
+        """Like `allgather`, but only rank `root_rank` gets the result; the others get None."""
+        _check_rows(name, array, "gather concatenates along")
+        request = self._request(name, Collective.GATHER, _checked(name, array), array.shape, root_rank=root_rank,
+                                process_set=process_set)
+        return self._submit(Entry(request, [array], [], None, self._sleepers))
+
+    def scatter(self, name: str, array: Array, root_rank: int, *, process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
+        """Give each rank of a process set its share of the rows of rank `root_rank`'s array, as a new array.
+
+        Args:
+            array: the same shape and dtype on all ranks; only the root's values count. Rows are cut as by `reducescatter`.
+
+        Raises:
+            UnsupportedError: like `broadcast`, and for a scalar.
+        """
+        _check_rows(name, array, "scatter cuts")
+        request = self._request(name, Collective.SCATTER, _checked(name, array), array.shape, root_rank=root_rank,
+                                process_set=process_set)
+        return self._submit(Entry(request, [array], [], None, self._sleepers))
+
+    def alltoall(self, name: str, array: Array, splits: Sequence[int] | None = None, *,
+                 process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
+        """Send rows to each rank of a process set and get rows from each; the result is (new array, rows from each rank).
+
+        Args:
+            array: at least 1-D; rows for rank 0 of the set first, then those for rank 1, and so on.
+            splits: how many rows go to each rank of the set; rows beyond their sum stay here. Default: equal shares.
+
+        Raises:
+            UnsupportedError: for a scalar or an unsupported dtype, splits that do not fit, or rows that cannot be shared
+                equally.
+        """
+        dtype = _checked(name, array)
+        _check_rows(name, array, "alltoall cuts")
+        size, rows = len(self.members(process_set)), array.shape[0]
+        if splits is None:
+            if rows % size:
+                raise UnsupportedError(f"'{name}': {rows} rows cannot be shared equally by {size} ranks; pass splits")
+            splits = [rows // size] * size
+        given = tuple(int(count) for count in splits)
+        if len(given) != size or min(given, default=0) < 0 or sum(given) > rows:
+            raise UnsupportedError(f"'{name}': splits {list(given)} must be {size} numbers from 0, one for each rank of the "
+                                   f"set, with a sum of at most {rows}, the number of rows")
+        request = self._request(name, Collective.ALLTOALL, dtype, array.shape, splits=given, process_set=process_set)
+        return self._submit(Entry(request, [array], [], None, self._sleepers))
+
+    def barrier(self, name: str, *, process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
+        """Complete when every rank of a process set has made this call."""
+        request = self._request(name, Collective.BARRIER, "uint8", (0,), process_set=process_set)
+        return self._submit(Entry(request, [], [], None, self._sleepers))
+
+    def add_process_set(self, ranks: Sequence[int]) -> Handle:
+        """Register a process set; the result is its id. All ranks of the job make this call, with the same ranks.
+
+        Raises:
+            UnsupportedError: for ranks that do not exist, none at all, or a set that exists already.
+        """
+        members = tuple(sorted(ranks))
+        size = self.world.size
+        if not members or len(set(members)) != len(members) or members[0] < 0 or members[-1] >= size:
+            raise UnsupportedError(f"a process set holds some of the ranks 0..{size - 1}, each once, not {list(ranks)}")
+        known = self._find_set(members)
+        if known is not None:
+            raise UnsupportedError(f"ranks {list(members)} are process set {known} already")
+        request = Request("process_set.add", Collective.ADD_PROCESS_SET, "uint8", (0,), members=members)
+        return self._submit(Entry(request, [], [], None, self._sleepers))
+
+    def remove_process_set(self, number: int) -> Handle:
+        """Forget a process set, when nothing of it is under way; all ranks of the job make this call.
+
+        Raises:
+            UnsupportedError: for a set that does not exist, or the one of all ranks.
+        """
+        self.members(number)
+        if number == GLOBAL_PROCESS_SET_ID:
+            raise UnsupportedError("the process set of all ranks cannot be removed")
+        request = Request("process_set.remove", Collective.REMOVE_PROCESS_SET, "uint8", (0,), members=(number,))
+        return self._submit(Entry(request, [], [], None, self._sleepers))
+
+    def _find_set(self, members: tuple[int, ...]) -> int | None:
+        raise NotImplementedError
+
+    def _request(self, name: str, collective: Collective, dtype: str, shape: tuple[int, ...], *, process_set: int,
+                 root_rank: int = -1, **rest: Any) -> Request:
+        """Return a request of a process set that this rank, and the root if there is one, belong to."""
+        members = self.members(process_set)
+        if self.world.rank not in members:
+            raise UnsupportedError(f"'{name}': rank {self.world.rank} is not a member of process set {process_set}, "
+                                   f"which is ranks {list(members)}")
+        if collective in ROOTED and root_rank not in members:
+            what = f"this job (0..{self.world.size - 1})" if process_set == GLOBAL_PROCESS_SET_ID else \
+                f"process set {process_set}, which is ranks {list(members)}"
+            raise UnsupportedError(f"'{name}': root_rank {root_rank} is not a rank of {what}")
+        return Request(name, collective, dtype, shape, root_rank=root_rank, process_set=process_set, **rest)
 
     def _payload(self, array: Array | None) -> bytes | None:
         """Return what a tensor offers to the eager lane: its bytes, if they are few."""
@@ -184,6 +348,11 @@ def reducible(name: str, source: Array | None, output: Array, op: ReduceOp) -> s
         raise UnsupportedError(f"'{name}': source is {source.dtype}{list(source.shape)}, "
                                f"output {output.dtype}{list(output.shape)}; they must be equal")
     return _checked(name, source)
+
+
+def _check_rows(name: str, array: Array, what: str) -> None:
+    if array.ndim == 0:
+        raise UnsupportedError(f"'{name}': {what} the first dimension, and a scalar has none; pass an array of shape (1,)")
 
 
 def _memory(source: Array | None, output: Array) -> tuple[list[Array | None], list[Array]]:

@@ -20,8 +20,8 @@ import math
 import os
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from hvdlite.control.base import ControlPlane, DecisionReceived, Event, PeerLost, ReportReceived
@@ -36,7 +36,9 @@ from hvdlite.core.errors import (
     PeerFailedError,
     PeerLeftError,
     PeerLostError,
+    UnsupportedError,
 )
+from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.core.world import World
 from hvdlite.negotiation.controller import Controller, Evicted, Expanded, Instruction
@@ -50,10 +52,10 @@ from hvdlite.negotiation.messages import (
     FailureNotice,
     Layout,
     Report,
-    Request,
     Response,
 )
-from hvdlite.planes.base import Plan, Plane
+from hvdlite.negotiation.process_sets import ProcessSetTable
+from hvdlite.planes.base import Part, Plan, Plane
 from hvdlite.runtime.buckets import BucketEntry, BucketHandle, LearnedBucket, LearnedLayout, buffer_bytes
 from hvdlite.runtime.calls import Calls, Entry, reducible
 from hvdlite.runtime.handle import Handle
@@ -97,13 +99,14 @@ class Runtime(Calls):
         self._spin = config.spin_microseconds * 1e-6
         self._controller = Controller(world.rank)
         self._inbox: deque[Entry | BucketEntry | Closing | _Abandonment] = deque()
-        self._names: set[str] = set()
+        self._names: set[tuple[int, str]] = set()  # with their process sets
         self._names_lock = threading.Lock()
-        self._entries: dict[str, Entry] = {}  # runtime thread only: handed in and not completed
+        self._process_sets = ProcessSetTable(world.size)  # changed by the runtime thread only
+        self._entries: dict[tuple[int, str], Entry] = {}  # runtime thread only: handed in and not completed
         self._buckets: dict[int, BucketEntry] = {}  # likewise
         self._layouts: dict[str, LearnedLayout] = {}  # by set; changed by the runtime thread only
         self._decisions: deque[Decision] = deque()  # received and not applied
-        self._plans = 0
+        self._plans: defaultdict[int, int] = defaultdict(int)  # by process set
         self._stall_check = math.inf  # when to look for stalls next
         self._awake = True  # False only around a blocking wait; see _submit
         self._leaving = False
@@ -168,15 +171,16 @@ class Runtime(Calls):
     # --- declared sets ---------------------------------------------------------------------------------------------
 
     def declare(self, name: str, source: Array | None, output: Array, op: ReduceOp, label: str, number: int, *,
-                prescale: float = 1.0, postscale: float = 1.0, strides: tuple[int, ...] = ()) -> Handle:
+                prescale: float = 1.0, postscale: float = 1.0, strides: tuple[int, ...] = (),
+                process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
         """Like `allreduce`, of a member of declared set `label` in its round `number` (from 1); never travels eagerly.
 
         Args:
             strides: in elements; how `output` lies in the framework's memory. () is row-major.
         """
-        request = Request(name, Collective.ALLREDUCE, reducible(name, source, output, op), output.shape, op,
-                          prescale=float(prescale), postscale=float(postscale), absent=source is None, label=label,
-                          round=number, strides=strides)
+        request = self._request(name, Collective.ALLREDUCE, reducible(name, source, output, op), output.shape, op=op,
+                                prescale=float(prescale), postscale=float(postscale), absent=source is None, label=label,
+                                round=number, strides=strides, process_set=process_set)
         return self._submit(Entry(request, [source], [output], output, self._sleepers))
 
     def layout(self, label: str, number: int) -> LearnedLayout | None:
@@ -191,13 +195,27 @@ class Runtime(Calls):
         self._hand_in(entry)
         return entry.handle
 
-    def close_round(self, label: str, number: int) -> None:
+    def close_round(self, label: str, number: int, process_set: int = GLOBAL_PROCESS_SET_ID) -> None:
         """All members of a set's round are submitted by this rank; not needed when a bucket said so."""
-        self._hand_in(Closing(label, number))
+        self._hand_in(Closing(label, number, process_set))
 
     def abandon(self, layout: Layout) -> None:
         """A layout does not describe this rank's set any more: end it on all ranks."""
         self._hand_in(_Abandonment(layout.layout))
+
+    # --- process sets ----------------------------------------------------------------------------------------------
+
+    def members(self, process_set: int) -> tuple[int, ...]:
+        if process_set not in self._process_sets:
+            raise UnsupportedError(f"there is no process set {process_set}; it was removed, or never added")
+        return self._process_sets[process_set]
+
+    def process_sets(self) -> Mapping[int, tuple[int, ...]]:
+        """Return the members of every process set, by id."""
+        return self._process_sets.items()
+
+    def _find_set(self, members: tuple[int, ...]) -> int | None:
+        return self._process_sets.find(members)
 
     # --- handing in ------------------------------------------------------------------------------------------------
 
@@ -205,10 +223,10 @@ class Runtime(Calls):
         name = entry.request.name
         self._check_usable(name)
         with self._names_lock:
-            if name in self._names:
+            if entry.key in self._names:
                 raise DuplicateNameError(f"'{name}' is still being processed on rank {self.world.rank}; wait for its handle "
                                          "first, or use another name")
-            self._names.add(name)
+            self._names.add(entry.key)
         self._hand_in(entry)
         return entry.handle
 
@@ -293,7 +311,7 @@ class Runtime(Calls):
     def _take_over(self, item: Entry | BucketEntry | Closing | _Abandonment) -> None:
         match item:
             case Entry(request=request):
-                self._entries[request.name] = item
+                self._entries[item.key] = item
                 self._controller.submit(request)
             case BucketEntry(bucket=bucket, ready=ready):
                 self._buckets[ready.bucket] = item
@@ -307,7 +325,7 @@ class Runtime(Calls):
 
     def _split(self, expanded: Expanded) -> None:
         for entry in self._buckets.pop(expanded.bucket).split(expanded):
-            self._entries[entry.request.name] = entry
+            self._entries[entry.key] = entry
 
     def _tell(self, report: Report) -> None:
         if self._coordinator is not None:
@@ -379,39 +397,50 @@ class Runtime(Calls):
                     del self._layouts[layout.label]
 
     def _learn(self, layout: Layout) -> None:
+        ranks = layout.buckets[0].response.contributors
         try:
-            buffer = self._plane.fusion_buffer(buffer_bytes(layout))
+            buffer = self._plane.fusion_buffer(buffer_bytes(layout), ranks)
         except MemoryError as error:
             _log.warning("rank %d: '%s' goes on without learned buckets: %s", self.world.rank, layout.label, error)
             self._controller.abandon(layout.layout)
             return
-        self._layouts[layout.label] = LearnedLayout(layout, buffer)
+        if buffer is not None:
+            self._layouts[layout.label] = LearnedLayout(layout, buffer)
 
     def _reduce_bucket(self, release: BucketRelease) -> None:
         entry = self._buckets[release.bucket]
         memory = [entry.bucket.memory]
-        self._plans += 1
-        plan = Plan(self._plans, entry.bucket.definition.response, memory, memory, entry.bucket.part)
-        self._plane.execute(plan, self._wait_until)
+        self._execute(entry.bucket.definition.response, memory, memory, entry.bucket.part)
         del self._buckets[release.bucket]
         entry.complete(release.nobody)
 
     def _perform(self, response: Response) -> None:
-        entries = [self._entries[name] for name in response.names]
+        entries = [self._entries[response.process_set, name] for name in response.names]
         if response.error is not ErrorKind.NONE:
             for entry in entries:
                 self._release(entry).fail(self._refusal(response))
             return
         for entry in entries:
-            entry.prepare(response)
+            entry.prepare(response, self.world.rank, self._process_sets[response.process_set])
         if response.result is not None:
             entries[0].deliver(response.result)
+        elif response.collective is Collective.ADD_PROCESS_SET:
+            self._plane.open_set(self._process_sets.add(response.splits), response.splits)
+        elif response.collective is Collective.REMOVE_PROCESS_SET:
+            self._process_sets.remove(response.rows[0])
+            self._plane.close_set(response.rows[0])
         elif response.collective is not Collective.BARRIER:  # that all ranks reported it is the barrier
-            self._plans += 1
-            self._plane.execute(Plan(self._plans, response, [source for entry in entries for source in entry.sources],
-                                     [output for entry in entries for output in entry.outputs]), self._wait_until)
+            self._execute(response, [source for entry in entries for source in entry.sources],
+                          [output for entry in entries for output in entry.outputs])
         for entry in entries:
             self._release(entry).complete(response)
+
+    def _execute(self, response: Response, sources: Sequence[Array | None], outputs: Sequence[Array | None],
+                 part: Part | None = None) -> None:
+        number = response.process_set
+        self._plans[number] += 1
+        plan = Plan(self._plans[number], self._process_sets[number], response, sources, outputs, part)
+        self._plane.execute(plan, self._wait_until)
 
     def _refusal(self, response: Response) -> HorovodInternalError:
         if response.error is ErrorKind.LEFT:
@@ -420,9 +449,9 @@ class Runtime(Calls):
 
     def _release(self, entry: Entry) -> Entry:
         """Free the entry's name before its handle is completed, so that the waiter can use it again at once."""
-        del self._entries[entry.request.name]
+        del self._entries[entry.key]
         with self._names_lock:
-            self._names.discard(entry.request.name)
+            self._names.discard(entry.key)
         return entry
 
     def _wait_until(self, predicate: Callable[[], bool]) -> None:

@@ -20,7 +20,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Generic
 
-from hvdlite.core.errors import HvdliteError
+from hvdlite.core.errors import HvdliteError, UnsupportedError
+from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.handle import Handle
 from hvdlite.runtime.runtime import Runtime
@@ -58,10 +59,20 @@ class GradientReducer(Generic[Parameter]):
         prescale: factor before the reduction.
         postscale: factor after it.
         passes: backward passes whose gradients are accumulated before each reduction.
+        process_set: id of the ranks that take part.
+
+    Raises:
+        UnsupportedError: when this rank is not in the process set.
     """
 
     def __init__(self, runtime: Runtime, framework: Framework[Parameter], label: str, *, op: ReduceOp, prescale: float,
-                 postscale: float, passes: int) -> None:
+                 postscale: float, passes: int, process_set: int = GLOBAL_PROCESS_SET_ID) -> None:
+        members = runtime.members(process_set)
+        if runtime.world.rank not in members:
+            raise UnsupportedError(f"rank {runtime.world.rank} is not a member of process set {process_set}, "
+                                   f"which is ranks {list(members)}; wrap the optimizer on the members only")
+        self.is_shared = len(members) > 1  # whether there is anything to reduce
+        self._process_set = process_set
         self._runtime = runtime
         self._framework = framework
         self._label = label
@@ -216,7 +227,7 @@ class GradientReducer(Generic[Parameter]):
             if member.given != self._number:
                 self._give(member, member.period == self._period and self._framework.has_gradient(member.parameter))
         if self._alone or self._buckets is None:
-            self._runtime.close_round(self._label, self._number)
+            self._runtime.close_round(self._label, self._number, self._process_set)
         self._rounds += 1
         self._passes_done = 0
 
@@ -234,7 +245,8 @@ class GradientReducer(Generic[Parameter]):
         loan = self._framework.lend(member.parameter) if present else self._framework.lend_empty(member.parameter)
         handle = self._runtime.declare(
             member.name, loan.array if present else None, loan.array, self._op, self._label, self._number,
-            prescale=self._prescale, postscale=self._postscale, strides=self._framework.shape(member.parameter).strides)
+            prescale=self._prescale, postscale=self._postscale, strides=self._framework.shape(member.parameter).strides,
+            process_set=self._process_set)
         self._alone.append((member, handle, loan))
 
     def _mark(self, member: _Member[Parameter], mark: Any) -> None:

@@ -13,9 +13,12 @@ import pytest
 from hvdlite.memory.shared import SharedMemory, anonymous_file
 
 
+ALL = (0, 1, 2)
+
+
 def ranks(count: int) -> tuple[int, list[SharedMemory]]:
     file = anonymous_file()
-    return file, [SharedMemory(os.dup(file), rank, count, 1 << 16) for rank in range(count)]
+    return file, [SharedMemory(os.dup(file), rank) for rank in range(count)]
 
 
 def allocated(file: int) -> int:
@@ -26,7 +29,7 @@ def allocated(file: int) -> int:
 def test_all_ranks_see_each_others_windows(nbytes: int) -> None:
     _, memories = ranks(3)
     for turn in range(3):
-        windows = [memory.window(nbytes) for memory in memories]
+        windows = [memory.window(nbytes, ALL) for memory in memories]
         for rank, window in enumerate(windows):
             assert [part.size for part in window] == [nbytes] * 3 and not window[rank].any()
             assert window[rank].ctypes.data % 64 == 0
@@ -37,7 +40,7 @@ def test_all_ranks_see_each_others_windows(nbytes: int) -> None:
 
 def test_a_view_outlives_the_memory() -> None:
     _, (memory,) = ranks(1)
-    (part,) = memory.window(1 << 16)
+    (part,) = memory.window(1 << 16, (0,))
     part[...] = 7
     view = part[100:200].view(np.int32)
     memory.close()
@@ -51,7 +54,7 @@ def test_a_view_outlives_the_memory() -> None:
 def test_the_pages_of_a_window_go_back_with_its_last_view() -> None:
     file, memories = ranks(2)
     before = allocated(file)
-    windows = [memory.window(8 << 20) for memory in memories]
+    windows = [memory.window(8 << 20, (0, 1)) for memory in memories]
     assert allocated(file) >= before + (16 << 20)
     kept = windows[1][1][:10]
     kept[...] = 5
@@ -65,8 +68,8 @@ def test_the_pages_of_a_window_go_back_with_its_last_view() -> None:
 
 
 def test_no_memory_says_how_much_was_asked_for_and_ranks_stay_in_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, memories = ranks(2)
-    first = memories[0].window(1 << 16)
+    _, memories = ranks(3)
+    first = memories[0].window(1 << 16, ALL)
 
     def refuse(*_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -74,7 +77,8 @@ def test_no_memory_says_how_much_was_asked_for_and_ranks_stay_in_step(monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", refuse)
         with pytest.raises(MemoryError, match="65536 bytes"):
-            memories[1].window(1 << 16)
-    again = [memory.window(1 << 16) for memory in memories]
+            memories[1].window(1 << 16, ALL)
+    memories[2].window(1 << 16, ALL)
+    again = [memory.window(1 << 16, ALL) for memory in memories]
     again[0][0][...] = 3
     assert (again[1][0] == 3).all() and not first[0].any()

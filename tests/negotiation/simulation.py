@@ -16,7 +16,7 @@ from hvdlite.negotiation.messages import Decision, FailureNotice, HostReport, Re
 _encode = msgspec.msgpack.encode
 
 
-def concatenated(response: Response, payloads: list[bytes]) -> bytes:
+def concatenated(response: Response, payloads: Sequence[bytes], size: int) -> bytes:
     """Stand in for the reduction of the eager lane: shows who contributed what, in which order."""
     return b"+".join(payloads)
 
@@ -27,7 +27,7 @@ class Simulation:
     def __init__(self, size: int, threshold: int = 1 << 20, *, sizes: BucketSizes | None = None,
                  layouts: int = 64, hosts: Sequence[Sequence[int]] = ()) -> None:
         self.size = size
-        self.leaders = [Leader(ranks) for ranks in hosts]
+        self.leaders = [Leader(ranks, size) for ranks in hosts]
         self.leader_of = {rank: leader for leader in self.leaders for rank in leader.ranks}
         self.host_up: list[deque[HostReport]] = [deque() for _ in hosts]
         self.host_down: list[deque[Decision]] = [deque() for _ in hosts]

@@ -15,6 +15,7 @@ import pytest
 from hvdlite.core.array import SUPPORTED_DTYPES, Array, identity
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.memory.shared import SharedMemory, anonymous_file
+from hvdlite.negotiation.fusion import even_rows
 from hvdlite.negotiation.messages import Response
 from hvdlite.planes.base import Part, Plan, Plane
 from hvdlite.planes.loopback import LoopbackPlane, Table
@@ -24,15 +25,18 @@ Step = Callable[[int, Callable[[Response, list[Any], list[Any]], None]], Any]
 
 
 def loopback(size: int, ring: Callable[[int], None]) -> list[Plane]:
-    table = Table(size)
+    table = Table()
     return [LoopbackPlane(rank, table, ring) for rank in range(size)]
 
 
 def shm(size: int, ring: Callable[[int], None], slot: int = 1 << 16, direct: int = 256) -> list[Plane]:
     """Small slots and a low threshold, so that small tensors already take several pieces and both algorithms."""
     file = anonymous_file()
-    return [ShmPlane(rank, size, SharedMemory(os.dup(file), rank, size, slot), ring, chunk=1 << 12, direct=direct)
-            for rank in range(size)]
+    planes = [ShmPlane(rank, SharedMemory(os.dup(file), rank), ring, slot=slot, chunk=1 << 12, direct=direct)
+              for rank in range(size)]
+    for plane in planes:
+        plane.open_set(0, tuple(range(size)))
+    return planes
 
 
 @pytest.fixture(params=[loopback, shm], ids=["loopback", "shm"])
@@ -48,7 +52,7 @@ def run(make_planes: Callable[..., list[Plane]], size: int, step: Step) -> list[
     errors: list[BaseException] = []
 
     def body(rank: int) -> None:
-        count = 0
+        counts: dict[int, int] = {}
 
         def wait_until(predicate: Callable[[], bool]) -> None:
             while not predicate():
@@ -57,12 +61,11 @@ def run(make_planes: Callable[..., list[Plane]], size: int, step: Step) -> list[
                 bells[rank].clear()
 
         def execute(response: Response, sources: list[Array | None], outputs: list[Array | None],
-                    part: Part | None = None) -> None:
-            nonlocal count
-            count += 1
-            planes[rank].execute(Plan(count, response, sources, outputs, part), wait_until)
+                    part: Part | None = None, ranks: tuple[int, ...] = tuple(range(size))) -> None:
+            number = counts[response.process_set] = counts.get(response.process_set, 0) + 1
+            planes[rank].execute(Plan(number, ranks, response, sources, outputs, part), wait_until)
 
-        execute.fusion_buffer = planes[rank].fusion_buffer  # type: ignore[attr-defined]
+        execute.fusion_buffer, execute.plane = planes[rank].fusion_buffer, planes[rank]  # type: ignore[attr-defined]
         try:
             results[rank] = step(rank, execute)
         except BaseException as error:
@@ -177,7 +180,7 @@ def test_a_bucket_gives_the_same_bits_as_a_private_tensor(make_planes: Any, size
 
     def step(rank: int, execute: Any) -> None:
         kind = SUPPORTED_DTYPES[dtype]
-        buffer = execute.fusion_buffer(3 * 65_536)
+        buffer = execute.fusion_buffer(3 * 65_536, tuple(range(size)))
         for op in ops_for(kind):
             for count, factors in ((8, {}), (4000, {}), (4000, {"prescale": 0.3, "postscale": 1.7})):
                 if factors and kind.kind not in "f":
@@ -269,10 +272,114 @@ def test_ragged_allgather(make_planes: Any, size: int, scale: int) -> None:
     def step(rank: int, execute: Any) -> None:
         mine = np.full(rows[rank] * 3, rank, np.float64)
         out = np.empty(sum(rows) * 3)
-        execute(Response(names=("g",), collective=Collective.ALLGATHER, dtype="float64", rows=tuple(rows),
+        execute(Response(names=("g",), collective=Collective.ALLGATHER, dtype="float64", rows=tuple(rows), row_elements=3,
                          contributors=tuple(range(size))), [mine], [out])
         assert out.tolist() == np.repeat(np.arange(size), np.array(rows) * 3).tolist()
     run(make_planes, size, step)
+
+
+ROWS = {1: [5], 2: [0, 70_000], 3: [4, 0, 9000], 4: [1, 2, 0, 5]}
+
+
+def response(collective: Collective, size: int, rows: list[int], **rest: Any) -> Response:
+    return Response(names=("x",), collective=collective, rows=tuple(rows), row_elements=3,
+                    contributors=tuple(range(size)), **rest)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("rows", [7, 2, 30_000])
+@pytest.mark.parametrize("dtype", ["float32", "int64", "bfloat16"])
+def test_reducescatter_gives_each_rank_its_rows(make_planes: Any, size: int, rows: int, dtype: str) -> None:
+    kind = SUPPORTED_DTYPES[dtype]
+    inputs = [values(rank, rows * 3, kind) for rank in range(size)]
+    split = even_rows(rows, size)
+
+    def step(rank: int, execute: Any) -> None:
+        for op in (ReduceOp.SUM, ReduceOp.AVERAGE):
+            out = np.empty(split[rank] * 3, kind)
+            execute(response(Collective.REDUCESCATTER, size, list(split), dtype=dtype, op=op), [inputs[rank]], [out])
+            begin = sum(split[:rank]) * 3
+            assert np.array_equal(out.view(np.uint8), model(op, inputs, size)[begin:begin + out.size].view(np.uint8))
+    run(make_planes, size, step)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("count", [10, 50_000])
+def test_reduce_to_every_root(make_planes: Any, size: int, count: int) -> None:
+    inputs = [values(rank, count, np.dtype(np.float64)) for rank in range(size)]
+
+    def step(rank: int, execute: Any) -> None:
+        for root in range(size):
+            out = np.empty(count) if rank == root else None
+            execute(response(Collective.REDUCE, size, [], dtype="float64", op=ReduceOp.MAX, root_rank=root),
+                    [inputs[rank]], [out])
+            assert out is None or np.array_equal(out, model(ReduceOp.MAX, inputs, size))
+    run(make_planes, size, step)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_gather_and_scatter_at_every_root(make_planes: Any, size: int) -> None:
+    rows = ROWS[size]
+
+    def step(rank: int, execute: Any) -> None:
+        for root in range(size):
+            mine = np.full(rows[rank] * 3, rank, np.int32)
+            out = np.empty(sum(rows) * 3, np.int32) if rank == root else None
+            execute(response(Collective.GATHER, size, rows, dtype="int32", root_rank=root), [mine], [out])
+            assert out is None or out.tolist() == np.repeat(np.arange(size), np.array(rows) * 3).tolist()
+            whole = np.arange(sum(rows) * 3, dtype=np.int32) * (rank == root)
+            part = np.empty(rows[rank] * 3, np.int32)
+            execute(response(Collective.SCATTER, size, rows, dtype="int32", root_rank=root), [whole], [part])
+            assert part.tolist() == list(range(sum(rows[:rank]) * 3, sum(rows[:rank + 1]) * 3))
+    run(make_planes, size, step)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("scale", [0, 1, 4000])
+def test_alltoall_with_splits(make_planes: Any, size: int, scale: int) -> None:
+    splits = [[(2 * sender + 3 * receiver) % 4 * scale for receiver in range(size)] for sender in range(size)]
+    rows = [sum(row) + 1 for row in splits]  # one row stays where it is
+
+    def step(rank: int, execute: Any) -> None:
+        mine = np.concatenate([np.full(count * 3, 10 * rank + receiver, np.uint8)
+                               for receiver, count in enumerate([*splits[rank], 1])])
+        out = np.empty(sum(row[rank] for row in splits) * 3, np.uint8)
+        execute(response(Collective.ALLTOALL, size, rows, dtype="uint8", splits=tuple(sum(splits, []))), [mine], [out])
+        wanted = [10 * sender + rank for sender in range(size) for _ in range(splits[sender][rank] * 3)]
+        assert out.tolist() == wanted
+    run(make_planes, size, step)
+
+
+def test_product(make_planes: Any) -> None:
+    def step(rank: int, execute: Any) -> None:
+        for dtype in ("int16", "float16", "complex64"):
+            mine = np.array([rank + 1, 2, 0.5 if dtype != "int16" else 3], SUPPORTED_DTYPES[dtype])
+            out = np.empty_like(mine)
+            execute(allreduce(dtype, ReduceOp.PRODUCT, 3), [mine], [out])
+            assert out.tolist() == [6, 8, 27 if dtype == "int16" else 0.125]
+    run(make_planes, 3, step)
+
+
+def test_process_sets_that_overlap_do_not_disturb_each_other(make_planes: Any) -> None:
+    """Sets {0, 1}, {1, 2} and all, large and small plans in turn; each rank executes those of its own sets."""
+    sets = {0: (0, 1, 2), 1: (0, 1), 2: (1, 2)}
+
+    def step(rank: int, execute: Any) -> None:
+        generator = np.random.default_rng(3)  # the same story on all ranks
+        for number in (1, 2):
+            execute.plane.open_set(number, sets[number])
+        for turn in range(200):
+            number, count = int(generator.integers(0, 3)), int(generator.choice([3, 60, 9000, 40_000]))
+            members = sets[number]
+            if rank not in members:
+                continue
+            mine = np.full(count, turn + rank, np.int64)
+            one = msgspec.structs.replace(allreduce("int64", ReduceOp.SUM, 3), process_set=number, contributors=members)
+            execute(one, [mine], [mine], ranks=members)
+            assert (mine == len(members) * turn + sum(members)).all(), turn
+        for number in (1, 2):
+            execute.plane.close_set(number)
+    run(make_planes, 3, step)
 
 
 def test_many_pieces_in_a_row_never_overtake_each_other(make_planes: Any) -> None:

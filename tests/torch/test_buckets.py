@@ -339,7 +339,7 @@ def test_no_memory_on_one_rank_means_no_buckets_on_all(caplog: pytest.LogCapture
         def __getattr__(self, name: str) -> Any:
             return getattr(self.plane, name)
 
-        def fusion_buffer(self, nbytes: int) -> FusionBuffer:
+        def fusion_buffer(self, nbytes: int, ranks: tuple[int, ...]) -> FusionBuffer:
             raise MemoryError(f"no memory for {nbytes} bytes")
 
     def step(runtime: Runtime) -> Any:

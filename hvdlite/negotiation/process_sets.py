@@ -1,0 +1,42 @@
+"""Which process sets exist, by id. Pure; the coordinator and every rank hold one, and all change by decisions only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
+
+
+class ProcessSetTable:
+    """The members of each set, ascending; id 0 is all ranks. Ids are never used again."""
+
+    def __init__(self, size: int) -> None:
+        self._ranks: dict[int, tuple[int, ...]] = {GLOBAL_PROCESS_SET_ID: tuple(range(size))}
+        self._next = 1
+
+    def __getitem__(self, number: int) -> tuple[int, ...]:
+        return self._ranks[number]
+
+    def __contains__(self, number: object) -> bool:
+        return number in self._ranks
+
+    def find(self, ranks: Sequence[int]) -> int | None:
+        """Return the id of the set with these members, or None."""
+        wanted = tuple(sorted(ranks))
+        return next((number for number, members in self._ranks.items() if members == wanted), None)
+
+    def add(self, ranks: Sequence[int]) -> int:
+        """Add a set and return its id."""
+        number = self._next
+        self._next += 1
+        self._ranks[number] = tuple(sorted(ranks))
+        return number
+
+    def remove(self, number: int) -> None:
+        """Forget a set."""
+        assert number != GLOBAL_PROCESS_SET_ID, "all ranks are a set for ever"
+        del self._ranks[number]
+
+    def items(self) -> Mapping[int, tuple[int, ...]]:
+        """Return all sets by id."""
+        return dict(self._ranks)
