@@ -239,8 +239,8 @@ def allreduce_async_(array: Array, average: bool | None = None, name: str | None
                      prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                      process_set: ProcessSet = global_process_set) -> Handle:
     """Like `allreduce_async`, in place; `array` must be C-contiguous."""
-    return runtime().allreduce(_name(name, "allreduce", process_set), array, array, reduce_op(op, average), prescale=prescale_factor,
-                               postscale=postscale_factor, process_set=set_id(process_set))
+    return runtime().allreduce(_name(name, "allreduce", process_set), array, array, reduce_op(op, average),
+                               prescale=prescale_factor, postscale=postscale_factor, process_set=set_id(process_set))
 
 
 def allreduce_(array: Array, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None,
@@ -337,13 +337,15 @@ def scatter(array: ArrayLike, root_rank: int, name: str | None = None,
 
     Rows are cut as by `reducescatter`.
     """
-    return _result(runtime().scatter(_name(name, "scatter", process_set), _contiguous(array), root_rank, process_set=set_id(process_set)))
+    return _result(runtime().scatter(_name(name, "scatter", process_set), _contiguous(array), root_rank,
+                                     process_set=set_id(process_set)))
 
 
 def alltoall_async(array: ArrayLike, splits: Sequence[int] | None = None, name: str | None = None,
                    process_set: ProcessSet = global_process_set) -> Handle:
     """Like `alltoall`, returning a handle at once; its result is always (array, rows received from each rank)."""
-    return runtime().alltoall(_name(name, "alltoall", process_set), _contiguous(array), splits, process_set=set_id(process_set))
+    return runtime().alltoall(_name(name, "alltoall", process_set), _contiguous(array), splits,
+                              process_set=set_id(process_set))
 
 
 def alltoall(array: ArrayLike, splits: Sequence[int] | None = None, name: str | None = None,

@@ -12,6 +12,7 @@ import torch
 
 from hvdlite import api
 from hvdlite.core.array import BFLOAT16, Array
+from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.handle import Handle
@@ -27,9 +28,9 @@ class TorchHandle:
 
     __slots__ = ("_finish", "_handle", "_result")
 
-    def __init__(self, handle: Handle, finish: Callable[[Array | None], Any]) -> None:
+    def __init__(self, handle: Handle, finish: Callable[[Any], Any]) -> None:
         self._handle = handle
-        self._finish: Callable[[Array | None], Any] | None = finish
+        self._finish: Callable[[Any], Any] | None = finish
         self._result: Any = None
 
     def done(self) -> bool:
@@ -111,7 +112,7 @@ def allreduce(tensor: torch.Tensor, average: bool | None = None, name: str | Non
         average: deprecated; use `op`.
         name: the same on all ranks.
         compression: dtype on the wire for float32 and float64.
-        op: Average (default), Sum, Min or Max. The gradient is the same reduction of the upstream gradient.
+        op: Average (default), Sum, Product, Min or Max. The gradient is the same reduction of the upstream gradient.
         prescale_factor: factor on every rank's values before the reduction.
         postscale_factor: factor on the result.
 
@@ -139,8 +140,9 @@ def grouped_allreduce_async(tensors: Sequence[torch.Tensor], average: bool | Non
                             op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                             process_set: ProcessSet = global_process_set) -> GroupHandle:
     """Like `grouped_allreduce`, returning one handle at once; not differentiable."""
-    return _grouped_allreduce(tensors, [torch.empty_like(tensor) for tensor in tensors], _name("grouped_allreduce", name, process_set),
-                              api.reduce_op(op, average), prescale_factor, postscale_factor, process_set)
+    outputs = [torch.empty_like(tensor) for tensor in tensors]
+    return _grouped_allreduce(tensors, outputs, _name("grouped_allreduce", name, process_set), api.reduce_op(op, average),
+                              prescale_factor, postscale_factor, process_set)
 
 
 def grouped_allreduce_(tensors: Sequence[torch.Tensor], average: bool | None = None, name: str | None = None,
@@ -169,16 +171,141 @@ def allgather_async(tensor: torch.Tensor, name: str | None = None,
     return _gathered(tensor, _name("allgather", name, process_set), process_set)
 
 
-def allgather(tensor: torch.Tensor, name: str | None = None,
-              process_set: ProcessSet = global_process_set) -> torch.Tensor:
+def allgather(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set,
+              horovod_gradient: bool = True) -> torch.Tensor:
     """Return all ranks' tensors concatenated along the first dimension, which may differ between ranks. Differentiable.
 
-    The gradient is the *average* over ranks of the upstream gradient's rows of this rank, as in Horovod.
+    Args:
+        horovod_gradient: the gradient is the *average* over ranks of the upstream gradient's rows of this rank, as in
+            Horovod; False: their sum, which is the derivative of the sum of all ranks' losses.
 
     Raises:
         UnsupportedError: for a scalar; otherwise like `allreduce`.
     """
-    return _Allgather.apply(tensor, _name("allgather", name, process_set), process_set)  # type: ignore[no-any-return]
+    return _Allgather.apply(tensor, _name("allgather", name, process_set), process_set, horovod_gradient)
+
+
+def grouped_allgather_async(tensors: Sequence[torch.Tensor], name: str | None = None,
+                            process_set: ProcessSet = global_process_set) -> GroupHandle:
+    """Like `grouped_allgather`, returning one handle at once; not differentiable."""
+    base = _name("grouped_allgather", name, process_set)
+    return _many([_gathered(tensor, member, process_set) for tensor, member in zip(tensors, _members(base, tensors),
+                                                                                   strict=True)])
+
+
+def grouped_allgather(tensors: Sequence[torch.Tensor], name: str | None = None,
+                      process_set: ProcessSet = global_process_set, horovod_gradient: bool = True) -> list[torch.Tensor]:
+    """Like `allgather`, of several tensors. Differentiable."""
+    base = _name("grouped_allgather", name, process_set)
+    return [_Allgather.apply(tensor, member, process_set, horovod_gradient)
+            for tensor, member in zip(tensors, _members(base, tensors), strict=True)]
+
+
+def reducescatter_async(tensor: torch.Tensor, name: str | None = None, op: ReduceOp = Average,
+                        process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0,
+                        postscale_factor: float = 1.0) -> TorchHandle:
+    """Like `reducescatter`, returning a handle at once; not differentiable."""
+    return _reducescatter(tensor, _name("reducescatter", name, process_set), op, prescale_factor, postscale_factor,
+                          process_set)
+
+
+def reducescatter(tensor: torch.Tensor, name: str | None = None, compression: type[Compressor] = Compression.none,
+                  op: ReduceOp = Average, process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0,
+                  postscale_factor: float = 1.0, horovod_gradient: bool = True) -> torch.Tensor:
+    """Return this rank's rows of the reduction over all ranks. Differentiable.
+
+    Rows (the first dimension) are cut as evenly as possible; the first ranks get one more.
+
+    Args:
+        compression: dtype on the wire for float32 and float64.
+        op: Average (default), Sum, Product, Min or Max; differentiable for Average and Sum.
+        horovod_gradient: the gradient is all ranks' upstream gradients put together (times the number of ranks for Sum), as
+            in Horovod; False: 1/size of that, the derivative of the sum of all ranks' losses.
+
+    Raises:
+        UnsupportedError: for a scalar; otherwise like `allreduce`.
+    """
+    compressed, context = compression.compress(tensor)
+    reduced = _Reducescatter.apply(compressed, _name("reducescatter", name, process_set), ReduceOp(op), prescale_factor,
+                                   postscale_factor, process_set, horovod_gradient)
+    return compression.decompress(reduced, context)
+
+
+def grouped_reducescatter_async(tensors: Sequence[torch.Tensor], name: str | None = None, op: ReduceOp = Average,
+                                process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0,
+                                postscale_factor: float = 1.0) -> GroupHandle:
+    """Like `grouped_reducescatter`, returning one handle at once; not differentiable."""
+    base = _name("grouped_reducescatter", name, process_set)
+    return _many([_reducescatter(tensor, member, op, prescale_factor, postscale_factor, process_set)
+                  for tensor, member in zip(tensors, _members(base, tensors), strict=True)])
+
+
+def grouped_reducescatter(tensors: Sequence[torch.Tensor], name: str | None = None,
+                          compression: type[Compressor] = Compression.none, op: ReduceOp = Average,
+                          process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0,
+                          postscale_factor: float = 1.0) -> list[torch.Tensor]:
+    """Like `reducescatter`, of several tensors. Differentiable."""
+    base = _name("grouped_reducescatter", name, process_set)
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    return [compression.decompress(_Reducescatter.apply(tensor, member, ReduceOp(op), prescale_factor, postscale_factor,
+                                                        process_set, True), context)
+            for (tensor, context), member in zip(pairs, _members(base, tensors), strict=True)]
+
+
+def alltoall_async(tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | None = None, name: str | None = None,
+                   process_set: ProcessSet = global_process_set) -> TorchHandle:
+    """Like `alltoall`, returning a handle at once; its result is always (tensor, rows received). Not differentiable."""
+    return _alltoall(tensor, _split_list(splits), _name("alltoall", name, process_set), process_set)
+
+
+def alltoall(tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | None = None, name: str | None = None,
+             process_set: ProcessSet = global_process_set) -> Any:
+    """Send rows to each rank and return those received, in rank order. Differentiable.
+
+    Args:
+        tensor: at least 1-D; the rows for rank 0 first, then those for rank 1, and so on.
+        splits: how many rows go to each rank; rows beyond their sum stay here. Default: equal shares.
+
+    Returns:
+        The tensor; with `splits`, the pair of it and an int32 tensor of the rows received from each rank.
+
+    Raises:
+        UnsupportedError: for splits that do not fit, or rows that cannot be shared equally; otherwise like `allreduce`.
+        MismatchError: when the ranks' shapes differ after the first dimension.
+    """
+    received, rows = _Alltoall.apply(tensor, _split_list(splits), _name("alltoall", name, process_set), process_set)
+    return received if splits is None else (received, rows)
+
+
+def reduce(tensor: torch.Tensor, root_rank: int, name: str | None = None, op: ReduceOp = Average,
+           process_set: ProcessSet = global_process_set) -> torch.Tensor | None:
+    """Like `allreduce`, but only rank `root_rank` gets the result; the others get None. Not differentiable."""
+    name = _name("reduce", name, process_set)
+    source = contiguous(tensor, name)
+    target = torch.empty_like(source) if api.rank() == root_rank else None
+    api.runtime().reduce(name, as_array(source, name), None if target is None else as_array(target, name), root_rank, op,
+                         process_set=api.set_id(process_set)).wait()
+    return target
+
+
+def gather(tensor: torch.Tensor, root_rank: int, name: str | None = None,
+           process_set: ProcessSet = global_process_set) -> torch.Tensor | None:
+    """Like `allgather`, but only rank `root_rank` gets the result; the others get None. Not differentiable."""
+    name = _name("gather", name, process_set)
+    array = api.runtime().gather(name, as_array(contiguous(tensor, name), name), root_rank,
+                                 process_set=api.set_id(process_set)).wait()
+    return None if array is None else _as_tensor(array)
+
+
+def scatter(tensor: torch.Tensor, root_rank: int, name: str | None = None,
+            process_set: ProcessSet = global_process_set) -> torch.Tensor:
+    """Return this rank's rows of rank `root_rank`'s tensor; all ranks pass one of the same shape and dtype.
+
+    Rows are cut as by `reducescatter`. Not differentiable.
+    """
+    name = _name("scatter", name, process_set)
+    return _as_tensor(api.runtime().scatter(name, as_array(contiguous(tensor, name), name), root_rank,
+                                            process_set=api.set_id(process_set)).wait())
 
 
 def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = None,
@@ -199,13 +326,15 @@ def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None,
     return synchronize(broadcast_async_(tensor, root_rank, name, process_set))
 
 
-def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None,
-              process_set: ProcessSet = global_process_set) -> torch.Tensor:
+def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set,
+              horovod_gradient: bool = True) -> torch.Tensor:
     """Return rank `root_rank`'s tensor; all ranks pass one of the same shape and dtype. Differentiable.
 
-    The gradient is the *average* over ranks of the upstream gradient on the root and zero elsewhere, as in Horovod.
+    Args:
+        horovod_gradient: the gradient is the *average* over ranks of the upstream gradient on the root and zero elsewhere,
+            as in Horovod; False: their sum, which is the derivative of the sum of all ranks' losses.
     """
-    return _Broadcast.apply(tensor, root_rank, _name("broadcast", name, process_set), process_set)  # type: ignore[no-any-return]
+    return _Broadcast.apply(tensor, root_rank, _name("broadcast", name, process_set), process_set, horovod_gradient)
 
 
 class _Allreduce(torch.autograd.Function):
@@ -237,34 +366,67 @@ class _GroupedAllreduce(torch.autograd.Function):
 
 class _Allgather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, name: str, process_set: ProcessSet) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, name: str, process_set: ProcessSet, averages: bool) -> torch.Tensor:
         runtime = api.runtime()
         rows = allgather_async(torch.tensor([tensor.shape[0] if tensor.dim() else 0]), f"{name}.rows", process_set)
         result: torch.Tensor = _gathered(tensor, name, process_set).wait()
         before = rows.wait()[:runtime.members(api.set_id(process_set)).index(runtime.world.rank)].sum().item()
         ctx.mine = slice(before, before + (tensor.shape[0] if tensor.dim() else 0))
-        ctx.name, ctx.process_set = name, process_set
+        ctx.arguments = (f"{name}.gradient", Average if averages else Sum, 1.0, 1.0, process_set)
         return result
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> Any:  # type: ignore[override]
-        averaged = _allreduce(upstream, torch.empty_like(upstream), f"{ctx.name}.gradient", Average, 1.0, 1.0,
-                              ctx.process_set).wait()
-        return averaged[ctx.mine], None, None
+        combined = _allreduce(upstream, torch.empty_like(upstream), *ctx.arguments).wait()
+        return combined[ctx.mine], None, None, None
 
 
 class _Broadcast(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, root_rank: int, name: str, process_set: ProcessSet) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, root_rank: int, name: str, process_set: ProcessSet,
+                averages: bool) -> torch.Tensor:
         ctx.is_root = api.runtime().world.rank == root_rank
-        ctx.name, ctx.process_set = name, process_set
+        ctx.arguments = (f"{name}.gradient", Average if averages else Sum, 1.0, 1.0, process_set)
         return _broadcast(tensor, torch.empty_like(tensor), root_rank, name, process_set).wait()
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> Any:  # type: ignore[override]
-        averaged = _allreduce(upstream, torch.empty_like(upstream), f"{ctx.name}.gradient", Average, 1.0, 1.0,
-                              ctx.process_set).wait()
-        return (averaged if ctx.is_root else torch.zeros_like(averaged)), None, None, None
+        combined = _allreduce(upstream, torch.empty_like(upstream), *ctx.arguments).wait()
+        return (combined if ctx.is_root else torch.zeros_like(combined)), None, None, None, None
+
+
+class _Reducescatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, name: str, op: ReduceOp, prescale: float, postscale: float,
+                process_set: ProcessSet, horovod: bool) -> torch.Tensor:
+        size = len(api.runtime().members(api.set_id(process_set)))
+        ctx.name, ctx.process_set, ctx.op = name, process_set, op
+        ctx.factor = prescale * postscale * ((size if horovod else 1) if op is Sum else 1 if horovod else 1 / size)
+        return _reducescatter(tensor, name, op, prescale, postscale, process_set).wait()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> Any:  # type: ignore[override]
+        if ctx.op not in (Sum, Average):
+            raise UnsupportedError(f"reducescatter with op={ctx.op.name.capitalize()} has no gradient; use Sum or Average")
+        whole = _gathered(upstream, f"{ctx.name}.gradient", ctx.process_set).wait()
+        return whole * ctx.factor, None, None, None, None, None, None
+
+
+class _Alltoall(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, splits: list[int] | None, name: str,
+                process_set: ProcessSet) -> tuple[torch.Tensor, torch.Tensor]:
+        received, rows = _alltoall(tensor, splits, name, process_set).wait()
+        ctx.arguments = (rows.tolist(), f"{name}.gradient", process_set)
+        ctx.rows = tensor.shape[0]
+        ctx.mark_non_differentiable(rows)
+        return received, rows
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor, _: torch.Tensor) -> Any:  # type: ignore[override]
+        back, _ = _alltoall(upstream, *ctx.arguments).wait()
+        kept = back.new_zeros(ctx.rows - back.shape[0], *back.shape[1:])  # rows that were sent to nobody
+        return torch.cat([back, kept]), None, None, None
 
 
 def _allreduce(tensor: torch.Tensor, output: torch.Tensor, name: str, op: ReduceOp, prescale: float, postscale: float,
@@ -299,7 +461,35 @@ def _grouped_allreduce(tensors: Sequence[torch.Tensor], outputs: Sequence[torch.
 
 def _gathered(tensor: torch.Tensor, name: str, process_set: ProcessSet) -> TorchHandle:
     source = contiguous(tensor, name)
-    return TorchHandle(api.runtime().allgather(name, as_array(source, name), process_set=api.set_id(process_set)), _as_tensor)
+    handle = api.runtime().allgather(name, as_array(source, name), process_set=api.set_id(process_set))
+    return TorchHandle(handle, _as_tensor)
+
+
+def _reducescatter(tensor: torch.Tensor, name: str, op: ReduceOp, prescale: float, postscale: float,
+                   process_set: ProcessSet) -> TorchHandle:
+    source = contiguous(tensor, name)
+    handle = api.runtime().reducescatter(name, as_array(source, name), op, prescale=prescale, postscale=postscale,
+                                         process_set=api.set_id(process_set))
+    return TorchHandle(handle, _as_tensor)
+
+
+def _alltoall(tensor: torch.Tensor, splits: list[int] | None, name: str, process_set: ProcessSet) -> TorchHandle:
+    source = contiguous(tensor, name)
+    handle = api.runtime().alltoall(name, as_array(source, name), splits, process_set=api.set_id(process_set))
+    return TorchHandle(handle, lambda result: (_as_tensor(result[0]), torch.from_numpy(result[1].astype("int32"))))
+
+
+def _split_list(splits: Sequence[int] | torch.Tensor | None) -> list[int] | None:
+    return splits.tolist() if isinstance(splits, torch.Tensor) else None if splits is None else list(splits)
+
+
+def _members(base: str, tensors: Sequence[torch.Tensor]) -> list[str]:
+    """Return Horovod's names for the members of a group."""
+    return [f"{base}_{index}of{len(tensors)}" for index in range(1, len(tensors) + 1)]
+
+
+def _many(handles: Sequence[TorchHandle]) -> GroupHandle:
+    return GroupHandle([handle._handle for handle in handles], lambda: [handle.wait() for handle in handles])
 
 
 def _broadcast(tensor: torch.Tensor, output: torch.Tensor, root_rank: int, name: str,
@@ -323,8 +513,7 @@ def _written(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return output
 
 
-def _as_tensor(array: Array | None) -> torch.Tensor:
-    assert array is not None
+def _as_tensor(array: Array) -> torch.Tensor:
     if array.dtype == BFLOAT16:
         return torch.from_numpy(array.view("int16")).view(torch.bfloat16)
     return torch.from_numpy(array)

@@ -13,7 +13,8 @@ from hvdlite.training import objects
 from hvdlite_torch.ops import broadcast_async_
 
 
-def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: int) -> None:
+def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: int,
+                         process_set: ProcessSet = global_process_set) -> None:
     """Overwrite tensors with rank `root_rank`'s, in place.
 
     Args:
@@ -24,7 +25,8 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
         ValueError: for anything else.
         MismatchError: when a tensor's shape or dtype differs between ranks.
     """
-    handles = [broadcast_async_(tensor.detach(), root_rank, f"parameters.{name}") for name, tensor in _named(params)]
+    handles = [broadcast_async_(tensor.detach(), root_rank, f"parameters.{name}", process_set)
+               for name, tensor in _named(params)]
     for handle in handles:
         handle.wait()
 
@@ -63,7 +65,8 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None,
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
     """Return every rank's picklable object, in rank order."""
-    return objects.allgather_object(api.runtime(), obj, _object_name("allgather_object", name, process_set), api.set_id(process_set))
+    return objects.allgather_object(api.runtime(), obj, _object_name("allgather_object", name, process_set),
+                                    api.set_id(process_set))
 
 
 class _Placeholder:

@@ -3,7 +3,7 @@
 The file has no name. On Linux it is a `memfd`, so neither /dev/shm's size limit nor a crash matters; elsewhere it is
 a file that is unlinked before it is used (macOS: documented, not yet run). Its descriptor travels over a Unix socket.
 
-    segment: counters, 64 bytes apart, three a rank | slot (rank 0, region 0) | slot (0, 1) | slot (0, mail) | slot (1, 0) | ...
+    segment: one arrival counter a rank, 64 bytes apart | slot (rank 0, region 0) | slot (0, 1) | slot (1, 0) | ...
     window:  rank 0's part | rank 1's part | ...
 
 Rules (PROTOCOL rules 1, 2, 4, 5)
@@ -62,8 +62,6 @@ class Segment:
 
     Attributes:
         arrivals: how many barriers each rank has reached, by its index in the set; written by that rank.
-        sent: how many pieces each rank has put into its mail slot; written by that rank.
-        taken: how many of those their receivers have read; written by the receiver of the moment.
         slot: bytes of one staging slot.
     """
 
@@ -74,13 +72,12 @@ class Segment:
         memory.allocate(start, self._counter_bytes)
         self._map = mmap.mmap(memory.descriptor, segment_bytes(ranks, slot), offset=start)
         self._bytes = np.frombuffer(self._map, np.uint8)
-        counters = self._bytes[:3 * ranks * COUNTER_STRIDE].view(np.int64)[::COUNTER_STRIDE // 8]
-        self.arrivals, self.sent, self.taken = counters[:ranks], counters[ranks:2 * ranks], counters[2 * ranks:]
-        self._allocated = [0] * (REGIONS + 1)  # bytes of this rank's slots that have pages
+        self.arrivals = self._bytes[:ranks * COUNTER_STRIDE].view(np.int64)[::COUNTER_STRIDE // 8]
+        self._allocated = [0] * REGIONS  # bytes of this rank's slots that have pages
 
     def staging(self, index: int, region: int) -> Array:
-        """Return a rank's slot of a region, as bytes; write only into your own. Region `REGIONS` is for mail."""
-        start = self._counter_bytes + (index * (REGIONS + 1) + region) * self.slot
+        """Return a rank's slot of a region, as bytes; write only into your own."""
+        start = self._counter_bytes + (index * REGIONS + region) * self.slot
         return self._bytes[start:start + self.slot]
 
     def reserve(self, region: int, nbytes: int) -> None:
@@ -92,16 +89,16 @@ class Segment:
         if nbytes <= self._allocated[region]:
             return
         wanted = min(self.slot, max(_rounded(nbytes), 2 * self._allocated[region]))
-        start = self._start + self._counter_bytes + (self._index * (REGIONS + 1) + region) * self.slot
+        start = self._start + self._counter_bytes + (self._index * REGIONS + region) * self.slot
         self._memory.allocate(start + self._allocated[region], wanted - self._allocated[region])
         self._allocated[region] = wanted
 
     def close(self) -> None:
         """Unmap it, and give this rank's pages back."""
-        del self.arrivals, self.sent, self.taken, self._bytes
-        start = self._counter_bytes + self._index * (REGIONS + 1) * self.slot
+        del self.arrivals, self._bytes
+        start = self._counter_bytes + self._index * REGIONS * self.slot
         try:
-            self._map.madvise(mmap.MADV_REMOVE, start, (REGIONS + 1) * self.slot)
+            self._map.madvise(mmap.MADV_REMOVE, start, REGIONS * self.slot)
         except (AttributeError, OSError, ValueError):
             pass  # not Linux: the pages go with the file
         try:
@@ -182,12 +179,12 @@ class SharedMemory:
 
 def counter_bytes(ranks: int) -> int:
     """Return the bytes of a segment's counters."""
-    return _rounded(3 * ranks * COUNTER_STRIDE)
+    return _rounded(ranks * COUNTER_STRIDE)
 
 
 def segment_bytes(ranks: int, slot: int) -> int:
     """Return the length of a segment; most of it never gets pages."""
-    return counter_bytes(ranks) + ranks * (REGIONS + 1) * slot
+    return counter_bytes(ranks) + ranks * REGIONS * slot
 
 
 def _rounded(nbytes: int) -> int:

@@ -287,8 +287,8 @@ class Coordinator:
             self._evict(layout, now)
         for requests in self._table.take_if(lambda request: request.process_set == number):
             request = next(iter(requests.values()))
-            self._refuse(request, ErrorKind.MISMATCH, f"'{request.name}' was under way on {named_ranks(sorted(requests))} when "
-                         f"process set {number} was removed; wait for everything on a set before removing it")
+            self._refuse(request, ErrorKind.MISMATCH, f"'{request.name}' was under way on {named_ranks(sorted(requests))} "
+                         f"when process set {number} was removed; wait for everything on a set before removing it")
         self._process_sets.remove(number)
 
     def _refuse(self, request: Request, kind: ErrorKind, text: str) -> None:

@@ -18,7 +18,6 @@ from hvdlite.core.world import World
 from hvdlite.negotiation.messages import Request, Response
 from hvdlite.runtime.handle import Handle, Sleepers
 
-
 ROOTED = frozenset({Collective.BROADCAST, Collective.REDUCE, Collective.GATHER, Collective.SCATTER})
 
 

@@ -12,7 +12,6 @@ import pytest
 
 from hvdlite.memory.shared import SharedMemory, anonymous_file
 
-
 ALL = (0, 1, 2)
 
 

@@ -17,17 +17,26 @@ from hvdlite.negotiation.messages import BucketReady, Decision, ErrorKind, Failu
 from tests.negotiation.simulation import Simulation
 
 
+def SETS(size: int) -> list[tuple[int, ...]]:
+    """Return the process sets of these tests: all ranks, and two that overlap when there are three ranks or more."""
+    everybody = tuple(range(size))
+    return [everybody, everybody[:-1] or everybody, everybody[1:] or everybody]
+
+
 @st.composite
 def worlds(draw: st.DrawFn) -> tuple[int, list[list[Request]], list[int], int]:
     """Draw ranks, each one's requests in its own order (some disagreeing, some absent), and an interleaving."""
     size = draw(st.integers(1, 4))
     count = draw(st.integers(1, 8))
-    base = [Request(f"t{index}", draw(st.sampled_from([Collective.ALLREDUCE, Collective.BROADCAST, Collective.BARRIER])),
-                    draw(st.sampled_from(["float32", "int64"])), (draw(st.integers(0, 5)),), root_rank=0)
+    kinds = [Collective.ALLREDUCE, Collective.BROADCAST, Collective.BARRIER, Collective.ALLTOALL, Collective.REDUCESCATTER]
+    base = [Request(f"t{index // 2}" if (number := draw(st.integers(0, 2))) else f"g{index}", draw(st.sampled_from(kinds)),
+                    draw(st.sampled_from(["float32", "int64"])), (draw(st.integers(0, 5)),), root_rank=SETS(size)[number][0],
+                    process_set=number)
             for index in range(count)]
+    base = list({request.key: request for request in base}.values())
     orders = []
-    for _ in range(size):
-        mine = list(draw(st.permutations(base)))
+    for rank in range(size):
+        mine = [request for request in draw(st.permutations(base)) if rank in SETS(size)[request.process_set]]
         for index, request in enumerate(mine):
             change = draw(st.sampled_from(["same"] * 6 + ["shape", "op", "dtype", "absent"]))
             if change == "shape":
@@ -48,6 +57,11 @@ def test_any_interleaving_gives_equal_plans_and_one_answer_each(
         world: tuple[int, list[list[Request]], list[int], int]) -> None:
     size, orders, schedule, threshold = world
     simulation = Simulation(size, threshold)
+    for number, members in enumerate(SETS(size)[1:], 1):
+        for controller in simulation.controllers:
+            controller.submit(Request("add", Collective.ADD_PROCESS_SET, "uint8", (0,), members=members))
+        simulation.settle()
+        assert all(plan.pop().rows == (number,) for plan in simulation.plans)
     pending = [deque(order) for order in orders]
     for choice in schedule:
         rank, action = choice % size, choice // size
@@ -66,15 +80,21 @@ def test_any_interleaving_gives_equal_plans_and_one_answer_each(
             simulation.controllers[rank].submit(pending[rank].popleft())
     simulation.settle()
 
-    by_name = [{request.name: request for request in order} for order in orders]
+    by_key = [{request.key: request for request in order} for order in orders]
+    everything = list({response: None for plan in simulation.plans for response in plan})
     for rank in range(size):
-        assert simulation.plans[rank] == simulation.plans[0]
+        for other in range(rank):
+            mine, theirs = simulation.plans[rank], simulation.plans[other]
+            assert [each for each in mine if each in theirs] == [each for each in theirs if each in mine], "different orders"
         assert not simulation.controllers[rank].unanswered(), "something waits for ever"
-    answered = [name for response in simulation.plans[0] for name in response.names]
-    assert sorted(answered) == sorted(by_name[0]), "not every tensor was answered exactly once"
-    for response in simulation.plans[0]:
-        for name in response.names:
-            versions = {msgspec.structs.replace(requests[name], absent=False) for requests in by_name}
+        answered = [(response.process_set, name, 0) for response in simulation.plans[rank] for name in response.names]
+        assert sorted(answered) == sorted(by_key[rank]), "not every tensor was answered exactly once"
+    for response in everything:
+        members = SETS(size)[response.process_set]
+        for key in [(response.process_set, name, 0) for name in response.names]:
+            versions = {msgspec.structs.replace(by_key[rank][key], absent=False) for rank in members}
+            if any(request.collective is Collective.ALLTOALL for request in versions):
+                versions = {msgspec.structs.replace(version, op=ReduceOp.SUM, shape=()) for version in versions}
             if any(request.collective is Collective.BROADCAST for request in versions):
                 versions = {msgspec.structs.replace(version, op=ReduceOp.SUM) for version in versions}
             if any(request.collective is Collective.BARRIER for request in versions):
@@ -82,7 +102,7 @@ def test_any_interleaving_gives_equal_plans_and_one_answer_each(
             agreed = len(versions) == 1
             assert (response.error is ErrorKind.NONE) == agreed, (response, versions)
             if agreed:
-                present = tuple(rank for rank in range(size) if not by_name[rank][name].absent)
+                present = tuple(rank for rank in members if not by_key[rank][key].absent)
                 assert response.contributors == present
 
 

@@ -154,3 +154,81 @@ def test_torch_and_numpy_convert_16_bit_floats_to_the_same_bits() -> None:
                 casts[0](short, wide)
             results.append((short.view(np.uint16), wide.view(np.uint32)))
         assert np.array_equal(results[0][0], results[1][0]) and np.array_equal(results[0][1], results[1][1])
+
+
+def test_reducescatter_alltoall_and_roots() -> None:
+    run(3, """
+        x = torch.arange(14.0).reshape(7, 2) * (rank + 1)
+        mine = hvd.reducescatter(x, op=hvd.Sum)
+        assert torch.equal(mine, (torch.arange(14.0).reshape(7, 2) * 6)[[0, 3, 5, 7][rank]:[0, 3, 5, 7][rank + 1]])
+        assert torch.equal(hvd.reducescatter(x, compression=hvd.Compression.fp16, op=hvd.Sum), mine)
+        group = hvd.grouped_reducescatter([x, x.int()], op=hvd.Sum)
+        assert torch.equal(group[0], mine) and torch.equal(group[1], mine.int())
+        out, rows = hvd.alltoall(torch.full((6,), rank), splits=torch.tensor([1, 2, 3]))
+        assert rows.tolist() == [rank + 1] * 3 and rows.dtype is torch.int32
+        assert out.tolist() == sorted([0, 1, 2] * (rank + 1))
+        assert hvd.alltoall(torch.full((3,), rank)).tolist() == [0, 1, 2]
+        both = hvd.synchronize(hvd.alltoall_async(torch.full((3,), rank)))
+        assert both[0].tolist() == [0, 1, 2] and both[1].tolist() == [1, 1, 1]
+        gathered = hvd.grouped_allgather([torch.full((rank, 1), rank), torch.tensor([rank])])
+        assert gathered[0].ravel().tolist() == [1, 2, 2] and gathered[1].tolist() == [0, 1, 2]
+        at_root = hvd.reduce(torch.tensor([1.0, rank]), 1, op=hvd.Sum)
+        assert at_root is None if rank != 1 else at_root.tolist() == [3, 3]
+        at_root = hvd.gather(torch.tensor([[rank]]), 2)
+        assert at_root is None if rank != 2 else at_root.tolist() == [[0], [1], [2]]
+        assert hvd.scatter(torch.arange(3) * (rank == 0), 0).tolist() == [rank]
+        assert hvd.allreduce(torch.tensor([2.0]), op=hvd.Product).item() == 8
+    """)
+
+
+def test_gradients_are_the_derivatives_or_horovods() -> None:
+    """Every rank's loss is a weighted sum of its result; the sum of all losses has a derivative that can be written down."""
+    run(2, """
+        def gradient(call, rows):
+            x = torch.arange(rows * 2.0).reshape(rows, 2).requires_grad_()
+            result = call(x)
+            weights = (rank + 1) * torch.arange(1.0, result.numel() + 1).reshape(result.shape)
+            (result * weights).sum().backward()
+            return x.grad
+        one = torch.arange(1.0, 9.0).reshape(4, 2)
+        for exact, factor in ((True, 3.0), (False, 1.5)):
+            got = gradient(lambda x: hvd.allgather(x, horovod_gradient=not exact), 2)
+            assert torch.equal(got, factor * one[2 * rank:2 * rank + 2]), got
+            got = gradient(lambda x: hvd.broadcast(x, 1, horovod_gradient=not exact), 2)
+            assert torch.equal(got, factor * one[:2] * (rank == 1)), got
+        own = torch.cat([one[:2], 2 * one[:2]])
+        for op, exact, factor in ((hvd.Sum, True, 1), (hvd.Sum, False, 2), (hvd.Average, True, .5), (hvd.Average, False, 1)):
+            got = gradient(lambda x: hvd.reducescatter(x, op=op, horovod_gradient=not exact), 4)
+            assert torch.equal(got, factor * own), (op, exact, got)
+        got = gradient(lambda x: hvd.alltoall(x, splits=[1, 2])[0], 4)  # one row stays here
+        wanted = torch.zeros(4, 2)
+        wanted[:1] = 1 * one[rank:rank + 1]  # our row in rank 0's result, whose weights are 1 x
+        wanted[1:3] = 2 * torch.arange(1.0, 9.0).reshape(4, 2)[2 * rank:2 * rank + 2]
+        assert torch.equal(got, wanted), (got, wanted)
+        got = gradient(lambda x: hvd.allreduce(x, op=hvd.Sum), 2)
+        assert torch.equal(got, 3 * one[:2])
+    """)
+
+
+def test_process_sets_with_torch() -> None:
+    run(3, """
+        pair = hvd.add_process_set(hvd.ProcessSet([0, 2]))
+        if pair.included():
+            assert hvd.allreduce(torch.tensor([float(rank)]), process_set=pair).item() == 1
+            assert hvd.broadcast_object({"from": rank}, 2, process_set=pair) == {"from": 2}
+            assert hvd.allgather_object(rank, process_set=pair) == [0, 2]
+            model = torch.nn.Linear(3, 2)
+            hvd.broadcast_parameters(model.state_dict(), 0, process_set=pair)
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), process_set=pair)
+            for _ in range(5):
+                optimizer.zero_grad()
+                model(torch.full((1, 3), float(rank))).sum().backward()
+                assert torch.equal(model.weight.grad, torch.ones(2, 3))
+                optimizer.step()
+            assert optimizer._reducer._seating is not None
+        else:
+            raises(ValueError, "not a member", lambda: hvd.DistributedOptimizer(
+                torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0), process_set=pair))
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 3
+        assert hvd.remove_process_set(pair)
+    """)
