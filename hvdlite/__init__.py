@@ -31,6 +31,7 @@ from hvdlite.api import (
     init,
     is_homogeneous,
     is_initialized,
+    join,
     local_rank,
     local_size,
     poll,
@@ -66,6 +67,6 @@ __all__ = [
     "ProcessSet", "Product", "ReduceOp", "Sum", "UnsupportedError", "__version__", "add_process_set", "allgather",
     "allgather_async", "allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "alltoall", "alltoall_async",
     "barrier", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "cross_rank", "cross_size", "gather",
-    "global_process_set", "init", "is_homogeneous", "is_initialized", "local_rank", "local_size", "poll", "rank",
+    "global_process_set", "init", "is_homogeneous", "is_initialized", "join", "local_rank", "local_size", "poll", "rank",
     "reduce", "reducescatter", "reducescatter_async", "remove_process_set", "scatter", "shutdown", "size", "synchronize",
 ]

@@ -372,6 +372,23 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     runtime().barrier(_name(None, "barrier", process_set), process_set=set_id(process_set)).wait()
 
 
+def join(device: int = -1) -> int:
+    """Take no further part until all ranks have called this; return the rank that came last.
+
+    For ranks that run out of data before the others: the others' collectives go on without this rank, which contributes
+    nothing. Average goes on dividing by the number of ranks, unless HVDLITE_JOIN_DIVIDES_BY_ACTIVE is set.
+
+    Args:
+        device: accepted for Horovod's sake; not needed.
+
+    Raises:
+        PeerLeftError: when a rank leaves without joining.
+    """
+    del device
+    last: int = runtime().join().wait()
+    return last
+
+
 def poll(handle: Handle) -> bool:
     """Return whether `synchronize(handle)` would not block."""
     return handle.done()

@@ -80,7 +80,7 @@ def DistributedOptimizer(
     names = _names(optimizer, named_parameters)
     reducer: GradientReducer[torch.Tensor] = GradientReducer(
         runtime, TorchGradients(compression, sparse_as_dense, runtime.config.gradient_as_bucket_view),
-        runtime.unnamed("torch", "optimizer", api.set_id(process_set)), op=ReduceOp(op),
+        runtime.label("torch", api.set_id(process_set)), op=ReduceOp(op),
         prescale=1.0 / gradient_predivide_factor, postscale=gradient_predivide_factor, passes=backward_passes_per_step,
         process_set=api.set_id(process_set))
     base = type(optimizer)

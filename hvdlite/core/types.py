@@ -30,3 +30,4 @@ class Collective(enum.IntEnum):
     SCATTER = 8
     ADD_PROCESS_SET = 9
     REMOVE_PROCESS_SET = 10
+    JOIN = 11

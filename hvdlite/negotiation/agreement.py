@@ -32,6 +32,7 @@ _SPECIFIC: dict[Collective, tuple[Aspect, ...]] = {
     Collective.BROADCAST: (("shape", lambda request: list(request.shape)), _ROOT),
     Collective.ALLGATHER: _ROWS,
     Collective.BARRIER: (),
+    Collective.JOIN: (),
     Collective.REDUCESCATTER: _REDUCTION,
     Collective.REDUCE: (*_REDUCTION, _ROOT),
     Collective.ALLTOALL: _ROWS,

@@ -80,7 +80,7 @@ def plan(ready: Iterable[Mapping[int, Request]], ranks: Ranks, limits: BucketSiz
     kinds: dict[tuple[object, ...], list[Request]] = {}
     for requests in ready:
         member = _member(requests)
-        kinds.setdefault(fusion_key(response_to({0: member})), []).append(member)
+        kinds.setdefault(fusion_key(response_to({0: member}, ranks)), []).append(member)
     buckets: list[Bucket] = []
     for members in kinds.values():
         begin = 0
@@ -104,7 +104,7 @@ def _bucket(number: int, members: Sequence[Request], ranks: Ranks) -> Bucket:
         offsets.append(elements)
         count = payload_bytes(member) // SUPPORTED_DTYPES[member.dtype].itemsize
         elements += -(-count // step) * step
-    response = msgspec.structs.replace(response_to({0: members[0]}), names=tuple(member.name for member in members),
+    response = msgspec.structs.replace(response_to({0: members[0]}, ranks), names=tuple(member.name for member in members),
                                        contributors=ranks)
     return Bucket(number, tuple(members), tuple(offsets), elements, response)
 
@@ -285,6 +285,13 @@ class DeclaredSets:
     def has_tombstones(self) -> bool:
         """Whether `forget` has anything to do."""
         return bool(self._tombstones)
+
+    def forget_rounds(self) -> None:
+        """All ranks have joined: rounds are numbered anew (and higher), and what was seen of this one teaches nothing."""
+        for declared in self._sets.values():
+            declared.closed.clear()
+            declared.ready.clear()
+            declared.spoiled = False
 
     def layouts_in(self, process_set: int) -> list[int]:
         """Return the layouts in use of a process set."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 
 from hvdlite.core.errors import ProtocolError
+from hvdlite.core.types import Collective
 from hvdlite.negotiation.buckets import expand
 from hvdlite.negotiation.messages import (
     Bucket,
@@ -18,6 +19,7 @@ from hvdlite.negotiation.messages import (
     BucketRelease,
     Closing,
     Decision,
+    ErrorKind,
     FailureNotice,
     Key,
     Layout,
@@ -42,8 +44,15 @@ class Evicted:
     layout: Layout
 
 
-Instruction = Layout | BucketRelease | Expanded | Evicted | Response
-"""What a rank does: set up a learned layout, reduce a bucket, split one, give up a layout, or carry out a response."""
+@dataclasses.dataclass(frozen=True)
+class Assist:
+    """This rank has joined: it does its share of the work, if it is in the process set, but has no tensor in it."""
+
+    response: Response
+
+
+Instruction = Assist | Layout | BucketRelease | Expanded | Evicted | Response
+"""What a rank does: help although it has joined, set up a learned layout, reduce a bucket, split one, give up a layout, or carry out a response."""
 
 
 class Controller:
@@ -61,6 +70,7 @@ class Controller:
         self._ready: list[BucketReady] = []
         self._stale: list[int] = []
         self._closings: list[Closing] = []
+        self._joined = False
         self._leaving = False
         self._failure: FailureNotice | None = None
         self._unsaid = False
@@ -69,6 +79,7 @@ class Controller:
         """A tensor is ready here. Its name must not be unanswered (the runtime refuses that at the call)."""
         assert request.key not in self._unanswered, f"'{request.name}' is still being processed"
         self._unanswered.add(request.key)
+        self._joined = self._joined or request.collective is Collective.JOIN
         self._requests.append(request)
         self._unsaid = True
 
@@ -147,6 +158,9 @@ class Controller:
             if keys[0] in self._unanswered:  # a fused response concerns all of a process set or none
                 instructions.append(response)
                 self._unanswered.difference_update(keys)
+                self._joined = self._joined and response.collective is not Collective.JOIN
+            elif self._joined and response.error is ErrorKind.NONE:
+                instructions.append(Assist(response))
         return instructions
 
     def bucket(self, number: int) -> Bucket:

@@ -6,6 +6,8 @@ Rules kept here
 - Decisions are numbered without gaps; nothing is decided while nothing was reported.
 - The first failure ends the job. It names its origin; failures that arrive later are consequences and are dropped.
 - A rank that left cannot report any more, so whatever still waits for it is answered with an error.
+- A rank that has joined is not waited for, and contributes nothing, until all ranks have joined. While one is, nothing is
+  learned: what was learned with it is evicted.
 - When every rank has closed a round of a declared set, a member that only some reported is refused: nobody else has it.
 """
 
@@ -29,6 +31,7 @@ from hvdlite.negotiation.messages import (
     ErrorKind,
     FailureNotice,
     HostReport,
+    Key,
     Layout,
     Report,
     Request,
@@ -37,6 +40,7 @@ from hvdlite.negotiation.messages import (
 from hvdlite.negotiation.process_sets import ProcessSetTable
 from hvdlite.negotiation.readiness import ReadinessTable
 
+_ROOTED = (Collective.BROADCAST, Collective.SCATTER, Collective.REDUCE, Collective.GATHER)
 ReduceEagerly = Callable[[Response, Sequence[bytes], int], bytes]
 """Carry out an allreduce on the contributors' bytes, in ascending rank order, in a process set of that many ranks."""
 
@@ -66,6 +70,7 @@ class Policy:
     fusion_threshold: int = 64 << 20
     bucket_sizes: BucketSizes = dataclasses.field(default_factory=lambda: BucketSizes(4 << 20, 25 << 20))
     layout_capacity: int = 64
+    join_divides_by_active: bool = False  # whether Average divides by the ranks that have not joined
 
 
 class Coordinator:
@@ -92,6 +97,7 @@ class Coordinator:
         self._refused: list[Response] = []
         self._leaving: list[int] = []
         self._left: set[int] = set()
+        self._joined: list[int] = []  # in the order in which they did
         self._applied: dict[Ranks, int] = {(rank,): 0 for rank in range(size)}
         self._failure: FailureNotice | None = None
         self._failure_told = False
@@ -207,15 +213,34 @@ class Coordinator:
             return
         members = self._process_sets[request.process_set]
         requests = self._table.add(rank, request, members, now)
+        if request.collective is Collective.JOIN:
+            self._join(rank, now)
+        if requests is None and self._only_joined_are_missing(request.key):
+            requests = self._table.take(request.key)
         if requests is None:
             if not self._left.isdisjoint(members):
                 self._refuse_waiting(now)
             return
+        self._complete(requests, now)
+
+    def _complete(self, requests: dict[int, Request], now: float) -> None:
+        """Answer a tensor that every rank that takes part has reported."""
+        request = next(iter(requests.values()))
         problem = disagreement(requests)
         if problem is not None:
             self._refuse(request, ErrorKind.MISMATCH, problem)
             return
-        self._ready.append((self._answered(response_to(requests), requests), payload_bytes(request)))
+        if request.collective in _ROOTED and request.root_rank not in requests:
+            self._refuse(request, ErrorKind.MISMATCH, f"'{request.name}' has root rank {request.root_rank}, which has joined and "
+                         "contributes nothing; choose a root that is still active")
+            return
+        response = response_to(requests, self._process_sets[request.process_set])
+        if self._joined and self._policy.join_divides_by_active:
+            response = msgspec.structs.replace(response, divisor=len(requests))
+        self._ready.append((self._answered(response, requests), payload_bytes(request)))
+        if request.collective is Collective.JOIN:
+            self._joined.clear()
+            self._sets.forget_rounds()
         if request.collective is Collective.REMOVE_PROCESS_SET:
             self._remove_set(request.members[0], now)
         if request.label:
@@ -237,6 +262,8 @@ class Coordinator:
         for requests in self._table.take_if(lambda request: request.label == closing.label
                                             and request.round <= closing.round):
             self._refuse_unshared(next(iter(requests.values())), requests)
+        if self._joined:
+            return
         layout, evicted = self._sets.learn(closing.label, closing.round)
         for number in evicted:
             self._sets.evict(number, self._sequence + 1, spoilt=False)
@@ -265,6 +292,8 @@ class Coordinator:
         if response.collective is Collective.ADD_PROCESS_SET:
             members = next(iter(requests.values())).members
             return msgspec.structs.replace(response, rows=(self._process_sets.add(members),), splits=members)
+        if response.collective is Collective.JOIN:
+            return msgspec.structs.replace(response, rows=(self._joined[-1],))
         if response.collective is Collective.REMOVE_PROCESS_SET:
             return msgspec.structs.replace(response, rows=next(iter(requests.values())).members)
         result = None
@@ -280,6 +309,21 @@ class Coordinator:
                 result = b"".join(payloads) if gathers else self._reduce_eagerly(  # type: ignore[misc]
                     response, payloads, size)
         return response if result is None else msgspec.structs.replace(response, result=result)
+
+    def _join(self, rank: int, now: float) -> None:
+        """Do without a rank from now on."""
+        self._joined.append(rank)
+        for layout in self._sets.layouts_of([rank]):
+            self._evict(layout, now)
+        for key in list(self._table.waiting()):
+            if key in self._table.waiting() and self._only_joined_are_missing(key):
+                self._complete(self._table.take(key), now)
+
+    def _only_joined_are_missing(self, key: Key) -> bool:
+        waiting = self._table.waiting()[key].requests
+        if not self._joined or next(iter(waiting.values())).collective is Collective.JOIN:
+            return False
+        return all(rank in waiting or rank in self._joined for rank in self._process_sets[key[0]])
 
     def _remove_set(self, number: int, now: float) -> None:
         """Forget a process set; what still waits in it never becomes complete."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -16,15 +16,21 @@ _SCATTERS = (Collective.REDUCESCATTER, Collective.SCATTER)
 _GATHERS = (Collective.ALLGATHER, Collective.GATHER, Collective.ALLTOALL)
 
 
-def response_to(requests: Mapping[int, Request]) -> Response:
-    """Return the response to one tensor on which all ranks agree."""
+def response_to(requests: Mapping[int, Request], members: Sequence[int]) -> Response:
+    """Return the response to one tensor on which all ranks agree.
+
+    Args:
+        members: the ranks of the process set; those without a request have joined and contribute nothing.
+    """
     first = next(iter(requests.values()))
     return Response(
         names=(first.name,), collective=first.collective, dtype=first.dtype, op=first.op, root_rank=first.root_rank,
         prescale=first.prescale, postscale=first.postscale, process_set=first.process_set, round=first.round,
         contributors=tuple(sorted(rank for rank, request in requests.items() if not request.absent)),
-        rows=_rows(requests), row_elements=math.prod(first.shape[1:]),
-        splits=tuple(rows for rank in sorted(requests) for rows in requests[rank].splits),
+        elements=math.prod(first.shape) if first.collective not in _GATHERS else 0,
+        rows=_rows(requests, members), row_elements=math.prod(first.shape[1:]),
+        splits=tuple(rows for rank in members for rows in (requests[rank].splits if rank in requests else (0,) * len(members)))
+        if first.collective is Collective.ALLTOALL else (),
     )
 
 
@@ -33,12 +39,12 @@ def even_rows(rows: int, parts: int) -> tuple[int, ...]:
     return tuple(rows // parts + (part < rows % parts) for part in range(parts))
 
 
-def _rows(requests: Mapping[int, Request]) -> tuple[int, ...]:
+def _rows(requests: Mapping[int, Request], members: Sequence[int]) -> tuple[int, ...]:
     first = next(iter(requests.values()))
     if first.collective in _GATHERS:
-        return tuple(requests[rank].shape[0] for rank in sorted(requests))
+        return tuple(requests[rank].shape[0] if rank in requests else 0 for rank in members)
     if first.collective in _SCATTERS:
-        return even_rows(first.shape[0], len(requests))
+        return even_rows(first.shape[0], len(members))
     return ()
 
 
@@ -73,8 +79,9 @@ def payload_bytes(request: Request) -> int:
 def fusion_key(response: Response) -> tuple[object, ...]:
     """Return what must be equal for two responses to be executed as one."""
     return (response.collective, response.dtype, response.op, response.root_rank, response.prescale,
-            response.postscale, response.process_set, response.round, response.contributors)
+            response.postscale, response.process_set, response.round, response.divisor, response.contributors)
 
 
 def _merged(group: list[Response]) -> Response:
-    return msgspec.structs.replace(group[0], names=tuple(name for response in group for name in response.names))
+    return msgspec.structs.replace(group[0], names=tuple(name for response in group for name in response.names),
+                                   elements=sum(response.elements for response in group))

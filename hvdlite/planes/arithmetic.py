@@ -54,7 +54,7 @@ class Reduction:
         self.chunk = max(1, chunk)
         self._widen, self._narrow = casts.widen, casts.narrow
         self._combine = _UFUNCS[response.op]
-        self._divisor = size if response.op is ReduceOp.AVERAGE else 1
+        self._divisor = (response.divisor or size) if response.op is ReduceOp.AVERAGE else 1
         self._prescale, self._postscale = response.prescale, response.postscale
         self._wide = accumulator_dtype(dtype) != dtype
         self._scratch = np.empty((2, self.chunk), np.float32) if self._wide else None

@@ -37,7 +37,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """One response with this rank's memory.
+    """One response with this rank's memory; no sources and no outputs when this rank has joined and only helps.
 
     Memory by collective, all flat and contiguous: the reductions, broadcast and gathers have one output for each source,
     possibly the same memory; reducescatter and scatter have this rank's rows (`response.rows`) as output; reduce and gather

@@ -45,7 +45,7 @@ class LoopbackPlane:
             plans[self._rank] = plan
         self._ring_others(plan.ranks)
         wait_until(lambda: len(plans) == len(plan.ranks))
-        results = _RESULTS[plan.response.collective](plan, plans, self._rank, self._casts)
+        results = _RESULTS[plan.response.collective](plan, plans, self._rank, self._casts) if plan.sources else ()
         with table.lock:
             done.add(self._rank)
         self._ring_others(plan.ranks)
@@ -121,13 +121,16 @@ def _broadcast(plan: Plan, plans: dict[int, Plan], rank: int, casts: Casts) -> R
 
 
 def _gathered(plan: Plan, plans: dict[int, Plan], rank: int, casts: Casts) -> Results:
-    return [np.concatenate([source for each in plan.ranks if (source := plans[each].sources[0]) is not None])]
+    return [np.concatenate([source for each in plan.response.contributors
+                            if (source := plans[each].sources[0]) is not None])]
 
 
 def _exchanged(plan: Plan, plans: dict[int, Plan], rank: int, casts: Casts) -> Results:
     size, mine, per_row = len(plan.ranks), plan.ranks.index(rank), plan.response.row_elements
     parts = []
     for sender, each in enumerate(plan.ranks):
+        if each not in plan.response.contributors:
+            continue
         source = plans[each].sources[0]
         assert source is not None
         splits = plan.response.splits[sender * size:(sender + 1) * size]

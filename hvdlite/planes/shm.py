@@ -138,9 +138,10 @@ class ShmPlane:
             return
         reduction = self._reduction(group, plan.response)
         sources = Concatenation(plan.sources) if self._rank in plan.response.contributors else None
-        receives = plan.response.collective is Collective.ALLREDUCE or self._rank == plan.response.root_rank
+        receives = plan.outputs and (plan.response.collective is Collective.ALLREDUCE
+                                     or self._rank == plan.response.root_rank)
         outputs = Concatenation(plan.outputs) if receives else None
-        total = (sources or outputs or Concatenation([])).size
+        total = sources.size if sources else outputs.size if outputs else plan.response.elements
         per_piece = group.segment.slot // reduction.dtype.itemsize
         for low in range(0, total, per_piece):
             piece = _Piece(group, plan.response, reduction, low, min(low + per_piece, total))
@@ -151,36 +152,39 @@ class ShmPlane:
 
     def _reducescatter(self, group: _Group, plan: Plan, wait_until: WaitUntil) -> None:
         reduction = self._reduction(group, plan.response)
-        (source,), (output,) = plan.sources, plan.outputs
-        assert source is not None and output is not None
+        source = Concatenation(plan.sources) if plan.sources else None
+        output = plan.outputs[0] if plan.outputs else None
         bounds = row_bounds(plan.response)
         begin, end = bounds[group.index], bounds[group.index + 1]
         per_piece = group.segment.slot // reduction.dtype.itemsize
-        for low in range(0, source.size, per_piece):
-            piece = _Piece(group, plan.response, reduction, low, min(low + per_piece, source.size))
-            piece.reduce_own(Concatenation([source]), output, begin, end, wait_until)
+        total = source.size if source else plan.response.elements
+        for low in range(0, total, per_piece):
+            piece = _Piece(group, plan.response, reduction, low, min(low + per_piece, total))
+            piece.reduce_own(source, output, begin, end, wait_until)
 
     def _broadcast(self, group: _Group, plan: Plan, wait_until: WaitUntil) -> None:
         root = plan.response.root_rank
         dtype = SUPPORTED_DTYPES[plan.response.dtype]
         outputs = Concatenation(plan.outputs)
         per_piece = group.segment.slot // dtype.itemsize
-        for low in range(0, outputs.size, per_piece):
-            high = min(low + per_piece, outputs.size)
+        total = outputs.size if plan.outputs else plan.response.elements
+        for low in range(0, total, per_piece):
+            high = min(low + per_piece, total)
             region = group.next_region((high - low) * dtype.itemsize if self._rank == root else 0)
             if self._rank == root:
                 Concatenation(plan.sources).copy_to(low, high, group.slot(group.index, region, dtype))
             group.barrier(wait_until)
             staged = group.slot(group.ranks.index(root), region, dtype)
-            for start, stop, part in outputs.parts(low, high, high - low):
+            for start, stop, part in outputs.parts(low, high, high - low) if plan.outputs else ():
                 if self._rank != root or plan.sources is not plan.outputs:
                     np.copyto(part, staged[start - low:stop - low])
 
     def _exchange(self, group: _Group, plan: Plan, wait_until: WaitUntil) -> None:
         """Allgather, gather, scatter, alltoall: everybody stages what it sends, and takes what is for it."""
-        (source,), (output,) = plan.sources, plan.outputs
+        dtype = SUPPORTED_DTYPES[plan.response.dtype]
+        source = plan.sources[0] if plan.sources else np.empty(0, dtype)
+        output = plan.outputs[0] if plan.outputs else None
         assert source is not None
-        dtype = source.dtype
         moves = _MOVES[plan.response.collective](plan)
         longest = max((end for _, _, _, end in moves), default=0)
         per_piece = group.segment.slot // dtype.itemsize
@@ -277,14 +281,18 @@ class _Piece:
                 for start, stop, part in outputs.parts(bounds[owner], bounds[owner + 1], self.high - self.low):
                     np.copyto(part, self._staged(owner, start, stop))
 
-    def reduce_own(self, sources: Concatenation, output: Array, begin: int, end: int, wait_until: WaitUntil) -> None:
+    def reduce_own(self, sources: Concatenation | None, output: Array | None, begin: int, end: int,
+                   wait_until: WaitUntil) -> None:
         """Publish what others own, and reduce elements begin..end, as far as they lie in this piece, into `output`."""
         mine, rest = max(begin, self.low), min(end, self.high)
         if mine >= rest:
             mine = rest = self.high
-        self._publish(sources, self.low, mine)
-        self._publish(sources, rest, self.high)
+        if sources is not None:
+            self._publish(sources, self.low, mine)
+            self._publish(sources, rest, self.high)
         self._group.barrier(wait_until)
+        if sources is None or output is None:
+            return  # a rank that has joined
         for start, stop, _ in sources.parts(mine, rest, self._reduction.chunk):
             terms = [self._term(index, sources, start, stop) for index in self._contributors]
             self._reduction.combine(terms, output[start - begin:stop - begin])

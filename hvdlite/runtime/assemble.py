@@ -38,7 +38,8 @@ def coordinator_for(world: World, config: Config) -> Coordinator | None:
     """Return the coordinator on rank 0, None elsewhere."""
     if world.rank != 0:
         return None
-    policy = Policy(config.fusion_threshold, BucketSizes(config.bucket_edge, config.bucket_size), config.bucket_layouts)
+    policy = Policy(config.fusion_threshold, BucketSizes(config.bucket_edge, config.bucket_size), config.bucket_layouts,
+                    config.join_divides_by_active)
     return Coordinator(world.size, policy, reduce_payloads)
 
 

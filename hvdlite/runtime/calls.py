@@ -61,7 +61,7 @@ class Entry:
                 received = np.array(response.splits[index::size], np.int64)
                 self._allocate(int(received.sum()))
                 self._result = (self._result, received)
-            case Collective.ADD_PROCESS_SET:
+            case Collective.ADD_PROCESS_SET | Collective.JOIN:
                 self._result = response.rows[0]
 
     def _allocate(self, rows: int) -> None:
@@ -105,7 +105,9 @@ class Calls:
         self._eager_limit = eager_limit
         self._sleepers = Sleepers(self._about_to_sleep)
         self._counters: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+        self._labels: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
         self._counters_lock = threading.Lock()
+        self.joins = 0  # how often all ranks have joined
 
     def _submit(self, entry: Entry) -> Handle:
         raise NotImplementedError
@@ -115,9 +117,19 @@ class Calls:
 
     def unnamed(self, adapter: str, kind: str, process_set: int = GLOBAL_PROCESS_SET_ID) -> str:
         """Return the next name for a call without one; equal on all ranks of a set that make the same calls in order."""
-        where = f"{adapter}.{kind}" + (f".set{process_set}" if process_set != GLOBAL_PROCESS_SET_ID else "")
         with self._counters_lock:
-            return f"{where}.noname.{next(self._counters[where])}"
+            return _numbered(self._counters, f"{adapter}.{kind}.noname", process_set)
+
+    def label(self, adapter: str, process_set: int = GLOBAL_PROCESS_SET_ID) -> str:
+        """Return the next name for a declared set; equal on all ranks of a set that make their optimizers in order."""
+        with self._counters_lock:
+            return _numbered(self._labels, f"{adapter}.optimizer", process_set)
+
+    def _start_anew(self) -> None:
+        """All ranks have joined: they may have made different numbers of calls, so numbering starts anew."""
+        with self._counters_lock:
+            self._counters.clear()
+            self.joins += 1
 
     def members(self, process_set: int) -> tuple[int, ...]:
         """Return the ranks of a process set, ascending.
@@ -283,6 +295,14 @@ class Calls:
         request = self._request(name, Collective.BARRIER, "uint8", (0,), process_set=process_set)
         return self._submit(Entry(request, [], [], None, self._sleepers))
 
+    def join(self) -> Handle:
+        """Take no further part until all ranks of the job have made this call; the result is the last one's rank.
+
+        Meanwhile this rank contributes nothing to the others' collectives, and they do not wait for it. Average goes on
+        dividing by the number of ranks in the process set, or by the active ones with HVDLITE_JOIN_DIVIDES_BY_ACTIVE.
+        """
+        return self._submit(Entry(Request("join", Collective.JOIN, "uint8", (0,)), [], [], None, self._sleepers))
+
     def add_process_set(self, ranks: Sequence[int]) -> Handle:
         """Register a process set; the result is its id. All ranks of the job make this call, with the same ranks.
 
@@ -332,6 +352,12 @@ class Calls:
         if array is None or array.nbytes > self._eager_limit:
             return None
         return array.tobytes()
+
+
+def _numbered(counters: defaultdict[str, Iterator[int]], where: str, process_set: int) -> str:
+    if process_set != GLOBAL_PROCESS_SET_ID:
+        where += f".set{process_set}"
+    return f"{where}.{next(counters[where])}"
 
 
 def reducible(name: str, source: Array | None, output: Array, op: ReduceOp) -> str:

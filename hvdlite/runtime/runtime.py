@@ -41,7 +41,7 @@ from hvdlite.core.errors import (
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.core.world import World
-from hvdlite.negotiation.controller import Controller, Evicted, Expanded, Instruction
+from hvdlite.negotiation.controller import Assist, Controller, Evicted, Expanded, Instruction
 from hvdlite.negotiation.coordinator import Coordinator
 from hvdlite.negotiation.messages import (
     BucketReady,
@@ -385,6 +385,8 @@ class Runtime(Calls):
         match instruction:
             case Response():
                 self._perform(instruction)
+            case Assist(response):
+                self._assist(response)
             case BucketRelease():
                 self._reduce_bucket(instruction)
             case Layout():
@@ -424,16 +426,30 @@ class Runtime(Calls):
             entry.prepare(response, self.world.rank, self._process_sets[response.process_set])
         if response.result is not None:
             entries[0].deliver(response.result)
-        elif response.collective is Collective.ADD_PROCESS_SET:
-            self._plane.open_set(self._process_sets.add(response.splits), response.splits)
-        elif response.collective is Collective.REMOVE_PROCESS_SET:
-            self._process_sets.remove(response.rows[0])
-            self._plane.close_set(response.rows[0])
+        elif response.collective in (Collective.ADD_PROCESS_SET, Collective.REMOVE_PROCESS_SET):
+            self._change_sets(response)
+        elif response.collective is Collective.JOIN:
+            self._start_anew()
         elif response.collective is not Collective.BARRIER:  # that all ranks reported it is the barrier
             self._execute(response, [source for entry in entries for source in entry.sources],
                           [output for entry in entries for output in entry.outputs])
         for entry in entries:
             self._release(entry).complete(response)
+
+    def _assist(self, response: Response) -> None:
+        """Having joined, do this rank's share of the others' work."""
+        if response.collective in (Collective.ADD_PROCESS_SET, Collective.REMOVE_PROCESS_SET):
+            self._change_sets(response)
+        elif (self.world.rank in self._process_sets[response.process_set] and response.result is None
+              and response.collective is not Collective.BARRIER):
+            self._execute(response, (), ())
+
+    def _change_sets(self, response: Response) -> None:
+        if response.collective is Collective.ADD_PROCESS_SET:
+            self._plane.open_set(self._process_sets.add(response.splits), response.splits)
+        else:
+            self._process_sets.remove(response.rows[0])
+            self._plane.close_set(response.rows[0])
 
     def _execute(self, response: Response, sources: Sequence[Array | None], outputs: Sequence[Array | None],
                  part: Part | None = None) -> None:

@@ -81,7 +81,8 @@ class GradientReducer(Generic[Parameter]):
         self._alone: list[tuple[_Member[Parameter], Handle, Loan[Parameter]]] = []  # reduced by themselves in this round
         self._seating: Seating[Parameter] | None = None  # for the layout last learned
         self._buckets: BucketRound[Parameter] | None = None  # the current round's, if it goes by buckets
-        self._number = 0  # of the current round
+        self._number = 0  # of the current round; ranks that joined early have had fewer, so it jumps when all have joined
+        self._joins = runtime.joins
         self._under_way = False
         self._period = 1  # grows when what was accumulated has been reduced, or is cleared
         self._generation = 0  # grows when gradients are cleared or stepped with
@@ -206,6 +207,9 @@ class GradientReducer(Generic[Parameter]):
                 self._under_way = True
 
     def _begin(self) -> None:
+        if self._joins != self._runtime.joins:
+            self._joins = self._runtime.joins
+            self._number = self._joins << 32
         self._number += 1
         learned = self._runtime.layout(self._label, self._number)
         if learned is None:

@@ -42,7 +42,7 @@ def test_broadcast_roots_must_agree() -> None:
 def test_absent_ranks_agree_but_do_not_contribute() -> None:
     requests = {0: REQUEST, 1: msgspec.structs.replace(REQUEST, absent=True)}
     assert disagreement(requests) is None
-    assert response_to(requests).contributors == (0,)
+    assert response_to(requests, (0, 1)).contributors == (0,)
 
 
 def _response(name: str, **fields: object) -> Response:

@@ -1,0 +1,128 @@
+"""Ranks that run out of data before the others: what the others compute without them, and what comes afterwards."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hvdlite.core.errors import MismatchError, PeerLeftError
+from hvdlite.core.types import ReduceOp
+from hvdlite.runtime.runtime import Runtime
+from tests.worlds import processes, threads
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_ranks_with_fewer_batches_do_not_hold_up_the_others(size: int) -> None:
+    def step(runtime: Runtime) -> int:
+        rank = runtime.world.rank
+        for turn in range(2 * rank):  # rank 0 joins at once, the last one works longest
+            active = [each for each in range(size) if turn < 2 * each]
+            total = runtime.allreduce(f"x{turn}", np.full(5, float(rank)), np.empty(5), ReduceOp.SUM).wait()
+            assert (total == sum(active)).all(), (turn, total)
+            mean = runtime.allreduce(f"m{turn}", np.full(5, float(rank)), np.empty(5), ReduceOp.AVERAGE).wait()
+            np.testing.assert_allclose(mean, sum(active) / size)
+        last: int = runtime.join().wait()
+        assert (runtime.allreduce("after", np.ones(3), np.empty(3), ReduceOp.SUM).wait() == size).all()
+        return last
+    assert threads(size, step) == [size - 1] * size
+
+
+def test_every_collective_without_a_joined_rank() -> None:
+    def step(runtime: Runtime) -> None:
+        rank = runtime.world.rank
+        for big in (1, 40_000):
+            if rank == 1:
+                assert runtime.join().wait() in (0, 2)
+                continue
+            ones = np.ones((3 * big, 2))
+            assert (runtime.allreduce("a", ones, np.empty_like(ones), ReduceOp.PRODUCT).wait() == 1).all()
+            assert runtime.allgather("b", ones * rank).wait().sum() == 2 * 2 * 3 * big
+            assert (runtime.broadcast("c", ones * rank, 2).wait() == 2).all()
+            received, counts = runtime.alltoall("d", ones * rank, [big] * 3).wait()
+            assert counts.tolist() == [big, 0, big] and received.sum() == 4 * big
+            part = runtime.reducescatter("e", ones, ReduceOp.SUM).wait()
+            assert (part == 2).all() and len(part) == big
+            gathered = runtime.gather("f", ones[:big], 0).wait()
+            assert gathered is None if rank else len(gathered) == 2 * big
+            assert (runtime.scatter("g", ones * rank, 2).wait() == 2).all()
+            out = np.empty_like(ones) if rank == 2 else None
+            assert runtime.reduce("h", ones, out, 2, ReduceOp.SUM).wait() is None or (out == 2).all()
+            runtime.barrier("i").wait()
+            with pytest.raises(MismatchError, match="root rank 1, which has joined"):
+                runtime.broadcast("j", ones, 1).wait()
+            with pytest.raises(MismatchError, match="rank 2"):
+                runtime.allreduce("k", np.ones(rank + 1), np.empty(rank + 1), ReduceOp.SUM).wait()
+            runtime.join().wait()
+    threads(3, step, eager_limit=1000)
+
+
+def test_averages_of_the_active_ranks_only() -> None:
+    def step(runtime: Runtime) -> None:
+        for size in (3, 100_000):
+            if runtime.world.rank > 0:
+                value = np.full(size, float(runtime.world.rank))
+                assert (runtime.allreduce("x", value, np.empty_like(value), ReduceOp.AVERAGE).wait() == 1.5).all()
+            runtime.join().wait()
+    threads(3, step, join_divides_by_active=True)
+
+
+def test_unnamed_calls_match_again_after_a_join() -> None:
+    def step(runtime: Runtime) -> None:
+        for _ in range(3):
+            for _ in range(runtime.world.rank):
+                name = runtime.unnamed("test", "allreduce")
+                runtime.allreduce(name, np.ones(1), np.empty(1), ReduceOp.SUM).wait()
+            runtime.join().wait()
+    threads(3, step)
+
+
+def test_process_sets_while_a_rank_has_joined() -> None:
+    def step(runtime: Runtime) -> None:
+        rank = runtime.world.rank
+        first = runtime.add_process_set([0, 1]).wait()
+        if rank != 1:
+            second = runtime.add_process_set([0, 2]).wait()
+            total = runtime.allreduce("x", np.ones(70_000), np.empty(70_000), ReduceOp.SUM, process_set=second).wait()
+            assert (total == 2).all()
+        if rank == 0:
+            alone = runtime.allreduce("y", np.ones(70_000), np.empty(70_000), ReduceOp.SUM, process_set=first).wait()
+            assert (alone == 1).all()
+        runtime.join().wait()
+        assert runtime.members(2) == (0, 2)
+    threads(3, step)
+
+
+def test_a_rank_that_leaves_ends_a_join() -> None:
+    def step(runtime: Runtime) -> None:
+        if runtime.world.rank != 1:
+            with pytest.raises(PeerLeftError, match="rank 1 left"):
+                runtime.join().wait()
+    threads(3, step)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_an_optimizer_on_uneven_data(size: int) -> None:
+    """Buckets are learned, given up when a rank joins, and learned again in the next epoch; weights end equal."""
+    pytest.importorskip("torch")
+    ended = processes(size, """
+        import torch, hvdlite_torch as hvd
+        hvd.init()
+        rank, size = hvd.rank(), hvd.size()
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(40, 300), torch.nn.ReLU(), torch.nn.Linear(300, 1))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters())
+        seen = []
+        for epoch in range(3):
+            for batch in range(6 + 2 * rank):
+                optimizer.zero_grad()
+                model(torch.full((4, 40), float(batch))).mean().backward()
+                active = sum(batch < 6 + 2 * each for each in range(size))
+                assert torch.allclose(model[2].bias.grad, torch.tensor([active / size])), (batch, model[2].bias.grad)
+                optimizer.step()
+                seen.append(optimizer._reducer._seating is not None)
+            assert hvd.join() == size - 1
+            hvd.broadcast_parameters(model.state_dict(), size - 1)  # a joined rank has missed the last steps
+        assert seen.count(True) >= 6, seen
+        print(sum(parameter.double().sum().item() for parameter in model.parameters()))
+    """)
+    assert len({rank.stdout for rank in ended}) == 1
