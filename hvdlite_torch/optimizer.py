@@ -58,10 +58,11 @@ def DistributedOptimizer(
         op: Average, Sum, Min or Max.
         gradient_predivide_factor: for Average: divide by this before the sum and by size/this after it, against overflow.
         sparse_as_dense: densify sparse gradients.
+        process_set: the ranks that share gradients; on other ranks the optimizer trains alone.
 
     Raises:
         ValueError: for invalid arguments; parameters without a name or with the same name are listed.
-        UnsupportedError: for groups and Adasum, which are not implemented yet, and a process set that this rank is not in.
+        UnsupportedError: for groups and Adasum, which are not implemented yet, and an unregistered process set.
         NotInitializedError: before `init()`.
     """
     runtime = _runtime if _runtime is not None else api.runtime()

@@ -84,8 +84,8 @@ class Config:
     bucket_edge: int = knob(4 * MIB, _size, "largest first and largest last bucket of a set of gradients, in bytes")
     bucket_layouts: int = knob(64, _count, "sets of gradients whose buckets are remembered at a time")
     gradient_as_bucket_view: bool = knob(True, _flag, "whether reduced gradients are views of their bucket's shared memory")
-    join_divides_by_active: bool = knob(False, _flag, "whether Average divides by the ranks that have not joined, instead of by "
-                                        "all")
+    join_divides_by_active: bool = knob(False, _flag, "whether Average divides by the ranks that have not joined, "
+                                        "instead of by all")
     eager_limit: int = knob(8 * KIB, _size, "up to this many bytes a tensor travels inside its control message")
     spin_microseconds: int = knob(80, _count_or_zero, "how long the runtime thread looks for news before it sleeps, "
                                   "while the script is blocked in a wait; 0 turns that off")

@@ -52,7 +52,8 @@ class Assist:
 
 
 Instruction = Assist | Layout | BucketRelease | Expanded | Evicted | Response
-"""What a rank does: help although it has joined, set up a learned layout, reduce a bucket, split one, give up a layout, or carry out a response."""
+"""What a rank does: help although it has joined, set up a learned layout, reduce a bucket, split one, give up a layout, or
+carry out a response."""
 
 
 class Controller:

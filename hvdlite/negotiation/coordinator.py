@@ -231,8 +231,8 @@ class Coordinator:
             self._refuse(request, ErrorKind.MISMATCH, problem)
             return
         if request.collective in _ROOTED and request.root_rank not in requests:
-            self._refuse(request, ErrorKind.MISMATCH, f"'{request.name}' has root rank {request.root_rank}, which has joined and "
-                         "contributes nothing; choose a root that is still active")
+            self._refuse(request, ErrorKind.MISMATCH, f"'{request.name}' has root rank {request.root_rank}, which has "
+                         "joined and contributes nothing; choose a root that is still active")
             return
         response = response_to(requests, self._process_sets[request.process_set])
         if self._joined and self._policy.join_divides_by_active:

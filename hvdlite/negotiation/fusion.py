@@ -29,8 +29,7 @@ def response_to(requests: Mapping[int, Request], members: Sequence[int]) -> Resp
         contributors=tuple(sorted(rank for rank, request in requests.items() if not request.absent)),
         elements=math.prod(first.shape) if first.collective not in _GATHERS else 0,
         rows=_rows(requests, members), row_elements=math.prod(first.shape[1:]),
-        splits=tuple(rows for rank in members for rows in (requests[rank].splits if rank in requests else (0,) * len(members)))
-        if first.collective is Collective.ALLTOALL else (),
+        splits=_splits(requests, members) if first.collective is Collective.ALLTOALL else (),
     )
 
 
@@ -46,6 +45,11 @@ def _rows(requests: Mapping[int, Request], members: Sequence[int]) -> tuple[int,
     if first.collective in _SCATTERS:
         return even_rows(first.shape[0], len(members))
     return ()
+
+
+def _splits(requests: Mapping[int, Request], members: Sequence[int]) -> tuple[int, ...]:
+    nothing = (0,) * len(members)
+    return tuple(rows for rank in members for rows in (requests[rank].splits if rank in requests else nothing))
 
 
 def fuse(ready: Iterable[tuple[Response, int]], threshold: int) -> list[Response]:

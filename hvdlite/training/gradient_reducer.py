@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Generic
 
-from hvdlite.core.errors import HvdliteError, UnsupportedError
+from hvdlite.core.errors import HvdliteError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.handle import Handle
@@ -59,19 +59,13 @@ class GradientReducer(Generic[Parameter]):
         prescale: factor before the reduction.
         postscale: factor after it.
         passes: backward passes whose gradients are accumulated before each reduction.
-        process_set: id of the ranks that take part.
-
-    Raises:
-        UnsupportedError: when this rank is not in the process set.
+        process_set: id of the ranks that take part; other ranks train alone.
     """
 
     def __init__(self, runtime: Runtime, framework: Framework[Parameter], label: str, *, op: ReduceOp, prescale: float,
                  postscale: float, passes: int, process_set: int = GLOBAL_PROCESS_SET_ID) -> None:
         members = runtime.members(process_set)
-        if runtime.world.rank not in members:
-            raise UnsupportedError(f"rank {runtime.world.rank} is not a member of process set {process_set}, "
-                                   f"which is ranks {list(members)}; wrap the optimizer on the members only")
-        self.is_shared = len(members) > 1  # whether there is anything to reduce
+        self.is_shared = len(members) > 1 and runtime.world.rank in members  # else this rank trains alone
         self._process_set = process_set
         self._runtime = runtime
         self._framework = framework

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.buckets import BucketSizes, cut
-from hvdlite.negotiation.controller import Evicted, Expanded, Instruction
+from hvdlite.negotiation.controller import Assist, Evicted, Expanded, Instruction
 from hvdlite.negotiation.messages import (
     BucketReady,
     BucketRelease,
@@ -43,6 +43,8 @@ class Reducer:
         self.controller = simulation.controllers[rank]
         self.rounds = rounds
         self.number = 0
+        self.number_base = 0  # jumps when all ranks have joined, which may have played different numbers of rounds
+        self.played_before = 0
         self.to_give: list[str] | None = None  # None: between rounds
         self.layout: Layout | None = None
         self.current: Layout | None = None  # what the round goes by
@@ -57,6 +59,11 @@ class Reducer:
     def over(self) -> bool:
         return self.number == len(self.rounds) and self.to_give is None
 
+    @property
+    def wire(self) -> int:
+        """The round's number as the other ranks count it."""
+        return self.number_base + self.number - self.played_before if self.number_base else self.number
+
     def act(self) -> None:
         """Do one thing, if there is one to do."""
         if self.to_give is None and self.number < len(self.rounds):
@@ -65,7 +72,7 @@ class Reducer:
             self._give(self.to_give.pop())
         elif self.to_give == []:
             if self.alone:
-                self.controller.close(Closing(LABEL, self.number))
+                self.controller.close(Closing(LABEL, self.wire))
                 self.alone = False
             if not self.waiting:
                 self.to_give = None
@@ -94,7 +101,7 @@ class Reducer:
         self.waiting = set(self.to_give)
         self.rng.shuffle(self.to_give)
         self.filled, self.broken, self.alone = {}, set(), False
-        self.current = self.layout if self.layout and self.layout.first_round <= self.number else None
+        self.current = self.layout if self.layout and self.layout.first_round <= self.wire else None
         if self.current:
             self.definitions = {bucket.bucket: bucket for bucket in self.current.buckets}
             self.home = {member.name: bucket for bucket in self.current.buckets for member in bucket.members}
@@ -122,12 +129,12 @@ class Reducer:
             self.by_bucket += 1
             full = sum(len(self.filled.get(each.bucket, ())) == len(each.members) for each in self.current.buckets)
             closes = full == len(self.current.buckets)
-            self.controller.submit_bucket(bucket, BucketReady(bucket.bucket, self.number, missing, closes))
+            self.controller.submit_bucket(bucket, BucketReady(bucket.bucket, self.wire, missing, closes))
 
     def _declare(self, name: str) -> None:
         self.alone = True
         self.controller.submit(Request(name, Collective.ALLREDUCE, "uint8", (self.now.members[name],),
-                                       absent=name in self.now.missing, label=LABEL, round=self.number))
+                                       absent=name in self.now.missing, label=LABEL, round=self.wire))
 
     def _answered(self, name: str, error: ErrorKind, contributors: tuple[int, ...]) -> None:
         self.waiting.remove(name)
@@ -222,6 +229,54 @@ def test_every_member_of_every_round_is_answered_once_and_alike(
     orders = [[name for instruction in plan for name in getattr(instruction, "names", [getattr(instruction, "bucket", 0)])
                if name in shared or isinstance(instruction, BucketRelease)] for plan in simulation.plans]
     assert all(order == orders[0] for order in orders), "ranks execute in different orders"
+
+
+@given(st.lists(st.integers(0, 7), min_size=1, max_size=4), st.integers(0, 1 << 30), st.sampled_from([0, 1, 2]),
+       st.sampled_from([0, 1000]))
+@settings(deadline=None, max_examples=200)
+def test_ranks_with_fewer_rounds_join_and_the_others_go_on(counts: list[int], seed: int, per_host: int,
+                                                           threshold: int) -> None:
+    """Ranks play different numbers of rounds, with a member changing now and then, and join; then all play two more."""
+    size = len(counts)
+    rng = random.Random(seed)
+    hosts = [range(first, min(first + per_host, size)) for first in range(0, size, per_host)] if per_host else []
+    simulation = Simulation(size, threshold, hosts=hosts)
+    story = [Round({"a": 10 + rng.randrange(10) // 9, "b": 20, "c": 30}) for _ in range(8)]
+    reducers = [Reducer(simulation, rank, story[:counts[rank]], rng) for rank in range(size)]
+    joining: set[int] = set()
+    last: dict[int, int] = {}
+
+    def turn(rank: int) -> None:
+        reducers[rank].act()
+        if reducers[rank].over and rank not in joining:
+            joining.add(rank)
+            simulation.controllers[rank].submit(Request("join", Collective.JOIN, "uint8", (0,)))
+        simulation.say(rank)
+        simulation.hear(rank)
+        simulation.decide()
+        for instruction in simulation.apply(rank):
+            if isinstance(instruction, Response) and instruction.collective is Collective.JOIN:
+                last[rank] = instruction.rows[0]
+            elif not isinstance(instruction, Assist):
+                reducers[rank].follow(instruction)
+
+    for _ in range(4000):
+        turn(rng.randrange(size))
+        if len(last) == size:
+            break
+    assert len(set(last.values())) == 1 and len(last) == size, "the join never ended"
+    for rank, reducer in enumerate(reducers):
+        for number, answers in enumerate(reducer.answers):
+            active = {each for each in range(size) if counts[each] > number}
+            for error, contributors in answers.values():
+                assert error is ErrorKind.NONE and rank in contributors and active >= set(contributors)
+    for reducer in reducers:
+        reducer.rounds = [*reducer.rounds, *story[:2]]
+        reducer.number_base, reducer.played_before = 1 << 32, reducer.number
+    before = [len(reducer.answers) for reducer in reducers]
+    run(simulation, reducers, [])
+    assert all(len(reducer.answers) == count + 2 for reducer, count in zip(reducers, before, strict=True))
+    assert simulation.failures == [None] * size
 
 
 @given(st.integers(2, 4), st.integers(0, 3), st.integers(0, 200), st.integers(0, 1 << 30), st.booleans())

@@ -213,13 +213,13 @@ def test_gradients_are_the_derivatives_or_horovods() -> None:
 def test_process_sets_with_torch() -> None:
     run(3, """
         pair = hvd.add_process_set(hvd.ProcessSet([0, 2]))
+        model = torch.nn.Linear(3, 2)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), process_set=pair)
         if pair.included():
             assert hvd.allreduce(torch.tensor([float(rank)]), process_set=pair).item() == 1
             assert hvd.broadcast_object({"from": rank}, 2, process_set=pair) == {"from": 2}
             assert hvd.allgather_object(rank, process_set=pair) == [0, 2]
-            model = torch.nn.Linear(3, 2)
             hvd.broadcast_parameters(model.state_dict(), 0, process_set=pair)
-            optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), process_set=pair)
             for _ in range(5):
                 optimizer.zero_grad()
                 model(torch.full((1, 3), float(rank))).sum().backward()
@@ -227,8 +227,10 @@ def test_process_sets_with_torch() -> None:
                 optimizer.step()
             assert optimizer._reducer._seating is not None
         else:
-            raises(ValueError, "not a member", lambda: hvd.DistributedOptimizer(
-                torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0), process_set=pair))
+            model(torch.full((1, 3), 5.0)).sum().backward()
+            optimizer.step()
+            assert torch.equal(model.weight.grad, torch.full((2, 3), 5.0))
+            raises(ValueError, "not a member", lambda: hvd.allreduce(torch.ones(1), process_set=pair))
         assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 3
         assert hvd.remove_process_set(pair)
     """)
