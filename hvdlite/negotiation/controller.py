@@ -14,6 +14,7 @@ from hvdlite.core.errors import ProtocolError
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.buckets import expand
 from hvdlite.negotiation.messages import (
+    Account,
     Bucket,
     BucketReady,
     BucketRelease,
@@ -71,6 +72,7 @@ class Controller:
         self._ready: list[BucketReady] = []
         self._stale: list[int] = []
         self._closings: list[Closing] = []
+        self._account: Account | None = None
         self._joined = False
         self._leaving = False
         self._failure: FailureNotice | None = None
@@ -113,6 +115,10 @@ class Controller:
             self._stale.append(layout)
             self._unsaid = True
 
+    def account(self, account: Account) -> None:
+        """Answer an inquiry."""
+        self._account, self._unsaid = account, True
+
     def leave(self) -> None:
         """This rank will submit nothing more."""
         self._leaving = self._unsaid = True
@@ -127,7 +133,8 @@ class Controller:
         if not self._unsaid:
             return None
         report = Report(self.epoch, self.applied, tuple(self._requests), tuple(self._ready), tuple(self._stale),
-                        tuple(self._closings), self._leaving, self._failure)
+                        tuple(self._closings), self._account, self._leaving, self._failure)
+        self._account = None
         for said in (self._requests, self._ready, self._stale, self._closings):
             said.clear()
         self._unsaid = False

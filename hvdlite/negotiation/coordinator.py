@@ -24,6 +24,7 @@ from hvdlite.negotiation.agreement import disagreement, named_ranks
 from hvdlite.negotiation.buckets import BucketSizes, DeclaredSets, Ranks
 from hvdlite.negotiation.fusion import fuse, payload_bytes, response_to
 from hvdlite.negotiation.messages import (
+    Account,
     BucketReady,
     BucketRelease,
     Closing,
@@ -99,6 +100,8 @@ class Coordinator:
         self._left: set[int] = set()
         self._joined: list[int] = []  # in the order in which they did
         self._applied: dict[Ranks, int] = {(rank,): 0 for rank in range(size)}
+        self._inquiries: list[int] = []
+        self.accounts: dict[int, Account] = {}  # what ranks answered to the last inquiry
         self._failure: FailureNotice | None = None
         self._failure_told = False
 
@@ -135,13 +138,13 @@ class Coordinator:
     def decide(self) -> Decision | None:
         """Return the next decision, or None when there is nothing to say."""
         failure = None if self._failure_told else self._failure
-        news = (self._learned, self._released, self._evicted, self._ready, self._refused, self._leaving)
+        news = (self._learned, self._released, self._evicted, self._ready, self._refused, self._inquiries, self._leaving)
         if not (any(news) or failure):
             return None
         self._sequence += 1
         responses = (*self._refused, *fuse(self._ready, self._policy.fusion_threshold))
         decision = Decision(self.epoch, self._sequence, tuple(self._learned), tuple(self._released), tuple(self._evicted),
-                            responses, tuple(self._leaving), failure)
+                            responses, tuple(self._inquiries), tuple(self._leaving), failure)
         for said in news:
             said.clear()
         self._failure_told = self._failure is not None
@@ -162,6 +165,11 @@ class Coordinator:
                 found.append(_stall(name, now - bucket.since, bucket.ranks, bucket.bucket.response.contributors))
         return found
 
+    def inquire(self, ranks: Iterable[int]) -> None:
+        """Ask ranks for an account of themselves; earlier answers are forgotten."""
+        self.accounts.clear()
+        self._inquiries.extend(ranks)
+
     @property
     def anything_waits(self) -> bool:
         """Whether a tensor or a bucket waits for some ranks."""
@@ -179,6 +187,8 @@ class Coordinator:
     def _receive(self, rank: int, report: Report, now: float) -> None:
         if report.failure is not None:
             self.fail(report.failure)
+        if report.account is not None:
+            self.accounts[rank] = report.account
         try:
             for layout in report.stale:
                 self._evict(layout, now)

@@ -83,6 +83,15 @@ class FailureNotice(Message, frozen=True):
     traceback: str = ""
 
 
+class Account(Message, frozen=True):
+    """What a rank says of itself when others wait for it."""
+
+    place: str  # where its script is: function, file and line
+    stack: str
+    recent: tuple[str, ...]  # names of its last collectives, oldest first
+    waiting: tuple[str, ...]  # names of what it has submitted and not got back
+
+
 class Report(Message, frozen=True):
     """What one rank tells the coordinator."""
 
@@ -92,6 +101,7 @@ class Report(Message, frozen=True):
     buckets: tuple[BucketReady, ...] = ()
     stale: tuple[int, ...] = ()  # layouts that no longer describe this rank's set
     closings: tuple[Closing, ...] = ()  # after the requests
+    account: Account | None = None  # the answer to an inquiry
     leaving: bool = False  # this rank will submit nothing more
     failure: FailureNotice | None = None
 
@@ -171,5 +181,6 @@ class Decision(Message, frozen=True):
     released: tuple[BucketRelease, ...] = ()
     evicted: tuple[int, ...] = ()  # layouts that end here; what was reported of them is answered member by member
     responses: tuple[Response, ...] = ()
+    inquiries: tuple[int, ...] = ()  # ranks that are to give an account of themselves
     left: tuple[int, ...] = ()  # ranks whose leaving is hereby accepted
     failure: FailureNotice | None = None

@@ -42,7 +42,7 @@ from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.core.world import World
 from hvdlite.negotiation.controller import Assist, Controller, Evicted, Expanded, Instruction
-from hvdlite.negotiation.coordinator import Coordinator
+from hvdlite.negotiation.coordinator import Coordinator, Stall
 from hvdlite.negotiation.messages import (
     BucketReady,
     BucketRelease,
@@ -56,6 +56,7 @@ from hvdlite.negotiation.messages import (
 )
 from hvdlite.negotiation.process_sets import ProcessSetTable
 from hvdlite.planes.base import Part, Plan, Plane
+from hvdlite.runtime.account import account, stall_report
 from hvdlite.runtime.buckets import BucketEntry, BucketHandle, LearnedBucket, LearnedLayout, buffer_bytes
 from hvdlite.runtime.calls import Calls, Entry, reducible
 from hvdlite.runtime.handle import Handle
@@ -63,6 +64,10 @@ from hvdlite.runtime.handle import Handle
 _log = logging.getLogger("hvdlite")
 
 FLUSH_SECONDS: Final = 2.0
+RECENT: Final = 10
+"""How many collectives a rank remembers for stall reports."""
+ACCOUNT_SECONDS: Final = 2.0
+"""How long rank 0 waits for missing ranks to say where they are."""
 STALL_CHECKS: Final = 4
 """How often stalls are looked for during one stall_check_time_seconds."""
 EAGER_TRAFFIC: Final = 1 << 20
@@ -108,6 +113,10 @@ class Runtime(Calls):
         self._decisions: deque[Decision] = deque()  # received and not applied
         self._plans: defaultdict[int, int] = defaultdict(int)  # by process set
         self._stall_check = math.inf  # when to look for stalls next
+        self._stalls: list[Stall] = []  # found, and not yet in a stall report
+        self._stall_report_due = math.inf
+        self._recent: deque[str] = deque(maxlen=RECENT)  # names of the last collectives
+        self._caller: int | None = None  # the thread that last called one
         self._awake = True  # False only around a blocking wait; see _submit
         self._leaving = False
         self._told_leaving = False
@@ -241,6 +250,7 @@ class Runtime(Calls):
             raise NotInitializedError(f"'{name}': hvdlite has been shut down; call init() again")
 
     def _hand_in(self, item: Entry | BucketEntry | Closing | _Abandonment) -> None:
+        self._caller = threading.get_ident()
         self._inbox.append(item)
         # The thread clears _awake, then looks into the inbox, then sleeps: whoever sees it awake has been seen.
         if not self._awake:
@@ -312,9 +322,11 @@ class Runtime(Calls):
         match item:
             case Entry(request=request):
                 self._entries[item.key] = item
+                self._recent.append(request.name)
                 self._controller.submit(request)
             case BucketEntry(bucket=bucket, ready=ready):
                 self._buckets[ready.bucket] = item
+                self._recent.append(item.handle.name)
                 expanded = self._controller.submit_bucket(bucket.definition, ready)
                 if expanded is not None:
                     self._split(expanded)
@@ -345,17 +357,34 @@ class Runtime(Calls):
     def _watch_stalls(self) -> float | None:
         """On rank 0: tell about stalls, and return the seconds until the next look; None while nothing waits."""
         after = self.config.stall_check_time_seconds
-        if self._coordinator is None or after <= 0 or not self._coordinator.anything_waits:
-            self._stall_check = math.inf
+        if self._coordinator is None or after <= 0:
             return None
         now = self._clock()
-        if self._stall_check == math.inf:
+        if not self._coordinator.anything_waits:
+            self._stall_check = math.inf
+        elif self._stall_check == math.inf:
             self._stall_check = now + after
         elif now >= self._stall_check:
-            for stall in self._coordinator.stalls(now, after):
-                _log.warning("stall: %s", stall)
             self._stall_check = now + after / STALL_CHECKS
-        return max(0.0, self._stall_check - now)
+            self._look_for_stalls(now, after)
+        if self._stalls and (now >= self._stall_report_due or self._coordinator.accounts.keys() >= self._missing()):
+            _log.warning("%s", stall_report(self._stalls, self._coordinator.accounts, ACCOUNT_SECONDS))
+            self._stalls.clear()
+            self._stall_report_due = math.inf
+        due = min(self._stall_check, self._stall_report_due)
+        return 0.0 if self._decisions else None if due == math.inf else max(0.0, due - now)
+
+    def _look_for_stalls(self, now: float, after: float) -> None:
+        assert self._coordinator is not None
+        found = self._coordinator.stalls(now, after)
+        if found:
+            self._stalls += found
+            self._stall_report_due = now + ACCOUNT_SECONDS
+            self._coordinator.inquire(sorted(self._missing()))
+            self._decide()
+
+    def _missing(self) -> set[int]:
+        return {rank for stall in self._stalls for rank in stall.missing}
 
     def _take_in(self, event: Event) -> None:
         match event:
@@ -370,6 +399,9 @@ class Runtime(Calls):
 
     def _accept(self, decision: Decision) -> None:
         """Queue a decision; what it says of ranks counts at once, even in the middle of a plan."""
+        if self.world.rank in decision.inquiries:
+            waiting = [*(name for _, name in self._entries), *(bucket.handle.name for bucket in self._buckets.values())]
+            self._controller.account(account(self._caller, self._recent, waiting))
         self._departed.update(decision.left)
         if decision.failure is not None:
             self._end(decision.failure)

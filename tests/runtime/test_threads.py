@@ -182,11 +182,31 @@ def test_a_stall_is_told_with_the_missing_rank(caplog: pytest.LogCaptureFixture)
     caplog.handler.emit = lambda record: (watch(record), "stall" in record.getMessage() and told.set())  # type: ignore
 
     def step(runtime: Runtime) -> None:
+        runtime.barrier("first").wait()
         if runtime.world.rank == 1:
             assert told.wait(30), "no stall was reported"
         runtime.barrier("late").wait()
     threads(2, step, stall_check_time_seconds=0.05)
     assert "'late'" in caplog.text and "not yet by ranks [1]" in caplog.text
+    assert "rank 1 never submitted 'late': it is in step(), test_threads.py:" in caplog.text
+    assert "its last collectives: first" in caplog.text
+
+
+def test_a_stall_report_says_what_a_missing_rank_waits_for_instead(caplog: pytest.LogCaptureFixture) -> None:
+    told = threading.Event()
+    watch = caplog.handler.emit
+    caplog.handler.emit = lambda record: (watch(record), "stall report" in record.getMessage() and told.set())  # type: ignore
+
+    def step(runtime: Runtime) -> None:
+        rank = runtime.world.rank
+        first, second = ("x", "y") if rank == 0 else ("y", "x")
+        handle = runtime.barrier(first)
+        assert told.wait(30), "no stall was reported"
+        runtime.barrier(second).wait()
+        handle.wait()
+    threads(3, step, stall_check_time_seconds=0.05)
+    assert "rank 0 never submitted 'y': it waits for 'x' in step()" in caplog.text
+    assert "rank 2 never submitted 'x': it waits for 'y' in step()" in caplog.text
 
 
 def test_two_user_threads_of_one_rank() -> None:
