@@ -123,7 +123,7 @@ def main() -> None:
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 
-    accuracy = 0.0
+    accuracy = None
     for epoch in range(first_epoch + 1, args.epochs + 1):
         train_sampler.set_epoch(epoch)
         model.train()
@@ -144,6 +144,10 @@ def main() -> None:
                 torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(),
                             "warmup": warmup.state_dict(), "epoch": epoch}, f"{args.checkpoint}.new")
                 os.replace(f"{args.checkpoint}.new", args.checkpoint)
+    if accuracy is None:  # the checkpoint had all epochs already
+        loss, accuracy = evaluate(model, test_loader, len(test_set))
+        if hvd.rank() == 0:
+            print(f"trained for {first_epoch} epochs already: test loss {loss:.4f}, test accuracy {accuracy:.4f}", flush=True)
     hvd.shutdown()
     if accuracy < args.minimum_accuracy:
         raise SystemExit(f"test accuracy {accuracy:.4f} is below {args.minimum_accuracy}")

@@ -286,3 +286,34 @@ def test_a_rank_that_cannot_answer_is_told_apart() -> None:
             time.sleep(0.05)
         world.kill(1, signal.SIGCONT)
         assert [rank.code for rank in world.wait()] == [0, 0]
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_small_collectives_leave_nothing_behind() -> None:
+    processes(2, """
+        import gc, os, threading, numpy as np, hvdlite as hvd
+        hvd.init()
+        value = np.ones(3)
+
+        def held():
+            gc.collect()
+            return (int(open("/proc/self/statm").read().split()[1]) * 4096, len(os.listdir("/proc/self/fd")),
+                    threading.active_count())
+
+        for count in range(100_000):
+            match count % 4:
+                case 0:
+                    hvd.allreduce_(value, op=hvd.Max)
+                case 1:
+                    hvd.broadcast_(value, 1, name=f"tensor {count % 1000}")
+                case 2:
+                    hvd.allgather(value, name="same name")
+                case 3:
+                    handles = [hvd.allreduce_async(value, name=name) for name in "ab"]
+                    hvd.synchronize(handles[0]), hvd.synchronize(handles[1])
+            if count == 20_000:
+                before = held()
+        after = held()
+        assert after[0] - before[0] < 4e6 and after[1] <= before[1] and after[2] == before[2], (before, after)
+        hvd.shutdown()
+    """, timeout=170)
