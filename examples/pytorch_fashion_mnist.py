@@ -147,7 +147,7 @@ def main() -> None:
     if accuracy is None:  # the checkpoint had all epochs already
         loss, accuracy = evaluate(model, test_loader, len(test_set))
         if hvd.rank() == 0:
-            print(f"trained for {first_epoch} epochs already: test loss {loss:.4f}, test accuracy {accuracy:.4f}", flush=True)
+            print(f"trained {first_epoch} epochs already: test loss {loss:.4f}, test accuracy {accuracy:.4f}", flush=True)
     hvd.shutdown()
     if accuracy < args.minimum_accuracy:
         raise SystemExit(f"test accuracy {accuracy:.4f} is below {args.minimum_accuracy}")

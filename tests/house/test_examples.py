@@ -57,6 +57,8 @@ def test_training_checkpoint_and_resume(small: Path, tmp_path: Path) -> None:
     assert first.stdout.count("[1]<stdout>") == 0, "only rank 0 prints"
     again = run(*common, "--epochs", "4", "--compression", "bf16", size=1)
     assert again.returncode == 0 and again.stdout.count("epoch ") == 1 and "epoch 4" in again.stdout
+    done = run(*common, "--epochs", "4", "--minimum-accuracy", "0.9", size=1)
+    assert done.returncode == 0 and "trained 4 epochs already" in done.stdout, done.stderr
 
 
 def test_too_low_an_accuracy_fails(small: Path) -> None:

@@ -196,7 +196,8 @@ def test_a_stall_is_told_with_the_missing_rank(caplog: pytest.LogCaptureFixture)
 def test_a_stall_report_says_what_a_missing_rank_waits_for_instead(caplog: pytest.LogCaptureFixture) -> None:
     told = threading.Event()
     watch = caplog.handler.emit
-    wanted = {"rank 0 never submitted 'y': it waits for 'x' in step()", "rank 2 never submitted 'x': it waits for 'y' in step()"}
+    wanted = {"rank 0 never submitted 'y': it waits for 'x' in step()",
+              "rank 2 never submitted 'x': it waits for 'y' in step()"}
 
     def emit(record: logging.LogRecord) -> None:  # both may be in one report, or in two
         watch(record)
