@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import math
 import os
 import threading
 import time
@@ -42,7 +41,7 @@ from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.core.world import World
 from hvdlite.negotiation.controller import Assist, Controller, Evicted, Expanded, Instruction
-from hvdlite.negotiation.coordinator import Coordinator, Stall
+from hvdlite.negotiation.coordinator import Coordinator
 from hvdlite.negotiation.messages import (
     BucketReady,
     BucketRelease,
@@ -56,20 +55,16 @@ from hvdlite.negotiation.messages import (
 )
 from hvdlite.negotiation.process_sets import ProcessSetTable
 from hvdlite.planes.base import Part, Plan, Plane
-from hvdlite.runtime.account import account, stall_report
 from hvdlite.runtime.buckets import BucketEntry, BucketHandle, LearnedBucket, LearnedLayout, buffer_bytes
 from hvdlite.runtime.calls import Calls, Entry, reducible
 from hvdlite.runtime.handle import Handle
+from hvdlite.runtime.stalls import StallWatch, account
 
 _log = logging.getLogger("hvdlite")
 
 FLUSH_SECONDS: Final = 2.0
 RECENT: Final = 10
 """How many collectives a rank remembers for stall reports."""
-ACCOUNT_SECONDS: Final = 2.0
-"""How long rank 0 waits for missing ranks to say where they are."""
-STALL_CHECKS: Final = 4
-"""How often stalls are looked for during one stall_check_time_seconds."""
 EAGER_TRAFFIC: Final = 1 << 20
 """Bytes that one eager tensor may bring to rank 0 over all ranks."""
 _SHUT_DOWN = "hvdlite was shut down on this rank before the collective was complete"
@@ -112,9 +107,7 @@ class Runtime(Calls):
         self._layouts: dict[str, LearnedLayout] = {}  # by set; changed by the runtime thread only
         self._decisions: deque[Decision] = deque()  # received and not applied
         self._plans: defaultdict[int, int] = defaultdict(int)  # by process set
-        self._stall_check = math.inf  # when to look for stalls next
-        self._stalls: list[Stall] = []  # found, and not yet in a stall report
-        self._stall_report_due = math.inf
+        self._stall_watch = None if coordinator is None else StallWatch(coordinator, config.stall_check_time_seconds)
         self._recent: deque[str] = deque(maxlen=RECENT)  # names of the last collectives
         self._caller: int | None = None  # the thread that last called one
         self._awake = True  # False only around a blocking wait; see _submit
@@ -355,36 +348,14 @@ class Runtime(Calls):
             self._accept(decision)
 
     def _watch_stalls(self) -> float | None:
-        """On rank 0: tell about stalls, and return the seconds until the next look; None while nothing waits."""
-        after = self.config.stall_check_time_seconds
-        if self._coordinator is None or after <= 0:
+        """On rank 0: look after stalls, and return when to do so again, in seconds; None while nothing waits."""
+        if self._stall_watch is None:
             return None
         now = self._clock()
-        if not self._coordinator.anything_waits:
-            self._stall_check = math.inf
-        elif self._stall_check == math.inf:
-            self._stall_check = now + after
-        elif now >= self._stall_check:
-            self._stall_check = now + after / STALL_CHECKS
-            self._look_for_stalls(now, after)
-        if self._stalls and (now >= self._stall_report_due or self._coordinator.accounts.keys() >= self._missing()):
-            _log.warning("%s", stall_report(self._stalls, self._coordinator.accounts, ACCOUNT_SECONDS))
-            self._stalls.clear()
-            self._stall_report_due = math.inf
-        due = min(self._stall_check, self._stall_report_due)
-        return 0.0 if self._decisions else None if due == math.inf else max(0.0, due - now)
-
-    def _look_for_stalls(self, now: float, after: float) -> None:
-        assert self._coordinator is not None
-        found = self._coordinator.stalls(now, after)
-        if found:
-            self._stalls += found
-            self._stall_report_due = now + ACCOUNT_SECONDS
-            self._coordinator.inquire(sorted(self._missing()))
+        if self._stall_watch.look(now):
             self._decide()
-
-    def _missing(self) -> set[int]:
-        return {rank for stall in self._stalls for rank in stall.missing}
+            return 0.0  # the decision is to be applied before sleeping
+        return self._stall_watch.due(now)
 
     def _take_in(self, event: Event) -> None:
         match event:
