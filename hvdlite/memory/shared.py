@@ -93,14 +93,17 @@ class Segment:
         self._memory.allocate(start + self._allocated[region], wanted - self._allocated[region])
         self._allocated[region] = wanted
 
-    def close(self) -> None:
-        """Unmap it, and give this rank's pages back."""
-        del self.arrivals, self._bytes
+    def release(self) -> None:
+        """Give this rank's pages back; only when all ranks of the set have finished reading them."""
         start = self._counter_bytes + self._index * REGIONS * self.slot
         try:
             self._map.madvise(mmap.MADV_REMOVE, start, REGIONS * self.slot)
         except (AttributeError, OSError, ValueError):
             pass  # not Linux: the pages go with the file
+
+    def close(self) -> None:
+        """Unmap it. The pages stay: a slower rank may still be reading them."""
+        del self.arrivals, self._bytes
         try:
             self._map.close()
         except BufferError:

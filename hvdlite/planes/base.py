@@ -73,8 +73,8 @@ class Plane(Protocol):
             MemoryError: like `fusion_buffer`.
         """
 
-    def close_set(self, number: int) -> None:
-        """Give up a process set that nobody uses any more."""
+    def close_set(self, number: int, wait_until: WaitUntil) -> None:
+        """Give up a process set after its last plan; all its members do so."""
 
     def fusion_buffer(self, nbytes: int, ranks: tuple[int, ...]) -> FusionBuffer | None:
         """Return new zeroed memory for buckets of the process set of `ranks`; None on other ranks.

@@ -60,7 +60,7 @@ class LoopbackPlane:
     def open_set(self, number: int, ranks: tuple[int, ...]) -> None:
         pass
 
-    def close_set(self, number: int) -> None:
+    def close_set(self, number: int, wait_until: WaitUntil) -> None:
         pass
 
     def fusion_buffer(self, nbytes: int, ranks: tuple[int, ...]) -> FusionBuffer | None:

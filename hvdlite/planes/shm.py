@@ -49,6 +49,8 @@ class StagingSegment(Protocol):
 
     def reserve(self, region: int, nbytes: int) -> None: ...
 
+    def release(self) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -101,9 +103,11 @@ class ShmPlane:
         if segment is not None:
             self._groups[number] = _Group(self._rank, ranks, segment, self._ring)
 
-    def close_set(self, number: int) -> None:
+    def close_set(self, number: int, wait_until: WaitUntil) -> None:
         group = self._groups.pop(number, None)
         if group is not None:
+            group.barrier(wait_until)  # nobody reads this rank's slots any more
+            group.segment.release()
             group.segment.close()
 
     def fusion_buffer(self, nbytes: int, ranks: tuple[int, ...]) -> FusionBuffer | None:
@@ -111,8 +115,9 @@ class ShmPlane:
         return FusionBuffer(slots[ranks.index(self._rank)], tuple(slots)) if slots else None
 
     def close(self) -> None:
-        for number in list(self._groups):
-            self.close_set(number)
+        for group in self._groups.values():
+            group.segment.close()
+        self._groups.clear()
         self._memory.close()
 
     def _reduction(self, group: _Group, response: Response) -> Reduction:

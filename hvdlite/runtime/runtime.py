@@ -452,7 +452,7 @@ class Runtime(Calls):
             self._plane.open_set(self._process_sets.add(response.splits), response.splits)
         else:
             self._process_sets.remove(response.rows[0])
-            self._plane.close_set(response.rows[0])
+            self._plane.close_set(response.rows[0], self._wait_until)
 
     def _execute(self, response: Response, sources: Sequence[Array | None], outputs: Sequence[Array | None],
                  part: Part | None = None) -> None:

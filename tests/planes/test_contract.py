@@ -65,6 +65,7 @@ def run(make_planes: Callable[..., list[Plane]], size: int, step: Step) -> list[
             number = counts[response.process_set] = counts.get(response.process_set, 0) + 1
             planes[rank].execute(Plan(number, ranks, response, sources, outputs, part), wait_until)
 
+        execute.wait_until = wait_until  # type: ignore[attr-defined]
         execute.fusion_buffer, execute.plane = planes[rank].fusion_buffer, planes[rank]  # type: ignore[attr-defined]
         try:
             results[rank] = step(rank, execute)
@@ -379,8 +380,36 @@ def test_process_sets_that_overlap_do_not_disturb_each_other(make_planes: Any) -
             execute(one, [mine], [mine], ranks=members)
             assert (mine == len(members) * turn + sum(members)).all(), turn
         for number in (1, 2):
-            execute.plane.close_set(number)
+            execute.plane.close_set(number, execute.wait_until)
     run(make_planes, 3, step)
+
+
+def test_a_root_that_ends_at_once_takes_nothing_from_slower_ranks() -> None:
+    """The root leaves a broadcast at its barrier; it may close its plane before the others have copied."""
+    closed, bells = threading.Event(), [threading.Event(), threading.Event()]
+    root, other = shm(2, lambda rank: bells[rank].set())
+    response = Response(names=("a",), collective=Collective.BROADCAST, dtype="int64", root_rank=0, contributors=(0, 1))
+
+    def waiter(rank: int, then: Callable[[], object]) -> Callable[[Callable[[], bool]], None]:
+        def wait_until(predicate: Callable[[], bool]) -> None:
+            while not predicate():
+                bells[rank].wait(0.1)
+            then()
+        return wait_until
+
+    def lead() -> None:
+        mine = np.full(1000, 7)
+        root.execute(Plan(1, (0, 1), response, [mine], [mine]), waiter(0, lambda: None))
+        root.close()
+        closed.set()
+
+    leader = threading.Thread(target=lead)
+    leader.start()
+    copy = np.zeros(1000, np.int64)
+    other.execute(Plan(1, (0, 1), response, [copy], [copy]), waiter(1, lambda: closed.wait(30)))
+    leader.join()
+    assert closed.is_set() and (copy == 7).all()
+    other.close()
 
 
 def test_many_pieces_in_a_row_never_overtake_each_other(make_planes: Any) -> None:
