@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.harness import machine, median
+from hvdlite.core.config import Config
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.buckets import BucketSizes
 from hvdlite.negotiation.controller import Controller
@@ -36,7 +37,7 @@ class Cluster:
     def __init__(self, hosts: int, per_host: int, tensors: int, buckets: int) -> None:
         size = hosts * per_host
         bucket_bytes = -(-tensors // buckets) * 4096
-        self.coordinator = Coordinator(size, Policy(bucket_sizes=BucketSizes(bucket_bytes, bucket_bytes)))
+        self.coordinator = Coordinator(size, Policy(Config().fusion_threshold, BucketSizes(bucket_bytes, bucket_bytes)))
         self.controllers = [Controller(rank) for rank in range(size)]
         self.leaders = [Leader(range(host * per_host, (host + 1) * per_host), size) for host in range(hosts)]
         self.tensors = tensors

@@ -31,3 +31,7 @@ class Collective(enum.IntEnum):
     ADD_PROCESS_SET = 9
     REMOVE_PROCESS_SET = 10
     JOIN = 11
+
+
+ROOTED = frozenset({Collective.BROADCAST, Collective.REDUCE, Collective.GATHER, Collective.SCATTER})
+"""The collectives in which one rank, the root, has a part of its own."""

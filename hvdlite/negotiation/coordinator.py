@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from hvdlite.core.errors import ProtocolError
-from hvdlite.core.types import Collective
+from hvdlite.core.types import ROOTED, Collective
 from hvdlite.negotiation.agreement import disagreement, named_ranks
 from hvdlite.negotiation.buckets import BucketSizes, DeclaredSets, Ranks
 from hvdlite.negotiation.fusion import fuse, payload_bytes, response_to
@@ -41,7 +41,6 @@ from hvdlite.negotiation.messages import (
 from hvdlite.negotiation.process_sets import ProcessSetTable
 from hvdlite.negotiation.readiness import ReadinessTable
 
-_ROOTED = (Collective.BROADCAST, Collective.SCATTER, Collective.REDUCE, Collective.GATHER)
 ReduceEagerly = Callable[[Response, Sequence[bytes], int], bytes]
 """Carry out an allreduce on the contributors' bytes, in ascending rank order, in a process set of that many ranks."""
 
@@ -65,12 +64,12 @@ class Policy:
     """How a coordinator decides, where it has a choice; sizes in bytes.
 
     `fusion_threshold` bounds a fused response (0: no fusion), `bucket_sizes` and `layout_capacity` are those of
-    `DeclaredSets`.
+    `DeclaredSets`. The defaults turn everything off; what a job runs with comes from `core.config`.
     """
 
-    fusion_threshold: int = 64 << 20
-    bucket_sizes: BucketSizes = dataclasses.field(default_factory=lambda: BucketSizes(4 << 20, 25 << 20))
-    layout_capacity: int = 64
+    fusion_threshold: int = 0
+    bucket_sizes: BucketSizes = dataclasses.field(default_factory=lambda: BucketSizes(0, 0))
+    layout_capacity: int = 1
     join_divides_by_active: bool = False  # whether Average divides by the ranks that have not joined
 
 
@@ -240,7 +239,7 @@ class Coordinator:
         if problem is not None:
             self._refuse(request, ErrorKind.MISMATCH, problem)
             return
-        if request.collective in _ROOTED and request.root_rank not in requests:
+        if request.collective in ROOTED and request.root_rank not in requests:
             self._refuse(request, ErrorKind.MISMATCH, f"'{request.name}' has root rank {request.root_rank}, which has "
                          "joined and contributes nothing; choose a root that is still active")
             return

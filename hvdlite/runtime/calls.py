@@ -13,12 +13,10 @@ import numpy as np
 from hvdlite.core.array import Array, check_reducible, dtype_name, flat
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
-from hvdlite.core.types import Collective, ReduceOp
+from hvdlite.core.types import ROOTED, Collective, ReduceOp
 from hvdlite.core.world import World
 from hvdlite.negotiation.messages import Request, Response
 from hvdlite.runtime.handle import Handle, Sleepers
-
-ROOTED = frozenset({Collective.BROADCAST, Collective.REDUCE, Collective.GATHER, Collective.SCATTER})
 
 
 class Entry:
