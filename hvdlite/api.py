@@ -30,7 +30,7 @@ from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID, ProcessSet, global_p
 from hvdlite.core.types import ReduceOp
 from hvdlite.planes.arithmetic import Casts
 from hvdlite.runtime.assemble import assemble
-from hvdlite.runtime.handle import Handle
+from hvdlite.runtime.handle import Handle, Handles
 from hvdlite.runtime.runtime import Runtime
 
 Average, Sum, Adasum = ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM
@@ -221,8 +221,8 @@ def allreduce(array: ArrayLike, average: bool | None = None, name: str | None = 
         array: bool (Min, Max only), integer, float16/32/64, bfloat16 or complex (no Min, Max); any shape.
         average: deprecated; use `op`.
         name: the same on all ranks; unnamed calls are matched by their order.
-        op: Average (default), Sum, Product, Min or Max. Integer averages are truncated toward zero; 16-bit floats are
-            accumulated in float32.
+        op: Average (default), Sum, Product, Min, Max or Adasum (floating point only; see `hvdlite.planes.adasum`). Integer
+            averages are truncated toward zero; 16-bit floats are accumulated in float32.
         prescale_factor: factor on every rank's values before the reduction.
         postscale_factor: factor on the result.
         process_set: the ranks that take part.
@@ -250,6 +250,40 @@ def allreduce_(array: Array, average: bool | None = None, name: str | None = Non
     return _result(allreduce_async_(array, average, name, op, prescale_factor, postscale_factor, process_set))
 
 
+def grouped_allreduce_async(arrays: Sequence[ArrayLike], average: bool | None = None, name: str | None = None,
+                            op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+                            process_set: ProcessSet = global_process_set) -> Handles:
+    """Like `grouped_allreduce`, returning one handle at once."""
+    sources = [_contiguous(array) for array in arrays]
+    return _grouped(sources, [np.empty_like(source) for source in sources], average, name, op, prescale_factor,
+                    postscale_factor, process_set)
+
+
+def grouped_allreduce(arrays: Sequence[ArrayLike], average: bool | None = None, name: str | None = None,
+                      op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+                      process_set: ProcessSet = global_process_set) -> list[Array]:
+    """Like `allreduce`, of several arrays that are negotiated as one: none is reduced before all are there on all ranks."""
+    result: list[Array] = grouped_allreduce_async(arrays, average, name, op, prescale_factor, postscale_factor,
+                                                  process_set).wait()
+    return result
+
+
+def grouped_allreduce_async_(arrays: Sequence[Array], average: bool | None = None, name: str | None = None,
+                             op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+                             process_set: ProcessSet = global_process_set) -> Handles:
+    """Like `grouped_allreduce_async`, in place; the arrays must be C-contiguous."""
+    return _grouped(arrays, arrays, average, name, op, prescale_factor, postscale_factor, process_set)
+
+
+def grouped_allreduce_(arrays: Sequence[Array], average: bool | None = None, name: str | None = None,
+                       op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+                       process_set: ProcessSet = global_process_set) -> list[Array]:
+    """Like `grouped_allreduce`, in place; returns `arrays`."""
+    result: list[Array] = grouped_allreduce_async_(arrays, average, name, op, prescale_factor, postscale_factor,
+                                                   process_set).wait()
+    return result
+
+
 def reduce(array: ArrayLike, root_rank: int, name: str | None = None, op: ReduceOp | None = None,
            prescale_factor: float = 1.0, postscale_factor: float = 1.0,
            process_set: ProcessSet = global_process_set) -> Array | None:
@@ -258,7 +292,8 @@ def reduce(array: ArrayLike, root_rank: int, name: str | None = None, op: Reduce
     output = np.empty_like(source) if runtime().world.rank == root_rank else None
     handle = runtime().reduce(_name(name, "reduce", process_set), source, output, root_rank, reduce_op(op, None),
                               prescale=prescale_factor, postscale=postscale_factor, process_set=set_id(process_set))
-    return synchronize(handle)
+    result: Array | None = handle.wait()
+    return result
 
 
 def reducescatter_async(array: ArrayLike, name: str | None = None, op: ReduceOp | None = None,
@@ -279,6 +314,16 @@ def reducescatter(array: ArrayLike, name: str | None = None, op: ReduceOp | None
         UnsupportedError: for a scalar; otherwise like `allreduce`.
     """
     return _result(reducescatter_async(array, name, op, prescale_factor, postscale_factor, process_set))
+
+
+def grouped_reducescatter(arrays: Sequence[ArrayLike], name: str | None = None, op: ReduceOp | None = None,
+                          prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+                          process_set: ProcessSet = global_process_set) -> list[Array]:
+    """Like `reducescatter`, of several arrays at once."""
+    names = _member_names(name, "grouped_reducescatter", len(arrays), process_set)
+    handles = [reducescatter_async(array, each, op, prescale_factor, postscale_factor, process_set)
+               for array, each in zip(arrays, names, strict=True)]
+    return [_result(handle) for handle in handles]
 
 
 def broadcast_async(array: ArrayLike, root_rank: int, name: str | None = None,
@@ -324,11 +369,20 @@ def allgather(array: ArrayLike, name: str | None = None, process_set: ProcessSet
     return _result(allgather_async(array, name, process_set))
 
 
+def grouped_allgather(arrays: Sequence[ArrayLike], name: str | None = None,
+                      process_set: ProcessSet = global_process_set) -> list[Array]:
+    """Like `allgather`, of several arrays at once."""
+    names = _member_names(name, "grouped_allgather", len(arrays), process_set)
+    handles = [allgather_async(array, each, process_set) for array, each in zip(arrays, names, strict=True)]
+    return [_result(handle) for handle in handles]
+
+
 def gather(array: ArrayLike, root_rank: int, name: str | None = None,
            process_set: ProcessSet = global_process_set) -> Array | None:
     """Like `allgather`, but only rank `root_rank` gets the result; the others get None."""
-    return synchronize(runtime().gather(_name(name, "gather", process_set), _contiguous(array), root_rank,
-                                        process_set=set_id(process_set)))
+    result: Array | None = runtime().gather(_name(name, "gather", process_set), _contiguous(array), root_rank,
+                                            process_set=set_id(process_set)).wait()
+    return result
 
 
 def scatter(array: ArrayLike, root_rank: int, name: str | None = None,
@@ -367,6 +421,37 @@ def alltoall(array: ArrayLike, splits: Sequence[int] | None = None, name: str | 
     return received if splits is None else (received, rows)
 
 
+def send_async(array: ArrayLike, dst: int, name: str | None = None) -> Handle:
+    """Like `send`, returning a handle at once; `array` must not be written until it is done."""
+    return runtime().send(transfer_name("numpy", name, rank(), dst), _contiguous(array), dst)
+
+
+def send(array: ArrayLike, dst: int, name: str | None = None) -> None:
+    """Send an array to rank `dst`, which calls `recv`; return when it has arrived there.
+
+    Two ranks that send to each other before they receive wait for each other: let one receive first, or use `send_async`.
+
+    Args:
+        name: as given to `recv`; unnamed sends from one rank to another are matched by their order.
+
+    Raises:
+        MismatchError: on both ranks, when shape or dtype differ; or when one of them has joined.
+        PeerLostError: when a rank of the job died.
+        UnsupportedError: for a rank that does not exist, or this one.
+    """
+    send_async(array, dst, name).wait()
+
+
+def recv_async(array: Array, src: int, name: str | None = None) -> Handle:
+    """Like `recv`, returning a handle at once; `array` must not be used until it is done."""
+    return runtime().receive(transfer_name("numpy", name, src, rank()), array, src)
+
+
+def recv(array: Array, src: int, name: str | None = None) -> Array:
+    """Overwrite a C-contiguous array with what rank `src` sends, of the same shape and dtype; return it. See `send`."""
+    return _result(recv_async(array, src, name))
+
+
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return when every rank has called it."""
     runtime().barrier(_name(None, "barrier", process_set), process_set=set_id(process_set)).wait()
@@ -389,15 +474,33 @@ def join(device: int = -1) -> int:
     return last
 
 
-def poll(handle: Handle) -> bool:
+def poll(handle: Handle | Handles) -> bool:
     """Return whether `synchronize(handle)` would not block."""
     return handle.done()
 
 
-def synchronize(handle: Handle) -> Array | None:
+def synchronize(handle: Handle | Handles) -> Any:
     """Wait for an asynchronous call and return its result, or raise its error."""
-    result: Array | None = handle.wait()
-    return result
+    return handle.wait()
+
+
+def transfer_name(adapter: str, name: str | None, sender: int, receiver: int) -> str:
+    """Return the name under which a tensor from one rank to another is negotiated."""
+    way = f"{sender}to{receiver}"
+    return runtime().unnamed(adapter, f"send.{way}") if name is None else f"send.{way}.{name}"
+
+
+def _grouped(sources: Sequence[Array], outputs: Sequence[Array], average: bool | None, name: str | None,
+             op: ReduceOp | None, prescale: float, postscale: float, process_set: ProcessSet) -> Handles:
+    return runtime().grouped_allreduce(_name(name, "grouped_allreduce", process_set), sources, outputs,
+                                       reduce_op(op, average), prescale=prescale, postscale=postscale,
+                                       process_set=set_id(process_set))
+
+
+def _member_names(name: str | None, kind: str, count: int, process_set: ProcessSet) -> list[str]:
+    """Return Horovod's names for the members of a group."""
+    base = _name(name, kind, process_set)
+    return [f"{base}_{index}of{count}" for index in range(1, count + 1)]
 
 
 def _name(name: str | None, kind: str, process_set: ProcessSet) -> str:

@@ -60,10 +60,14 @@ from hvdlite_torch.ops import (
     grouped_reducescatter,
     grouped_reducescatter_async,
     poll,
+    recv,
+    recv_async,
     reduce,
     reducescatter,
     reducescatter_async,
     scatter,
+    send,
+    send_async,
     synchronize,
 )
 from hvdlite_torch.optimizer import DistributedOptimizer
@@ -85,6 +89,6 @@ __all__ = [
     "broadcast_parameters", "cross_rank", "cross_size", "gather", "global_process_set", "grouped_allgather",
     "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async",
     "grouped_allreduce_async_", "grouped_reducescatter", "grouped_reducescatter_async", "init", "is_homogeneous",
-    "is_initialized", "join", "local_rank", "local_size", "poll", "rank", "reduce", "reducescatter",
-    "reducescatter_async", "remove_process_set", "scatter", "shutdown", "size", "synchronize",
+    "is_initialized", "join", "local_rank", "local_size", "poll", "rank", "recv", "recv_async", "reduce", "reducescatter",
+    "reducescatter_async", "remove_process_set", "scatter", "send", "send_async", "shutdown", "size", "synchronize",
 ]

@@ -15,7 +15,7 @@ from hvdlite.core.array import BFLOAT16, Array
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
-from hvdlite.runtime.handle import Handle
+from hvdlite.runtime.handle import Handle, Handles
 from hvdlite_torch.compression import Compression, Compressor
 from hvdlite_torch.framework import as_array, contiguous
 
@@ -28,7 +28,7 @@ class TorchHandle:
 
     __slots__ = ("_finish", "_handle", "_result")
 
-    def __init__(self, handle: Handle, finish: Callable[[Any], Any]) -> None:
+    def __init__(self, handle: Handle | Handles, finish: Callable[[Any], Any]) -> None:
         self._handle = handle
         self._finish: Callable[[Any], Any] | None = finish
         self._result: Any = None
@@ -46,35 +46,12 @@ class TorchHandle:
         return self._result
 
 
-class GroupHandle:
-    """A group of tensors in flight, one collective for each dtype; the results come as one list."""
-
-    __slots__ = ("_finish", "_handles", "_result")
-
-    def __init__(self, handles: Sequence[Handle], finish: Callable[[], list[torch.Tensor]]) -> None:
-        self._handles = handles
-        self._finish = finish
-        self._result: list[torch.Tensor] | None = None
-
-    def done(self) -> bool:
-        """Return whether `wait` would not block."""
-        return all(handle.done() for handle in self._handles)
-
-    def wait(self) -> list[torch.Tensor]:
-        """Wait for all and return their results in order; may be called again."""
-        for handle in self._handles:
-            handle.wait()
-        if self._result is None:
-            self._result = self._finish()
-        return self._result
-
-
-def poll(handle: TorchHandle | GroupHandle) -> bool:
+def poll(handle: TorchHandle) -> bool:
     """Return whether `synchronize(handle)` would not block."""
     return handle.done()
 
 
-def synchronize(handle: TorchHandle | GroupHandle) -> Any:
+def synchronize(handle: TorchHandle) -> Any:
     """Wait for an asynchronous call and return its result, or raise its error; may be called again."""
     return handle.wait()
 
@@ -112,7 +89,7 @@ def allreduce(tensor: torch.Tensor, average: bool | None = None, name: str | Non
         average: deprecated; use `op`.
         name: the same on all ranks.
         compression: dtype on the wire for float32 and float64.
-        op: Average (default), Sum, Product, Min or Max. The gradient is the same reduction of the upstream gradient.
+        op: Average (default), Sum, Product, Min, Max or Adasum. The gradient is the same reduction of the upstream gradient.
         prescale_factor: factor on every rank's values before the reduction.
         postscale_factor: factor on the result.
 
@@ -130,7 +107,7 @@ def allreduce(tensor: torch.Tensor, average: bool | None = None, name: str | Non
 
 def grouped_allreduce_async_(tensors: Sequence[torch.Tensor], average: bool | None = None, name: str | None = None,
                              op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-                             process_set: ProcessSet = global_process_set) -> GroupHandle:
+                             process_set: ProcessSet = global_process_set) -> TorchHandle:
     """Like `grouped_allreduce_`, returning one handle at once."""
     return _grouped_allreduce(tensors, tensors, _name("grouped_allreduce", name, process_set), api.reduce_op(op, average),
                               prescale_factor, postscale_factor, process_set)
@@ -138,7 +115,7 @@ def grouped_allreduce_async_(tensors: Sequence[torch.Tensor], average: bool | No
 
 def grouped_allreduce_async(tensors: Sequence[torch.Tensor], average: bool | None = None, name: str | None = None,
                             op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-                            process_set: ProcessSet = global_process_set) -> GroupHandle:
+                            process_set: ProcessSet = global_process_set) -> TorchHandle:
     """Like `grouped_allreduce`, returning one handle at once; not differentiable."""
     outputs = [torch.empty_like(tensor) for tensor in tensors]
     return _grouped_allreduce(tensors, outputs, _name("grouped_allreduce", name, process_set), api.reduce_op(op, average),
@@ -186,7 +163,7 @@ def allgather(tensor: torch.Tensor, name: str | None = None, process_set: Proces
 
 
 def grouped_allgather_async(tensors: Sequence[torch.Tensor], name: str | None = None,
-                            process_set: ProcessSet = global_process_set) -> GroupHandle:
+                            process_set: ProcessSet = global_process_set) -> TorchHandle:
     """Like `grouped_allgather`, returning one handle at once; not differentiable."""
     base = _name("grouped_allgather", name, process_set)
     return _many([_gathered(tensor, member, process_set) for tensor, member in zip(tensors, _members(base, tensors),
@@ -233,7 +210,7 @@ def reducescatter(tensor: torch.Tensor, name: str | None = None, compression: ty
 
 def grouped_reducescatter_async(tensors: Sequence[torch.Tensor], name: str | None = None, op: ReduceOp = Average,
                                 process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0,
-                                postscale_factor: float = 1.0) -> GroupHandle:
+                                postscale_factor: float = 1.0) -> TorchHandle:
     """Like `grouped_reducescatter`, returning one handle at once; not differentiable."""
     base = _name("grouped_reducescatter", name, process_set)
     return _many([_reducescatter(tensor, member, op, prescale_factor, postscale_factor, process_set)
@@ -335,6 +312,29 @@ def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None, pro
             as in Horovod; False: their sum, which is the derivative of the sum of all ranks' losses.
     """
     return _Broadcast.apply(tensor, root_rank, _name("broadcast", name, process_set), process_set, horovod_gradient)
+
+
+def send_async(tensor: torch.Tensor, dst: int, name: str | None = None) -> TorchHandle:
+    """Like `send`, returning a handle at once; `tensor` must not be written until it is done."""
+    name = api.transfer_name("torch", name, api.rank(), dst)
+    return TorchHandle(api.runtime().send(name, as_array(contiguous(tensor, name), name), dst), lambda _: None)
+
+
+def send(tensor: torch.Tensor, dst: int, name: str | None = None) -> None:
+    """Send a tensor to rank `dst`, which calls `recv`; return when it has arrived. Like `hvdlite.send`."""
+    synchronize(send_async(tensor, dst, name))
+
+
+def recv_async(tensor: torch.Tensor, src: int, name: str | None = None) -> TorchHandle:
+    """Like `recv`, returning a handle at once; `tensor` must not be used until it is done."""
+    name = api.transfer_name("torch", name, src, api.rank())
+    target = _contiguous_like(tensor)
+    return TorchHandle(api.runtime().receive(name, as_array(target, name), src), lambda _: _written(tensor, target))
+
+
+def recv(tensor: torch.Tensor, src: int, name: str | None = None) -> torch.Tensor:
+    """Overwrite `tensor` with what rank `src` sends, of the same shape and dtype; return it. Not differentiable."""
+    return synchronize(recv_async(tensor, src, name))
 
 
 class _Allreduce(torch.autograd.Function):
@@ -440,23 +440,16 @@ def _allreduce(tensor: torch.Tensor, output: torch.Tensor, name: str, op: Reduce
 
 
 def _grouped_allreduce(tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], name: str, op: ReduceOp,
-                       prescale: float, postscale: float, process_set: ProcessSet) -> GroupHandle:
-    """Negotiate tensors as one, or, when dtypes are mixed, as one for each dtype."""
+                       prescale: float, postscale: float, process_set: ProcessSet) -> TorchHandle:
     sources = [contiguous(tensor, f"{name}[{index}]") for index, tensor in enumerate(tensors)]
     targets = [source if output is tensor else _contiguous_like(output)
                for tensor, output, source in zip(tensors, outputs, sources, strict=True)]
-    by_dtype: dict[torch.dtype, list[int]] = {}
-    for index, source in enumerate(sources):
-        by_dtype.setdefault(source.dtype, []).append(index)
-    handles = []
-    for dtype, members in by_dtype.items():
-        own = [as_array(targets[index], name) for index in members]
-        given = [array if targets[index] is sources[index] else as_array(sources[index], name)
-                 for index, array in zip(members, own, strict=True)]
-        label = name if len(by_dtype) == 1 else f"{name}.{str(dtype).removeprefix('torch.')}"
-        handles.append(api.runtime().grouped_allreduce(label, given, own, op, prescale=prescale, postscale=postscale,
-                                                       process_set=api.set_id(process_set)))
-    return GroupHandle(handles, lambda: [_written(output, target) for output, target in zip(outputs, targets, strict=True)])
+    own = [as_array(target, name) for target in targets]
+    given = [array if target is source else as_array(source, name)
+             for source, target, array in zip(sources, targets, own, strict=True)]
+    handle = api.runtime().grouped_allreduce(name, given, own, op, prescale=prescale, postscale=postscale,
+                                             process_set=api.set_id(process_set))
+    return TorchHandle(handle, lambda _: [_written(output, target) for output, target in zip(outputs, targets, strict=True)])
 
 
 def _gathered(tensor: torch.Tensor, name: str, process_set: ProcessSet) -> TorchHandle:
@@ -488,8 +481,8 @@ def _members(base: str, tensors: Sequence[torch.Tensor]) -> list[str]:
     return [f"{base}_{index}of{len(tensors)}" for index in range(1, len(tensors) + 1)]
 
 
-def _many(handles: Sequence[TorchHandle]) -> GroupHandle:
-    return GroupHandle([handle._handle for handle in handles], lambda: [handle.wait() for handle in handles])
+def _many(handles: Sequence[TorchHandle]) -> TorchHandle:
+    return TorchHandle(Handles([handle._handle for handle in handles]), lambda _: [handle.wait() for handle in handles])
 
 
 def _broadcast(tensor: torch.Tensor, output: torch.Tensor, root_rank: int, name: str,

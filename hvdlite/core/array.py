@@ -46,8 +46,9 @@ def dtype_name(dtype: np.dtype[np.generic]) -> str:
 
 def check_reducible(name: str, op: ReduceOp, tensor: str) -> None:
     """Raise `UnsupportedError` when `op` has no meaning for dtype `name`."""
-    if op is ReduceOp.ADASUM:
-        raise UnsupportedError(f"{tensor}: op=Adasum is not implemented yet; use Average, Sum, Product, Min or Max")
+    if op is ReduceOp.ADASUM and name not in ("float16", "bfloat16", "float32", "float64"):
+        raise UnsupportedError(f"{tensor}: op=Adasum weighs vectors by their angles and needs a floating point dtype, not "
+                               f"{name}; use Average or Sum")
     if name == "bool" and op not in (ReduceOp.MIN, ReduceOp.MAX):
         raise UnsupportedError(f"{tensor}: allreduce of bool has no {op.name.capitalize()}; use Min (all), Max (any) "
                                "or convert to an integer type")

@@ -31,7 +31,8 @@ class Collective(enum.IntEnum):
     ADD_PROCESS_SET = 9
     REMOVE_PROCESS_SET = 10
     JOIN = 11
+    SEND = 12
 
 
-ROOTED = frozenset({Collective.BROADCAST, Collective.REDUCE, Collective.GATHER, Collective.SCATTER})
-"""The collectives in which one rank, the root, has a part of its own."""
+ROOTED = frozenset({Collective.BROADCAST, Collective.REDUCE, Collective.GATHER, Collective.SCATTER, Collective.SEND})
+"""The collectives in which one rank, the root, has a part of its own; of a send it is the sender."""

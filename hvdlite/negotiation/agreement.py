@@ -31,6 +31,7 @@ _SPECIFIC: dict[Collective, tuple[Aspect, ...]] = {
     Collective.ALLREDUCE: _REDUCTION,
     Collective.BROADCAST: (("shape", lambda request: list(request.shape)), _ROOT),
     Collective.ALLGATHER: _ROWS,
+    Collective.SEND: (("shape", lambda request: list(request.shape)), _ROOT),
     Collective.BARRIER: (),
     Collective.JOIN: (),
     Collective.REDUCESCATTER: _REDUCTION,

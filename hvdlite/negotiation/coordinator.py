@@ -239,11 +239,17 @@ class Coordinator:
         if problem is not None:
             self._refuse(request, ErrorKind.MISMATCH, problem)
             return
+        members = self._process_sets[request.process_set]
+        if request.collective is Collective.SEND and len(requests) < len(members):
+            (joined,) = set(members) - requests.keys()
+            self._refuse(request, ErrorKind.MISMATCH, f"'{request.name}' needs rank {joined}, which has joined and neither "
+                         "sends nor receives")
+            return
         if request.collective in ROOTED and request.root_rank not in requests:
             self._refuse(request, ErrorKind.MISMATCH, f"'{request.name}' has root rank {request.root_rank}, which has "
                          "joined and contributes nothing; choose a root that is still active")
             return
-        response = response_to(requests, self._process_sets[request.process_set])
+        response = response_to(requests, members)
         if self._joined and self._policy.join_divides_by_active:
             response = msgspec.structs.replace(response, divisor=len(requests))
         self._ready.append((self._answered(response, requests), payload_bytes(request)))
@@ -306,7 +312,7 @@ class Coordinator:
         if response.collective is Collective.REMOVE_PROCESS_SET:
             return msgspec.structs.replace(response, rows=next(iter(requests.values())).members)
         result = None
-        if response.collective is Collective.BROADCAST:
+        if response.collective in (Collective.BROADCAST, Collective.SEND):
             result = requests[response.root_rank].payload
         elif response.collective in (Collective.ALLREDUCE, Collective.ALLGATHER) and response.contributors:
             payloads = [payload for rank in response.contributors if (payload := requests[rank].payload) is not None]

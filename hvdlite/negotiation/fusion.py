@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from hvdlite.core.array import SUPPORTED_DTYPES
-from hvdlite.core.types import Collective
+from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.negotiation.messages import Request, Response
 
 FUSIBLE = (Collective.ALLREDUCE, Collective.BROADCAST)
@@ -44,6 +44,8 @@ def _rows(requests: Mapping[int, Request], members: Sequence[int]) -> tuple[int,
         return tuple(requests[rank].shape[0] if rank in requests else 0 for rank in members)
     if first.collective in _SCATTERS:
         return even_rows(first.shape[0], len(members))
+    if first.op is ReduceOp.ADASUM:
+        return tuple(math.prod(shape) for shape in first.group or (first.shape,))
     return ()
 
 
@@ -67,7 +69,7 @@ def fuse(ready: Iterable[tuple[Response, int]], threshold: int) -> list[Response
             continue
         key = fusion_key(response)
         group, filled = open_groups.get(key, ([], threshold))
-        if response.collective not in FUSIBLE or not group or filled + nbytes > threshold:
+        if response.collective not in FUSIBLE or response.op is ReduceOp.ADASUM or not group or filled + nbytes > threshold:
             group, filled = [], 0
             groups.append(group)
         group.append(response)

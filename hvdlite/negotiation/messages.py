@@ -138,7 +138,9 @@ class Response(Message, frozen=True):
     elements: int = 0  # of all tensors together, where all ranks have the same: so a joined rank can do its share
     divisor: int = 0  # what Average divides by; 0 is the number of ranks in the process set
     contributors: tuple[int, ...] = ()  # ranks of the job, ascending; one not listed is skipped by the reduction
-    rows: tuple[int, ...] = ()  # gathers: what each rank of the set has; scatters: gets; ADD_...: its id; JOIN: the last one
+    # Gathers: what each rank of the set has; scatters: what it gets. Adasum: the elements of each tensor. ADD_PROCESS_SET:
+    # the set's id. JOIN: the last rank.
+    rows: tuple[int, ...] = ()
     row_elements: int = 0  # of those rows
     splits: tuple[int, ...] = ()  # alltoall: every rank's `splits`, one after the other
     error: ErrorKind = ErrorKind.NONE

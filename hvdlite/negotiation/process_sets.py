@@ -1,4 +1,8 @@
-"""Which process sets exist, by id. Pure; the coordinator and every rank hold one, and all change by decisions only."""
+"""Which process sets exist, by id. Pure; the coordinator and every rank hold one, and all change by decisions only.
+
+Any two ranks are a set of their own from the beginning, for what one sends the other; its id is negative and follows from
+the ranks, so nobody has to be told.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +11,24 @@ from collections.abc import Mapping, Sequence
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 
 
+def pair(one: int, other: int, size: int) -> int:
+    """Return the id of the set of two ranks of a job of `size` ranks."""
+    return -(1 + min(one, other) * size + max(one, other))
+
+
 class ProcessSetTable:
-    """The members of each set, ascending; id 0 is all ranks. Ids are never used again."""
+    """The members of each set, ascending; id 0 is all ranks. Ids are never used again. Pairs are not listed."""
 
     def __init__(self, size: int) -> None:
+        self._size = size
         self._ranks: dict[int, tuple[int, ...]] = {GLOBAL_PROCESS_SET_ID: tuple(range(size))}
         self._next = 1
 
     def __getitem__(self, number: int) -> tuple[int, ...]:
-        return self._ranks[number]
+        return self._pair(number) if number < 0 else self._ranks[number]
 
     def __contains__(self, number: object) -> bool:
-        return number in self._ranks
+        return number in self._ranks or (isinstance(number, int) and -self._size ** 2 <= number < 0)
 
     def find(self, ranks: Sequence[int]) -> int | None:
         """Return the id of the set with these members, or None."""
@@ -36,6 +46,9 @@ class ProcessSetTable:
         """Forget a set."""
         assert number != GLOBAL_PROCESS_SET_ID, "all ranks are a set for ever"
         del self._ranks[number]
+
+    def _pair(self, number: int) -> tuple[int, ...]:
+        return divmod(-1 - number, self._size)
 
     def items(self) -> Mapping[int, tuple[int, ...]]:
         """Return all sets by id."""

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hvdlite.core.array import SUPPORTED_DTYPES
+from hvdlite.core.array import SUPPORTED_DTYPES, Array
+from hvdlite.core.types import ReduceOp
 from hvdlite.negotiation.messages import Response
+from hvdlite.planes.adasum import AdaptiveSum
 from hvdlite.planes.arithmetic import Casts, Reduction
 
 
@@ -19,7 +21,22 @@ def reduce_payloads(response: Response, payloads: Sequence[bytes], size: int) ->
     """
     dtype = SUPPORTED_DTYPES[response.dtype]
     sources = [np.frombuffer(payload, dtype) for payload in payloads]
-    reduction = Reduction(response, dtype, size, max(1, sources[0].size), Casts.of_numpy())
+    return reduced(response, sources, size, Casts.of_numpy()).tobytes()
+
+
+def reduced(response: Response, sources: Sequence[Array], size: int, casts: Casts) -> Array:
+    """Return the reduction of the contributors' flat arrays, given in ascending rank order, as a new array.
+
+    Args:
+        size: ranks of the process set; Average divides by it.
+    """
+    dtype, chunk = SUPPORTED_DTYPES[response.dtype], max(1, sources[0].size)
+    reduction: AdaptiveSum | Reduction
+    if response.op is ReduceOp.ADASUM:
+        reduction = AdaptiveSum(response, dtype, chunk, casts)
+        reduction.weigh(reduction.products(sources))
+    else:
+        reduction = Reduction(response, dtype, size, chunk, casts)
     result = np.empty_like(sources[0])
     reduction.combine([reduction.placed(source) for source in sources], result)
-    return result.tobytes()
+    return result

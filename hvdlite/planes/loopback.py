@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from hvdlite.core.array import SUPPORTED_DTYPES, Array
+from hvdlite.core.array import Array
 from hvdlite.core.types import Collective
-from hvdlite.planes.arithmetic import Casts, Reduction
+from hvdlite.planes.arithmetic import Casts
 from hvdlite.planes.base import FusionBuffer, Plan, WaitUntil
+from hvdlite.planes.eager import reduced
 
 ALIGNMENT = 64
 
@@ -91,10 +92,7 @@ def _reduced(plan: Plan, plans: dict[int, Plan], rank: int, casts: Casts) -> Res
         if not sources:
             results.append(None)
             continue
-        reduction = Reduction(response, SUPPORTED_DTYPES[response.dtype], len(plan.ranks), sources[0].size, casts)
-        result = np.empty_like(sources[0])
-        reduction.combine([reduction.placed(source) for source in sources], result)
-        results.append(result)
+        results.append(reduced(response, sources, len(plan.ranks), casts))
     return results
 
 
@@ -117,6 +115,7 @@ def _scattered(plan: Plan, plans: dict[int, Plan], rank: int, casts: Casts) -> R
 
 
 def _broadcast(plan: Plan, plans: dict[int, Plan], rank: int, casts: Casts) -> Results:
+    """Copy the root's tensors; a send is a broadcast to one, and its sender has no output."""
     return [None if source is None else source.copy() for source in plans[plan.response.root_rank].sources]
 
 
@@ -142,5 +141,5 @@ def _exchanged(plan: Plan, plans: dict[int, Plan], rank: int, casts: Casts) -> R
 _RESULTS: dict[Collective, Callable[[Plan, dict[int, Plan], int, Casts], Results]] = {
     Collective.ALLREDUCE: _reduced, Collective.REDUCE: _reduced, Collective.REDUCESCATTER: _reduced_and_scattered,
     Collective.BROADCAST: _broadcast, Collective.SCATTER: _scattered, Collective.ALLGATHER: _gathered,
-    Collective.GATHER: _gathered, Collective.ALLTOALL: _exchanged,
+    Collective.GATHER: _gathered, Collective.ALLTOALL: _exchanged, Collective.SEND: _broadcast,
 }

@@ -30,8 +30,9 @@ from typing import Protocol
 import numpy as np
 
 from hvdlite.core.array import SUPPORTED_DTYPES, Array
-from hvdlite.core.types import Collective
+from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.negotiation.messages import Response
+from hvdlite.planes.adasum import AdaptiveSum
 from hvdlite.planes.arithmetic import Casts, Reduction
 from hvdlite.planes.base import FusionBuffer, Part, Plan, WaitUntil
 
@@ -89,6 +90,8 @@ class ShmPlane:
         match plan.response.collective:
             case Collective.ALLREDUCE if plan.part is not None:
                 self._allreduce_in_place(group, plan.part, plan.response, wait_until)
+            case Collective.ALLREDUCE | Collective.REDUCE if plan.response.op is ReduceOp.ADASUM:
+                self._adasum(group, plan, wait_until)
             case Collective.ALLREDUCE | Collective.REDUCE:
                 self._reduce(group, plan, wait_until)
             case Collective.REDUCESCATTER:
@@ -154,6 +157,24 @@ class ShmPlane:
                 piece.reduce_whole(sources, outputs, wait_until)
             else:
                 piece.reduce_slices(sources, outputs, wait_until)
+
+    def _adasum(self, group: _Group, plan: Plan, wait_until: WaitUntil) -> None:
+        """Each tensor by itself: measure the inner products slice by slice, add them up, then a weighted sum by slices."""
+        response, dtype = plan.response, SUPPORTED_DTYPES[plan.response.dtype]
+        receives = response.collective is Collective.ALLREDUCE or self._rank == response.root_rank
+        contributors = len(response.contributors)
+        per_piece = group.segment.slot // dtype.itemsize
+        for index, total in enumerate(response.rows if contributors else ()):
+            adaptive = AdaptiveSum(response, dtype, self._chunk // dtype.itemsize, self._casts)
+            source = Concatenation(plan.sources[index:index + 1]) if self._rank in response.contributors else None
+            output = Concatenation(plan.outputs[index:index + 1]) if plan.outputs and receives else None
+            products = np.zeros((contributors, contributors))
+            for low in range(0, total, per_piece):
+                piece = _Piece(group, response, adaptive, low, min(low + per_piece, total))
+                products += piece.measure_slice(source, adaptive, wait_until)
+            adaptive.weigh(group.total(products, wait_until))
+            for low in range(0, total, per_piece):
+                _Piece(group, response, adaptive, low, min(low + per_piece, total)).reduce_slices(source, output, wait_until)
 
     def _reducescatter(self, group: _Group, plan: Plan, wait_until: WaitUntil) -> None:
         reduction = self._reduction(group, plan.response)
@@ -235,6 +256,16 @@ class _Group:
         staging = self.segment.staging(index, region)
         return staging[:staging.size // dtype.itemsize * dtype.itemsize].view(dtype)
 
+    def total(self, values: Array, wait_until: WaitUntil) -> Array:
+        """Return the sum of every rank's float64 array, added up in rank order; it must fit into a slot."""
+        region = self.next_region(values.nbytes)
+        self.slot(self.index, region, values.dtype)[:values.size] = values.reshape(-1)
+        self.barrier(wait_until)
+        result = np.zeros(values.size)
+        for index in range(self.size):
+            result += self.slot(index, region, values.dtype)[:values.size]
+        return result.reshape(values.shape)
+
     def barrier(self, wait_until: WaitUntil) -> None:
         """Wait until every rank of the set has come here as often as this one."""
         self._barriers += 1
@@ -248,7 +279,7 @@ class _Group:
 class _Piece:
     """Elements low..high of a reduction's concatenated tensors, in one region."""
 
-    def __init__(self, group: _Group, response: Response, reduction: Reduction, low: int, high: int) -> None:
+    def __init__(self, group: _Group, response: Response, reduction: Reduction | AdaptiveSum, low: int, high: int) -> None:
         self.low, self.high = low, high
         self._group, self._reduction = group, reduction
         self._contributors = [group.ranks.index(rank) for rank in response.contributors]
@@ -285,6 +316,19 @@ class _Piece:
             if owner != group.index:
                 for start, stop, part in outputs.parts(bounds[owner], bounds[owner + 1], self.high - self.low):
                     np.copyto(part, self._staged(owner, start, stop))
+
+    def measure_slice(self, sources: Concatenation | None, adaptive: AdaptiveSum, wait_until: WaitUntil) -> Array:
+        """Publish what others own, and return the inner products of the contributors' values in the slice owned here."""
+        group = self._group
+        bounds = slice_bounds(self.low, self.high, group.size, adaptive.dtype)
+        begin, end = bounds[group.index], bounds[group.index + 1]
+        if sources is not None:
+            self._publish(sources, self.low, begin)
+            self._publish(sources, end, self.high)
+        group.barrier(wait_until)
+        if begin == end:
+            return np.zeros((len(self._contributors), len(self._contributors)))
+        return adaptive.products([self._term(index, sources, begin, end) for index in self._contributors])
 
     def reduce_own(self, sources: Concatenation | None, output: Array | None, begin: int, end: int,
                    wait_until: WaitUntil) -> None:
@@ -345,6 +389,11 @@ def _scatter_moves(plan: Plan) -> list[Move]:
     return [(root, receiver, bounds[receiver], bounds[receiver + 1]) for receiver in range(len(plan.ranks))]
 
 
+def _send_moves(plan: Plan) -> list[Move]:
+    sender = plan.ranks.index(plan.response.root_rank)
+    return [(sender, 1 - sender, 0, plan.response.elements)]
+
+
 def _alltoall_moves(plan: Plan) -> list[Move]:
     size, per_row = len(plan.ranks), plan.response.row_elements
     moves: list[Move] = []
@@ -357,7 +406,7 @@ def _alltoall_moves(plan: Plan) -> list[Move]:
 
 _MOVES: dict[Collective, Callable[[Plan], list[Move]]] = {
     Collective.ALLGATHER: _gather_moves, Collective.GATHER: _gather_moves, Collective.SCATTER: _scatter_moves,
-    Collective.ALLTOALL: _alltoall_moves,
+    Collective.ALLTOALL: _alltoall_moves, Collective.SEND: _send_moves,
 }
 
 

@@ -16,7 +16,8 @@ from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import ROOTED, Collective, ReduceOp
 from hvdlite.core.world import World
 from hvdlite.negotiation.messages import Request, Response
-from hvdlite.runtime.handle import Handle, Sleepers
+from hvdlite.negotiation.process_sets import pair
+from hvdlite.runtime.handle import Handle, Handles, Sleepers
 
 
 class Entry:
@@ -71,8 +72,8 @@ class Entry:
     def deliver(self, result: bytes) -> None:
         """Take a result that came with the decision."""
         (output,) = self.outputs
-        assert output is not None
-        np.copyto(output.view(np.uint8), np.frombuffer(result, np.uint8))
+        if output is not None:  # else this rank sent it
+            np.copyto(output.view(np.uint8), np.frombuffer(result, np.uint8))
 
     def complete(self, response: Response) -> None:
         """Hand the result to whoever waits."""
@@ -145,8 +146,8 @@ class Calls:
             source: this rank's values, of `output`'s shape and dtype, possibly the same memory; None when this rank has
                 nothing to contribute: it then counts as zeros for Sum and Average, which still divides by the set's
                 size. When nobody contributes, `output` is untouched and `handle.contributors` is empty.
-            op: AVERAGE, SUM, PRODUCT, MIN or MAX. Integer averages are truncated toward zero; 16-bit floats are accumulated
-                in float32.
+            op: AVERAGE, SUM, PRODUCT, MIN, MAX or ADASUM (`planes.adasum`). Integer averages are truncated toward zero;
+                16-bit floats are accumulated in float32.
             prescale: factor on every rank's values before the reduction.
             postscale: factor on the result.
             process_set: id of the ranks that take part.
@@ -164,24 +165,27 @@ class Calls:
 
     def grouped_allreduce(self, name: str, sources: Sequence[Array], outputs: Sequence[Array], op: ReduceOp, *,
                           prescale: float = 1.0, postscale: float = 1.0,
-                          process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
-        """Like `allreduce`, of several arrays of one dtype that are negotiated and answered as one; the result is `outputs`.
+                          process_set: int = GLOBAL_PROCESS_SET_ID) -> Handles:
+        """Like `allreduce`, of several arrays that are negotiated and answered as one; the result is `outputs`.
 
         Args:
-            sources: not empty; the same number of arrays, of the same shapes, on all ranks.
-
-        Raises:
-            UnsupportedError: like `allreduce`, and for arrays of different dtypes.
+            sources: the same number of arrays, of the same shapes, on all ranks. Of several dtypes, they are as many groups
+                as dtypes.
         """
         op = ReduceOp(op)
-        dtypes = {reducible(f"{name}.{index}", source, output, op)
-                  for index, (source, output) in enumerate(zip(sources, outputs, strict=True))}
-        if len(dtypes) != 1:
-            raise UnsupportedError(f"'{name}': the arrays of one group must have one dtype, not {sorted(dtypes) or 'none'}")
-        request = self._request(name, Collective.ALLREDUCE, dtypes.pop(), (sum(output.size for output in outputs),), op=op,
-                                prescale=float(prescale), postscale=float(postscale),
-                                group=tuple(output.shape for output in outputs), process_set=process_set)
-        return self._submit(Entry(request, sources, outputs, outputs, self._sleepers))
+        groups: dict[str, tuple[list[Array], list[Array]]] = {}
+        for index, (source, output) in enumerate(zip(sources, outputs, strict=True)):
+            group = groups.setdefault(reducible(f"{name}[{index}]", source, output, op), ([], []))
+            group[0].append(source)
+            group[1].append(output)
+        handles = []
+        for dtype, (given, own) in groups.items():
+            request = self._request(name if len(groups) == 1 else f"{name}.{dtype}", Collective.ALLREDUCE, dtype,
+                                    (sum(output.size for output in own),), op=op, prescale=float(prescale),
+                                    postscale=float(postscale), group=tuple(output.shape for output in own),
+                                    process_set=process_set)
+            handles.append(self._submit(Entry(request, given, own, own, self._sleepers)))
+        return Handles(handles, outputs)
 
     def reduce(self, name: str, source: Array, output: Array | None, root_rank: int, op: ReduceOp, *, prescale: float = 1.0,
                postscale: float = 1.0, process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
@@ -206,6 +210,8 @@ class Calls:
             UnsupportedError: like `allreduce`, and for a scalar.
         """
         op = ReduceOp(op)
+        if op is ReduceOp.ADASUM:
+            raise UnsupportedError(f"'{name}': reducescatter has no Adasum, which weighs whole tensors; use allreduce")
         _check_rows(name, array, "reducescatter cuts")
         request = self._request(name, Collective.REDUCESCATTER, reducible(name, array, array, op), array.shape, op=op,
                                 prescale=float(prescale), postscale=float(postscale), process_set=process_set)
@@ -287,6 +293,31 @@ class Calls:
                                    f"set, with a sum of at most {rows}, the number of rows")
         request = self._request(name, Collective.ALLTOALL, dtype, array.shape, splits=given, process_set=process_set)
         return self._submit(Entry(request, [array], [], None, self._sleepers))
+
+    def send(self, name: str, array: Array, receiver: int) -> Handle:
+        """Send an array to another rank, which calls `receive` with the same name; the result is None.
+
+        The handle is done when it has arrived. Every pair of ranks is a process set of its own, members of others or not.
+
+        Raises:
+            UnsupportedError: for an unsupported dtype, or a receiver that does not exist or is this rank.
+            DuplicateNameError: Like `allreduce`.
+        """
+        return self._transfer(name, array, None, self.world.rank, receiver)
+
+    def receive(self, name: str, array: Array, sender: int) -> Handle:
+        """Overwrite `array` with what another rank sends: the same name, shape and dtype."""
+        return self._transfer(name, array, array, sender, self.world.rank)
+
+    def _transfer(self, name: str, array: Array, output: Array | None, sender: int, receiver: int) -> Handle:
+        other = receiver if sender == self.world.rank else sender
+        if other == self.world.rank or not 0 <= other < self.world.size:
+            raise UnsupportedError(f"'{name}': rank {self.world.rank} exchanges tensors with another of the ranks "
+                                   f"0..{self.world.size - 1}, not with {other}")
+        request = self._request(name, Collective.SEND, _checked(name, array), array.shape, root_rank=sender,
+                                payload=None if output is array else self._payload(array),
+                                process_set=pair(sender, receiver, self.world.size))
+        return self._submit(Entry(request, [array], [output], output, self._sleepers))
 
     def barrier(self, name: str, *, process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
         """Complete when every rank of a process set has made this call."""

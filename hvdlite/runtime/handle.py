@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
@@ -90,3 +90,25 @@ class Handle:
         self._done = True
         self._sleepers.remove(self)
         self._lock.release()
+
+
+class Handles:
+    """Several collectives in flight, as one.
+
+    Args:
+        result: what `wait` returns; None for the list of the collectives' own results.
+    """
+
+    __slots__ = ("_handles", "_result")
+
+    def __init__(self, handles: Sequence[Handle | Handles], result: Any = None) -> None:
+        self._handles, self._result = handles, result
+
+    def done(self) -> bool:
+        """Return whether `wait` would return (or raise) at once."""
+        return all(handle.done() for handle in self._handles)
+
+    def wait(self) -> Any:
+        """Wait for all of them, in order, and return the result, or raise the first error. May be called again."""
+        results = [handle.wait() for handle in self._handles]
+        return results if self._result is None else self._result

@@ -106,6 +106,7 @@ class Runtime(Calls):
         self._buckets: dict[int, BucketEntry] = {}  # likewise
         self._layouts: dict[str, LearnedLayout] = {}  # by set; changed by the runtime thread only
         self._decisions: deque[Decision] = deque()  # received and not applied
+        self._pairs: set[int] = set()  # process sets of two ranks that are open in the plane
         self._plans: defaultdict[int, int] = defaultdict(int)  # by process set
         self._stall_watch = None if coordinator is None else StallWatch(coordinator, config.stall_check_time_seconds)
         self._recent: deque[str] = deque(maxlen=RECENT)  # names of the last collectives
@@ -379,10 +380,19 @@ class Runtime(Calls):
         self._decisions.append(decision)
 
     def _apply(self, decision: Decision) -> None:
+        self._open_pairs(decision)
         for instruction in self._controller.apply(decision):
             self._follow(instruction)
         if self.world.rank in decision.left:
             self._left = True
+
+    def _open_pairs(self, decision: Decision) -> None:
+        """Let the plane open the process sets of two ranks when they first need it; all ranks do so at the same decision."""
+        for response in decision.responses:
+            number = response.process_set
+            if number < 0 and number not in self._pairs and response.error is ErrorKind.NONE and response.result is None:
+                self._pairs.add(number)
+                self._plane.open_set(number, self._process_sets[number])
 
     def _follow(self, instruction: Instruction) -> None:
         match instruction:

@@ -421,3 +421,68 @@ def test_many_pieces_in_a_row_never_overtake_each_other(make_planes: Any) -> Non
             execute(allreduce("int64", ReduceOp.SUM, 3), [mine], [mine])
             assert (mine == 3 * turn + 3).all(), turn
     run(make_planes, 3, step)
+
+
+def adaptive(one: Array, other: Array) -> Array:
+    """Adasum of two tensors, as the paper has it."""
+    agreement = float(one @ other)
+    squares = [float(one @ one), float(other @ other)]
+    weights = [1 - agreement / (2 * square) if square else 1 for square in squares]
+    return weights[0] * one + weights[1] * other
+
+
+def adaptive_model(inputs: list[Array]) -> Array:
+    level = [array.astype(np.float64) for array in inputs]
+    while len(level) > 1:
+        level = [adaptive(*level[at:at + 2]) if at + 1 < len(level) else level[at] for at in range(0, len(level), 2)]
+    return level[0]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_adasum_weighs_each_tensor_by_itself(make_planes: Any, size: int, dtype: str) -> None:
+    kind = SUPPORTED_DTYPES[dtype]
+    counts = (1, 0, 70, 30_000)  # from less than a cache line a rank to more than a slot
+
+    def step(rank: int, execute: Any) -> list[bytes]:
+        inputs = [[values(other, count, kind) for other in range(size)] for count in counts]
+        inputs[2][0][:] = 0  # a zero vector has no direction
+        outputs = [np.empty_like(each[rank]) for each in inputs]
+        execute(allreduce(dtype, ReduceOp.ADASUM, size, rows=counts, prescale=2.0, postscale=0.25, elements=sum(counts)),
+                [each[rank] for each in inputs], outputs)
+        for each, output in zip(inputs, outputs, strict=True):
+            expected = 0.5 * adaptive_model(each)
+            np.testing.assert_allclose(output.astype(np.float64), expected, rtol=0.01 if kind.itemsize == 2 else 1e-5,
+                                       atol=0.02 if kind.itemsize == 2 else 1e-6)
+        return [output.tobytes() for output in outputs]
+    results = run(make_planes, size, step)
+    assert all(result == results[0] for result in results), "ranks differ"
+
+
+def test_adasum_without_a_rank_that_joined(make_planes: Any) -> None:
+    def step(rank: int, execute: Any) -> None:
+        inputs = [values(other, 20_000, np.dtype(np.float32)) for other in range(3)]
+        out = np.empty(20_000, np.float32)
+        given = ([], []) if rank == 1 else ([inputs[rank]], [out])
+        execute(allreduce("float32", ReduceOp.ADASUM, 3, rows=(20_000,), elements=20_000, contributors=(0, 2)), *given)
+        if rank != 1:
+            np.testing.assert_allclose(out, adaptive(*(each.astype(np.float64) for each in (inputs[0], inputs[2]))), rtol=1e-4,
+                                       atol=1e-5)
+    run(make_planes, 3, step)
+
+
+@pytest.mark.parametrize("count", [0, 3, 100_000])
+def test_send(make_planes: Any, count: int) -> None:
+    def step(rank: int, execute: Any) -> None:
+        for number, (sender, receiver) in enumerate([(0, 2), (2, 0), (0, 2)]):
+            if not number:
+                execute.plane.open_set(-1, (0, 2))
+            if rank == 1:
+                continue
+            mine = np.arange(count, dtype=np.int32) + number
+            out = np.empty_like(mine) if rank == receiver else None
+            execute(Response(names=("x",), collective=Collective.SEND, dtype="int32", process_set=-1, root_rank=sender,
+                             elements=count, contributors=(0, 2)), [mine if rank == sender else np.zeros_like(mine)],
+                    [out], ranks=(0, 2))
+            assert out is None or np.array_equal(out, mine)
+    run(make_planes, 3, step)

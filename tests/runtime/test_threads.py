@@ -110,7 +110,8 @@ def test_bad_arguments_raise_at_the_call_and_lose_nothing() -> None:
         for call, told in (
             (lambda: runtime.allreduce("x", ones.T[:2], np.empty((2, 4)), ReduceOp.SUM), "not C-contiguous"),
             (lambda: runtime.allreduce("x", ones, np.empty(3), ReduceOp.SUM), "must be equal"),
-            (lambda: runtime.allreduce("x", ones, ones, ReduceOp.ADASUM), "not implemented"),
+            (lambda: runtime.allreduce("x", np.ones(3, int), np.ones(3, int), ReduceOp.ADASUM), "floating point"),
+            (lambda: runtime.reducescatter("x", ones, ReduceOp.ADASUM), "no Adasum"),
             (lambda: runtime.allreduce("x", np.array(["a"]), np.array(["a"]), ReduceOp.SUM), "not supported"),
             (lambda: runtime.allreduce("x", np.array([True]), np.array([True]), ReduceOp.SUM), "bool has no Sum"),
             (lambda: runtime.allreduce("x", np.array([1j]), np.array([1j]), ReduceOp.MIN), "no order"),
