@@ -1,4 +1,4 @@
-"""What a training script calls: one-line collectives on the current runtime, on NumPy arrays.
+"""What a training script calls beside the collectives: init, shutdown, who am I, process sets, a look inside.
 
 This is the only file with process-wide state: the one `Runtime` of the process, shared by all adapters, and the exit,
 exception and fork hooks that end it properly.
@@ -9,28 +9,27 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import signal
 import sys
 import threading
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
-import numpy as np
-from numpy.typing import ArrayLike
-
 from hvdlite.bootstrap.environments import find_place
+from hvdlite.control.witness import testify
 from hvdlite.core import launch_contract
 from hvdlite.core.array import Array
 from hvdlite.core.config import Config
 from hvdlite.core.errors import NotInitializedError, PeerLostError, UnsupportedError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID, ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
+from hvdlite.core.world import World
 from hvdlite.planes.arithmetic import Casts
 from hvdlite.runtime.assemble import assemble
-from hvdlite.runtime.handle import Handle, Handles
 from hvdlite.runtime.runtime import Runtime
 
 Average, Sum, Adasum = ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM
@@ -40,6 +39,7 @@ _lock = threading.RLock()
 _runtime: Runtime | None = None
 _users = 0  # init() calls that no shutdown() has answered yet
 _hooks_installed = False
+_testimony: tuple[int, int] | None = None  # where this process writes its stacks
 _casts = Casts.of_numpy()
 
 
@@ -66,12 +66,16 @@ def init(comm: object = None, process_sets: Sequence[ProcessSet] | str | None = 
     with _lock:
         if _runtime is None:
             config = Config.from_environment(os.environ)
-            _configure_logging(config)
-            started = assemble(find_place(os.environ, os.getppid()), config, _casts)
+            place = find_place(os.environ, os.getppid())
+            _configure_logging(config, place.world)
+            started = assemble(place, config, _casts, _testify(config))
             started.start()
+            if config.timeline:
+                started.start_timeline(config.timeline, config.timeline_mark_cycles)
             _runtime, _users = started, 0
             global_process_set.fill(started.world.size, started.world.rank)
             _install_hooks()
+            _answer_signal(config.report_signal)
         _users += 1
     for process_set in () if process_sets is None or isinstance(process_sets, str) else process_sets:
         if process_set.process_set_id is None:
@@ -97,6 +101,37 @@ def runtime() -> Runtime:
     if _runtime is None:
         raise NotInitializedError("hvdlite is not initialised; call hvd.init() first")
     return _runtime
+
+
+def story(name: str) -> str:
+    """Return what happened to a tensor on this rank lately: one line an event, oldest first; "" when nothing is known.
+
+    Args:
+        name: as given to the collective, or as errors and stall reports call it. Members of a learned bucket are known by
+            the names of the optimizer's parameters.
+    """
+    return runtime().story(name)
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Write what all ranks do to a file on rank 0's host, in Chrome's trace format, until `stop_timeline`.
+
+    Rank 0's call counts, and starts it on all ranks at one point; elsewhere a call does nothing. With the file that is being
+    written it does nothing; with another, that one is closed.
+
+    Args:
+        file_path: overwritten. It is valid JSON at any time; open it with https://ui.perfetto.dev or chrome://tracing.
+        mark_cycles: whether to show decisions, which come nearest to Horovod's cycles.
+
+    Raises:
+        ConfigError: when the file cannot be written.
+    """
+    runtime().start_timeline(file_path, mark_cycles)
+
+
+def stop_timeline() -> None:
+    """End the timeline; on rank 0, return when its file is complete."""
+    runtime().stop_timeline()
 
 
 def offer_casts(widen: Callable[[Array, Array], object], narrow: Callable[[Array, Array], object]) -> None:
@@ -203,331 +238,49 @@ def reduce_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:
     return Average if op is None else ReduceOp(op)
 
 
-def allreduce_async(array: ArrayLike, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None,
-                    prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-                    process_set: ProcessSet = global_process_set) -> Handle:
-    """Like `allreduce`, returning a handle at once; `array` must not be written until it is done."""
-    source = _contiguous(array)
-    return runtime().allreduce(_name(name, "allreduce", process_set), source, np.empty_like(source), reduce_op(op, average),
-                               prescale=prescale_factor, postscale=postscale_factor, process_set=set_id(process_set))
-
-
-def allreduce(array: ArrayLike, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None,
-              prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-              process_set: ProcessSet = global_process_set) -> Array:
-    """Return the reduction over all ranks of an array that has the same shape and dtype everywhere.
-
-    Args:
-        array: bool (Min, Max only), integer, float16/32/64, bfloat16 or complex (no Min, Max); any shape.
-        average: deprecated; use `op`.
-        name: the same on all ranks; unnamed calls are matched by their order.
-        op: Average (default), Sum, Product, Min, Max or Adasum (floating point only; see `hvdlite.planes.adasum`). Integer
-            averages are truncated toward zero; 16-bit floats are accumulated in float32.
-        prescale_factor: factor on every rank's values before the reduction.
-        postscale_factor: factor on the result.
-        process_set: the ranks that take part.
-
-    Raises:
-        MismatchError: on all ranks, when they disagree about shape, dtype, op or factors.
-        PeerLostError: when a rank died (`PeerFailedError`: raised, `PeerLeftError`: left).
-        DuplicateNameError, UnsupportedError: at the call.
-    """
-    return _result(allreduce_async(array, average, name, op, prescale_factor, postscale_factor, process_set))
-
-
-def allreduce_async_(array: Array, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None,
-                     prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-                     process_set: ProcessSet = global_process_set) -> Handle:
-    """Like `allreduce_async`, in place; `array` must be C-contiguous."""
-    return runtime().allreduce(_name(name, "allreduce", process_set), array, array, reduce_op(op, average),
-                               prescale=prescale_factor, postscale=postscale_factor, process_set=set_id(process_set))
-
-
-def allreduce_(array: Array, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None,
-               prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-               process_set: ProcessSet = global_process_set) -> Array:
-    """Like `allreduce`, in place; returns `array`."""
-    return _result(allreduce_async_(array, average, name, op, prescale_factor, postscale_factor, process_set))
-
-
-def grouped_allreduce_async(arrays: Sequence[ArrayLike], average: bool | None = None, name: str | None = None,
-                            op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-                            process_set: ProcessSet = global_process_set) -> Handles:
-    """Like `grouped_allreduce`, returning one handle at once."""
-    sources = [_contiguous(array) for array in arrays]
-    return _grouped(sources, [np.empty_like(source) for source in sources], average, name, op, prescale_factor,
-                    postscale_factor, process_set)
-
-
-def grouped_allreduce(arrays: Sequence[ArrayLike], average: bool | None = None, name: str | None = None,
-                      op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-                      process_set: ProcessSet = global_process_set) -> list[Array]:
-    """Like `allreduce`, of several arrays that are negotiated as one: none is reduced before all are there on all ranks."""
-    result: list[Array] = grouped_allreduce_async(arrays, average, name, op, prescale_factor, postscale_factor,
-                                                  process_set).wait()
-    return result
-
-
-def grouped_allreduce_async_(arrays: Sequence[Array], average: bool | None = None, name: str | None = None,
-                             op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-                             process_set: ProcessSet = global_process_set) -> Handles:
-    """Like `grouped_allreduce_async`, in place; the arrays must be C-contiguous."""
-    return _grouped(arrays, arrays, average, name, op, prescale_factor, postscale_factor, process_set)
-
-
-def grouped_allreduce_(arrays: Sequence[Array], average: bool | None = None, name: str | None = None,
-                       op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-                       process_set: ProcessSet = global_process_set) -> list[Array]:
-    """Like `grouped_allreduce`, in place; returns `arrays`."""
-    result: list[Array] = grouped_allreduce_async_(arrays, average, name, op, prescale_factor, postscale_factor,
-                                                   process_set).wait()
-    return result
-
-
-def reduce(array: ArrayLike, root_rank: int, name: str | None = None, op: ReduceOp | None = None,
-           prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-           process_set: ProcessSet = global_process_set) -> Array | None:
-    """Like `allreduce`, but only rank `root_rank` gets the result; the others get None."""
-    source = _contiguous(array)
-    output = np.empty_like(source) if runtime().world.rank == root_rank else None
-    handle = runtime().reduce(_name(name, "reduce", process_set), source, output, root_rank, reduce_op(op, None),
-                              prescale=prescale_factor, postscale=postscale_factor, process_set=set_id(process_set))
-    result: Array | None = handle.wait()
-    return result
-
-
-def reducescatter_async(array: ArrayLike, name: str | None = None, op: ReduceOp | None = None,
-                        prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-                        process_set: ProcessSet = global_process_set) -> Handle:
-    """Like `reducescatter`, returning a handle at once."""
-    return runtime().reducescatter(_name(name, "reducescatter", process_set), _contiguous(array), reduce_op(op, None),
-                                   prescale=prescale_factor, postscale=postscale_factor, process_set=set_id(process_set))
-
-
-def reducescatter(array: ArrayLike, name: str | None = None, op: ReduceOp | None = None, prescale_factor: float = 1.0,
-                  postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set) -> Array:
-    """Return this rank's rows of the reduction over all ranks.
-
-    Rows (the first dimension) are cut as evenly as possible; the first ranks get one more.
-
-    Raises:
-        UnsupportedError: for a scalar; otherwise like `allreduce`.
-    """
-    return _result(reducescatter_async(array, name, op, prescale_factor, postscale_factor, process_set))
-
-
-def grouped_reducescatter(arrays: Sequence[ArrayLike], name: str | None = None, op: ReduceOp | None = None,
-                          prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-                          process_set: ProcessSet = global_process_set) -> list[Array]:
-    """Like `reducescatter`, of several arrays at once."""
-    names = _member_names(name, "grouped_reducescatter", len(arrays), process_set)
-    handles = [reducescatter_async(array, each, op, prescale_factor, postscale_factor, process_set)
-               for array, each in zip(arrays, names, strict=True)]
-    return [_result(handle) for handle in handles]
-
-
-def broadcast_async(array: ArrayLike, root_rank: int, name: str | None = None,
-                    process_set: ProcessSet = global_process_set) -> Handle:
-    """Like `broadcast`, returning a handle at once."""
-    return runtime().broadcast(_name(name, "broadcast", process_set), np.array(_contiguous(array)), root_rank,
-                               process_set=set_id(process_set))
-
-
-def broadcast(array: ArrayLike, root_rank: int, name: str | None = None,
-              process_set: ProcessSet = global_process_set) -> Array:
-    """Return rank `root_rank`'s array; all ranks pass one of the same shape and dtype.
-
-    Raises:
-        UnsupportedError: for a root that does not exist, or is not in the set; otherwise like `allreduce`.
-    """
-    return _result(broadcast_async(array, root_rank, name, process_set))
-
-
-def broadcast_async_(array: Array, root_rank: int, name: str | None = None,
-                     process_set: ProcessSet = global_process_set) -> Handle:
-    """Like `broadcast_async`, in place; `array` must be C-contiguous."""
-    return runtime().broadcast(_name(name, "broadcast", process_set), array, root_rank, process_set=set_id(process_set))
-
-
-def broadcast_(array: Array, root_rank: int, name: str | None = None,
-               process_set: ProcessSet = global_process_set) -> Array:
-    """Like `broadcast`, in place; returns `array`."""
-    return _result(broadcast_async_(array, root_rank, name, process_set))
-
-
-def allgather_async(array: ArrayLike, name: str | None = None, process_set: ProcessSet = global_process_set) -> Handle:
-    """Like `allgather`, returning a handle at once."""
-    return runtime().allgather(_name(name, "allgather", process_set), _contiguous(array), process_set=set_id(process_set))
-
-
-def allgather(array: ArrayLike, name: str | None = None, process_set: ProcessSet = global_process_set) -> Array:
-    """Return all ranks' arrays concatenated along the first dimension, which may differ between ranks.
-
-    Raises:
-        UnsupportedError: for a scalar; otherwise like `allreduce`.
-    """
-    return _result(allgather_async(array, name, process_set))
-
-
-def grouped_allgather(arrays: Sequence[ArrayLike], name: str | None = None,
-                      process_set: ProcessSet = global_process_set) -> list[Array]:
-    """Like `allgather`, of several arrays at once."""
-    names = _member_names(name, "grouped_allgather", len(arrays), process_set)
-    handles = [allgather_async(array, each, process_set) for array, each in zip(arrays, names, strict=True)]
-    return [_result(handle) for handle in handles]
-
-
-def gather(array: ArrayLike, root_rank: int, name: str | None = None,
-           process_set: ProcessSet = global_process_set) -> Array | None:
-    """Like `allgather`, but only rank `root_rank` gets the result; the others get None."""
-    result: Array | None = runtime().gather(_name(name, "gather", process_set), _contiguous(array), root_rank,
-                                            process_set=set_id(process_set)).wait()
-    return result
-
-
-def scatter(array: ArrayLike, root_rank: int, name: str | None = None,
-            process_set: ProcessSet = global_process_set) -> Array:
-    """Return this rank's rows of rank `root_rank`'s array; all ranks pass one of the same shape and dtype.
-
-    Rows are cut as by `reducescatter`.
-    """
-    return _result(runtime().scatter(_name(name, "scatter", process_set), _contiguous(array), root_rank,
-                                     process_set=set_id(process_set)))
-
-
-def alltoall_async(array: ArrayLike, splits: Sequence[int] | None = None, name: str | None = None,
-                   process_set: ProcessSet = global_process_set) -> Handle:
-    """Like `alltoall`, returning a handle at once; its result is always (array, rows received from each rank)."""
-    return runtime().alltoall(_name(name, "alltoall", process_set), _contiguous(array), splits,
-                              process_set=set_id(process_set))
-
-
-def alltoall(array: ArrayLike, splits: Sequence[int] | None = None, name: str | None = None,
-             process_set: ProcessSet = global_process_set) -> Any:
-    """Send rows to each rank and return those received, in rank order.
-
-    Args:
-        array: at least 1-D; the rows for rank 0 first, then those for rank 1, and so on.
-        splits: how many rows go to each rank; rows beyond their sum stay here. Default: equal shares.
-
-    Returns:
-        The array; with `splits`, the pair of it and the number of rows received from each rank.
-
-    Raises:
-        UnsupportedError: for splits that do not fit, or rows that cannot be shared equally; otherwise like `allreduce`.
-        MismatchError: when the ranks' shapes differ after the first dimension.
-    """
-    received, rows = alltoall_async(array, splits, name, process_set).wait()
-    return received if splits is None else (received, rows)
-
-
-def send_async(array: ArrayLike, dst: int, name: str | None = None) -> Handle:
-    """Like `send`, returning a handle at once; `array` must not be written until it is done."""
-    return runtime().send(transfer_name("numpy", name, rank(), dst), _contiguous(array), dst)
-
-
-def send(array: ArrayLike, dst: int, name: str | None = None) -> None:
-    """Send an array to rank `dst`, which calls `recv`; return when it has arrived there.
-
-    Two ranks that send to each other before they receive wait for each other: let one receive first, or use `send_async`.
-
-    Args:
-        name: as given to `recv`; unnamed sends from one rank to another are matched by their order.
-
-    Raises:
-        MismatchError: on both ranks, when shape or dtype differ; or when one of them has joined.
-        PeerLostError: when a rank of the job died.
-        UnsupportedError: for a rank that does not exist, or this one.
-    """
-    send_async(array, dst, name).wait()
-
-
-def recv_async(array: Array, src: int, name: str | None = None) -> Handle:
-    """Like `recv`, returning a handle at once; `array` must not be used until it is done."""
-    return runtime().receive(transfer_name("numpy", name, src, rank()), array, src)
-
-
-def recv(array: Array, src: int, name: str | None = None) -> Array:
-    """Overwrite a C-contiguous array with what rank `src` sends, of the same shape and dtype; return it. See `send`."""
-    return _result(recv_async(array, src, name))
-
-
-def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Return when every rank has called it."""
-    runtime().barrier(_name(None, "barrier", process_set), process_set=set_id(process_set)).wait()
-
-
-def join(device: int = -1) -> int:
-    """Take no further part until all ranks have called this; return the rank that came last.
-
-    For ranks that run out of data before the others: the others' collectives go on without this rank, which contributes
-    nothing. Average goes on dividing by the number of ranks, unless HVDLITE_JOIN_DIVIDES_BY_ACTIVE is set.
-
-    Args:
-        device: accepted for Horovod's sake; not needed.
-
-    Raises:
-        PeerLeftError: when a rank leaves without joining.
-    """
-    del device
-    last: int = runtime().join().wait()
-    return last
-
-
-def poll(handle: Handle | Handles) -> bool:
-    """Return whether `synchronize(handle)` would not block."""
-    return handle.done()
-
-
-def synchronize(handle: Handle | Handles) -> Any:
-    """Wait for an asynchronous call and return its result, or raise its error."""
-    return handle.wait()
-
-
 def transfer_name(adapter: str, name: str | None, sender: int, receiver: int) -> str:
     """Return the name under which a tensor from one rank to another is negotiated."""
     way = f"{sender}to{receiver}"
     return runtime().unnamed(adapter, f"send.{way}") if name is None else f"send.{way}.{name}"
 
 
-def _grouped(sources: Sequence[Array], outputs: Sequence[Array], average: bool | None, name: str | None,
-             op: ReduceOp | None, prescale: float, postscale: float, process_set: ProcessSet) -> Handles:
-    return runtime().grouped_allreduce(_name(name, "grouped_allreduce", process_set), sources, outputs,
-                                       reduce_op(op, average), prescale=prescale, postscale=postscale,
-                                       process_set=set_id(process_set))
-
-
-def _member_names(name: str | None, kind: str, count: int, process_set: ProcessSet) -> list[str]:
-    """Return Horovod's names for the members of a group."""
-    base = _name(name, kind, process_set)
-    return [f"{base}_{index}of{count}" for index in range(1, count + 1)]
-
-
-def _name(name: str | None, kind: str, process_set: ProcessSet) -> str:
-    return runtime().unnamed("numpy", kind, set_id(process_set)) if name is None else name
-
-
-def _contiguous(array: ArrayLike) -> Array:
-    return np.asarray(array, order="C")
-
-
-def _result(handle: Handle) -> Array:
-    result: Array | None = handle.wait()
-    assert result is not None
-    return result
-
-
 # --- hooks: installed once, by the first init() ----------------------------------------------------------------------
 
 
-def _configure_logging(config: Config) -> None:
+def _configure_logging(config: Config, world: World) -> None:
     logger = logging.getLogger("hvdlite")
     logger.setLevel(config.log_level)
     if not logger.handlers and not logging.getLogger().handlers:  # a script with its own logging keeps it
         handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s: %(message)s"))
+        when = "" if config.log_hide_time else "%(asctime)s "
+        handler.setFormatter(logging.Formatter(f"{when}[{world.rank}] %(name)s %(levelname)s: %(message)s"))
         logger.addHandler(handler)
         logger.propagate = False
+
+
+def _testify(config: Config) -> tuple[int, int]:
+    """Let rank 0 see where this process is when it does not answer; once, it lasts as long as the process."""
+    global _testimony
+    if _testimony is None:
+        _testimony = testify(config.traceback_signal)
+    return _testimony
+
+
+def _answer_signal(number: int) -> None:
+    """Let a signal ask for a report, unless the script has a use for it."""
+    if not number:
+        return
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(number) is not signal.SIG_DFL:
+        logging.getLogger("hvdlite").warning("signal %d does not ask for reports (HVDLITE_REPORT_SIGNAL): it is handled "
+                                             "already, or init() was not called in the main thread", number)
+        return
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        current = _runtime
+        if current is not None and not current.in_child:
+            current.request_report()
+
+    signal.signal(number, ask)
 
 
 def _install_hooks() -> None:

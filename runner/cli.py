@@ -10,7 +10,7 @@ import secrets
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from hvdlite.core import launch_contract
 from hvdlite.core.config import Config, environment_name
@@ -18,8 +18,17 @@ from hvdlite.core.errors import ConfigError, LaunchError
 from hvdlite_runner import placement
 from hvdlite_runner.commands import CommandError, resolve_command
 from hvdlite_runner.job import JobSettings, run_job
+from hvdlite_runner.report import show_report
 
 USAGE_ERROR = 2
+HOROVOD_FLAGS = {
+    "fusion-threshold-mb": ("fusion_threshold", "MB"), "timeline-filename": ("timeline", "FILE"),
+    "stall-check-warning-time-seconds": ("stall_check_time_seconds", "S"),
+    "no-stall-check": ("stall_check_time_seconds", ""),
+    "stall-check-shutdown-time-seconds": ("stall_shutdown_time_seconds", "S"),
+    "autotune-bayes-opt-max-samples": ("autotune_max_samples", "N"),
+}
+"""Horovod's flags that mean a knob under another name."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -43,21 +52,38 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--no-prefix", action="store_false", dest="prefix", help="do not put [rank]<stream>: before lines")
     result.add_argument("--bind", action="store_true", help="bind each rank to its share of the cores")
     result.add_argument("--verbose", action="store_true", help="say what is started")
-    result.add_argument("--fusion-threshold-mb", metavar="MB", help="Horovod's name of --fusion-threshold")
-    result.add_argument("--stall-check-warning-time-seconds", metavar="S",
-                        help="Horovod's name of --stall-check-time-seconds")
+    result.add_argument("--report", nargs="?", const="", metavar="JOB", help="start nothing; say who waits for whom in the "
+                        "running job of this user on this host (if there are several: its launcher's process id)")
+    result.add_argument("--json", action="store_true", help="with --report: as JSON")
+    for name, (knob, metavar) in HOROVOD_FLAGS.items():
+        if metavar:
+            result.add_argument(f"--{name}", metavar=metavar, dest=f"horovod_{knob}", help=f"Horovod's name of "
+                                f"--{knob.replace('_', '-')}")
+        else:
+            result.add_argument(f"--{name}", action="store_const", const="0", dest=f"horovod_{knob}",
+                                help=f"Horovod's way to set --{knob.replace('_', '-')} to 0")
     knobs = result.add_argument_group("knobs", "settings of the runtime; each can also be set as HVDLITE_<NAME>")
     for field in dataclasses.fields(Config):
-        knobs.add_argument(f"--{field.name.replace('_', '-')}", dest=f"knob_{field.name}", metavar="VALUE",
-                           help=f"{field.metadata['help']} (default {field.default})")
+        _add_knob(knobs, field)
     result.add_argument("command", nargs=argparse.REMAINDER, help="what every rank runs, such as: python train.py")
     return result
+
+
+def _add_knob(group: argparse._ArgumentGroup, field: dataclasses.Field[Any]) -> None:
+    flag, help_text = field.name.replace("_", "-"), f"{field.metadata['help']} (default {field.default!r})"
+    if isinstance(field.default, bool):
+        group.add_argument(f"--{flag}", dest=f"knob_{field.name}", action="store_const", const="1", help=help_text)
+        group.add_argument(f"--no-{flag}", dest=f"knob_{field.name}", action="store_const", const="0", help="the contrary")
+    else:
+        group.add_argument(f"--{flag}", dest=f"knob_{field.name}", metavar="VALUE", help=help_text)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     options = parser().parse_args(arguments)
     try:
+        if options.report is not None:
+            return show_report(options.report, as_json=options.json)
         return run_job(job_settings(options, os.environ), os.environ)
     except CommandError as error:
         print(f"hvdrun: {error}", file=sys.stderr)
@@ -101,12 +127,15 @@ def job_settings(options: argparse.Namespace, environ: Mapping[str, str]) -> Job
 
 def knob_environment(options: argparse.Namespace) -> dict[str, str]:
     """Return the variables that the knobs' flags stand for."""
-    if options.fusion_threshold_mb is not None:
-        options.knob_fusion_threshold = f"{options.fusion_threshold_mb}M"
-    if options.stall_check_warning_time_seconds is not None:
-        options.knob_stall_check_time_seconds = options.stall_check_warning_time_seconds
-    given = ((field.name, getattr(options, f"knob_{field.name}")) for field in dataclasses.fields(Config))
-    return {environment_name(name): value for name, value in given if value is not None}
+    given = {field.name: getattr(options, f"knob_{field.name}") for field in dataclasses.fields(Config)}
+    for knob, metavar in HOROVOD_FLAGS.values():
+        value = getattr(options, f"horovod_{knob}")
+        if value is not None and given[knob] is None:
+            given[knob] = f"{value}M" if metavar == "MB" else value
+    for name in ("timeline", "stall_report_file", "autotune_log_file", "config_file"):  # the ranks may be elsewhere
+        if given[name]:
+            given[name] = os.path.abspath(given[name])
+    return {environment_name(name): value for name, value in given.items() if value is not None}
 
 
 def _positive(text: str) -> int:

@@ -37,6 +37,8 @@ INTERRUPT_PATIENCE = 5.0
 DRAIN = 1.0
 """Seconds to read what ended ranks wrote, should a stray process hold their pipes open."""
 _POLL_WITHOUT_PIDFD = 0.05
+DIRECTORY_PREFIX = "hvdlite-job-"
+"""Of a job's directory; the launcher's process id follows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +68,7 @@ def run_job(settings: JobSettings, inherited: Mapping[str, str]) -> int:
     job = _Job(settings)
     with job.signals():  # before there is anything to clean up
         job.open_files()
-        directory = tempfile.mkdtemp(prefix="hvdlite-job-")  # mode 0700
+        directory = tempfile.mkdtemp(prefix=f"{DIRECTORY_PREFIX}{os.getpid()}-")  # mode 0700
         guardian = Guardian(directory)
         try:
             try:

@@ -108,10 +108,10 @@ class Processes:
         """Send a signal to one rank."""
         os.kill(self.ranks[rank].pid, number)
 
-    def wait_for(self, rank: int, text: str, timeout: float = 60.0) -> None:
-        """Block until a rank has printed `text`."""
+    def wait_for(self, rank: int, text: str, timeout: float = 60.0, stream: str = "stdout") -> None:
+        """Block until a rank has written `text`."""
         deadline = time.monotonic() + timeout
-        while text not in self._path(rank, "stdout").read_text(encoding="utf-8", errors="replace"):
+        while text not in self._path(rank, stream).read_text(encoding="utf-8", errors="replace"):
             if time.monotonic() > deadline or self.ranks[rank].poll() is not None:
                 raise AssertionError(f"rank {rank} never printed {text!r}: {self._ended(rank)}")
             time.sleep(0.01)

@@ -19,6 +19,7 @@ class Hello(Message, frozen=True):
     pid: int
     host: str  # equal for ranks that share a kernel and a process table
     version: str
+    testimony: tuple[int, int] = (-1, 0)  # where it writes its stacks; see `control.witness`
     epoch: int = 0
 
 
@@ -27,6 +28,7 @@ class Welcome(Message, frozen=True):
 
     pids: tuple[int, ...] = ()
     hosts: tuple[str, ...] = ()
+    testimonies: tuple[tuple[int, int], ...] = ()
     refusal: str = ""
     epoch: int = 0
 

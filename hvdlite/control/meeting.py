@@ -152,7 +152,8 @@ class _Reception:
             if self.refusal:
                 return Welcome(refusal=self.refusal, epoch=self._own.epoch)
             ranks = [self._hellos[rank] for rank in range(self._own.size)]
-        return Welcome(tuple(hello.pid for hello in ranks), tuple(hello.host for hello in ranks), epoch=self._own.epoch)
+        return Welcome(tuple(hello.pid for hello in ranks), tuple(hello.host for hello in ranks),
+                       tuple(hello.testimony for hello in ranks), epoch=self._own.epoch)
 
     def _greet(self, sock: socket.socket) -> None:
         try:

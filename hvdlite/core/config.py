@@ -1,16 +1,17 @@
 """Every knob, declared once. Environment name, alias, type check, default and help all follow from its line.
 
-Precedence: argument of `init`, then `HVDLITE_<NAME>`, then `HOROVOD_<alias>`, then the default.
+Precedence: argument of `init`, then `HVDLITE_<NAME>`, then `HOROVOD_<alias>`, then the config file, then the default.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import signal
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hvdlite.core import launch_contract
+from hvdlite.core import config_file, launch_contract
 from hvdlite.core.errors import ConfigError
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -69,39 +70,100 @@ def _control(text: str) -> str:
     return text
 
 
-def knob(default: Any, parse: Callable[[str], Any], text: str, *, horovod: str | None = None) -> Any:
-    """Declare a knob; `horovod` is the Horovod variable read as an alias (without its prefix)."""
+def _signal(text: str) -> int:
+    """Parse a signal's name or number; nothing, none and 0 are no signal."""
+    if text.lower() in ("", "none", "0"):
+        return 0
+    try:
+        number = int(text) if text.isdigit() else signal.Signals[f"SIG{text.upper().removeprefix('SIG')}"].value
+    except KeyError:
+        number = -1
+    if number not in signal.valid_signals():
+        raise ValueError("must be the name or the number of a signal")
+    return number
+
+
+Translate = Callable[[str], str | None]
+"""Turns a Horovod variable's value into the knob's; None when it says nothing about it."""
+
+
+def knob(default: Any, parse: Callable[[str], Any], text: str, **horovod: Translate) -> Any:
+    """Declare a knob; the keywords are the Horovod variables read as aliases (without their prefix), first ones first."""
     return dataclasses.field(default=default, metadata={"parse": parse, "help": text, "horovod": horovod})
+
+
+def _same(text: str) -> str:
+    return text
+
+
+def _unless_dynamic(text: str) -> str | None:
+    return None if text.upper() == "DYNAMIC" else text
+
+
+def _off(text: str) -> str | None:
+    return "0" if _flag(text) else None
+
+
+_TRACEBACK_SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else 0  # nobody uses it, as far as we know
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """The settings of one runtime; equal on all ranks except `log_level`."""
 
-    fusion_threshold: int = knob(64 * MIB, _size, "largest fused response, in bytes; 0 turns fusion off",
-                                 horovod="FUSION_THRESHOLD")
+    fusion_threshold: int = knob(
+        64 * MIB, _size, "largest fused response, in bytes; 0 turns fusion off", FUSION_THRESHOLD=_same)
     bucket_size: int = knob(25 * MIB, _size, "largest learned bucket of gradients, in bytes; 0 turns learning off")
     bucket_edge: int = knob(4 * MIB, _size, "largest first and largest last bucket of a set of gradients, in bytes")
     bucket_layouts: int = knob(64, _count, "sets of gradients whose buckets are remembered at a time")
     gradient_as_bucket_view: bool = knob(True, _flag, "whether reduced gradients are views of their bucket's shared memory")
-    join_divides_by_active: bool = knob(False, _flag, "whether Average divides by the ranks that have not joined, "
-                                        "instead of by all")
+    join_divides_by_active: bool = knob(
+        False, _flag, "whether Average divides by the ranks that have not joined, instead of by all")
     eager_limit: int = knob(8 * KIB, _size, "up to this many bytes a tensor travels inside its control message")
-    spin_microseconds: int = knob(80, _count_or_zero, "how long the runtime thread looks for news before it sleeps, "
-                                  "while the script is blocked in a wait; 0 turns that off")
+    spin_microseconds: int = knob(
+        80, _count_or_zero, "how long the runtime thread looks for news before it sleeps, while the script is blocked in "
+        "a wait; 0 turns that off")
     shm_slot: int = knob(4 * MIB, _size, "staging memory of one rank in the shm plane, in bytes (two are used)")
     shm_chunk: int = knob(512 * KIB, _size, "bytes reduced per NumPy call in the shm plane (one GIL release each)")
     shm_direct: int = knob(512 * KIB, _size, "up to this many bytes every rank reduces everything: one barrier less")
     control: str = knob("auto", _control, "how ranks of one host speak to rank 0: auto, unix or tcp")
-    start_timeout: float = knob(60.0, _positive(float), "seconds to wait for all ranks in init()",
-                                horovod="START_TIMEOUT")
+    start_timeout: float = knob(60.0, _positive(float), "seconds to wait for all ranks in init()", START_TIMEOUT=_same)
     shutdown_timeout: float = knob(60.0, _positive(float), "seconds rank 0 waits in shutdown() for the others to leave")
-    stall_check_time_seconds: float = knob(60.0, _positive(float),
-                                           "warn when a tensor waits this long for other ranks; 0 turns it off",
-                                           horovod="STALL_CHECK_TIME_SECONDS")
-    heartbeat_timeout: float = knob(60.0, _positive(float), "seconds of silence after which a rank on TCP is lost")
+    stall_check_time_seconds: float = knob(
+        60.0, _positive(float), "warn when a tensor waits this long for other ranks; 0 turns it off",
+        STALL_CHECK_DISABLE=_off, STALL_CHECK_TIME_SECONDS=_same)
+    stall_shutdown_time_seconds: float = knob(
+        0.0, _positive(float), "end the job when a tensor has waited this long for other ranks, with the report as the "
+        "error; 0 is never", STALL_SHUTDOWN_TIME_SECONDS=_same)
+    stall_report_file: str = knob("", _same, "where rank 0 also writes each stall report, as JSON")
+    silence_check_seconds: float = knob(
+        3.0, _positive(float), "ask a rank whether it is still there when others have waited this long for it; 0 turns it "
+        "off")
+    report_signal: int = knob(
+        0, _signal, "signal upon which any rank makes rank 0 report who waits for whom; none by default")
+    traceback_signal: int = knob(
+        _TRACEBACK_SIGNAL, _signal, "signal by which rank 0 gets the stacks of a rank that does not answer; 0 turns it "
+        "off")
+    timeline: str = knob("", _same, "file of a timeline of all ranks, in Chrome's trace format", TIMELINE=_unless_dynamic)
+    timeline_mark_cycles: bool = knob(False, _flag, "whether the timeline shows decisions", TIMELINE_MARK_CYCLES=_same)
+    deterministic: bool = knob(
+        False, _flag, "whether the same run gives the same bits on every plane: what travels together depends on names, "
+        "not on timing")
+    replica_check_steps: int = knob(
+        0, _count_or_zero, "compare the parameters of all ranks after every so many steps of an optimizer; 0 is never")
+    autotune: bool = knob(
+        False, _flag, "whether to search for the best sizes of fused responses and buckets while training", AUTOTUNE=_same)
+    autotune_log_file: str = knob("", _same, "where rank 0 writes what it tried, as CSV", AUTOTUNE_LOG=_same)
+    autotune_warmup_samples: int = knob(3, _count_or_zero, "samples that are not counted", AUTOTUNE_WARMUP_SAMPLES=_same)
+    autotune_steps_per_sample: int = knob(10, _count, "training steps in one sample", AUTOTUNE_STEPS_PER_SAMPLE=_same)
+    autotune_max_samples: int = knob(
+        20, _count, "after how many settings the best one is kept", AUTOTUNE_BAYES_OPT_MAX_SAMPLES=_same)
+    heartbeat_timeout: float = knob(
+        60.0, _positive(float), "seconds without a sign of life after which a rank that is waited for, or on TCP, is lost")
     frame_limit: int = knob(64 * MIB, _size, "longest control message accepted, in bytes")
-    log_level: str = knob("WARNING", _level, "least severe message logged", horovod="LOG_LEVEL")
+    log_level: str = knob("WARNING", _level, "least severe message logged", LOG_LEVEL=_same)
+    log_hide_time: bool = knob(False, _flag, "whether logged lines go without the time", LOG_HIDE_TIME=_same)
+    config_file: str = knob("", _same, "YAML file with knobs by name, or in the sections of Horovod's")
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str], **arguments: object) -> Config:
@@ -119,14 +181,19 @@ class Config:
                 raise ConfigError(f"unknown environment variable {variable}{hint}")
         values: dict[str, object] = dict(arguments)
         for name, field in fields.items():
-            if name in values:
-                continue
-            alias = field.metadata["horovod"]
-            for variable in (environment_name(name), f"HOROVOD_{alias}" if alias else ""):
-                if variable in environ:
-                    values[name] = _parsed(field, variable, environ[variable])
-                    break
-        return cls(**values)  # type: ignore[arg-type]
+            if name not in values:
+                said = _said(field, environ)
+                if said is not None:
+                    values[name] = _parsed(field, *said)
+        path = str(values.get("config_file", ""))
+        for name, (key, text) in config_file.read(path, list(fields)).items() if path else ():
+            if name not in values:
+                values[name] = _parsed(fields[name], f"{path}: {key}", text)
+        config = cls(**values)  # type: ignore[arg-type]
+        if 0 < config.stall_shutdown_time_seconds < config.stall_check_time_seconds:
+            raise ConfigError(f"the stall shutdown time, {config.stall_shutdown_time_seconds:g} s, must not be less than "
+                              f"that of the warning, {config.stall_check_time_seconds:g} s")
+        return config
 
 
 def environment_name(knob_name: str) -> str:
@@ -134,9 +201,25 @@ def environment_name(knob_name: str) -> str:
     return f"HVDLITE_{knob_name.upper()}"
 
 
+def _said(field: dataclasses.Field[Any], environ: Mapping[str, str]) -> tuple[str, str] | None:
+    """Return what the environment says about a knob: the variable and its value."""
+    own = environment_name(field.name)
+    if own in environ:
+        return own, environ[own]
+    for alias, translate in field.metadata["horovod"].items():
+        variable = f"HOROVOD_{alias}"
+        try:
+            value = translate(environ[variable]) if variable in environ else None
+        except ValueError as error:
+            raise ConfigError(f"{variable}={environ[variable]!r} is not valid: {error}") from None
+        if value is not None:
+            return variable, value
+    return None
+
+
 def _parsed(field: dataclasses.Field[Any], variable: str, text: str) -> object:
     try:
         return field.metadata["parse"](text)
     except ValueError as error:
         raise ConfigError(f"{variable}={text!r} is not valid: {error} ({field.metadata['help']}; "
-                          f"default {field.default})") from None
+                          f"default {field.default!r})") from None

@@ -45,6 +45,10 @@ class PeerLeftError(PeerLostError):
     """Raised when work needs a rank that has already left the job normally."""
 
 
+class StallError(PeerLostError):
+    """Raised when a tensor has waited for some ranks too long (HVDLITE_STALL_SHUTDOWN_TIME_SECONDS); carries the report."""
+
+
 class ForkedProcessError(HorovodInternalError):
     """Raised when a forked child (a DataLoader worker, say) uses its parent's runtime."""
 

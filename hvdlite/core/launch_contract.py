@@ -28,6 +28,11 @@ SECRET = "HVDLITE_SECRET"
 COORDINATOR = "HVDLITE_COORDINATOR"
 """host:port where rank 0 listens; absent when all ranks share one host."""
 
+REPORT_SOCKET = "report.sock"
+"""In the job directory: rank 0 answers there with a report on who waits for whom."""
+PROCESSES_FILE = "processes.json"
+"""In the job directory: each rank's process id, and where it writes its stacks; see `control.witness`."""
+
 COORDINATES = {
     RANK: "rank", SIZE: "size", LOCAL_RANK: "local_rank", LOCAL_SIZE: "local_size",
     CROSS_RANK: "cross_rank", CROSS_SIZE: "cross_size",

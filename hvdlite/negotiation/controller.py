@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
+
 from hvdlite.core.errors import ProtocolError
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.buckets import expand
 from hvdlite.negotiation.messages import (
-    Account,
+    Aside,
     Bucket,
     BucketReady,
     BucketRelease,
@@ -72,7 +74,7 @@ class Controller:
         self._ready: list[BucketReady] = []
         self._stale: list[int] = []
         self._closings: list[Closing] = []
-        self._account: Account | None = None
+        self._aside: Aside | None = None
         self._joined = False
         self._leaving = False
         self._failure: FailureNotice | None = None
@@ -115,9 +117,13 @@ class Controller:
             self._stale.append(layout)
             self._unsaid = True
 
-    def account(self, account: Account) -> None:
-        """Answer an inquiry."""
-        self._account, self._unsaid = account, True
+    def say(self, aside: Aside) -> None:
+        """Something beside the tensors; what was said before and not told yet stays, unless it is said anew."""
+        if self._aside is not None:
+            news = {field: value for field, value in msgspec.structs.asdict(aside).items() if value not in (None, False, ())}
+            news["trace"] = self._aside.trace + aside.trace
+            aside = msgspec.structs.replace(self._aside, **news)
+        self._aside, self._unsaid = aside, True
 
     def leave(self) -> None:
         """This rank will submit nothing more."""
@@ -128,13 +134,18 @@ class Controller:
         if self._failure is None:
             self._failure, self._unsaid = failure, True
 
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something to report."""
+        return self._unsaid
+
     def report(self) -> Report | None:
         """Return what has not been told yet, or None."""
         if not self._unsaid:
             return None
         report = Report(self.epoch, self.applied, tuple(self._requests), tuple(self._ready), tuple(self._stale),
-                        tuple(self._closings), self._account, self._leaving, self._failure)
-        self._account = None
+                        tuple(self._closings), self._aside, self._leaving, self._failure)
+        self._aside = None
         for said in (self._requests, self._ready, self._stale, self._closings):
             said.clear()
         self._unsaid = False

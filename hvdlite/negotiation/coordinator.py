@@ -25,6 +25,7 @@ from hvdlite.negotiation.buckets import BucketSizes, DeclaredSets, Ranks
 from hvdlite.negotiation.fusion import fuse, payload_bytes, response_to
 from hvdlite.negotiation.messages import (
     Account,
+    Aside,
     BucketReady,
     BucketRelease,
     Closing,
@@ -100,7 +101,11 @@ class Coordinator:
         self._joined: list[int] = []  # in the order in which they did
         self._applied: dict[Ranks, int] = {(rank,): 0 for rank in range(size)}
         self._inquiries: list[int] = []
-        self.accounts: dict[int, Account] = {}  # what ranks answered to the last inquiry
+        self._questioners: list[int] = []  # ranks that asked whether rank 0 is there
+        self._timeline: bool | None = None  # to be told
+        self.accounts: dict[int, Account] = {}  # what ranks answered when they were last asked
+        self.suspects: set[int] = set()  # ranks that hold up others in the middle of a collective; the lookout takes them
+        self.report_wanted = False  # by some rank's user; likewise
         self._failure: FailureNotice | None = None
         self._failure_told = False
 
@@ -137,15 +142,18 @@ class Coordinator:
     def decide(self) -> Decision | None:
         """Return the next decision, or None when there is nothing to say."""
         failure = None if self._failure_told else self._failure
-        news = (self._learned, self._released, self._evicted, self._ready, self._refused, self._inquiries, self._leaving)
-        if not (any(news) or failure):
+        news = (self._learned, self._released, self._evicted, self._ready, self._refused, self._inquiries, self._leaving,
+                self._questioners)
+        if not (any(news) or failure or self._timeline is not None):
             return None
         self._sequence += 1
         responses = (*self._refused, *fuse(self._ready, self._policy.fusion_threshold))
         decision = Decision(self.epoch, self._sequence, tuple(self._learned), tuple(self._released), tuple(self._evicted),
-                            responses, tuple(self._inquiries), tuple(self._leaving), failure)
+                            responses, tuple(self._inquiries), tuple(self._leaving), tuple(self._questioners),
+                            self._timeline, failure)
         for said in news:
             said.clear()
+        self._timeline = None
         self._failure_told = self._failure is not None
         return decision
 
@@ -164,10 +172,30 @@ class Coordinator:
                 found.append(_stall(name, now - bucket.since, bucket.ranks, bucket.bucket.response.contributors))
         return found
 
+    def waiting(self, now: float) -> list[Stall]:
+        """Return all that waits for some ranks, however short."""
+        tensors = [_stall(name, now - tensor.since, tensor.requests, self._process_sets[number])
+                   for (number, name, _), tensor in self._table.waiting().items()]
+        return tensors + [_stall(bucket.bucket.members[0].name, now - bucket.since, bucket.ranks,
+                                 bucket.bucket.response.contributors) for bucket in self._sets.waiting()]
+
+    def missing(self, now: float, after: float) -> set[int]:
+        """Return the ranks for which something has waited at least `after` seconds."""
+        return {rank for stall in self.waiting(now) if stall.waited >= after for rank in stall.missing}
+
     def inquire(self, ranks: Iterable[int]) -> None:
-        """Ask ranks for an account of themselves; earlier answers are forgotten."""
-        self.accounts.clear()
-        self._inquiries.extend(ranks)
+        """Ask ranks for an account of themselves; their earlier answers are forgotten."""
+        for rank in ranks:
+            self.accounts.pop(rank, None)
+            self._inquiries.append(rank)
+
+    def state(self, rank: int) -> str:
+        """Return "alive", "joined" or "left"."""
+        return "left" if rank in self._left else "joined" if rank in self._joined else "alive"
+
+    def order_timeline(self, on: bool) -> None:
+        """Let all ranks trace what they do from the next decision on, or stop that."""
+        self._timeline = on
 
     @property
     def anything_waits(self) -> bool:
@@ -186,8 +214,8 @@ class Coordinator:
     def _receive(self, rank: int, report: Report, now: float) -> None:
         if report.failure is not None:
             self.fail(report.failure)
-        if report.account is not None:
-            self.accounts[rank] = report.account
+        if report.aside is not None:
+            self._take_aside(rank, report.aside)
         try:
             for layout in report.stale:
                 self._evict(layout, now)
@@ -200,6 +228,14 @@ class Coordinator:
             self._left.add(rank)
             self._leaving.append(rank)
             self._refuse_waiting(now)
+
+    def _take_aside(self, rank: int, aside: Aside) -> None:
+        if aside.account is not None:
+            self.accounts[rank] = aside.account
+        if aside.asks:
+            self._questioners.append(rank)
+        self.suspects.update(aside.held_up_by)
+        self.report_wanted |= aside.wants_report
 
     def _take_sets(self, ranks: Ranks, report: Report | HostReport, now: float) -> None:
         try:

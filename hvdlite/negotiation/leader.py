@@ -47,7 +47,7 @@ class Leader:
     def receive(self, rank: int, report: Report) -> None:
         """Take in what a rank of the host says."""
         self._applied[rank] = report.applied
-        if report.requests or report.stale or report.account or report.leaving or report.failure is not None:
+        if report.requests or report.stale or report.aside or report.leaving or report.failure is not None:
             self._singles.append((rank, msgspec.structs.replace(report, buckets=(), closings=())))
         for ready in report.buckets:
             if ready.closes:

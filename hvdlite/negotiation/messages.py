@@ -89,7 +89,28 @@ class Account(Message, frozen=True):
     place: str  # where its script is: function, file and line
     stack: str
     recent: tuple[str, ...]  # names of its last collectives, oldest first
+    begun: int  # which number, from 1, the first of them was
     waiting: tuple[str, ...]  # names of what it has submitted and not got back
+
+
+class TraceEvent(Message, frozen=True):
+    """One event of the timeline, as in Chrome's trace format."""
+
+    phase: str  # B: a span begins, E: the innermost one ends, i: an instant; "end": this rank traces no more
+    when: float  # microseconds on the clock that all ranks of the job share
+    lane: str  # the tensor
+    name: str
+    detail: str = ""
+
+
+class Aside(Message, frozen=True):
+    """What a rank says that has nothing to do with one tensor."""
+
+    account: Account | None = None  # the answer to an inquiry
+    asks: bool = False  # is rank 0 there? It is to answer with a decision
+    held_up_by: tuple[int, ...] = ()  # with these it has long been in the middle of a collective
+    wants_report: bool = False  # its user asks who waits for whom
+    trace: tuple[TraceEvent, ...] = ()  # while there is a timeline
 
 
 class Report(Message, frozen=True):
@@ -101,7 +122,7 @@ class Report(Message, frozen=True):
     buckets: tuple[BucketReady, ...] = ()
     stale: tuple[int, ...] = ()  # layouts that no longer describe this rank's set
     closings: tuple[Closing, ...] = ()  # after the requests
-    account: Account | None = None  # the answer to an inquiry
+    aside: Aside | None = None
     leaving: bool = False  # this rank will submit nothing more
     failure: FailureNotice | None = None
 
@@ -185,4 +206,6 @@ class Decision(Message, frozen=True):
     responses: tuple[Response, ...] = ()
     inquiries: tuple[int, ...] = ()  # ranks that are to give an account of themselves
     left: tuple[int, ...] = ()  # ranks whose leaving is hereby accepted
+    answered: tuple[int, ...] = ()  # ranks that asked whether rank 0 is there
+    timeline: bool | None = None  # from here on every rank traces, or does not; None: as before
     failure: FailureNotice | None = None

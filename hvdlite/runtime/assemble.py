@@ -17,8 +17,10 @@ from hvdlite.control.inproc import InprocControl
 from hvdlite.control.meeting import Address, host_identity, join, listen, receive_ranks
 from hvdlite.control.star import StarControl
 from hvdlite.control.wire import Connection
+from hvdlite.control.witness import Witness
 from hvdlite.core.config import Config
 from hvdlite.core.errors import LaunchError
+from hvdlite.core.launch_contract import PROCESSES_FILE
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.world import World
 from hvdlite.memory.shared import SharedMemory, anonymous_file
@@ -56,8 +58,11 @@ def assemble_threads(size: int, config: Config, wrap: PlaneWrapper = lambda rank
     return runtimes
 
 
-def assemble(place: Place, config: Config, casts: Casts) -> Runtime:
+def assemble(place: Place, config: Config, casts: Casts, testimony: tuple[int, int] = (-1, 0)) -> Runtime:
     """Meet the other ranks of this job and return this rank's runtime, not yet started.
+
+    Args:
+        testimony: where this process writes its stacks; see `control.witness`.
 
     Raises:
         LaunchError: when the ranks cannot meet.
@@ -66,7 +71,7 @@ def assemble(place: Place, config: Config, casts: Casts) -> Runtime:
         return assemble_threads(1, config, casts=casts)[0]
     check_directory(place.job_directory)
     try:
-        connections, welcome = _meet(place, config)
+        connections, welcome = _meet(place, config, testimony)
         if len(set(welcome.hosts)) > 1:
             raise LaunchError(f"the ranks are on several hosts or in several process namespaces "
                               f"({sorted(set(welcome.hosts))}): "
@@ -80,12 +85,17 @@ def assemble(place: Place, config: Config, casts: Casts) -> Runtime:
     plane = ShmPlane(place.world.rank, memory, control.ring, slot=config.shm_slot, chunk=config.shm_chunk,
                      direct=config.shm_direct, casts=casts)
     plane.open_set(GLOBAL_PROCESS_SET_ID, tuple(range(place.world.size)))
-    return Runtime(place.world, config, control, plane, coordinator_for(place.world, config))
+    witness = Witness(dict(enumerate(welcome.pids)), dict(enumerate(welcome.testimonies)))
+    runtime = Runtime(place.world, config, control, plane, coordinator_for(place.world, config), witness)
+    if place.world.rank == 0 and not place.owns_directory:
+        witness.write(str(Path(place.job_directory) / PROCESSES_FILE))
+        runtime.open_desk(place.job_directory)
+    return runtime
 
 
-def _meet(place: Place, config: Config) -> tuple[Mapping[int, Connection], Welcome]:
+def _meet(place: Place, config: Config, testimony: tuple[int, int]) -> tuple[Mapping[int, Connection], Welcome]:
     world = place.world
-    own = Hello(world.rank, world.size, os.getpid(), host_identity(), __version__)
+    own = Hello(world.rank, world.size, os.getpid(), host_identity(), __version__, testimony)
     address = _address(place, config)
     if world.rank != 0:
         connection, welcome = join(address, own, timeout=config.start_timeout, frame_limit=config.frame_limit)

@@ -19,8 +19,8 @@ import logging
 import os
 import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from hvdlite.control.base import ControlPlane, DecisionReceived, Event, PeerLost, ReportReceived
@@ -30,41 +30,34 @@ from hvdlite.core.errors import (
     DuplicateNameError,
     ForkedProcessError,
     HorovodInternalError,
-    MismatchError,
     NotInitializedError,
-    PeerFailedError,
-    PeerLeftError,
-    PeerLostError,
     UnsupportedError,
 )
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.core.world import World
-from hvdlite.negotiation.controller import Assist, Controller, Evicted, Expanded, Instruction
+from hvdlite.negotiation.controller import Controller
 from hvdlite.negotiation.coordinator import Coordinator
-from hvdlite.negotiation.messages import (
-    BucketReady,
-    BucketRelease,
-    Closing,
-    Decision,
-    ErrorKind,
-    FailureNotice,
-    Layout,
-    Report,
-    Response,
-)
-from hvdlite.negotiation.process_sets import ProcessSetTable
-from hvdlite.planes.base import Part, Plan, Plane
-from hvdlite.runtime.buckets import BucketEntry, BucketHandle, LearnedBucket, LearnedLayout, buffer_bytes
+from hvdlite.negotiation.messages import Aside, BucketReady, Closing, Decision, FailureNotice, Layout, Report
+from hvdlite.planes.base import Plane
+from hvdlite.runtime.buckets import BucketEntry, BucketHandle, LearnedBucket, LearnedLayout
 from hvdlite.runtime.calls import Calls, Entry, reducible
+from hvdlite.runtime.chronicle import Chronicle, lane_of
+from hvdlite.runtime.execution import Execution, bucket_lane
+from hvdlite.runtime.failures import failure_error
 from hvdlite.runtime.handle import Handle
-from hvdlite.runtime.stalls import StallWatch, account
+from hvdlite.runtime.lookout import Lookout, Patience, Receiver, Times, Witness
+from hvdlite.runtime.report_desk import ReportDesk
+from hvdlite.runtime.stalls import StallReport, account
+from hvdlite.runtime.timeline import Timeline
 
 _log = logging.getLogger("hvdlite")
 
 FLUSH_SECONDS: Final = 2.0
-RECENT: Final = 10
+RECENT: Final = 200
 """How many collectives a rank remembers for stall reports."""
+TRACE_BATCH: Final = 256
+"""How many events of a timeline are sent without waiting for another message."""
 EAGER_TRAFFIC: Final = 1 << 20
 """Bytes that one eager tensor may bring to rank 0 over all ranks."""
 _SHUT_DOWN = "hvdlite was shut down on this rank before the collective was complete"
@@ -81,36 +74,47 @@ class _Abandonment:
     layout: int
 
 
+_Item = Entry | BucketEntry | Closing | _Abandonment | Callable[[], None]
+"""What user threads hand in; a callable is executed by the runtime thread."""
+
+
 class Runtime(Calls):
     """One rank's engine; made by `runtime.assemble`, shared by all adapters of a process.
 
     Args:
         coordinator: on rank 0 only.
-        clock: seconds on a monotonic clock.
+        witness: what is known of the ranks of this host without asking them; None where nothing is.
+        clock: seconds on a monotonic clock, the same for all ranks of a host.
     """
 
-    def __init__(self, world: World, config: Config, control: ControlPlane, plane: Plane,
-                 coordinator: Coordinator | None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, world: World, config: Config, control: ControlPlane, plane: Plane, coordinator: Coordinator | None,
+                 witness: Witness | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(min(config.eager_limit, EAGER_TRAFFIC // world.size))
         self.world = world
         self.config = config
-        self._control, self._plane, self._coordinator = control, plane, coordinator
+        self._control, self._coordinator = control, coordinator
         self._clock = clock
         self._spin = config.spin_microseconds * 1e-6
         self._controller = Controller(world.rank)
-        self._inbox: deque[Entry | BucketEntry | Closing | _Abandonment] = deque()
+        self._inbox: deque[_Item] = deque()
         self._names: set[tuple[int, str]] = set()  # with their process sets
         self._names_lock = threading.Lock()
-        self._process_sets = ProcessSetTable(world.size)  # changed by the runtime thread only
-        self._entries: dict[tuple[int, str], Entry] = {}  # runtime thread only: handed in and not completed
-        self._buckets: dict[int, BucketEntry] = {}  # likewise
-        self._layouts: dict[str, LearnedLayout] = {}  # by set; changed by the runtime thread only
+        self._chronicle = Chronicle(world.rank, plane.name, clock)
+        self._work = Execution(world.rank, world.size, plane, self._chronicle, clock, wait_until=self._wait_until,
+                               free=self._free, abandon=self._controller.abandon, start_anew=self._start_anew)
+        self._plane = plane
         self._decisions: deque[Decision] = deque()  # received and not applied
-        self._pairs: set[int] = set()  # process sets of two ranks that are open in the plane
-        self._plans: defaultdict[int, int] = defaultdict(int)  # by process set
-        self._stall_watch = None if coordinator is None else StallWatch(coordinator, config.stall_check_time_seconds)
+        times = Times(config.stall_check_time_seconds, config.stall_shutdown_time_seconds, config.silence_check_seconds,
+                      config.heartbeat_timeout)
+        self._lookout = None if coordinator is None else Lookout(coordinator, times, witness, self._deliver, self.story)
+        self._patience = Patience(world.rank, config.silence_check_seconds, config.heartbeat_timeout, witness)
         self._recent: deque[str] = deque(maxlen=RECENT)  # names of the last collectives
-        self._caller: int | None = None  # the thread that last called one
+        self._count = 0  # of them, since the beginning
+        self._caller = threading.get_ident()  # the thread that last called one
+        self._report_wanted = False
+        self._mark_cycles = False  # in the timeline
+        self._desk: ReportDesk | None = None
+        self._timeline = None if coordinator is None else Timeline(world.size, coordinator.order_timeline, clock)
         self._awake = True  # False only around a blocking wait; see _submit
         self._leaving = False
         self._told_leaving = False
@@ -166,8 +170,14 @@ class Runtime(Calls):
         """Whether this process is a forked child, to which the runtime does not belong."""
         return self._pid != os.getpid()
 
+    def open_desk(self, directory: str) -> None:
+        """On rank 0: answer requests for reports that come through the job's directory."""
+        self._desk = ReportDesk(directory, self.demand_report)
+
     def close_in_child(self) -> None:
         """In a forked child: close every descriptor, so that the parent's death is not hidden by it."""
+        if self._desk is not None:
+            self._desk.forget()
         self._control.forget()
         self._plane.close()
 
@@ -188,7 +198,7 @@ class Runtime(Calls):
 
     def layout(self, label: str, number: int) -> LearnedLayout | None:
         """Return the layout by which round `number` of a set is to be reported; None: member by member."""
-        learned = self._layouts.get(label)
+        learned = self._work.layouts.get(label)
         return None if learned is None or number < learned.layout.first_round else learned
 
     def submit_bucket(self, bucket: LearnedBucket, ready: BucketReady) -> BucketHandle:
@@ -209,16 +219,57 @@ class Runtime(Calls):
     # --- process sets ----------------------------------------------------------------------------------------------
 
     def members(self, process_set: int) -> tuple[int, ...]:
-        if process_set not in self._process_sets:
+        if process_set not in self._work.process_sets:
             raise UnsupportedError(f"there is no process set {process_set}; it was removed, or never added")
-        return self._process_sets[process_set]
+        return self._work.process_sets[process_set]
 
     def process_sets(self) -> Mapping[int, tuple[int, ...]]:
         """Return the members of every process set, by id."""
-        return self._process_sets.items()
+        return self._work.process_sets.items()
 
     def _find_set(self, members: tuple[int, ...]) -> int | None:
-        return self._process_sets.find(members)
+        return self._work.process_sets.find(members)
+
+    # --- looking in ------------------------------------------------------------------------------------------------
+
+    def story(self, name: str) -> str:
+        """Return what happened to a tensor on this rank lately, one line an event; "" when nothing is remembered."""
+        return self._chronicle.story(name)
+
+    def request_report(self) -> None:
+        """Let rank 0 report who waits for whom, on its standard error; callable from signal handlers. Does not wait."""
+        self._report_wanted = True
+        self._control.wake()
+
+    def demand_report(self, receiver: Receiver) -> None:
+        """On rank 0: let `receiver` have a report on who waits for whom; it is called by the runtime thread."""
+        lookout = self._lookout
+        assert lookout is not None, "reports are rank 0's"
+        self._hand_in(lambda: lookout.demand(receiver))
+
+    def start_timeline(self, path: str, mark_cycles: bool = False) -> None:
+        """Write what all ranks do to `path` from now on; on rank 0 only, elsewhere a call does nothing.
+
+        Args:
+            mark_cycles: show decisions.
+
+        Raises:
+            ConfigError: when the file cannot be written.
+        """
+        self._mark_cycles = mark_cycles and self.world.rank == 0
+        self._order_timeline(path)
+
+    def stop_timeline(self) -> None:
+        """End the timeline, and return when its file is complete; on rank 0 only, elsewhere a call does nothing."""
+        self._order_timeline("")
+
+    def _order_timeline(self, path: str) -> None:
+        self._check_usable("timeline")
+        timeline = self._timeline
+        if timeline is not None:
+            order = timeline.order(path, Handle("timeline", self._sleepers))
+            self._hand_in(lambda: timeline.change(order))
+            order.handle.wait()
 
     # --- handing in ------------------------------------------------------------------------------------------------
 
@@ -243,7 +294,7 @@ class Runtime(Calls):
         if self._leaving:
             raise NotInitializedError(f"'{name}': hvdlite has been shut down; call init() again")
 
-    def _hand_in(self, item: Entry | BucketEntry | Closing | _Abandonment) -> None:
+    def _hand_in(self, item: _Item) -> None:
         self._caller = threading.get_ident()
         self._inbox.append(item)
         # The thread clears _awake, then looks into the inbox, then sleeps: whoever sees it awake has been seen.
@@ -289,7 +340,7 @@ class Runtime(Calls):
             self._awake = False
             busy = bool(self._inbox)
         try:
-            events = self._control.wait(0 if busy else self._watch_stalls(), self._spin if self._sleepers else 0.0)
+            events = self._control.wait(0 if busy else self._look_out(), self._spin if self._sleepers else 0.0)
         finally:
             self._awake = True
         for event in events:
@@ -305,37 +356,44 @@ class Runtime(Calls):
         if self._leaving and not self._told_leaving:
             self._told_leaving = True
             self._controller.leave()
-            pending: list[Entry | BucketEntry] = [*self._entries.values(), *self._buckets.values()]
-            for entry in pending:
+            for entry in self._work.pending():
                 entry.abandon(HorovodInternalError(_SHUT_DOWN))
+            self._chronicle.trace(False)
+        if self._report_wanted:
+            self._report_wanted = False
+            self._controller.say(Aside(wants_report=True))
+        if self._chronicle.untold and (self._controller.has_news or self._chronicle.untold >= TRACE_BATCH or self._leaving):
+            self._controller.say(Aside(trace=self._chronicle.take_trace()))
         report = self._controller.report()
         if report is not None:
             self._tell(report)
 
-    def _take_over(self, item: Entry | BucketEntry | Closing | _Abandonment) -> None:
+    def _take_over(self, item: _Item) -> None:
         match item:
             case Entry(request=request):
-                self._entries[item.key] = item
-                self._recent.append(request.name)
+                self._remember(request.name)
+                self._work.add(item)
                 self._controller.submit(request)
             case BucketEntry(bucket=bucket, ready=ready):
-                self._buckets[ready.bucket] = item
-                self._recent.append(item.handle.name)
+                self._remember(item.handle.name)
+                self._work.add_bucket(item)
                 expanded = self._controller.submit_bucket(bucket.definition, ready)
                 if expanded is not None:
-                    self._split(expanded)
+                    self._work.split(expanded)
             case Closing():
                 self._controller.close(item)
             case _Abandonment(layout):
                 self._controller.abandon(layout)
+            case _:
+                item()
 
-    def _split(self, expanded: Expanded) -> None:
-        for entry in self._buckets.pop(expanded.bucket).split(expanded):
-            self._entries[entry.key] = entry
+    def _remember(self, name: str) -> None:
+        self._recent.append(name)
+        self._count += 1
 
     def _tell(self, report: Report) -> None:
         if self._coordinator is not None:
-            self._coordinator.receive(0, report, self._clock())
+            self._hear(0, report)
         else:
             self._control.send_report(report)
 
@@ -348,140 +406,84 @@ class Runtime(Calls):
             self._control.send_decision(decision)
             self._accept(decision)
 
-    def _watch_stalls(self) -> float | None:
-        """On rank 0: look after stalls, and return when to do so again, in seconds; None while nothing waits."""
-        if self._stall_watch is None:
+    def _look_out(self) -> float | None:
+        """Notice what has waited long; return when to look again, in seconds, or None while nothing waits."""
+        work = self._work
+        if not work.waits and self._lookout is None:
+            self._patience.heard()
             return None
         now = self._clock()
-        if self._stall_watch.look(now):
+        aside = self._patience.look(now, work.waits, work.partners, work.moving_since)
+        if aside is not None:
+            self._controller.say(aside)
+            self._say()
+        if lost := self._patience.gave_up(now):
+            self._end(FailureNotice(0, "lost", lost))
+        due = self._patience.due(now, work.moving_since)
+        if self._lookout is None:
+            return due
+        if self._lookout.look(now):
             self._decide()
             return 0.0  # the decision is to be applied before sleeping
-        return self._stall_watch.due(now)
+        return min((when for when in (due, self._lookout.due(now)) if when is not None), default=None)
 
     def _take_in(self, event: Event) -> None:
         match event:
             case DecisionReceived(decision):
+                self._patience.heard()
                 self._accept(decision)
             case ReportReceived(rank, report) if self._coordinator is not None:
-                self._coordinator.receive(rank, report, self._clock())
+                self._hear(rank, report)
             case PeerLost(rank, reason) if self._coordinator is not None:
                 self._coordinator.lose(rank, reason)
             case PeerLost(rank, reason) if rank not in self._departed:
                 self._end(FailureNotice(rank, "lost", reason))
 
+    def _hear(self, rank: int, report: Report) -> None:
+        """On rank 0: take in what a rank, this one included, reports."""
+        assert self._coordinator is not None
+        self._coordinator.receive(rank, report, self._clock())
+        if self._chronicle.tracing:
+            for request in report.requests:
+                self._chronicle.ready_elsewhere(rank, lane_of(request.process_set, request.name))
+            for ready in report.buckets:
+                self._chronicle.ready_elsewhere(rank, bucket_lane(ready.bucket))
+        if self._timeline is not None:
+            self._timeline.hear(rank, () if report.aside is None else report.aside.trace, report.leaving)
+
     def _accept(self, decision: Decision) -> None:
         """Queue a decision; what it says of ranks counts at once, even in the middle of a plan."""
         if self.world.rank in decision.inquiries:
-            waiting = [*(name for _, name in self._entries), *(bucket.handle.name for bucket in self._buckets.values())]
-            self._controller.account(account(self._caller, self._recent, waiting))
+            waiting = [entry.handle.name for entry in self._work.pending()]
+            begun = self._count - len(self._recent) + 1
+            self._controller.say(Aside(account=account(self._caller, tuple(self._recent), begun, waiting)))
         self._departed.update(decision.left)
         if decision.failure is not None:
             self._end(decision.failure)
         self._decisions.append(decision)
 
     def _apply(self, decision: Decision) -> None:
-        self._open_pairs(decision)
-        for instruction in self._controller.apply(decision):
-            self._follow(instruction)
+        if decision.timeline is not None:
+            self._chronicle.trace(decision.timeline)
+            self._controller.say(Aside(trace=self._chronicle.take_trace()))
+            if decision.timeline and self._timeline is not None:
+                self._timeline.started()
+        if self._mark_cycles:
+            self._chronicle.cycle(decision.sequence)
+        self._work.carry_out(decision, self._controller.apply(decision), frozenset(self._departed))
         if self.world.rank in decision.left:
             self._left = True
 
-    def _open_pairs(self, decision: Decision) -> None:
-        """Let the plane open the process sets of two ranks when they first need it; all ranks do so at the same decision."""
-        for response in decision.responses:
-            number = response.process_set
-            if number < 0 and number not in self._pairs and response.error is ErrorKind.NONE and response.result is None:
-                self._pairs.add(number)
-                self._plane.open_set(number, self._process_sets[number])
-
-    def _follow(self, instruction: Instruction) -> None:
-        match instruction:
-            case Response():
-                self._perform(instruction)
-            case Assist(response):
-                self._assist(response)
-            case BucketRelease():
-                self._reduce_bucket(instruction)
-            case Layout():
-                self._learn(instruction)
-            case Expanded():
-                self._split(instruction)
-            case Evicted(layout):
-                learned = self._layouts.get(layout.label)
-                if learned is not None and learned.layout.layout == layout.layout:
-                    del self._layouts[layout.label]
-
-    def _learn(self, layout: Layout) -> None:
-        ranks = layout.buckets[0].response.contributors
-        try:
-            buffer = self._plane.fusion_buffer(buffer_bytes(layout), ranks)
-        except MemoryError as error:
-            _log.warning("rank %d: '%s' goes on without learned buckets: %s", self.world.rank, layout.label, error)
-            self._controller.abandon(layout.layout)
-            return
-        if buffer is not None:
-            self._layouts[layout.label] = LearnedLayout(layout, buffer)
-
-    def _reduce_bucket(self, release: BucketRelease) -> None:
-        entry = self._buckets[release.bucket]
-        memory = [entry.bucket.memory]
-        self._execute(entry.bucket.definition.response, memory, memory, entry.bucket.part)
-        del self._buckets[release.bucket]
-        entry.complete(release.nobody)
-
-    def _perform(self, response: Response) -> None:
-        entries = [self._entries[response.process_set, name] for name in response.names]
-        if response.error is not ErrorKind.NONE:
-            for entry in entries:
-                self._release(entry).fail(self._refusal(response))
-            return
-        for entry in entries:
-            entry.prepare(response, self.world.rank, self._process_sets[response.process_set])
-        if response.result is not None:
-            entries[0].deliver(response.result)
-        elif response.collective in (Collective.ADD_PROCESS_SET, Collective.REMOVE_PROCESS_SET):
-            self._change_sets(response)
-        elif response.collective is Collective.JOIN:
-            self._start_anew()
-        elif response.collective is not Collective.BARRIER:  # that all ranks reported it is the barrier
-            self._execute(response, [source for entry in entries for source in entry.sources],
-                          [output for entry in entries for output in entry.outputs])
-        for entry in entries:
-            self._release(entry).complete(response)
-
-    def _assist(self, response: Response) -> None:
-        """Having joined, do this rank's share of the others' work."""
-        if response.collective in (Collective.ADD_PROCESS_SET, Collective.REMOVE_PROCESS_SET):
-            self._change_sets(response)
-        elif (self.world.rank in self._process_sets[response.process_set] and response.result is None
-              and response.collective is not Collective.BARRIER):
-            self._execute(response, (), ())
-
-    def _change_sets(self, response: Response) -> None:
-        if response.collective is Collective.ADD_PROCESS_SET:
-            self._plane.open_set(self._process_sets.add(response.splits), response.splits)
-        else:
-            self._process_sets.remove(response.rows[0])
-            self._plane.close_set(response.rows[0], self._wait_until)
-
-    def _execute(self, response: Response, sources: Sequence[Array | None], outputs: Sequence[Array | None],
-                 part: Part | None = None) -> None:
-        number = response.process_set
-        self._plans[number] += 1
-        plan = Plan(self._plans[number], self._process_sets[number], response, sources, outputs, part)
-        self._plane.execute(plan, self._wait_until)
-
-    def _refusal(self, response: Response) -> HorovodInternalError:
-        if response.error is ErrorKind.LEFT:
-            return PeerLeftError(response.error_text, min(self._departed, default=-1))
-        return MismatchError(response.error_text)
-
-    def _release(self, entry: Entry) -> Entry:
-        """Free the entry's name before its handle is completed, so that the waiter can use it again at once."""
-        del self._entries[entry.key]
+    def _free(self, entry: Entry) -> None:
         with self._names_lock:
             self._names.discard(entry.key)
-        return entry
+
+    def _deliver(self, report: StallReport) -> None:
+        """Tell a stall report, where the user wants it."""
+        _log.warning("%s", report.text())
+        path = self.config.stall_report_file
+        if path:
+            report.write(path)
 
     def _wait_until(self, predicate: Callable[[], bool]) -> None:
         while not predicate():
@@ -514,12 +516,12 @@ class Runtime(Calls):
         if self._failure is None and not self._left:
             self._failure = HorovodInternalError("the runtime thread ended unexpectedly; see the log")
         self._control.flush(FLUSH_SECONDS)
-        for entry in list(self._entries.values()):
-            self._release(entry).abandon(self._last_word())
-        for bucket in self._buckets.values():
-            bucket.abandon(self._last_word())
+        self._work.close(self._last_word())
         self._control.close()
-        self._plane.close()
+        if self._desk is not None:
+            self._desk.close()
+        if self._timeline is not None:
+            self._timeline.close(self._chronicle.take_trace(), self._last_word())
         self._ended.set()
         self._fail_inbox()
 
@@ -541,16 +543,3 @@ class Runtime(Calls):
             return " for rank 0 to confirm"
         missing = sorted(set(range(self.world.size)) - self._coordinator.left)
         return f" for ranks {missing} to leave"
-
-
-def failure_error(notice: FailureNotice, rank: int) -> HorovodInternalError:
-    """Return the exception that `rank` raises for a failure of the job."""
-    if notice.origin == rank:
-        return PeerFailedError(f"this rank ({rank}) failed with {notice.kind}: {notice.message}", rank)
-    if notice.kind == PeerLeftError.__name__:
-        return PeerLeftError(f"rank {notice.origin} left the job while others still needed it: {notice.message}",
-                             notice.origin)
-    if notice.kind == "lost":
-        return PeerLostError(f"rank {notice.origin} was lost: {notice.message}", notice.origin)
-    cause = f"\n\nrank {notice.origin}'s traceback:\n{notice.traceback.rstrip()}" if notice.traceback else ""
-    return PeerFailedError(f"rank {notice.origin} failed with {notice.kind}: {notice.message}{cause}", notice.origin)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from pathlib import Path
 
@@ -214,4 +215,4 @@ def test_the_number_of_ranks_follows_from_the_slots() -> None:
 def test_every_knob_has_a_flag() -> None:
     helped = parser().format_help()
     for field in dataclasses.fields(Config):
-        assert f"--{field.name.replace('_', '-')} " in helped
+        assert re.search(rf"--{field.name.replace('_', '-')}\s", helped), field.name

@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import signal
 import socket
-import time
 
 import pytest
 
@@ -250,42 +249,6 @@ def test_a_job_directory_open_to_others_is_refused(tmp_path) -> None:  # type: i
                    environment={"HVDLITE_JOB_DIRECTORY": str(tmp_path)}) as world:
         for ended in world.wait(20):
             assert "mode 0700" in ended.stderr
-
-
-def test_a_stall_report_shows_where_the_missing_rank_is() -> None:
-    ended = processes(3, """
-        import time, numpy as np, hvdlite as hvd
-        hvd.init()
-        hvd.allreduce(np.ones(1), name="before")
-        def dawdle():
-            time.sleep(2.5)
-        if hvd.rank() == 2:
-            dawdle()
-        hvd.allreduce(np.ones(1), name="late")
-    """, environment={"HVDLITE_STALL_CHECK_TIME_SECONDS": "0.5"})
-    told = ended[0].stderr
-    assert "submitted by ranks [0, 1], not yet by ranks [2]" in told
-    assert "rank 2 never submitted 'late': it is in dawdle(), script.py:" in told
-    assert "its last collectives: before" in told and "time.sleep(2.5)" in told
-    assert not ended[1].stderr and not ended[2].stderr
-
-
-def test_a_rank_that_cannot_answer_is_told_apart() -> None:
-    with Processes(2, """
-        import os, signal, time, numpy as np, hvdlite as hvd
-        hvd.init()
-        print("ready", flush=True)
-        if hvd.rank() == 1:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        hvd.allreduce(np.ones(1), name="late")
-    """, environment={"HVDLITE_STALL_CHECK_TIME_SECONDS": "0.2"}) as world:
-        world.wait_for(1, "ready")
-        deadline = time.monotonic() + 30
-        while "did not answer" not in world._path(0, "stderr").read_text():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        world.kill(1, signal.SIGCONT)
-        assert [rank.code for rank in world.wait()] == [0, 0]
 
 
 @pytest.mark.slow

@@ -1,0 +1,225 @@
+"""What a rank does about decisions: complete entries, move bytes, learn layouts, change process sets."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+from hvdlite.core.array import Array
+from hvdlite.core.errors import HorovodInternalError, MismatchError, PeerLeftError
+from hvdlite.core.types import Collective
+from hvdlite.negotiation.controller import Assist, Evicted, Expanded, Instruction
+from hvdlite.negotiation.messages import BucketRelease, Decision, ErrorKind, Layout, Response
+from hvdlite.negotiation.process_sets import ProcessSetTable
+from hvdlite.planes.base import Part, Plan, Plane, WaitUntil
+from hvdlite.runtime.buckets import BucketEntry, LearnedLayout, buffer_bytes
+from hvdlite.runtime.calls import Entry
+from hvdlite.runtime.chronicle import Chronicle, lane_of
+
+_log = logging.getLogger("hvdlite")
+
+NOT_MOVING: Final = float("inf")
+
+
+class Execution:
+    """One rank's work under way. Only the runtime thread calls it.
+
+    Attributes:
+        process_sets: which exist; changed here only, read by user threads.
+        layouts: learned ones by set, likewise.
+        partners: the ranks of the collective under way.
+        moving_since: when it began, on the caller's clock; infinite when there is none.
+
+    Args:
+        wait_until: lets the plane wait.
+        free: makes an entry's name usable again; called before its handle is completed.
+        abandon: gives up a layout on all ranks.
+        start_anew: all ranks have joined.
+    """
+
+    def __init__(self, rank: int, size: int, plane: Plane, chronicle: Chronicle, clock: Callable[[], float], *,
+                 wait_until: WaitUntil, free: Callable[[Entry], None], abandon: Callable[[int], None],
+                 start_anew: Callable[[], None]) -> None:
+        self.process_sets = ProcessSetTable(size)
+        self.layouts: dict[str, LearnedLayout] = {}
+        self.partners: tuple[int, ...] = ()
+        self.moving_since = NOT_MOVING
+        self._rank, self._plane, self._chronicle, self._clock = rank, plane, chronicle, clock
+        self._wait_until, self._free, self._abandon, self._start_anew = wait_until, free, abandon, start_anew
+        self._entries: dict[tuple[int, str], Entry] = {}  # handed in and not completed; likewise below
+        self._buckets: dict[int, BucketEntry] = {}
+        self._plans: defaultdict[int, int] = defaultdict(int)  # by process set
+        self._pairs: set[int] = set()  # process sets of two ranks that are open in the plane
+        self._left: frozenset[int] = frozenset()
+
+    @property
+    def waits(self) -> bool:
+        """Whether anything is under way."""
+        return bool(self._entries or self._buckets)
+
+    def pending(self) -> Iterator[Entry | BucketEntry]:
+        """Yield what is under way."""
+        yield from list(self._entries.values())
+        yield from list(self._buckets.values())
+
+    def add(self, entry: Entry) -> None:
+        """An entry's request is submitted."""
+        self._entries[entry.key] = entry
+        self._chronicle.submitted(entry.request)
+
+    def add_bucket(self, entry: BucketEntry) -> None:
+        """A bucket is reported."""
+        definition = entry.bucket.definition
+        self._buckets[entry.ready.bucket] = entry
+        self._chronicle.bucket_submitted(bucket_lane(definition.bucket), definition.response.names, definition.response)
+
+    def split(self, expanded: Expanded) -> None:
+        """A bucket's members are answered one by one."""
+        entry = self._buckets.pop(expanded.bucket)
+        self._chronicle.split(bucket_lane(expanded.bucket), entry.bucket.definition.response.names)
+        for each in entry.split(expanded):
+            self.add(each)
+
+    def carry_out(self, decision: Decision, instructions: Sequence[Instruction], left: frozenset[int]) -> None:
+        """Follow a decision.
+
+        Args:
+            left: the ranks that have left by then.
+        """
+        self._left = left
+        self._open_pairs(decision)
+        for instruction in instructions:
+            if isinstance(instruction, Response):
+                self._chronicle.decided(decision.sequence, _lanes(instruction), instruction)
+            elif isinstance(instruction, BucketRelease):
+                response = self._buckets[instruction.bucket].bucket.definition.response
+                self._chronicle.decided(decision.sequence, (bucket_lane(instruction.bucket),), response)
+        for instruction in instructions:
+            self._follow(instruction)
+
+    def close(self, error: HorovodInternalError) -> None:
+        """Fail what is under way, and give up the plane."""
+        for entry in list(self._entries.values()):
+            self._release(entry).abandon(error)
+        for bucket in self._buckets.values():
+            bucket.abandon(error)
+        self._plane.close()
+
+    def _open_pairs(self, decision: Decision) -> None:
+        """Let the plane open the process sets of two ranks when they first need it; all ranks do so at the same decision."""
+        for response in decision.responses:
+            number = response.process_set
+            if number < 0 and number not in self._pairs and response.error is ErrorKind.NONE and response.result is None:
+                self._pairs.add(number)
+                self._plane.open_set(number, self.process_sets[number])
+
+    def _follow(self, instruction: Instruction) -> None:
+        match instruction:
+            case Response():
+                self._perform(instruction)
+            case Assist(response):
+                self._assist(response)
+            case BucketRelease():
+                self._reduce_bucket(instruction)
+            case Layout():
+                self._learn(instruction)
+            case Expanded():
+                self.split(instruction)
+            case Evicted(layout):
+                learned = self.layouts.get(layout.label)
+                if learned is not None and learned.layout.layout == layout.layout:
+                    del self.layouts[layout.label]
+
+    def _learn(self, layout: Layout) -> None:
+        ranks = layout.buckets[0].response.contributors
+        try:
+            buffer = self._plane.fusion_buffer(buffer_bytes(layout), ranks)
+        except MemoryError as error:
+            _log.warning("rank %d: '%s' goes on without learned buckets: %s", self._rank, layout.label, error)
+            self._abandon(layout.layout)
+            return
+        if buffer is not None:
+            self.layouts[layout.label] = LearnedLayout(layout, buffer)
+
+    def _reduce_bucket(self, release: BucketRelease) -> None:
+        entry = self._buckets[release.bucket]
+        response, lanes = entry.bucket.definition.response, (bucket_lane(release.bucket),)
+        memory = [entry.bucket.memory]
+        self._chronicle.moving(lanes, response)
+        self._move(response, memory, memory, entry.bucket.part)
+        del self._buckets[release.bucket]
+        self._chronicle.done(lanes, response)
+        entry.complete(release.nobody)
+
+    def _perform(self, response: Response) -> None:
+        entries = [self._entries[response.process_set, name] for name in response.names]
+        if response.error is not ErrorKind.NONE:
+            self._chronicle.done(_lanes(response), response)
+            for entry in entries:
+                self._release(entry).fail(self._refusal(response))
+            return
+        for entry in entries:
+            entry.prepare(response, self._rank, self.process_sets[response.process_set])
+        if response.result is not None:
+            entries[0].deliver(response.result)
+        elif response.collective in (Collective.ADD_PROCESS_SET, Collective.REMOVE_PROCESS_SET):
+            self._change_sets(response)
+        elif response.collective is Collective.JOIN:
+            self._start_anew()
+        elif response.collective is not Collective.BARRIER:  # that all ranks reported it is the barrier
+            self._chronicle.moving(_lanes(response), response)
+            self._move(response, [source for entry in entries for source in entry.sources],
+                       [output for entry in entries for output in entry.outputs])
+        self._chronicle.done(_lanes(response), response)
+        for entry in entries:
+            self._release(entry).complete(response)
+
+    def _assist(self, response: Response) -> None:
+        """Having joined, do this rank's share of the others' work."""
+        if response.collective in (Collective.ADD_PROCESS_SET, Collective.REMOVE_PROCESS_SET):
+            self._change_sets(response)
+        elif (self._rank in self.process_sets[response.process_set] and response.result is None
+              and response.collective is not Collective.BARRIER):
+            self._move(response, (), ())
+
+    def _change_sets(self, response: Response) -> None:
+        if response.collective is Collective.ADD_PROCESS_SET:
+            self._plane.open_set(self.process_sets.add(response.splits), response.splits)
+        else:
+            self.process_sets.remove(response.rows[0])
+            self._plane.close_set(response.rows[0], self._wait_until)
+
+    def _move(self, response: Response, sources: Sequence[Array | None], outputs: Sequence[Array | None],
+              part: Part | None = None) -> None:
+        number = response.process_set
+        self._plans[number] += 1
+        self.partners, self.moving_since = self.process_sets[number], self._clock()
+        self._plane.execute(Plan(self._plans[number], self.partners, response, sources, outputs, part), self._wait_until)
+        self.moving_since = NOT_MOVING
+
+    def _refusal(self, response: Response) -> HorovodInternalError:
+        name = response.names[0]
+        story = self._chronicle.story(name)
+        text = response.error_text + (f"\nWhat happened to '{name}' on rank {self._rank}:\n{story}" if story else "")
+        if response.error is ErrorKind.LEFT:
+            return PeerLeftError(text, min(self._left, default=-1))
+        return MismatchError(text)
+
+    def _release(self, entry: Entry) -> Entry:
+        """Free the entry's name before its handle is completed, so that the waiter can use it again at once."""
+        del self._entries[entry.key]
+        self._free(entry)
+        return entry
+
+
+def bucket_lane(number: int) -> str:
+    """Return where a bucket's events are drawn."""
+    return f"bucket.{number}"
+
+
+def _lanes(response: Response) -> Sequence[str]:
+    if response.process_set == 0:
+        return response.names
+    return [lane_of(response.process_set, name) for name in response.names]

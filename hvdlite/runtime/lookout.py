@@ -1,0 +1,274 @@
+"""Who notices that nothing moves (PROTOCOL rule 21).
+
+While a tensor waits for some ranks, rank 0's `Lookout` asks them now and then for an account of themselves. A rank that
+answers is slow, and is told of when the warning time has passed. One that does not answer within seconds is stopped, or
+something in it holds Python's lock: that is told at once, with what the kernel and the C level know, and ends the job after
+a longer time.
+
+Every rank has its `Patience` beside: it asks rank 0 whether it is still there, and names those with whom it has long been in
+the middle of a collective, about which rank 0 would not worry. Nothing of this happens while nobody waits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Callable, Iterable
+from typing import Final, Protocol
+
+from hvdlite.negotiation.coordinator import Coordinator, Stall
+from hvdlite.negotiation.messages import Aside, FailureNotice
+from hvdlite.runtime.stalls import StallReport, Standing, place_in
+
+_log = logging.getLogger("hvdlite")
+
+ANSWER_SECONDS: Final = 2.0
+"""How long a rank gets to answer."""
+LOOKS: Final = 4
+"""How often one looks during the shortest of the times."""
+
+
+class Witness(Protocol):
+    """What is known of a rank without asking it; see `control.witness`."""
+
+    def state(self, rank: int) -> str: ...
+
+    def stacks(self, rank: int) -> str: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """In seconds; 0 is never."""
+
+    stall: float  # after which a waiting tensor is told of
+    shutdown: float  # after which it ends the job
+    silence: float  # after which a rank that is waited for is asked
+    lost: float  # after which one that does not answer is given up
+
+    @property
+    def look(self) -> float:
+        """How long to wait before looking for the first time; infinite when everything is off."""
+        return min((time for time in (self.stall, self.shutdown, self.silence) if time > 0), default=math.inf)
+
+
+Receiver = Callable[[StallReport], None]
+
+
+@dataclasses.dataclass
+class _Inquest:
+    """A report in the making: what the ranks say is still coming in."""
+
+    stalls: list[Stall]
+    asked: set[int]
+    until: float
+    receivers: list[Receiver]
+    ends_job: bool = False
+
+
+class Lookout:
+    """Rank 0's.
+
+    Args:
+        deliver: gets every report on stalls.
+        story: returns what happened to a tensor here.
+    """
+
+    def __init__(self, coordinator: Coordinator, times: Times, witness: Witness | None, deliver: Receiver,
+                 story: Callable[[str], str]) -> None:
+        self._coordinator, self._times, self._witness = coordinator, times, witness
+        self._deliver, self._story = deliver, story
+        self._next_look = math.inf  # on the caller's clock; infinite while nothing waits
+        self._asked: dict[int, float] = {}  # when; not answered since
+        self._ask_again: dict[int, float] = {}  # answered: when to ask again
+        self._silent: dict[int, str] = {}  # told of: its stacks
+        self._inquest: _Inquest | None = None
+        self._wanted: list[Receiver] = []  # on demand, not begun
+
+    def demand(self, receiver: Receiver) -> None:
+        """Make a report now, of everything that waits and of every rank."""
+        self._wanted.append(receiver)
+
+    def look(self, now: float) -> bool:
+        """Do what is due at `now`; return whether the coordinator has something to say for it."""
+        coordinator = self._coordinator
+        if coordinator.report_wanted:
+            coordinator.report_wanted = False
+            self.demand(self._deliver)
+        if not (coordinator.anything_waits or coordinator.suspects or self._wanted or self._inquest or self._asked):
+            self._next_look = math.inf
+            return False
+        acted = False
+        if self._wanted:
+            wanted, self._wanted = self._wanted, []
+            everybody = set(range(coordinator.size)) - coordinator.left
+            acted = self._begin(coordinator.waiting(now), everybody, now, wanted)
+        if self._next_look == math.inf:
+            self._next_look = now + (0.0 if coordinator.suspects else self._times.look)
+        if now >= self._next_look or not self._silent.keys().isdisjoint(coordinator.accounts):
+            self._next_look = now + self._times.look / LOOKS
+            acted = self._find_stalls(now) | self._find_silence(now) | acted
+        inquest = self._inquest
+        if inquest and (now >= inquest.until or inquest.asked <= coordinator.accounts.keys() | self._silent.keys()):
+            self._inquest = None
+            acted = self._finish(inquest) or acted
+        return acted
+
+    def due(self, now: float) -> float | None:
+        """Return the seconds until there is something to do; None while nothing waits."""
+        when = min(self._next_look, self._inquest.until if self._inquest else math.inf,
+                   now if self._wanted or self._coordinator.report_wanted else math.inf)
+        return None if when == math.inf else max(0.0, when - now)
+
+    def _find_stalls(self, now: float) -> bool:
+        found = self._coordinator.stalls(now, self._times.stall) if self._times.stall > 0 else []
+        ends = self._times.shutdown > 0 and any(stall.waited >= self._times.shutdown
+                                                for stall in self._coordinator.waiting(now))
+        if not found and not ends:
+            return False
+        if ends:
+            found = self._coordinator.waiting(now)
+        missing = {rank for stall in found for rank in stall.missing}
+        witness = min((rank for stall in found for rank in stall.submitted), default=0)  # for comparison
+        return self._begin(found, missing | {witness}, now, [self._deliver], ends_job=ends)
+
+    def _find_silence(self, now: float) -> bool:
+        coordinator, after = self._coordinator, self._times.silence
+        awaited = coordinator.suspects | (coordinator.missing(now, after) if after > 0 else set())
+        coordinator.suspects.clear()
+        ask = [rank for rank in awaited if rank and rank not in self._asked and now >= self._ask_again.get(rank, -math.inf)]
+        self._ask(ask, now)
+        acted = bool(ask)
+        for rank, when in list(self._asked.items()):
+            waited = now - when
+            if rank in coordinator.accounts:
+                del self._asked[rank]
+                self._ask_again[rank] = now + after
+                if self._silent.pop(rank, None) is not None:
+                    _log.warning("rank %d answers again", rank)
+            elif rank not in self._silent and waited >= ANSWER_SECONDS:
+                self._tell_silence(rank, waited)
+            elif 0 < self._times.lost <= waited:
+                coordinator.lose(rank, f"it has not answered for {waited:.0f} s (HVDLITE_HEARTBEAT_TIMEOUT): "
+                                       f"{self._state(rank)}")
+                acted = True
+        return acted
+
+    def _tell_silence(self, rank: int, waited: float) -> None:
+        self._silent[rank] = stacks = self._witness.stacks(rank) if self._witness else ""
+        place = place_in(stacks)
+        _log.warning("rank %d has not answered for %.0f s: %s%s%s", rank, waited, self._state(rank),
+                     f"; it is in {place}" if place else "", f"\n{stacks.rstrip()}" if stacks else "")
+
+    def _state(self, rank: int) -> str:
+        return (self._witness.state(rank) if self._witness else "") or \
+            "its process is stopped, or something in it holds Python's lock"
+
+    def _ask(self, ranks: Iterable[int], now: float) -> None:
+        ranks = sorted(ranks)
+        self._coordinator.inquire(ranks)
+        for rank in ranks:
+            self._asked.setdefault(rank, now)
+
+    def _begin(self, stalls: list[Stall], ask: set[int], now: float, receivers: list[Receiver], *,
+               ends_job: bool = False) -> bool:
+        self._ask(ask, now)
+        if self._inquest is None:
+            self._inquest = _Inquest(stalls, ask, now + ANSWER_SECONDS, receivers, ends_job)
+            return bool(ask)
+        known = {stall.name for stall in stalls}
+        self._inquest.stalls = stalls + [stall for stall in self._inquest.stalls if stall.name not in known]
+        self._inquest.asked |= ask
+        self._inquest.receivers += [receiver for receiver in receivers if receiver not in self._inquest.receivers]
+        self._inquest.ends_job |= ends_job
+        return bool(ask)
+
+    def _finish(self, inquest: _Inquest) -> bool:
+        """Make the report; return whether it ends the job."""
+        standings = {rank: self._standing(rank) for rank in sorted(inquest.asked)}
+        stories = {stall.name: story for stall in inquest.stalls if (story := self._story(stall.name))}
+        report = StallReport(inquest.stalls, standings, stories)
+        for receiver in inquest.receivers:
+            receiver(report)
+        if inquest.ends_job and report.missing:
+            self._coordinator.fail(FailureNotice(report.missing[0], "StallError", "\n".join(
+                report.diagnosis(rank) for rank in report.missing), report.text()))
+            return True
+        return False
+
+    def _standing(self, rank: int) -> Standing:
+        account = self._coordinator.accounts.get(rank)
+        if account is not None:
+            return Standing(rank, self._coordinator.state(rank), account)
+        stacks = self._silent.get(rank) or (self._witness.stacks(rank) if self._witness else "")
+        return Standing(rank, self._state(rank), None, stacks)
+
+
+class Patience:
+    """Every rank's own.
+
+    Args:
+        after: seconds of waiting after which to ask; 0 turns it off.
+        lost: seconds without an answer after which rank 0 is given up; 0 is never.
+    """
+
+    def __init__(self, rank: int, after: float, lost: float, witness: Witness | None) -> None:
+        self._rank, self._after, self._lost, self._witness = rank, after or math.inf, lost or math.inf, witness
+        self._since = math.inf  # since when it waits without a word from rank 0; infinite while it does not
+        self._asked = math.inf  # when it asked rank 0, without an answer
+        self._warned = False
+        self._told = -math.inf  # when it last named its partners
+
+    def heard(self) -> None:
+        """Rank 0 said something."""
+        self._since = self._asked = math.inf
+        if self._warned:
+            self._warned = False
+            _log.warning("rank %d: rank 0 answers again", self._rank)
+
+    def look(self, now: float, waits: bool, partners: Iterable[int], partners_since: float) -> Aside | None:
+        """Return what is to be told to rank 0, if anything.
+
+        Args:
+            waits: whether this rank has submitted something and not got it back.
+            partners: the ranks of the collective that it is in the middle of, since `partners_since`.
+        """
+        if not waits:
+            self._since = self._asked = math.inf
+            return None
+        if self._since == math.inf:
+            self._since = now
+        held_up_by: tuple[int, ...] = ()
+        if now - max(partners_since, self._told) >= self._after:
+            held_up_by = tuple(rank for rank in partners if rank != self._rank)
+            self._told = now
+        asks = self._rank != 0 and self._asked == math.inf and now - self._since >= self._after
+        if asks:
+            self._asked = now
+        elif now - self._asked >= ANSWER_SECONDS and not self._warned:
+            self._warned = True
+            _log.warning("rank %d: rank 0 has not answered for %.0f s: %s", self._rank, now - self._asked, self._rank_0())
+        return Aside(asks=asks, held_up_by=held_up_by) if asks or held_up_by else None
+
+    def gave_up(self, now: float) -> str:
+        """Return why rank 0 is lost, or ""."""
+        if now - self._asked < self._lost:
+            return ""
+        return f"it has not answered for {now - self._asked:.0f} s (HVDLITE_HEARTBEAT_TIMEOUT): {self._rank_0()}"
+
+    def due(self, now: float, partners_since: float) -> float | None:
+        """Return the seconds until `look` has something to do; None while nothing waits."""
+        if self._since == math.inf:
+            return None
+        when = max(partners_since, self._told) + self._after
+        if self._rank and self._asked == math.inf:
+            when = min(when, self._since + self._after)
+        elif self._rank:
+            when = min(when, self._asked + (self._lost if self._warned else ANSWER_SECONDS))
+        return None if when == math.inf else max(0.0, when - now)
+
+    def _rank_0(self) -> str:
+        stacks = self._witness.stacks(0) if self._witness else ""
+        place = place_in(stacks)
+        return ((self._witness.state(0) if self._witness else "") or "its process is stopped, or something in it holds "
+                "Python's lock") + (f"; it is in {place}" if place else "")

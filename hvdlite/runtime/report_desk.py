@@ -1,0 +1,74 @@
+"""Reports on demand: rank 0 answers whoever of this user connects to a Unix socket in the job's directory."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import queue
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from hvdlite.control.meeting import check_same_user
+from hvdlite.core.errors import HvdliteError
+from hvdlite.core.launch_contract import REPORT_SOCKET
+from hvdlite.runtime.lookout import ANSWER_SECONDS, Receiver
+from hvdlite.runtime.stalls import StallReport
+
+_log = logging.getLogger("hvdlite")
+
+PATIENCE: Final = 3 * ANSWER_SECONDS
+"""Seconds to wait for a report of the runtime thread, and for a client that does not read."""
+
+
+class ReportDesk:
+    """A thread that sleeps until somebody asks.
+
+    Args:
+        directory: mode 0700.
+        demand: orders a report.
+    """
+
+    def __init__(self, directory: str, demand: Callable[[Receiver], None]) -> None:
+        self._path = str(Path(directory) / REPORT_SOCKET)
+        self._demand = demand
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(self._path)
+        self._listener.listen(8)
+        threading.Thread(target=self._serve, name="hvdlite-reports", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop answering."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self.forget()
+        with contextlib.suppress(OSError):
+            os.unlink(self._path)
+
+    def forget(self) -> None:
+        """In a forked child: close the copy of the descriptor."""
+        self._listener.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            with connection:
+                try:
+                    check_same_user(connection)
+                    connection.settimeout(PATIENCE)
+                    connection.sendall(self._report())
+                except (OSError, HvdliteError, queue.Empty) as error:
+                    _log.warning("a request for a report was not answered: %s", error or "the runtime thread is busy")
+
+    def _report(self) -> bytes:
+        made: queue.SimpleQueue[StallReport] = queue.SimpleQueue()
+        self._demand(made.put)
+        report = made.get(timeout=PATIENCE)
+        return json.dumps({"text": report.text(), "report": report.as_dict()}).encode()

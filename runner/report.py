@@ -1,0 +1,71 @@
+"""`hvdrun --report`: ask a running job of this host who waits for whom."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import tempfile
+from pathlib import Path
+
+from hvdlite.control.witness import Witness
+from hvdlite.core.errors import LaunchError
+from hvdlite.core.launch_contract import PROCESSES_FILE, REPORT_SOCKET
+from hvdlite_runner.job import DIRECTORY_PREFIX
+
+PATIENCE = 8.0
+"""Seconds to wait for rank 0, which itself gives the ranks some to answer."""
+
+
+def show_report(job: str, *, as_json: bool = False) -> int:
+    """Print the report of a job; return the exit code: 0, or 1 when rank 0 did not answer.
+
+    Then what the kernel and the C level know of each rank is printed instead.
+
+    Args:
+        job: the launcher's process id, or the job's directory; "" when there is only one job.
+
+    Raises:
+        LaunchError: when there is no such job, or several.
+    """
+    directory = find_job(job)
+    try:
+        answer = json.loads(_ask(str(directory / REPORT_SOCKET)))
+    except (OSError, ValueError) as error:
+        witness = Witness.read(str(directory / PROCESSES_FILE))
+        ranks = {rank: {"state": witness.state(rank), "stacks": witness.stacks(rank)} for rank in witness.ranks}
+        reason = f"rank 0 does not answer ({error or 'no report'})"
+        if as_json:
+            print(json.dumps({"error": reason, "ranks": ranks}, indent=1))
+        else:
+            print(reason, *(f"rank {rank}: {said['state']}\n{said['stacks']}" for rank, said in ranks.items()), sep="\n")
+        return 1
+    print(json.dumps(answer["report"], indent=1) if as_json else answer["text"])
+    return 0
+
+
+def find_job(job: str) -> Path:
+    """Return the directory of a job whose ranks have met; see `show_report`."""
+    if os.path.isdir(job):
+        return Path(job)
+    running = {path.parent.name.removeprefix(DIRECTORY_PREFIX).split("-")[0]: path.parent
+               for path in Path(tempfile.gettempdir()).glob(f"{DIRECTORY_PREFIX}*/{REPORT_SOCKET}")
+               if path.parent.stat().st_uid == os.geteuid()}
+    if job:
+        if job not in running:
+            raise LaunchError(f"no job whose launcher is process {job} runs here; running: {', '.join(running) or 'none'}")
+        return running[job]
+    if len(running) != 1:
+        raise LaunchError(f"several jobs run here; say which one with --report PID: {', '.join(sorted(running))}" if running
+                          else "no job of this user, started by hvdrun, runs on this host")
+    return next(iter(running.values()))
+
+
+def _ask(path: str) -> str:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(PATIENCE)
+        connection.connect(path)
+        parts = []
+        while part := connection.recv(1 << 16):
+            parts.append(part)
+        return b"".join(parts).decode()
