@@ -38,6 +38,7 @@ from hvdlite.core.errors import (
     PeerFailedError,
     PeerLeftError,
     PeerLostError,
+    ReplicaMismatchError,
     StallError,
     UnsupportedError,
 )
@@ -80,12 +81,12 @@ from hvdlite.ops import (
 __all__ = [
     "Adasum", "Average", "ConfigError", "DuplicateNameError", "HorovodInternalError", "HvdliteError", "LaunchError",
     "Max", "Min", "MismatchError", "NotInitializedError", "PeerFailedError", "PeerLeftError", "PeerLostError",
-    "ProcessSet", "Product", "ReduceOp", "StallError", "Sum", "UnsupportedError", "__version__", "add_process_set",
-    "allgather", "allgather_async", "allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "alltoall",
-    "alltoall_async", "barrier", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "cross_rank",
-    "cross_size", "gather", "global_process_set", "grouped_allgather", "grouped_allreduce", "grouped_allreduce_",
-    "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter", "init", "is_homogeneous",
-    "is_initialized", "join", "local_rank", "local_size", "poll", "rank", "recv", "recv_async", "reduce",
-    "reducescatter", "reducescatter_async", "remove_process_set", "scatter", "send", "send_async", "shutdown", "size",
-    "start_timeline", "stop_timeline", "story", "synchronize",
+    "ProcessSet", "Product", "ReduceOp", "ReplicaMismatchError", "StallError", "Sum", "UnsupportedError",
+    "__version__", "add_process_set", "allgather", "allgather_async", "allreduce", "allreduce_", "allreduce_async",
+    "allreduce_async_", "alltoall", "alltoall_async", "barrier", "broadcast", "broadcast_", "broadcast_async",
+    "broadcast_async_", "cross_rank", "cross_size", "gather", "global_process_set", "grouped_allgather",
+    "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_",
+    "grouped_reducescatter", "init", "is_homogeneous", "is_initialized", "join", "local_rank", "local_size", "poll",
+    "rank", "recv", "recv_async", "reduce", "reducescatter", "reducescatter_async", "remove_process_set", "scatter",
+    "send", "send_async", "shutdown", "size", "start_timeline", "stop_timeline", "story", "synchronize",
 ]

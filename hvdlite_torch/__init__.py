@@ -10,6 +10,8 @@ from hvdlite import (
     PeerLostError,
     ProcessSet,
     ReduceOp,
+    ReplicaMismatchError,
+    StallError,
     __version__,
     add_process_set,
     barrier,
@@ -26,6 +28,9 @@ from hvdlite import (
     remove_process_set,
     shutdown,
     size,
+    start_timeline,
+    stop_timeline,
+    story,
 )
 from hvdlite import api as _api
 from hvdlite_torch.compression import Compression
@@ -76,19 +81,21 @@ from hvdlite_torch.state import (
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
+    check_replicas,
 )
 
 _api.offer_casts(_widen, _narrow)
 
 __all__ = [
     "Adasum", "Average", "Compression", "DistributedOptimizer", "HorovodInternalError", "HvdliteError", "Max", "Min",
-    "MismatchError", "NotInitializedError", "PeerFailedError", "PeerLeftError", "PeerLostError", "ProcessSet", "Product",
-    "ReduceOp", "Sum", "__version__", "add_process_set", "allgather", "allgather_async", "allgather_object", "allreduce",
-    "allreduce_", "allreduce_async", "allreduce_async_", "alltoall", "alltoall_async", "barrier", "broadcast",
-    "broadcast_", "broadcast_async", "broadcast_async_", "broadcast_object", "broadcast_optimizer_state",
-    "broadcast_parameters", "cross_rank", "cross_size", "gather", "global_process_set", "grouped_allgather",
-    "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async",
-    "grouped_allreduce_async_", "grouped_reducescatter", "grouped_reducescatter_async", "init", "is_homogeneous",
-    "is_initialized", "join", "local_rank", "local_size", "poll", "rank", "recv", "recv_async", "reduce", "reducescatter",
-    "reducescatter_async", "remove_process_set", "scatter", "send", "send_async", "shutdown", "size", "synchronize",
+    "MismatchError", "NotInitializedError", "PeerFailedError", "PeerLeftError", "PeerLostError", "ProcessSet",
+    "Product", "ReduceOp", "ReplicaMismatchError", "StallError", "Sum", "__version__", "add_process_set", "allgather",
+    "allgather_async", "allgather_object", "allreduce", "allreduce_", "allreduce_async", "allreduce_async_",
+    "alltoall", "alltoall_async", "barrier", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_",
+    "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters", "check_replicas", "cross_rank",
+    "cross_size", "gather", "global_process_set", "grouped_allgather", "grouped_allgather_async", "grouped_allreduce",
+    "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter",
+    "grouped_reducescatter_async", "init", "is_homogeneous", "is_initialized", "join", "local_rank", "local_size",
+    "poll", "rank", "recv", "recv_async", "reduce", "reducescatter", "reducescatter_async", "remove_process_set",
+    "scatter", "send", "send_async", "shutdown", "size", "start_timeline", "stop_timeline", "story", "synchronize",
 ]

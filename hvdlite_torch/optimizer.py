@@ -18,7 +18,7 @@ from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.gradient_reducer import GradientReducer
 from hvdlite_torch.compression import Compression, Compressor
-from hvdlite_torch.framework import TorchGradients
+from hvdlite_torch.framework import TorchGradients, as_array, contiguous
 
 _graph_task = torch._C._current_graph_task_id
 
@@ -102,6 +102,8 @@ class _Distributed:
         self._parameter_names = dict(names)
         self._task = -1  # the autograd run whose end we already wait for
         self._synchronizes = True
+        self._check_every = runtime.config.replica_check_steps
+        self._steps = 0
         self._hooks: list[Any] = []
         for parameter in itertools.chain.from_iterable(group["params"] for group in self.param_groups):
             self._watch(parameter)
@@ -124,6 +126,14 @@ class _Distributed:
         self._task = -1
         if self._reducer.end_backward():
             torch.autograd.Variable._execution_engine.queue_callback(self._reducer.wait)  # behind the other optimizers' ends
+
+    def _check_replicas(self) -> None:
+        self._steps += 1
+        if self._check_every and self._steps % self._check_every == 0:
+            parameters = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
+            named = [(name := self._parameter_names[parameter], as_array(contiguous(parameter, name), name))
+                     for parameter in parameters]
+            self._reducer.check_replicas(named)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Like the base class's; the new parameters are reduced too. Call it on all ranks."""
@@ -189,6 +199,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
     assert isinstance(optimizer, _Distributed)
     if optimizer._active:
         optimizer._reducer.stepped()
+        optimizer._check_replicas()
 
 
 def _backward_depth() -> int:

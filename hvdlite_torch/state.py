@@ -9,7 +9,8 @@ import torch
 
 from hvdlite import api
 from hvdlite.core.process_set import ProcessSet, global_process_set
-from hvdlite.training import objects
+from hvdlite.training import objects, replicas
+from hvdlite_torch.framework import as_array, contiguous
 from hvdlite_torch.ops import broadcast_async_
 
 
@@ -54,6 +55,22 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
         handle.wait()
     if runtime.world.rank != root_rank:
         optimizer.load_state_dict(own)
+
+
+def check_replicas(params: Mapping[str, Any] | Iterable[Any], process_set: ProcessSet = global_process_set) -> None:
+    """Compare tensors over all ranks, bit by bit; all ranks call this with the same names.
+
+    `DistributedOptimizer` does so by itself after every HVDLITE_REPLICA_CHECK_STEPS steps.
+
+    Args:
+        params: like `broadcast_parameters`.
+
+    Raises:
+        ReplicaMismatchError: on all ranks, naming the first tensor that differs and the ranks.
+    """
+    named = [(name, as_array(contiguous(tensor, name), name)) for name, tensor in _named(params)]
+    runtime, number = api.runtime(), api.set_id(process_set)
+    replicas.check_replicas(runtime, named, runtime.unnamed("torch", "check_replicas", number), number)
 
 
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None,

@@ -29,6 +29,10 @@ class MismatchError(HorovodInternalError):
     """Raised on all ranks when ranks disagree about one tensor; other tensors are unaffected."""
 
 
+class ReplicaMismatchError(HorovodInternalError):
+    """Raised on all ranks when a tensor that should be the same on all of them is not, naming it and the ranks."""
+
+
 class PeerLostError(HorovodInternalError):
     """Raised on the surviving ranks when a rank died or stopped answering."""
 

@@ -90,6 +90,10 @@ def plan(ready: Iterable[Mapping[int, Request]], ranks: Ranks, limits: BucketSiz
     return tuple(buckets)
 
 
+def _place(order: Mapping[str, int], requests: Mapping[int, Request]) -> int:
+    return order.get(next(iter(requests.values())).name, 0)
+
+
 def _member(requests: Mapping[int, Request]) -> Request:
     """Return the member as all ranks know it; laid out row-major when they lay it out differently."""
     first = next(iter(requests.values()))
@@ -126,6 +130,7 @@ class _Set:
     closed: dict[int, int] = dataclasses.field(default_factory=dict)  # round -> how many ranks; never all of them
     layout: Layout | None = None
     evictions: int = 0
+    order: dict[str, int] = dataclasses.field(default_factory=dict)  # by `arrange`; empty: ready order counts
     patience: int = 1  # complete rounds still to see before learning
 
 
@@ -176,6 +181,11 @@ class DeclaredSets:
         declared.ready.pop(request.name, None)
         declared.ready[request.name] = requests
 
+    def arrange(self, request: Request) -> None:
+        """Let the order in which members come to this call give the layout, instead of that in which they get ready."""
+        order = self._sets.setdefault(request.label, _Set(request.process_set)).order
+        order.setdefault(request.name, len(order))
+
     def spoil(self, request: Request) -> None:
         """A member was refused."""
         self._sets.setdefault(request.label, _Set(request.process_set)).spoiled = True
@@ -201,7 +211,9 @@ class DeclaredSets:
         declared.patience -= 1
         if declared.patience > 0:
             return None, []
-        buckets = plan(ready.values(), self._process_sets[declared.process_set], self._limits, self._next_bucket)
+        members = sorted(ready.values(), key=lambda requests: _place(declared.order, requests))
+        declared.order = {}
+        buckets = plan(members, self._process_sets[declared.process_set], self._limits, self._next_bucket)
         layout = Layout(self._next_layout, label, number + 2, buckets)
         self._next_layout += 1
         self._next_bucket += len(buckets)

@@ -72,6 +72,7 @@ class Policy:
     bucket_sizes: BucketSizes = dataclasses.field(default_factory=lambda: BucketSizes(0, 0))
     layout_capacity: int = 1
     join_divides_by_active: bool = False  # whether Average divides by the ranks that have not joined
+    deterministic: bool = False  # whether what travels together must not depend on timing
 
 
 class Coordinator:
@@ -147,7 +148,7 @@ class Coordinator:
         if not (any(news) or failure or self._timeline is not None):
             return None
         self._sequence += 1
-        responses = (*self._refused, *fuse(self._ready, self._policy.fusion_threshold))
+        responses = (*self._refused, *fuse(self._ready, 0 if self._policy.deterministic else self._policy.fusion_threshold))
         decision = Decision(self.epoch, self._sequence, tuple(self._learned), tuple(self._released), tuple(self._evicted),
                             responses, tuple(self._inquiries), tuple(self._leaving), tuple(self._questioners),
                             self._timeline, failure)
@@ -257,6 +258,8 @@ class Coordinator:
                          "which has been removed")
             return
         members = self._process_sets[request.process_set]
+        if request.label and self._policy.deterministic and rank == members[0]:
+            self._sets.arrange(request)
         requests = self._table.add(rank, request, members, now)
         if request.collective is Collective.JOIN:
             self._join(rank, now)

@@ -41,7 +41,7 @@ def coordinator_for(world: World, config: Config) -> Coordinator | None:
     if world.rank != 0:
         return None
     policy = Policy(config.fusion_threshold, BucketSizes(config.bucket_edge, config.bucket_size), config.bucket_layouts,
-                    config.join_divides_by_active)
+                    config.join_divides_by_active, config.deterministic)
     return Coordinator(world.size, policy, reduce_payloads)
 
 

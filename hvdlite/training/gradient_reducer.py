@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic
 
+from hvdlite.core.array import Array
 from hvdlite.core.errors import HvdliteError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import ReduceOp
@@ -27,6 +28,7 @@ from hvdlite.runtime.handle import Handle
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.bucket_round import BucketRound, Seating
 from hvdlite.training.framework import Framework, Loan, Parameter
+from hvdlite.training.replicas import check_replicas
 
 
 class GradientOrderError(HvdliteError, AssertionError):
@@ -179,6 +181,10 @@ class GradientReducer(Generic[Parameter]):
         self._period += 1
         self._touched = False
         self._passes_done = 0
+
+    def check_replicas(self, named: Sequence[tuple[str, Array]]) -> None:
+        """Compare the parameters of all ranks that take part; see `training.replicas`."""
+        check_replicas(self._runtime, named, f"{self._label}.check", self._process_set)
 
     def set_passes(self, passes: int) -> None:
         """Change the number of accumulated backward passes, from the next round on."""

@@ -1,0 +1,96 @@
+"""Replicas that drift apart are noticed, by name and rank; runs that must be repeatable are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import hvdlite_torch as hvd  # noqa: E402
+from hvdlite.core.errors import ReplicaMismatchError  # noqa: E402
+from hvdlite.runtime.runtime import Runtime  # noqa: E402
+from hvdlite.training.replicas import check_replicas  # noqa: E402
+from tests.worlds import processes, threads  # noqa: E402
+
+
+def test_what_differs_is_named_with_its_ranks() -> None:
+    def step(runtime: Runtime) -> None:
+        rank = runtime.world.rank
+        tensors = {"a": torch.ones(3, 2), "b": torch.tensor(1.5), "c": torch.zeros(0),
+                   "d": torch.ones(4, dtype=torch.int8)}
+        named = [(name, tensor.numpy()) for name, tensor in tensors.items()]
+        check_replicas(runtime, named, "same")
+        if rank == 2:
+            tensors["b"] += 1e-6
+            tensors["d"][3] = 7
+        told = r"differ in 'b' and 1 of the other 3 tensors: ranks 0, 1: digest \w+; rank 2: digest"
+        with pytest.raises(ReplicaMismatchError, match=told):
+            check_replicas(runtime, named, "different")
+        with pytest.raises(ReplicaMismatchError, match=r"rank 0: 1 tensors; ranks 1, 2: 4 tensors"):
+            check_replicas(runtime, named[:1] if rank == 0 else named, "uneven")
+        runtime.barrier("goes on").wait()
+    threads(3, step)
+
+
+def test_an_optimizer_checks_its_parameters_every_n_steps() -> None:
+    def step(runtime: Runtime) -> int:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+        for parameter in model.parameters():
+            torch.nn.init.constant_(parameter, 0.5)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(),
+                                             _runtime=runtime)
+        for turn in range(10):
+            optimizer.zero_grad()
+            model(torch.ones(1, 4)).sum().backward()
+            if turn == 4 and runtime.world.rank == 1:
+                with torch.no_grad():
+                    model[1].weight[0, 0] += 1
+            try:
+                optimizer.step()
+            except ReplicaMismatchError as error:
+                assert "'1.weight'" in str(error)
+                return turn
+        return -1
+    assert threads(2, step, replica_check_steps=3) == [5, 5]
+
+
+def test_the_public_call() -> None:
+    processes(2, """
+        import torch, hvdlite_torch as hvd
+        hvd.init()
+        model = torch.nn.Linear(3, 3)
+        try:
+            hvd.check_replicas(model.state_dict())
+        except hvd.ReplicaMismatchError as error:
+            assert "'bias'" in str(error) and "1 of the other 1" in str(error), error
+        else:
+            raise SystemExit("random weights were the same")
+        hvd.broadcast_parameters(model.state_dict(), 0)
+        hvd.check_replicas(model.named_parameters())
+    """)
+
+
+def layouts(**config: Any) -> list[list[tuple[str, ...]]]:
+    """Train with hooks that come in another order on each rank; return the buckets' members as every rank knows them."""
+    def step(runtime: Runtime) -> list[tuple[str, ...]]:
+        parameters = [torch.nn.Parameter(torch.ones(20)) for _ in range(6)]
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), _runtime=runtime)
+        order = parameters if runtime.world.rank == 0 else parameters[3:] + parameters[:3]
+        for _ in range(4):
+            optimizer.zero_grad()
+            torch.stack([parameter.sum() for parameter in order]).sum().backward()
+            optimizer.step()
+        layout = runtime.layout(optimizer._reducer._label, 1 << 20)
+        runtime.barrier("both have it").wait()  # a rank that leaves takes it away
+        assert layout is not None
+        return [tuple(member.name for member in bucket.members) for bucket in layout.layout.buckets]
+    return threads(2, step, bucket_edge=200, bucket_size=200, **config)
+
+
+def test_deterministic_layouts_follow_one_ranks_order() -> None:
+    for _ in range(3):
+        found = layouts(deterministic=True)
+        members = [name for bucket in found[0] for name in bucket]
+        assert found[0] == found[1] and members == sorted(members, reverse=True) and len(found[0]) > 1
