@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 DATA := /usr/share/datasets/fashion-mnist
 
-.PHONY: demo test bench lint pytest data wheel clean
+.PHONY: demo test bench docs lint pytest data wheel clean
 
 demo: $(VENV)/installed data
 	$(BIN)/hvdrun -np 2 $(BIN)/python examples/pytorch_fashion_mnist.py --epochs 4 --minimum-accuracy 0.88
@@ -18,6 +18,10 @@ test: lint pytest
 bench: $(VENV)/installed data
 	$(BIN)/python -m pip install -q -e '.[bench]'
 	$(BIN)/python -m benchmarks.run --short --results build/benchmarks
+
+# The tables that follow from the code.
+docs: $(VENV)/installed
+	$(BIN)/python docs/generate.py
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -8,6 +8,7 @@ import importlib.metadata
 import os
 import secrets
 import socket
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -54,7 +55,9 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--verbose", action="store_true", help="say what is started")
     result.add_argument("--report", nargs="?", const="", metavar="JOB", help="start nothing; say who waits for whom in the "
                         "running job of this user on this host (if there are several: its launcher's process id)")
-    result.add_argument("--json", action="store_true", help="with --report: as JSON")
+    result.add_argument("-cb", "--check-build", action="store_true", help="start nothing; say what is installed here and "
+                        "what works with it")
+    result.add_argument("--json", action="store_true", help="with --report and --check-build: as JSON")
     for name, (knob, metavar) in HOROVOD_FLAGS.items():
         if metavar:
             result.add_argument(f"--{name}", metavar=metavar, dest=f"horovod_{knob}", help=f"Horovod's name of "
@@ -82,6 +85,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     options = parser().parse_args(arguments)
     try:
+        if options.check_build:
+            return subprocess.run([sys.executable, "-m", "hvdlite.diagnose", *(["--json"] if options.json else [])],
+                                  check=False).returncode
         if options.report is not None:
             return show_report(options.report, as_json=options.json)
         return run_job(job_settings(options, os.environ), os.environ)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import re
+import signal
 import subprocess
 import sys
 import zipfile
@@ -16,6 +18,8 @@ import hvdlite
 from hvdlite.core import errors
 from hvdlite.core.config import Config, environment_name
 from hvdlite.core.errors import ConfigError
+from hvdlite.core.types import Collective
+from hvdlite.planes.selection import operations
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SOURCES = [path for folder in ("hvdlite", "hvdlite_torch", "runner") for path in (ROOT / folder).rglob("*.py")]
@@ -57,10 +61,64 @@ def test_every_error_is_documented_and_tested() -> None:
             assert value is errors.HvdliteError or re.search(rf"\b{name}\b", tests), f"no test mentions {name}"
 
 
-def test_every_knob_is_documented() -> None:
+def test_the_tables_of_the_documentation_follow_the_code() -> None:
+    subprocess.run([sys.executable, str(ROOT / "docs/generate.py"), "--check"], check=True)
     page = (ROOT / "docs/knobs.md").read_text(encoding="utf-8")
     for field in dataclasses.fields(Config):
         assert field.metadata["help"] and f"`{environment_name(field.name)}`" in page, field.name
+
+
+def test_the_table_of_operations_is_what_the_core_does() -> None:
+    cells = dict(operations())
+    assert cells["allreduce Sum"] == {"loopback": "all but bool", "shm": "all but bool"}
+    assert cells["allreduce Adasum"]["shm"] == "floats" and "reducescatter Adasum" not in cells
+    assert cells["allreduce Min"]["shm"] == "all but complex" and cells["send"]["shm"] == "all dtypes"
+    listed = {name.split()[0] for name in cells}
+    negotiated = {each.name.lower() for each in Collective if not each.name.endswith("PROCESS_SET")}
+    assert listed == negotiated
+
+
+def test_the_diagnosis_for_people_and_for_programs() -> None:
+    told = subprocess.run([sys.executable, "-m", "hvdlite_runner.cli", "--check-build"], check=True, capture_output=True,
+                          text=True).stdout
+    assert "[X] shm (cpu)" in told and "allreduce Average" in told
+    facts = json.loads(subprocess.run([sys.executable, "-m", "hvdlite_runner.cli", "--check-build", "--json"], check=True,
+                                      capture_output=True, text=True).stdout)
+    assert facts["planes"]["loopback"]["missing"] == "" and facts["hvdlite"] == hvdlite.__version__
+
+
+def test_a_config_file_by_names_and_in_horovods_sections(tmp_path: Path) -> None:
+    file = tmp_path / "knobs.yaml"
+    file.write_text("fusion_threshold: 2M\nshm-slot: 1M\ndeterministic: true\ntimeline: {filename: /tmp/t.json}\n"
+                    "params: {fusion_threshold_mb: 7, cycle_time_ms: 3}\nstall_check: {enabled: false}\n"
+                    "logging: {level: info, with_timestamp: false}\n")
+    environment = {"HVDLITE_CONFIG_FILE": str(file), "HVDLITE_SHM_SLOT": "3M"}
+    config = Config.from_environment(environment)
+    assert (config.fusion_threshold, config.shm_slot, config.deterministic) == (2 << 20, 3 << 20, True)
+    assert (config.timeline, config.stall_check_time_seconds, config.log_level) == ("/tmp/t.json", 0, "INFO")
+    assert config.log_hide_time
+    for content, told in (("fusion_treshold: 1", "unknown key fusion_treshold; did you mean fusion_threshold"),
+                          ("shm_slot: big", "knobs.yaml: shm_slot='big' is not valid"), ("[1, 2", "not valid YAML"),
+                          ("- 1", "must hold keys and values")):
+        file.write_text(content)
+        with pytest.raises(ConfigError, match=re.escape(told)):
+            Config.from_environment({"HVDLITE_CONFIG_FILE": str(file)})
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Config.from_environment({"HVDLITE_CONFIG_FILE": str(tmp_path / "none")})
+
+
+def test_horovods_other_ways_to_say_it() -> None:
+    assert Config.from_environment({"HOROVOD_STALL_CHECK_DISABLE": "1"}).stall_check_time_seconds == 0
+    assert Config.from_environment({"HOROVOD_STALL_CHECK_DISABLE": "0"}).stall_check_time_seconds == 60
+    assert Config.from_environment({"HOROVOD_TIMELINE": "DYNAMIC"}).timeline == ""
+    assert Config.from_environment({"HVDLITE_REPORT_SIGNAL": "SIGUSR1"}).report_signal == signal.SIGUSR1
+    with pytest.raises(ConfigError, match="HOROVOD_STALL_CHECK_DISABLE='maybe'"):
+        Config.from_environment({"HOROVOD_STALL_CHECK_DISABLE": "maybe"})
+    with pytest.raises(ConfigError, match="shutdown time, 5 s, must not be less"):
+        Config.from_environment({"HVDLITE_STALL_SHUTDOWN_TIME_SECONDS": "5"})
+    for text in ("USR9", "9999", "x y"):
+        with pytest.raises(ConfigError, match="name or the number of a signal"):
+            Config.from_environment({"HVDLITE_REPORT_SIGNAL": text})
 
 
 def test_knobs_are_read_with_their_aliases_and_precedence() -> None:
