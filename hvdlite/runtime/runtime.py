@@ -56,6 +56,8 @@ _log = logging.getLogger("hvdlite")
 FLUSH_SECONDS: Final = 2.0
 RECENT: Final = 200
 """How many collectives a rank remembers for stall reports."""
+LISTEN_SECONDS: Final = 0.2
+"""How long a rank that never has to wait works on a plan before it looks for messages."""
 TRACE_BATCH: Final = 256
 """How many events of a timeline are sent without waiting for another message."""
 EAGER_TRAFFIC: Final = 1 << 20
@@ -108,6 +110,7 @@ class Runtime(Calls):
                       config.heartbeat_timeout)
         self._lookout = None if coordinator is None else Lookout(coordinator, times, witness, self._deliver, self.story)
         self._patience = Patience(world.rank, config.silence_check_seconds, config.heartbeat_timeout, witness)
+        self._listened = clock()  # when messages were last taken in
         self._recent: deque[str] = deque(maxlen=RECENT)  # names of the last collectives
         self._count = 0  # of them, since the beginning
         self._caller = threading.get_ident()  # the thread that last called one
@@ -328,14 +331,15 @@ class Runtime(Calls):
         """Whether this rank has left and, on rank 0, everybody else has too."""
         return self._left and (self._coordinator is None or len(self._coordinator.left) == self.world.size)
 
-    def _exchange(self, *, within_plan: bool = False) -> None:
+    def _exchange(self, *, within_plan: bool = False, sleep: bool = True) -> None:
         """Say what is new, take in what others say, and sleep when there is nothing else to do.
 
         Within a plan it sleeps although decisions are queued: they come after the plan.
         """
+        self._listened = self._clock()
         self._say()
         self._decide()
-        busy = bool(self._decisions) and not within_plan
+        busy = not sleep or (bool(self._decisions) and not within_plan)
         if not busy:
             self._awake = False
             busy = bool(self._inbox)
@@ -488,6 +492,9 @@ class Runtime(Calls):
     def _wait_until(self, predicate: Callable[[], bool]) -> None:
         while not predicate():
             self._exchange(within_plan=True)
+        if self._clock() - self._listened > LISTEN_SECONDS:  # the last to arrive everywhere still hears what is said
+            self._exchange(within_plan=True, sleep=False)
+            self._say()
 
     # --- the end ---------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.negotiation.controller import Controller
 from hvdlite.negotiation.coordinator import Coordinator, Policy
 from hvdlite.negotiation.messages import BucketReady, Decision, ErrorKind, FailureNotice, Report, Request
+from hvdlite.negotiation.process_sets import pair
 from tests.negotiation.simulation import Simulation
 
 
@@ -21,6 +22,11 @@ def SETS(size: int) -> list[tuple[int, ...]]:
     """Return the process sets of these tests: all ranks, and two that overlap when there are three ranks or more."""
     everybody = tuple(range(size))
     return [everybody, everybody[:-1] or everybody, everybody[1:] or everybody]
+
+
+def members(size: int, number: int) -> tuple[int, ...]:
+    """Return the ranks of one of `SETS`, or of a pair."""
+    return SETS(size)[number] if number >= 0 else divmod(-1 - number, size)
 
 
 @st.composite
@@ -33,10 +39,14 @@ def worlds(draw: st.DrawFn) -> tuple[int, list[list[Request]], list[int], int]:
                     draw(st.sampled_from(["float32", "int64"])), (draw(st.integers(0, 5)),), root_rank=SETS(size)[number][0],
                     process_set=number)
             for index in range(count)]
+    for index in range(draw(st.integers(0, 2)) if size > 1 else 0):
+        sender, receiver = draw(st.permutations(range(size)))[:2]
+        base.append(Request(f"s{index}", Collective.SEND, "int64", (draw(st.integers(0, 5)),), root_rank=sender,
+                            process_set=pair(sender, receiver, size)))
     base = list({request.key: request for request in base}.values())
     orders = []
     for rank in range(size):
-        mine = [request for request in draw(st.permutations(base)) if rank in SETS(size)[request.process_set]]
+        mine = [request for request in draw(st.permutations(base)) if rank in members(size, request.process_set)]
         for index, request in enumerate(mine):
             change = draw(st.sampled_from(["same"] * 6 + ["shape", "op", "dtype", "absent"]))
             if change == "shape":
@@ -57,9 +67,9 @@ def test_any_interleaving_gives_equal_plans_and_one_answer_each(
         world: tuple[int, list[list[Request]], list[int], int]) -> None:
     size, orders, schedule, threshold = world
     simulation = Simulation(size, threshold)
-    for number, members in enumerate(SETS(size)[1:], 1):
+    for number, ranks in enumerate(SETS(size)[1:], 1):
         for controller in simulation.controllers:
-            controller.submit(Request("add", Collective.ADD_PROCESS_SET, "uint8", (0,), members=members))
+            controller.submit(Request("add", Collective.ADD_PROCESS_SET, "uint8", (0,), members=ranks))
         simulation.settle()
         assert all(plan.pop().rows == (number,) for plan in simulation.plans)
     pending = [deque(order) for order in orders]
@@ -90,19 +100,19 @@ def test_any_interleaving_gives_equal_plans_and_one_answer_each(
         answered = [(response.process_set, name, 0) for response in simulation.plans[rank] for name in response.names]
         assert sorted(answered) == sorted(by_key[rank]), "not every tensor was answered exactly once"
     for response in everything:
-        members = SETS(size)[response.process_set]
+        among = members(size, response.process_set)
         for key in [(response.process_set, name, 0) for name in response.names]:
-            versions = {msgspec.structs.replace(by_key[rank][key], absent=False) for rank in members}
+            versions = {msgspec.structs.replace(by_key[rank][key], absent=False) for rank in among}
             if any(request.collective is Collective.ALLTOALL for request in versions):
                 versions = {msgspec.structs.replace(version, op=ReduceOp.SUM, shape=()) for version in versions}
-            if any(request.collective is Collective.BROADCAST for request in versions):
+            if any(request.collective in (Collective.BROADCAST, Collective.SEND) for request in versions):
                 versions = {msgspec.structs.replace(version, op=ReduceOp.SUM) for version in versions}
             if any(request.collective is Collective.BARRIER for request in versions):
                 versions = {msgspec.structs.replace(version, op=ReduceOp.SUM, shape=()) for version in versions}
             agreed = len(versions) == 1
             assert (response.error is ErrorKind.NONE) == agreed, (response, versions)
             if agreed:
-                present = tuple(rank for rank in members if not by_key[rank][key].absent)
+                present = tuple(rank for rank in among if not by_key[rank][key].absent)
                 assert response.contributors == present
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 
 from hvdlite.core.errors import MismatchError, PeerLeftError
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
-from tests.worlds import processes, threads
+from tests.worlds import Processes, processes, threads
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -126,3 +128,28 @@ def test_an_optimizer_on_uneven_data(size: int) -> None:
         print(sum(parameter.double().sum().item() for parameter in model.parameters()))
     """)
     assert len({rank.stdout for rank in ended}) == 1
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_rank_that_dies_while_others_have_joined_is_named(victim: int) -> None:
+    with Processes(3, """
+        import os, signal, sys, time, numpy as np, hvdlite as hvd
+        hvd.init()
+        victim, own = int(sys.argv[1]), hvd.rank()
+        joins = [rank for rank in range(3) if rank != (victim + 1) % 3]
+        print("ready", flush=True)
+        try:
+            if own in joins:
+                hvd.join()
+            while True:
+                hvd.allreduce(np.ones(50_000))
+        except hvd.PeerLostError as error:
+            assert error.rank == victim, error
+            print("named", flush=True)
+    """, arguments=[str(victim)]) as world:
+        for rank in range(3):
+            world.wait_for(rank, "ready")
+        time.sleep(0.3)
+        world.kill(victim)
+        for ended in world.wait(20):
+            assert ended.rank == victim or (ended.code == 0 and "named" in ended.stdout), ended

@@ -12,7 +12,7 @@ from hvdlite.core.errors import MismatchError, PeerLeftError, UnsupportedError
 from hvdlite.core.process_set import ProcessSet
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
-from tests.worlds import processes, threads
+from tests.worlds import Processes, processes, threads
 
 
 def test_every_collective_on_a_set() -> None:
@@ -184,3 +184,23 @@ def test_process_sets_on_processes_through_the_public_interface() -> None:
         assert hvd.global_process_set.size() == 4
         hvd.shutdown()
     """)
+
+
+def test_a_rank_that_dies_while_a_set_is_removed_is_named() -> None:
+    with Processes(3, """
+        import os, signal, time, numpy as np, hvdlite as hvd
+        hvd.init()
+        own = hvd.add_process_set([0, 1])
+        if hvd.rank() < 2:
+            hvd.allreduce(np.ones(50_000), process_set=own)
+        if hvd.rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        begun = time.monotonic()
+        try:
+            hvd.remove_process_set(own)
+        except hvd.PeerLostError as error:
+            assert error.rank == 1 and time.monotonic() - begun < 10, error
+            print("named")
+    """) as world:
+        for ended in world.wait(20):
+            assert ended.rank == 1 or (ended.code == 0 and "named" in ended.stdout), ended

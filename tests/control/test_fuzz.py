@@ -1,0 +1,170 @@
+"""Strangers and meddlers against a real job over TCP: it finishes its work, or says who broke which connection."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from hvdlite.control.wire import challenge_as_client
+from hvdlite.core.errors import HvdliteError
+from tests.worlds import Processes
+
+SCRIPT = """
+    import os, resource, sys, time, numpy as np
+    rank = int(os.environ["HVDLITE_RANK"])
+    if rank == 2:
+        print("late", flush=True)
+        time.sleep(float(sys.argv[1]))
+    if rank == 1 and len(sys.argv) > 2:
+        os.environ["HVDLITE_COORDINATOR"] = "127.0.0.1:" + sys.argv[2]
+    import hvdlite as hvd
+    hvd.init()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print("ready", flush=True)
+    turn = 0
+    while not hvd.broadcast(np.array(os.path.exists(os.environ["HVDLITE_JOB_DIRECTORY"] + "/go")), 0):
+        total = hvd.allreduce(np.full(1000, float(turn)), op=hvd.Sum)
+        assert (total == 3 * turn).all()
+        turn += 1
+        time.sleep(0.005)
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown < 64 << 10, f"{grown} KiB more"
+    print("done", flush=True)
+"""
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@contextlib.contextmanager
+def job(delay: float, proxy: str = "") -> Iterator[tuple[Processes, int, bytes]]:
+    port, key = free_port(), secrets.token_bytes(32)
+    environment = {"HVDLITE_CONTROL": "tcp", "HVDLITE_COORDINATOR": f"127.0.0.1:{port}", "HVDLITE_SECRET": key.hex()}
+    with Processes(3, SCRIPT, environment=environment, arguments=[str(delay), *([proxy] if proxy else [])]) as world:
+        yield world, port, key
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(f"{world.directory}/go")
+
+
+def connected(port: int, seconds: float = 10.0) -> socket.socket:
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port), timeout=5)
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
+
+
+def overheard(port: int, key: bytes) -> bytes:
+    """Return what a client with the key would send: to be replayed."""
+    said = bytearray()
+
+    class Recorder(socket.socket):
+        def sendall(self, data: bytes, *rest: int) -> None:  # type: ignore[override]
+            said.extend(data)
+            super().sendall(data, *rest)
+
+    plain = connected(port)
+    sock = Recorder(plain.family, plain.type, fileno=plain.detach())
+    sock.settimeout(5)
+    with sock, contextlib.suppress(HvdliteError, OSError, EOFError):
+        challenge_as_client(sock, key, 1 << 20)
+    return bytes(said)
+
+
+def test_strangers_while_the_ranks_meet_and_while_they_work() -> None:
+    generator = random.Random(7)
+    with job(4.0) as (world, port, key):
+        world.wait_for(2, "late")
+        connected(port).close()  # a port scan
+        replay = overheard(port, key)
+        assert replay
+        payloads = [b"", b"\0", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 8, b"\xff\xff\xff\x7f" + b"x" * 1000, replay,
+                    replay[:7], replay * 3, *(generator.randbytes(generator.randrange(1, 5000)) for _ in range(20))]
+        held = [connected(port) for _ in range(20)]  # half-open: they say nothing
+        for payload in payloads:
+            with connected(port) as sock, contextlib.suppress(OSError):
+                sock.sendall(payload)
+                sock.settimeout(0.2)
+                while sock.recv(4096):
+                    pass
+        with connected(port) as sock, pytest.raises((HvdliteError, OSError, EOFError)):
+            challenge_as_client(sock, secrets.token_bytes(32), 1 << 20)
+        for rank in range(3):
+            world.wait_for(rank, "ready")
+        for sock in held:
+            sock.close()
+        with pytest.raises(OSError):
+            socket.create_connection(("127.0.0.1", port), timeout=2)  # nobody listens once the ranks have met
+        open(f"{world.directory}/go", "w").close()
+        ended = world.wait()
+        assert [rank.code for rank in ended] == [0, 0, 0], ended
+        turned_away = ended[0].stderr.count("a stranger at")
+        assert len(payloads) <= turned_away <= len(payloads) + len(held) + 3, ended[0].stderr  # each once, at most
+        assert not ended[1].stderr and not ended[2].stderr
+
+
+class Proxy:
+    """Stands between rank 1 and rank 0, and meddles with what rank 1 says once it is told to."""
+
+    def __init__(self, target: int, meddle: Callable[[bytes], bytes]) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self.armed = threading.Event()
+        self._target, self._meddle = target, meddle
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        near, _ = self._listener.accept()
+        far = connected(self._target)
+        threading.Thread(target=self._pump, args=(far, near, False), daemon=True).start()
+        self._pump(near, far, True)
+
+    def _pump(self, source: socket.socket, target: socket.socket, meddles: bool) -> None:
+        source.settimeout(None)
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                if meddles and self.armed.is_set():
+                    self.armed.clear()
+                    data = self._meddle(data)
+                target.sendall(data)
+        for sock in (source, target):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+
+MEDDLING: dict[str, Callable[[bytes], bytes]] = {
+    "a flipped bit": lambda data: data[:-1] + bytes([data[-1] ^ 1]),
+    "a replayed frame": lambda data: data + data,
+    "a lost frame": lambda data: b"",
+    "a forged length": lambda data: b"\xff\xff\xff\x7f" + data[4:],
+    "random bytes": lambda data: secrets.token_bytes(len(data)),
+    "bytes in between": lambda data: b"\0" * 64 + data,
+}
+
+
+@pytest.mark.parametrize("kind", MEDDLING)
+def test_a_meddler_in_the_middle_ends_that_connection_only_with_a_reason(kind: str) -> None:
+    port, key = free_port(), secrets.token_bytes(32)
+    proxy = Proxy(port, MEDDLING[kind])
+    environment = {"HVDLITE_CONTROL": "tcp", "HVDLITE_COORDINATOR": f"127.0.0.1:{port}", "HVDLITE_SECRET": key.hex(),
+                   "HVDLITE_SILENCE_CHECK_SECONDS": "1"}
+    with Processes(3, SCRIPT, environment=environment, arguments=["0", str(proxy.port)]) as world:
+        for rank in range(3):
+            world.wait_for(rank, "ready")
+        proxy.armed.set()
+        for ended in world.wait(30):
+            assert (ended.code == 1 and "PeerLostError: rank 1 was lost: its connection is corrupt:" in ended.stderr) or (
+                ended.rank == 1 and "PeerLostError" in ended.stderr), ended
