@@ -87,9 +87,16 @@ Translate = Callable[[str], str | None]
 """Turns a Horovod variable's value into the knob's; None when it says nothing about it."""
 
 
-def knob(default: Any, parse: Callable[[str], Any], text: str, **horovod: Translate) -> Any:
-    """Declare a knob; the keywords are the Horovod variables read as aliases (without their prefix), first ones first."""
-    return dataclasses.field(default=default, metadata={"parse": parse, "help": text, "horovod": horovod})
+def knob(default: Any, parse: Callable[[str], Any], text: str, *, tunable: tuple[int, int] | None = None,
+         **horovod: Translate) -> Any:
+    """Declare a knob.
+
+    Args:
+        tunable: between what autotune looks for a better value, on a logarithmic scale.
+        horovod: the Horovod variables read as aliases (without their prefix), first ones first.
+    """
+    return dataclasses.field(default=default, metadata={"parse": parse, "help": text, "tunable": tunable,
+                                                        "horovod": horovod})
 
 
 def _same(text: str) -> str:
@@ -112,9 +119,13 @@ class Config:
     """The settings of one runtime; equal on all ranks except `log_level`."""
 
     fusion_threshold: int = knob(
-        64 * MIB, _size, "largest fused response, in bytes; 0 turns fusion off", FUSION_THRESHOLD=_same)
-    bucket_size: int = knob(25 * MIB, _size, "largest learned bucket of gradients, in bytes; 0 turns learning off")
-    bucket_edge: int = knob(4 * MIB, _size, "largest first and largest last bucket of a set of gradients, in bytes")
+        64 * MIB, _size, "largest fused response, in bytes; 0 turns fusion off", tunable=(MIB, 256 * MIB),
+        FUSION_THRESHOLD=_same)
+    bucket_size: int = knob(
+        25 * MIB, _size, "largest learned bucket of gradients, in bytes; 0 turns learning off", tunable=(MIB, 128 * MIB))
+    bucket_edge: int = knob(
+        4 * MIB, _size, "largest first and largest last bucket of a set of gradients, in bytes",
+        tunable=(64 * KIB, 32 * MIB))
     bucket_layouts: int = knob(64, _count, "sets of gradients whose buckets are remembered at a time")
     gradient_as_bucket_view: bool = knob(True, _flag, "whether reduced gradients are views of their bucket's shared memory")
     join_divides_by_active: bool = knob(
@@ -124,8 +135,12 @@ class Config:
         80, _count_or_zero, "how long the runtime thread looks for news before it sleeps, while the script is blocked in "
         "a wait; 0 turns that off")
     shm_slot: int = knob(4 * MIB, _size, "staging memory of one rank in the shm plane, in bytes (two are used)")
-    shm_chunk: int = knob(512 * KIB, _size, "bytes reduced per NumPy call in the shm plane (one GIL release each)")
-    shm_direct: int = knob(512 * KIB, _size, "up to this many bytes every rank reduces everything: one barrier less")
+    shm_chunk: int = knob(
+        512 * KIB, _size, "bytes reduced per NumPy call in the shm plane (one GIL release each)",
+        tunable=(64 * KIB, 4 * MIB))
+    shm_direct: int = knob(
+        512 * KIB, _size, "up to this many bytes every rank reduces everything: one barrier less",
+        tunable=(16 * KIB, 4 * MIB))
     control: str = knob("auto", _control, "how ranks of one host speak to rank 0: auto, unix or tcp")
     start_timeout: float = knob(60.0, _positive(float), "seconds to wait for all ranks in init()", START_TIMEOUT=_same)
     shutdown_timeout: float = knob(60.0, _positive(float), "seconds rank 0 waits in shutdown() for the others to leave")
@@ -194,6 +209,12 @@ class Config:
             raise ConfigError(f"the stall shutdown time, {config.stall_shutdown_time_seconds:g} s, must not be less than "
                               f"that of the warning, {config.stall_check_time_seconds:g} s")
         return config
+
+
+def tunable(config: Config) -> dict[str, tuple[int, int]]:
+    """Return the knobs that autotune may change, with their bounds: those that still have their defaults."""
+    return {field.name: field.metadata["tunable"] for field in dataclasses.fields(config)
+            if field.metadata["tunable"] and getattr(config, field.name) == field.default}
 
 
 def environment_name(knob_name: str) -> str:

@@ -305,6 +305,19 @@ class DeclaredSets:
             declared.ready.clear()
             declared.spoiled = False
 
+    def retune(self, limits: BucketSizes) -> None:
+        """Cut sets differently from now on; layouts in use stay as they are."""
+        self._limits = limits
+
+    def nbytes(self, bucket: int) -> int:
+        """Return the size of a learned bucket, padding included."""
+        definition = self._buckets[bucket][0]
+        return definition.elements * SUPPORTED_DTYPES[definition.response.dtype].itemsize
+
+    def layouts(self) -> list[int]:
+        """Return all layouts in use."""
+        return list(self._layouts)
+
     def layouts_in(self, process_set: int) -> list[int]:
         """Return the layouts in use of a process set."""
         return [number for number, layout in self._layouts.items()

@@ -14,7 +14,7 @@ Rules kept here
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -104,6 +104,9 @@ class Coordinator:
         self._inquiries: list[int] = []
         self._questioners: list[int] = []  # ranks that asked whether rank 0 is there
         self._timeline: bool | None = None  # to be told
+        self._tuned: list[tuple[str, int]] = []
+        self.rounds = 0  # of declared sets, over on all ranks
+        self.reduced_bytes = 0  # on each rank, since the beginning
         self.accounts: dict[int, Account] = {}  # what ranks answered when they were last asked
         self.suspects: set[int] = set()  # ranks that hold up others in the middle of a collective; the lookout takes them
         self.report_wanted = False  # by some rank's user; likewise
@@ -144,14 +147,14 @@ class Coordinator:
         """Return the next decision, or None when there is nothing to say."""
         failure = None if self._failure_told else self._failure
         news = (self._learned, self._released, self._evicted, self._ready, self._refused, self._inquiries, self._leaving,
-                self._questioners)
+                self._questioners, self._tuned)
         if not (any(news) or failure or self._timeline is not None):
             return None
         self._sequence += 1
         responses = (*self._refused, *fuse(self._ready, 0 if self._policy.deterministic else self._policy.fusion_threshold))
         decision = Decision(self.epoch, self._sequence, tuple(self._learned), tuple(self._released), tuple(self._evicted),
                             responses, tuple(self._inquiries), tuple(self._leaving), tuple(self._questioners),
-                            self._timeline, failure)
+                            self._timeline, tuple(self._tuned), failure)
         for said in news:
             said.clear()
         self._timeline = None
@@ -193,6 +196,18 @@ class Coordinator:
     def state(self, rank: int) -> str:
         """Return "alive", "joined" or "left"."""
         return "left" if rank in self._left else "joined" if rank in self._joined else "alive"
+
+    def tune(self, settings: Mapping[str, int], now: float) -> None:
+        """Give knobs new values, on all ranks at the next decision; layouts are learned anew when their sizes change."""
+        self._tuned.extend(settings.items())
+        policy, sizes = self._policy, self._policy.bucket_sizes
+        new = BucketSizes(settings.get("bucket_edge", sizes.edge), settings.get("bucket_size", sizes.middle))
+        self._policy = dataclasses.replace(policy, bucket_sizes=new,
+                                           fusion_threshold=settings.get("fusion_threshold", policy.fusion_threshold))
+        if new != sizes:
+            self._sets.retune(new)
+            for layout in self._sets.layouts():
+                self._evict(layout, now, spoilt=False)
 
     def order_timeline(self, on: bool) -> None:
         """Let all ranks trace what they do from the next decision on, or stop that."""
@@ -291,7 +306,10 @@ class Coordinator:
         response = response_to(requests, members)
         if self._joined and self._policy.join_divides_by_active:
             response = msgspec.structs.replace(response, divisor=len(requests))
-        self._ready.append((self._answered(response, requests), payload_bytes(request)))
+        nbytes = payload_bytes(request)
+        self._ready.append((self._answered(response, requests), nbytes))
+        if request.collective is Collective.ALLREDUCE:
+            self.reduced_bytes += nbytes
         if request.collective is Collective.JOIN:
             self._joined.clear()
             self._sets.forget_rounds()
@@ -304,6 +322,7 @@ class Coordinator:
         release, expanded, ranks, closing = self._sets.ready(ranks, ready, now)
         if release is not None:
             self._released.append(release)
+            self.reduced_bytes += self._sets.nbytes(release.bucket)
         for rank in ranks if expanded else ():
             for request in expanded:
                 self._take(rank, request, now)
@@ -313,6 +332,7 @@ class Coordinator:
     def _close(self, ranks: Ranks, closing: Closing) -> None:
         if not self._sets.close(ranks, closing):
             return
+        self.rounds += 1
         for requests in self._table.take_if(lambda request: request.label == closing.label
                                             and request.round <= closing.round):
             self._refuse_unshared(next(iter(requests.values())), requests)
@@ -325,8 +345,8 @@ class Coordinator:
         if layout is not None:
             self._learned.append(layout)
 
-    def _evict(self, layout: int, now: float) -> None:
-        expanded = self._sets.evict(layout, self._sequence + 1)
+    def _evict(self, layout: int, now: float, *, spoilt: bool = True) -> None:
+        expanded = self._sets.evict(layout, self._sequence + 1, spoilt=spoilt)
         if expanded is None:
             return
         self._evicted.append(layout)

@@ -208,4 +208,5 @@ class Decision(Message, frozen=True):
     left: tuple[int, ...] = ()  # ranks whose leaving is hereby accepted
     answered: tuple[int, ...] = ()  # ranks that asked whether rank 0 is there
     timeline: bool | None = None  # from here on every rank traces, or does not; None: as before
+    tuned: tuple[tuple[str, int], ...] = ()  # knobs that have these values from here on, before anything else
     failure: FailureNotice | None = None

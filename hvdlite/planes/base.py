@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from hvdlite.core.array import Array
@@ -84,6 +84,9 @@ class Plane(Protocol):
         Raises:
             MemoryError: when there is not enough; saying how much was asked for.
         """
+
+    def tune(self, settings: Mapping[str, int]) -> None:
+        """Take over new values of knobs, those that concern it; all ranks do so between the same plans."""
 
     def close(self) -> None:
         """Release the plane's memory; fusion buffers last as long as their views."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -70,6 +70,9 @@ class LoopbackPlane:
         room = np.zeros(nbytes + ALIGNMENT, np.uint8)
         begin = -room.ctypes.data % ALIGNMENT
         return FusionBuffer(room[begin:begin + nbytes])
+
+    def tune(self, settings: Mapping[str, int]) -> None:
+        pass
 
     def close(self) -> None:
         pass

@@ -24,7 +24,7 @@ Rules (PROTOCOL rules 2, 11)
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -116,6 +116,10 @@ class ShmPlane:
     def fusion_buffer(self, nbytes: int, ranks: tuple[int, ...]) -> FusionBuffer | None:
         slots = self._memory.window(nbytes, ranks)
         return FusionBuffer(slots[ranks.index(self._rank)], tuple(slots)) if slots else None
+
+    def tune(self, settings: Mapping[str, int]) -> None:
+        self._chunk = settings.get("shm_chunk", self._chunk)
+        self._direct = settings.get("shm_direct", self._direct)
 
     def close(self) -> None:
         for group in self._groups.values():

@@ -89,6 +89,8 @@ class Execution:
             left: the ranks that have left by then.
         """
         self._left = left
+        if decision.tuned:
+            self._plane.tune(dict(decision.tuned))
         self._open_pairs(decision)
         for instruction in instructions:
             if isinstance(instruction, Response):

@@ -40,6 +40,7 @@ from hvdlite.negotiation.controller import Controller
 from hvdlite.negotiation.coordinator import Coordinator
 from hvdlite.negotiation.messages import Aside, BucketReady, Closing, Decision, FailureNotice, Layout, Report
 from hvdlite.planes.base import Plane
+from hvdlite.runtime.autotune import Autotuner
 from hvdlite.runtime.buckets import BucketEntry, BucketHandle, LearnedBucket, LearnedLayout
 from hvdlite.runtime.calls import Calls, Entry, reducible
 from hvdlite.runtime.chronicle import Chronicle, lane_of
@@ -109,6 +110,7 @@ class Runtime(Calls):
         times = Times(config.stall_check_time_seconds, config.stall_shutdown_time_seconds, config.silence_check_seconds,
                       config.heartbeat_timeout)
         self._lookout = None if coordinator is None else Lookout(coordinator, times, witness, self._deliver, self.story)
+        self._autotuner = None if coordinator is None or not config.autotune else Autotuner(config, coordinator, clock)
         self._patience = Patience(world.rank, config.silence_check_seconds, config.heartbeat_timeout, witness)
         self._listened = clock()  # when messages were last taken in
         self._recent: deque[str] = deque(maxlen=RECENT)  # names of the last collectives
@@ -405,6 +407,8 @@ class Runtime(Calls):
         """On rank 0: answer what has been reported."""
         if self._coordinator is None:
             return
+        if self._autotuner is not None:
+            self._autotuner.look()
         decision = self._coordinator.decide()
         if decision is not None:
             self._control.send_decision(decision)
