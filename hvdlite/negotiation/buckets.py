@@ -237,7 +237,7 @@ class DeclaredSets:
         layout = self._tombstones[number].layout if number in self._tombstones else self._layouts[number]
         closing = Closing(layout.label, ready.round, bucket.response.process_set)
         if len(ranks) > 1:
-            ranks = tuple(rank for rank in ranks if rank in bucket.response.contributors)
+            ranks = self._process_sets.among(bucket.response.process_set, ranks)
         if number in self._tombstones:
             return None, list(expand(bucket, ready)), ranks, closing
         waiting = self._waiting.get(ready.bucket)

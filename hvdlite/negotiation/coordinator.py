@@ -258,8 +258,7 @@ class Coordinator:
             for ready in report.buckets:
                 self._take_bucket(ranks, ready, now)
             for closing in report.closings:
-                members = self._process_sets[closing.process_set]
-                self._close(tuple(rank for rank in ranks if rank in members), closing)
+                self._close(self._process_sets.among(closing.process_set, ranks), closing)
         except ProtocolError as error:
             self.fail(FailureNotice(ranks[0], "ProtocolError", str(error)))
 
@@ -275,13 +274,15 @@ class Coordinator:
         members = self._process_sets[request.process_set]
         if request.label and self._policy.deterministic and rank == members[0]:
             self._sets.arrange(request)
-        requests = self._table.add(rank, request, members, now)
+        if not self._process_sets.includes(request.process_set, rank):
+            raise ProtocolError(f"reported '{request.name}' in process set {request.process_set}, which it is not in")
+        requests = self._table.add(rank, request, len(members), now)
         if request.collective is Collective.JOIN:
             self._join(rank, now)
         if requests is None and self._only_joined_are_missing(request.key):
             requests = self._table.take(request.key)
         if requests is None:
-            if not self._left.isdisjoint(members):
+            if self._left and not self._left.isdisjoint(members):
                 self._refuse_waiting(now)
             return
         self._complete(requests, now)
@@ -428,7 +429,7 @@ class Coordinator:
         for layout in self._sets.layouts_of(self._left):
             self._evicted.append(layout)
             for rank, request in self._sets.evict(layout, self._sequence + 1) or ():
-                self._table.add(rank, request, self._process_sets[request.process_set], now)
+                self._table.add(rank, request, len(self._process_sets[request.process_set]), now)
         for requests in self._table.take_if(
                 lambda request: not self._left.isdisjoint(self._process_sets[request.process_set])):
             request = next(iter(requests.values()))

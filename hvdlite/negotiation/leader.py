@@ -119,7 +119,7 @@ class Leader:
 
     def _count(self, process_set: int) -> int:
         """Return how many of the host's ranks belong to a process set."""
-        return len(set(self.ranks).intersection(self._process_sets[process_set]))
+        return len(self._process_sets.among(process_set, self.ranks))
 
     def _close(self, closing: Closing) -> None:
         count = self._closed.get(closing, 0) + 1

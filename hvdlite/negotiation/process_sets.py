@@ -30,6 +30,17 @@ class ProcessSetTable:
     def __contains__(self, number: object) -> bool:
         return number in self._ranks or (isinstance(number, int) and -self._size ** 2 <= number < 0)
 
+    def includes(self, number: int, rank: int) -> bool:
+        """Return whether a rank of the job is in a set."""
+        return number == GLOBAL_PROCESS_SET_ID or rank in self[number]
+
+    def among(self, number: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """Return those of `ranks` that are in a set."""
+        if number == GLOBAL_PROCESS_SET_ID:
+            return ranks  # the common case; a search for each would cost ranks x ranks
+        members = self[number]
+        return tuple(rank for rank in ranks if rank in members)
+
     def find(self, ranks: Sequence[int]) -> int | None:
         """Return the id of the set with these members, or None."""
         wanted = tuple(sorted(ranks))

@@ -24,19 +24,17 @@ class ReadinessTable:
     def __init__(self) -> None:
         self._waiting: dict[Key, Waiting] = {}
 
-    def add(self, rank: int, request: Request, members: tuple[int, ...], now: float) -> dict[int, Request] | None:
-        """Record one rank's request; return all members' requests when it was the last one.
+    def add(self, rank: int, request: Request, members: int, now: float) -> dict[int, Request] | None:
+        """Record one rank's request; return all requests when it was the last of so many members.
 
         Raises:
-            ProtocolError: when `rank` reports a name again before it was answered, or is not a member.
+            ProtocolError: when `rank` reports a name again before it was answered.
         """
-        if rank not in members:
-            raise ProtocolError(f"reported '{request.name}' in process set {request.process_set}, which it is not in")
         waiting = self._waiting.setdefault(request.key, Waiting(now, {}))
         if rank in waiting.requests:
             raise ProtocolError(f"reported '{request.name}' twice before it was answered")
         waiting.requests[rank] = request
-        if len(waiting.requests) < len(members):
+        if len(waiting.requests) < members:
             return None
         return self._waiting.pop(request.key).requests
 

@@ -64,15 +64,15 @@ class Chronicle:
 
     def submitted(self, request: Request) -> None:
         """A tensor was handed in here."""
-        self._note((request.name,), "submitted", (request.collective, request.dtype, request.shape, request.op,
-                                                  request.root_rank, request.process_set))  # not the payload
+        self._events.append((self._clock(), (request.name,), "submitted", (  # all but the payload
+            request.collective, request.dtype, request.shape, request.op, request.root_rank, request.process_set)))
         if self._open is not None:
             self._begin((lane_of(request.process_set, request.name),), f"NEGOTIATE_{request.collective.name}",
                         f"{request.dtype}{list(request.shape)}")
 
     def bucket_submitted(self, lane: str, names: Sequence[str], response: Response) -> None:
         """All members of a learned bucket were handed in here."""
-        self._note(names, "submitted as part of a learned bucket", lane)
+        self._events.append((self._clock(), names, "submitted as part of a learned bucket", lane))
         if self._open is not None:
             self._begin((lane,), f"NEGOTIATE_{response.collective.name}", f"{len(names)} tensors, {response.dtype}")
 
@@ -81,9 +81,8 @@ class Chronicle:
         if self._open is not None:
             self._trace.append(TraceEvent("i", self._clock() * 1e6, lane, str(rank)))
 
-    def decided(self, number: int, lanes: Sequence[str], response: Response) -> None:
-        """Decision `number` says what to do with some tensors; they queue until their turn comes."""
-        self._note(response.names, "refused" if response.error else "decided", number)
+    def decided(self, lanes: Sequence[str], response: Response) -> None:
+        """A decision says what to do with some tensors; they queue until their turn comes."""
         if self._open is not None:
             self._end(lanes)
             self._begin(lanes, response.collective.name)
@@ -96,20 +95,21 @@ class Chronicle:
 
     def moving(self, lanes: Sequence[str], response: Response) -> None:
         """The plane gets some tensors."""
+        self._events.append((self._clock(), response.names, "begun", self._plane.lower()))
         if self._open is not None:
             self._end(lanes)
             self._begin(lanes, f"{self._plane}_{response.collective.name}")
 
     def done(self, lanes: Sequence[str], response: Response) -> None:
         """Some tensors have their result, or their error."""
-        self._note(response.names, "failed" if response.error else "done", None)
+        self._events.append((self._clock(), response.names, "failed" if response.error else "done", None))
         if self._open is not None:
             self._end(lanes)
             self._end(lanes, f"{response.dtype}, {response.elements} elements")
 
     def split(self, lane: str, names: Sequence[str]) -> None:
         """A bucket's members are negotiated one by one after all."""
-        self._note(names, "to be negotiated one by one: its bucket was given up", lane)
+        self._events.append((self._clock(), names, "to be negotiated one by one: its bucket was given up", lane))
         if self._open is not None:
             self._end((lane,))
 
@@ -126,9 +126,6 @@ class Chronicle:
             name = next((each for each in told if each.partition(".")[2] == name), name)
         return "\n".join(f"{now - when:9.3f} s ago: {what}{_detail(detail)}" for when, names, what, detail in events
                          if name in names)
-
-    def _note(self, names: Sequence[str], what: str, detail: object) -> None:
-        self._events.append((self._clock(), names, what, detail))
 
     def _begin(self, lanes: Sequence[str], name: str, detail: str = "") -> None:
         assert self._open is not None
@@ -159,8 +156,6 @@ def _detail(detail: Any) -> str:
             words += [f"root rank {root_rank}"] if root_rank >= 0 else []
             words += [f"process set {process_set}"] if process_set else []
             return f" ({', '.join(words)})"
-        case int():
-            return f" (decision {detail})"
         case str():
             return f" ({detail})"
         case _:

@@ -92,12 +92,9 @@ class Execution:
         if decision.tuned:
             self._plane.tune(dict(decision.tuned))
         self._open_pairs(decision)
-        for instruction in instructions:
-            if isinstance(instruction, Response):
-                self._chronicle.decided(decision.sequence, _lanes(instruction), instruction)
-            elif isinstance(instruction, BucketRelease):
-                response = self._buckets[instruction.bucket].bucket.definition.response
-                self._chronicle.decided(decision.sequence, (bucket_lane(instruction.bucket),), response)
+        if self._chronicle.tracing:
+            for instruction in instructions:
+                self._trace(instruction)
         for instruction in instructions:
             self._follow(instruction)
 
@@ -116,6 +113,13 @@ class Execution:
             if number < 0 and number not in self._pairs and response.error is ErrorKind.NONE and response.result is None:
                 self._pairs.add(number)
                 self._plane.open_set(number, self.process_sets[number])
+
+    def _trace(self, instruction: Instruction) -> None:
+        if isinstance(instruction, Response):
+            self._chronicle.decided(_lanes(instruction), instruction)
+        elif isinstance(instruction, BucketRelease):
+            response = self._buckets[instruction.bucket].bucket.definition.response
+            self._chronicle.decided((bucket_lane(instruction.bucket),), response)
 
     def _follow(self, instruction: Instruction) -> None:
         match instruction:

@@ -89,13 +89,20 @@ class Lookout:
         """Make a report now, of everything that waits and of every rank."""
         self._wanted.append(receiver)
 
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to look after."""
+        coordinator = self._coordinator
+        return bool(coordinator.anything_waits or coordinator.suspects or coordinator.report_wanted or self._wanted
+                    or self._inquest or self._asked)
+
     def look(self, now: float) -> bool:
         """Do what is due at `now`; return whether the coordinator has something to say for it."""
         coordinator = self._coordinator
         if coordinator.report_wanted:
             coordinator.report_wanted = False
             self.demand(self._deliver)
-        if not (coordinator.anything_waits or coordinator.suspects or self._wanted or self._inquest or self._asked):
+        if not self.busy:
             self._next_look = math.inf
             return False
         acted = False
@@ -113,12 +120,6 @@ class Lookout:
             self._inquest = None
             acted = self._finish(inquest) or acted
         return acted
-
-    def due(self, now: float) -> float | None:
-        """Return the seconds until there is something to do; None while nothing waits."""
-        when = min(self._next_look, self._inquest.until if self._inquest else math.inf,
-                   now if self._wanted or self._coordinator.report_wanted else math.inf)
-        return None if when == math.inf else max(0.0, when - now)
 
     def _find_stalls(self, now: float) -> bool:
         found = self._coordinator.stalls(now, self._times.stall) if self._times.stall > 0 else []
@@ -172,6 +173,7 @@ class Lookout:
 
     def _begin(self, stalls: list[Stall], ask: set[int], now: float, receivers: list[Receiver], *,
                ends_job: bool = False) -> bool:
+        ask = ask - self._inquest.asked if self._inquest else ask
         self._ask(ask, now)
         if self._inquest is None:
             self._inquest = _Inquest(stalls, ask, now + ANSWER_SECONDS, receivers, ends_job)
@@ -255,17 +257,6 @@ class Patience:
         if now - self._asked < self._lost:
             return ""
         return f"it has not answered for {now - self._asked:.0f} s (HVDLITE_HEARTBEAT_TIMEOUT): {self._rank_0()}"
-
-    def due(self, now: float, partners_since: float) -> float | None:
-        """Return the seconds until `look` has something to do; None while nothing waits."""
-        if self._since == math.inf:
-            return None
-        when = max(partners_since, self._told) + self._after
-        if self._rank and self._asked == math.inf:
-            when = min(when, self._since + self._after)
-        elif self._rank:
-            when = min(when, self._asked + (self._lost if self._warned else ANSWER_SECONDS))
-        return None if when == math.inf else max(0.0, when - now)
 
     def _rank_0(self) -> str:
         stacks = self._witness.stacks(0) if self._witness else ""

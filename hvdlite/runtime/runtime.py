@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import os
 import threading
 import time
@@ -47,7 +48,7 @@ from hvdlite.runtime.chronicle import Chronicle, lane_of
 from hvdlite.runtime.execution import Execution, bucket_lane
 from hvdlite.runtime.failures import failure_error
 from hvdlite.runtime.handle import Handle
-from hvdlite.runtime.lookout import Lookout, Patience, Receiver, Times, Witness
+from hvdlite.runtime.lookout import LOOKS, Lookout, Patience, Receiver, Times, Witness
 from hvdlite.runtime.report_desk import ReportDesk
 from hvdlite.runtime.stalls import StallReport, account
 from hvdlite.runtime.timeline import Timeline
@@ -57,6 +58,8 @@ _log = logging.getLogger("hvdlite")
 FLUSH_SECONDS: Final = 2.0
 RECENT: Final = 200
 """How many collectives a rank remembers for stall reports."""
+LOOK_SECONDS: Final = 0.25
+"""How often a rank that waits looks whether it has waited long."""
 LISTEN_SECONDS: Final = 0.2
 """How long a rank that never has to wait works on a plan before it looks for messages."""
 TRACE_BATCH: Final = 256
@@ -112,6 +115,8 @@ class Runtime(Calls):
         self._lookout = None if coordinator is None else Lookout(coordinator, times, witness, self._deliver, self.story)
         self._autotuner = None if coordinator is None or not config.autotune else Autotuner(config, coordinator, clock)
         self._patience = Patience(world.rank, config.silence_check_seconds, config.heartbeat_timeout, witness)
+        self._look_seconds = min(LOOK_SECONDS, times.look / LOOKS)
+        self._next_look = -math.inf
         self._listened = clock()  # when messages were last taken in
         self._recent: deque[str] = deque(maxlen=RECENT)  # names of the last collectives
         self._count = 0  # of them, since the beginning
@@ -416,24 +421,24 @@ class Runtime(Calls):
 
     def _look_out(self) -> float | None:
         """Notice what has waited long; return when to look again, in seconds, or None while nothing waits."""
-        work = self._work
-        if not work.waits and self._lookout is None:
+        work, lookout = self._work, self._lookout
+        if not (work.waits or (lookout is not None and lookout.busy)):
             self._patience.heard()
             return None
         now = self._clock()
+        if now < self._next_look:
+            return self._look_seconds
+        self._next_look = now + self._look_seconds
         aside = self._patience.look(now, work.waits, work.partners, work.moving_since)
         if aside is not None:
             self._controller.say(aside)
             self._say()
         if lost := self._patience.gave_up(now):
             self._end(FailureNotice(0, "lost", lost))
-        due = self._patience.due(now, work.moving_since)
-        if self._lookout is None:
-            return due
-        if self._lookout.look(now):
+        if lookout is not None and lookout.look(now):
             self._decide()
             return 0.0  # the decision is to be applied before sleeping
-        return min((when for when in (due, self._lookout.due(now)) if when is not None), default=None)
+        return self._look_seconds
 
     def _take_in(self, event: Event) -> None:
         match event:
@@ -451,12 +456,14 @@ class Runtime(Calls):
         """On rank 0: take in what a rank, this one included, reports."""
         assert self._coordinator is not None
         self._coordinator.receive(rank, report, self._clock())
+        if report.aside is not None:
+            self._next_look = -math.inf  # it may be what the lookout waits for
         if self._chronicle.tracing:
             for request in report.requests:
                 self._chronicle.ready_elsewhere(rank, lane_of(request.process_set, request.name))
             for ready in report.buckets:
                 self._chronicle.ready_elsewhere(rank, bucket_lane(ready.bucket))
-        if self._timeline is not None:
+        if self._timeline is not None and (report.aside is not None or report.leaving):
             self._timeline.hear(rank, () if report.aside is None else report.aside.trace, report.leaving)
 
     def _accept(self, decision: Decision) -> None:

@@ -280,3 +280,34 @@ def test_a_hundred_thousand_small_collectives_leave_nothing_behind() -> None:
         assert after[0] - before[0] < 4e6 and after[1] <= before[1] and after[2] == before[2], (before, after)
         hvd.shutdown()
     """, timeout=170)
+
+
+def test_numpys_grouped_calls_and_the_story_of_a_tensor() -> None:
+    ended = processes(2, """
+        import logging, numpy as np, hvdlite as hvd
+        hvd.init()
+        rank = hvd.rank()
+        arrays = [np.full(3, rank + 1.0), np.full((2, 2), rank, np.int64), np.full(4, 10.0 * rank)]
+        one, two, three = hvd.grouped_allreduce(arrays, name="g", op=hvd.Sum)
+        assert (one == 3).all() and (two == 1).all() and two.dtype == np.int64 and (three == 10).all()
+        assert (arrays[0] == rank + 1).all()
+        handle = hvd.grouped_allreduce_async_(arrays, op=hvd.Max)
+        assert hvd.synchronize(handle)[0] is arrays[0] and hvd.poll(handle) and (arrays[2] == 10).all()
+        assert hvd.grouped_allreduce([]) == []
+        rows = hvd.grouped_allgather([np.full(rank + 1, rank), np.zeros((1, 2))])
+        assert rows[0].tolist() == [0, 1, 1] and rows[1].shape == (2, 2)
+        parts = hvd.grouped_reducescatter([np.ones(5), np.ones((2, 3))], op=hvd.Sum)
+        assert parts[0].tolist() == [2.0] * (3 - rank) and parts[1].shape == (1, 3)
+        angles = hvd.allreduce(np.eye(2)[rank], op=hvd.Adasum)
+        assert angles.tolist() == [1, 1], "orthogonal vectors are added"
+        try:
+            hvd.allreduce(np.ones(rank + 1), name="uneven")
+        except hvd.MismatchError as error:
+            assert "What happened to 'uneven' on rank" in str(error) and "submitted (allreduce, float64[" in str(error)
+        else:
+            raise SystemExit("no error")
+        story = hvd.story("uneven").splitlines()
+        assert "submitted" in story[0] and "failed" in story[-1] and hvd.story("unheard of") == ""
+        logging.getLogger("hvdlite").warning("hello")
+    """, environment={"HVDLITE_LOG_HIDE_TIME": "1"})
+    assert [rank.stderr for rank in ended] == ["[0] hvdlite WARNING: hello\n", "[1] hvdlite WARNING: hello\n"]
