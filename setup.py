@@ -22,7 +22,8 @@ setup(
     packages=[*find_packages(include=["hvdlite", "hvdlite.*", "hvdlite_torch", "hvdlite_torch.*", "hvdlite_tf",
                                       "hvdlite_tf.*"]), "hvdlite_runner"],
     package_dir={"hvdlite_runner": "runner"},
-    package_data={"hvdlite": ["py.typed"], "hvdlite_torch": ["py.typed"], "hvdlite_runner": ["py.typed"]},
+    package_data={"hvdlite": ["py.typed", "horovod_compat/path/horovod/__init__.py"],
+                  "hvdlite_torch": ["py.typed"], "hvdlite_runner": ["py.typed"]},
     install_requires=["numpy>=1.24", "ml_dtypes>=0.4", "msgspec>=0.18", "cloudpickle>=2.2", "pyyaml>=6"],
     extras_require={
         "torch": ["torch>=2.1"],

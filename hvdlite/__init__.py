@@ -27,6 +27,18 @@ from hvdlite.api import (
     stop_timeline,
     story,
 )
+from hvdlite.built import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
 from hvdlite.core.errors import (
     ConfigError,
     DuplicateNameError,
@@ -84,9 +96,11 @@ __all__ = [
     "ProcessSet", "Product", "ReduceOp", "ReplicaMismatchError", "StallError", "Sum", "UnsupportedError",
     "__version__", "add_process_set", "allgather", "allgather_async", "allreduce", "allreduce_", "allreduce_async",
     "allreduce_async_", "alltoall", "alltoall_async", "barrier", "broadcast", "broadcast_", "broadcast_async",
-    "broadcast_async_", "cross_rank", "cross_size", "gather", "global_process_set", "grouped_allgather",
-    "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_",
-    "grouped_reducescatter", "init", "is_homogeneous", "is_initialized", "join", "local_rank", "local_size", "poll",
-    "rank", "recv", "recv_async", "reduce", "reducescatter", "reducescatter_async", "remove_process_set", "scatter",
-    "send", "send_async", "shutdown", "size", "start_timeline", "stop_timeline", "story", "synchronize",
+    "broadcast_async_", "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built", "gather",
+    "global_process_set", "gloo_built", "gloo_enabled", "grouped_allgather", "grouped_allreduce",
+    "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter", "init",
+    "is_homogeneous", "is_initialized", "join", "local_rank", "local_size", "mpi_built", "mpi_enabled",
+    "mpi_threads_supported", "nccl_built", "poll", "rank", "recv", "recv_async", "reduce", "reducescatter",
+    "reducescatter_async", "remove_process_set", "rocm_built", "scatter", "send", "send_async", "shutdown", "size",
+    "start_timeline", "stop_timeline", "story", "synchronize",
 ]

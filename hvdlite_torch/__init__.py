@@ -15,17 +15,27 @@ from hvdlite import (
     __version__,
     add_process_set,
     barrier,
+    ccl_built,
     cross_rank,
     cross_size,
+    cuda_built,
+    ddl_built,
     global_process_set,
+    gloo_built,
+    gloo_enabled,
     init,
     is_homogeneous,
     is_initialized,
     join,
     local_rank,
     local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
     rank,
     remove_process_set,
+    rocm_built,
     shutdown,
     size,
     start_timeline,
@@ -33,6 +43,7 @@ from hvdlite import (
     story,
 )
 from hvdlite import api as _api
+from hvdlite_torch import elastic
 from hvdlite_torch.compression import Compression
 from hvdlite_torch.framework import narrow as _narrow
 from hvdlite_torch.framework import widen as _widen
@@ -73,6 +84,7 @@ from hvdlite_torch.ops import (
     scatter,
     send,
     send_async,
+    sparse_allreduce_async,
     synchronize,
 )
 from hvdlite_torch.optimizer import DistributedOptimizer
@@ -83,19 +95,23 @@ from hvdlite_torch.state import (
     broadcast_parameters,
     check_replicas,
 )
+from hvdlite_torch.sync_batch_norm import SyncBatchNorm
 
 _api.offer_casts(_widen, _narrow)
 
 __all__ = [
     "Adasum", "Average", "Compression", "DistributedOptimizer", "HorovodInternalError", "HvdliteError", "Max", "Min",
     "MismatchError", "NotInitializedError", "PeerFailedError", "PeerLeftError", "PeerLostError", "ProcessSet",
-    "Product", "ReduceOp", "ReplicaMismatchError", "StallError", "Sum", "__version__", "add_process_set", "allgather",
-    "allgather_async", "allgather_object", "allreduce", "allreduce_", "allreduce_async", "allreduce_async_",
-    "alltoall", "alltoall_async", "barrier", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_",
-    "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters", "check_replicas", "cross_rank",
-    "cross_size", "gather", "global_process_set", "grouped_allgather", "grouped_allgather_async", "grouped_allreduce",
-    "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter",
-    "grouped_reducescatter_async", "init", "is_homogeneous", "is_initialized", "join", "local_rank", "local_size",
-    "poll", "rank", "recv", "recv_async", "reduce", "reducescatter", "reducescatter_async", "remove_process_set",
-    "scatter", "send", "send_async", "shutdown", "size", "start_timeline", "stop_timeline", "story", "synchronize",
+    "Product", "ReduceOp", "ReplicaMismatchError", "StallError", "Sum", "SyncBatchNorm", "__version__",
+    "add_process_set", "allgather", "allgather_async", "allgather_object", "allreduce", "allreduce_",
+    "allreduce_async", "allreduce_async_", "alltoall", "alltoall_async", "barrier", "broadcast", "broadcast_",
+    "broadcast_async", "broadcast_async_", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters",
+    "ccl_built", "check_replicas", "cross_rank", "cross_size", "cuda_built", "ddl_built", "elastic", "gather",
+    "global_process_set", "gloo_built", "gloo_enabled", "grouped_allgather", "grouped_allgather_async",
+    "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_",
+    "grouped_reducescatter", "grouped_reducescatter_async", "init", "is_homogeneous", "is_initialized", "join",
+    "local_rank", "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "poll", "rank",
+    "recv", "recv_async", "reduce", "reducescatter", "reducescatter_async", "remove_process_set", "rocm_built",
+    "scatter", "send", "send_async", "shutdown", "size", "sparse_allreduce_async", "start_timeline", "stop_timeline",
+    "story", "synchronize",
 ]

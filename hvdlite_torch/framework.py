@@ -121,6 +121,38 @@ class TorchGradients:
             gradient.detach().copy_(result)
         return weakref.ref(gradient)
 
+    def is_sparse(self, parameter: torch.Tensor) -> bool:
+        gradient = parameter.grad
+        return gradient is not None and gradient.layout is torch.sparse_coo and not self._sparse_as_dense
+
+    def rows(self, parameter: torch.Tensor) -> Array:
+        gradient = self._gradient(parameter).detach().coalesce()
+        values, _ = self._compression.compress(gradient.values())
+        count = gradient._nnz()
+        indices = as_array(contiguous(gradient.indices().t(), "indices"), "indices").reshape(count, -1).view(np.uint8)
+        flat = as_array(contiguous(values.reshape(count, -1), "gradient"), "gradient").view(np.uint8).reshape(count, -1)
+        return np.concatenate([indices, flat], axis=1)
+
+    def give_rows(self, parameter: torch.Tensor, rows: Array, factor: float) -> Any:
+        sample, context = self._compression.compress(parameter.detach().new_empty(0))
+        sparse_dims = self._sparse_dims(parameter, rows.shape[1], sample)
+        indices = torch.from_numpy(np.ascontiguousarray(rows[:, :8 * sparse_dims])).view(torch.int64)
+        values = torch.from_numpy(np.ascontiguousarray(rows[:, 8 * sparse_dims:])).view(sample.dtype)
+        values = self._compression.decompress(values, context).reshape(-1, *parameter.shape[sparse_dims:]) * factor
+        gradient = torch.sparse_coo_tensor(indices.reshape(-1, sparse_dims).t(), values, parameter.shape,
+                                           check_invariants=False).coalesce()
+        parameter.grad = gradient
+        return weakref.ref(gradient)
+
+    @staticmethod
+    def _sparse_dims(parameter: torch.Tensor, row_bytes: int, sample: torch.Tensor) -> int:
+        """Return how many of the first dimensions are sparse, given the bytes of a row."""
+        for dims in range(1, parameter.dim() + 1):
+            if 8 * dims + sample.element_size() * parameter.shape[dims:].numel() == row_bytes:
+                return dims
+        raise UnsupportedError(f"a sparse gradient with rows of {row_bytes} bytes does not fit a parameter of shape "
+                               f"{list(parameter.shape)}")
+
     def seat(self, parameter: torch.Tensor, place: Array) -> Seat:
         return Seat.over(place, self._compression.compress(parameter.detach().new_empty(0))[1])
 
@@ -173,6 +205,8 @@ class TorchGradients:
 
     def _fitting(self, parameter: torch.Tensor, gradient: torch.Tensor, seat: Seat) -> torch.Tensor | None:
         """Return what is to be copied into the seat; None when it does not fit."""
+        if self.is_sparse(parameter):
+            return None
         if gradient.layout is not torch.strided or gradient.device.type != "cpu":
             gradient = contiguous(self._gradient(parameter), "gradient")
         if gradient.requires_grad:

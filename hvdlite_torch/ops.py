@@ -142,6 +142,30 @@ def grouped_allreduce(tensors: Sequence[torch.Tensor], average: bool | None = No
     return [compression.decompress(tensor, context) for tensor, (_, context) in zip(reduced, pairs, strict=True)]
 
 
+def sparse_allreduce_async(tensor: torch.Tensor, name: str, op: ReduceOp = Average,
+                           process_set: ProcessSet = global_process_set) -> Callable[[], torch.Tensor]:
+    """Begin to reduce a sparse COO tensor; call what is returned to wait for the result, a sparse tensor.
+
+    Args:
+        tensor: the same shape and dtype on all ranks; each brings the elements it has.
+        op: Average or Sum.
+
+    Raises:
+        UnsupportedError: for a tensor that is not sparse COO, or another op; otherwise like `allgather`.
+    """
+    if tensor.layout is not torch.sparse_coo or op not in (Average, Sum):
+        raise UnsupportedError(f"'{name}': sparse_allreduce_async takes sparse COO tensors and Average or Sum, not "
+                               f"{tensor.layout} and {ReduceOp(op).name.capitalize()}")
+    mine = tensor.detach().coalesce()
+    indices = allgather_async(mine.indices().t(), f"{name}.indices", process_set)
+    values = allgather_async(mine.values(), f"{name}.values", process_set)
+    divisor = len(api.runtime().members(api.set_id(process_set))) if op is Average else 1
+
+    def finish() -> torch.Tensor:
+        return torch.sparse_coo_tensor(indices.wait().t(), values.wait() / divisor, tensor.shape, check_invariants=False)
+    return finish
+
+
 def allgather_async(tensor: torch.Tensor, name: str | None = None,
                     process_set: ProcessSet = global_process_set) -> TorchHandle:
     """Like `allgather`, returning a handle at once; not differentiable."""

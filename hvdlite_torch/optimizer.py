@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import itertools
 import sys
+import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
 
 from hvdlite import api
-from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.gradient_reducer import GradientReducer
+from hvdlite_torch.adasum_optimizer import DistributedAdasum, check_whole_job
 from hvdlite_torch.compression import Compression, Compressor
 from hvdlite_torch.framework import TorchGradients, as_array, contiguous
 
@@ -55,39 +56,50 @@ def DistributedOptimizer(
         named_parameters: names for messages and matching; `model.named_parameters()`. Default: numbered.
         compression: `Compression.none`, `.fp16` or `.bf16`: dtype on the wire for float32 and float64 gradients.
         backward_passes_per_step: gradients accumulated (summed) locally before each reduction.
-        op: Average, Sum, Min or Max.
+        op: Average, Sum, Min, Max or Adasum (which combines what each rank's step did, see `adasum_optimizer`).
         gradient_predivide_factor: for Average: divide by this before the sum and by size/this after it, against overflow.
-        sparse_as_dense: densify sparse gradients.
+        num_groups: deprecated; use `groups`.
+        groups: gradients that are reduced together: a number of groups, or a list of lists of parameters.
+        sparse_as_dense: densify sparse gradients, instead of gathering their rows. Gathered ones are gathered again when
+            backward passes accumulate.
         process_set: the ranks that share gradients; on other ranks the optimizer trains alone.
 
     Raises:
         ValueError: for invalid arguments; parameters without a name or with the same name are listed.
-        UnsupportedError: for groups and Adasum, which are not implemented yet, and an unregistered process set.
+        UnsupportedError: for an unregistered process set.
+        NotImplementedError: for Adasum on some of the ranks.
         NotInitializedError: before `init()`.
     """
     runtime = _runtime if _runtime is not None else api.runtime()
-    if num_groups or groups is not None:
-        raise UnsupportedError("groups and num_groups are not implemented yet; leave them out (tensors are fused anyway)")
-    if op is ReduceOp.ADASUM:
-        raise UnsupportedError("op=Adasum is not implemented yet; use Average or Sum")
+    op = ReduceOp(op)
+    if num_groups:
+        warnings.warn("num_groups is deprecated; use groups", DeprecationWarning, stacklevel=2)
+        groups = num_groups if groups is None else groups
     _check_passes(backward_passes_per_step)
     if gradient_predivide_factor <= 0:
         raise ValueError(f"gradient_predivide_factor must be positive, not {gradient_predivide_factor}")
     if gradient_predivide_factor != 1.0 and op is not ReduceOp.AVERAGE:
         raise ValueError(f"gradient_predivide_factor={gradient_predivide_factor} needs op=Average, "
                          f"not {op.name.capitalize()}")
-    if isinstance(optimizer, _Distributed):
+    if isinstance(optimizer, (_Distributed, DistributedAdasum)):
         raise ValueError("this optimizer is distributed already")
     names = _names(optimizer, named_parameters)
+    clusters = _clusters(groups, list(names))
+    base = type(optimizer)
+    if op is ReduceOp.ADASUM and runtime.world.size > 1:
+        check_whole_job(api.set_id(process_set))
+        optimizer.__class__ = type(base.__name__, (DistributedAdasum, base), {"__module__": base.__module__})
+        assert isinstance(optimizer, DistributedAdasum)
+        optimizer._attach(runtime, names, runtime.label("torch"), compression, backward_passes_per_step)
+        return optimizer
     reducer: GradientReducer[torch.Tensor] = GradientReducer(
         runtime, TorchGradients(compression, sparse_as_dense, runtime.config.gradient_as_bucket_view),
-        runtime.label("torch", api.set_id(process_set)), op=ReduceOp(op),
+        runtime.label("torch", api.set_id(process_set)), op=op,
         prescale=1.0 / gradient_predivide_factor, postscale=gradient_predivide_factor, passes=backward_passes_per_step,
         process_set=api.set_id(process_set))
-    base = type(optimizer)
     optimizer.__class__ = type(base.__name__, (_Distributed, base), {"__module__": base.__module__})
     assert isinstance(optimizer, _Distributed)
-    optimizer._attach(runtime, reducer, names)
+    optimizer._attach(runtime, reducer, names, clusters)
     return optimizer
 
 
@@ -96,7 +108,9 @@ class _Distributed:
 
     param_groups: list[dict[str, Any]]
 
-    def _attach(self, runtime: Runtime, reducer: GradientReducer[torch.Tensor], names: dict[torch.Tensor, str]) -> None:
+    def _attach(self, runtime: Runtime, reducer: GradientReducer[torch.Tensor], names: dict[torch.Tensor, str],
+                clusters: dict[torch.Tensor, int]) -> None:
+        self._clusters = clusters
         self._reducer = reducer
         self._active = reducer.is_shared
         self._parameter_names = dict(names)
@@ -112,7 +126,7 @@ class _Distributed:
 
     def _watch(self, parameter: torch.Tensor) -> None:
         if self._active and parameter.requires_grad:
-            self._reducer.add(parameter, self._parameter_names[parameter])
+            self._reducer.add(parameter, self._parameter_names[parameter], self._clusters.get(parameter, 0))
             self._hooks.append(parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self))))
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
@@ -218,6 +232,28 @@ def _check_passes(passes: int) -> None:
 
 def _number(group: int, index: int) -> str:
     return f"noname.{group}.{index}"
+
+
+def _clusters(groups: object, parameters: Sequence[torch.Tensor]) -> dict[torch.Tensor, int]:
+    """Return the number, from 1, of the group of each parameter that is in one."""
+    if groups is None:
+        return {}
+    if isinstance(groups, int) and not isinstance(groups, bool) and groups > 0:
+        share, more = divmod(len(parameters), groups)
+        sizes = [share + (index < more) for index in range(groups)]
+        return dict(zip(parameters, itertools.chain.from_iterable([number] * size for number, size in enumerate(sizes, 1)),
+                        strict=True))
+    if not isinstance(groups, (list, tuple)) or not all(isinstance(group, (list, tuple)) for group in groups):
+        raise ValueError(f"groups must be a positive number, or a list of lists of parameters, not {groups!r}")
+    clusters: dict[torch.Tensor, int] = {}
+    for number, group in enumerate(groups, 1):
+        for parameter in group:
+            if not isinstance(parameter, torch.Tensor):
+                raise ValueError(f"groups must hold parameters, not {type(parameter).__name__}")
+            if parameter in clusters:
+                raise ValueError(f"a parameter of shape {list(parameter.shape)} is in groups more than once")
+            clusters[parameter] = number
+    return clusters
 
 
 def _names(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.Tensor]] | None) -> dict[torch.Tensor, str]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.metadata
+import importlib.util
 import os
 import secrets
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from hvdlite.core import launch_contract
@@ -52,6 +54,7 @@ def parser() -> argparse.ArgumentParser:
                         help="put the time before each line")
     result.add_argument("--no-prefix", action="store_false", dest="prefix", help="do not put [rank]<stream>: before lines")
     result.add_argument("--bind", action="store_true", help="bind each rank to its share of the cores")
+    result.add_argument("--horovod-compat", action="store_true", help="let `import horovod...` in the script give hvdlite")
     result.add_argument("--verbose", action="store_true", help="say what is started")
     result.add_argument("--report", nargs="?", const="", metavar="JOB", help="start nothing; say who waits for whom in the "
                         "running job of this user on this host (if there are several: its launcher's process id)")
@@ -118,6 +121,8 @@ def job_settings(options: argparse.Namespace, environ: Mapping[str, str]) -> Job
         raise LaunchError(f"-np {size} is more than the {slots} slots of -H {options.hosts}")
     settings = knob_environment(options)
     Config.from_environment({**environ, **settings})
+    if options.horovod_compat:
+        settings["PYTHONPATH"] = os.pathsep.join(filter(None, [_compat_path(), environ.get("PYTHONPATH", "")]))
     command = resolve_command(command, environ.get("PATH"))
     if settings.get(environment_name("control"), environ.get(environment_name("control"))) == "tcp":
         settings |= {launch_contract.COORDINATOR: f"127.0.0.1:{_free_port()}",
@@ -142,6 +147,13 @@ def knob_environment(options: argparse.Namespace) -> dict[str, str]:
         if given[name]:
             given[name] = os.path.abspath(given[name])
     return {environment_name(name): value for name, value in given.items() if value is not None}
+
+
+def _compat_path() -> str:
+    """Return the folder whose `horovod` is hvdlite."""
+    spec = importlib.util.find_spec("hvdlite")
+    assert spec is not None and spec.origin is not None
+    return str(Path(spec.origin).parent / "horovod_compat" / "path")
 
 
 def _positive(text: str) -> int:

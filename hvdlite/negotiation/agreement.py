@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import msgspec
+
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.messages import Request
 
@@ -21,6 +23,7 @@ _REDUCTION: tuple[Aspect, ...] = (
     ("reduce op", lambda request: request.op.name.capitalize()),
     ("prescale_factor", lambda request: request.prescale),
     ("postscale_factor", lambda request: request.postscale),
+    ("group of parameters", lambda request: request.cluster),
 )
 _ROOT: Aspect = ("root rank", lambda request: request.root_rank)
 _ROWS: tuple[Aspect, ...] = (
@@ -42,6 +45,19 @@ _SPECIFIC: dict[Collective, tuple[Aspect, ...]] = {
     Collective.ADD_PROCESS_SET: (("ranks of the new process set", lambda request: list(request.members)),),
     Collective.REMOVE_PROCESS_SET: (("process set to remove", lambda request: list(request.members)),),
 }
+
+
+def reconciled(requests: Mapping[int, Request]) -> Mapping[int, Request]:
+    """Let ranks without a gradient follow those that have a sparse one, of which they could not know.
+
+    Args:
+        requests: each rank's request for one member of a declared set; a sparse gradient is gathered row by row.
+    """
+    sparse = next((request for request in requests.values() if request.collective is Collective.ALLGATHER), None)
+    if sparse is None:
+        return requests
+    nothing = msgspec.structs.replace(sparse, shape=(0, *sparse.shape[1:]))
+    return {rank: nothing if request.absent else request for rank, request in requests.items()}
 
 
 def disagreement(requests: Mapping[int, Request]) -> str | None:
@@ -68,7 +84,7 @@ def disagreement(requests: Mapping[int, Request]) -> str | None:
 def _signature(request: Request) -> tuple[object, ...]:
     """Return what is enough to agree; for some collectives less is."""
     return (request.collective, request.dtype, request.shape, request.op, request.root_rank, request.prescale,
-            request.postscale, request.process_set, request.device, request.group, request.members)
+            request.postscale, request.process_set, request.device, request.group, request.members, request.cluster)
 
 
 def _members(first: Request, requests: Mapping[int, Request]) -> tuple[Aspect, ...]:

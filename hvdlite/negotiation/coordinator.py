@@ -20,7 +20,7 @@ import msgspec
 
 from hvdlite.core.errors import ProtocolError
 from hvdlite.core.types import ROOTED, Collective
-from hvdlite.negotiation.agreement import disagreement, named_ranks
+from hvdlite.negotiation.agreement import disagreement, named_ranks, reconciled
 from hvdlite.negotiation.buckets import BucketSizes, DeclaredSets, Ranks
 from hvdlite.negotiation.fusion import fuse, payload_bytes, response_to
 from hvdlite.negotiation.messages import (
@@ -263,7 +263,7 @@ class Coordinator:
             self.fail(FailureNotice(ranks[0], "ProtocolError", str(error)))
 
     def _take(self, rank: int, request: Request, now: float) -> None:
-        if request.label:
+        if request.label and request.collective is Collective.ALLREDUCE:
             layout = self._sets.layout_of(request)
             if layout is not None:
                 self._evict(layout, now)
@@ -287,8 +287,10 @@ class Coordinator:
             return
         self._complete(requests, now)
 
-    def _complete(self, requests: dict[int, Request], now: float) -> None:
+    def _complete(self, requests: Mapping[int, Request], now: float) -> None:
         """Answer a tensor that every rank that takes part has reported."""
+        if next(iter(requests.values())).label:
+            requests = reconciled(requests)
         request = next(iter(requests.values()))
         problem = disagreement(requests)
         if problem is not None:
@@ -316,7 +318,7 @@ class Coordinator:
             self._sets.forget_rounds()
         if request.collective is Collective.REMOVE_PROCESS_SET:
             self._remove_set(request.members[0], now)
-        if request.label:
+        if request.label and request.collective is Collective.ALLREDUCE:
             self._sets.observe(request.label, requests)
 
     def _take_bucket(self, ranks: Ranks, ready: BucketReady, now: float) -> None:
@@ -362,7 +364,7 @@ class Coordinator:
         if self._sets.has_tombstones:
             self._sets.forget(min(self._applied.values()))
 
-    def _answered(self, response: Response, requests: dict[int, Request]) -> Response:
+    def _answered(self, response: Response, requests: Mapping[int, Request]) -> Response:
         """Attach the result when the ranks sent their tensors along (the eager lane), or the coordinator makes it itself."""
         if response.collective is Collective.ADD_PROCESS_SET:
             members = next(iter(requests.values())).members

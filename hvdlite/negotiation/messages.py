@@ -50,6 +50,7 @@ class Request(Message, frozen=True):
     label: str = ""  # the declared set it belongs to, or ""
     round: int = 0  # of that set, counted from 1
     strides: tuple[int, ...] = ()  # how this rank lays a declared member out, in elements; () is row-major
+    cluster: int = 0  # members of a declared set with the same one, from 1, share a bucket
 
     @property
     def key(self) -> Key:

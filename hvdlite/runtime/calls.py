@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite.core.array import Array, check_reducible, dtype_name, flat
+from hvdlite.core.array import SUPPORTED_DTYPES, Array, check_reducible, dtype_name, flat
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import ROOTED, Collective, ReduceOp
@@ -48,6 +48,8 @@ class Entry:
         """
         index, size = ranks.index(rank), len(ranks)
         match response.collective:
+            case Collective.ALLGATHER if self.request.collective is not Collective.ALLGATHER:
+                self._follow(response)
             case Collective.ALLGATHER:
                 self._allocate(sum(response.rows))
             case Collective.GATHER if rank == response.root_rank:
@@ -62,6 +64,12 @@ class Entry:
                 self._result = (self._result, received)
             case Collective.ADD_PROCESS_SET | Collective.JOIN:
                 self._result = response.rows[0]
+
+    def _follow(self, response: Response) -> None:
+        """Others have a sparse gradient, this rank has none: contribute no rows to what they gather."""
+        dtype = SUPPORTED_DTYPES[response.dtype]
+        result = np.empty((sum(response.rows), response.row_elements), dtype)
+        self.sources, self._result, self.outputs = [np.empty(0, dtype)], result, [flat(result)]
 
     def _allocate(self, rows: int) -> None:
         (source,) = self.sources

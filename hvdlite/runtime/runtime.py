@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from hvdlite.control.base import ControlPlane, DecisionReceived, Event, PeerLost, ReportReceived
-from hvdlite.core.array import Array
+from hvdlite.core.array import Array, dtype_name
 from hvdlite.core.config import Config
 from hvdlite.core.errors import (
     DuplicateNameError,
@@ -176,6 +176,11 @@ class Runtime(Calls):
         self._thread.join(FLUSH_SECONDS)
 
     @property
+    def plane_name(self) -> str:
+        """The data plane that carries tensors."""
+        return self._plane.name
+
+    @property
     def in_child(self) -> bool:
         """Whether this process is a forked child, to which the runtime does not belong."""
         return self._pid != os.getpid()
@@ -194,17 +199,31 @@ class Runtime(Calls):
     # --- declared sets ---------------------------------------------------------------------------------------------
 
     def declare(self, name: str, source: Array | None, output: Array, op: ReduceOp, label: str, number: int, *,
-                prescale: float = 1.0, postscale: float = 1.0, strides: tuple[int, ...] = (),
+                prescale: float = 1.0, postscale: float = 1.0, strides: tuple[int, ...] = (), cluster: int = 0,
                 process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
         """Like `allreduce`, of a member of declared set `label` in its round `number` (from 1); never travels eagerly.
 
         Args:
             strides: in elements; how `output` lies in the framework's memory. () is row-major.
+            cluster: members with the same one, from 1, are learned as one bucket; 0 leaves that to the coordinator.
         """
         request = self._request(name, Collective.ALLREDUCE, reducible(name, source, output, op), output.shape, op=op,
                                 prescale=float(prescale), postscale=float(postscale), absent=source is None, label=label,
-                                round=number, strides=strides, process_set=process_set)
+                                round=number, strides=strides, cluster=cluster, process_set=process_set)
         return self._submit(Entry(request, [source], [output], output, self._sleepers))
+
+    def declare_rows(self, name: str, rows: Array, label: str, number: int, *,
+                     process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
+        """Like `declare`, of a member with a sparse gradient: the result is all ranks' rows, one after the other.
+
+        Ranks that `declare` it without a source contribute none, and get the same result instead of their output.
+
+        Args:
+            rows: 2-D; what a row holds is the caller's business.
+        """
+        request = self._request(name, Collective.ALLGATHER, dtype_name(rows.dtype), rows.shape, label=label, round=number,
+                                process_set=process_set)
+        return self._submit(Entry(request, [rows], [], None, self._sleepers))
 
     def layout(self, label: str, number: int) -> LearnedLayout | None:
         """Return the layout by which round `number` of a set is to be reported; None: member by member."""

@@ -15,6 +15,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic
 
+from hvdlite.core.array import Array
 from hvdlite.core.errors import HvdliteError
 from hvdlite.negotiation.messages import BucketReady
 from hvdlite.runtime.buckets import BucketHandle, LearnedBucket, LearnedLayout
@@ -80,9 +81,19 @@ class _Filling:
 
 
 class BucketRound(Generic[Parameter]):
-    """Fills the buckets of one round."""
+    """Fills the buckets of one round.
 
-    def __init__(self, runtime: Runtime, framework: Framework[Parameter], seating: Seating[Parameter], number: int) -> None:
+    Args:
+        closes: whether the round is over when all buckets are reported: no member goes by itself.
+
+    Attributes:
+        gathered: after `wait`: members for which another rank had a sparse gradient, and all ranks' rows.
+    """
+
+    def __init__(self, runtime: Runtime, framework: Framework[Parameter], seating: Seating[Parameter], number: int, *,
+                 closes: bool) -> None:
+        self.gathered: list[tuple[Parameter, Array]] = []
+        self._closes = closes
         self._runtime, self._framework, self._seating, self._number = runtime, framework, seating, number
         self._where = seating.where
         self._fillings = [_Filling(bucket) for bucket in seating.learned.buckets]
@@ -118,7 +129,7 @@ class BucketRound(Generic[Parameter]):
             except HvdliteError as error:
                 errors.append(error)
                 continue
-            for index in self._reduced(filling, errors):
+            for index in self._reduced(filling, members, errors):
                 parameter, seat = members[index]
                 yield parameter, adopt(parameter, seat)
 
@@ -133,7 +144,7 @@ class BucketRound(Generic[Parameter]):
                 return self._break(bucket_index)
         for index in filling.missing:
             filling.bucket.neutralise(index)
-        closes = next(self._reported) == len(self._fillings)
+        closes = next(self._reported) == len(self._fillings) and self._closes
         filling.handle = self._runtime.submit_bucket(
             filling.bucket,
             BucketReady(filling.bucket.definition.bucket, self._number, tuple(sorted(filling.missing)), closes))
@@ -148,7 +159,8 @@ class BucketRound(Generic[Parameter]):
         return [*((members[index][0], True) for index in (*filling.present, *filling.later)),
                 *((members[index][0], False) for index in filling.missing)]
 
-    def _reduced(self, filling: _Filling, errors: list[HvdliteError]) -> Iterable[int]:
+    def _reduced(self, filling: _Filling, members: Sequence[tuple[Parameter, Any]],
+                 errors: list[HvdliteError]) -> Iterable[int]:
         """Return the members of a finished bucket that somebody contributed to."""
         assert filling.handle is not None
         if not filling.handle.parts:
@@ -161,7 +173,9 @@ class BucketRound(Generic[Parameter]):
             except HvdliteError as error:
                 errors.append(error)
                 continue
-            if part.contributors:
+            if result.dtype.name != filling.bucket.definition.members[index].dtype:
+                self.gathered.append((members[index][0], result))
+            elif part.contributors:
                 filling.bucket.settle(index, result)
                 reduced.append(index)
         return reduced

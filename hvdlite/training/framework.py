@@ -55,6 +55,15 @@ class Framework(Protocol[Parameter]):
     def give_back(self, loan: Loan[Parameter]) -> Any:
         """Make the reduced values the parameter's gradient; return a mark that identifies it without keeping it alive."""
 
+    def is_sparse(self, parameter: Parameter) -> bool:
+        """Return whether the parameter has a gradient that is to stay sparse."""
+
+    def rows(self, parameter: Parameter) -> Array:
+        """Return a sparse gradient as bytes, (n, bytes of a row): each row's indices and values."""
+
+    def give_rows(self, parameter: Parameter, rows: Array, factor: float) -> Any:
+        """Make the sum of all ranks' rows, times a factor, the parameter's gradient; return a mark, like `give_back`."""
+
     def seat(self, parameter: Parameter, place: Array) -> Any:
         """Return a seat over `place`, which has the shape, dtype and strides of `shape(parameter)`."""
 

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from typing import Any, Generic
 
 from hvdlite.core.array import Array
-from hvdlite.core.errors import HvdliteError
+from hvdlite.core.errors import HvdliteError, UnsupportedError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.handle import Handle
@@ -44,9 +44,11 @@ class _Member(Generic[Parameter]):
 
     parameter: Parameter
     name: str
+    cluster: int  # with whom it shares a bucket; 0: with whomever
     period: int = 0  # the last period in which it was accumulated into
     passes: int = 0  # how often in that period
     given: int = 0  # the last round in which it was handed over
+    sparse: bool = False  # some rank had a sparse gradient for it once: it always goes by itself
     mark: Any = None  # identifies the reduced gradient
     marked: int = -1  # the generation in which `mark` counts
 
@@ -74,7 +76,8 @@ class GradientReducer(Generic[Parameter]):
         self._label = label
         self._op, self._prescale, self._postscale = op, prescale, postscale
         self._members: dict[int, _Member[Parameter]] = {}  # by identity: framework tensors compare elementwise
-        self._alone: list[tuple[_Member[Parameter], Handle, Loan[Parameter]]] = []  # reduced by themselves in this round
+        # Reduced by themselves in this round; without a loan, as rows of a sparse gradient.
+        self._alone: list[tuple[_Member[Parameter], Handle, Loan[Parameter] | None]] = []
         self._seating: Seating[Parameter] | None = None  # for the layout last learned
         self._buckets: BucketRound[Parameter] | None = None  # the current round's, if it goes by buckets
         self._number = 0  # of the current round; ranks that joined early have had fewer, so it jumps when all have joined
@@ -89,9 +92,9 @@ class GradientReducer(Generic[Parameter]):
         self._touched = False  # some member was accumulated into in this period
         self.passes = passes
 
-    def add(self, parameter: Parameter, name: str) -> None:
-        """Take a parameter into the set; the same ones on all ranks."""
-        self._members[id(parameter)] = _Member(parameter, f"gradient.{self._label}.{name}")
+    def add(self, parameter: Parameter, name: str, cluster: int = 0) -> None:
+        """Take a parameter into the set; the same ones on all ranks. Those of one cluster, from 1, are reduced together."""
+        self._members[id(parameter)] = _Member(parameter, f"gradient.{self._label}.{name}", cluster)
         self._seating = None  # a layout learned before does not describe the set any more
 
     def hand_over(self, parameter: Parameter) -> None:
@@ -148,13 +151,17 @@ class GradientReducer(Generic[Parameter]):
         if self._buckets is not None:
             for parameter, mark in self._buckets.wait(errors):
                 self._mark(self._members[id(parameter)], mark)
+            for parameter, rows in self._buckets.gathered:
+                self._take_rows(self._members[id(parameter)], rows)
         for member, handle, loan in self._alone:
             try:
-                handle.wait()
+                result = handle.wait()
             except HvdliteError as error:
                 errors.append(error)
                 continue
-            if handle.contributors:
+            if loan is None or result is not loan.array:
+                self._take_rows(member, result)
+            elif handle.contributors:
                 self._mark(member, self._framework.give_back(loan))
         self._buckets = None
         self._alone.clear()
@@ -217,11 +224,13 @@ class GradientReducer(Generic[Parameter]):
             return
         if self._seating is None or self._seating.learned is not learned:
             self._seating = Seating.of(learned, self._framework,
-                                       {member.name: member.parameter for member in self._members.values()})
+                                       {member.name: member.parameter for member in self._members.values()
+                                        if not member.sparse})
         if self._seating is None:
             self._runtime.abandon(learned.layout)
         else:
-            self._buckets = BucketRound(self._runtime, self._framework, self._seating, self._number)
+            closes = not any(member.sparse for member in self._members.values())
+            self._buckets = BucketRound(self._runtime, self._framework, self._seating, self._number, closes=closes)
 
     def _close_round(self) -> None:
         """Hand over, or report as missing, whatever has not been handed over."""
@@ -237,7 +246,7 @@ class GradientReducer(Generic[Parameter]):
 
     def _give(self, member: _Member[Parameter], present: bool) -> None:
         """Hand a member over, with or without a gradient."""
-        if self._buckets is None:
+        if self._buckets is None or member.sparse:
             self._declare(member, present)
         else:
             for parameter, has_gradient in self._buckets.give(member.parameter, present):
@@ -246,12 +255,28 @@ class GradientReducer(Generic[Parameter]):
 
     def _declare(self, member: _Member[Parameter], present: bool) -> None:
         """Let a member go by itself."""
+        if present and self._framework.is_sparse(member.parameter):
+            rows = self._framework.rows(member.parameter)
+            handle = self._runtime.declare_rows(member.name, rows, self._label, self._number, process_set=self._process_set)
+            self._alone.append((member, handle, None))
+            return
         loan = self._framework.lend(member.parameter) if present else self._framework.lend_empty(member.parameter)
         handle = self._runtime.declare(
             member.name, loan.array if present else None, loan.array, self._op, self._label, self._number,
             prescale=self._prescale, postscale=self._postscale, strides=self._framework.shape(member.parameter).strides,
-            process_set=self._process_set)
+            cluster=member.cluster, process_set=self._process_set)
         self._alone.append((member, handle, loan))
+
+    def _take_rows(self, member: _Member[Parameter], rows: Array) -> None:
+        if self._op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+            raise UnsupportedError(f"'{member.name}' has a sparse gradient, which has no {self._op.name.capitalize()}; use "
+                                   "Average or Sum, or sparse_as_dense=True")
+        divisor = len(self._runtime.members(self._process_set)) if self._op is ReduceOp.AVERAGE else 1
+        mark = self._framework.give_rows(member.parameter, rows, self._prescale * self._postscale / divisor)
+        self._mark(member, mark)
+        if not member.sparse:
+            member.sparse = True
+            self._seating = None
 
     def _mark(self, member: _Member[Parameter], mark: Any) -> None:
         member.mark, member.marked = mark, self._generation

@@ -9,7 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from hvdlite.core.errors import MismatchError, UnsupportedError  # noqa: E402
+from hvdlite.core.errors import MismatchError  # noqa: E402
+from hvdlite.core.process_set import ProcessSet  # noqa: E402
 from hvdlite.core.types import ReduceOp  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite_torch import Compression, DistributedOptimizer  # noqa: E402
@@ -295,17 +296,61 @@ def test_channels_last_and_bfloat16_parameters() -> None:
     threads(2, step)
 
 
-def test_sparse_gradients_are_densified_or_refused_clearly() -> None:
-    def step(runtime: Runtime) -> None:
-        table = torch.nn.Embedding(5, 2, sparse=True)
-        _kept = DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=0.1), sparse_as_dense=True, _runtime=runtime)
-        table(torch.tensor([runtime.world.rank])).sum().backward()
-        assert table.weight.grad.tolist() == [[0.5, 0.5], [0.5, 0.5], [0, 0], [0, 0], [0, 0]]
-        refused = torch.nn.Embedding(5, 2, sparse=True)
-        _kept = DistributedOptimizer(torch.optim.SGD(refused.parameters(), lr=0.1), _runtime=runtime)
-        with pytest.raises(UnsupportedError, match="sparse_as_dense"):
-            refused(torch.tensor([0])).sum().backward()
-    threads(2, step)
+class Words(torch.nn.Module):
+    """Two sparse embeddings, one of which only some batches use, and a dense layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(11, 3, sparse=True)
+        self.rare = torch.nn.Embedding(7, 3, sparse=True)
+        self.last = torch.nn.Linear(3, 2)
+        with torch.no_grad():
+            for index, parameter in enumerate(self.parameters()):
+                parameter.copy_(torch.linspace(-1, 1, parameter.numel()).reshape(parameter.shape) * (index + 1))
+
+    def forward(self, words: Any, rare: bool) -> Any:
+        found = self.table(words).sum(1)
+        return self.last(found + self.rare(words % 7).sum(1) if rare else found)
+
+
+@pytest.mark.parametrize("compression", [Compression.none, Compression.bf16])
+@pytest.mark.parametrize("as_dense", [False, True])
+def test_sparse_gradients_equal_one_rank_with_the_whole_batch(as_dense: bool, compression: Any) -> None:
+    size, steps = 3, 8
+    batches = torch.Generator().manual_seed(2)
+    words = [torch.randint(0, 11, (size, 4, 5), generator=batches) for _ in range(steps)]
+    rare = [[(step, rank) in ((2, 1), (5, 0), (5, 2)) for rank in range(size)] for step in range(steps)]
+
+    def run(model: Any, optimizer: Any, step: int, ranks: list[int]) -> None:
+        optimizer.zero_grad()
+        sum((model(words[step][rank], rare[step][rank]).square().mean() for rank in ranks), torch.zeros(())).backward()
+        if len(ranks) == size:
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad /= size
+        optimizer.step()
+
+    def make(model: Any) -> Any:
+        return torch.optim.SGD(model.parameters(), lr=0.01)
+
+    alone = Words()
+    optimizer = make(alone)
+    for step in range(steps):
+        run(alone, optimizer, step, list(range(size)))
+
+    def body(runtime: Runtime) -> list[Any]:
+        model = Words()
+        wrapped = DistributedOptimizer(make(model), model.named_parameters(), compression, sparse_as_dense=as_dense,
+                                       _runtime=runtime)
+        for step in range(steps):
+            run(model, wrapped, step, [runtime.world.rank])
+            assert as_dense or model.table.weight.grad.is_sparse
+        runtime.barrier("all have finished").wait()
+        return weights(model)
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if compression is Compression.none else {"rtol": 0.05, "atol": 0.05}
+    for found in threads(size, body):
+        for mine, theirs in zip(found, weights(alone), strict=True):
+            torch.testing.assert_close(mine, theirs, **tolerance)
 
 
 def test_a_parameter_group_added_later_and_closures() -> None:
@@ -346,11 +391,87 @@ def test_after_a_mismatch_the_optimizer_goes_on() -> None:
     ({"named_parameters": [("a", None), ("a", None)]}, ValueError, "more than once: a"),
     ({"named_parameters": ["a"]}, ValueError, "pairs"),
     ({"named_parameters": []}, ValueError, "4 of the optimizer's parameters have no name"),
-    ({"num_groups": 2}, UnsupportedError, "groups"),
-    ({"op": ReduceOp.ADASUM}, UnsupportedError, "Adasum"),
+    ({"groups": 0}, ValueError, "positive number, or a list"),
+    ({"groups": "all"}, ValueError, "positive number, or a list"),
+    ({"groups": [[1]]}, ValueError, "must hold parameters, not int"),
 ])
 def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], told: str) -> None:
     def step(runtime: Runtime) -> None:
         with pytest.raises(error, match=told):
             _kept = DistributedOptimizer(torch.optim.SGD(net().parameters(), lr=0.1), **arguments, _runtime=runtime)
     threads(1, step)
+
+
+def adaptive(one: Any, other: Any) -> Any:
+    """Adasum of two tensors, as the paper has it."""
+    agreement = (one * other).sum()
+    squares = [(each * each).sum() for each in (one, other)]
+    return sum((1 - agreement / (2 * square) if square > 0 else 1) * each
+               for each, square in zip((one, other), squares, strict=True))
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_adasum_combines_what_the_ranks_steps_did(kind: str) -> None:
+    data = list(batches(3, 2))
+
+    def step(runtime: Runtime) -> list[Any]:
+        model = net()
+        optimizer = DistributedOptimizer(OPTIMIZERS[kind](model.parameters()), model.named_parameters(), op=ReduceOp.ADASUM,
+                                         _runtime=runtime)
+        with pytest.raises(AssertionError, match="skip_synchronize"), optimizer.skip_synchronize():
+            pass
+        for x, y in data:
+            train(optimizer, model, share(x, runtime), share(y, runtime))
+        return weights(model)
+    found = threads(2, step)
+
+    models = [net(), net()]
+    optimizers = [OPTIMIZERS[kind](model.parameters()) for model in models]
+    for x, y in data:
+        before = weights(models[0])
+        for rank in range(2):
+            train(optimizers[rank], models[rank], x.chunk(2)[rank], y.chunk(2)[rank])
+        for start, one, other in zip(before, models[0].parameters(), models[1].parameters(), strict=True):
+            with torch.no_grad():
+                together = start + adaptive(one - start, other - start)
+                one.copy_(together)
+                other.copy_(together)
+    for rank in range(2):
+        for mine, theirs in zip(found[rank], weights(models[0]), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_adasum_on_some_ranks_is_refused_as_in_horovod() -> None:
+    def step(runtime: Runtime) -> None:
+        number = runtime.add_process_set([0, 1]).wait()
+        some = ProcessSet([0, 1])
+        some.register(number, runtime.world.rank)
+        with pytest.raises(NotImplementedError, match="all ranks only"):
+            DistributedOptimizer(torch.optim.SGD(net().parameters(), lr=0.1), op=ReduceOp.ADASUM, process_set=some,
+                                 _runtime=runtime)
+    threads(3, step)
+
+
+@pytest.mark.parametrize("groups", [1, 3, "explicit"])
+def test_groups_are_buckets_of_their_own(groups: Any) -> None:
+    def step(runtime: Runtime) -> list[set[str]]:
+        model = net()
+        names = dict(model.named_parameters())
+        given = [[names["0.weight"], names["2.bias"]]] if groups == "explicit" else groups
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), groups=given,
+                                         _runtime=runtime)
+        for x, y in batches(4, 2):
+            train(optimizer, model, share(x, runtime), share(y, runtime))
+        learned = runtime.layout("torch.optimizer.0", 1 << 20)
+        runtime.barrier("all have it").wait()
+        assert learned is not None
+        return [{member.name.removeprefix("gradient.torch.optimizer.0.") for member in bucket.members}
+                for bucket in learned.layout.buckets]
+    found = threads(2, step)
+    assert found[0] == found[1]
+    if groups == 1:
+        assert found[0] == [{"0.weight", "0.bias", "2.weight", "2.bias"}]
+    elif groups == 3:
+        assert sorted(map(sorted, found[0])) == [["0.bias", "0.weight"], ["2.bias"], ["2.weight"]]
+    else:
+        assert {"0.weight", "2.bias"} in found[0]

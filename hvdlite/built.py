@@ -1,0 +1,83 @@
+"""Horovod's questions about how it was built, answered for what is installed here.
+
+hvdlite has nothing to build: an engine is there when its Python package is. Scripts ask these to choose learning rates
+(`nccl_built() and ...`) or to skip tests.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+
+from hvdlite.api import runtime
+
+
+def mpi_built(verbose: bool = False) -> bool:
+    """Return whether mpi4py is installed."""
+    del verbose
+    return _installed("mpi4py")
+
+
+def gloo_built(verbose: bool = False) -> bool:
+    """Return whether torch, which brings Gloo, is installed."""
+    del verbose
+    return _installed("torch")
+
+
+def nccl_built(verbose: bool = False) -> int:
+    """Return NCCL's version code (22803 for 2.28.3) as CuPy sees it, or 0 when it cannot be used."""
+    del verbose
+    try:
+        nccl = importlib.import_module("cupy.cuda.nccl")  # not at the top: nothing needs a GPU to be imported
+        return int(nccl.get_version()) if nccl.available else 0
+    except (ImportError, RuntimeError):
+        return 0
+
+
+def cuda_built(verbose: bool = False) -> bool:
+    """Return whether CuPy, through which GPUs are used, is installed."""
+    del verbose
+    return _installed("cupy")
+
+
+def rocm_built(verbose: bool = False) -> bool:
+    """Return False: there is no plane for AMD's GPUs."""
+    del verbose
+    return False
+
+
+def ddl_built(verbose: bool = False) -> bool:
+    """Return False: IBM's DDL is not used."""
+    del verbose
+    return False
+
+
+def ccl_built(verbose: bool = False) -> bool:
+    """Return False: oneCCL is not used."""
+    del verbose
+    return False
+
+
+def mpi_enabled() -> bool:
+    """Return whether tensors of this job travel over MPI."""
+    return runtime().plane_name == "mpi"
+
+
+def gloo_enabled() -> bool:
+    """Return whether this job works without MPI: always, as long as MPI carries no tensors."""
+    return not mpi_enabled()
+
+
+def mpi_threads_supported() -> bool:
+    """Return whether MPI may be called from several threads beside this job.
+
+    Raises:
+        ValueError: when this job does not use MPI, as in Horovod.
+    """
+    if not mpi_enabled():
+        raise ValueError("this job does not use MPI, so its thread support does not matter")
+    return True
+
+
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None

@@ -1,0 +1,85 @@
+"""Let a script that imports Horovod run on hvdlite, unchanged.
+
+After `import hvdlite.horovod_compat`, `import horovod.torch as hvd` gives `hvdlite_torch`, and so on; `hvdrun
+--horovod-compat` does the same for a script that is not to be touched. What is different: docs/migrating-from-horovod.md.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+MODULES = {
+    "horovod": "hvdlite.horovod_compat.package",
+    "horovod.common": "hvdlite.horovod_compat.package",
+    "horovod.common.basics": "hvdlite",
+    "horovod.common.exceptions": "hvdlite.horovod_compat.exceptions",
+    "horovod.common.process_sets": "hvdlite",
+    "horovod.common.util": "hvdlite.horovod_compat.util",
+    "horovod.data": "hvdlite.data",
+    "horovod.data.data_loader_base": "hvdlite.data",
+    "horovod.keras": "hvdlite_tf.keras",
+    "horovod.keras.callbacks": "hvdlite_tf.keras.callbacks",
+    "horovod.tensorflow": "hvdlite_tf",
+    "horovod.tensorflow.keras": "hvdlite_tf.keras",
+    "horovod.tensorflow.keras.callbacks": "hvdlite_tf.keras.callbacks",
+    "horovod.torch": "hvdlite_torch",
+    "horovod.torch.compression": "hvdlite_torch.compression",
+    "horovod.torch.elastic": "hvdlite_torch.elastic",
+    "horovod.torch.elastic.sampler": "hvdlite_torch.elastic",
+    "horovod.torch.functions": "hvdlite_torch",
+    "horovod.torch.mpi_ops": "hvdlite_torch",
+    "horovod.torch.optimizer": "hvdlite_torch",
+    "horovod.torch.sync_batch_norm": "hvdlite_torch.sync_batch_norm",
+}
+"""Horovod's modules, and what they are here."""
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds Horovod's modules before anything else does."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None,
+                  target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
+        if fullname not in MODULES:
+            return None
+        is_package = any(name.startswith(f"{fullname}.") for name in MODULES)
+        return importlib.util.spec_from_loader(fullname, _Loader(MODULES[fullname]), is_package=is_package)
+
+
+class _Loader(importlib.abc.Loader):
+    """Loads the module that stands for one of Horovod's; it keeps its own name and specification."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._own: importlib.machinery.ModuleSpec | None = None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        module = importlib.import_module(self._name)
+        self._own = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._own
+
+
+def install() -> None:
+    """Take over the name `horovod`; again is fine.
+
+    Raises:
+        ImportError: when the real Horovod has been imported already.
+    """
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    loaded = sys.modules.get("horovod")
+    if loaded is not None and "horovod_compat" not in str(getattr(loaded, "__file__", "")):
+        raise ImportError(f"Horovod itself has been imported already, from {getattr(loaded, '__file__', '?')}; import "
+                          "hvdlite.horovod_compat before it")
+    sys.meta_path.insert(0, _Finder())
+
+
+install()
