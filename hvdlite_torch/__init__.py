@@ -43,7 +43,7 @@ from hvdlite import (
     story,
 )
 from hvdlite import api as _api
-from hvdlite_torch import elastic
+from hvdlite_torch import comm_hooks, elastic
 from hvdlite_torch.compression import Compression
 from hvdlite_torch.framework import narrow as _narrow
 from hvdlite_torch.framework import widen as _widen
@@ -106,8 +106,8 @@ __all__ = [
     "add_process_set", "allgather", "allgather_async", "allgather_object", "allreduce", "allreduce_",
     "allreduce_async", "allreduce_async_", "alltoall", "alltoall_async", "barrier", "broadcast", "broadcast_",
     "broadcast_async", "broadcast_async_", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters",
-    "ccl_built", "check_replicas", "cross_rank", "cross_size", "cuda_built", "ddl_built", "elastic", "gather",
-    "global_process_set", "gloo_built", "gloo_enabled", "grouped_allgather", "grouped_allgather_async",
+    "ccl_built", "check_replicas", "comm_hooks", "cross_rank", "cross_size", "cuda_built", "ddl_built", "elastic",
+    "gather", "global_process_set", "gloo_built", "gloo_enabled", "grouped_allgather", "grouped_allgather_async",
     "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_",
     "grouped_reducescatter", "grouped_reducescatter_async", "init", "is_homogeneous", "is_initialized", "join",
     "local_rank", "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "poll", "rank",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 import warnings
@@ -13,13 +14,17 @@ from typing import Any, TypeVar
 import torch
 
 from hvdlite import api
-from hvdlite.core.process_set import ProcessSet, global_process_set
+from hvdlite.core.errors import UnsupportedError
+from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID, ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.gradient_reducer import GradientReducer
+from hvdlite.training.hooked_reducer import HookedReducer
 from hvdlite_torch.adasum_optimizer import DistributedAdasum, check_whole_job
+from hvdlite_torch.comm_hooks import CommHook, Exchange, reduce_round
 from hvdlite_torch.compression import Compression, Compressor
 from hvdlite_torch.framework import TorchGradients, as_array, contiguous
+from hvdlite_torch.state import take_over
 
 _graph_task = torch._C._current_graph_task_id
 
@@ -37,6 +42,7 @@ def DistributedOptimizer(
     groups: object = None,
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
+    comm_hook: CommHook | None = None,
     _runtime: Runtime | None = None,
 ) -> OptimizerType:
     """Make `optimizer` average its gradients over all ranks; returns the same object.
@@ -63,6 +69,8 @@ def DistributedOptimizer(
         sparse_as_dense: densify sparse gradients, instead of gathering their rows. Gathered ones are gathered again when
             backward passes accumulate.
         process_set: the ranks that share gradients; on other ranks the optimizer trains alone.
+        comm_hook: another way to average gradients, see `comm_hooks`; with op=Average and nothing else that changes what
+            travels.
 
     Raises:
         ValueError: for invalid arguments; parameters without a name or with the same name are listed.
@@ -92,14 +100,20 @@ def DistributedOptimizer(
         assert isinstance(optimizer, DistributedAdasum)
         optimizer._attach(runtime, names, runtime.label("torch"), compression, backward_passes_per_step)
         return optimizer
-    reducer: GradientReducer[torch.Tensor] = GradientReducer(
-        runtime, TorchGradients(compression, sparse_as_dense, runtime.config.gradient_as_bucket_view),
-        runtime.label("torch", api.set_id(process_set)), op=op,
-        prescale=1.0 / gradient_predivide_factor, postscale=gradient_predivide_factor, passes=backward_passes_per_step,
-        process_set=api.set_id(process_set))
+    if comm_hook is not None and (op is not ReduceOp.AVERAGE or compression is not Compression.none or groups is not None
+                                  or gradient_predivide_factor != 1.0):
+        raise ValueError("comm_hook decides itself how gradients are averaged: leave op, compression, groups and "
+                         "gradient_predivide_factor at their defaults")
+    label, number = runtime.label("torch", api.set_id(process_set)), api.set_id(process_set)
+    make: type[GradientReducer[torch.Tensor]] = GradientReducer if comm_hook is None else HookedReducer
+    framework = TorchGradients(compression, sparse_as_dense, runtime.config.gradient_as_bucket_view)
+    reducer = make(runtime, framework, label, op=op, prescale=1.0 / gradient_predivide_factor,
+                   postscale=gradient_predivide_factor, passes=backward_passes_per_step, process_set=number)
+    if comm_hook is not None and isinstance(reducer, HookedReducer):
+        reducer.use(functools.partial(reduce_round, comm_hook, Exchange(runtime, f"{label}.hook", number)))
     optimizer.__class__ = type(base.__name__, (_Distributed, base), {"__module__": base.__module__})
     assert isinstance(optimizer, _Distributed)
-    optimizer._attach(runtime, reducer, names, clusters)
+    optimizer._attach(runtime, reducer, names, clusters, number)
     return optimizer
 
 
@@ -109,8 +123,10 @@ class _Distributed:
     param_groups: list[dict[str, Any]]
 
     def _attach(self, runtime: Runtime, reducer: GradientReducer[torch.Tensor], names: dict[torch.Tensor, str],
-                clusters: dict[torch.Tensor, int]) -> None:
+                clusters: dict[torch.Tensor, int], process_set: int) -> None:
         self._clusters = clusters
+        self._runtime = runtime
+        self._process_set = process_set
         self._reducer = reducer
         self._active = reducer.is_shared
         self._parameter_names = dict(names)
@@ -139,7 +155,11 @@ class _Distributed:
     def _end_backward(self) -> None:
         self._task = -1
         if self._reducer.end_backward():
-            torch.autograd.Variable._execution_engine.queue_callback(self._reducer.wait)  # behind the other optimizers' ends
+            torch.autograd.Variable._execution_engine.queue_callback(self._wait)  # behind the other optimizers' ends
+
+    def _wait(self) -> None:
+        with torch.profiler.record_function("hvdlite.wait_for_gradients"):
+            self._reducer.wait()
 
     def _check_replicas(self) -> None:
         self._steps += 1
@@ -176,6 +196,27 @@ class _Distributed:
             yield
         finally:
             self._synchronizes = before
+
+    @contextmanager
+    def join(self, *, synchronize: bool = True) -> Iterator[None]:
+        """Let ranks run out of batches at different times inside this; all ranks use it, around their training loop.
+
+        A rank that comes to the end waits, and its share in the others' averages is nothing (which are divided by the number
+        of all ranks, unless HVDLITE_JOIN_DIVIDES_BY_ACTIVE is set). When all have come, parameters and optimizer state are
+        taken from the last one, because the others have missed its steps.
+
+        Args:
+            synchronize: whether to do that.
+        """
+        yield
+        if not self._active:
+            return
+        if self._process_set != GLOBAL_PROCESS_SET_ID:
+            raise UnsupportedError("join() is for all ranks; this optimizer shares gradients with some only")
+        last = self._runtime.join().wait()
+        if synchronize:
+            assert isinstance(self, torch.optim.Optimizer)
+            take_over(self._runtime, self, last)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients locally; the first backward pass after it reduces the sums."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from hvdlite import api
 from hvdlite.core.process_set import ProcessSet, global_process_set
+from hvdlite.runtime.runtime import Runtime
 from hvdlite.training import objects, replicas
 from hvdlite_torch.framework import as_array, contiguous
 from hvdlite_torch.ops import broadcast_async_
@@ -42,17 +43,24 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
         model: accepted for Horovod's sake; not needed.
     """
     del model
-    runtime = api.runtime()
+    _broadcast_state(api.runtime(), optimizer, root_rank)
+
+
+def take_over(runtime: Runtime, optimizer: torch.optim.Optimizer, root_rank: int) -> None:
+    """Give every rank rank `root_rank`'s parameters and optimizer state."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    _broadcast_tensors(runtime, [parameter.detach() for parameter in parameters], root_rank, "take_over.parameters")
+    _broadcast_state(runtime, optimizer, root_rank)
+
+
+def _broadcast_state(runtime: Runtime, optimizer: torch.optim.Optimizer, root_rank: int) -> None:
     own = optimizer.state_dict()
     tensors: list[torch.Tensor] = []
     structure = objects.broadcast_object(runtime, _without_tensors(own, tensors), root_rank, "optimizer_state.structure")
     if runtime.world.rank != root_rank:
         tensors = []
         own = _with_tensors(structure, tensors)
-    contiguous = [tensor.detach().contiguous() for tensor in tensors]
-    handles = [broadcast_async_(tensor, root_rank, f"optimizer_state.{index}") for index, tensor in enumerate(contiguous)]
-    for handle in handles:
-        handle.wait()
+    _broadcast_tensors(runtime, tensors, root_rank, "optimizer_state")
     if runtime.world.rank != root_rank:
         optimizer.load_state_dict(own)
 
@@ -71,6 +79,15 @@ def check_replicas(params: Mapping[str, Any] | Iterable[Any], process_set: Proce
     named = [(name, as_array(contiguous(tensor, name), name)) for name, tensor in _named(params)]
     runtime, number = api.runtime(), api.set_id(process_set)
     replicas.check_replicas(runtime, named, runtime.unnamed("torch", "check_replicas", number), number)
+
+
+def _broadcast_tensors(runtime: Runtime, tensors: Sequence[torch.Tensor], root_rank: int, name: str) -> None:
+    dense = [contiguous(tensor, name) for tensor in tensors]
+    handles = [runtime.broadcast(f"{name}.{index}", as_array(tensor, name), root_rank) for index, tensor in enumerate(dense)]
+    for tensor, sent, handle in zip(tensors, dense, handles, strict=True):
+        handle.wait()
+        if tensor.data_ptr() != sent.data_ptr():
+            tensor.copy_(sent)
 
 
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None,

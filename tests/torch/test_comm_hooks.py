@@ -1,0 +1,126 @@
+"""Lossy averages: exact where nothing is lost, equal on all ranks, and what is lost comes later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hvdlite.core.types import ReduceOp  # noqa: E402
+from hvdlite.runtime.runtime import Runtime  # noqa: E402
+from hvdlite_torch import Compression, DistributedOptimizer, comm_hooks  # noqa: E402
+from tests.torch.test_optimizer import OPTIMIZERS, batches, net, share, train, weights  # noqa: E402
+from tests.worlds import threads  # noqa: E402
+
+EXACT: dict[str, Callable[[], Any]] = {
+    "allreduce": comm_hooks.AllReduce,
+    "powersgd that does not pay": lambda: comm_hooks.PowerSGD(8, start_iter=0),
+    "powersgd of full rank": lambda: comm_hooks.PowerSGD(16, start_iter=1, min_compression_rate=0.0),
+    "everything": lambda: comm_hooks.TopK(1.0),
+}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("kind", EXACT)
+def test_nothing_is_lost_where_nothing_has_to_be(kind: str, size: int) -> None:
+    data = list(batches(4, size))
+    alone = net()
+    optimizer = OPTIMIZERS["adam"](alone.parameters())
+    for x, y in data:
+        train(optimizer, alone, x, y, clip=True)
+
+    def step(runtime: Runtime) -> list[Any]:
+        model = net()
+        wrapped = DistributedOptimizer(OPTIMIZERS["adam"](model.parameters()), model.named_parameters(),
+                                       comm_hook=EXACT[kind](), _runtime=runtime)
+        for x, y in data:
+            train(wrapped, model, share(x, runtime), share(y, runtime), clip=True)
+        return weights(model)
+    for found in threads(size, step):
+        for mine, theirs in zip(found, weights(alone), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
+
+
+LOSSY: dict[str, Callable[[], Any]] = {
+    "fp16": lambda: comm_hooks.Cast(torch.float16), "bf16": lambda: comm_hooks.Cast(torch.bfloat16),
+    "powersgd": lambda: comm_hooks.PowerSGD(1, start_iter=2, min_compression_rate=1.0), "topk": lambda: comm_hooks.TopK(0.1),
+}
+
+
+@pytest.mark.parametrize("kind", LOSSY)
+def test_training_converges_and_replicas_stay_equal(kind: str) -> None:
+    def step(runtime: Runtime) -> tuple[list[Any], float, float]:
+        model = net()
+        wrapped = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), model.named_parameters(),
+                                       comm_hook=LOSSY[kind](), _runtime=runtime)
+        generator = torch.Generator().manual_seed(runtime.world.rank)
+        truth = torch.linspace(-1, 1, 18).reshape(6, 3)
+        losses = []
+        for _ in range(150):
+            x = torch.randn(16, 6, generator=generator)
+            wrapped.zero_grad()
+            loss = torch.nn.functional.mse_loss(model(x), x @ truth)
+            loss.backward()
+            wrapped.step()
+            losses.append(loss.item())
+        return weights(model), sum(losses[:10]), sum(losses[-10:])
+    (one, begin, end), (other, _, _) = threads(2, step)
+    assert end < 0.25 * begin, (begin, end)
+    for mine, theirs in zip(one, other, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+class Alone:
+    """An exchange with nobody."""
+
+    size = 1
+
+    def average(self, name: str, tensors: Any) -> None:
+        pass
+
+    def gather(self, name: str, tensor: Any) -> Any:
+        return tensor
+
+
+@pytest.mark.parametrize("hook", [comm_hooks.TopK(0.05), comm_hooks.PowerSGD(1, start_iter=0, min_compression_rate=0.0)])
+def test_what_is_lost_comes_later(hook: Any) -> None:
+    gradient = torch.randn(8, 6, generator=torch.Generator().manual_seed(4))
+    total, steps = torch.zeros_like(gradient), 400
+    for _ in range(steps):
+        sent = gradient.clone()
+        hook.reduce([("w", sent)], Alone())
+        total += sent
+    torch.testing.assert_close(total / steps, gradient, rtol=0.1, atol=0.1)
+
+
+def test_gradients_that_are_missing_or_accumulated() -> None:
+    def step(runtime: Runtime) -> None:
+        rank = runtime.world.rank
+        used, elsewhere, nowhere = (torch.nn.Parameter(torch.ones(3)) for _ in range(3))
+        optimizer = DistributedOptimizer(torch.optim.SGD([used, elsewhere, nowhere], lr=1.0), backward_passes_per_step=2,
+                                         comm_hook=comm_hooks.AllReduce(), _runtime=runtime)
+        for _ in range(2):
+            optimizer.zero_grad()
+            for _ in range(2):
+                (used.sum() + (elsewhere.sum() if rank else 0)).backward()
+            assert used.grad.tolist() == [2] * 3 and elsewhere.grad.tolist() == [1] * 3 and nowhere.grad is None
+            optimizer.step()
+        assert used.tolist() == [-3] * 3
+    threads(2, step)
+
+
+@pytest.mark.parametrize("arguments", [{"op": ReduceOp.SUM}, {"compression": Compression.fp16}, {"groups": 2},
+                                       {"gradient_predivide_factor": 2.0}])
+def test_a_hook_excludes_what_it_decides_itself(arguments: dict[str, Any]) -> None:
+    def step(runtime: Runtime) -> None:
+        with pytest.raises(ValueError, match="comm_hook decides itself"):
+            DistributedOptimizer(torch.optim.SGD(net().parameters(), lr=0.1), comm_hook=comm_hooks.AllReduce(),
+                                 _runtime=runtime, **arguments)
+    threads(1, step)
+    with pytest.raises(ValueError, match="ratio must be"):
+        comm_hooks.TopK(0)
+    with pytest.raises(ValueError, match="at least 1, not 0"):
+        comm_hooks.PowerSGD(0)
