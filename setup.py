@@ -8,7 +8,9 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "([^"]+)"', (HERE / "hvdlite/_version.py").read_text(encoding="utf-8")).group(1)
 AUTOTUNE = ["optuna>=3.6"]
-TEST = [*AUTOTUNE, "pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.6", "mypy>=1.11", "import-linter>=2.1"]
+LIGHTNING = ["torch>=2.1", "lightning>=2.2"]
+TEST = [*AUTOTUNE, *LIGHTNING, "pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.6", "mypy>=1.11",
+        "import-linter>=2.1"]
 
 setup(
     name="hvdlite",
@@ -27,6 +29,7 @@ setup(
     install_requires=["numpy>=1.24", "ml_dtypes>=0.4", "msgspec>=0.18", "cloudpickle>=2.2", "pyyaml>=6"],
     extras_require={
         "torch": ["torch>=2.1"],
+        "lightning": LIGHTNING,
         "tensorflow": ["tensorflow>=2.16", "keras>=3"],
         "mpi": ["mpi4py>=4"],
         "nccl-cuda12": ["cupy-cuda12x>=13", "nvidia-nccl-cu12>=2.26.2"],

@@ -32,6 +32,20 @@ HOROVOD_FLAGS = {
     "autotune-bayes-opt-max-samples": ("autotune_max_samples", "N"),
 }
 """Horovod's flags that mean a knob under another name."""
+MEANINGLESS_FLAGS = {
+    "cycle-time-ms": ("MS", "nothing happens in cycles"), "cache-capacity": ("N", "there is no response cache to size"),
+    "hierarchical-allreduce": ("", "one host needs none"), "no-hierarchical-allreduce": ("", "one host needs none"),
+    "hierarchical-allgather": ("", "one host needs none"), "no-hierarchical-allgather": ("", "one host needs none"),
+    "torus-allreduce": ("", "one host needs none"), "no-torus-allreduce": ("", "one host needs none"),
+    "stall-check": ("", "it is on anyway"), "disable-cache": ("", "nothing is cached between jobs"),
+    "num-nccl-streams": ("N", "NCCL needs one stream"),
+    "autotune-gaussian-process-noise": ("X", "autotune has no such process"),
+    "mpi-threads-disable": ("", "MPI is not used"), "no-mpi-threads-disable": ("", "MPI is not used"),
+    "thread-affinity": ("CORE", "use --bind"), "gloo-timeout-seconds": ("S", "Gloo is not used"),
+    "log-with-timestamp": ("", "it is so anyway"), "log-without-timestamp": ("", "use --log-hide-time"),
+    "gloo": ("", "tensors travel through shared memory"), "mpi": ("", "tensors travel through shared memory"),
+}
+"""Horovod's flags that are accepted and do nothing, and why."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -56,6 +70,12 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--bind", action="store_true", help="bind each rank to its share of the cores")
     result.add_argument("--horovod-compat", action="store_true", help="let `import horovod...` in the script give hvdlite")
     result.add_argument("--verbose", action="store_true", help="say what is started")
+    for name, (metavar, why) in MEANINGLESS_FLAGS.items():
+        if metavar:
+            result.add_argument(f"--{name}", dest=f"meaningless_{name}", help=argparse.SUPPRESS)
+        else:
+            result.add_argument(f"--{name}", dest=f"meaningless_{name}", help=argparse.SUPPRESS, action="store_const",
+                                const=why)
     result.add_argument("--report", nargs="?", const="", metavar="JOB", help="start nothing; say who waits for whom in the "
                         "running job of this user on this host (if there are several: its launcher's process id)")
     result.add_argument("-cb", "--check-build", action="store_true", help="start nothing; say what is installed here and "
@@ -127,13 +147,14 @@ def job_settings(options: argparse.Namespace, environ: Mapping[str, str]) -> Job
     if settings.get(environment_name("control"), environ.get(environment_name("control"))) == "tcp":
         settings |= {launch_contract.COORDINATOR: f"127.0.0.1:{_free_port()}",
                      launch_contract.SECRET: secrets.token_hex()}
-    notice = ""
+    notice = "".join(f"--{name} does nothing here: {why}\n" for name, (_, why) in MEANINGLESS_FLAGS.items()
+                     if getattr(options, f"meaningless_{name}") is not None)
     if "OMP_NUM_THREADS" not in environ:
         settings["OMP_NUM_THREADS"] = str(max(1, _cores() // size))
-        notice = (f"OMP_NUM_THREADS={settings['OMP_NUM_THREADS']} ({_cores()} cores for {size} ranks); "
-                  "set it yourself to change that")
+        notice += (f"OMP_NUM_THREADS={settings['OMP_NUM_THREADS']} ({_cores()} cores for {size} ranks); "
+                   "set it yourself to change that")
     return JobSettings(placement.local_worlds(size), command, settings, options.output_filename, options.prefix,
-                       options.timestamps, options.bind, options.verbose, notice)
+                       options.timestamps, options.bind, options.verbose, notice.rstrip())
 
 
 def knob_environment(options: argparse.Namespace) -> dict[str, str]:

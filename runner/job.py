@@ -122,7 +122,8 @@ class _Job:
 
     def start(self, directory: str, inherited: Mapping[str, str], guardian: Guardian) -> None:
         if self._settings.notice:
-            self._console.note(f"hvdrun: {self._settings.notice}")
+            for line in self._settings.notice.splitlines():
+                self._console.note(f"hvdrun: {line}")
         cores = sorted(os.sched_getaffinity(0)) if self._settings.bind and hasattr(os, "sched_getaffinity") else []
         for world in self._settings.worlds:
             if self._signal:

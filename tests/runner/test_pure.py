@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import sys
 from pathlib import Path
@@ -216,3 +217,23 @@ def test_every_knob_has_a_flag() -> None:
     helped = parser().format_help()
     for field in dataclasses.fields(Config):
         assert re.search(rf"--{field.name.replace('_', '-')}\s", helped), field.name
+
+
+def test_horovods_flags_that_mean_nothing_are_accepted_and_explained() -> None:
+    settings = parsed("-np", "2", "--cycle-time-ms", "3", "--hierarchical-allreduce", "--gloo", "sh")
+    assert settings.command == ["sh"]
+    assert settings.notice.splitlines() == [
+        "--cycle-time-ms does nothing here: nothing happens in cycles",
+        "--hierarchical-allreduce does nothing here: one host needs none",
+        "--gloo does nothing here: tensors travel through shared memory"]
+
+
+def test_horovods_other_names_of_knobs() -> None:
+    settings = parsed("-np", "2", "--timeline-filename", "t.json", "--no-stall-check", "--autotune",
+                      "--autotune-log-file", "a.csv", "--autotune-bayes-opt-max-samples", "7",
+                      "--timeline-mark-cycles", "--horovod-compat", "sh")
+    given = settings.environment
+    assert given["HVDLITE_TIMELINE"] == os.path.abspath("t.json") and given["HVDLITE_STALL_CHECK_TIME_SECONDS"] == "0"
+    assert given["HVDLITE_AUTOTUNE"] == "1" and given["HVDLITE_AUTOTUNE_MAX_SAMPLES"] == "7"
+    assert given["HVDLITE_AUTOTUNE_LOG_FILE"] == os.path.abspath("a.csv") and given["HVDLITE_TIMELINE_MARK_CYCLES"] == "1"
+    assert given["PYTHONPATH"].split(os.pathsep)[0].endswith("hvdlite/horovod_compat/path")

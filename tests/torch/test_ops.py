@@ -82,6 +82,55 @@ def test_handles_groups_and_names() -> None:
     """)
 
 
+def test_every_error_condition_of_horovod_reaches_every_rank_and_the_job_goes_on() -> None:
+    run(2, """
+        other, HorovodInternalError = 1 - rank, hvd.HorovodInternalError
+        ones = torch.ones(4, 2)
+        differ = {  # what the ranks disagree about: told to both, by name
+            "shape": lambda: hvd.allreduce(torch.ones(2 + rank), name="x"),
+            "shape ": lambda: hvd.broadcast(torch.ones(2 + rank), 0, name="x"),
+            "shape  ": lambda: hvd.reducescatter(torch.ones(2 + rank), name="x"),
+            "number of dimensions": lambda: hvd.allgather(torch.ones([2] * (1 + rank)), name="x"),
+            "shape after the first dimension": lambda: hvd.allgather(torch.ones(2, 2 + rank), name="x"),
+            "shape after the first dimension ": lambda: hvd.alltoall(torch.ones(2, 2 + rank), name="x"),
+            "dtype": lambda: hvd.allreduce(ones.to([torch.float32, torch.float64][rank]), name="x"),
+            "operation": lambda: ops_under_one_name(),
+            "reduce op": lambda: hvd.allreduce(ones, op=[hvd.Sum, hvd.Average][rank], name="x"),
+            "reduce op ": lambda: hvd.reducescatter(ones, op=[hvd.Sum, hvd.Average][rank], name="x"),
+            "prescale_factor": lambda: hvd.allreduce(ones, prescale_factor=1.0 + rank, name="x"),
+            "postscale_factor": lambda: hvd.allreduce(ones, postscale_factor=1.0 + rank, name="x"),
+            "root rank": lambda: hvd.broadcast(ones, rank, name="x"),
+        }
+        def ops_under_one_name():
+            from hvdlite import api
+            array = torch.ones(8).numpy()
+            call = api.runtime().barrier if rank else lambda name: api.runtime().broadcast(name, array, 0)
+            call("x").wait()
+        for what, call in differ.items():
+            raises(HorovodInternalError, f"disagree about the {what.strip()} of", call)
+            assert hvd.allreduce(ones, op=hvd.Sum, name="x").sum() == 16, "the job cannot be used any more"
+        here = {  # found at the call, on this rank alone
+            "scalar": lambda: hvd.reducescatter(torch.tensor(1.0)),
+            "not registered": lambda: hvd.allreduce(ones, process_set=hvd.ProcessSet([0])),
+            "root_rank 7": lambda: hvd.broadcast(ones, 7),
+            "must be 2 numbers": lambda: hvd.alltoall(ones, splits=[1, 1, 1]),
+            "at most 4": lambda: hvd.alltoall(ones, splits=[3, 3]),
+            "cannot be shared equally": lambda: hvd.alltoall(torch.ones(3)),
+            "bool has no Sum": lambda: hvd.allreduce(torch.ones(2, dtype=torch.bool), op=hvd.Sum),
+        }
+        for told, call in here.items():
+            raises(ValueError, told, call)
+        own = hvd.add_process_set([0])
+        if rank == 1:
+            raises(ValueError, "not a member", lambda: hvd.allreduce(ones, process_set=own))
+        else:
+            raises(ValueError, "root_rank 1 is not a rank of", lambda: hvd.broadcast(ones, 1, process_set=own))
+        hvd.shutdown()
+        raises(HorovodInternalError, "hvd.init()", lambda: hvd.allreduce(ones))
+        raises(ValueError, "hvd.init()", hvd.rank)
+    """)
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_gradients_of_collectives_match_finite_differences(size: int) -> None:
     """Every rank's loss is summed; Horovod averages upstream gradients, so ours are that sum divided by size."""

@@ -1,0 +1,170 @@
+"""PyTorch Lightning on hvdlite: `Trainer(strategy=HvdliteStrategy())`, started by hvdrun.
+
+Lightning had a Horovod strategy until 2.0; this one has its behaviour, with gradients that are final when `backward` ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+try:
+    from lightning.fabric.plugins.environments import ClusterEnvironment
+    from lightning.pytorch.strategies import ParallelStrategy
+    from lightning.pytorch.trainer.states import TrainerFn
+    from lightning.pytorch.utilities.rank_zero import rank_zero_only
+except ImportError:
+    try:
+        from lightning_fabric.plugins.environments import ClusterEnvironment
+        from pytorch_lightning.strategies import ParallelStrategy
+        from pytorch_lightning.trainer.states import TrainerFn
+        from pytorch_lightning.utilities.rank_zero import rank_zero_only
+    except ImportError:
+        raise ImportError("hvdlite_torch.lightning needs Lightning 2: pip install 'hvdlite[lightning]'") from None
+
+import hvdlite_torch as hvd
+from hvdlite import api
+from hvdlite.core.types import ReduceOp
+
+_OPS = {"mean": ReduceOp.AVERAGE, "avg": ReduceOp.AVERAGE, "sum": ReduceOp.SUM, "min": ReduceOp.MIN, "max": ReduceOp.MAX,
+        "product": ReduceOp.PRODUCT}
+
+
+class HvdliteEnvironment(ClusterEnvironment):
+    """Who Lightning thinks it is: what hvdlite says."""
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """True: hvdrun starts the ranks."""
+        return True
+
+    @property
+    def main_address(self) -> str:
+        """Not used: ranks find each other without it."""
+        return "127.0.0.1"
+
+    @property
+    def main_port(self) -> int:
+        """Not used, like `main_address`."""
+        return 0
+
+    @staticmethod
+    def detect() -> bool:
+        """Return False: it comes with the strategy."""
+        return False
+
+    def world_size(self) -> int:
+        """Return the number of ranks."""
+        return hvd.size()
+
+    def set_world_size(self, size: int) -> None:
+        """Nothing to do."""
+
+    def global_rank(self) -> int:
+        """Return this rank."""
+        return hvd.rank()
+
+    def set_global_rank(self, rank: int) -> None:
+        """Nothing to do."""
+
+    def local_rank(self) -> int:
+        """Return this rank among those of its host."""
+        return hvd.local_rank()
+
+    def node_rank(self) -> int:
+        """Return this host's number."""
+        return hvd.cross_rank()
+
+
+class HvdliteStrategy(ParallelStrategy):
+    """One replica per rank; optimizers are wrapped, parameters broadcast from rank 0, logged values reduced.
+
+    Use `Trainer(strategy=HvdliteStrategy(), devices=1)` and start the script with `hvdrun -np N`.
+
+    Args:
+        optimizer_arguments: for every `hvdlite_torch.DistributedOptimizer`, such as `compression=Compression.bf16`.
+        arguments: of Lightning's `ParallelStrategy`.
+    """
+
+    strategy_name = "hvdlite"
+    is_distributed = True
+
+    def __init__(self, optimizer_arguments: dict[str, Any] | None = None, **arguments: Any) -> None:
+        hvd.init()
+        super().__init__(cluster_environment=HvdliteEnvironment(), **arguments)
+        self._optimizer_arguments = dict(optimizer_arguments or {})
+        rank_zero_only.rank = hvd.rank()
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this rank's replica."""
+        return torch.device("cpu") if not self.parallel_devices else self.parallel_devices[0]
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """What Lightning's samplers need to know."""
+        return {"num_replicas": hvd.size(), "rank": hvd.rank()}
+
+    def setup(self, trainer: Any) -> None:
+        """Make every rank's model rank 0's, and wrap the optimizers."""
+        assert self.accelerator is not None and self.model is not None
+        self.accelerator.setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING and self._layer_sync:
+            self.model = hvd.SyncBatchNorm.convert_sync_batchnorm(self.model)
+        self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+            for optimizer in self.optimizers:
+                hvd.DistributedOptimizer(optimizer, self._names(optimizer), **self._optimizer_arguments)
+        self.setup_precision_plugin()
+
+    def model_to_device(self) -> None:
+        """Put the model on this rank's device."""
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        """Return all ranks' tensors, stacked along a new first dimension; differentiable with `sync_grads`."""
+        return hvd.allgather(tensor[None] if sync_grads else tensor.detach()[None])
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Return the reduction of a tensor over all ranks; anything else is returned as it is.
+
+        Raises:
+            ValueError: for an unknown `reduce_op`.
+        """
+        if not isinstance(tensor, torch.Tensor):
+            return tensor
+        name = "mean" if reduce_op is None else str(reduce_op).lower().rpartition(".")[2]
+        if name not in _OPS:
+            raise ValueError(f"reduce_op {reduce_op!r} is not one of {', '.join(_OPS)}")
+        if name in ("mean", "avg") and not tensor.is_floating_point():
+            tensor = tensor.float()
+        return hvd.allreduce(tensor.detach(), op=_OPS[name])
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return rank `src`'s object."""
+        return hvd.broadcast_object(obj, src)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks."""
+        if api.is_initialized():  # Lightning calls this when everything is over, too
+            hvd.barrier()
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Accumulate gradients locally inside."""
+        with contextlib.ExitStack() as stack:
+            for optimizer in self.optimizers:
+                stack.enter_context(optimizer.no_sync())
+            yield
+
+    def _names(self, optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
+        assert self.model is not None
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return [(name, parameter) for name, parameter in self.model.named_parameters() if id(parameter) in own]

@@ -1,0 +1,87 @@
+"""A real `Trainer.fit` on two ranks equals one process with the whole batch."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from tests.worlds import processes
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="Lightning is not installed")
+
+SOURCE = """
+    import os, sys, tempfile, warnings
+    import torch
+    import lightning.pytorch as pl
+    import hvdlite_torch as hvd
+    from hvdlite_torch.lightning import HvdliteStrategy
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+
+    class Net(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(3)
+            self.layers = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+        def training_step(self, batch, index):
+            x, y = batch
+            loss = torch.nn.functional.mse_loss(self.layers(x), y)
+            self.log("loss", loss, sync_dist=True, on_epoch=True, on_step=False)
+            return loss
+        def validation_step(self, batch, index):
+            x, y = batch
+            self.log("val", torch.nn.functional.mse_loss(self.layers(x), y), sync_dist=True)
+        def configure_optimizers(self):
+            optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+    generator = torch.Generator().manual_seed(1)
+    data = torch.utils.data.TensorDataset(torch.randn(64, 6, generator=generator), torch.randn(64, 2, generator=generator))
+    common = dict(max_epochs=2, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False,
+                  enable_model_summary=False, gradient_clip_val=0.5)
+
+    def shares(rank):
+        return torch.utils.data.DistributedSampler(data, 2, rank, shuffle=False)
+
+    def loader(batch, sampler=None):
+        return torch.utils.data.DataLoader(data, batch_size=batch, sampler=sampler)
+
+    model = Net()
+    if os.environ.get("HVDLITE_RANK") == "1":
+        torch.nn.init.zeros_(model.layers[0].weight)  # the broadcast mends it
+    folder = sys.argv[1]
+    checkpoint = pl.callbacks.ModelCheckpoint(dirpath=folder, filename="last")
+    trainer = pl.Trainer(strategy=HvdliteStrategy(), callbacks=[checkpoint], use_distributed_sampler=False, **common)
+    trainer.fit(model, loader(8, shares(hvd.rank())), loader(8))
+    assert trainer.world_size == 2 and trainer.global_rank == hvd.rank()
+    assert type(trainer.optimizers[0]).__name__ == "Adam" and trainer.global_step == 8
+    hvd.check_replicas(model.state_dict())
+    gathered = trainer.strategy.all_gather(torch.tensor([float(hvd.rank())]))
+    assert gathered.tolist() == [[0.0], [1.0]]
+    assert trainer.strategy.broadcast({"rank": hvd.rank()}, 1) == {"rank": 1}
+    assert trainer.strategy.reduce(torch.tensor(hvd.rank()), reduce_op="sum").item() == 1
+
+    accumulating = pl.Trainer(strategy=HvdliteStrategy(), accumulate_grad_batches=2, enable_checkpointing=False, **common)
+    other = Net()
+    accumulating.fit(other, loader(4))  # Lightning shares this one out
+    hvd.check_replicas(other.state_dict())
+    assert accumulating.global_step == 8
+
+    # One process, with batches made of what the two ranks had together.
+    alone = Net()
+    one, other = ([list(shares(rank))[begin:begin + 8] for begin in range(0, 32, 8)] for rank in range(2))
+    batches = [[*first, *second] for first, second in zip(one, other)]
+    single = torch.utils.data.DataLoader(data, batch_sampler=batches)
+    pl.Trainer(enable_checkpointing=False, use_distributed_sampler=False, **common).fit(alone, single)
+    for mine, theirs in zip(model.parameters(), alone.parameters()):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    assert os.listdir(folder) == ["last.ckpt"] or hvd.rank() == 1
+    print("done")
+"""
+
+
+def test_a_fit_on_two_ranks(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    source = SOURCE.replace("sys.argv[1]", repr(str(tmp_path)))
+    for ended in processes(2, source, timeout=150):
+        assert "done" in ended.stdout
