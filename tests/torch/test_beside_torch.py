@@ -37,19 +37,22 @@ def test_compiled_models_and_steps_train_like_plain_ones() -> None:
         import torch, hvdlite_torch as hvd
         hvd.init()
         torch.set_num_threads(1)
-        def run(compiles):
+        def run(compiles, step_too=False):
             torch.manual_seed(0)
             model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
             optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.01), model.named_parameters())
             forward = torch.compile(model, backend="aot_eager") if compiles else model
+            step = torch.compile(optimizer.step, backend="aot_eager") if step_too else optimizer.step
             torch.manual_seed(hvd.rank() + 1)
             for _ in range(6):
                 optimizer.zero_grad()
                 forward(torch.randn(8, 6)).square().mean().backward()
-                optimizer.step()
+                step()
             return [parameter.detach().clone() for parameter in model.parameters()]
-        for mine, theirs in zip(run(True), run(False)):
-            torch.testing.assert_close(mine, theirs)
+        plain = run(False)
+        for compiled in (run(True), run(True, step_too=True)):
+            for mine, theirs in zip(compiled, plain):
+                torch.testing.assert_close(mine, theirs)
     """, timeout=120)
 
 
@@ -126,3 +129,80 @@ def test_autocast_scaler_and_scheduler(wraps_first: bool) -> None:
     assert scale == other_scale == 128.0
     for mine, theirs in zip(one, other, strict=True):
         assert torch.equal(mine, theirs)
+
+
+class Tied(torch.nn.Module):
+    """Tied weights, a frozen layer, a layer that is never used, and one that only every other batch uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(9, 6)
+        self.frozen = torch.nn.Linear(6, 6)
+        self.sometimes = torch.nn.Linear(6, 6)
+        self.unused = torch.nn.Linear(6, 2)
+        self.out = torch.nn.Linear(6, 9, bias=False)
+        self.out.weight = self.table.weight
+        with torch.no_grad():
+            for index, parameter in enumerate(self.parameters()):
+                parameter.copy_(torch.linspace(-0.5, 0.5, parameter.numel()).reshape(parameter.shape) + index / 10)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, words: Any, sometimes: bool) -> Any:
+        hidden = torch.tanh(self.frozen(self.table(words)))
+        return self.out(torch.tanh(self.sometimes(hidden)) if sometimes else hidden)
+
+
+KINDS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adam foreach": lambda p: torch.optim.Adam(p, 0.01, foreach=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, 0.01, fused=True),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, 0.01, foreach=True, weight_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_tied_frozen_unused_accumulated_clipped_and_autocast(kind: str, half: bool, size: int) -> None:
+    steps, passes = 6, 2
+    words = torch.randint(0, 9, (steps, passes, size, 8), generator=torch.Generator().manual_seed(1))
+
+    def run(optimizer: Any, model: Any, ranks: list[int]) -> list[Any]:
+        for step in range(steps):
+            optimizer.zero_grad()
+            for each in range(passes):
+                batch = words[step, each, ranks].reshape(-1)
+                with torch.autocast("cpu", torch.bfloat16, enabled=half):
+                    loss = torch.nn.functional.cross_entropy(model(batch, step % 2 == 0).float(), batch.roll(1))
+                (loss / passes).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+        return weights(model)
+
+    # The losses are means over batches that are not cut between the ranks' shares, so each rank's is compared by itself.
+    def alone() -> list[Any]:
+        model = Tied()
+        optimizer = KINDS[kind](model.parameters())
+        for step in range(steps):
+            optimizer.zero_grad()
+            for each in range(passes):
+                for rank in range(size):
+                    batch = words[step, each, rank]
+                    with torch.autocast("cpu", torch.bfloat16, enabled=half):
+                        loss = torch.nn.functional.cross_entropy(model(batch, step % 2 == 0).float(), batch.roll(1))
+                    (loss / (passes * size)).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+        return weights(model)
+
+    def step(runtime: Runtime) -> list[Any]:
+        model = Tied()
+        wrapped = DistributedOptimizer(KINDS[kind](model.parameters()), model.named_parameters(),
+                                       backward_passes_per_step=passes, _runtime=runtime)
+        found = run(wrapped, model, [runtime.world.rank])
+        assert model.unused.weight.grad is None and model.out.weight is model.table.weight
+        return found
+    expected, tolerance = alone(), {"rtol": 2e-2, "atol": 2e-3} if half else {"rtol": 1e-4, "atol": 1e-5}
+    for found in threads(size, step):
+        for mine, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, **tolerance)
