@@ -91,6 +91,7 @@ class HvdliteStrategy(ParallelStrategy):
 
     strategy_name = "hvdlite"
     is_distributed = True
+    model: Any
 
     def __init__(self, optimizer_arguments: dict[str, Any] | None = None, **arguments: Any) -> None:
         hvd.init()

@@ -33,7 +33,7 @@ OptimizerType = TypeVar("OptimizerType", bound=torch.optim.Optimizer)
 
 def DistributedOptimizer(
     optimizer: OptimizerType,
-    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
     compression: type[Compressor] = Compression.none,
     backward_passes_per_step: int = 1,
     op: ReduceOp = ReduceOp.AVERAGE,
