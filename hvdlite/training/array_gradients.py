@@ -1,0 +1,154 @@
+"""Gradients that come and go as arrays: for frameworks whose gradients are values, not attributes of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdlite.core.array import Array, dtype_name
+from hvdlite.core.errors import UnsupportedError
+from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
+from hvdlite.core.types import ReduceOp
+from hvdlite.runtime.runtime import Runtime
+from hvdlite.training.framework import Loan, Shape
+from hvdlite.training.gradient_reducer import GradientReducer
+
+ALIGNMENT = 64
+"""Bytes; TensorFlow takes an array without copying only when it begins at a multiple of it."""
+
+
+class Slot:
+    """Stands for a parameter.
+
+    Attributes:
+        array: its gradient, given or reduced; None when there is none.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        self.shape, self.dtype = shape, dtype
+        self.array: Array | None = None
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Return an uninitialised array whose memory begins at a multiple of `ALIGNMENT` bytes."""
+    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    room = np.empty(nbytes + ALIGNMENT, np.uint8)
+    begin = -room.ctypes.data % ALIGNMENT
+    result: Array = room[begin:begin + nbytes].view(dtype).reshape(shape)
+    return result
+
+
+class ArrayGradients:
+    """The gradients of slots, for `GradientReducer`. Results are new arrays: what was handed out is not written again."""
+
+    def has_gradient(self, parameter: Slot) -> bool:
+        return parameter.array is not None
+
+    def shape(self, parameter: Slot) -> Shape:
+        return Shape(dtype_name(parameter.dtype), parameter.shape)
+
+    def lend(self, parameter: Slot) -> Loan[Slot]:
+        loan = self.lend_empty(parameter)
+        assert parameter.array is not None
+        np.copyto(loan.array, parameter.array)
+        return loan
+
+    def lend_empty(self, parameter: Slot) -> Loan[Slot]:
+        array = aligned_empty(parameter.shape, parameter.dtype)
+        return Loan(parameter, array, array)
+
+    def give_back(self, loan: Loan[Slot]) -> Any:
+        loan.parameter.array = loan.array
+        return None
+
+    def is_sparse(self, parameter: Slot) -> bool:
+        return False
+
+    def rows(self, parameter: Slot) -> Array:
+        raise UnsupportedError("arrays are dense")
+
+    def give_rows(self, parameter: Slot, rows: Array, factor: float) -> Any:
+        raise UnsupportedError("another rank has a sparse gradient where this one has a dense one")
+
+    def seat(self, parameter: Slot, place: Array) -> Array:
+        return place
+
+    def fill(self, parameter: Slot, seat: Array) -> bool:
+        given = parameter.array
+        if given is None or given.shape != seat.shape or given.dtype != seat.dtype:
+            return False
+        np.copyto(seat, given)
+        return True
+
+    def fill_all(self, pairs: Sequence[tuple[Slot, Array]]) -> list[bool]:
+        return [self.fill(parameter, seat) for parameter, seat in pairs]
+
+    def vacate(self, parameter: Slot, seat: Array) -> None:
+        pass
+
+    def adopt(self, parameter: Slot, seat: Array) -> Any:
+        parameter.array = aligned_empty(parameter.shape, parameter.dtype)
+        np.copyto(parameter.array, seat)
+        return None
+
+    def is_marked(self, parameter: Slot, mark: Any) -> bool:
+        return False
+
+
+class ArrayReducer:
+    """Reduces the same list of gradients again and again, as one round of a declared set each time.
+
+    Args:
+        label: equal on all ranks; names of gradients are made of it and their index.
+    """
+
+    def __init__(self, runtime: Runtime, label: str, *, op: ReduceOp, prescale: float = 1.0, postscale: float = 1.0,
+                 process_set: int = GLOBAL_PROCESS_SET_ID, clusters: Sequence[int] = ()) -> None:
+        self._reducer: GradientReducer[Slot] = GradientReducer(runtime, ArrayGradients(), label, op=op, prescale=prescale,
+                                                               postscale=postscale, passes=1, process_set=process_set)
+        self._clusters = clusters
+        self._slots: list[Slot] = []
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether there is anybody to share gradients with."""
+        return self._reducer.is_shared
+
+    def reduce(self, gradients: Sequence[Array | None]) -> list[Array]:
+        """Return the reductions over all ranks of so many gradients; the same number in every call.
+
+        Args:
+            gradients: C-contiguous; None where this rank has none, which counts as zeros.
+
+        Raises:
+            HorovodInternalError: when a reduction failed.
+            UnsupportedError: when the number of gradients has changed, or one is missing in the first call.
+        """
+        if not self.is_shared:
+            return [gradient for gradient in gradients if gradient is not None]
+        if not self._slots:
+            self._begin(gradients)
+        if len(gradients) != len(self._slots):
+            raise UnsupportedError(f"{len(gradients)} gradients, after {len(self._slots)} in the first step; make another "
+                                   "optimizer or tape for another set of variables")
+        for slot, gradient in zip(self._slots, gradients, strict=True):
+            if gradient is not None:
+                slot.shape, slot.dtype = gradient.shape, gradient.dtype
+            slot.array = gradient
+        for slot in reversed(self._slots):  # the last layers' gradients came first
+            if slot.array is not None:
+                self._reducer.hand_over(slot)
+        if self._reducer.end_backward():
+            self._reducer.wait()
+        self._reducer.stepped()
+        return [np.zeros(slot.shape, slot.dtype) if slot.array is None else slot.array for slot in self._slots]
+
+    def _begin(self, gradients: Sequence[Array | None]) -> None:
+        for index, gradient in enumerate(gradients):
+            if gradient is None:
+                raise UnsupportedError(f"gradient {index} is missing in the first step, so nothing is known about it")
+            slot = Slot(gradient.shape, gradient.dtype)
+            self._slots.append(slot)
+            self._reducer.add(slot, str(index), self._clusters[index] if self._clusters else 0)

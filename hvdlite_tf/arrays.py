@@ -1,0 +1,68 @@
+"""TensorFlow tensors as the runtime's arrays and back, in eager mode and inside `tf.function`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdlite.core.array import BFLOAT16, Array
+from hvdlite.training.array_gradients import ALIGNMENT
+
+Function = Callable[..., Sequence[Array]]
+
+
+def run(function: Function, inputs: Sequence[Any], dtypes: Sequence[tf.DType],
+        shapes: Sequence[tf.TensorShape | None]) -> list[tf.Tensor]:
+    """Call a function of arrays on tensors; inside `tf.function` it is called when the graph runs.
+
+    Args:
+        function: takes read-only C-contiguous arrays, and returns new ones, which it must not write any more.
+        dtypes: of what it returns.
+        shapes: what is known of theirs; None for nothing.
+    """
+    check_not_xla()
+    if tf.executing_eagerly():
+        return [as_tensor(result) for result in function(*(as_array(each) for each in inputs))]
+    results = tf.numpy_function(lambda *arrays: list(function(*(np.asarray(each, order="C") for each in arrays))),
+                                list(inputs), list(dtypes), stateful=True)
+    results = list(results) if isinstance(results, (list, tuple)) else [results]
+    for result, shape in zip(results, shapes, strict=True):
+        result.set_shape(shape)
+    return results
+
+
+def as_array(value: Any) -> Array:
+    """Return an eager tensor's memory as a read-only array; a variable's or another value's as an array."""
+    if isinstance(value, tf.Tensor) and value.shape.rank == 0:
+        return np.asarray(value.numpy())  # its __array__ gives a scalar, which is none
+    return np.asarray(value, order="C")
+
+
+def as_tensor(array: Array) -> tf.Tensor:
+    """Return a tensor over an array that nobody writes any more; without a copy where TensorFlow allows it."""
+    if array.nbytes and array.dtype != BFLOAT16 and array.dtype.kind != "b" and array.flags.writeable \
+            and array.ctypes.data % ALIGNMENT == 0:  # TensorFlow ends the process for an unaligned one
+        return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
+    return tf.convert_to_tensor(array)
+
+
+def check_not_xla() -> None:
+    """Raise a clear error while XLA compiles: it cannot call Python."""
+    if tf.executing_eagerly():
+        return
+    from tensorflow.python.ops import control_flow_util  # the only way to know
+    graph = tf.compat.v1.get_default_graph()
+    if control_flow_util.GraphOrParentsInXlaContext(graph):
+        raise ValueError("hvdlite's collectives cannot be compiled by XLA; use jit_compile=False (in model.compile and "
+                         "tf.function)")
+
+
+def graph_name(kind: str, tensor: Any) -> str:
+    """Return the name of a collective inside `tf.function`: made of the function's and the tensor's, as in Horovod."""
+    graph = tf.compat.v1.get_default_graph()
+    function = getattr(graph, "name", "") or "graph"
+    return re.sub(r"[^A-Za-z0-9_.]", "_", f"{kind}.{function}.{tensor.name}")

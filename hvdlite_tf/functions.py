@@ -1,0 +1,70 @@
+"""Start from the same state everywhere: broadcast variables and objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvdlite import api
+from hvdlite.core.process_set import ProcessSet, global_process_set
+from hvdlite.training import objects
+from hvdlite_tf.ops import broadcast_
+
+
+def broadcast_variables(variables: Sequence[Any], root_rank: int, process_set: ProcessSet = global_process_set,
+                        inplace: bool = False) -> None:
+    """Overwrite variables (TensorFlow's or Keras') with rank `root_rank`'s.
+
+    Args:
+        inplace: accepted for Horovod's sake; it is always so.
+
+    Raises:
+        MismatchError: on all ranks, when a shape or dtype differs between them.
+    """
+    del inplace
+    own = [getattr(variable, "value", variable) if not isinstance(variable, tf.Variable) else variable
+           for variable in variables]
+    broadcast_([variable for variable in own if isinstance(variable, tf.Variable)], root_rank, process_set=process_set)
+
+
+def broadcast_global_variables(root_rank: int) -> None:
+    """TensorFlow 1's way; there are no global variables any more.
+
+    Raises:
+        RuntimeError: always, saying what to use.
+    """
+    raise RuntimeError("there are no global variables in TensorFlow 2; use hvd.broadcast_variables(model.variables, "
+                       f"root_rank={root_rank})")
+
+
+def broadcast_object(obj: Any, root_rank: int = 0, session: Any = None, name: str | None = None,
+                     process_set: ProcessSet = global_process_set) -> Any:
+    """Return rank `root_rank`'s picklable object on every rank."""
+    _no_session(session)
+    return objects.broadcast_object(api.runtime(), obj, root_rank, _name("broadcast_object", name, process_set),
+                                    api.set_id(process_set))
+
+
+def broadcast_object_fn(root_rank: int = 0, session: Any = None, name: str | None = None,
+                        process_set: ProcessSet = global_process_set) -> Callable[[Any], Any]:
+    """Return a function that does what `broadcast_object` does."""
+    return lambda obj: broadcast_object(obj, root_rank, session, name, process_set)
+
+
+def allgather_object(obj: Any, session: Any = None, name: str | None = None,
+                     process_set: ProcessSet = global_process_set) -> list[Any]:
+    """Return every rank's picklable object, in rank order."""
+    _no_session(session)
+    return objects.allgather_object(api.runtime(), obj, _name("allgather_object", name, process_set),
+                                    api.set_id(process_set))
+
+
+def _no_session(session: Any) -> None:
+    if session is not None:
+        raise NotImplementedError("sessions are TensorFlow 1's; leave the session out")
+
+
+def _name(kind: str, name: str | None, process_set: ProcessSet) -> str:
+    return api.runtime().unnamed("tf", kind, api.set_id(process_set)) if name is None else f"{kind}.{name}"

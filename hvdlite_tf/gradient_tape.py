@@ -1,0 +1,115 @@
+"""`tf.GradientTape` whose gradients are reduced over all ranks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvdlite.core.process_set import ProcessSet, global_process_set
+from hvdlite.core.types import ReduceOp
+from hvdlite_tf.compression import Compression, Compressor
+from hvdlite_tf.gradients import GradientExchange
+
+
+class _Tape:
+    """Wraps the user's tape: everything but `gradient` is the tape's own."""
+
+    def __init__(self, tape: tf.GradientTape, scale_local_gradients: bool, **exchange: Any) -> None:
+        self._tape = tape
+        self._arguments = exchange
+        self._scales_local = scale_local_gradients
+        self._local: set[int] = set()
+
+    def __enter__(self) -> _Tape:
+        self._tape.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._tape.__exit__(*error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tape, name)
+
+    def register_local_source(self, source: tf.Variable) -> None:
+        """Leave the gradients of a variable to this rank."""
+        self._local.add(id(source))
+
+    def gradient(self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False,
+                 **options: Any) -> Any:
+        """Like the tape's, reduced over all ranks.
+
+        Args:
+            sources: the same in every call, in any structure that `tf.nest` knows.
+            use_generic_names: accepted for Horovod's sake: names are always generic.
+        """
+        del use_generic_names
+        gradients = self._tape.gradient(target, sources, output_gradients, **options)
+        flat, flat_sources = tf.nest.flatten(gradients, expand_composites=False), tf.nest.flatten(sources)
+        shared = [index for index, source in enumerate(flat_sources) if id(source) not in self._local]
+        exchange = _exchange_of([flat_sources[index] for index in shared], self._arguments)
+        reduced = exchange.reduce([flat[index] for index in shared])
+        for index, gradient in zip(shared, reduced, strict=True):
+            flat[index] = gradient
+        if self._scales_local and exchange.is_shared:
+            for index, source in enumerate(flat_sources):
+                if id(source) in self._local and flat[index] is not None:
+                    flat[index] = flat[index] / tf.cast(exchange.size, flat[index].dtype)
+        return tf.nest.pack_sequence_as(sources, flat)
+
+
+_REMEMBERED = 64
+_exchanges: dict[tuple[Any, ...], tuple[list[weakref.ref[Any]], GradientExchange]] = {}  # the last ones used come last
+
+
+def _exchange_of(sources: Sequence[Any], arguments: dict[str, Any]) -> GradientExchange:
+    """Return the exchange for these variables: a tape lives for a step, what is learned about its gradients longer."""
+    key = (*map(id, sources), *arguments.values())
+    references, exchange = _exchanges.pop(key, ([], None))
+    known = [reference() for reference in references]
+    if exchange is None or not exchange.is_current or any(a is not b for a, b in zip(known, sources, strict=True)):
+        exchange = GradientExchange(**arguments)
+        references = [weakref.ref(source) for source in sources]
+    _exchanges[key] = references, exchange
+    while len(_exchanges) > _REMEMBERED:
+        del _exchanges[next(iter(_exchanges))]
+    return exchange
+
+
+def DistributedGradientTape(gradtape: tf.GradientTape, device_dense: str = "", device_sparse: str = "",
+                            compression: type[Compressor] = Compression.none, sparse_as_dense: bool = False,
+                            op: ReduceOp = ReduceOp.AVERAGE, gradient_predivide_factor: float = 1.0, num_groups: int = 0,
+                            groups: Any = None, process_set: ProcessSet = global_process_set,
+                            scale_local_gradients: bool = True) -> Any:
+    """Wrap a tape so that `gradient` returns what is reduced over all ranks; eager and inside `tf.function`.
+
+    Args:
+        device_dense, device_sparse, num_groups, groups: accepted for Horovod's sake; all gradients go together.
+        compression: `Compression.none`, `.fp16` or `.bf16`.
+        sparse_as_dense: densify `tf.IndexedSlices`, instead of gathering their rows.
+        op: Average or Sum.
+        gradient_predivide_factor: for Average: divide by this before the sum, and by size/this after it.
+        process_set: the ranks that share gradients.
+        scale_local_gradients: divide gradients of local sources (`register_local_source`) by the number of ranks.
+    """
+    del device_dense, device_sparse, num_groups, groups
+    return _Tape(gradtape, scale_local_gradients, compression=compression, sparse_as_dense=sparse_as_dense, op=op,
+                 gradient_predivide_factor=gradient_predivide_factor, process_set=process_set)
+
+
+def PartialDistributedGradientTape(gradtape: tf.GradientTape, *arguments: Any, local_layers: Any = None,
+                                   **named: Any) -> Any:
+    """Like `DistributedGradientTape`; the variables of some layers are left to this rank.
+
+    Args:
+        local_layers: a layer or a list of layers.
+    """
+    tape = DistributedGradientTape(gradtape, *arguments, **named)
+    layers: Sequence[Any] = () if local_layers is None else local_layers if isinstance(local_layers, (list, tuple)) \
+        else [local_layers]
+    for layer in layers:
+        for variable in layer.trainable_variables:
+            tape.register_local_source(variable)
+    return tape

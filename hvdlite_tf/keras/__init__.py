@@ -1,0 +1,130 @@
+"""hvdlite for Keras 3, on its TensorFlow, torch and JAX backends: `import hvdlite_tf.keras as hvd`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvdlite import (
+    Adasum,
+    Average,
+    ConfigError,
+    DuplicateNameError,
+    HorovodInternalError,
+    HvdliteError,
+    LaunchError,
+    Max,
+    Min,
+    MismatchError,
+    NotInitializedError,
+    PeerFailedError,
+    PeerLeftError,
+    PeerLostError,
+    ProcessSet,
+    Product,
+    ReduceOp,
+    ReplicaMismatchError,
+    StallError,
+    Sum,
+    UnsupportedError,
+    __version__,
+    add_process_set,
+    barrier,
+    ccl_built,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    global_process_set,
+    gloo_built,
+    gloo_enabled,
+    init,
+    is_homogeneous,
+    is_initialized,
+    join,
+    local_rank,
+    local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rank,
+    remove_process_set,
+    rocm_built,
+    shutdown,
+    size,
+    start_timeline,
+    stop_timeline,
+    story,
+)
+from hvdlite import api as _api
+from hvdlite import ops as _ops
+from hvdlite.training import objects as _objects
+from hvdlite_tf.compression import Compression
+from hvdlite_tf.keras import callbacks
+from hvdlite_tf.keras.exchange import broadcast_variables as _broadcast_variables
+from hvdlite_tf.keras.hooks import install as _install
+from hvdlite_tf.keras.models import load_model
+from hvdlite_tf.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
+
+__all__ = [
+    "Adasum", "Average", "Compression", "ConfigError", "DistributedOptimizer", "DuplicateNameError",
+    "HorovodInternalError", "HvdliteError", "LaunchError", "Max", "Min", "MismatchError", "NotInitializedError",
+    "PartialDistributedOptimizer", "PeerFailedError", "PeerLeftError", "PeerLostError", "ProcessSet", "Product",
+    "ReduceOp", "ReplicaMismatchError", "StallError", "Sum", "UnsupportedError", "__version__", "add_process_set",
+    "allgather", "allgather_object", "allreduce", "barrier", "broadcast", "broadcast_global_variables",
+    "broadcast_object", "broadcast_variables", "callbacks", "ccl_built", "cross_rank", "cross_size", "cuda_built",
+    "ddl_built", "global_process_set", "gloo_built", "gloo_enabled", "init", "is_homogeneous", "is_initialized",
+    "join", "load_model", "local_rank", "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported",
+    "nccl_built", "rank", "reducescatter", "remove_process_set", "rocm_built", "shutdown", "size", "start_timeline",
+    "stop_timeline", "story",
+]
+
+_install()
+
+
+def broadcast_variables(variables: Any, root_rank: int) -> None:
+    """Overwrite Keras variables (`model.variables`) with rank `root_rank`'s."""
+    _broadcast_variables(list(variables), root_rank)
+
+
+def broadcast_global_variables(root_rank: int) -> None:
+    """Keras 3 has no global variables.
+
+    Raises:
+        RuntimeError: always, saying what to use.
+    """
+    raise RuntimeError("Keras 3 has no global variables; use hvd.callbacks.BroadcastGlobalVariablesCallback, or "
+                       f"hvd.broadcast_variables(model.variables, root_rank={root_rank})")
+
+
+def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
+    """Return rank `root_rank`'s picklable object on every rank."""
+    runtime = _api.runtime()
+    return _objects.broadcast_object(runtime, obj, root_rank, name or runtime.unnamed("keras", "broadcast_object"))
+
+
+def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
+    """Return every rank's picklable object, in rank order."""
+    runtime = _api.runtime()
+    return _objects.allgather_object(runtime, obj, name or runtime.unnamed("keras", "allgather_object"))
+
+
+def allreduce(value: Any, name: str | None = None, average: bool | None = None, prescale_factor: float = 1.0,
+              postscale_factor: float = 1.0, op: ReduceOp | None = None) -> Any:
+    """Return the reduction of a value (anything NumPy takes, eager tensors included) over all ranks, as an array."""
+    return _ops.allreduce(value, average, name, op, prescale_factor, postscale_factor)
+
+
+def allgather(value: Any, name: str | None = None) -> Any:
+    """Return all ranks' values concatenated along the first dimension, as an array."""
+    return _ops.allgather(value, name)
+
+
+def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
+    """Return rank `root_rank`'s value, as an array."""
+    return _ops.broadcast(value, root_rank, name)
+
+
+def reducescatter(value: Any, name: str | None = None, op: ReduceOp = Average) -> Any:
+    """Return this rank's rows of the reduction of a value over all ranks, as an array."""
+    return _ops.reducescatter(value, name, op)

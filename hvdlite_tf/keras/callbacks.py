@@ -1,0 +1,202 @@
+"""Horovod's callbacks, for Keras 3."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdlite import api
+from hvdlite.core.types import ReduceOp
+from hvdlite_tf.keras.exchange import broadcast_variables
+
+
+def _read_back(model: Any) -> None:
+    """On the JAX backend: let variables have their values, and let what is assigned to them count."""
+    if hasattr(model, "jax_state_sync"):
+        model.jax_state_sync()
+
+
+class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
+    """Start training from one rank's model and optimizer: at the first batch, or after it for what it builds.
+
+    Args:
+        root_rank: whose state everybody takes.
+        device: accepted for Horovod's sake.
+        local_variables: variables that stay what they are.
+    """
+
+    def __init__(self, root_rank: int, device: str = "", local_variables: Sequence[Any] = ()) -> None:
+        super().__init__()
+        del device
+        self.root_rank = root_rank
+        self._local = {id(variable) for variable in local_variables or ()}
+        self._done = False
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Every training starts anew."""
+        self._done = False
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Broadcast, if everything is built."""
+        if not self._done and self.model.built and self.model.optimizer is not None:
+            if not self.model.optimizer.built:
+                self.model.optimizer.build(self.model.trainable_variables)
+            self._broadcast()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Broadcast what the first batch has built."""
+        if not self._done:
+            self._broadcast()
+
+    def _broadcast(self) -> None:
+        self._done = True
+        _read_back(self.model)
+        variables = [*self.model.variables, *self.model.optimizer.variables]
+        broadcast_variables([variable for variable in variables if id(variable) not in self._local], self.root_rank,
+                            "keras.broadcast")
+
+
+class MetricAverageCallback(keras.callbacks.Callback):
+    """Average what an epoch's logs hold over all ranks; put it before callbacks that read logs."""
+
+    def __init__(self, device: str = "") -> None:
+        super().__init__()
+        del device
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Average the logs in place."""
+        if not logs:
+            return
+        names = sorted(name for name, value in logs.items() if np.ndim(value) == 0)
+        values = np.array([float(logs[name]) for name in names])
+        means = np.empty_like(values)
+        api.runtime().allreduce(f"keras.metrics.{'.'.join(names)}", values, means, ReduceOp.AVERAGE).wait()
+        logs.update(zip(names, means.tolist(), strict=True))
+
+
+class LearningRateScheduleCallback(keras.callbacks.Callback):
+    """Set the learning rate to a multiple of the initial one.
+
+    Args:
+        initial_lr: what is multiplied.
+        multiplier: a function of the epoch, or a number that is raised to the epochs since `start_epoch`.
+        start_epoch: first epoch in which it acts; `end_epoch` is the first one in which it does not any more.
+        staircase: change once an epoch; else with every batch, by fractions of an epoch.
+        momentum_correction: scale momentum by the change of the rate for one batch (Goyal et al., "Accurate, Large Minibatch
+            SGD", 2017), where the optimizer has a momentum that can be set.
+        steps_per_epoch: needed without `staircase` where Keras does not know it.
+
+    Raises:
+        ValueError: without `initial_lr`, or when the number of steps cannot be found out.
+    """
+
+    def __init__(self, initial_lr: float, multiplier: float | Callable[[float], float], start_epoch: int = 0,
+                 end_epoch: int | None = None, staircase: bool = True, momentum_correction: bool = True,
+                 steps_per_epoch: int | None = None) -> None:
+        super().__init__()
+        if initial_lr is None:
+            raise ValueError("initial_lr is needed: what the multiplier multiplies")
+        self.initial_lr = initial_lr
+        self.start_epoch, self.end_epoch = start_epoch, end_epoch
+        self.staircase, self.steps_per_epoch = staircase, steps_per_epoch
+        self.momentum_correction = momentum_correction
+        self.current_epoch = 0
+        self._restore: float | None = None
+        if callable(multiplier):
+            self.multiplier = multiplier
+        else:
+            base = float(multiplier)
+            self.staircase = True
+            self.multiplier = lambda epoch: base ** (epoch - start_epoch)
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Find out how many steps an epoch has, if that matters."""
+        if not self.staircase and not self.steps_per_epoch:
+            self.steps_per_epoch = self.params.get("steps")
+            if not self.steps_per_epoch:
+                raise ValueError("steps_per_epoch is needed: Keras does not know how many steps an epoch has")
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Note the epoch."""
+        self.current_epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Adjust the rate."""
+        if self.current_epoch < self.start_epoch or (self.end_epoch is not None and self.current_epoch >= self.end_epoch):
+            return
+        if self.staircase and batch == 0:
+            self._adjust(self.current_epoch)
+        elif not self.staircase:
+            assert self.steps_per_epoch is not None
+            self._adjust(self.current_epoch + batch / self.steps_per_epoch)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Give momentum back its value."""
+        if self._restore is not None:
+            self._optimizer().momentum = self._restore
+            self._restore = None
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Log the rate."""
+        if logs is not None:
+            logs["lr"] = float(keras.ops.convert_to_numpy(self._optimizer().learning_rate))
+
+    def _adjust(self, epoch: float) -> None:
+        _read_back(self.model)
+        optimizer = self._optimizer()
+        before = float(keras.ops.convert_to_numpy(optimizer.learning_rate))
+        after = self.initial_lr * self.multiplier(epoch)
+        optimizer.learning_rate = after
+        momentum = getattr(optimizer, "momentum", None)
+        runs_eagerly = getattr(self.model, "run_eagerly", False)
+        if self.momentum_correction and isinstance(momentum, float) and momentum and before and runs_eagerly:
+            self._restore = momentum
+            optimizer.momentum = momentum * after / before
+
+    def _optimizer(self) -> Any:
+        optimizer = self.model.optimizer
+        return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+class LearningRateWarmupCallback(LearningRateScheduleCallback):
+    """Raise the learning rate from initial_lr / size to initial_lr, linearly, batch by batch (Goyal et al., 2017).
+
+    Args:
+        initial_lr: the rate for all ranks together, usually the rate for one times `size()`.
+        warmup_epochs: how long that takes.
+        momentum_correction, steps_per_epoch: as in `LearningRateScheduleCallback`.
+        verbose: above 0, rank 0 says when it is over.
+    """
+
+    def __init__(self, initial_lr: float, warmup_epochs: int = 5, momentum_correction: bool = True,
+                 steps_per_epoch: int | None = None, verbose: int = 0) -> None:
+        def multiplier(epoch: float) -> float:
+            epoch += 1.0 / (self.steps_per_epoch or 1)  # the last batch of the last epoch reaches the whole rate
+            return 1.0 / api.size() * (min(epoch, warmup_epochs) * (api.size() - 1) / warmup_epochs + 1)
+        super().__init__(initial_lr, multiplier, 0, warmup_epochs, False, momentum_correction, steps_per_epoch)
+        self.verbose = verbose
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Log the rate, and say when the warm-up is over."""
+        super().on_epoch_end(epoch, logs)
+        if self.end_epoch is not None and epoch == self.end_epoch - 1 and self.verbose > 0 and api.rank() == 0:
+            rate = float(keras.ops.convert_to_numpy(self._optimizer().learning_rate))
+            print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}.")
+
+
+class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
+    """Keras' checkpoint of the best model only; its `filepath` is set before training.
+
+    Args:
+        monitor, verbose, mode, save_freq, save_weights_only: as in `keras.callbacks.ModelCheckpoint`.
+        filepath: where to; may be given later, as an attribute.
+    """
+
+    def __init__(self, monitor: str = "val_loss", verbose: int = 0, mode: str = "auto", save_freq: Any = "epoch",
+                 save_weights_only: bool = False, filepath: str | None = None) -> None:
+        placeholder = "best.weights.h5" if save_weights_only else "best.keras"
+        super().__init__(filepath=filepath or placeholder, monitor=monitor, verbose=verbose, save_best_only=True,
+                         save_weights_only=save_weights_only, mode=mode, save_freq=save_freq)

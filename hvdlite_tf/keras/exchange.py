@@ -1,0 +1,123 @@
+"""What the Keras frontend needs of a backend: reduce a step's gradients, average a few numbers, broadcast variables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdlite import api
+from hvdlite.core.array import BFLOAT16, Array
+from hvdlite.core.process_set import ProcessSet, global_process_set
+from hvdlite.core.types import ReduceOp
+from hvdlite.training.array_gradients import ArrayReducer
+from hvdlite_tf.compression import Compression, Compressor
+
+
+class ArrayExchange:
+    """Reduces lists of gradients as arrays; on Keras' torch and JAX backends. See `hvdlite_tf.gradients.GradientExchange`.
+
+    Attributes:
+        size: how many ranks share gradients.
+    """
+
+    def __init__(self, compression: type[Compressor] = Compression.none, sparse_as_dense: bool = False,
+                 op: ReduceOp = ReduceOp.AVERAGE, gradient_predivide_factor: float = 1.0,
+                 process_set: ProcessSet = global_process_set) -> None:
+        del sparse_as_dense  # gradients are dense on these backends
+        if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+            raise ValueError(f"gradients are reduced with op Average or Sum, not {ReduceOp(op).name.capitalize()}")
+        self._runtime, number = api.runtime(), api.set_id(process_set)
+        self.size = len(self._runtime.members(number))
+        self._compression = compression
+        self._reducer = ArrayReducer(self._runtime, self._runtime.label("keras", number), op=op,
+                                     prescale=1.0 / gradient_predivide_factor, postscale=gradient_predivide_factor,
+                                     process_set=number)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether it belongs to the runtime that there is now."""
+        return api.is_initialized() and self._runtime is api.runtime()
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether there is anybody to share gradients with."""
+        return self._reducer.is_shared
+
+    def reduce(self, gradients: Sequence[Any]) -> list[Any]:
+        """Return the reduced gradients; None stays None."""
+        if not self.is_shared:
+            return list(gradients)
+        results = list(gradients)
+        present = [index for index, gradient in enumerate(results) if gradient is not None]
+        original = [keras.backend.standardize_dtype(results[index].dtype) for index in present]
+        sent = [keras.ops.cast(results[index], self._compression.target_for(dtype) or dtype)
+                for index, dtype in zip(present, original, strict=True)]
+        for index, dtype, reduced in zip(present, original, call(self._reducer.reduce, sent), strict=True):
+            results[index] = keras.ops.cast(reduced, dtype)
+        return results
+
+
+def exchange(**arguments: Any) -> Any:
+    """Return what reduces gradients on the backend that Keras uses."""
+    if keras.backend.backend() == "tensorflow":
+        from hvdlite_tf.gradients import GradientExchange
+        return GradientExchange(**arguments)
+    return ArrayExchange(**arguments)
+
+
+def call(function: Callable[[Sequence[Array]], Sequence[Array]], tensors: Sequence[Any]) -> list[Any]:
+    """Call a function of arrays that returns arrays of the same shapes and dtypes, on tensors of any backend."""
+    backend = keras.backend.backend()
+    if not tensors:
+        return []
+    if backend == "tensorflow":
+        from hvdlite_tf.arrays import run
+        return run(lambda *arrays: function(arrays), list(tensors), [tensor.dtype for tensor in tensors],
+                   [tensor.shape for tensor in tensors])
+    if backend == "jax":
+        import jax
+        from jax.experimental import io_callback
+        shapes = [jax.ShapeDtypeStruct(tensor.shape, tensor.dtype) for tensor in tensors]
+        return list(io_callback(lambda *arrays: list(function([np.asarray(each, order="C") for each in arrays])), shapes,
+                                *tensors))
+    if backend == "torch":
+        return [_torch_tensor(array, tensor) for array, tensor in
+                zip(function([_torch_array(tensor) for tensor in tensors]), tensors, strict=True)]
+    return [keras.ops.convert_to_tensor(array) for array in function([np.asarray(tensor) for tensor in tensors])]
+
+
+def everywhere(flag: Any, name: str) -> Any:
+    """Return whether a scalar boolean tensor is true on all ranks."""
+    def reduce(arrays: Sequence[Array]) -> list[Array]:
+        result = np.empty_like(arrays[0])
+        api.runtime().allreduce(name, arrays[0], result, ReduceOp.MIN).wait()
+        return [result]
+    return keras.ops.cast(call(reduce, [keras.ops.cast(flag, "int32")])[0], "bool")
+
+
+def broadcast_variables(variables: Sequence[Any], root_rank: int, name: str = "keras.variables") -> None:
+    """Overwrite Keras variables with rank `root_rank`'s, outside of any compiled function."""
+    runtime = api.runtime()
+    arrays = [np.array(keras.ops.convert_to_numpy(variable.value), order="C") for variable in variables]
+    handles = [runtime.broadcast(f"{name}.{index}", array, root_rank) for index, array in enumerate(arrays)]
+    for variable, array, handle in zip(variables, arrays, handles, strict=True):
+        handle.wait()
+        if runtime.world.rank != root_rank:
+            variable.assign(array)
+
+
+def _torch_array(tensor: Any) -> Array:
+    import torch
+    dense = tensor.detach().to("cpu").contiguous()
+    result: Array = dense.view(torch.int16).numpy().view(BFLOAT16) if dense.dtype is torch.bfloat16 else dense.numpy()
+    return result
+
+
+def _torch_tensor(array: Array, like: Any) -> Any:
+    import torch
+    tensor = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16) if array.dtype == BFLOAT16 \
+        else torch.from_numpy(array)
+    return tensor.to(like.device)

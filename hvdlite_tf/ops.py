@@ -1,0 +1,317 @@
+"""Collectives on TensorFlow tensors, eager and inside `tf.function`; differentiable, with Horovod's scaling of gradients.
+
+Inside `tf.function` a collective is one call into Python that blocks until it is complete; several of them run in the order
+in which they were traced, so all ranks must trace them in the same order. (Gradients go together: `gradients.py`.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdlite import api
+from hvdlite.core.array import Array
+from hvdlite.core.process_set import ProcessSet, global_process_set
+from hvdlite.core.types import ReduceOp
+from hvdlite.training.array_gradients import aligned_empty
+from hvdlite_tf.arrays import graph_name, run
+from hvdlite_tf.compression import Compression, Compressor
+
+Average, Sum, Adasum = api.Average, api.Sum, api.Adasum
+Min, Max, Product = api.Min, api.Max, api.Product
+
+
+def allreduce(tensor: Any, average: bool | None = None, device_dense: str = "", device_sparse: str = "",
+              compression: type[Compressor] = Compression.none, op: ReduceOp | None = None, prescale_factor: float = 1.0,
+              postscale_factor: float = 1.0, name: str | None = None, process_set: ProcessSet = global_process_set,
+              ignore_name_scope: bool = False) -> Any:
+    """Return the reduction of a tensor over all ranks. Differentiable.
+
+    Args:
+        tensor: the same shape and dtype on all ranks; or `tf.IndexedSlices`, whose rows are gathered (Average and Sum).
+        average: deprecated; use `op`.
+        device_dense, device_sparse, ignore_name_scope: accepted for Horovod's sake.
+        compression: dtype on the wire for float32 and float64.
+        op: Average (default), Sum, Product, Min, Max or Adasum.
+        prescale_factor: factor on every rank's values before the reduction.
+        postscale_factor: factor on the result.
+
+    Raises:
+        MismatchError: on all ranks, when they disagree; inside `tf.function` as `tf.errors.UnknownError` with its text.
+        NotImplementedError: for IndexedSlices with another op or factors.
+    """
+    del device_dense, device_sparse, ignore_name_scope
+    operation = api.reduce_op(op, average)
+    if isinstance(tensor, tf.IndexedSlices):
+        if operation not in (Average, Sum) or prescale_factor != 1.0 or postscale_factor != 1.0:
+            raise NotImplementedError("IndexedSlices are gathered: use op Average or Sum and no factors, or make them dense")
+        return _gathered_slices(tensor, operation, name, process_set)
+    compressed, context = compression.compress(tf.convert_to_tensor(tensor))
+    where = _name("allreduce", name, compressed, process_set)
+    arguments = (operation, prescale_factor, postscale_factor, process_set)
+
+    @tf.custom_gradient
+    def reduce(x: tf.Tensor) -> Any:
+        return _allreduce(x, where, *arguments), lambda upstream: _allreduce(upstream, f"{where}.gradient", *arguments)
+    return compression.decompress(reduce(compressed), context)
+
+
+def grouped_allreduce(tensors: Sequence[Any], average: bool | None = None, device_dense: str = "", device_sparse: str = "",
+                      compression: type[Compressor] = Compression.none, op: ReduceOp | None = None,
+                      prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+                      process_set: ProcessSet = global_process_set, ignore_name_scope: bool = False,
+                      name: str | None = None) -> list[Any]:
+    """Like `allreduce`, of several tensors that are negotiated as one; IndexedSlices among them are gathered."""
+    del device_dense, device_sparse, ignore_name_scope
+    operation = api.reduce_op(op, average)
+    results: list[Any] = list(tensors)
+    dense = [index for index, each in enumerate(results) if not isinstance(each, tf.IndexedSlices)]
+    for index, each in enumerate(results):
+        if isinstance(each, tf.IndexedSlices):
+            results[index] = allreduce(each, op=operation, name=f"{name}.{index}" if name else None, process_set=process_set,
+                                       prescale_factor=prescale_factor, postscale_factor=postscale_factor)
+    if not dense:
+        return results
+    pairs = [compression.compress(tf.convert_to_tensor(results[index])) for index in dense]
+    where = _name("grouped_allreduce", name, pairs[0][0], process_set)
+    arguments = (operation, prescale_factor, postscale_factor, process_set)
+
+    @tf.custom_gradient
+    def reduce(*given: tf.Tensor) -> Any:
+        return (_grouped_allreduce(given, where, *arguments),
+                lambda *upstream: _grouped_allreduce(upstream, f"{where}.gradient", *arguments))
+    for index, (_, context), reduced in zip(dense, pairs, reduce(*(each for each, _ in pairs)), strict=True):
+        results[index] = compression.decompress(reduced, context)
+    return results
+
+
+def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = False,
+              process_set: ProcessSet = global_process_set) -> tf.Tensor:
+    """Return all ranks' tensors concatenated along the first dimension, which may differ between ranks. Differentiable."""
+    del ignore_name_scope
+    tensor = tf.convert_to_tensor(tensor)
+    where = _name("allgather", name, tensor, process_set)
+
+    @tf.custom_gradient
+    def gather(x: tf.Tensor) -> Any:
+        result, begin = run(lambda array: _gathered(array, where, process_set), [x], [x.dtype, tf.int64],
+                            [_any_rows(x), tf.TensorShape([])])
+
+        def gradient(upstream: tf.Tensor) -> tf.Tensor:
+            whole = _allreduce(upstream, f"{where}.gradient", Average, 1.0, 1.0, process_set)
+            own = tf.slice(whole, tf.concat([[begin], tf.zeros([tf.rank(whole) - 1], tf.int64)], 0),
+                           tf.shape(x, out_type=tf.int64))
+            own.set_shape(x.shape)
+            return own
+        return result, gradient
+    return gather(tensor)
+
+
+def grouped_allgather(tensors: Sequence[Any], name: str | None = None, ignore_name_scope: bool = False,
+                      process_set: ProcessSet = global_process_set) -> list[tf.Tensor]:
+    """Like `allgather`, of several tensors."""
+    return [allgather(tensor, None if name is None else f"{name}_{index}of{len(tensors)}", ignore_name_scope, process_set)
+            for index, tensor in enumerate(tensors, 1)]
+
+
+def broadcast(tensor: Any, root_rank: int, name: str | None = None, ignore_name_scope: bool = False,
+              process_set: ProcessSet = global_process_set) -> tf.Tensor:
+    """Return rank `root_rank`'s tensor; all ranks pass one of the same shape and dtype. Differentiable."""
+    del ignore_name_scope
+    tensor = tf.convert_to_tensor(tensor)
+    where = _name("broadcast", name, tensor, process_set)
+
+    @tf.custom_gradient
+    def send(x: tf.Tensor) -> Any:
+        def gradient(upstream: tf.Tensor) -> tf.Tensor:
+            mean = _allreduce(upstream, f"{where}.gradient", Average, 1.0, 1.0, process_set)
+            return mean if api.rank() == root_rank else tf.zeros_like(mean)
+        (result,) = run(lambda array: [_broadcast(array, root_rank, where, process_set)], [x], [x.dtype], [x.shape])
+        return result, gradient
+    return send(tensor)
+
+
+def broadcast_(variables: Sequence[tf.Variable], root_rank: int, name: str | None = None,
+               process_set: ProcessSet = global_process_set) -> list[tf.Tensor]:
+    """Overwrite variables with rank `root_rank`'s, and return their values."""
+    variables = list(variables)
+    if not variables:
+        return []
+    where = _name("broadcast_", name, variables[0], process_set)
+
+    def send(*arrays: Array) -> list[Array]:
+        return _broadcast_all(arrays, root_rank, where, process_set)
+    values = run(send, [tf.convert_to_tensor(variable) for variable in variables],
+                 [variable.dtype for variable in variables], [variable.shape for variable in variables])
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
+    return values
+
+
+def alltoall(tensor: Any, splits: Any = None, name: str | None = None, ignore_name_scope: bool = False,
+             process_set: ProcessSet = global_process_set) -> Any:
+    """Send rows to each rank and return those received, in rank order; with `splits` also how many came from each.
+
+    Args:
+        splits: how many rows go to each rank; default: equal shares. Differentiable.
+    """
+    del ignore_name_scope
+    tensor = tf.convert_to_tensor(tensor)
+    where = _name("alltoall", name, tensor, process_set)
+    given = [] if splits is None else [tf.cast(splits, tf.int64)]
+
+    @tf.custom_gradient
+    def exchange(x: tf.Tensor, *counts: tf.Tensor) -> Any:
+        received, rows = _alltoall(x, counts, where, process_set)
+
+        def gradient(upstream: tf.Tensor, _: Any = None) -> Any:
+            back, _ = _alltoall(upstream, [rows], f"{where}.gradient", process_set)
+            kept = tf.zeros(tf.concat([[tf.shape(x)[0] - tf.shape(back)[0]], tf.shape(x)[1:]], 0), back.dtype)
+            own = tf.concat([back, kept], 0)
+            own.set_shape(x.shape)
+            return [own, *(None for _ in counts)] if counts else own
+        return (received, rows), gradient
+    received, rows = exchange(tensor, *given)
+    return received if splits is None else (received, tf.cast(rows, tf.int32))
+
+
+def reducescatter(tensor: Any, device_dense: str = "", compression: type[Compressor] = Compression.none,
+                  op: ReduceOp = Average, name: str | None = None, process_set: ProcessSet = global_process_set,
+                  ignore_name_scope: bool = False, prescale_factor: float = 1.0, postscale_factor: float = 1.0) -> tf.Tensor:
+    """Return this rank's rows of the reduction over all ranks. Differentiable for Average and Sum."""
+    del device_dense, ignore_name_scope
+    compressed, context = compression.compress(tf.convert_to_tensor(tensor))
+    where = _name("reducescatter", name, compressed, process_set)
+
+    @tf.custom_gradient
+    def reduce(x: tf.Tensor) -> Any:
+        def scatter(array: Array) -> list[Array]:
+            return [api.runtime().reducescatter(where, array, op, prescale=prescale_factor, postscale=postscale_factor,
+                                                process_set=api.set_id(process_set)).wait()]
+
+        def gradient(upstream: tf.Tensor) -> tf.Tensor:
+            factor = prescale_factor * postscale_factor * (process_set.size() or 1 if op is Sum else 1)
+            whole, _ = run(lambda array: _gathered(array, f"{where}.gradient", process_set), [upstream],
+                           [upstream.dtype, tf.int64], [x.shape, tf.TensorShape([])])
+            return whole * tf.cast(factor, whole.dtype)
+        return run(scatter, [x], [x.dtype], [_any_rows(x)])[0], gradient
+    return compression.decompress(reduce(compressed), context)
+
+
+def grouped_reducescatter(tensors: Sequence[Any], device_dense: str = "", compression: type[Compressor] = Compression.none,
+                          op: ReduceOp = Average, process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0,
+                          postscale_factor: float = 1.0) -> list[tf.Tensor]:
+    """Like `reducescatter`, of several tensors."""
+    return [reducescatter(tensor, device_dense, compression, op, None, process_set, False, prescale_factor, postscale_factor)
+            for tensor in tensors]
+
+
+def join() -> tf.Tensor:
+    """Take no further part until all ranks have called this; return the rank that came last (int32)."""
+    def wait() -> list[Array]:
+        return [np.array(api.runtime().join().wait(), np.int32)]
+    return run(wait, [], [tf.int32], [tf.TensorShape([])])[0]
+
+
+def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
+    """Return the number of ranks of a process set, when the graph runs (int32)."""
+    return _number(lambda: len(api.runtime().members(process_set_id)))
+
+
+def rank_op(name: str | None = None) -> tf.Tensor:
+    """Return this rank, when the graph runs (int32)."""
+    return _number(api.rank)
+
+
+def local_rank_op(name: str | None = None) -> tf.Tensor:
+    """Return this rank among those of its host, when the graph runs (int32)."""
+    return _number(api.local_rank)
+
+
+def local_size_op(name: str | None = None) -> tf.Tensor:
+    """Return the number of ranks on this host, when the graph runs (int32)."""
+    return _number(api.local_size)
+
+
+def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
+    """Return 1 when this rank is in a process set, else 0, when the graph runs (int32)."""
+    return _number(lambda: int(api.rank() in api.runtime().members(process_set_id)))
+
+
+def _number(value: Any) -> tf.Tensor:
+    return run(lambda: [np.array(value(), np.int32)], [], [tf.int32], [tf.TensorShape([])])[0]
+
+
+def _name(kind: str, name: str | None, tensor: Any, process_set: ProcessSet) -> str:
+    if name is not None:
+        return f"{kind}.{name}"
+    return api.runtime().unnamed("tf", kind, api.set_id(process_set)) if tf.executing_eagerly() else graph_name(kind, tensor)
+
+
+def _any_rows(tensor: tf.Tensor) -> tf.TensorShape:
+    return tf.TensorShape([None, *tensor.shape[1:]]) if tensor.shape.rank else tf.TensorShape(None)
+
+
+def _allreduce(tensor: tf.Tensor, name: str, op: ReduceOp, prescale: float, postscale: float,
+               process_set: ProcessSet) -> tf.Tensor:
+    return _grouped_allreduce([tensor], name, op, prescale, postscale, process_set)[0]
+
+
+def _grouped_allreduce(tensors: Sequence[tf.Tensor], name: str, op: ReduceOp, prescale: float, postscale: float,
+                       process_set: ProcessSet) -> list[tf.Tensor]:
+    def reduce(*arrays: Array) -> Sequence[Array]:
+        runtime, number = api.runtime(), api.set_id(process_set)
+        outputs = [aligned_empty(array.shape, array.dtype) for array in arrays]
+        if len(arrays) == 1:
+            runtime.allreduce(name, arrays[0], outputs[0], op, prescale=prescale, postscale=postscale,
+                              process_set=number).wait()
+        else:
+            runtime.grouped_allreduce(name, arrays, outputs, op, prescale=prescale, postscale=postscale,
+                                      process_set=number).wait()
+        return outputs
+    return run(reduce, tensors, [tensor.dtype for tensor in tensors], [tensor.shape for tensor in tensors])
+
+
+def _gathered(array: Array, name: str, process_set: ProcessSet) -> list[Array]:
+    """Return all ranks' rows, and where this rank's begin."""
+    runtime, number = api.runtime(), api.set_id(process_set)
+    rows = runtime.allgather(f"{name}.rows", np.array([array.shape[0] if array.ndim else 0], np.int64), process_set=number)
+    result = runtime.allgather(name, array, process_set=number).wait()
+    before = rows.wait()[:runtime.members(number).index(runtime.world.rank)].sum()
+    return [result, np.array(before, np.int64)]
+
+
+def _broadcast(array: Array, root_rank: int, name: str, process_set: ProcessSet) -> Array:
+    return _broadcast_all([array], root_rank, name, process_set)[0]
+
+
+def _broadcast_all(arrays: Sequence[Array], root_rank: int, name: str, process_set: ProcessSet) -> list[Array]:
+    runtime, number = api.runtime(), api.set_id(process_set)
+    outputs, handles = [], []
+    for index, array in enumerate(arrays):
+        output = aligned_empty(array.shape, array.dtype)
+        np.copyto(output, array)
+        outputs.append(output)
+        handles.append(runtime.broadcast(f"{name}.{index}", output, root_rank, process_set=number))
+    for handle in handles:
+        handle.wait()
+    return outputs
+
+
+def _alltoall(tensor: tf.Tensor, splits: Sequence[tf.Tensor], name: str, process_set: ProcessSet) -> list[tf.Tensor]:
+    def exchange(array: Array, *counts: Array) -> Sequence[Array]:
+        result: Sequence[Array] = api.runtime().alltoall(name, array, counts[0].tolist() if counts else None,
+                                                         process_set=api.set_id(process_set)).wait()
+        return result
+    return run(exchange, [tensor, *splits], [tensor.dtype, tf.int64], [_any_rows(tensor), tf.TensorShape([None])])
+
+
+def _gathered_slices(slices: tf.IndexedSlices, op: ReduceOp, name: str | None, process_set: ProcessSet) -> tf.IndexedSlices:
+    values = allgather(slices.values, None if name is None else f"{name}.values", process_set=process_set)
+    indices = allgather(slices.indices, None if name is None else f"{name}.indices", process_set=process_set)
+    if op is Average:
+        values = values / tf.cast(process_set.size(), values.dtype)
+    return tf.IndexedSlices(values, indices, slices.dense_shape)
