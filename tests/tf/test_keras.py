@@ -1,0 +1,217 @@
+"""`model.fit` on two ranks equals one process with the global batch; saving, loss scaling, callbacks, other backends."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from tests.tf.support import run
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("keras") is None, reason="Keras is not installed")
+
+COMMON = """
+import os, sys
+import numpy as np, keras
+import hvdlite_tf.keras as hvd
+hvd.init()
+rank, size = hvd.rank(), hvd.size()
+rng = np.random.default_rng(5)
+X, Y = rng.normal(size=(96, 6)).astype("float32"), rng.normal(size=(96, 2)).astype("float32")
+
+def make(seed, embedding=False, dtype=None):
+    keras.utils.set_random_seed(seed)
+    return keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, activation="tanh", dtype=dtype),
+                             keras.layers.Dense(2, dtype="float32")])
+
+def shares(batch, array):
+    \"\"\"This rank's part of each global batch.\"\"\"
+    return array.reshape(-1, size, batch, array.shape[-1])[:, rank].reshape(-1, array.shape[-1])
+
+def fit(optimizer, shared, batch=8, epochs=2, seed=1, **options):
+    model = make(seed + 7 * rank if shared else seed)
+    model.compile(hvd.DistributedOptimizer(optimizer) if shared else optimizer, "mse", **options)
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)] if shared else []
+    x, y = (shares(batch, X), shares(batch, Y)) if shared else (X, Y)
+    model.fit(x, y, batch_size=batch if shared else batch * size, epochs=epochs, shuffle=False, verbose=0,
+              callbacks=callbacks)
+    return model
+
+def close(one, other, tolerance=2e-5):
+    for mine, theirs in zip(one.trainable_variables, other.trainable_variables):
+        np.testing.assert_allclose(keras.ops.convert_to_numpy(mine), keras.ops.convert_to_numpy(theirs), atol=tolerance)
+"""
+
+OPTIMIZERS = """
+make_optimizers = {
+    "sgd": lambda: keras.optimizers.SGD(0.05, momentum=0.9),
+    "adam": lambda: keras.optimizers.Adam(0.01),
+    "adamw": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.05),
+    "clipnorm": lambda: keras.optimizers.Adam(0.01, clipnorm=0.1),
+    "global_clipnorm": lambda: keras.optimizers.SGD(0.05, global_clipnorm=0.1),
+    "ema": lambda: keras.optimizers.SGD(0.05, use_ema=True, ema_overwrite_frequency=3),
+    "accumulation": lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=3, clipnorm=0.1),
+    "scale": lambda: keras.optimizers.Adam(0.01, loss_scale_factor=8.0, global_clipnorm=0.1),
+    "schedule": lambda: keras.optimizers.Adam(keras.optimizers.schedules.ExponentialDecay(0.01, 3, 0.9)),
+}
+"""
+
+
+def test_fit_equals_one_process_with_the_global_batch() -> None:
+    run(2, COMMON + OPTIMIZERS + """
+for name, optimizer in make_optimizers.items():
+    close(fit(optimizer(), True), fit(optimizer(), False))
+close(fit(make_optimizers["adam"](), True, steps_per_execution=3), fit(make_optimizers["adam"](), False))
+close(fit(make_optimizers["adam"](), True, run_eagerly=True), fit(make_optimizers["adam"](), False))
+accumulating = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), backward_passes_per_step=2)
+assert accumulating.gradient_accumulation_steps == 2
+for compression in (hvd.Compression.fp16, hvd.Compression.bf16):
+    model = make(1)
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), compression=compression), "mse")
+    model.fit(shares(8, X), shares(8, Y), batch_size=8, shuffle=False, verbose=0)
+    close(model, fit(keras.optimizers.SGD(0.05), False, epochs=1), 2e-2)
+raises(ValueError, "jit_compile=True", lambda: make(1).compile(hvd.DistributedOptimizer(keras.optimizers.SGD()), "mse",
+                                                               jit_compile=True))
+raises(ValueError, "distributed already",
+       lambda: hvd.DistributedOptimizer(hvd.DistributedOptimizer(keras.optimizers.SGD())))
+raises(ValueError, "Average or Sum", lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(), op=hvd.Max))
+raises(ValueError, "Keras 3 optimizer", lambda: hvd.DistributedOptimizer("sgd"))
+raises(RuntimeError, "BroadcastGlobalVariablesCallback", lambda: hvd.broadcast_global_variables(0))
+""")
+
+
+def test_sparse_embeddings_local_layers_and_synchronised_normalization() -> None:
+    run(2, COMMON + """
+import hvdlite_tf
+words = rng.integers(0, 11, (96, 3)).astype("int32")
+
+def train(shared, dense=False):
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((3,), dtype="int32"), keras.layers.Embedding(11, 4), keras.layers.Flatten(),
+                              keras.layers.Dense(2)])
+    optimizer = keras.optimizers.Adam(0.01)
+    model.compile(hvd.DistributedOptimizer(optimizer, sparse_as_dense=dense) if shared else optimizer, "mse")
+    model.fit(shares(8, words) if shared else words, shares(8, Y) if shared else Y, batch_size=8 if shared else 16,
+              shuffle=False, verbose=0)
+    return model
+close(train(True), train(False))
+
+model = make(1)
+local = model.layers[1]
+model.compile(hvd.PartialDistributedOptimizer(keras.optimizers.SGD(0.1), local_layers=local), "mse")
+model.fit(shares(8, X), shares(8, Y), batch_size=8, verbose=0, shuffle=False)
+kernels = hvd.allgather_object([variable.numpy() for variable in model.trainable_variables])
+assert (kernels[0][0] == kernels[1][0]).all() and (kernels[0][2] != kernels[1][2]).any()
+raises(ValueError, "Keras layers", lambda: hvd.PartialDistributedOptimizer(keras.optimizers.SGD(), local_layers=[1]))
+
+def normalized(shared):
+    keras.utils.set_random_seed(1)
+    layer = hvdlite_tf.SyncBatchNormalization() if shared else keras.layers.BatchNormalization()
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(5), layer, keras.layers.Dense(2)])
+    optimizer = keras.optimizers.SGD(0.05)
+    model.compile(hvd.DistributedOptimizer(optimizer) if shared else optimizer, "mse")
+    model.fit(shares(8, X) if shared else X, shares(8, Y) if shared else Y, batch_size=8 if shared else 16, shuffle=False,
+              verbose=0)
+    return model
+one, other = normalized(True), normalized(False)
+close(one, other)
+for mine, theirs in zip(one.non_trainable_variables, other.non_trainable_variables):
+    np.testing.assert_allclose(mine.numpy(), theirs.numpy(), atol=1e-4)
+""")
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(outside: bool) -> None:
+    run(2, COMMON + """
+model = make(1, dtype="mixed_float16")
+adam = keras.optimizers.Adam(0.01)
+scaled = hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(adam, initial_scale=64.0)) if OUTSIDE else \\
+    keras.optimizers.LossScaleOptimizer(hvd.DistributedOptimizer(adam), initial_scale=64.0)
+model.compile(scaled, "mse")
+x, y = shares(8, X).copy(), shares(8, Y).copy()
+if rank == 1:
+    y[10] = np.inf
+model.fit(x, y, batch_size=8, epochs=1, shuffle=False, verbose=0)
+iterations = hvd.allgather_object(int(adam.iterations.numpy()))
+scales = hvd.allgather_object(float(scaled.dynamic_scale.numpy()))
+assert iterations == [5, 5] and scales == [32.0, 32.0], (iterations, scales)
+weights = hvd.allgather_object([variable.numpy() for variable in model.trainable_variables])
+assert all((one == other).all() and np.isfinite(one).all() for one, other in zip(*weights))
+""".replace("OUTSIDE", str(outside)))
+
+
+def test_callbacks_average_warm_up_and_keep_the_best(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    run(2, COMMON + f"folder = {str(tmp_path)!r}\n" + """
+model = make(rank)
+model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01, momentum=0.9)), "mse", metrics=["mae"])
+best = hvd.callbacks.BestModelCheckpoint(monitor="loss")
+best.filepath = os.path.join(folder, f"best.{rank}.keras")
+callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback(),
+             hvd.callbacks.LearningRateWarmupCallback(0.08, warmup_epochs=2),
+             hvd.callbacks.LearningRateScheduleCallback(0.08, 0.5, start_epoch=2), best]
+history = model.fit(shares(8, X), shares(8, Y), batch_size=8, epochs=4, verbose=0, callbacks=callbacks).history
+everywhere = hvd.allgather_object(history)
+assert everywhere[0] == everywhere[1]
+np.testing.assert_allclose(history["lr"], [0.06, 0.08, 0.08, 0.04], rtol=1e-5)
+assert os.path.exists(best.filepath)
+raises(ValueError, "initial_lr", lambda: hvd.callbacks.LearningRateScheduleCallback(None, 0.5))
+
+# Saved on two ranks, loaded on one (and without hvdlite), trained on; and the other way round.
+path = os.path.join(folder, "model.keras")
+if rank == 0:
+    model.save(path)
+hvd.allgather_object(None)
+again = hvd.load_model(path)
+assert int(again.optimizer.iterations.numpy()) == int(model.optimizer.iterations.numpy()) > 0
+for target in (model, again):
+    target.fit(shares(8, X), shares(8, Y), batch_size=8, verbose=0, shuffle=False)
+close(again, model)
+if rank == 0:
+    import subprocess
+    subprocess.run([sys.executable, "-c", f'''
+import sys, keras, numpy as np
+model = keras.models.load_model({path!r})
+assert type(model.optimizer).__module__.startswith("keras") and "hvdlite" not in sys.modules
+model.fit(np.ones((8, 6)), np.ones((8, 2)), verbose=0)
+model.save({path + ".alone.keras"!r})
+'''], check=True, env={**os.environ, "PYTHONPATH": ""})
+hvd.allgather_object(None)
+from_one = hvd.load_model(path + ".alone.keras")
+from_one.fit(shares(8, X), shares(8, Y), batch_size=8, verbose=0)
+import copy, pickle
+config = pickle.loads(pickle.dumps(model.optimizer)).get_config()
+assert config == model.optimizer.get_config() and isinstance(model.optimizer, keras.optimizers.SGD)
+""")
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_other_backends_without_tensorflow(backend: str) -> None:
+    if importlib.util.find_spec(backend) is None:
+        pytest.skip(f"{backend} is not installed")
+    run(2, COMMON + OPTIMIZERS + """
+assert "tensorflow" not in sys.modules
+for name in ("sgd", "adam", "clipnorm", "ema", "accumulation"):
+    close(fit(make_optimizers[name](), True), fit(make_optimizers[name](), False), 5e-5)
+model = make(1)
+scaled = hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01), initial_scale=64.0))
+model.compile(scaled, "mse")
+x, y = shares(8, X).copy(), shares(8, Y).copy()
+if rank == 1:
+    y[10] = np.inf
+model.fit(x, y, batch_size=8, shuffle=False, verbose=0, callbacks=[hvd.callbacks.MetricAverageCallback()])
+scales = hvd.allgather_object(float(keras.ops.convert_to_numpy(scaled.dynamic_scale)))
+weights = hvd.allgather_object([keras.ops.convert_to_numpy(variable) for variable in model.trainable_variables])
+assert scales == [32.0, 32.0], scales
+assert all((one == other).all() and np.isfinite(one).all() for one, other in zip(*weights))
+""", KERAS_BACKEND=backend)
+
+
+def test_beside_torch_in_one_process() -> None:
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("torch is not installed")
+    run(2, """
+import torch, hvdlite_torch
+""" + COMMON + OPTIMIZERS + """
+assert hvdlite_torch.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [2, 2]
+close(fit(make_optimizers["adam"](), True), fit(make_optimizers["adam"](), False))
+""")
