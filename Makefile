@@ -3,14 +3,20 @@
 PYTHON ?= python3
 # The version the tests run with. Another one: make test TORCH=torch==2.9.0
 TORCH ?= torch==2.13.0
+# CPU builds of what users' extras call tensorflow and jax.
+TENSORFLOW ?= tensorflow-cpu==2.21.0
+JAX ?= jax>=0.4.30
 VENV := .venv
 BIN := $(VENV)/bin
 DATA := /usr/share/datasets/fashion-mnist
 
-.PHONY: demo test bench docs lint pytest data wheel clean
+.PHONY: demo demo-keras test bench docs lint pytest data wheel clean
 
 demo: $(VENV)/installed data
 	$(BIN)/hvdrun -np 2 $(BIN)/python examples/pytorch_fashion_mnist.py --epochs 4 --minimum-accuracy 0.88
+
+demo-keras: $(VENV)/installed data
+	$(BIN)/hvdrun -np 2 $(BIN)/python examples/keras_fashion_mnist.py --epochs 4 --minimum-accuracy 0.86
 
 test: lint pytest
 
@@ -47,6 +53,7 @@ $(VENV)/installed: setup.py pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade pip setuptools wheel
 	$(BIN)/python -m pip install -q $(TORCH)
+	$(BIN)/python -m pip install -q '$(TENSORFLOW)' '$(JAX)'
 	$(BIN)/python -m pip install -q -e '.[dev]'
 	touch $@
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import os
 import re
 import struct
@@ -38,11 +39,13 @@ def small(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(*arguments: str, size: int = 2) -> subprocess.CompletedProcess[str]:
-    pytest.importorskip("torch")
+def run(*arguments: str, size: int = 2, script: str = "pytorch_fashion_mnist.py") -> subprocess.CompletedProcess[str]:
+    needed = "torch" if script.startswith("pytorch") else "tensorflow"
+    if importlib.util.find_spec(needed) is None:
+        pytest.skip(f"{needed} is not installed")
     return subprocess.run([sys.executable, "-m", "hvdlite_runner.cli", "-np", str(size), sys.executable,
-                           str(EXAMPLES / "pytorch_fashion_mnist.py"), *arguments], capture_output=True, text=True,
-                          timeout=150, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
+                           str(EXAMPLES / script), *arguments], capture_output=True, text=True, timeout=150, check=False,
+                          env={**os.environ, "OMP_NUM_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1"})
 
 
 def accuracies(text: str) -> list[float]:
@@ -59,6 +62,21 @@ def test_training_checkpoint_and_resume(small: Path, tmp_path: Path) -> None:
     assert again.returncode == 0 and again.stdout.count("epoch ") == 1 and "epoch 4" in again.stdout
     done = run(*common, "--epochs", "4", "--minimum-accuracy", "0.9", size=1)
     assert done.returncode == 0 and "trained 4 epochs already" in done.stdout, done.stderr
+
+
+def test_keras_checkpoint_and_resume(small: Path, tmp_path: Path) -> None:
+    common = ("--data-dir", str(small), "--batch-size", "16", "--checkpoint", str(tmp_path / "model.keras"))
+    first = run(*common, "--epochs", "3", script="keras_fashion_mnist.py")
+    assert first.returncode == 0, first.stderr
+    assert len(accuracies(first.stdout)) == 3 and accuracies(first.stdout)[-1] > 0.9
+    assert first.stdout.count("[1]<stdout>") == 0, "only rank 0 prints"
+    again = run(*common, "--epochs", "4", script="keras_fashion_mnist.py")
+    assert again.returncode == 0 and again.stdout.count("epoch ") == 1 and "epoch 4" in again.stdout, again.stderr
+
+
+def test_a_custom_tensorflow_loop(small: Path) -> None:
+    ended = run("--data-dir", str(small), "--batch-size", "16", "--epochs", "3", script="tensorflow_fashion_mnist.py")
+    assert ended.returncode == 0 and accuracies(ended.stdout)[-1] > 0.9, ended.stderr
 
 
 def test_too_low_an_accuracy_fails(small: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import importlib.util
 import inspect
 import json
 import re
@@ -32,18 +34,31 @@ def test_importing_needs_no_framework_and_no_engine() -> None:
 
 
 def test_public_names_exist_and_are_listed() -> None:
-    torch = pytest.importorskip("hvdlite_torch") if _has_torch() else None
-    for module in filter(None, (hvdlite, torch)):
+    torch = importlib.import_module("hvdlite_torch") if _has("torch") else None
+    keras = importlib.import_module("hvdlite_tf.keras") if _has("tensorflow") else None
+    for module in filter(None, (hvdlite, torch, keras)):
         assert sorted(module.__all__) == sorted(set(module.__all__))
         for name in module.__all__:
             assert hasattr(module, name), name
         listed = {name for name, value in vars(module).items() if not name.startswith("_") and not inspect.ismodule(value)}
+        listed -= {"Any", "annotations"}
         assert listed <= set(module.__all__), listed - set(module.__all__)
 
 
-def _has_torch() -> bool:
-    import importlib.util
-    return importlib.util.find_spec("torch") is not None
+def _has(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def test_tensorflows_names_exist_or_say_what_is_missing() -> None:
+    import hvdlite_tf
+    for name in hvdlite_tf.__all__:
+        if _has("tensorflow"):
+            assert getattr(hvdlite_tf, name) is not None
+    code = ("import sys; sys.modules['tensorflow'] = None\nimport hvdlite_tf\nassert hvdlite_tf.size\n"
+            "try:\n    hvdlite_tf.allreduce\nexcept ImportError as error:\n"
+            "    assert \"needs tensorflow: pip install 'hvdlite[tensorflow]'\" in str(error), error\n"
+            "else:\n    raise SystemExit('no error')")
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 def test_every_public_function_is_documented() -> None:
