@@ -1,0 +1,139 @@
+"""Images/s of training on 2 ranks: hvdlite's tape and Keras `fit`, TensorFlow's own strategy, and no communication at all.
+
+    python -m benchmarks.tensorflow_training            # starts the ranks itself; a few minutes
+
+Every mode trains the example's CNN (421,642 parameters, 64 images a rank) on the same random images, in processes of its
+own, in turns; medians over the rounds. The strategy is `tf.distribute.MultiWorkerMirroredStrategy` with a custom loop: with
+Keras 3 its `fit` does not work on several workers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+MODES = ("ceiling", "tape", "fit ceiling", "fit", "mwms")
+BATCH, WARMUP, STEPS = 64, 30, 200
+
+
+def rank_main(mode: str, steps: int) -> None:
+    """Train on one rank, and print its images/s."""
+    import numpy as np
+    import tensorflow as tf
+    strategy = tf.distribute.MultiWorkerMirroredStrategy() if mode == "mwms" else None
+    import keras
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+    from keras_fashion_mnist import build
+
+    import hvdlite_tf as hvd
+    if strategy is None:
+        hvd.init()
+    keras.utils.set_random_seed(1)
+    x = np.random.default_rng(0).normal(size=(BATCH * 50, 28, 28, 1)).astype("float32")
+    y = np.random.default_rng(1).integers(0, 10, BATCH * 50)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum_over_batch_size")
+    optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
+    if mode.startswith("fit"):
+        model = build()
+        model.compile(hvd.keras.DistributedOptimizer(optimizer) if mode == "fit" else optimizer, loss, jit_compile=False)
+        model.fit(x, y, batch_size=BATCH, epochs=1, verbose=0)
+        begun = time.perf_counter()
+        model.fit(x, y, batch_size=BATCH, epochs=steps // 50, verbose=0)
+        seconds = time.perf_counter() - begun
+    else:
+        if strategy is None:
+            model, variables, velocity = _variables(tf, build)
+        else:
+            with strategy.scope():
+                model, variables, velocity = _variables(tf, build)
+
+        def step(images: tf.Tensor, labels: tf.Tensor) -> None:
+            with tf.GradientTape() as tape:
+                value = loss(labels, model(images, training=True))
+            if mode == "tape":
+                tape = hvd.DistributedGradientTape(tape)
+            gradients = tape.gradient(value, variables)
+            if strategy is not None:
+                context = tf.distribute.get_replica_context()
+                gradients = context.all_reduce(tf.distribute.ReduceOp.MEAN, gradients)
+            for variable, speed, gradient in zip(variables, velocity, gradients, strict=True):
+                speed.assign(0.9 * speed - 0.01 * gradient)
+                variable.assign_add(speed)
+        train = tf.function(step if strategy is None else lambda images, labels: strategy.run(step, (images, labels)))
+        begun = 0.0
+        for turn in range(WARMUP + steps):
+            if turn == WARMUP:
+                begun = time.perf_counter()
+            batch = slice(turn % 50 * BATCH, (turn % 50 + 1) * BATCH)
+            train(tf.constant(x[batch]), tf.constant(y[batch]))
+        seconds = time.perf_counter() - begun
+    print(f"images/s {2 * steps * BATCH / seconds:.1f}", flush=True)
+
+
+def _variables(tf: object, build: object) -> tuple[object, list[object], list[object]]:
+    """Return a model, its variables as TensorFlow's, and as many zeros for their momentum."""
+    model = build()  # type: ignore[operator]
+    variables = [variable.value for variable in model.trainable_variables]
+    return model, variables, [tf.Variable(tf.zeros(variable.shape)) for variable in variables]  # type: ignore[attr-defined]
+
+
+def measure(mode: str, steps: int) -> float:
+    """Start two ranks in one mode; return their images/s."""
+    command = [sys.executable, "-m", "benchmarks.tensorflow_training", "--rank", mode, "--steps", str(steps)]
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "TF_NUM_INTRAOP_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    if mode != "mwms":
+        ended = subprocess.run([sys.executable, "-m", "hvdlite_runner.cli", "-np", "2", "--no-prefix", *command],
+                               capture_output=True, text=True, env=environment, timeout=300)
+        outputs = [ended.stdout]
+    else:
+        ports = [_free_port() for _ in range(2)]
+        workers = [f"127.0.0.1:{port}" for port in ports]
+        tasks = [json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}}) for index in (0, 1)]
+        ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                                  env={**environment, "TF_CONFIG": task}) for task in tasks]
+        outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
+    rates = [float(line.split()[1]) for output in outputs for line in output.splitlines() if line.startswith("images/s")]
+    if len(rates) != 2:
+        raise SystemExit(f"mode {mode} failed:\n{outputs}\n{ended.stderr if mode != 'mwms' else ''}")
+    return min(rates)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rank", choices=MODES, help=argparse.SUPPRESS)
+    parser.add_argument("--steps", type=int, default=STEPS, help="a multiple of 50")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--record", type=Path, help="write the figures here, as JSON")
+    arguments = parser.parse_args()
+    if arguments.rank:
+        rank_main(arguments.rank, arguments.steps)
+        return
+    rates: dict[str, list[float]] = {mode: [] for mode in MODES}
+    for _ in range(arguments.rounds):
+        for mode in MODES:
+            rates[mode].append(measure(mode, arguments.steps))
+    medians = {mode: statistics.median(found) for mode, found in rates.items()}
+    for mode, median in medians.items():
+        print(f"{mode:12} {median:8.0f} images/s   ({', '.join(f'{rate:.0f}' for rate in rates[mode])})")
+    print(f"tape / mwms {medians['tape'] / medians['mwms']:.2f}, tape / ceiling {medians['tape'] / medians['ceiling']:.3f}, "
+          f"fit / ceiling {medians['fit'] / medians['fit ceiling']:.3f}")
+    if arguments.record:
+        figures = {"ranks": 2, "images_per_second": rates, "medians": medians}
+        arguments.record.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
