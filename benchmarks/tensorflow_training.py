@@ -95,7 +95,8 @@ def measure(mode: str, steps: int) -> float:
     else:
         ports = [_free_port() for _ in range(2)]
         workers = [f"127.0.0.1:{port}" for port in ports]
-        tasks = [json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}}) for index in (0, 1)]
+        cluster = {"worker": workers}
+        tasks = [json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}}) for index in (0, 1)]
         ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                   env={**environment, "TF_CONFIG": task}) for task in tasks]
         outputs = [rank.communicate(timeout=300)[0] for rank in ranks]

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
+
+FORKED_SECONDS = 0.1
+"""A ring takes microseconds; only in a forked child can the lock be held for ever, by a thread that is not there."""
 
 
 class Doorbell:
@@ -13,6 +17,8 @@ class Doorbell:
     """
 
     def __init__(self, descriptors: Sequence[int] = ()) -> None:
+        self._lock = threading.RLock()  # a signal handler may ring in the middle of a ring
+        self.descriptors: tuple[int, ...]
         if descriptors:
             self.descriptors = tuple(descriptors)
         elif hasattr(os, "eventfd"):
@@ -24,12 +30,13 @@ class Doorbell:
 
     def ring(self) -> None:
         """Make the descriptor readable; never blocks, safe in a signal handler."""
-        if not self.descriptors:
-            return  # closed: nobody waits any more
-        try:
-            os.write(self.descriptors[-1], (1).to_bytes(8, "little"))
-        except BlockingIOError:
-            pass  # the pipe is full: it has been rung and not cleared
+        with self._lock:  # a descriptor that was closed may be another file by now
+            if not self.descriptors:
+                return  # closed: nobody waits any more
+            try:
+                os.write(self.descriptors[-1], (1).to_bytes(8, "little"))
+            except BlockingIOError:
+                pass  # the pipe is full: it has been rung and not cleared
 
     def clear(self) -> None:
         """Forget past rings."""
@@ -45,6 +52,9 @@ class Doorbell:
 
     def close(self) -> None:
         """Close the descriptors, once."""
-        for descriptor in self.descriptors:
+        acquired = self._lock.acquire(timeout=FORKED_SECONDS)
+        descriptors, self.descriptors = self.descriptors, ()
+        for descriptor in descriptors:
             os.close(descriptor)
-        self.descriptors = ()
+        if acquired:
+            self._lock.release()

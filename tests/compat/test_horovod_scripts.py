@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -98,6 +99,69 @@ SYNTHETIC = """
     print("done")
 """
 
+TENSORFLOW = """
+    import tensorflow as tf
+    import keras
+    import horovod.tensorflow as hvd
+    from horovod.common.exceptions import HorovodInternalError
+
+    hvd.init()
+    keras.utils.set_random_seed(hvd.rank())
+    x, y = tf.random.normal((64, 5)), tf.random.uniform((64,), maxval=3, dtype=tf.int64)
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).repeat().shuffle(64).batch(16)
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(8, activation="relu"), keras.layers.Dense(3)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    opt = keras.optimizers.Adam(0.001 * hvd.size())
+
+    @tf.function
+    def training_step(images, labels, first_batch):
+        with tf.GradientTape() as tape:
+            loss_value = loss(labels, model(images, training=True))
+        tape = hvd.DistributedGradientTape(tape)
+        grads = tape.gradient(loss_value, model.trainable_variables)
+        opt.apply_gradients(zip(grads, model.trainable_variables))
+        return loss_value
+
+    for batch, (images, labels) in enumerate(dataset.take(20 // hvd.size())):
+        loss_value = training_step(images, labels, batch == 0)
+        if batch == 0:
+            hvd.broadcast_variables(model.variables, root_rank=0)
+            hvd.broadcast_variables(opt.variables, root_rank=0)
+    sums = hvd.allgather_object(sum(float(tf.reduce_sum(v.value)) for v in model.trainable_variables))
+    assert abs(sums[0] - sums[1]) < 1e-5, sums
+
+    layer = model.layers[0]
+    with tf.GradientTape() as tape:
+        value = tf.reduce_sum(model(tf.fill((2, 5), 1.0 + hvd.rank())))
+    tape = hvd.PartialDistributedGradientTape(tape, local_layers=layer)
+    variables = [variable.value for variable in model.trainable_variables]
+    mine = hvd.allgather_object([gradient.numpy().tolist() for gradient in tape.gradient(value, variables)])
+    assert mine[0][2] == mine[1][2]
+    print("done")
+"""
+
+KERAS = """
+    import keras
+    import numpy as np
+    import horovod.keras as hvd
+
+    hvd.init()
+    x, y = np.random.rand(128, 7).astype("float32"), np.random.rand(128, 1).astype("float32")
+    model = keras.Sequential([keras.Input((7,)), keras.layers.Dense(4, activation="relu"), keras.layers.Dense(1)])
+    opt = hvd.DistributedOptimizer(keras.optimizers.Adadelta(1.0 * hvd.size()))
+    model.compile(loss="mse", optimizer=opt, metrics=["mae"])
+    callbacks = [
+        hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+        hvd.callbacks.MetricAverageCallback(),
+        hvd.callbacks.LearningRateWarmupCallback(initial_lr=1.0 * hvd.size(), warmup_epochs=2, verbose=1),
+        hvd.callbacks.LearningRateScheduleCallback(initial_lr=1.0 * hvd.size(), multiplier=1e-1, start_epoch=2),
+    ]
+    model.fit(x, y, batch_size=16, callbacks=callbacks, epochs=3, verbose=1 if hvd.rank() == 0 else 0)
+    score = hvd.allreduce(model.evaluate(x, y, verbose=0)[0])
+    assert hvd.allgather([float(score)]).shape == (2,)
+    print("done")
+"""
+
 SETS_AND_SAMPLERS = """
     import torch
     import horovod.torch as hvd
@@ -181,6 +245,12 @@ def test_training(tmp_path: Path, flags: list[str]) -> None:
 
 def test_the_synthetic_benchmark(tmp_path: Path) -> None:
     assert "Total img/sec on 2 ranks" in run(tmp_path, SYNTHETIC)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed")
+@pytest.mark.parametrize("script", [TENSORFLOW, KERAS], ids=["tape", "keras"])
+def test_tensorflow_and_keras(tmp_path: Path, script: str) -> None:
+    run(tmp_path, script)
 
 
 def test_process_sets_samplers_loaders_and_helpers(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 
 from hvdlite.control.base import DecisionReceived, PeerLost
 from hvdlite.control.doorbell import Doorbell
@@ -69,3 +70,24 @@ def test_ringing_wakes_a_wait_and_adds_up_to_nothing() -> None:
     control.close()
     control.wake()  # after the end: nobody listens, nothing breaks
     far.close()
+
+
+def test_ringing_a_bell_while_it_is_closed_touches_no_other_file() -> None:
+    for _ in range(200):
+        bell = Doorbell()
+        stop = threading.Event()
+        errors: list[BaseException] = []
+
+        def ring(bell: Doorbell = bell, stop: threading.Event = stop, errors: list[BaseException] = errors) -> None:
+            try:
+                while not stop.is_set():
+                    bell.ring()
+            except OSError as error:
+                errors.append(error)
+
+        worker = threading.Thread(target=ring)
+        worker.start()
+        bell.close()
+        stop.set()
+        worker.join()
+        assert not errors
