@@ -32,6 +32,8 @@ class GradientExchange:
 
     Attributes:
         size: how many ranks these are.
+        process_set: their process set's id.
+        label: of the declared set; equal on all of them.
     """
 
     def __init__(self, compression: type[Compressor] = Compression.none, sparse_as_dense: bool = False,
@@ -42,10 +44,10 @@ class GradientExchange:
         if gradient_predivide_factor != 1.0 and op is not ReduceOp.AVERAGE:
             raise ValueError(f"gradient_predivide_factor={gradient_predivide_factor} needs op=Average")
         number = api.set_id(process_set)
-        self._runtime, self._process_set = api.runtime(), number
-        self._label = self._runtime.label("tf", number)
+        self._runtime, self.process_set = api.runtime(), number
+        self.label = self._runtime.label("tf", number)
         self._op, self._compression, self._sparse_as_dense = op, compression, sparse_as_dense
-        self._reducer = ArrayReducer(self._runtime, self._label, op=op, prescale=1.0 / gradient_predivide_factor,
+        self._reducer = ArrayReducer(self._runtime, self.label, op=op, prescale=1.0 / gradient_predivide_factor,
                                      postscale=gradient_predivide_factor, process_set=number, clusters=clusters)
         self.size = len(self._runtime.members(number))
         self._divisor = self.size if op is ReduceOp.AVERAGE else 1
@@ -91,7 +93,7 @@ class GradientExchange:
 
     def _reduced(self, arrays: Sequence[Array], dense: int) -> list[Array]:
         """Reduce dense gradients, then gather the values and indices of sparse ones."""
-        handles = [self._runtime.allgather(f"{self._label}.sparse.{index}", array, process_set=self._process_set)
+        handles = [self._runtime.allgather(f"{self.label}.sparse.{index}", array, process_set=self.process_set)
                    for index, array in enumerate(arrays[dense:])]
         reduced = self._reducer.reduce(arrays[:dense]) if dense else []
         return [*reduced, *(handle.wait() for handle in handles)]

@@ -21,6 +21,8 @@ class ArrayExchange:
 
     Attributes:
         size: how many ranks share gradients.
+        process_set: their process set's id.
+        label: of the declared set; equal on all of them.
     """
 
     def __init__(self, compression: type[Compressor] = Compression.none, sparse_as_dense: bool = False,
@@ -30,9 +32,10 @@ class ArrayExchange:
         if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
             raise ValueError(f"gradients are reduced with op Average or Sum, not {ReduceOp(op).name.capitalize()}")
         self._runtime, number = api.runtime(), api.set_id(process_set)
+        self.process_set, self.label = number, self._runtime.label("keras", number)
         self.size = len(self._runtime.members(number))
         self._compression = compression
-        self._reducer = ArrayReducer(self._runtime, self._runtime.label("keras", number), op=op,
+        self._reducer = ArrayReducer(self._runtime, self.label, op=op,
                                      prescale=1.0 / gradient_predivide_factor, postscale=gradient_predivide_factor,
                                      process_set=number)
 
@@ -89,11 +92,11 @@ def call(function: Callable[[Sequence[Array]], Sequence[Array]], tensors: Sequen
     return [keras.ops.convert_to_tensor(array) for array in function([np.asarray(tensor) for tensor in tensors])]
 
 
-def everywhere(flag: Any, name: str) -> Any:
-    """Return whether a scalar boolean tensor is true on all ranks."""
+def everywhere(flag: Any, name: str, process_set: int) -> Any:
+    """Return whether a scalar boolean tensor is true on all ranks of a process set."""
     def reduce(arrays: Sequence[Array]) -> list[Array]:
         result = np.empty_like(arrays[0])
-        api.runtime().allreduce(name, arrays[0], result, ReduceOp.MIN).wait()
+        api.runtime().allreduce(name, arrays[0], result, ReduceOp.MIN, process_set=process_set).wait()
         return [result]
     return keras.ops.cast(call(reduce, [keras.ops.cast(flag, "int32")])[0], "bool")
 

@@ -54,9 +54,10 @@ def _checking(original: Any) -> Any:
     @functools.wraps(original)
     def check_finite(self: Any, grads: Any) -> Any:
         finite = original(self, grads)
-        if not is_distributed(self.inner_optimizer) or not self.inner_optimizer._hvdlite_exchange().is_shared:
+        exchange = self.inner_optimizer._hvdlite_exchange() if is_distributed(self.inner_optimizer) else None
+        if exchange is None or not exchange.is_shared:
             return finite
-        return everywhere(finite, f"keras.finite.{self.inner_optimizer._hvdlite_number}")
+        return everywhere(finite, f"{exchange.label}.finite", exchange.process_set)
     setattr(check_finite, _MARK, original)
     return check_finite
 

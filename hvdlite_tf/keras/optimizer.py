@@ -8,7 +8,6 @@ where it clips them, which happens once a step.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,7 +24,6 @@ class _Distributed:
     """Mixed into the user's optimizer class."""
 
     _hvdlite_exchange: Callable[[], Any]
-    _hvdlite_number: int
     _hvdlite_local: frozenset[int]
     _hvdlite_scales_local: bool
     _hvdlite_base: type
@@ -142,14 +140,10 @@ def _wrap(optimizer: Any, arguments: dict[str, Any], scales_local: bool) -> Any:
     base = type(optimizer)
     subclass = type(base.__name__, (_Distributed, base), {"__module__": base.__module__})
     for field, value in (("_hvdlite_exchange", exchange), ("_hvdlite_local", frozenset()), ("_hvdlite_base", base),
-                         ("_hvdlite_scales_local", scales_local), ("_hvdlite_arguments", (arguments, scales_local)),
-                         ("_hvdlite_number", next(_numbers))):
+                         ("_hvdlite_scales_local", scales_local), ("_hvdlite_arguments", (arguments, scales_local))):
         object.__setattr__(optimizer, field, value)
     object.__setattr__(optimizer, "__class__", subclass)
     return optimizer
-
-
-_numbers = itertools.count()
 
 
 def _rebuilt(base: type, config: dict[str, Any], arguments: tuple[dict[str, Any], bool]) -> Any:

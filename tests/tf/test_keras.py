@@ -140,6 +140,21 @@ assert all((one == other).all() and np.isfinite(one).all() for one, other in zip
 """.replace("OUTSIDE", str(outside)))
 
 
+def test_an_overflow_on_a_process_set_is_its_members_business() -> None:
+    run(3, COMMON + """
+own = hvd.add_process_set([0, 1])
+if rank < 2:  # rank 2 does not train, and is not asked
+    model = make(1, dtype="mixed_float16")
+    alone = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01), process_set=own)
+    scaled = keras.optimizers.LossScaleOptimizer(alone, initial_scale=64.0)
+    model.compile(scaled, "mse")
+    y = Y[:32].copy()
+    y[10] = np.inf if rank else 0
+    model.fit(X[:32], y, batch_size=8, shuffle=False, verbose=0)
+    assert int(alone.iterations.numpy()) == 3 and float(scaled.dynamic_scale.numpy()) == 32.0
+""")
+
+
 def test_callbacks_average_warm_up_and_keep_the_best(tmp_path) -> None:  # type: ignore[no-untyped-def]
     run(2, COMMON + f"folder = {str(tmp_path)!r}\n" + """
 model = make(rank)
