@@ -49,8 +49,9 @@ class _Tape:
         gradients = self._tape.gradient(target, sources, output_gradients, **options)
         flat, flat_sources = tf.nest.flatten(gradients, expand_composites=False), tf.nest.flatten(sources)
         shared = [index for index, source in enumerate(flat_sources) if id(source) not in self._local]
-        exchange = _exchange_of([flat_sources[index] for index in shared], self._arguments)
-        reduced = exchange.reduce([flat[index] for index in shared])
+        shared_sources = [flat_sources[index] for index in shared]
+        exchange = _exchange_of(shared_sources, self._arguments)
+        reduced = exchange.reduce([flat[index] for index in shared], shared_sources)
         for index, gradient in zip(shared, reduced, strict=True):
             flat[index] = gradient
         if self._scales_local and exchange.is_shared:
@@ -66,7 +67,7 @@ _exchanges: dict[tuple[Any, ...], tuple[list[weakref.ref[Any]], GradientExchange
 
 def _exchange_of(sources: Sequence[Any], arguments: dict[str, Any]) -> GradientExchange:
     """Return the exchange for these variables: a tape lives for a step, what is learned about its gradients longer."""
-    key = (*map(id, sources), *arguments.values())
+    key = (*map(id, sources), *(_identity(value) for value in arguments.values()))
     references, exchange = _exchanges.pop(key, ([], None))
     known = [reference() for reference in references]
     if exchange is None or not exchange.is_current or any(a is not b for a, b in zip(known, sources, strict=True)):
@@ -78,6 +79,11 @@ def _exchange_of(sources: Sequence[Any], arguments: dict[str, Any]) -> GradientE
     return exchange
 
 
+def _identity(argument: Any) -> Any:
+    """Return what can be hashed and says whether two arguments are the same; lists hold variables."""
+    return tuple(tuple(map(id, group)) for group in argument) if isinstance(argument, (list, tuple)) else argument
+
+
 def DistributedGradientTape(gradtape: tf.GradientTape, device_dense: str = "", device_sparse: str = "",
                             compression: type[Compressor] = Compression.none, sparse_as_dense: bool = False,
                             op: ReduceOp = ReduceOp.AVERAGE, gradient_predivide_factor: float = 1.0, num_groups: int = 0,
@@ -86,17 +92,20 @@ def DistributedGradientTape(gradtape: tf.GradientTape, device_dense: str = "", d
     """Wrap a tape so that `gradient` returns what is reduced over all ranks; eager and inside `tf.function`.
 
     Args:
-        device_dense, device_sparse, num_groups, groups: accepted for Horovod's sake; all gradients go together.
+        device_dense, device_sparse: accepted for Horovod's sake.
         compression: `Compression.none`, `.fp16` or `.bf16`.
         sparse_as_dense: densify `tf.IndexedSlices`, instead of gathering their rows.
         op: Average or Sum.
         gradient_predivide_factor: for Average: divide by this before the sum, and by size/this after it.
+        num_groups: deprecated; use `groups`.
+        groups: gradients that are reduced together: a number of groups, or a list of lists of sources.
         process_set: the ranks that share gradients.
         scale_local_gradients: divide gradients of local sources (`register_local_source`) by the number of ranks.
     """
-    del device_dense, device_sparse, num_groups, groups
+    del device_dense, device_sparse
     return _Tape(gradtape, scale_local_gradients, compression=compression, sparse_as_dense=sparse_as_dense, op=op,
-                 gradient_predivide_factor=gradient_predivide_factor, process_set=process_set)
+                 gradient_predivide_factor=gradient_predivide_factor, process_set=process_set,
+                 groups=groups if groups is not None else num_groups or None)
 
 
 def PartialDistributedGradientTape(gradtape: tf.GradientTape, *arguments: Any, local_layers: Any = None,

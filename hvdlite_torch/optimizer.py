@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-import sys
 import warnings
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
@@ -19,14 +17,14 @@ from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID, ProcessSet, global_p
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.gradient_reducer import GradientReducer
+from hvdlite.training.groups import clusters
 from hvdlite.training.hooked_reducer import HookedReducer
 from hvdlite_torch.adasum_optimizer import DistributedAdasum, check_whole_job
+from hvdlite_torch.backward import BackwardHooks
 from hvdlite_torch.comm_hooks import CommHook, Exchange, reduce_round
 from hvdlite_torch.compression import Compression, Compressor
 from hvdlite_torch.framework import TorchGradients, as_array, contiguous
 from hvdlite_torch.state import take_over
-
-_graph_task = torch._C._current_graph_task_id
 
 OptimizerType = TypeVar("OptimizerType", bound=torch.optim.Optimizer)
 
@@ -92,7 +90,7 @@ def DistributedOptimizer(
     if isinstance(optimizer, (_Distributed, DistributedAdasum)):
         raise ValueError("this optimizer is distributed already")
     names = _names(optimizer, named_parameters)
-    clusters = _clusters(groups, list(names))
+    numbers = clusters(groups, list(names))
     base = type(optimizer)
     if op is ReduceOp.ADASUM and runtime.world.size > 1:
         check_whole_job(api.set_id(process_set))
@@ -113,7 +111,7 @@ def DistributedOptimizer(
         reducer.use(functools.partial(reduce_round, comm_hook, Exchange(runtime, f"{label}.hook", number)))
     optimizer.__class__ = type(base.__name__, (_Distributed, base), {"__module__": base.__module__})
     assert isinstance(optimizer, _Distributed)
-    optimizer._attach(runtime, reducer, names, clusters, number)
+    optimizer._attach(runtime, reducer, names, numbers, number)
     return optimizer
 
 
@@ -123,18 +121,17 @@ class _Distributed:
     param_groups: list[dict[str, Any]]
 
     def _attach(self, runtime: Runtime, reducer: GradientReducer[torch.Tensor], names: dict[torch.Tensor, str],
-                clusters: dict[torch.Tensor, int], process_set: int) -> None:
+                clusters: dict[int, int], process_set: int) -> None:
         self._clusters = clusters
         self._runtime = runtime
         self._process_set = process_set
         self._reducer = reducer
         self._active = reducer.is_shared
         self._parameter_names = dict(names)
-        self._task = -1  # the autograd run whose end we already wait for
         self._synchronizes = True
         self._check_every = runtime.config.replica_check_steps
         self._steps = 0
-        self._hooks: list[Any] = []
+        self._hooks = BackwardHooks(reducer)
         for parameter in itertools.chain.from_iterable(group["params"] for group in self.param_groups):
             self._watch(parameter)
         self.register_step_pre_hook(_before_step)  # type: ignore[attr-defined]
@@ -142,24 +139,8 @@ class _Distributed:
 
     def _watch(self, parameter: torch.Tensor) -> None:
         if self._active and parameter.requires_grad:
-            self._reducer.add(parameter, self._parameter_names[parameter], self._clusters.get(parameter, 0))
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self))))
-
-    def _accumulated(self, parameter: torch.Tensor) -> None:
-        task = _graph_task()
-        if task != self._task and _backward_depth() <= 1:
-            self._task = task
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-        self._reducer.hand_over(parameter)
-
-    def _end_backward(self) -> None:
-        self._task = -1
-        if self._reducer.end_backward():
-            torch.autograd.Variable._execution_engine.queue_callback(self._wait)  # behind the other optimizers' ends
-
-    def _wait(self) -> None:
-        with torch.profiler.record_function("hvdlite.wait_for_gradients"):
-            self._reducer.wait()
+            self._reducer.add(parameter, self._parameter_names[parameter], self._clusters.get(id(parameter), 0))
+            self._hooks.watch(parameter)
 
     def _check_replicas(self) -> None:
         self._steps += 1
@@ -234,15 +215,6 @@ class _Distributed:
         return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
 
 
-def _hook(owner: weakref.ref[_Distributed]) -> Callable[[torch.Tensor], None]:
-    """Return a hook that does not keep the optimizer alive: torch does not let Python see the cycle that would make."""
-    def accumulated(parameter: torch.Tensor) -> None:
-        optimizer = owner()
-        if optimizer is not None:
-            optimizer._accumulated(parameter)
-    return accumulated
-
-
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     assert isinstance(optimizer, _Distributed)
     has_closure = bool(args[1:] and args[1] is not None) or kwargs.get("closure") is not None  # args[0] is the optimizer
@@ -257,15 +229,6 @@ def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
         optimizer._check_replicas()
 
 
-def _backward_depth() -> int:
-    """Return how many backward passes are nested on this thread (reentrant checkpoints nest them)."""
-    depth, frame = 0, sys._getframe(1)
-    while frame is not None:
-        depth += frame.f_code.co_name == "_engine_run_backward"
-        frame = frame.f_back  # type: ignore[assignment]
-    return depth
-
-
 def _check_passes(passes: int) -> None:
     if passes <= 0:
         raise ValueError(f"backward_passes_per_step must be at least 1, not {passes}")
@@ -273,28 +236,6 @@ def _check_passes(passes: int) -> None:
 
 def _number(group: int, index: int) -> str:
     return f"noname.{group}.{index}"
-
-
-def _clusters(groups: object, parameters: Sequence[torch.Tensor]) -> dict[torch.Tensor, int]:
-    """Return the number, from 1, of the group of each parameter that is in one."""
-    if groups is None:
-        return {}
-    if isinstance(groups, int) and not isinstance(groups, bool) and groups > 0:
-        share, more = divmod(len(parameters), groups)
-        sizes = [share + (index < more) for index in range(groups)]
-        return dict(zip(parameters, itertools.chain.from_iterable([number] * size for number, size in enumerate(sizes, 1)),
-                        strict=True))
-    if not isinstance(groups, (list, tuple)) or not all(isinstance(group, (list, tuple)) for group in groups):
-        raise ValueError(f"groups must be a positive number, or a list of lists of parameters, not {groups!r}")
-    clusters: dict[torch.Tensor, int] = {}
-    for number, group in enumerate(groups, 1):
-        for parameter in group:
-            if not isinstance(parameter, torch.Tensor):
-                raise ValueError(f"groups must hold parameters, not {type(parameter).__name__}")
-            if parameter in clusters:
-                raise ValueError(f"a parameter of shape {list(parameter.shape)} is in groups more than once")
-            clusters[parameter] = number
-    return clusters
 
 
 def _names(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.Tensor]] | None) -> dict[torch.Tensor, str]:

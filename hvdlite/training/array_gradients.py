@@ -105,10 +105,9 @@ class ArrayReducer:
     """
 
     def __init__(self, runtime: Runtime, label: str, *, op: ReduceOp, prescale: float = 1.0, postscale: float = 1.0,
-                 process_set: int = GLOBAL_PROCESS_SET_ID, clusters: Sequence[int] = ()) -> None:
+                 process_set: int = GLOBAL_PROCESS_SET_ID) -> None:
         self._reducer: GradientReducer[Slot] = GradientReducer(runtime, ArrayGradients(), label, op=op, prescale=prescale,
                                                                postscale=postscale, passes=1, process_set=process_set)
-        self._clusters = clusters
         self._slots: list[Slot] = []
 
     @property
@@ -116,11 +115,12 @@ class ArrayReducer:
         """Whether there is anybody to share gradients with."""
         return self._reducer.is_shared
 
-    def reduce(self, gradients: Sequence[Array | None]) -> list[Array]:
+    def reduce(self, gradients: Sequence[Array | None], clusters: Sequence[int] = ()) -> list[Array]:
         """Return the reductions over all ranks of so many gradients; the same number in every call.
 
         Args:
             gradients: C-contiguous; None where this rank has none, which counts as zeros.
+            clusters: as in `GradientReducer.add`, of each gradient; those of the first call count.
 
         Raises:
             HorovodInternalError: when a reduction failed.
@@ -129,7 +129,7 @@ class ArrayReducer:
         if not self.is_shared:
             return [gradient for gradient in gradients if gradient is not None]
         if not self._slots:
-            self._begin(gradients)
+            self._begin(gradients, clusters or [0] * len(gradients))
         if len(gradients) != len(self._slots):
             raise UnsupportedError(f"{len(gradients)} gradients, after {len(self._slots)} in the first step; make another "
                                    "optimizer or tape for another set of variables")
@@ -145,10 +145,10 @@ class ArrayReducer:
         self._reducer.stepped()
         return [np.zeros(slot.shape, slot.dtype) if slot.array is None else slot.array for slot in self._slots]
 
-    def _begin(self, gradients: Sequence[Array | None]) -> None:
-        for index, gradient in enumerate(gradients):
+    def _begin(self, gradients: Sequence[Array | None], clusters: Sequence[int]) -> None:
+        for index, (gradient, cluster) in enumerate(zip(gradients, clusters, strict=True)):
             if gradient is None:
                 raise UnsupportedError(f"gradient {index} is missing in the first step, so nothing is known about it")
             slot = Slot(gradient.shape, gradient.dtype)
             self._slots.append(slot)
-            self._reducer.add(slot, str(index), self._clusters[index] if self._clusters else 0)
+            self._reducer.add(slot, str(index), cluster)

@@ -92,6 +92,16 @@ class GradientReducer(Generic[Parameter]):
         self._touched = False  # some member was accumulated into in this period
         self.passes = passes
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a round has begun and is not waited for yet."""
+        return self._under_way
+
+    @property
+    def has_reduced(self) -> bool:
+        """Whether a round has ended since the last step."""
+        return self._rounds > 0 and not self._under_way
+
     def add(self, parameter: Parameter, name: str, cluster: int = 0) -> None:
         """Take a parameter into the set; the same ones on all ranks. Those of one cluster, from 1, are reduced together."""
         self._members[id(parameter)] = _Member(parameter, f"gradient.{self._label}.{name}", cluster)

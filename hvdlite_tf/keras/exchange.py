@@ -10,47 +10,20 @@ import numpy as np
 
 from hvdlite import api
 from hvdlite.core.array import BFLOAT16, Array
-from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
-from hvdlite.training.array_gradients import ArrayReducer
-from hvdlite_tf.compression import Compression, Compressor
+from hvdlite_tf.exchange import Exchange
 
 
-class ArrayExchange:
-    """Reduces lists of gradients as arrays; on Keras' torch and JAX backends. See `hvdlite_tf.gradients.GradientExchange`.
+class ArrayExchange(Exchange):
+    """Reduces lists of gradients as arrays; on Keras' JAX backend, and on torch what autograd's hooks do not see.
 
-    Attributes:
-        size: how many ranks share gradients.
-        process_set: their process set's id.
-        label: of the declared set; equal on all of them.
+    `sparse_as_dense` has no meaning: gradients are dense on these backends.
     """
 
-    def __init__(self, compression: type[Compressor] = Compression.none, sparse_as_dense: bool = False,
-                 op: ReduceOp = ReduceOp.AVERAGE, gradient_predivide_factor: float = 1.0,
-                 process_set: ProcessSet = global_process_set) -> None:
-        del sparse_as_dense  # gradients are dense on these backends
-        if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
-            raise ValueError(f"gradients are reduced with op Average or Sum, not {ReduceOp(op).name.capitalize()}")
-        self._runtime, number = api.runtime(), api.set_id(process_set)
-        self.process_set, self.label = number, self._runtime.label("keras", number)
-        self.size = len(self._runtime.members(number))
-        self._compression = compression
-        self._reducer = ArrayReducer(self._runtime, self.label, op=op,
-                                     prescale=1.0 / gradient_predivide_factor, postscale=gradient_predivide_factor,
-                                     process_set=number)
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__("keras", **arguments)
 
-    @property
-    def is_current(self) -> bool:
-        """Whether it belongs to the runtime that there is now."""
-        return api.is_initialized() and self._runtime is api.runtime()
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether there is anybody to share gradients with."""
-        return self._reducer.is_shared
-
-    def reduce(self, gradients: Sequence[Any]) -> list[Any]:
-        """Return the reduced gradients; None stays None."""
+    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         if not self.is_shared:
             return list(gradients)
         results = list(gradients)
@@ -58,16 +31,23 @@ class ArrayExchange:
         original = [keras.backend.standardize_dtype(results[index].dtype) for index in present]
         sent = [keras.ops.cast(results[index], self._compression.target_for(dtype) or dtype)
                 for index, dtype in zip(present, original, strict=True)]
-        for index, dtype, reduced in zip(present, original, call(self._reducer.reduce, sent), strict=True):
+        all_clusters = self._clusters_of(variables)
+        clusters = [all_clusters[index] for index in present]
+        outputs = call(lambda arrays: self._reducer.reduce(arrays, clusters), sent)
+        for index, dtype, reduced in zip(present, original, outputs, strict=True):
             results[index] = keras.ops.cast(reduced, dtype)
         return results
 
 
-def exchange(**arguments: Any) -> Any:
+def exchange(**arguments: Any) -> Exchange:
     """Return what reduces gradients on the backend that Keras uses."""
-    if keras.backend.backend() == "tensorflow":
+    backend = keras.backend.backend()
+    if backend == "tensorflow":
         from hvdlite_tf.gradients import GradientExchange
         return GradientExchange(**arguments)
+    if backend == "torch":
+        from hvdlite_tf.keras.torch_exchange import TorchExchange
+        return TorchExchange(**arguments)
     return ArrayExchange(**arguments)
 
 

@@ -17,15 +17,18 @@ from hvdlite import api
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
 from hvdlite_tf.compression import Compression, Compressor
+from hvdlite_tf.exchange import Exchange
 from hvdlite_tf.keras.exchange import exchange as make_exchange
 
 
 class _Distributed:
     """Mixed into the user's optimizer class."""
 
-    _hvdlite_exchange: Callable[[], Any]
+    _hvdlite_exchange: Callable[[], Exchange]
+    _hvdlite_applied: Sequence[Any]
     _hvdlite_local: frozenset[int]
     _hvdlite_scales_local: bool
+    _hvdlite_summed: int
     _hvdlite_base: type
 
     @property  # type: ignore[misc]
@@ -33,23 +36,39 @@ class _Distributed:
         """What Keras (and `isinstance`) is told: the class that it was."""
         return self._hvdlite_base
 
+    def build(self, variables: Sequence[Any]) -> None:
+        """Like the base class's."""
+        super().build(variables)  # type: ignore[misc]
+        self._hvdlite_watch(variables)
+
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         """Like the base class's, of gradients that are reduced over all ranks."""
-        variables = self._trainable_variables if trainable_variables is None else trainable_variables  # type: ignore
-        if not self.gradient_accumulation_steps:  # type: ignore[attr-defined]
-            grads = self._hvdlite_reduced(list(grads), list(variables))
-        return super().apply(grads, trainable_variables)  # type: ignore[misc]
+        variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)  # type: ignore
+        if len(variables) == len(grads) and not self.gradient_accumulation_steps:  # type: ignore[attr-defined]
+            self._hvdlite_watch(variables)
+            grads = self._hvdlite_reduced(list(grads), variables)
+        return super().apply(grads, None if trainable_variables is None else variables)  # type: ignore[misc]
+
+    def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> Any:
+        object.__setattr__(self, "_hvdlite_applied", trainable_variables)
+        return super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
 
     def _clip_gradients(self, grads: Sequence[Any]) -> Any:
         if self.gradient_accumulation_steps:  # type: ignore[attr-defined]
-            grads = self._hvdlite_reduced(list(grads), list(self._trainable_variables))  # type: ignore
+            grads = self._hvdlite_reduced(list(grads), list(self._hvdlite_applied))
+            if self._hvdlite_summed > 1:  # Keras has divided them
+                grads = [gradient * self._hvdlite_summed for gradient in grads]
         return super()._clip_gradients(grads)  # type: ignore[misc]
+
+    def _hvdlite_watch(self, variables: Sequence[Any]) -> None:
+        if not self.gradient_accumulation_steps:  # type: ignore[attr-defined]
+            self._hvdlite_exchange().watch([variable for variable in variables if id(variable) not in self._hvdlite_local])
 
     def _hvdlite_reduced(self, grads: list[Any], variables: list[Any]) -> list[Any]:
         exchange = self._hvdlite_exchange()
-        shared = [index for index, variable in enumerate(variables[:len(grads)])
-                  if id(variable) not in self._hvdlite_local]
-        for index, gradient in zip(shared, exchange.reduce([grads[index] for index in shared]), strict=True):
+        shared = [index for index, variable in enumerate(variables) if id(variable) not in self._hvdlite_local]
+        reduced = exchange.reduce([grads[index] for index in shared], [variables[index] for index in shared])
+        for index, gradient in zip(shared, reduced, strict=True):
             grads[index] = gradient
         if self._hvdlite_scales_local and exchange.is_shared:
             for index in set(range(len(grads))) - set(shared):
@@ -73,15 +92,17 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, device_dense: 
     Saved models hold the plain optimizer.
 
     Args:
-        name, device_dense, device_sparse, num_groups, groups: accepted for Horovod's sake.
+        name, device_dense, device_sparse: accepted for Horovod's sake.
         compression: `Compression.none`, `.fp16` or `.bf16`: dtype on the wire for float32 and float64 gradients.
         sparse_as_dense: densify the gradients of embeddings, instead of gathering their rows. (Keras' Adam treats the two
             differently.)
         gradient_predivide_factor: for Average: divide by this before the sum, and by size/this after it.
         op: Average or Sum.
-        backward_passes_per_step: gradients accumulated before each update; sets Keras' `gradient_accumulation_steps`, which
-            averages them.
-        average_aggregated_gradients: accepted for Horovod's sake: accumulated gradients are averaged, as Keras does.
+        backward_passes_per_step: gradients accumulated before each update; sets Keras' `gradient_accumulation_steps`.
+        average_aggregated_gradients: divide accumulated gradients by `backward_passes_per_step`, as Keras by itself does;
+            else they are summed, as in Horovod.
+        num_groups: deprecated; use `groups`.
+        groups: gradients that are reduced together: a number of groups, or a list of lists of variables.
         process_set: the ranks that share gradients.
         scale_local_gradients: divide gradients of local variables (`PartialDistributedOptimizer`) by the number of ranks.
 
@@ -89,7 +110,7 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, device_dense: 
         ValueError: for another op, an optimizer that is wrapped already or is not Keras'.
         NotInitializedError: before `init()`.
     """
-    del name, device_dense, device_sparse, average_aggregated_gradients, num_groups, groups
+    del name, device_dense, device_sparse
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ValueError(f"DistributedOptimizer takes a Keras 3 optimizer, not {type(optimizer).__name__}")
     inner = getattr(optimizer, "inner_optimizer", None)
@@ -100,8 +121,10 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, device_dense: 
     if backward_passes_per_step > 1:
         optimizer.gradient_accumulation_steps = backward_passes_per_step
     arguments = {"compression": compression, "sparse_as_dense": sparse_as_dense, "op": op,
-                 "gradient_predivide_factor": gradient_predivide_factor, "process_set": process_set}
-    _wrap(optimizer if inner is None else inner, arguments, scale_local_gradients)  # see hooks.py on loss scaling
+                 "gradient_predivide_factor": gradient_predivide_factor, "process_set": process_set,
+                 "groups": groups if groups is not None else num_groups or None}
+    summed = 1 if average_aggregated_gradients else backward_passes_per_step
+    _wrap(optimizer if inner is None else inner, arguments, scale_local_gradients, summed)  # hooks.py has more on scaling
     return optimizer
 
 
@@ -130,7 +153,7 @@ def is_distributed(optimizer: Any) -> bool:
     return issubclass(type(optimizer), _Distributed)
 
 
-def _wrap(optimizer: Any, arguments: dict[str, Any], scales_local: bool) -> Any:
+def _wrap(optimizer: Any, arguments: dict[str, Any], scales_local: bool, summed: int) -> Any:
     made = [make_exchange(**arguments)]  # now: names follow the order in which optimizers are made
 
     def exchange() -> Any:
@@ -140,13 +163,14 @@ def _wrap(optimizer: Any, arguments: dict[str, Any], scales_local: bool) -> Any:
     base = type(optimizer)
     subclass = type(base.__name__, (_Distributed, base), {"__module__": base.__module__})
     for field, value in (("_hvdlite_exchange", exchange), ("_hvdlite_local", frozenset()), ("_hvdlite_base", base),
-                         ("_hvdlite_scales_local", scales_local), ("_hvdlite_arguments", (arguments, scales_local))):
+                         ("_hvdlite_scales_local", scales_local), ("_hvdlite_summed", summed),
+                         ("_hvdlite_arguments", (arguments, scales_local, summed))):
         object.__setattr__(optimizer, field, value)
     object.__setattr__(optimizer, "__class__", subclass)
     return optimizer
 
 
-def _rebuilt(base: type, config: dict[str, Any], arguments: tuple[dict[str, Any], bool]) -> Any:
+def _rebuilt(base: type, config: dict[str, Any], arguments: tuple[dict[str, Any], bool, int]) -> Any:
     """Undo pickling: an optimizer without slots, wrapped again where there is a runtime."""
     optimizer = base.from_config(config)  # type: ignore[attr-defined]
     return _wrap(optimizer, *arguments) if api.is_initialized() else optimizer

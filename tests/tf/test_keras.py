@@ -28,9 +28,9 @@ def shares(batch, array):
     \"\"\"This rank's part of each global batch.\"\"\"
     return array.reshape(-1, size, batch, array.shape[-1])[:, rank].reshape(-1, array.shape[-1])
 
-def fit(optimizer, shared, batch=8, epochs=2, seed=1, **options):
-    model = make(seed + 7 * rank if shared else seed)
-    model.compile(hvd.DistributedOptimizer(optimizer) if shared else optimizer, "mse", **options)
+def fit(optimizer, shared, batch=8, epochs=2, seed=1, dtype=None, options={}, **distribution):
+    model = make(seed + 7 * rank if shared else seed, dtype=dtype)
+    model.compile(hvd.DistributedOptimizer(optimizer, **distribution) if shared else optimizer, "mse", **options)
     callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)] if shared else []
     x, y = (shares(batch, X), shares(batch, Y)) if shared else (X, Y)
     model.fit(x, y, batch_size=batch if shared else batch * size, epochs=epochs, shuffle=False, verbose=0,
@@ -61,10 +61,23 @@ def test_fit_equals_one_process_with_the_global_batch() -> None:
     run(2, COMMON + OPTIMIZERS + """
 for name, optimizer in make_optimizers.items():
     close(fit(optimizer(), True), fit(optimizer(), False))
-close(fit(make_optimizers["adam"](), True, steps_per_execution=3), fit(make_optimizers["adam"](), False))
-close(fit(make_optimizers["adam"](), True, run_eagerly=True), fit(make_optimizers["adam"](), False))
-accumulating = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), backward_passes_per_step=2)
-assert accumulating.gradient_accumulation_steps == 2
+close(fit(make_optimizers["adam"](), True, options=dict(steps_per_execution=3)), fit(make_optimizers["adam"](), False))
+close(fit(make_optimizers["adam"](), True, options=dict(run_eagerly=True)), fit(make_optimizers["adam"](), False))
+for averages in (True, False):  # Horovod sums what accumulates, unless it is told to average
+    accumulating = fit(keras.optimizers.SGD(0.05), True, backward_passes_per_step=2, average_aggregated_gradients=averages)
+    assert accumulating.optimizer.gradient_accumulation_steps == 2
+    close(accumulating, fit(keras.optimizers.SGD(0.05 if averages else 0.1, gradient_accumulation_steps=2), False))
+for groups in (2, "layers"):
+    model = make(1)
+    optimizer = keras.optimizers.Adam(0.01)
+    model.compile(hvd.DistributedOptimizer(optimizer, groups=groups if groups == 2 else [model.layers[1].trainable_variables]),
+                  "mse")
+    model.fit(shares(8, X), shares(8, Y), batch_size=8, epochs=2, shuffle=False, verbose=0)
+    close(model, fit(keras.optimizers.Adam(0.01), False))
+raises(ValueError, "groups must be", lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(), groups="all"))
+raises(ValueError, "more than once", lambda: hvd.DistributedOptimizer(
+    keras.optimizers.SGD(), groups=[2 * model.layers[1].trainable_variables]))
+raises(ValueError, "must be positive", lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(), gradient_predivide_factor=0))
 for compression in (hvd.Compression.fp16, hvd.Compression.bf16):
     model = make(1)
     model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), compression=compression), "mse")
@@ -155,6 +168,36 @@ if rank < 2:  # rank 2 does not train, and is not asked
 """)
 
 
+@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
+def test_mixed_precision_and_optimizers_of_the_users_own(backend: str, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    if importlib.util.find_spec(backend) is None:
+        pytest.skip(f"{backend} is not installed")
+    run(2, COMMON + f"folder = {str(tmp_path)!r}\n" + """
+for policy in ("mixed_bfloat16", "mixed_float16"):
+    close(fit(keras.optimizers.SGD(0.05, momentum=0.9), True, dtype=policy),
+          fit(keras.optimizers.SGD(0.05, momentum=0.9), False, dtype=policy), 2e-2)
+
+class Halving(keras.optimizers.SGD):
+    def update_step(self, gradient, variable, learning_rate):
+        super().update_step(gradient, variable, learning_rate / 2)
+
+@keras.saving.register_keras_serializable(package="mine")
+class Registered(Halving):
+    pass
+
+for kind, custom in ((Registered, None), (Halving, [Halving])):
+    model = fit(kind(0.1, momentum=0.9), True)
+    close(model, fit(keras.optimizers.SGD(0.05, momentum=0.9), False))
+    path = os.path.join(folder, f"{kind.__name__}.{rank}.keras")
+    model.save(path)
+    again = hvd.load_model(path, custom_optimizers=custom)
+    assert isinstance(again.optimizer, kind)
+    for target in (model, again):
+        target.fit(shares(8, X), shares(8, Y), batch_size=8, verbose=0, shuffle=False)
+    close(again, model)
+""", KERAS_BACKEND=backend)
+
+
 def test_callbacks_average_warm_up_and_keep_the_best(tmp_path) -> None:  # type: ignore[no-untyped-def]
     run(2, COMMON + f"folder = {str(tmp_path)!r}\n" + """
 model = make(rank)
@@ -219,6 +262,58 @@ weights = hvd.allgather_object([keras.ops.convert_to_numpy(variable) for variabl
 assert scales == [32.0, 32.0], scales
 assert all((one == other).all() and np.isfinite(one).all() for one, other in zip(*weights))
 """, KERAS_BACKEND=backend)
+
+
+def test_on_torch_gradients_are_final_when_backward_returns() -> None:
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("torch is not installed")
+    run(2, COMMON + """
+import torch
+x, y = torch.tensor(shares(8, X)[:8]), torch.tensor(shares(8, Y)[:8])
+
+def steps(way, built=True, shared=True, **distribution):
+    model = make(1)
+    plain = keras.optimizers.SGD(0.05, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(plain, **distribution) if shared else plain
+    if built:
+        optimizer.build(model.trainable_variables)
+    images, labels = (x, y) if shared else (torch.tensor(X[:16]), torch.tensor(Y[:16]))
+    for step in range(5):
+        tensors = [variable.value for variable in model.trainable_variables]
+        loss = ((model(images) - labels) ** 2).mean()
+        if way == "autograd.grad":
+            gradients = torch.autograd.grad(loss, tensors)
+        else:
+            model.zero_grad()
+            loss.backward()
+            gradients = [tensor.grad for tensor in tensors]
+            if shared and (built or step):
+                everywhere = hvd.allgather_object([gradient.numpy() for gradient in gradients])
+                assert all((one == other).all() for one, other in zip(*everywhere)), step
+        if way == "derived" and (built or step):
+            gradients = [gradient * 1 for gradient in gradients]
+        with torch.no_grad():
+            optimizer.apply(gradients, model.trainable_variables)
+    return model
+
+expected = steps("backward", shared=False)
+for way in ("backward", "autograd.grad", "derived"):
+    for built in (True, False):
+        close(steps(way, built), expected)
+close(steps("backward", groups=2), expected)
+close(steps("backward", compression=hvd.Compression.bf16), expected, 2e-2)
+close(steps("autograd.grad", compression=hvd.Compression.bf16), expected, 2e-2)
+
+model = make(1)  # a gradient that one rank does not have counts as zeros there
+optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+optimizer.build(model.trainable_variables)
+before = model.trainable_variables[-1].numpy()
+model.zero_grad()
+(model(x)[:, 0].sum() if rank else model.layers[0](x).sum()).backward()
+gradients = [variable.value.grad for variable in model.trainable_variables]
+optimizer.apply(gradients, model.trainable_variables)
+np.testing.assert_allclose(before - model.trainable_variables[-1].numpy(), [4.0, 0.0], atol=1e-6)
+""", KERAS_BACKEND="torch")
 
 
 def test_beside_torch_in_one_process() -> None:
