@@ -34,7 +34,7 @@ lint: $(VENV)/installed
 	mkdir -p build/typing && ln -sfn ../../runner build/typing/hvdlite_runner
 	$(BIN)/mypy
 	$(BIN)/mypy --no-strict-optional --follow-imports=silent --allow-untyped-calls --no-warn-return-any \
-		--no-warn-unused-ignores -p hvdlite_torch
+		--no-warn-unused-ignores -p hvdlite_torch -p hvdlite_tf
 	$(BIN)/lint-imports
 
 pytest: $(VENV)/installed data

@@ -128,8 +128,7 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, device_dense: 
     return optimizer
 
 
-def PartialDistributedOptimizer(optimizer: Any, *arguments: Any, local_layers: Any = None,
-                                scale_local_gradients: bool = True, **named: Any) -> Any:
+def PartialDistributedOptimizer(optimizer: Any, *arguments: Any, local_layers: Any = None, **named: Any) -> Any:
     """Like `DistributedOptimizer`; the variables of some layers are left to each rank.
 
     Args:
@@ -142,7 +141,7 @@ def PartialDistributedOptimizer(optimizer: Any, *arguments: Any, local_layers: A
     for layer in layers:
         if not isinstance(layer, keras.layers.Layer):
             raise ValueError(f"local_layers holds Keras layers, not {type(layer).__name__}")
-    wrapped = DistributedOptimizer(optimizer, *arguments, scale_local_gradients=scale_local_gradients, **named)
+    wrapped = DistributedOptimizer(optimizer, *arguments, **named)
     object.__setattr__(getattr(wrapped, "inner_optimizer", wrapped), "_hvdlite_local",
                        frozenset(id(variable) for layer in layers for variable in layer.trainable_variables))
     return wrapped
