@@ -31,6 +31,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--checkpoint", help="write the model here (.keras) after every epoch; go on from it when it exists")
     parser.add_argument("--limit", type=int, help="use only so many training images")
     parser.add_argument("--minimum-accuracy", type=float, default=0.0, help="fail below this")
+    parser.add_argument("--steps-per-execution", type=int, default=1 if keras.backend.backend() == "torch" else 10,
+                        help="steps that Keras runs in one go; on torch one by one")
     parser.add_argument("--seed", type=int, default=42)
     return parser.parse_args()
 
@@ -90,7 +92,8 @@ def main() -> None:
         model = build()
         optimizer = keras.optimizers.SGD(args.lr * hvd.size(), momentum=args.momentum)
         optimizer = hvd.DistributedOptimizer(optimizer, compression=getattr(hvd.Compression, args.compression))
-        model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+        model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"],
+                      steps_per_execution=args.steps_per_execution)
 
     callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback(),
                  Throughput(len(x) * hvd.size())]

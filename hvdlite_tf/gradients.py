@@ -1,7 +1,10 @@
-"""The gradients of one step, reduced together: one call into Python, whatever their number.
+"""The gradients of one step, reduced together, with few calls into Python whatever their number.
 
 Dense ones go through the learned buckets of the core, IndexedSlices are gathered row by row. Everything is handed in before
 anything is waited for, so the order of gradients on the ranks does not matter, and one inter-op thread is enough.
+
+Inside `tf.function`, gradients of many bytes are handed in part by part, the last layers' first, by calls that do not wait:
+their reduction goes on while TensorFlow computes the others.
 """
 
 from __future__ import annotations
@@ -9,10 +12,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from hvdlite.core.array import Array
 from hvdlite.core.types import ReduceOp
+from hvdlite.training.bucket_round import SMALL
 from hvdlite_tf.arrays import run
 from hvdlite_tf.exchange import Exchange
 
@@ -38,9 +43,14 @@ class GradientExchange(Exchange):
             inputs += [results[index].values, results[index].indices]
         all_clusters = self._clusters_of(variables)
         clusters = [all_clusters[index] for index in dense]
-        outputs = run(lambda *arrays: self._reduced(arrays, clusters), inputs, [tensor.dtype for tensor in inputs],
-                      [tensor.shape if place < len(dense) else tf.TensorShape([None, *tensor.shape[1:]])
-                       for place, tensor in enumerate(inputs)])
+        shapes = [tensor.shape if place < len(dense) else tf.TensorShape([None, *tensor.shape[1:]])
+                  for place, tensor in enumerate(inputs)]
+        parts = [] if tf.executing_eagerly() else _parts(inputs[:len(dense)], self._runtime.config.bucket_edge)
+        tokens = [self._submitted(inputs, part, clusters) for part in parts]
+        given = {place for part in parts for place in part}
+        rest = [place for place in range(len(inputs)) if place not in given]
+        outputs = run(lambda *arrays: self._reduced(dict(zip(rest, arrays, strict=False)), clusters),
+                      [*(inputs[place] for place in rest), *tokens], [tensor.dtype for tensor in inputs], shapes)
         for index, (_, context), output in zip(dense, pairs, outputs[:len(dense)], strict=True):
             results[index] = self._compression.decompress(output, context)
         for place, index in enumerate(sparse):
@@ -53,13 +63,49 @@ class GradientExchange(Exchange):
     def _densified(self, gradient: Any) -> Any:
         return tf.convert_to_tensor(gradient) if self._sparse_as_dense and _is_sparse(gradient) else gradient
 
-    def _reduced(self, arrays: Sequence[Array], clusters: Sequence[int]) -> list[Array]:
-        """Reduce dense gradients, of which there are as many as clusters, and gather values and indices of sparse ones."""
+    def _submitted(self, inputs: Sequence[tf.Tensor], part: Sequence[int], clusters: Sequence[int]) -> tf.Tensor:
+        """Hand in some of the dense gradients when they are there; return something to wait for that."""
+        def submit(*arrays: Array) -> list[Array]:
+            self._reducer.open(clusters)
+            for place, array in zip(part, arrays, strict=True):
+                # Small ones are not copied at once, and this memory is TensorFlow's.
+                self._reducer.give(place, array.copy() if array.nbytes <= SMALL else array)
+            return [np.zeros((), np.int32)]
+        return run(submit, [inputs[place] for place in part], [tf.int32], [tf.TensorShape([])])[0]
+
+    def _reduced(self, arrays: dict[int, Array], clusters: Sequence[int]) -> list[Array]:
+        """Reduce dense gradients, of which there are as many as clusters, and gather values and indices of sparse ones.
+
+        Args:
+            arrays: by place; what is missing here was handed in before.
+        """
         dense = len(clusters)
-        handles = [self._runtime.allgather(f"{self.label}.sparse.{index}", array, process_set=self.process_set)
-                   for index, array in enumerate(arrays[dense:])]
-        reduced = self._reducer.reduce(arrays[:dense], clusters) if dense else []
+        handles = [self._runtime.allgather(f"{self.label}.sparse.{place - dense}", array, process_set=self.process_set)
+                   for place, array in arrays.items() if place >= dense]
+        self._reducer.open(clusters)
+        for place, array in reversed(arrays.items()):  # the last layers' gradients came first
+            if place < dense:
+                self._reducer.give(place, array)
+        reduced = self._reducer.finish() if dense else []
         return [*reduced, *(handle.wait() for handle in handles)]
+
+
+def _parts(tensors: Sequence[tf.Tensor], enough: int) -> list[list[int]]:
+    """Return which tensors to hand in together, in the order in which a backward pass makes them, but for the last part.
+
+    Args:
+        enough: bytes of a part; 0 for one part only.
+    """
+    parts: list[list[int]] = []
+    part: list[int] = []
+    nbytes = 0
+    for place in reversed(range(len(tensors))):
+        part.append(place)
+        nbytes += (tensors[place].shape.num_elements() or 0) * tensors[place].dtype.size
+        if 0 < enough <= nbytes and place > 0:
+            parts.append(part)
+            part, nbytes = [], 0
+    return parts
 
 
 def _is_sparse(gradient: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,12 +24,13 @@ class Slot:
     """Stands for a parameter.
 
     Attributes:
-        array: its gradient, given or reduced; None when there is none.
+        shape: of its gradient; None until there was one.
+        array: the gradient, given or reduced; None when there is none.
     """
 
-    def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-        self.shape, self.dtype = shape, dtype
-        self.array: Array | None = None
+    shape: tuple[int, ...] | None = None
+    dtype: np.dtype[Any] = np.dtype("float32")
+    array: Array | None = None
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -47,6 +49,7 @@ class ArrayGradients:
         return parameter.array is not None
 
     def shape(self, parameter: Slot) -> Shape:
+        assert parameter.shape is not None
         return Shape(dtype_name(parameter.dtype), parameter.shape)
 
     def lend(self, parameter: Slot) -> Loan[Slot]:
@@ -56,6 +59,7 @@ class ArrayGradients:
         return loan
 
     def lend_empty(self, parameter: Slot) -> Loan[Slot]:
+        assert parameter.shape is not None
         array = aligned_empty(parameter.shape, parameter.dtype)
         return Loan(parameter, array, array)
 
@@ -89,6 +93,7 @@ class ArrayGradients:
         pass
 
     def adopt(self, parameter: Slot, seat: Array) -> Any:
+        assert parameter.shape is not None
         parameter.array = aligned_empty(parameter.shape, parameter.dtype)
         np.copyto(parameter.array, seat)
         return None
@@ -109,6 +114,7 @@ class ArrayReducer:
         self._reducer: GradientReducer[Slot] = GradientReducer(runtime, ArrayGradients(), label, op=op, prescale=prescale,
                                                                postscale=postscale, passes=1, process_set=process_set)
         self._slots: list[Slot] = []
+        self._lock = threading.Lock()
 
     @property
     def is_shared(self) -> bool:
@@ -128,27 +134,51 @@ class ArrayReducer:
         """
         if not self.is_shared:
             return [gradient for gradient in gradients if gradient is not None]
-        if not self._slots:
-            self._begin(gradients, clusters or [0] * len(gradients))
-        if len(gradients) != len(self._slots):
-            raise UnsupportedError(f"{len(gradients)} gradients, after {len(self._slots)} in the first step; make another "
-                                   "optimizer or tape for another set of variables")
-        for slot, gradient in zip(self._slots, gradients, strict=True):
+        self.open(clusters or [0] * len(gradients))
+        for index, gradient in reversed(list(enumerate(gradients))):  # the last layers' gradients came first
             if gradient is not None:
-                slot.shape, slot.dtype = gradient.shape, gradient.dtype
-            slot.array = gradient
-        for slot in reversed(self._slots):  # the last layers' gradients came first
-            if slot.array is not None:
-                self._reducer.hand_over(slot)
+                self.give(index, gradient)
+        return self.finish()
+
+    def open(self, clusters: Sequence[int]) -> None:
+        """Say how many gradients there are, before the first `give` of each round, and how they go together.
+
+        `open`, any order of `give` and `finish` are `reduce` in steps; `give` may come from any thread.
+
+        Raises:
+            UnsupportedError: when the number has changed.
+        """
+        with self._lock:
+            if not self._slots:
+                self._slots = [Slot() for _ in clusters]
+                for index, (slot, cluster) in enumerate(zip(self._slots, clusters, strict=True)):
+                    self._reducer.add(slot, str(index), cluster)
+        if len(clusters) != len(self._slots):
+            raise UnsupportedError(f"{len(clusters)} gradients, after {len(self._slots)} in the first step; make another "
+                                   "optimizer or tape for another set of variables")
+
+    def give(self, index: int, gradient: Array) -> None:
+        """Hand over one gradient, which is C-contiguous and copied before this returns."""
+        slot = self._slots[index]
+        slot.shape, slot.dtype, slot.array = gradient.shape, gradient.dtype, gradient
+        self._reducer.hand_over(slot)
+
+    def finish(self) -> list[Array]:
+        """Return the reductions; what was not given counts as zeros.
+
+        Raises:
+            HorovodInternalError: when a reduction failed.
+            UnsupportedError: when a gradient was never given.
+        """
+        shapes = [slot.shape for slot in self._slots if slot.shape is not None]
+        if len(shapes) < len(self._slots):
+            index = next(index for index, slot in enumerate(self._slots) if slot.shape is None)
+            raise UnsupportedError(f"gradient {index} is missing in the first step, so nothing is known about it")
         if self._reducer.end_backward():
             self._reducer.wait()
         self._reducer.stepped()
-        return [np.zeros(slot.shape, slot.dtype) if slot.array is None else slot.array for slot in self._slots]
-
-    def _begin(self, gradients: Sequence[Array | None], clusters: Sequence[int]) -> None:
-        for index, (gradient, cluster) in enumerate(zip(gradients, clusters, strict=True)):
-            if gradient is None:
-                raise UnsupportedError(f"gradient {index} is missing in the first step, so nothing is known about it")
-            slot = Slot(gradient.shape, gradient.dtype)
-            self._slots.append(slot)
-            self._reducer.add(slot, str(index), cluster)
+        results = [np.zeros(shape, slot.dtype) if slot.array is None else slot.array
+                   for slot, shape in zip(self._slots, shapes, strict=True)]
+        for slot in self._slots:
+            slot.array = None
+        return results

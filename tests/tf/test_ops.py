@@ -78,8 +78,9 @@ def test_every_collective_eager_and_in_a_graph() -> None:
     """)
 
 
-@pytest.mark.parametrize("graph", [False, True])
-def test_the_tape_equals_one_rank_with_the_whole_batch(graph: bool) -> None:
+@pytest.mark.parametrize(("graph", "part"), [(False, "4M"), (True, "4M"), (True, "1")],
+                         ids=["eager", "graph", "graph, one call for each gradient"])
+def test_the_tape_equals_one_rank_with_the_whole_batch(graph: bool, part: str) -> None:
     run(2, """
         import numpy as np, tensorflow as tf, hvdlite_tf as hvd
         hvd.init()
@@ -114,4 +115,4 @@ def test_the_tape_equals_one_rank_with_the_whole_batch(graph: bool) -> None:
         for mine, theirs in zip(train(True, hvd.Compression.bf16), alone):
             np.testing.assert_allclose(mine, theirs, rtol=0.1, atol=0.05)
         assert "learned bucket" in hvd.story("gradient.tf.optimizer.0.0")
-    """.replace("GRAPH", str(graph)))
+    """.replace("GRAPH", str(graph)), HVDLITE_BUCKET_EDGE=part)
