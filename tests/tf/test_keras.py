@@ -70,8 +70,8 @@ for averages in (True, False):  # Horovod sums what accumulates, unless it is to
 for groups in (2, "layers"):
     model = make(1)
     optimizer = keras.optimizers.Adam(0.01)
-    model.compile(hvd.DistributedOptimizer(optimizer, groups=groups if groups == 2 else [model.layers[1].trainable_variables]),
-                  "mse")
+    layers = [model.layers[1].trainable_variables]
+    model.compile(hvd.DistributedOptimizer(optimizer, groups=groups if groups == 2 else layers), "mse")
     model.fit(shares(8, X), shares(8, Y), batch_size=8, epochs=2, shuffle=False, verbose=0)
     close(model, fit(keras.optimizers.Adam(0.01), False))
 raises(ValueError, "groups must be", lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(), groups="all"))
