@@ -1,0 +1,27 @@
+"""Each rank's share of a global batch."""
+
+from __future__ import annotations
+
+
+def share(rows: int, rank: int, size: int) -> slice:
+    """Return which rows of a global batch a rank takes.
+
+    Shares are contiguous, in rank order, and differ by one row at most; the first ranks have the longer ones. A batch with
+    fewer rows than there are ranks goes to all ranks whole: then every rank computes the same, and nobody stands still.
+
+    Args:
+        rows: of the global batch.
+    """
+    if rows < size:
+        return slice(0, rows)
+    each, more = divmod(rows, size)
+    begin = rank * each + min(rank, more)
+    return slice(begin, begin + each + (rank < more))
+
+
+def weight(rows: int, rank: int, size: int) -> float:
+    """Return what a rank's mean counts in the average of all ranks' means: 1 when all shares are equally long."""
+    if rows < size:
+        return 1.0
+    mine = share(rows, rank, size)
+    return (mine.stop - mine.start) * size / rows
