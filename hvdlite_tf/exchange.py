@@ -2,15 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
+import numpy as np
+
 from hvdlite import api
+from hvdlite.core.array import Array
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
 from hvdlite.training.array_gradients import ArrayReducer
 from hvdlite.training.groups import clusters
 from hvdlite_tf.compression import Compression, Compressor
+
+_samples: ContextVar[Any] = ContextVar("hvdlite_samples", default=None)
+
+
+@contextmanager
+def counting(samples: Any) -> Iterator[None]:
+    """Let every rank's gradients count by its samples in the averages that are made inside.
+
+    Args:
+        samples: of which this rank's gradients are means: a number or a scalar tensor; None to count all ranks alike.
+    """
+    token = _samples.set(samples)
+    try:
+        yield
+    finally:
+        _samples.reset(token)
+
+
+def samples() -> Any:
+    """Return what `counting` was told."""
+    return _samples.get()
+
+
+class Round:
+    """One reduction of dense gradients, in which this rank's may have a weight.
+
+    Args:
+        weight: None when all ranks count alike; else it is reduced along with the gradients.
+    """
+
+    def __init__(self, reducer: ArrayReducer, clusters: Sequence[int], weight: float | None) -> None:
+        self._reducer, self._weight, self._last = reducer, weight, len(clusters)
+        reducer.open(clusters if weight is None else [*clusters, 0])
+
+    def give(self, place: int, gradient: Array) -> None:
+        """Hand over one gradient."""
+        self._reducer.give(place, self.weighted(gradient))
+
+    def weighted(self, array: Array) -> Array:
+        """Return an array times this rank's weight."""
+        return array if self._weight is None else scaled(array, self._weight)
+
+    def finish(self) -> tuple[list[Array], float | None]:
+        """Return the reduced gradients, and the reduction of the weights."""
+        if self._weight is None:
+            return self._reducer.finish() if self._last else [], None
+        self._reducer.give(self._last, np.array([self._weight], np.float32))
+        *reduced, weight = self._reducer.finish()
+        return reduced, float(weight[0])
 
 
 class Exchange:
@@ -49,12 +103,12 @@ class Exchange:
         self.size = len(self._runtime.members(number))
         self._op, self._compression, self._sparse_as_dense = op, compression, sparse_as_dense
         self._prescale, self._postscale = 1.0 / gradient_predivide_factor, gradient_predivide_factor
+        self._usual_samples: int | None = None
         self._groups = groups
         self._clusters: dict[int, int] | None = clusters(groups, ())
         if isinstance(groups, int):
             self._clusters = None
-        self._reducer = ArrayReducer(self._runtime, self.label, op=op, prescale=self._prescale, postscale=self._postscale,
-                                     process_set=number)
+        self._reducers: dict[bool, ArrayReducer] = {}
 
     @property
     def is_current(self) -> bool:
@@ -64,7 +118,7 @@ class Exchange:
     @property
     def is_shared(self) -> bool:
         """Whether there is anybody to share gradients with."""
-        return self._reducer.is_shared
+        return self.size > 1 and self._runtime.world.rank in self._runtime.members(self.process_set)
 
     def watch(self, variables: Sequence[Any]) -> None:
         """Prepare for the gradients of these variables, where that lets the reduction begin during the backward pass."""
@@ -78,8 +132,43 @@ class Exchange:
         """
         raise NotImplementedError
 
+    def _reducer(self, counts: bool) -> ArrayReducer:
+        """Return the reducer of rounds in which ranks count by their samples, or alike."""
+        reducer = self._reducers.get(counts)
+        if reducer is None:
+            label = f"{self.label}.counted" if counts else self.label
+            reducer = self._reducers[counts] = ArrayReducer(
+                self._runtime, label, op=self._op, prescale=self._prescale, postscale=self._postscale,
+                process_set=self.process_set)
+        return reducer
+
+    def _round(self, clusters: Sequence[int], samples: int | None) -> Round:
+        """Return the round that is under way, or begin one; see `ArrayReducer.open`."""
+        return Round(self._reducer(samples is not None), clusters, None if samples is None else self._weight(samples))
+
+    def _weight(self, samples: int) -> float:
+        """Return by what to multiply this rank's gradients; 1 when it has as many samples as in the first step."""
+        if self._usual_samples is None:
+            most = np.zeros(1, np.int64)
+            self._runtime.allreduce(f"{self.label}.samples", np.array([samples]), most, ReduceOp.MAX,
+                                    process_set=self.process_set).wait()
+            self._usual_samples = max(1, int(most[0]))
+        return samples / self._usual_samples
+
+    def _unweight(self, reduced_weight: float | None) -> float:
+        """Return by what to multiply reduced gradients, given the reduction of all ranks' weights."""
+        if reduced_weight is None:
+            return 1.0
+        mean = reduced_weight if self._op is ReduceOp.AVERAGE else reduced_weight / self.size
+        return 1.0 / mean if mean else 1.0
+
     def _clusters_of(self, variables: Sequence[Any]) -> list[int]:
         """Return each variable's group, from 1, or 0; the first call says which variables there are."""
         if self._clusters is None:
             self._clusters = clusters(self._groups, variables)
         return [self._clusters.get(id(variable), 0) for variable in variables]
+
+
+def scaled(array: Array, factor: float) -> Array:
+    """Return an array times a factor; itself when that is 1."""
+    return array if abs(factor - 1.0) < 1e-6 else (array * factor).astype(array.dtype, copy=False)

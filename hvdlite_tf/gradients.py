@@ -19,7 +19,7 @@ from hvdlite.core.array import Array
 from hvdlite.core.types import ReduceOp
 from hvdlite.training.bucket_round import SMALL
 from hvdlite_tf.arrays import run
-from hvdlite_tf.exchange import Exchange
+from hvdlite_tf.exchange import Exchange, samples, scaled
 
 
 class GradientExchange(Exchange):
@@ -46,11 +46,16 @@ class GradientExchange(Exchange):
         shapes = [tensor.shape if place < len(dense) else tf.TensorShape([None, *tensor.shape[1:]])
                   for place, tensor in enumerate(inputs)]
         parts = [] if tf.executing_eagerly() else _parts(inputs[:len(dense)], self._runtime.config.bucket_edge)
-        tokens = [self._submitted(inputs, part, clusters) for part in parts]
+        counted = [] if samples() is None else [tf.cast(samples(), tf.int64)]
+        tokens = [self._submitted(inputs, part, clusters, counted) for part in parts]
         given = {place for part in parts for place in part}
         rest = [place for place in range(len(inputs)) if place not in given]
-        outputs = run(lambda *arrays: self._reduced(dict(zip(rest, arrays, strict=False)), clusters),
-                      [*(inputs[place] for place in rest), *tokens], [tensor.dtype for tensor in inputs], shapes)
+
+        def reduce(*arrays: Array) -> list[Array]:
+            return self._reduced(dict(zip(rest, arrays, strict=False)), clusters,
+                                 int(arrays[len(rest)]) if counted else None)
+        outputs = run(reduce, [*(inputs[place] for place in rest), *counted, *tokens], [tensor.dtype for tensor in inputs],
+                      shapes)
         for index, (_, context), output in zip(dense, pairs, outputs[:len(dense)], strict=True):
             results[index] = self._compression.decompress(output, context)
         for place, index in enumerate(sparse):
@@ -63,31 +68,37 @@ class GradientExchange(Exchange):
     def _densified(self, gradient: Any) -> Any:
         return tf.convert_to_tensor(gradient) if self._sparse_as_dense and _is_sparse(gradient) else gradient
 
-    def _submitted(self, inputs: Sequence[tf.Tensor], part: Sequence[int], clusters: Sequence[int]) -> tf.Tensor:
+    def _submitted(self, inputs: Sequence[tf.Tensor], part: Sequence[int], clusters: Sequence[int],
+                   counted: Sequence[tf.Tensor]) -> tf.Tensor:
         """Hand in some of the dense gradients when they are there; return something to wait for that."""
         def submit(*arrays: Array) -> list[Array]:
-            self._reducer.open(clusters)
-            for place, array in zip(part, arrays, strict=True):
+            a_round = self._round(clusters, int(arrays[-1]) if counted else None)
+            for place, array in zip(part, arrays, strict=False):
                 # Small ones are not copied at once, and this memory is TensorFlow's.
-                self._reducer.give(place, array.copy() if array.nbytes <= SMALL else array)
+                a_round.give(place, array.copy() if array.nbytes <= SMALL else array)
             return [np.zeros((), np.int32)]
-        return run(submit, [inputs[place] for place in part], [tf.int32], [tf.TensorShape([])])[0]
+        return run(submit, [*(inputs[place] for place in part), *counted], [tf.int32], [tf.TensorShape([])])[0]
 
-    def _reduced(self, arrays: dict[int, Array], clusters: Sequence[int]) -> list[Array]:
+    def _reduced(self, arrays: dict[int, Array], clusters: Sequence[int], samples: int | None) -> list[Array]:
         """Reduce dense gradients, of which there are as many as clusters, and gather values and indices of sparse ones.
 
         Args:
             arrays: by place; what is missing here was handed in before.
+            samples: of this rank, when ranks count by theirs.
         """
         dense = len(clusters)
-        handles = [self._runtime.allgather(f"{self.label}.sparse.{place - dense}", array, process_set=self.process_set)
-                   for place, array in arrays.items() if place >= dense]
-        self._reducer.open(clusters)
+        a_round = self._round(clusters, samples)
+        handles = [self._runtime.allgather(
+            f"{self.label}.sparse.{place - dense}", array if (place - dense) % 2 else a_round.weighted(array),
+            process_set=self.process_set) for place, array in arrays.items() if place >= dense]
         for place, array in reversed(arrays.items()):  # the last layers' gradients came first
             if place < dense:
-                self._reducer.give(place, array)
-        reduced = self._reducer.finish() if dense else []
-        return [*reduced, *(handle.wait() for handle in handles)]
+                a_round.give(place, array)
+        reduced, weight = a_round.finish()
+        factor = self._unweight(weight)
+        gathered = [handle.wait() for handle in handles]
+        return [*(scaled(array, factor) for array in reduced),
+                *(array if index % 2 else scaled(array, factor) for index, array in enumerate(gathered))]
 
 
 def _parts(tensors: Sequence[tf.Tensor], enough: int) -> list[list[int]]:

@@ -20,12 +20,18 @@ class BackwardHooks:
     Hooks do not keep this object alive, and end with it. When *every* watched parameter lies inside
     `torch.utils.checkpoint(..., use_reentrant=True)`, nothing marks the end of the outer backward pass: then the round is
     the reducer's to finish.
+
+    Attributes:
+        weight: by what gradients are multiplied before they are handed over.
+        on_begin: called when a backward pass hands over its first gradient.
     """
 
     def __init__(self, reducer: GradientReducer[torch.Tensor]) -> None:
         self._reducer = reducer
         self._task = -1  # the autograd run whose end we already wait for
         self._hooks: list[Any] = []
+        self.weight = 1.0
+        self.on_begin: Callable[[], None] | None = None
 
     def watch(self, parameter: torch.Tensor) -> None:
         """Hand this parameter's gradients over from now on; the reducer knows it already."""
@@ -36,6 +42,14 @@ class BackwardHooks:
         if task != self._task and _backward_depth() <= 1:
             self._task = task
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            if self.on_begin is not None:
+                self.on_begin()
+        self.hand_over(parameter)
+
+    def hand_over(self, parameter: torch.Tensor) -> None:
+        """Hand a gradient over now, times the weight."""
+        if self.weight != 1.0 and parameter.grad is not None:
+            parameter.grad.mul_(self.weight)
         self._reducer.hand_over(parameter)
 
     def _end_backward(self) -> None:

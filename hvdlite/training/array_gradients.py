@@ -121,6 +121,10 @@ class ArrayReducer:
         """Whether there is anybody to share gradients with."""
         return self._reducer.is_shared
 
+    def __len__(self) -> int:
+        """Return how many gradients there are; 0 before the first round."""
+        return len(self._slots)
+
     def reduce(self, gradients: Sequence[Array | None], clusters: Sequence[int] = ()) -> list[Array]:
         """Return the reductions over all ranks of so many gradients; the same number in every call.
 

@@ -11,7 +11,7 @@ import numpy as np
 from hvdlite import api
 from hvdlite.core.array import BFLOAT16, Array
 from hvdlite.core.types import ReduceOp
-from hvdlite_tf.exchange import Exchange
+from hvdlite_tf.exchange import Exchange, samples, scaled
 
 
 class ArrayExchange(Exchange):
@@ -33,7 +33,16 @@ class ArrayExchange(Exchange):
                 for index, dtype in zip(present, original, strict=True)]
         all_clusters = self._clusters_of(variables)
         clusters = [all_clusters[index] for index in present]
-        outputs = call(lambda arrays: self._reducer.reduce(arrays, clusters), sent)
+        counted = [] if samples() is None else [keras.ops.convert_to_tensor(samples(), dtype="int32")]
+
+        def reduce(arrays: Sequence[Array]) -> list[Array]:
+            a_round = self._round(clusters, int(arrays[-1]) if counted else None)
+            for place in reversed(range(len(present))):  # the last layers' gradients came first
+                a_round.give(place, arrays[place])
+            reduced, weight = a_round.finish()
+            factor = self._unweight(weight)
+            return [*(scaled(array, factor) for array in reduced), *arrays[len(present):]]
+        outputs = call(reduce, [*sent, *counted])[:len(present)]
         for index, dtype, reduced in zip(present, original, outputs, strict=True):
             results[index] = keras.ops.cast(reduced, dtype)
         return results

@@ -1,6 +1,7 @@
 """Two places where Keras must know that an optimizer is distributed; changed once, when this package is imported.
 
-- `Trainer.compile`: TensorFlow's XLA cannot call Python, so with a distributed optimizer "auto" means no.
+- `Trainer.compile`: TensorFlow's XLA cannot call Python, so with a distributed optimizer "auto" means no. In the scope of a
+  `MirroredStrategy`, what is compiled becomes the strategy's.
 - `LossScaleOptimizer.check_finite`: an overflow on one rank skips the step on all of them, or gradients of different steps
   would be paired.
 """
@@ -14,7 +15,9 @@ from typing import Any
 
 import keras
 
+from hvdlite_tf.keras import scope
 from hvdlite_tf.keras.exchange import everywhere
+from hvdlite_tf.keras.mirrored_model import adopt_model
 from hvdlite_tf.keras.optimizer import is_distributed
 
 _log = logging.getLogger("hvdlite")
@@ -37,6 +40,11 @@ def _compiling(original: Any) -> Any:
     @functools.wraps(original)
     def compile(self: Any, *arguments: Any, **named: Any) -> Any:
         bound = signature.bind(self, *arguments, **named)
+        strategy = scope.current() or _strategy_of(self)
+        if strategy is not None and bound.arguments.get("optimizer", "rmsprop") is not None:
+            with strategy.scope():
+                bound.arguments["optimizer"] = keras.optimizers.get(bound.arguments.get("optimizer", "rmsprop"))
+                scope.adopt_optimizer(strategy, bound.arguments["optimizer"])
         if keras.backend.backend() == "tensorflow" and _holds_distributed(bound.arguments.get("optimizer")):
             wanted = bound.arguments.get("jit_compile", "auto")
             if wanted is True:
@@ -45,7 +53,12 @@ def _compiling(original: Any) -> Any:
             if wanted == "auto":
                 _log.info("jit_compile is off: XLA cannot call hvdlite's collectives")
                 bound.arguments["jit_compile"] = False
-        return original(*bound.args, **bound.kwargs)
+        if strategy is None:
+            return original(*bound.args, **bound.kwargs)
+        with strategy.scope():
+            original(*bound.args, **bound.kwargs)
+        adopt_model(strategy, self)
+        return None
     setattr(compile, _MARK, original)
     return compile
 
@@ -60,6 +73,12 @@ def _checking(original: Any) -> Any:
         return everywhere(finite, f"{exchange.label}.finite", exchange.process_set)
     setattr(check_finite, _MARK, original)
     return check_finite
+
+
+def _strategy_of(model: Any) -> scope.Mirrored | None:
+    """Return the strategy in whose scope a TensorFlow model was made."""
+    strategy = getattr(model, "_distribute_strategy", None)
+    return strategy if hasattr(strategy, "has_local_input") else None
 
 
 def _holds_distributed(optimizer: Any) -> bool:

@@ -17,7 +17,7 @@ from hvdlite import api
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
 from hvdlite_tf.compression import Compression, Compressor
-from hvdlite_tf.exchange import Exchange
+from hvdlite_tf.exchange import Exchange, counting
 from hvdlite_tf.keras.exchange import exchange as make_exchange
 
 
@@ -55,7 +55,8 @@ class _Distributed:
 
     def _clip_gradients(self, grads: Sequence[Any]) -> Any:
         if self.gradient_accumulation_steps:  # type: ignore[attr-defined]
-            grads = self._hvdlite_reduced(list(grads), list(self._hvdlite_applied))
+            with counting(None):  # steps of an accumulation count alike
+                grads = self._hvdlite_reduced(list(grads), list(self._hvdlite_applied))
             if self._hvdlite_summed > 1:  # Keras has divided them
                 grads = [gradient * self._hvdlite_summed for gradient in grads]
         return super()._clip_gradients(grads)  # type: ignore[misc]
@@ -63,6 +64,9 @@ class _Distributed:
     def _hvdlite_watch(self, variables: Sequence[Any]) -> None:
         if not self.gradient_accumulation_steps:  # type: ignore[attr-defined]
             self._hvdlite_exchange().watch([variable for variable in variables if id(variable) not in self._hvdlite_local])
+
+    def _all_reduce_sum_gradients(self, grads_and_vars: Sequence[Any]) -> Any:
+        return grads_and_vars  # a strategy's reduction, after clipping; ours was before it
 
     def _hvdlite_reduced(self, grads: list[Any], variables: list[Any]) -> list[Any]:
         exchange = self._hvdlite_exchange()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hvdlite.training.gradient_reducer import GradientReducer
+from hvdlite_tf.exchange import samples
 from hvdlite_tf.keras.exchange import ArrayExchange
 from hvdlite_torch import Compression
 from hvdlite_torch.backward import BackwardHooks
@@ -31,7 +32,9 @@ class TorchExchange(ArrayExchange):
             self._runtime, framework, f"{self.label}.hooked", op=self._op, prescale=self._prescale,
             postscale=self._postscale, passes=1, process_set=self.process_set)
         self._hooks = BackwardHooks(self._hooked)
+        self._hooks.on_begin = self._begin_round
         self._watched: dict[int, torch.Tensor] = {}  # by identity
+        self._count = torch.zeros(1)  # its "gradient" is this rank's weight
 
     def watch(self, variables: Sequence[Any]) -> None:
         if not self.is_shared or self._watched:
@@ -42,6 +45,16 @@ class TorchExchange(ArrayExchange):
                 self._hooked.add(tensor, str(index), cluster)
                 self._hooks.watch(tensor)
                 self._watched[id(tensor)] = tensor
+        if self._watched:
+            self._hooked.add(self._count, "count")
+
+    def _begin_round(self) -> None:
+        """Find this rank's weight, and reduce it along with the gradients."""
+        count = samples()
+        self._hooks.weight = 1.0 if count is None else self._weight(count)
+        if count is not None:
+            self._count.grad = torch.tensor([self._hooks.weight])
+            self._hooked.hand_over(self._count)
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         if not self.is_shared:
@@ -60,7 +73,9 @@ class TorchExchange(ArrayExchange):
             if results[index] is None:
                 results[index] = variables[index].value.grad
         self._hooked.stepped()
-        return results
+        factor = self._unweight(None if samples() is None or self._count.grad is None else float(self._count.grad))
+        return results if abs(factor - 1.0) < 1e-6 else [
+            None if gradient is None else gradient * factor for gradient in results]
 
     def _finish(self, gradients: Sequence[Any], tensors: Sequence[torch.Tensor]) -> bool:
         """Make the gradients of these tensors final; return False when the ones given are not what they accumulated."""
@@ -69,8 +84,9 @@ class TorchExchange(ArrayExchange):
         if not self._hooked.is_under_way:
             if any(gradient is not tensor.grad for gradient, tensor in zip(gradients, tensors, strict=True)):
                 return False
+            self._begin_round()
             for gradient, tensor in zip(gradients, tensors, strict=True):
                 if gradient is not None:
-                    self._hooked.hand_over(tensor)
+                    self._hooks.hand_over(tensor)
         self._hooked.finish_if_due()
         return True

@@ -1,0 +1,99 @@
+"""`MirroredStrategy` for Keras on torch and JAX, with the names of `tf.distribute.Strategy`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdlite import api, ops
+from hvdlite.core.types import ReduceOp
+from hvdlite.training.launching import launch
+from hvdlite.training.objects import allgather_object, broadcast_object
+from hvdlite_tf.keras import scope
+
+_REDUCE = {"SUM": ReduceOp.SUM, "MEAN": ReduceOp.AVERAGE}
+
+
+class MirroredStrategy:
+    """One replica of the model per rank, in step: `with strategy.scope():` around what makes and compiles it.
+
+    Batches given to `fit`, `evaluate` and `predict` are global, and so are their results. Without a launcher there is one
+    replica. Optimizers made or compiled in the scope average gradients, by samples in `fit`. Training begins with rank 0's
+    variables. BatchNormalization normalises each rank's share by itself.
+
+    Args:
+        devices: how many ranks `launch` starts when no launcher has; a number, or as many as the list is long.
+        cross_device_ops: accepted for TensorFlow's sake.
+        scale_learning_rate: multiply the learning rates of optimizers by the number of replicas.
+    """
+
+    def __init__(self, devices: int | Sequence[str] | None = None, cross_device_ops: Any = None, *,
+                 scale_learning_rate: bool = False) -> None:
+        del cross_device_ops
+        if not api.is_initialized():
+            api.init()
+        runtime = api.runtime()
+        self.rank, self._size = runtime.world.rank, runtime.world.size
+        self.devices = devices if isinstance(devices, int) else len(devices or ()) or None
+        self.gradient_op = ReduceOp.AVERAGE
+        self.scales_learning_rate = scale_learning_rate
+        self.has_local_input = False
+        self._seed = int(broadcast_object(runtime, int(np.random.default_rng().integers(1 << 30)), 0,
+                                          runtime.unnamed("keras", "strategy_seed")))
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many ranks there are."""
+        return self._size
+
+    def next_seed(self) -> int:
+        """Return a number that is the same on all ranks, and another one in each call."""
+        self._seed += 1
+        return self._seed
+
+    @contextmanager
+    def scope(self) -> Iterator[MirroredStrategy]:
+        """Be where models, optimizers and datasets are made and compiled."""
+        with scope.entered(self):
+            yield self
+
+    def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Return what `fn` returns on this rank."""
+        return fn(*args, **(kwargs or {}))
+
+    def reduce(self, reduce_op: Any, value: Any, axis: int | None = None) -> Any:
+        """Return the sum or mean of a value over all ranks, as a NumPy array.
+
+        Args:
+            reduce_op: "SUM" or "MEAN".
+            axis: reduce this dimension too; the mean is then over all ranks' elements.
+        """
+        op = str(getattr(reduce_op, "value", reduce_op)).upper()
+        if op not in _REDUCE:
+            raise ValueError(f'reduce_op must be "SUM" or "MEAN", not {reduce_op!r}')
+        array = keras.ops.convert_to_numpy(value)
+        if axis is None:
+            return ops.allreduce(array, op=_REDUCE[op])
+        total = ops.allreduce(array.sum(axis), op=ReduceOp.SUM)
+        return total if op == "SUM" else total / ops.allreduce(np.array(array.shape[axis]), op=ReduceOp.SUM)
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Return all ranks' values concatenated along a dimension, as a NumPy array."""
+        runtime = api.runtime()
+        return np.concatenate(allgather_object(runtime, keras.ops.convert_to_numpy(value),
+                                               runtime.unnamed("keras", "gather")), axis)
+
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """Return this rank's value, alone in a tuple."""
+        return (value,)
+
+    def launch(self, main: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Call `main` on as many ranks as `devices` said, and return what rank 0's returned.
+
+        Among ranks that a launcher has started, and without a number of devices, it is only called here.
+        """
+        return launch(main, args, kwargs, self.devices)

@@ -1,0 +1,252 @@
+"""A model compiled in the scope: `fit`, `evaluate` and `predict` take global batches and give global results.
+
+The model's own methods are wrapped, on this model only: its class and all other models stay what they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdlite import api
+from hvdlite.core.types import ReduceOp
+from hvdlite.training.objects import allgather_object, broadcast_object
+from hvdlite_tf.exchange import counting
+from hvdlite_tf.keras import shares
+from hvdlite_tf.keras.callbacks import BroadcastGlobalVariablesCallback
+from hvdlite_tf.keras.scope import Mirrored
+
+WRITERS = (keras.callbacks.ModelCheckpoint, keras.callbacks.CSVLogger, keras.callbacks.TensorBoard,
+           keras.callbacks.RemoteMonitor, keras.callbacks.BackupAndRestore, keras.callbacks.ProgbarLogger)
+"""Callbacks that only rank 0 has."""
+_DEFAULT_BATCH = 32
+
+
+def adopt_model(strategy: Mirrored, model: Any) -> None:
+    """Make a compiled model one of the scope; again is fine."""
+    if vars(model).get("_hvdlite_strategy") is strategy:
+        return
+    mirrored = MirroredModel(strategy, model)
+    for name in ("fit", "evaluate", "predict", "train_step", "train_on_batch", "test_on_batch",
+                 "_get_metrics_result_or_logs"):
+        method = getattr(mirrored, name)
+        object.__setattr__(model, name, functools.wraps(mirrored.original[name])(method))
+    object.__setattr__(model, "_hvdlite_strategy", strategy)
+
+
+class MirroredModel:
+    """The wrapped methods of one model.
+
+    Attributes:
+        original: the model's own methods, by name.
+    """
+
+    def __init__(self, strategy: Mirrored, model: Any) -> None:
+        self._strategy, self._model = strategy, model
+        self.original: dict[str, Callable[..., Any]] = {
+            name: getattr(model, name) for name in ("fit", "evaluate", "predict", "train_step", "train_on_batch",
+                                                    "test_on_batch", "_get_metrics_result_or_logs")}
+        self._fitting = False
+
+    def fit(self, *arguments: Any, **named: Any) -> Any:
+        """Like the model's, of a global batch of which each rank takes its share."""
+        given = self._bound("fit", arguments, named)
+        x, arrays = self._data(given, "x", "y", "sample_weight")
+        held_out = given["validation_data"]
+        if given["validation_split"] and held_out is None:
+            if arrays is None:
+                raise ValueError("validation_split needs arrays")
+            kept = int(shares.rows_of(arrays) * (1.0 - given["validation_split"]))
+            held_out = shares.rows_taken(arrays, slice(kept, None))
+            arrays = shares.rows_taken(arrays, slice(kept))
+        batch = given["batch_size"] or _DEFAULT_BATCH
+        local = {"x": shares.training_batches(x, arrays, batch, given["shuffle"], self._strategy), "y": None,
+                 "sample_weight": None, "batch_size": None, "shuffle": False, "validation_split": 0.0}
+        if held_out is not None:
+            local["validation_data"], local["validation_batch_size"] = self._applied(
+                held_out, given["validation_batch_size"] or batch)
+        self._fitting = True
+        try:
+            with _local_input(self._strategy):
+                return self.original["fit"](**{**given, **local, "callbacks": self._callbacks(given["callbacks"]),
+                                               "verbose": self._verbose(given["verbose"])})
+        finally:
+            self._fitting = False
+
+    def evaluate(self, *arguments: Any, **named: Any) -> Any:
+        """Like the model's, of data of which each rank takes its share; all ranks return the same."""
+        if self._fitting:  # Keras' own call, of data that is shared out already
+            return self.original["evaluate"](*arguments, **named)
+        given = self._bound("evaluate", arguments, named)
+        x, arrays = self._data(given, "x", "y", "sample_weight")
+        data, batch = self._applied(arrays if arrays is not None else x, given["batch_size"] or _DEFAULT_BATCH)
+        x, y, weights = (*data, None, None)[:3] if isinstance(data, tuple) else (data, None, None)
+        with _local_input(self._strategy):
+            return self.original["evaluate"](**{**given, "x": x, "y": y, "sample_weight": weights, "batch_size": batch,
+                                                "verbose": self._verbose(given["verbose"])})
+
+    def predict(self, *arguments: Any, **named: Any) -> Any:
+        """Like the model's, of data of which each rank takes its share; all ranks return all predictions, in order."""
+        given = self._bound("predict", arguments, named)
+        x, arrays = self._data(given, "x")
+        given["verbose"] = self._verbose(given["verbose"])
+        size, runtime = self._strategy.num_replicas_in_sync, api.runtime()
+        sizes: list[tuple[int, int]] = []
+        with _local_input(self._strategy):
+            if arrays is not None:
+                given["x"] = shares.block(arrays, self._strategy)[0]
+                given["batch_size"] = _share_of_batch(given["batch_size"], size)
+                mine = self.original["predict"](**given)
+                if shares.rows_of(arrays) < size:
+                    return mine
+            else:
+                mine = self.original["predict"](**{**given, "x": shares.whole_batches(x, self._strategy, sizes)})
+        everywhere = allgather_object(runtime, (keras.tree.map_structure(np.asarray, mine), sizes),
+                                      runtime.unnamed("keras", "predict"))
+        if arrays is not None:
+            return _joined([predictions for predictions, _ in everywhere])
+        pieces = {}
+        for predictions, counts in everywhere:
+            begin = 0
+            for number, rows in sorted(set(counts)):
+                pieces[number] = shares.rows_taken(predictions, slice(begin, begin + rows))
+                begin += rows
+        return _joined([pieces[number] for number in sorted(pieces)])
+
+    def train_step(self, *arguments: Any, **named: Any) -> Any:
+        """Like the model's; inside, this rank counts by its samples."""
+        if not self._fitting:
+            return self.original["train_step"](*arguments, **named)
+        data = named.get("data", arguments[-1] if arguments else None)
+        first = next(leaf for leaf in keras.tree.flatten(data) if leaf is not None)
+        with counting(keras.ops.shape(first)[0]):
+            return self.original["train_step"](*arguments, **named)
+
+    def train_on_batch(self, *arguments: Any, **named: Any) -> Any:
+        """Like the model's, of a global batch."""
+        return self._on_batch("train_on_batch", arguments, named)
+
+    def test_on_batch(self, *arguments: Any, **named: Any) -> Any:
+        """Like the model's, of a global batch."""
+        return self._on_batch("test_on_batch", arguments, named)
+
+    def _get_metrics_result_or_logs(self, logs: Any) -> Any:
+        """Like the model's, of all ranks' metrics."""
+        with self._summed_metrics():
+            return self.original["_get_metrics_result_or_logs"](logs)
+
+    def _on_batch(self, name: str, arguments: Any, named: Any) -> Any:
+        given = self._bound(name, arguments, named)
+        _, arrays = self._data(given, "x", "y", "sample_weight")
+        assert arrays is not None
+        rows = shares.share(shares.rows_of(arrays), self._strategy.rank, self._strategy.num_replicas_in_sync)
+        x, y, weights = (*shares.rows_taken(arrays, rows), None, None)[:3]
+        self._fitting = True
+        try:
+            logs = self.original[name](**{**given, "x": x, "y": y, "sample_weight": weights, "return_dict": True})
+            logs = _as_numbers(self._get_metrics_result_or_logs(logs))
+        finally:
+            self._fitting = False
+        return logs if given["return_dict"] else self._model._flatten_metrics_in_order(logs)
+
+    @contextmanager
+    def _summed_metrics(self) -> Iterator[None]:
+        """Let metrics hold the sums of all ranks' states, for a while. On TensorFlow they are summed when they are read."""
+        if keras.backend.backend() == "tensorflow" or self._strategy.num_replicas_in_sync == 1:
+            yield
+            return
+        variables = [variable for metric in self._model.metrics for variable in metric.variables]
+        own = [np.array(keras.ops.convert_to_numpy(variable.value), order="C") for variable in variables]
+        runtime = api.runtime()
+        sums = [np.empty_like(array) for array in own]
+        handles = [runtime.allreduce(f"keras.metric.{index}", array, total, ReduceOp.SUM)
+                   for index, (array, total) in enumerate(zip(own, sums, strict=True))]
+        try:
+            for variable, total, handle in zip(variables, sums, handles, strict=True):
+                handle.wait()
+                variable.assign(total)
+            yield
+        finally:
+            for variable, array in zip(variables, own, strict=True):
+                variable.assign(array)
+
+    def _bound(self, name: str, arguments: Any, named: Any) -> dict[str, Any]:
+        bound = inspect.signature(self.original[name]).bind(*arguments, **named)
+        bound.apply_defaults()
+        given = dict(bound.arguments)
+        return {**given, **given.pop("kwargs", {})}
+
+    def _data(self, given: dict[str, Any], *names: str) -> tuple[Any, tuple[Any, ...] | None]:
+        x = given["x"]
+        return x, shares.as_arrays(*(given[name] for name in names)) if shares.is_arrays(x) else None
+
+    def _applied(self, data: Any, batch_size: int) -> tuple[Any, int | None]:
+        """Return this rank's part of data that the model is only applied to, and of how many samples to do at a time."""
+        if isinstance(data, (tuple, list)):
+            return (shares.block(shares.as_arrays(*data), self._strategy),
+                    _share_of_batch(batch_size, self._strategy.num_replicas_in_sync))
+        return shares.whole_batches(data, self._strategy), None
+
+    def _callbacks(self, callbacks: Any) -> Any:
+        if callbacks is None:
+            callbacks = []
+        given = list(callbacks.callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else
+                     callbacks if isinstance(callbacks, (list, tuple)) else [callbacks])
+        kept = [each for each in given if self._strategy.rank == 0 or not isinstance(each, WRITERS)]
+        return [*kept, _Beginning(self._strategy)]
+
+    def _verbose(self, verbose: Any) -> Any:
+        return verbose if self._strategy.rank == 0 else 0
+
+
+class _Beginning(BroadcastGlobalVariablesCallback):
+    """Every training begins with rank 0's model, optimizer and epoch; only random layers differ."""
+
+    def __init__(self, strategy: Mirrored) -> None:
+        super().__init__(0)
+        self._strategy = strategy
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Take over from rank 0 the epoch that a backup was taken in."""
+        super().on_train_begin(logs)
+        runtime = api.runtime()
+        epoch = broadcast_object(runtime, getattr(self.model, "_initial_epoch", None), 0,
+                                 runtime.unnamed("keras", "initial_epoch"))
+        if epoch is not None:
+            self.model._initial_epoch = epoch
+
+    def _broadcast(self) -> None:
+        super()._broadcast()
+        for variable in self.model.variables:
+            if variable.path.endswith("seed_generator_state"):
+                state = np.array(keras.ops.convert_to_numpy(variable.value))
+                state.flat[0] += self._strategy.rank
+                variable.assign(state)
+
+
+@contextmanager
+def _local_input(strategy: Any) -> Iterator[None]:
+    """What the model gets is this rank's share already."""
+    before, strategy.has_local_input = strategy.has_local_input, True
+    try:
+        yield
+    finally:
+        strategy.has_local_input = before
+
+
+def _share_of_batch(batch_size: int | None, size: int) -> int:
+    return -(-(batch_size or _DEFAULT_BATCH) // size)
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    return keras.tree.map_structure(lambda *leaves: np.concatenate(leaves), *parts)
+
+
+def _as_numbers(logs: Any) -> Any:
+    return {name: float(keras.ops.convert_to_numpy(value)) for name, value in logs.items()}
