@@ -175,9 +175,8 @@ def cross_size() -> int:
 
 
 def is_homogeneous() -> bool:
-    """Return whether every host has the same number of ranks; always so while a job has one host."""
-    world = runtime().world
-    return world.local_size * world.cross_size == world.size
+    """Return whether every host has the same number of ranks."""
+    return runtime().hosts.is_homogeneous
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:

@@ -41,7 +41,7 @@ MEANINGLESS_FLAGS = {
     "num-nccl-streams": ("N", "NCCL needs one stream"),
     "autotune-gaussian-process-noise": ("X", "autotune has no such process"),
     "mpi-threads-disable": ("", "MPI is not used"), "no-mpi-threads-disable": ("", "MPI is not used"),
-    "thread-affinity": ("CORE", "use --bind"), "gloo-timeout-seconds": ("S", "Gloo is not used"),
+    "thread-affinity": ("CORE", "use --bind"), "gloo-timeout-seconds": ("S", "use --gloo-timeout"),
     "log-with-timestamp": ("", "it is so anyway"), "log-without-timestamp": ("", "use --log-hide-time"),
     "gloo": ("", "tensors travel through shared memory"), "mpi": ("", "tensors travel through shared memory"),
 }

@@ -25,6 +25,8 @@ JOB_DIRECTORY = "HVDLITE_JOB_DIRECTORY"
 """A directory of mode 0700 on this host where the ranks meet; the launcher makes and removes it."""
 SECRET = "HVDLITE_SECRET"
 """The job's key, hexadecimal; only needed when ranks speak over TCP."""
+SECRET_FILE = "HVDLITE_SECRET_FILE"
+"""A file with the job's key, instead of `SECRET`; only its owner may read it."""
 COORDINATOR = "HVDLITE_COORDINATOR"
 """host:port where rank 0 listens; absent when all ranks share one host."""
 
@@ -37,7 +39,7 @@ COORDINATES = {
     RANK: "rank", SIZE: "size", LOCAL_RANK: "local_rank", LOCAL_SIZE: "local_size",
     CROSS_RANK: "cross_rank", CROSS_SIZE: "cross_size",
 }
-CONTRACT_VARIABLES = frozenset(COORDINATES) | {JOB_DIRECTORY, SECRET, COORDINATOR}
+CONTRACT_VARIABLES = frozenset(COORDINATES) | {JOB_DIRECTORY, SECRET, SECRET_FILE, COORDINATOR}
 
 
 def rank_environment(world: World, job_directory: str | None) -> dict[str, str]:
