@@ -35,6 +35,13 @@ REPORT_SOCKET = "report.sock"
 PROCESSES_FILE = "processes.json"
 """In the job directory: each rank's process id, and where it writes its stacks; see `control.witness`."""
 
+PROGRESS_FILE = "progress"
+"""In the job directory, with `.RANK`: how far the rank is; see `control.progress`."""
+TASK_FILE = "task"
+"""In the job directory: a function to call and its arguments, signed; see `hvdlite.run`."""
+RESULT_FILE = "result"
+"""In the job directory, with `.RANK`: what the function returned or raised there, signed."""
+
 COORDINATES = {
     RANK: "rank", SIZE: "size", LOCAL_RANK: "local_rank", LOCAL_SIZE: "local_size",
     CROSS_RANK: "cross_rank", CROSS_SIZE: "cross_size",
