@@ -90,6 +90,7 @@ from hvdlite.ops import (
     send_async,
     synchronize,
 )
+from hvdlite.run_function import run
 
 __all__ = [
     "Adasum", "Average", "ConfigError", "DuplicateNameError", "HorovodInternalError", "HvdliteError", "LaunchError",
@@ -102,6 +103,6 @@ __all__ = [
     "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter", "init",
     "is_homogeneous", "is_initialized", "join", "local_rank", "local_size", "mpi_built", "mpi_enabled",
     "mpi_threads_supported", "nccl_built", "poll", "rank", "record_step", "recv", "recv_async", "reduce", "reducescatter",
-    "reducescatter_async", "remove_process_set", "rocm_built", "scatter", "send", "send_async", "shutdown", "size",
+    "reducescatter_async", "remove_process_set", "rocm_built", "run", "scatter", "send", "send_async", "shutdown", "size",
     "start_timeline", "stop_timeline", "story", "synchronize",
 ]

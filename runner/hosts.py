@@ -49,7 +49,7 @@ class Hosts:
         try:
             self.remotes = [Remote(host, shell, greeting, self._selector, self._tell, self._gone) for host in hosts]
         except OSError as error:
-            raise LaunchError(f"cannot start {shell.program}: {error.strerror}; hvdrun needs it to reach other hosts") from None
+            raise LaunchError(f"cannot start {shell.program}, which is to reach other hosts: {error.strerror}") from None
         self._await(self.remotes, Hello, timeout)
         problems = []
         for remote in self.remotes:
@@ -159,6 +159,7 @@ def meeting_point(hosts: Hosts, first: Remote | None, others: Mapping[Remote | N
 def unreachable(here: str, routed: Routed, found: Mapping[str, Mapping[str, str]]) -> list[str]:
     """Return a line for each host that does not reach rank 0's host, at the address that most of them reach."""
     best = min(routed.addresses, key=lambda address: sum(bool(problems[address]) for problems in found.values()))
-    return [f"{name if name == 'this host' else f'host {name}'} cannot reach rank 0's {here} at {best}, port {routed.port}: "
-            f"{problems[best]}; open that port (--coordinator-port fixes it), or choose --network-interface"
+    where = f"rank 0 on {here} at {best}, port {routed.port}"
+    return [f"{name if name == 'this host' else f'host {name}'} cannot reach {where}: {problems[best]}; "
+            "open a port there and name it with --coordinator-port, or choose a --network-interface"
             for name, problems in found.items() if problems[best]]

@@ -8,6 +8,7 @@ message is the useful one; then they are asked (SIGTERM), then killed.
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import secrets
 import selectors
@@ -35,6 +36,8 @@ from hvdlite_runner.shells import Shell
 
 GRACE = 3.0
 """Seconds between a failure and SIGTERM for the other ranks."""
+GRACE_AFTER_LOSS = 1.0
+"""The same after a host was lost: noticing that has taken seconds already."""
 KILL_AFTER = 1.5
 """Seconds between SIGTERM and SIGKILL after a failure."""
 INTERRUPT_PATIENCE = 5.0
@@ -146,6 +149,8 @@ class _Job:
     def muster(self) -> None:
         """Reach all hosts at a time, and check that they can take part."""
         self._crew.prepare()
+        if self._settings.task_directory is not None:  # standard input ends with whoever called `hvdlite.run`
+            self._selector.register(0, selectors.EVENT_READ, self._caller_gone)
         others = [group.host for group in self._settings.groups if group.host.name != LOCAL]
         directory = self._settings.working_directory or os.getcwd()
         if others:
@@ -217,6 +222,7 @@ class _Job:
         if self._lost and (cause is None or cause.exit.ended_by_us or cause.record is not None):
             for reason in self._lost:
                 self._note(reason)
+            self._leave_cause(-1, "; ".join(self._lost))
             if self._exits:
                 ranks = numbers(exit.rank for exit in self._exits if exit.failed)
                 self._note(f"ranks {ranks} ended as a consequence")
@@ -225,8 +231,10 @@ class _Job:
             return 0
         self._console.reveal(cause.exit.rank)
         several = len(self._settings.groups) > 1
-        for line in cause.describe(self._places[cause.exit.rank] if several else ""):
+        lines = cause.describe(self._places[cause.exit.rank] if several else "")
+        for line in lines:
             self._note(line)
+        self._leave_cause(cause.exit.rank, lines[0])
         return cause.exit.shell_code
 
     @contextmanager
@@ -266,11 +274,16 @@ class _Job:
             polite = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
             self._steps = [(now, polite), (now + INTERRUPT_PATIENCE, signal.SIGKILL)]
 
+    def _caller_gone(self) -> None:
+        if not os.read(0, 4096):
+            self._selector.unregister(0)
+            self._interrupted(signal.SIGTERM, None)
+
     def _meeting(self) -> dict[str, str]:
         """Return the variables by which the ranks of several hosts meet, and know each other."""
         key = secrets.token_hex()
         if self._settings.task_directory is not None:
-            key = (Path(self._settings.task_directory) / "key").read_text(encoding="ascii")
+            key = (Path(self._settings.task_directory) / launch_contract.KEY_FILE).read_text(encoding="ascii")
         groups = self._settings.groups
         if len(groups) > 1:
             agents: dict[Remote | None, str] = {self._remote(group.host.name): group.host.address for group in groups}
@@ -324,7 +337,7 @@ class _Job:
             return
         self._running -= ranks
         self._lost.append(f"{remote.why()} (with ranks {numbers(ranks)})")
-        self._begin_the_end(GRACE)
+        self._begin_the_end(GRACE_AFTER_LOSS)
 
     def _begin_the_end(self, grace: float) -> None:
         if not self._steps and not self._signal:
@@ -385,6 +398,12 @@ class _Job:
 
     def _note(self, text: str) -> None:
         self._console.note(f"hvdrun: {text}")
+
+    def _leave_cause(self, rank: int, text: str) -> None:
+        """Tell the caller of `hvdlite.run` what failed first."""
+        if self._settings.task_directory is not None:
+            path = Path(self._settings.task_directory) / launch_contract.CAUSE_FILE
+            path.write_text(json.dumps({"rank": rank, "text": text}), encoding="utf-8")
 
     def _shown(self, rank: int, name: str) -> bool:
         return {"all": True, "rank0": rank == 0, "errors": name == "stderr"}[self._settings.show]

@@ -88,7 +88,7 @@ def _add_instead(group: argparse._ArgumentGroup) -> None:
 
 def _add_hosts(group: argparse._ArgumentGroup) -> None:
     which = group.add_mutually_exclusive_group()
-    which.add_argument("-H", "--hosts", metavar="HOST:SLOTS,...", help="hosts, filled in this order; for IPv6: [address]:slots")
+    which.add_argument("-H", "--hosts", metavar="HOST:SLOTS,...", help="hosts, filled in order; for IPv6: [address]:slots")
     which.add_argument("-hostfile", "--hostfile", metavar="FILE", help="the same from a file, a line each: host slots=4")
     which.add_argument("--host-discovery-script", metavar="FILE", help="the same from what a program prints, once: host:4")
     group.add_argument("-p", "--ssh-port", type=_positive, metavar="PORT", help="of ssh on the other hosts")
@@ -114,7 +114,7 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--show", choices=["all", "rank0", "errors"], default="all", help="all output, that of rank 0, or "
                        "standard error; the last lines of a rank that fails are shown anyway")
     group.add_argument("--fold", action="store_true", help="show a line that several ranks write once: [0-7] ... (x8)")
-    group.add_argument("--monitor", action="store_true", help="show a table of the ranks: steps/s, samples/s, time in waits, "
+    group.add_argument("--monitor", action="store_true", help="show a table of the ranks: steps/s, samples/s, waits, "
                        "who waits for whom, memory, GPU")
     group.add_argument("--verbose", action="store_true", help="say what is started")
 

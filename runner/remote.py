@@ -21,7 +21,7 @@ from hvdlite_runner.placement import Host
 from hvdlite_runner.shells import Shell, explain, forwarded
 
 PING_SECONDS: Final = 1.0
-SILENCE: Final = 6.0
+SILENCE: Final = 5.0
 """Seconds without a sign of life after which the launcher counts a host as lost."""
 
 
@@ -135,7 +135,6 @@ class Remote:
         content = self._process.stdout.read(1 << 18)
         if content is None:
             return
-        self.heard = time.monotonic()
         try:
             events = self._frames.feed(content)
         except ProtocolError as error:
@@ -146,6 +145,7 @@ class Remote:
                 self.hello = event
             self.over |= isinstance(event, Over)
             self._tell(self, event)
+        self.heard = time.monotonic()  # now: telling may have taken long, when the terminal does not take more
         if not content:
             self._selector.unregister(self._process.stdout)
             if not self.over:

@@ -41,6 +41,10 @@ TASK_FILE = "task"
 """In the job directory: a function to call and its arguments, signed; see `hvdlite.run`."""
 RESULT_FILE = "result"
 """In the job directory, with `.RANK`: what the function returned or raised there, signed."""
+KEY_FILE = "key"
+"""Beside a task, on the caller's side only: the job's key."""
+CAUSE_FILE = "cause"
+"""Beside a task, on the caller's side only: which rank failed first, for which reason."""
 
 COORDINATES = {
     RANK: "rank", SIZE: "size", LOCAL_RANK: "local_rank", LOCAL_SIZE: "local_size",
