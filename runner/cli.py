@@ -180,7 +180,8 @@ def _environment(options: argparse.Namespace, environ: Mapping[str, str]) -> dic
         settings["PYTHONPATH"] = os.pathsep.join(filter(None, [_compat_path(), environ.get("PYTHONPATH", "")]))
     interfaces = _interfaces(options)
     if interfaces:
-        settings |= {"NCCL_SOCKET_IFNAME": ",".join(interfaces), "GLOO_SOCKET_IFNAME": interfaces[0]}
+        settings |= {"NCCL_SOCKET_IFNAME": ",".join(interfaces), "GLOO_SOCKET_IFNAME": interfaces[0],
+                     environment_name("gloo_interface"): interfaces[0]}
     return settings
 
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from hvdlite.core.errors import LaunchError
 from hvdlite_runner import survey
-from hvdlite_runner.hosts import Hosts
+from hvdlite_runner.agents import Agents
 from hvdlite_runner.messages import AskFacts, AskRoute, AskSpeed, Event, Facts, Routed, Speed
 from hvdlite_runner.placement import Host
 from hvdlite_runner.remote import Pinger, Remote, greeting
@@ -35,7 +35,7 @@ def survey_all(hosts: Sequence[Host], shell: Shell, directory: str, environ: Map
     """Return {"hosts": facts by name, "unreachable": lines, "pairs": speeds}; hosts that fail do not stop the others."""
     found: dict[str, Any] = {"hosts": {}, "unreachable": [], "pairs": []}
     with selectors.DefaultSelector() as selector:
-        agents = Hosts(selector, _ignore, lambda remote: None)
+        agents = Agents(selector, _ignore, lambda remote: None)
         pinger = None
         try:
             remotes = [host for host in hosts if host.name != LOCAL]
@@ -63,7 +63,7 @@ def _ignore(remote: Remote, event: Event) -> None:
     """Nothing comes that was not asked for."""
 
 
-def _pair(agents: Hosts, first: Remote | None, second: Remote | None) -> dict[str, Any]:
+def _pair(agents: Agents, first: Remote | None, second: Remote | None) -> dict[str, Any]:
     """Measure between two hosts; the first may be the launcher's own (None)."""
     assert second is not None
     pair = {"from": second.host.name, "to": first.host.name if first is not None else LOCAL}

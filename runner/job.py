@@ -25,9 +25,9 @@ from hvdlite.core import launch_contract
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.launch_contract import FailureRecord
 from hvdlite_runner import commands, failures, monitor, survey
+from hvdlite_runner.agents import Agents, Stopped, meeting_point
 from hvdlite_runner.crew import END_PATIENCE, POLL_WITHOUT_PIDFD, Crew
 from hvdlite_runner.failures import Exit
-from hvdlite_runner.hosts import Hosts, Stopped, meeting_point
 from hvdlite_runner.messages import AskProgress, Event, Exited, Output, Progress, Refused, Result, Start, Started
 from hvdlite_runner.output import Console, numbers
 from hvdlite_runner.placement import Group
@@ -112,7 +112,7 @@ class _Job:
         self._console = Console(_write, self._prefix, shown=self._shown, clock=time.monotonic,
                                 fold=len(settings.ranks) if settings.fold else 0)
         self._crew = Crew(self._selector, lambda event: self._take(LOCAL, event), inherited)
-        self._hosts = Hosts(self._selector, lambda remote, event: self._take(remote.host.name, event), self._lose,
+        self._agents = Agents(self._selector, lambda remote, event: self._take(remote.host.name, event), self._lose,
                             lambda: bool(self._signal))
         self._pinger: Pinger | None = None
         self._files: dict[tuple[int, str], int] = {}
@@ -155,13 +155,13 @@ class _Job:
         directory = self._settings.working_directory or os.getcwd()
         if others:
             signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # a stopped launcher would look like a cut link
-        self._hosts.reach(others, self._settings.shell, greeting(directory, self._inherited), self._settings.start_timeout)
-        for remote in self._hosts.remotes:
+        self._agents.reach(others, self._settings.shell, greeting(directory, self._inherited), self._settings.start_timeout)
+        for remote in self._agents.remotes:
             self._crew.watch(remote.pid)
             if self._settings.verbose and remote.hello is not None:
                 self._note(f"host {remote.host.name} is {remote.hello.hostname}: {remote.hello.cores} cores, "
                            f"Python {remote.hello.python}, agent {remote.hello.pid}")
-        self._pinger = Pinger(self._hosts.remotes)
+        self._pinger = Pinger(self._agents.remotes)
 
     def start(self) -> None:
         for line in self._settings.notice.splitlines():
@@ -185,12 +185,12 @@ class _Job:
             else:
                 remote.start(order)
         if self._signal:
-            self._running &= set(self._crew.running) | {rank for remote in self._hosts.remotes
+            self._running &= set(self._crew.running) | {rank for remote in self._agents.remotes
                                                         for rank in self._ranks_of(remote.host.name)}
 
     def loop(self) -> None:
         while self._running and self._refused is None:
-            self._hosts.turn(self._timeout())
+            self._agents.turn(self._timeout())
             self._crew.notice()
             self._take_steps()
             self._look_around()
@@ -202,10 +202,10 @@ class _Job:
         self._over = True
         if self._pinger is not None:
             self._pinger.stop()
-        for remote in self._hosts.remotes:
+        for remote in self._agents.remotes:
             remote.end()
         self._crew.end()
-        self._hosts.end(END_PATIENCE + GRACE)
+        self._agents.end(END_PATIENCE + GRACE)
         self._console.finish()
         for descriptor in self._files.values():
             os.close(descriptor)
@@ -291,7 +291,7 @@ class _Job:
             del agents[first]
             if None in agents and first is not None:
                 agents[None] = survey.route_to(first.host.address) or ""
-            where = meeting_point(self._hosts, first, agents, self._settings.interfaces, self._settings.coordinator_port)
+            where = meeting_point(self._agents, first, agents, self._settings.interfaces, self._settings.coordinator_port)
         elif self._settings.over_tcp:
             where = f"127.0.0.1:{_free_port()}"
         else:
@@ -348,14 +348,14 @@ class _Job:
         while self._steps and self._steps[0][0] <= time.monotonic():
             _, number = self._steps.pop(0)
             self._crew.signal(number)
-            for remote in self._hosts.remotes:
+            for remote in self._agents.remotes:
                 remote.signal(number)
 
     def _timeout(self) -> float | None:
         waits = [max(0.0, self._steps[0][0] - time.monotonic())] if self._steps else []
         if self._crew.needs_polling():
             waits.append(POLL_WITHOUT_PIDFD)
-        if self._hosts.remotes or self._observer is not None:
+        if self._agents.remotes or self._observer is not None:
             waits.append(_LOOK)
         folded = self._console.turn()
         if folded is not None:
@@ -368,7 +368,7 @@ class _Job:
         if now - self._looked < _LOOK:
             return
         self._looked = now
-        for remote in self._hosts.remotes:
+        for remote in self._agents.remotes:
             if remote.silent(now):
                 remote.give_up("was lost: nothing has been heard of it for some seconds")
                 self._lose(remote)
@@ -378,7 +378,7 @@ class _Job:
             self._observer.take(LOCAL, Progress(*monitor.look(self._crew)))
 
     def _remote(self, host: str) -> Remote | None:
-        return next((remote for remote in self._hosts.remotes if remote.host.name == host), None)
+        return next((remote for remote in self._agents.remotes if remote.host.name == host), None)
 
     def _ranks_of(self, host: str) -> set[int]:
         return {rank for rank, where in self._places.items() if where == host}

@@ -16,7 +16,7 @@ HOROVOD_FLAGS: Final = {
     "stall-check-warning-time-seconds": ("stall_check_time_seconds", "S"),
     "no-stall-check": ("stall_check_time_seconds", ""),
     "stall-check-shutdown-time-seconds": ("stall_shutdown_time_seconds", "S"),
-    "autotune-bayes-opt-max-samples": ("autotune_max_samples", "N"),
+    "autotune-bayes-opt-max-samples": ("autotune_max_samples", "N"), "gloo-timeout-seconds": ("gloo_timeout", "S"),
 }
 """Horovod's flags that mean a knob under another name."""
 _ELASTIC: Final = "this version's jobs neither shrink nor grow"
@@ -30,7 +30,6 @@ MEANINGLESS_FLAGS: Final = {
     "autotune-gaussian-process-noise": ("X", "autotune has no such process"),
     "mpi-threads-disable": ("", "only one thread calls MPI anyway"), "no-mpi-threads-disable": ("", "it is so anyway"),
     "thread-affinity": ("CORE", "use --bind"),
-    "gloo-timeout-seconds": ("S", "use --start-timeout and --heartbeat-timeout"),
     "log-with-timestamp": ("", "it is so anyway"), "no-log-hide-timestamp": ("", "it is so anyway"),
     "log-without-timestamp": ("", "use --log-hide-time"), "log-hide-timestamp": ("", "use --log-hide-time"),
     "tcp": ("", "it is for Spectrum MPI"), "jsrun": ("", "start the script with jsrun itself: it finds its place"),
@@ -121,8 +120,9 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
 
 def _add_mpi(group: argparse._ArgumentGroup) -> None:
     which = group.add_mutually_exclusive_group()
-    which.add_argument("--mpi", action="store_true", help="let mpirun start the ranks, and MPI carry their tensors")
-    which.add_argument("--gloo", action="store_true", help="let Gloo carry tensors between hosts")
+    which.add_argument("--mpi", action="store_true", help="let mpirun start the ranks, and MPI carry tensors between hosts")
+    which.add_argument("--gloo", action="store_true", help="start the ranks without mpirun; Gloo carries tensors "
+                       "between hosts; the default")
     group.add_argument("--mpirun", metavar="PROGRAM", default="mpirun", help="with --mpi: the launcher (default: mpirun)")
     group.add_argument("--mpi-args", metavar="'ARGS'", default="", help="with --mpi: more options for it")
     group.add_argument("--binding-args", metavar="'ARGS'", default="", help="with --mpi: how ranks are bound to cores")

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable, Iterable, Sequence
 
 from hvdlite.core.errors import LaunchError
-from hvdlite.core.world import World, worlds_on
+from hvdlite.core.world import Hosts, World
 
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
@@ -108,9 +108,8 @@ def place(size: int | None, hosts: Sequence[Host]) -> list[Group]:
         offered = ",".join(f"{host.name}:{host.slots}" for host in hosts)
         raise LaunchError(f"-np {size} is more than the {len(slots)} slots of {offered}")
     taken = slots[:size]
-    worlds = worlds_on([host.name for host in taken])
-    return [Group(host, tuple(world for world, where in zip(worlds, taken, strict=True) if where == host))
-            for host in hosts if host in taken]
+    layout = Hosts.of([host.name for host in taken])
+    return [Group(taken[ranks[0]], tuple(layout.world(rank) for rank in ranks)) for ranks in layout.groups]
 
 
 def unify_local(hosts: Sequence[Host], local: Callable[[str], bool]) -> list[Host]:

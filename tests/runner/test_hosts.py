@@ -184,6 +184,37 @@ def test_when_one_address_does_not_work_another_is_used(network: Hosts) -> None:
     assert ended.returncode == 0 and "rank 0 listens at [fd77::1]" in ended.stderr, ended.stderr
 
 
+@pytest.mark.slow
+def test_training_across_uneven_hosts(network: Hosts, small: Path) -> None:
+    pytest.importorskip("torch")
+    ended = hvdrun(network, "-H", ALL, sys.executable, "examples/pytorch_fashion_mnist.py", "--data-dir", str(small),
+                   "--epochs", "3", "--batch-size", "16", "--minimum-accuracy", "0.9")
+    assert ended.returncode == 0 and "on 4 ranks" in ended.stdout, ended.stderr
+
+
+TRAIN = """
+import numpy as np, hvdlite as hvd
+hvd.init()
+for step in range(10**9):
+    hvd.allreduce(np.ones(100_000, np.float32), name="gradient")
+    if step == 20:
+        print("ready", flush=True)
+"""
+
+
+def test_a_link_cut_in_mid_training_is_named_on_the_other_hosts(network: Hosts) -> None:
+    run = Running(network, "-H", ALL, sys.executable, "-c", TRAIN)
+    run.wait_for("ready", 4)
+    network.cut("c")
+    try:
+        begun = time.monotonic()
+        code, errors = run.end()
+        network.wait_until_empty(max(0.1, 10 - (time.monotonic() - begun)))
+    finally:
+        network.mend("c")
+    assert code == 1 and re.search(r"hvdrun: host 10.77.0.3 was lost: .* \(with ranks 3\)", errors), errors
+
+
 BUSY = """
 import os, subprocess, sys, time
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True, env={})

@@ -23,7 +23,7 @@ class Stopped(Exception):
     """Raised out of a wait when the user wants no more of it."""
 
 
-class Hosts:
+class Agents:
     """Some hosts with an agent on each.
 
     Args:
@@ -113,7 +113,7 @@ class Hosts:
             self._lost(remote)
 
 
-def meeting_point(hosts: Hosts, first: Remote | None, others: Mapping[Remote | None, str], interfaces: Sequence[str],
+def meeting_point(agents: Agents, first: Remote | None, others: Mapping[Remote | None, str], interfaces: Sequence[str],
                   port: int) -> str:
     """Find host:port where rank 0 can listen and every other host reaches it.
 
@@ -134,7 +134,7 @@ def meeting_point(hosts: Hosts, first: Remote | None, others: Mapping[Remote | N
                 raise LaunchError(f"cannot listen on port {port} here: {error.strerror}") from None
             routed = Routed(survey.own_addresses(targets, interfaces), doorstep.port)
         else:
-            routed = hosts.ask({first: AskRoute(targets, list(interfaces), port)}, Routed)[first]
+            routed = agents.ask({first: AskRoute(targets, list(interfaces), port)}, Routed)[first]
         here = "this host" if first is None else f"host {first.host.name}"
         if routed.problem:
             raise LaunchError(f"{here}: {routed.problem}")
@@ -143,7 +143,7 @@ def meeting_point(hosts: Hosts, first: Remote | None, others: Mapping[Remote | N
             raise LaunchError(f"{here} has no address{wanted} that others could reach; it has: "
                               f"{survey.interfaces() if first is None else 'see hvdrun --doctor'}")
         ask = AskProbe(routed.addresses, routed.port)
-        found: dict[str, dict[str, str]] = {remote.host.name: answer.problems for remote, answer in hosts.ask(
+        found: dict[str, dict[str, str]] = {remote.host.name: answer.problems for remote, answer in agents.ask(
             {remote: ask for remote in others if remote is not None}, Probed).items()}
         if None in others:
             found["this host"] = survey.probe(routed.addresses, routed.port)
