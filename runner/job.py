@@ -109,7 +109,7 @@ class _Job:
     def __init__(self, settings: JobSettings, inherited: Mapping[str, str], observer: monitor.Observer | None) -> None:
         self._settings, self._inherited, self._observer = settings, inherited, observer
         self._selector = selectors.DefaultSelector()
-        self._console = Console(_write, self._prefix, shown=self._shown, clock=time.monotonic,
+        self._console = Console(self._write, self._prefix, shown=self._shown, clock=time.monotonic,
                                 fold=len(settings.ranks) if settings.fold else 0)
         self._crew = Crew(self._selector, lambda event: self._take(LOCAL, event), inherited)
         self._agents = Agents(self._selector, lambda remote, event: self._take(remote.host.name, event), self._lose,
@@ -398,6 +398,11 @@ class _Job:
 
     def _note(self, text: str) -> None:
         self._console.note(f"hvdrun: {text}")
+
+    def _write(self, name: str, text: str) -> None:
+        if self._observer is not None:
+            self._observer.make_way()
+        _write(name, text)
 
     def _leave_cause(self, rank: int, text: str) -> None:
         """Tell the caller of `hvdlite.run` what failed first."""

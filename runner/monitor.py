@@ -18,6 +18,7 @@ from typing import Any, Final, Protocol
 from hvdlite.control import progress
 from hvdlite.core.launch_contract import REPORT_SOCKET
 from hvdlite_runner.messages import Progress
+from hvdlite_runner.output import numbers
 
 WAITING: Final = 2.0
 """Seconds without a step after which rank 0 is asked who waits for whom."""
@@ -40,6 +41,9 @@ class Observer(Protocol):
 
     def ended(self, rank: int, reading: dict[str, Any]) -> None:
         """A rank has ended, having come so far."""
+
+    def make_way(self) -> None:
+        """Something else is about to be written on the terminal."""
 
     def finish(self) -> None:
         """The job is over."""
@@ -79,9 +83,17 @@ def _who_waits(path: Path) -> str:
         parts = []
         while part := asking.recv(1 << 16):
             parts.append(part)
-        lines = json.loads(b"".join(parts))["text"].splitlines()
-        return str(lines[0]) if lines else ""
+        return "\n".join(waits_of(json.loads(b"".join(parts))["report"]))
     return ""
+
+
+def waits_of(report: Mapping[str, Any]) -> list[str]:
+    """Return a line for the longest wait of a stall report, and what is the matter."""
+    if not report["stalls"]:
+        return []
+    stall = max(report["stalls"], key=lambda each: float(each["waited_seconds"]))
+    return [f"ranks {numbers(stall['submitted'])} wait for {numbers(stall['missing'])}: '{stall['name']}', "
+            f"{stall['waited_seconds']:.0f} s", *(f"  {line}" for line in report["diagnosis"])]
 
 
 def _gpu_loads(pids: Mapping[int, int]) -> dict[int, str]:
@@ -142,7 +154,7 @@ def text(table: list[Row], waits: str) -> list[str]:
     if total:
         lines.append(f"all ranks: {total:,.0f} samples/s")
     if waits:
-        lines.append(waits)
+        lines += waits.splitlines()
     return lines
 
 
@@ -172,14 +184,14 @@ class Monitor:
             return
         now = self._clock()
         if self._now and now - self._when >= 0.9:
-            self.erase()
+            self.make_way()
             lines = text(rows(self._before, self._now, self._places, now - self._when), self._waits)
             self._write("".join(f"{line}\n" for line in lines))
             self._drawn = len(lines)
             self._before, self._when, self._waits = dict(self._now), now, ""
 
-    def erase(self) -> None:
-        """Remove the table from the terminal, before something else is written there."""
+    def make_way(self) -> None:
+        """Remove the table from the terminal; it comes back below what is written next."""
         if self._in_place and self._drawn:
             self._write(f"\x1b[{self._drawn}F\x1b[J")
         self._drawn = 0
@@ -205,6 +217,9 @@ class Gauge:
     def ended(self, rank: int, reading: dict[str, Any]) -> None:
         """Keep a rank's last reading."""
         self.ranks[rank] = reading
+
+    def make_way(self) -> None:
+        """It writes nothing."""
 
     def finish(self) -> None:
         """Nothing more is to come."""

@@ -56,7 +56,7 @@ def compare_sizes(jobs: Jobs, environ: Mapping[str, str], results: str) -> int:
     """
     rows: list[tuple[int, Throughput]] = []
     for size, settings in sorted(jobs, key=lambda job: int(job[0])):
-        code, readings = _measured(f"{size} ranks", settings, environ)
+        code, readings = _measured(f"{size} rank{'s' if size != '1' else ''}", settings, environ)
         if code != 0:
             return code
         rows.append((int(size), Throughput.of(readings)))
