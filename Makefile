@@ -10,7 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 DATA := /usr/share/datasets/fashion-mnist
 
-.PHONY: demo demo-keras test bench docs lint pytest data wheel clean
+.PHONY: demo demo-keras test bench docs lint pytest system data wheel clean
 
 demo: $(VENV)/installed data
 	$(BIN)/hvdrun -np 2 $(BIN)/python examples/pytorch_fashion_mnist.py --epochs 4 --minimum-accuracy 0.88
@@ -37,8 +37,16 @@ lint: $(VENV)/installed
 		--no-warn-unused-ignores -p hvdlite_torch -p hvdlite_tf
 	$(BIN)/lint-imports
 
-pytest: $(VENV)/installed data
+pytest: $(VENV)/installed data system
 	$(BIN)/python -m pytest -q
+
+# What tests on several hosts and under schedulers need; without it they are skipped, each with its reason. Nothing is started.
+SYSTEM := openssh-server openssh-client iproute2 nftables slurmd slurmctld slurm-client munge openmpi-bin mpich default-jre-headless
+system:
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! dpkg -s $(SYSTEM) >/dev/null 2>&1; then \
+		apt-get update -qq && RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+			$(SYSTEM) >/dev/null || true; \
+	fi
 
 # Debian has the data set as a package; elsewhere the example downloads it on its first run.
 data:

@@ -133,6 +133,7 @@ def main() -> None:
             functional.cross_entropy(model(x), y).backward()
             optimizer.step()
             warmup.step()
+            hvd.record_step(len(y))  # for hvdrun --monitor, --scaling and --sweep
             seen += len(y) * hvd.size()
             show_progress(epoch, step, len(train_loader))
         seconds = time.perf_counter() - started

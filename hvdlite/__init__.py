@@ -20,6 +20,7 @@ from hvdlite.api import (
     local_rank,
     local_size,
     rank,
+    record_step,
     remove_process_set,
     shutdown,
     size,
@@ -89,6 +90,7 @@ from hvdlite.ops import (
     send_async,
     synchronize,
 )
+from hvdlite.run_function import run
 
 __all__ = [
     "Adasum", "Average", "ConfigError", "DuplicateNameError", "HorovodInternalError", "HvdliteError", "LaunchError",
@@ -100,7 +102,7 @@ __all__ = [
     "global_process_set", "gloo_built", "gloo_enabled", "grouped_allgather", "grouped_allreduce",
     "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter", "init",
     "is_homogeneous", "is_initialized", "join", "local_rank", "local_size", "mpi_built", "mpi_enabled",
-    "mpi_threads_supported", "nccl_built", "poll", "rank", "recv", "recv_async", "reduce", "reducescatter",
-    "reducescatter_async", "remove_process_set", "rocm_built", "scatter", "send", "send_async", "shutdown", "size",
+    "mpi_threads_supported", "nccl_built", "poll", "rank", "record_step", "recv", "recv_async", "reduce", "reducescatter",
+    "reducescatter_async", "remove_process_set", "rocm_built", "run", "scatter", "send", "send_async", "shutdown", "size",
     "start_timeline", "stop_timeline", "story", "synchronize",
 ]

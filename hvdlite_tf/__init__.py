@@ -48,6 +48,7 @@ from hvdlite import (
     mpi_threads_supported,
     nccl_built,
     rank,
+    record_step,
     remove_process_set,
     rocm_built,
     shutdown,
@@ -82,9 +83,10 @@ __all__ = [
     "broadcast_object", "broadcast_object_fn", "broadcast_variables", "ccl_built", "cross_rank", "cross_size",
     "cuda_built", "ddl_built", "global_process_set", "gloo_built", "gloo_enabled", "grouped_allgather",
     "grouped_allreduce", "grouped_reducescatter", "init", "is_homogeneous", "is_initialized", "join", "keras",
-    "local_rank", "local_rank_op", "local_size", "local_size_op", "mpi_built", "mpi_enabled", "mpi_threads_supported",
-    "nccl_built", "process_set_included_op", "rank", "rank_op", "reducescatter", "remove_process_set", "rocm_built",
-    "shutdown", "size", "size_op", "start_timeline", "stop_timeline", "story",
+    "local_rank", "local_rank_op", "local_size", "local_size_op", "mpi_built", "mpi_enabled",
+    "mpi_threads_supported", "nccl_built", "process_set_included_op", "rank", "rank_op", "record_step",
+    "reducescatter", "remove_process_set", "rocm_built", "shutdown", "size", "size_op", "start_timeline",
+    "stop_timeline", "story",
 ]
 
 

@@ -34,6 +34,7 @@ from hvdlite import (
     mpi_threads_supported,
     nccl_built,
     rank,
+    record_step,
     remove_process_set,
     rocm_built,
     shutdown,
@@ -100,10 +101,10 @@ from hvdlite_torch.sync_batch_norm import SyncBatchNorm
 _api.offer_casts(_widen, _narrow)
 
 __all__ = [
-    "Adasum", "Average", "Compression", "DistributedOptimizer", "HorovodInternalError", "HvdliteError", "Max", "Min",
-    "MismatchError", "NotInitializedError", "PeerFailedError", "PeerLeftError", "PeerLostError", "ProcessSet",
-    "Product", "ReduceOp", "ReplicaMismatchError", "StallError", "Sum", "SyncBatchNorm", "__version__",
-    "add_process_set", "allgather", "allgather_async", "allgather_object", "allreduce", "allreduce_",
+    "Adasum", "Average", "Compression", "DistributedOptimizer", "HorovodInternalError", "HvdliteError", "Max",
+    "Min", "MismatchError", "NotInitializedError", "PeerFailedError", "PeerLeftError", "PeerLostError",
+    "ProcessSet", "Product", "ReduceOp", "ReplicaMismatchError", "StallError", "Sum", "SyncBatchNorm",
+    "__version__", "add_process_set", "allgather", "allgather_async", "allgather_object", "allreduce", "allreduce_",
     "allreduce_async", "allreduce_async_", "alltoall", "alltoall_async", "barrier", "broadcast", "broadcast_",
     "broadcast_async", "broadcast_async_", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters",
     "ccl_built", "check_replicas", "comm_hooks", "cross_rank", "cross_size", "cuda_built", "ddl_built", "elastic",
@@ -111,7 +112,7 @@ __all__ = [
     "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_",
     "grouped_reducescatter", "grouped_reducescatter_async", "init", "is_homogeneous", "is_initialized", "join",
     "local_rank", "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "poll", "rank",
-    "recv", "recv_async", "reduce", "reducescatter", "reducescatter_async", "remove_process_set", "rocm_built",
-    "scatter", "send", "send_async", "shutdown", "size", "sparse_allreduce_async", "start_timeline", "stop_timeline",
-    "story", "synchronize",
+    "record_step", "recv", "recv_async", "reduce", "reducescatter", "reducescatter_async", "remove_process_set",
+    "rocm_built", "scatter", "send", "send_async", "shutdown", "size", "sparse_allreduce_async", "start_timeline",
+    "stop_timeline", "story", "synchronize",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -24,7 +25,8 @@ class CommandError(Exception):
 
 
 def resolve_command(command: Sequence[str], path: str | None) -> list[str]:
-    """Return `command` as it is to be started: a script of the working directory is found without `./` too.
+    """Return `command` as it is to be started: a script of the working directory is found without `./` too, and one in
+    Python that is not executable is run with this Python.
 
     Args:
         path: the PATH to look the program up in.
@@ -39,8 +41,9 @@ def resolve_command(command: Sequence[str], path: str | None) -> list[str]:
         if os.path.isdir(program):
             raise CommandError(f"{program!r} is a directory", NOT_EXECUTABLE)
         if not os.access(program, os.X_OK):
-            hint = f"for a Python script: python {program}" if program.endswith(".py") else f"chmod +x {program}"
-            raise CommandError(f"{program!r} is not executable; {hint}", NOT_EXECUTABLE)
+            if program.endswith(".py"):
+                return [sys.executable, *command]
+            raise CommandError(f"{program!r} is not executable; chmod +x {program}", NOT_EXECUTABLE)
         program = os.path.join(os.curdir, program)
     script = _script(command)
     if script is not None and not Path(script).exists():
@@ -75,3 +78,8 @@ def rank_environment(world: World, job_directory: str, inherited: Mapping[str, s
         **settings,  # may hold the coordinator's address and the key of this job
         **launch_contract.rank_environment(world, job_directory),
     }
+
+
+def cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

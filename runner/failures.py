@@ -44,13 +44,18 @@ class Cause:
     record: FailureRecord | None
     consequences: tuple[int, ...]
 
-    def describe(self) -> list[str]:
-        """Return the lines that tell the user."""
+    def describe(self, host: str = "") -> list[str]:
+        """Return the lines that tell the user.
+
+        Args:
+            host: where the rank was, if that is worth telling.
+        """
+        who = f"rank {self.exit.rank} on {host}" if host else f"rank {self.exit.rank}"
         if self.record is not None:
-            lines = [f"rank {self.exit.rank} failed first: {self.record.kind}: {self.record.message} ({self.exit})",
+            lines = [f"{who} failed first: {self.record.kind}: {self.record.message} ({self.exit})",
                      *self.record.traceback.rstrip().splitlines()]
         else:
-            lines = [f"rank {self.exit.rank} failed first: {self.exit}"]
+            lines = [f"{who} failed first: {self.exit}"]
         if self.consequences:
             ranks = ", ".join(map(str, self.consequences))
             lines.append(f"{'rank' if len(self.consequences) == 1 else 'ranks'} {ranks} ended as a consequence")
@@ -82,9 +87,3 @@ def _origin(rank: int, records: Mapping[int, FailureRecord]) -> int:
         rank = records[rank].origin
         passed.add(rank)
     return rank
-
-
-def read_records(job_directory: str, ranks: Sequence[int]) -> dict[int, FailureRecord]:
-    """Return the records that ranks left."""
-    found = {rank: FailureRecord.read(job_directory, rank) for rank in ranks}
-    return {rank: record for rank, record in found.items() if record is not None}

@@ -1,105 +1,131 @@
 """Run a job: start the ranks, show what they write, notice how they end, and end the rest.
 
-One loop over the ranks' pipes and pidfds; nothing polls while nothing happens. Once a rank has failed, the others get
-`GRACE` seconds to end by themselves, because they have been told and their own message is the useful one; then they are
-asked (SIGTERM), then killed.
+One loop over the pipes and pidfds of this host's ranks and the links to other hosts; nothing polls while nothing happens.
+Once a rank has failed, the others get `GRACE` seconds to end by themselves, because they have been told and their own
+message is the useful one; then they are asked (SIGTERM), then killed.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
+import secrets
 import selectors
-import shutil
 import signal
+import socket
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from hvdlite.core import launch_contract
 from hvdlite.core.errors import LaunchError
-from hvdlite.core.world import World
-from hvdlite_runner import commands, failures
+from hvdlite.core.launch_contract import FailureRecord
+from hvdlite_runner import commands, failures, monitor, survey
+from hvdlite_runner.agents import Agents, Stopped, meeting_point
+from hvdlite_runner.crew import END_PATIENCE, POLL_WITHOUT_PIDFD, Crew
 from hvdlite_runner.failures import Exit
-from hvdlite_runner.output import Console
-from hvdlite_runner.placement import cores_for
-from hvdlite_runner.processes import Guardian, RankProcess, kill
+from hvdlite_runner.messages import AskProgress, Event, Exited, Output, Progress, Refused, Result, Start, Started
+from hvdlite_runner.output import Console, numbers
+from hvdlite_runner.placement import Group
+from hvdlite_runner.remote import Pinger, Remote, greeting
+from hvdlite_runner.shells import Shell
 
 GRACE = 3.0
 """Seconds between a failure and SIGTERM for the other ranks."""
+GRACE_AFTER_LOSS = 1.0
+"""The same after a host was lost: noticing that has taken seconds already."""
 KILL_AFTER = 1.5
 """Seconds between SIGTERM and SIGKILL after a failure."""
 INTERRUPT_PATIENCE = 5.0
 """Seconds between the user's signal and SIGKILL."""
-DRAIN = 1.0
-"""Seconds to read what ended ranks wrote, should a stray process hold their pipes open."""
-_POLL_WITHOUT_PIDFD = 0.05
-DIRECTORY_PREFIX = "hvdlite-job-"
-"""Of a job's directory; the launcher's process id follows."""
+LOCAL = "localhost"
+_LOOK = 1.0  # seconds between looks at silent hosts, and between samples of the ranks' progress
 
 
 @dataclasses.dataclass(frozen=True)
 class JobSettings:
     """What to run and how to show it."""
 
-    worlds: Sequence[World]
+    groups: Sequence[Group]  # one a host, in rank order; the launcher's own host is called "localhost"
     command: Sequence[str]
     environment: Mapping[str, str]  # on top of what is inherited
+    shell: Shell = dataclasses.field(default_factory=Shell)
+    working_directory: str = ""  # on other hosts; "" for the launcher's
+    start_timeout: float = 60.0
+    interfaces: Sequence[str] = ()
+    coordinator_port: int = 0  # 0 for any
+    over_tcp: bool = False  # whether ranks of one host meet over TCP too
+    share_cores: bool = True  # whether to set OMP_NUM_THREADS to each rank's share of its host's cores
     output_directory: str | None = None
     prefix: bool = True
     timestamps: bool = False
+    show: str = "all"  # or "rank0", "errors"
+    fold: bool = False
     bind: bool = False
     verbose: bool = False
+    monitor: bool = False
+    task_directory: str | None = None  # of `hvdlite.run`: a function to hand to the ranks, and where its results go
     notice: str = ""  # what the user should know; said once, when the ranks are started
 
+    @property
+    def ranks(self) -> list[int]:
+        """All ranks, ascending."""
+        return sorted(rank for group in self.groups for rank in group.ranks)
 
-def run_job(settings: JobSettings, inherited: Mapping[str, str]) -> int:
+
+def run_job(settings: JobSettings, inherited: Mapping[str, str], observer: monitor.Observer | None = None) -> int:
     """Run a job to its end and return the launcher's exit code: 0, or the first failure's.
 
     Takes the process over meanwhile: its signal handlers, and the orphans of its descendants.
 
+    Args:
+        observer: is shown the ranks' progress every second.
+
     Raises:
-        LaunchError: when the directory for the output cannot be written.
-        CommandError: when the system refuses to start the command.
+        LaunchError: when the output cannot be written, or hosts cannot be reached: a line for each of them.
+        CommandError: when a system refuses to start the command.
     """
-    job = _Job(settings)
+    job = _Job(settings, inherited, observer)
     with job.signals():  # before there is anything to clean up
         job.open_files()
-        directory = tempfile.mkdtemp(prefix=f"{DIRECTORY_PREFIX}{os.getpid()}-")  # mode 0700
-        guardian = Guardian(directory)
         try:
-            try:
-                job.start(directory, inherited, guardian)
-                job.loop(guardian)
-            finally:
-                job.over = True
-                kill(job.ranks)
-                guardian.end_job(INTERRUPT_PATIENCE)
-                job.drain()
-            return job.report(directory)
+            job.muster()
+            job.start()
+            job.loop()
+        except Stopped:
+            pass
         finally:
-            shutil.rmtree(directory, ignore_errors=True)
-            guardian.dismiss()
+            job.end()
+        return job.report()
 
 
 class _Job:
     """The state of one job."""
 
-    def __init__(self, settings: JobSettings) -> None:
-        self.ranks: list[RankProcess] = []
-        self.over = False  # from here on a signal changes nothing: what it asks for is under way
-        self._settings = settings
+    def __init__(self, settings: JobSettings, inherited: Mapping[str, str], observer: monitor.Observer | None) -> None:
+        self._settings, self._inherited, self._observer = settings, inherited, observer
         self._selector = selectors.DefaultSelector()
-        self._console = Console(_write, self._prefix)
+        self._console = Console(self._write, self._prefix, shown=self._shown, clock=time.monotonic,
+                                fold=len(settings.ranks) if settings.fold else 0)
+        self._crew = Crew(self._selector, lambda event: self._take(LOCAL, event), inherited)
+        self._agents = Agents(self._selector, lambda remote, event: self._take(remote.host.name, event), self._lose,
+                            lambda: bool(self._signal))
+        self._pinger: Pinger | None = None
         self._files: dict[tuple[int, str], int] = {}
-        self._running: dict[int, RankProcess] = {}
+        self._places = {rank: group.host.name for group in settings.groups for rank in group.ranks}
+        self._running: set[int] = set()
         self._exits: list[Exit] = []
+        self._records: dict[int, FailureRecord] = {}
+        self._lost: list[str] = []  # why, for each host, in order
+        self._refused: commands.CommandError | None = None
         self._signal = 0  # the user's
         self._steps: list[tuple[float, int]] = []  # (when, signal) still to be sent to the running ranks
-        self._asked = False  # whether any of them has been sent
+        self._over = False  # from here on a signal changes nothing: what it asks for is under way
+        self._looked = 0.0
 
     def open_files(self) -> None:
         """Make the files for the ranks' output, when they are asked for.
@@ -109,84 +135,106 @@ class _Job:
         """
         if self._settings.output_directory is None:
             return
-        width = len(str(len(self._settings.worlds) - 1))
+        width = len(str(len(self._settings.ranks) - 1))
         try:
-            for world in self._settings.worlds:
-                folder = Path(self._settings.output_directory) / f"rank.{world.rank:0{width}d}"
+            for rank in self._settings.ranks:
+                folder = Path(self._settings.output_directory) / f"rank.{rank:0{width}d}"
                 folder.mkdir(parents=True, exist_ok=True)
                 for name in ("stdout", "stderr"):
-                    self._files[world.rank, name] = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+                    self._files[rank, name] = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         except OSError as error:
             raise LaunchError(f"cannot write to --output-filename {self._settings.output_directory}: "
                               f"{error.filename}: {error.strerror}") from None
 
-    def start(self, directory: str, inherited: Mapping[str, str], guardian: Guardian) -> None:
-        if self._settings.notice:
-            for line in self._settings.notice.splitlines():
-                self._console.note(f"hvdrun: {line}")
-        cores = sorted(os.sched_getaffinity(0)) if self._settings.bind and hasattr(os, "sched_getaffinity") else []
-        for world in self._settings.worlds:
-            if self._signal:
-                return
-            environment = commands.rank_environment(world, directory, inherited, self._settings.environment)
-            mine = cores_for(world.local_rank, world.local_size, cores) if cores else []
-            try:
-                process = RankProcess(world.rank, self._settings.command, environment, mine)
-            except OSError as error:
-                raise commands.refused(self._settings.command, error) from None
-            guardian.watch(process)
-            self.ranks.append(process)
-            self._running[world.rank] = process
-            for name, stream in process.streams.items():
-                self._selector.register(stream, selectors.EVENT_READ, (world.rank, name))
-            if process.pidfd >= 0:
-                self._selector.register(process.pidfd, selectors.EVENT_READ, (world.rank, "exit"))
-            if self._settings.verbose:
-                self._console.note(f"hvdrun: rank {world.rank} is process {process.pid}")
+    def muster(self) -> None:
+        """Reach all hosts at a time, and check that they can take part."""
+        self._crew.prepare()
+        if self._settings.task_directory is not None:  # standard input ends with whoever called `hvdlite.run`
+            self._selector.register(0, selectors.EVENT_READ, self._caller_gone)
+        others = [group.host for group in self._settings.groups if group.host.name != LOCAL]
+        directory = self._settings.working_directory or os.getcwd()
+        if others:
+            signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # a stopped launcher would look like a cut link
+        self._agents.reach(others, self._settings.shell, greeting(directory, self._inherited), self._settings.start_timeout)
+        for remote in self._agents.remotes:
+            self._crew.watch(remote.pid)
+            if self._settings.verbose and remote.hello is not None:
+                self._note(f"host {remote.host.name} is {remote.hello.hostname}: {remote.hello.cores} cores, "
+                           f"Python {remote.hello.python}, agent {remote.hello.pid}")
+        self._pinger = Pinger(self._agents.remotes)
 
-    def loop(self, guardian: Guardian) -> None:
-        while self._running:
-            for key, _ in self._selector.select(self._timeout()):
-                rank, what = key.data
-                if what in ("stdout", "stderr"):
-                    self._read(rank, what)
-                elif what == "signal":
-                    os.read(key.fd, 4096)
-                    guardian.reap()
-            self._notice_exits()
+    def start(self) -> None:
+        for line in self._settings.notice.splitlines():
+            self._note(line)
+        meeting = self._meeting()
+        parcel = b""
+        if self._settings.task_directory is not None:
+            parcel = (Path(self._settings.task_directory) / launch_contract.TASK_FILE).read_bytes()
+        self._running = set(self._settings.ranks)
+        threads = {group.host.name: max(1, self._cores(group.host.name) // len(group.ranks))
+                   for group in self._settings.groups}
+        if self._settings.share_cores:
+            self._note_threads(threads)
+        for group in self._settings.groups:
+            given = {"OMP_NUM_THREADS": str(threads[group.host.name])} if self._settings.share_cores else {}
+            order = Start([dataclasses.astuple(world) for world in group.worlds], list(self._settings.command),
+                          {**given, **self._settings.environment, **meeting}, self._settings.bind, parcel)
+            remote = self._remote(group.host.name)
+            if remote is None:
+                self._crew.start(order, stop=lambda: bool(self._signal))
+            else:
+                remote.start(order)
+        if self._signal:
+            self._running &= set(self._crew.running) | {rank for remote in self._agents.remotes
+                                                        for rank in self._ranks_of(remote.host.name)}
+
+    def loop(self) -> None:
+        while self._running and self._refused is None:
+            self._agents.turn(self._timeout())
+            self._crew.notice()
             self._take_steps()
+            self._look_around()
+        if self._refused is not None:
+            raise self._refused
 
-    def drain(self) -> None:
-        """Read what is left in the pipes."""
-        until = time.monotonic() + DRAIN
-        while any(key.data[1] in ("stdout", "stderr") for key in self._selector.get_map().values()):
-            ready = self._selector.select(max(0.0, until - time.monotonic()))
-            for key, _ in ready:
-                if key.data[1] in ("stdout", "stderr"):
-                    self._read(*key.data)
-                else:
-                    self._selector.unregister(key.fileobj)
-            if time.monotonic() >= until:
-                break
+    def end(self) -> None:
+        """End everything on all hosts, and show the last of their output."""
+        self._over = True
+        if self._pinger is not None:
+            self._pinger.stop()
+        for remote in self._agents.remotes:
+            remote.end()
+        self._crew.end()
+        self._agents.end(END_PATIENCE + GRACE)
         self._console.finish()
-        self._notice_exits()
-        for process in self.ranks:
-            process.close()
         for descriptor in self._files.values():
             os.close(descriptor)
         self._selector.close()
+        if self._observer is not None:
+            self._observer.finish()
 
-    def report(self, directory: str) -> int:
+    def report(self) -> int:
         """Say what failed first; return the exit code."""
         if self._signal:
-            self._console.note(f"hvdrun: ended by {signal.Signals(self._signal).name}")
+            self._note(f"ended by {signal.Signals(self._signal).name}")
             return 128 + self._signal
-        records = failures.read_records(directory, [world.rank for world in self._settings.worlds])
-        cause = failures.root_cause(self._exits, records)
+        cause = failures.root_cause(self._exits, self._records)
+        if self._lost and (cause is None or cause.exit.ended_by_us or cause.record is not None):
+            for reason in self._lost:
+                self._note(reason)
+            self._leave_cause(-1, "; ".join(self._lost))
+            if self._exits:
+                ranks = numbers(exit.rank for exit in self._exits if exit.failed)
+                self._note(f"ranks {ranks} ended as a consequence")
+            return 1
         if cause is None:
             return 0
-        for line in cause.describe():
-            self._console.note(f"hvdrun: {line}")
+        self._console.reveal(cause.exit.rank)
+        several = len(self._settings.groups) > 1
+        lines = cause.describe(self._places[cause.exit.rank] if several else "")
+        for line in lines:
+            self._note(line)
+        self._leave_cause(cause.exit.rank, lines[0])
         return cause.exit.shell_code
 
     @contextmanager
@@ -198,11 +246,12 @@ class _Job:
         """
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
-        self._selector.register(reader, selectors.EVENT_READ, (-1, "signal"))
+        self._selector.register(reader, selectors.EVENT_READ, lambda: os.read(reader, 4096))
         ending = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
             ending.remove(signal.SIGHUP)
-        before = {number: signal.signal(number, self._interrupted) for number in ending}
+        before = {signal.SIGTSTP: signal.getsignal(signal.SIGTSTP)}
+        before |= {number: signal.signal(number, self._interrupted) for number in ending}
         before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda number, frame: None)
         wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         try:
@@ -216,7 +265,7 @@ class _Job:
 
     def _interrupted(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self.over:
+        if self._over:
             return
         if self._signal:  # the second time: at once
             self._steps = [(now, signal.SIGKILL)]
@@ -225,52 +274,153 @@ class _Job:
             polite = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
             self._steps = [(now, polite), (now + INTERRUPT_PATIENCE, signal.SIGKILL)]
 
-    def _timeout(self) -> float | None:
-        waits = [max(0.0, self._steps[0][0] - time.monotonic())] if self._steps else []
-        if any(process.pidfd < 0 for process in self._running.values()):
-            waits.append(_POLL_WITHOUT_PIDFD)
-        return min(waits, default=None)
+    def _caller_gone(self) -> None:
+        if not os.read(0, 4096):
+            self._selector.unregister(0)
+            self._interrupted(signal.SIGTERM, None)
+
+    def _meeting(self) -> dict[str, str]:
+        """Return the variables by which the ranks of several hosts meet, and know each other."""
+        key = secrets.token_hex()
+        if self._settings.task_directory is not None:
+            key = (Path(self._settings.task_directory) / launch_contract.KEY_FILE).read_text(encoding="ascii")
+        groups = self._settings.groups
+        if len(groups) > 1:
+            agents: dict[Remote | None, str] = {self._remote(group.host.name): group.host.address for group in groups}
+            first = self._remote(groups[0].host.name)
+            del agents[first]
+            if None in agents and first is not None:
+                agents[None] = survey.route_to(first.host.address) or ""
+            where = meeting_point(self._agents, first, agents, self._settings.interfaces, self._settings.coordinator_port)
+        elif self._settings.over_tcp:
+            where = f"127.0.0.1:{_free_port()}"
+        else:
+            return {} if self._settings.task_directory is None else {launch_contract.SECRET: key}
+        if self._settings.verbose:
+            self._note(f"rank 0 listens at {where}")
+        return {launch_contract.COORDINATOR: where, launch_contract.SECRET: key}
+
+    def _take(self, host: str, event: Event) -> None:
+        if isinstance(event, Output):
+            self._console.feed(event.rank, event.stream, event.content)
+            if (event.rank, event.stream) in self._files:
+                os.write(self._files[event.rank, event.stream], event.content)
+        elif isinstance(event, Started):
+            if self._settings.verbose:
+                self._note(f"rank {event.rank} is process {event.pid}" + (f" on {host}" if host != LOCAL else ""))
+        elif isinstance(event, Exited):
+            self._take_exit(event)
+        elif isinstance(event, Result) and self._settings.task_directory is not None:
+            name = f"{launch_contract.RESULT_FILE}.{event.rank}"
+            (Path(self._settings.task_directory) / name).write_bytes(event.content)
+        elif isinstance(event, Refused) and self._refused is None:
+            where = "" if host == LOCAL else f"host {host}: "
+            self._refused = commands.CommandError(where + event.reason, event.code)
+        elif isinstance(event, Progress) and self._observer is not None:
+            self._observer.take(host, event)
+
+    def _take_exit(self, event: Exited) -> None:
+        self._running.discard(event.rank)
+        ended = Exit(event.rank, event.code, ended_by_us=event.by_us)
+        self._exits.append(ended)
+        if self._observer is not None:
+            self._observer.ended(event.rank, event.progress)
+        if event.record is not None:
+            self._records[event.rank] = FailureRecord(**event.record)
+        if ended.failed:
+            self._begin_the_end(GRACE)
+
+    def _lose(self, remote: Remote) -> None:
+        """The link to a host has ended: its ranks count as gone, and end by themselves."""
+        ranks = self._ranks_of(remote.host.name)
+        if self._over or not self._running & ranks:
+            return
+        self._running -= ranks
+        self._lost.append(f"{remote.why()} (with ranks {numbers(ranks)})")
+        self._begin_the_end(GRACE_AFTER_LOSS)
+
+    def _begin_the_end(self, grace: float) -> None:
+        if not self._steps and not self._signal:
+            now = time.monotonic()
+            self._steps = [(now + grace, signal.SIGTERM), (now + grace + KILL_AFTER, signal.SIGKILL)]
 
     def _take_steps(self) -> None:
         while self._steps and self._steps[0][0] <= time.monotonic():
             _, number = self._steps.pop(0)
-            self._asked = True
-            for process in self._running.values():
-                process.send(number)
+            self._crew.signal(number)
+            for remote in self._agents.remotes:
+                remote.signal(number)
 
-    def _notice_exits(self) -> None:
-        for rank, process in list(self._running.items()):
-            code = process.exit_code()
-            if code is None:
-                continue
-            del self._running[rank]
-            if process.pidfd >= 0:
-                self._selector.unregister(process.pidfd)
-            ended = Exit(rank, code, ended_by_us=self._asked)
-            self._exits.append(ended)
-            if ended.failed and not self._steps and not self._asked:
-                now = time.monotonic()
-                self._steps = [(now + GRACE, signal.SIGTERM), (now + GRACE + KILL_AFTER, signal.SIGKILL)]
+    def _timeout(self) -> float | None:
+        waits = [max(0.0, self._steps[0][0] - time.monotonic())] if self._steps else []
+        if self._crew.needs_polling():
+            waits.append(POLL_WITHOUT_PIDFD)
+        if self._agents.remotes or self._observer is not None:
+            waits.append(_LOOK)
+        folded = self._console.turn()
+        if folded is not None:
+            waits.append(folded)
+        return min(waits, default=None)
 
-    def _read(self, rank: int, name: str) -> None:
-        stream = self.ranks[rank].streams[name]
-        try:
-            content = os.read(stream.fileno(), 1 << 16)
-        except BlockingIOError:
+    def _look_around(self) -> None:
+        """Give silent hosts up, and ask for the ranks' progress."""
+        now = time.monotonic()
+        if now - self._looked < _LOOK:
             return
-        self._console.feed(rank, name, content)
-        self._keep(rank, name, content)
-        if not content:
-            self._selector.unregister(stream)
+        self._looked = now
+        for remote in self._agents.remotes:
+            if remote.silent(now):
+                remote.give_up("was lost: nothing has been heard of it for some seconds")
+                self._lose(remote)
+            elif self._observer is not None:
+                remote.send(AskProgress())
+        if self._observer is not None:
+            self._observer.take(LOCAL, Progress(*monitor.look(self._crew)))
 
-    def _keep(self, rank: int, name: str, content: bytes) -> None:
-        """Write a rank's output to its own file, when asked to."""
-        if (rank, name) in self._files:
-            os.write(self._files[rank, name], content)
+    def _remote(self, host: str) -> Remote | None:
+        return next((remote for remote in self._agents.remotes if remote.host.name == host), None)
 
-    def _prefix(self, rank: int, name: str) -> str:
+    def _ranks_of(self, host: str) -> set[int]:
+        return {rank for rank, where in self._places.items() if where == host}
+
+    def _cores(self, host: str) -> int:
+        remote = self._remote(host)
+        return commands.cores() if remote is None or remote.hello is None else remote.hello.cores
+
+    def _note_threads(self, threads: Mapping[str, int]) -> None:
+        if len(threads) == 1:
+            (host, count), ranks = next(iter(threads.items())), len(self._settings.ranks)
+            self._note(f"OMP_NUM_THREADS={count} ({self._cores(host)} cores for {ranks} ranks); set it yourself to change "
+                       "that")
+        else:
+            each = ", ".join(f"{count} on {host}" for host, count in threads.items())
+            self._note(f"OMP_NUM_THREADS={each}; set it yourself to change that")
+
+    def _note(self, text: str) -> None:
+        self._console.note(f"hvdrun: {text}")
+
+    def _write(self, name: str, text: str) -> None:
+        if self._observer is not None:
+            self._observer.make_way()
+        _write(name, text)
+
+    def _leave_cause(self, rank: int, text: str) -> None:
+        """Tell the caller of `hvdlite.run` what failed first."""
+        if self._settings.task_directory is not None:
+            path = Path(self._settings.task_directory) / launch_contract.CAUSE_FILE
+            path.write_text(json.dumps({"rank": rank, "text": text}), encoding="utf-8")
+
+    def _shown(self, rank: int, name: str) -> bool:
+        return {"all": True, "rank0": rank == 0, "errors": name == "stderr"}[self._settings.show]
+
+    def _prefix(self, ranks: str, name: str) -> str:
         when = f"{time.asctime()} " if self._settings.timestamps else ""
-        return f"{when}[{rank}]<{name}>:" if self._settings.prefix else when
+        return f"{when}[{ranks}]<{name}>:" if self._settings.prefix else when
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 def _write(name: str, text: str) -> None:

@@ -1,47 +1,140 @@
-"""Which rank runs where. Pure."""
+"""Which rank runs where. Pure, but for `is_local`, which asks the resolver."""
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from hvdlite.core.errors import LaunchError
-from hvdlite.core.world import World
+from hvdlite.core.world import Hosts, World
+
+LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
-def parse_hosts(text: str) -> list[tuple[str, int]]:
-    """Return (host, slots) pairs of `a:2,b:4`; a host without a number has one slot.
+@dataclasses.dataclass(frozen=True)
+class Host:
+    """A machine and how many ranks it takes."""
+
+    name: str  # as ssh takes it: perhaps user@name; an IPv6 address stands without brackets
+    slots: int = 1
+
+    @property
+    def address(self) -> str:
+        """The name or address without a user."""
+        return self.name.rpartition("@")[2]
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """The ranks of one host."""
+
+    host: Host
+    worlds: tuple[World, ...]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Their numbers, ascending."""
+        return tuple(world.rank for world in self.worlds)
+
+
+def parse_hosts(text: str) -> list[Host]:
+    """Return the hosts of `a:2,user@b:4,[fd00::2]:1`; one without a number has one slot, a repeated one the sum.
 
     Raises:
         LaunchError: for an empty list or a number of slots that is not positive.
     """
-    hosts = []
-    for part in filter(None, (piece.strip() for piece in text.split(","))):
-        host, _, slots = part.rpartition(":") if ":" in part else (part, "", "1")
-        if not host or not slots.isdigit() or int(slots) == 0:
-            raise LaunchError(f"{part!r} is not host:slots (such as localhost:4)")
-        hosts.append((host, int(slots)))
+    hosts = merged(_host(part) for part in filter(None, (piece.strip() for piece in text.split(","))))
     if not hosts:
         raise LaunchError("the list of hosts is empty")
     return hosts
 
 
-def check_local(hosts: Iterable[tuple[str, int]]) -> int:
-    """Return the slots of this host.
+def parse_hostfile(text: str, path: str) -> list[Host]:
+    """Return the hosts of a file: a line each, `name slots=2` (Open MPI, Horovod), `name:2` (MPICH) or `name`; # comments.
 
     Raises:
-        LaunchError: for any other host: this version starts ranks on one host.
+        LaunchError: naming the line that is something else.
     """
-    names = {"localhost", "127.0.0.1", "::1", socket.gethostname()}
-    remote = [host for host, _ in hosts if host not in names]
-    if remote:
-        raise LaunchError(f"cannot start ranks on {', '.join(remote)}: several hosts are not implemented yet")
-    return sum(slots for _, slots in hosts)
+    hosts = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        slots = [word.partition("=")[2] for word in words[1:] if word.startswith("slots=")]
+        unknown = [word for word in words[1:] if not word.startswith(("slots=", "max_slots=", "max-slots="))]
+        try:
+            if unknown:
+                raise LaunchError(f"{unknown[0]!r} is not slots=N")
+            bare = words[0].count(":") > 1 and not words[0].startswith("[")  # an IPv6 address
+            hosts.append(_host(f"[{words[0].strip('[]')}]:{slots[0] if slots else 1}" if slots or bare else words[0]))
+        except LaunchError as error:
+            raise LaunchError(f"{path}, line {number}: {error}") from None
+    if not hosts:
+        raise LaunchError(f"{path} names no host")
+    return merged(hosts)
 
 
-def local_worlds(size: int) -> list[World]:
-    """Return the coordinates of `size` ranks on one host."""
-    return [World(rank, size, rank, size) for rank in range(size)]
+def merged(hosts: Iterable[Host]) -> list[Host]:
+    """Return each host once, with all its slots, in the order of first mention."""
+    slots: dict[str, int] = {}
+    for host in hosts:
+        slots[host.name] = slots.get(host.name, 0) + host.slots
+    return [Host(name, count) for name, count in slots.items()]
+
+
+def _host(text: str) -> Host:
+    match = re.fullmatch(r"(?P<user>[\w.-]+@)?(?:\[(?P<quoted>[^][\s]+)\]|(?P<name>[^][:\s@]+))(?::(?P<slots>\d+))?", text)
+    if match is None or int(match["slots"] or 1) == 0:
+        raise LaunchError(f"{text!r} is not host:slots (such as localhost:4, or [fd00::2]:4 for an IPv6 address)")
+    name = (match["user"] or "") + (match["quoted"] or match["name"])
+    if name.startswith("-"):
+        raise LaunchError(f"{text!r} is not the name of a host")
+    return Host(name, int(match["slots"] or 1))
+
+
+def place(size: int | None, hosts: Sequence[Host]) -> list[Group]:
+    """Fill the hosts' slots in order; hosts that get no rank are left out.
+
+    Args:
+        size: the number of ranks; None for one on each slot.
+
+    Raises:
+        LaunchError: when there are fewer slots than ranks.
+    """
+    slots = [host for host in hosts for _ in range(host.slots)]
+    if size is not None and size > len(slots):
+        offered = ",".join(f"{host.name}:{host.slots}" for host in hosts)
+        raise LaunchError(f"-np {size} is more than the {len(slots)} slots of {offered}")
+    taken = slots[:size]
+    layout = Hosts.of([host.name for host in taken])
+    return [Group(taken[ranks[0]], tuple(layout.world(rank) for rank in ranks)) for ranks in layout.groups]
+
+
+def unify_local(hosts: Sequence[Host], local: Callable[[str], bool]) -> list[Host]:
+    """Return the hosts with every name of this machine replaced by "localhost", so that its ranks share a host."""
+    return merged(Host("localhost", host.slots) if local(host.name) else host for host in hosts)
+
+
+def is_local(name: str) -> bool:
+    """Return whether a name or address is this machine's: whether one can listen there."""
+    if "@" in name:
+        return False  # another user's processes; that needs a shell
+    if name in LOCAL_NAMES or name == socket.gethostname():
+        return True
+    try:
+        found = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False  # the remote shell may know it, and will say so if it does not
+    for family, kind, protocol, _, address in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+                return True
+        except OSError:
+            continue
+    return False
 
 
 def cores_for(rank: int, size: int, cores: list[int]) -> list[int]:

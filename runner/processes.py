@@ -80,10 +80,10 @@ class Guardian:
             env=environment)
         self._spare.add(self._process.pid)
 
-    def watch(self, rank: RankProcess) -> None:
-        """Add a rank's process to those that end with the job."""
-        self._ranks.add(rank.pid)
-        self._tell(b"rank %d\n" % rank.pid)
+    def watch(self, pid: int, *, rank: bool = False) -> None:
+        """Add a process to those that end with the job; the launcher itself ends only ranks that way."""
+        (self._ranks if rank else self._spare).add(pid)
+        self._tell(b"rank %d\n" % pid)
 
     def end_job(self, patience: float) -> None:
         """Kill whatever is left of the job, in whatever session."""

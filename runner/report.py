@@ -11,7 +11,7 @@ from pathlib import Path
 from hvdlite.control.witness import Witness
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.launch_contract import PROCESSES_FILE, REPORT_SOCKET
-from hvdlite_runner.job import DIRECTORY_PREFIX
+from hvdlite_runner.crew import DIRECTORY_PREFIX
 
 PATIENCE = 8.0
 """Seconds to wait for rank 0, which itself gives the ranks some to answer."""

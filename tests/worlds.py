@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import faulthandler
+import itertools
 import os
+import secrets
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -18,7 +21,7 @@ from typing import TypeVar
 
 from hvdlite.core import launch_contract
 from hvdlite.core.config import Config
-from hvdlite.core.world import World
+from hvdlite.core.world import Hosts
 from hvdlite.runtime.assemble import assemble_threads
 from hvdlite.runtime.runtime import Runtime
 
@@ -69,11 +72,22 @@ class Ended:
 
 
 class Processes:
-    """A world of processes, each running the same Python source; leaves nothing behind."""
+    """A world of processes, each running the same Python source; leaves nothing behind.
+
+    Args:
+        hosts: how many ranks each of several hosts has; they are hosts to the ranks, because each has a job directory of its
+            own. Without it there is one.
+    """
 
     def __init__(self, size: int, source: str, *, environment: dict[str, str] | None = None,
-                 arguments: Sequence[str] = ()) -> None:
+                 arguments: Sequence[str] = (), hosts: Sequence[int] = ()) -> None:
         self.directory = tempfile.mkdtemp(prefix="hvdlite-test-")
+        self._directories = [self.directory, *(tempfile.mkdtemp(prefix="hvdlite-test-") for _ in hosts[1:])]
+        ends = list(itertools.accumulate(hosts or [size]))
+        groups = Hosts(tuple(tuple(range(begin, end)) for begin, end in itertools.pairwise([0, *ends])))
+        assert ends[-1] == size
+        meeting = {} if not hosts else {launch_contract.SECRET: secrets.token_hex(),
+                                        launch_contract.COORDINATOR: f"127.0.0.1:{free_port()}"}
         self._files = tempfile.TemporaryDirectory(prefix="hvdlite-out-")
         script = Path(self._files.name) / "script.py"
         script.write_text(textwrap.dedent(source), encoding="utf-8")
@@ -81,7 +95,8 @@ class Processes:
         for rank in range(size):
             env = {
                 **{name: value for name, value in os.environ.items() if not name.startswith(("HVDLITE_", "HOROVOD_"))},
-                **launch_contract.rank_environment(World(rank, size, rank, size), self.directory),
+                **launch_contract.rank_environment(
+                    groups.world(rank), self._directories[groups.groups.index(groups.around(rank))]), **meeting,
                 "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": "1",
                 "HVDLITE_START_TIMEOUT": "30", "PYTHONUNBUFFERED": "1", **(environment or {}),
             }
@@ -100,9 +115,10 @@ class Processes:
                 pass
             process.wait()
         self._files.cleanup()
-        for left in Path(self.directory).iterdir():
-            left.unlink()
-        os.rmdir(self.directory)
+        for directory in self._directories:
+            for left in Path(directory).iterdir():
+                left.unlink()
+            os.rmdir(directory)
 
     def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
         """Send a signal to one rank."""
@@ -136,9 +152,17 @@ class Processes:
         return Ended(rank, 9999 if code is None else code, out, err)
 
 
-def processes(size: int, source: str, *, timeout: float = 60.0, environment: dict[str, str] | None = None) -> list[Ended]:
+def free_port() -> int:
+    """Return a port of this host at which nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def processes(size: int, source: str, *, timeout: float = 60.0, environment: dict[str, str] | None = None,
+              hosts: Sequence[int] = ()) -> list[Ended]:
     """Run a Python source on `size` ranks and return how each ended; a rank that failed fails the test, shown first."""
-    with Processes(size, source, environment=environment) as world:
+    with Processes(size, source, environment=environment, hosts=hosts) as world:
         ended = world.wait(timeout)
     for rank in ended:
         assert rank.code == 0, f"rank {rank.rank} ended with {rank.code}\n{rank.stdout}\n{rank.stderr}"

@@ -1,10 +1,11 @@
 """Who am I? A launch environment is a row of a table; the first row whose variables are set wins.
 
-| row | set by |
-|---|---|
-| hvdlite | hvdrun, or by hand |
-| torchrun, Slurm, Open MPI, MPICH and kin | their launchers; one host for now |
-| none | nobody: the script runs alone, as size 1 |
+| row | set by | across hosts |
+|---|---|---|
+| hvdlite | hvdrun, or by hand | the launcher gives coordinator and key |
+| torchrun, Slurm | their launchers | `HVDLITE_SECRET` or `HVDLITE_SECRET_FILE` is needed; rank 0's host is known |
+| Open MPI, MPICH and kin | mpirun, mpiexec, srun | coordinator and key come over MPI; see `bootstrap/mpi.py` |
+| none | nobody: the script runs alone, as size 1 | |
 """
 
 from __future__ import annotations
@@ -12,13 +13,19 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
 
 from hvdlite.core import launch_contract as contract
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.world import World
+
+PORTS: Final = range(20_000, 32_000)
+"""Where rank 0 listens when nobody says; below the ports that the system gives out itself."""
+MAKE_A_KEY: Final = "make one with: python -c 'import secrets; print(secrets.token_hex())'"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,18 +38,20 @@ class Environment:
     local_rank: str
     local_size: str
     job: tuple[str, ...]  # together they tell this job from any other of this user on this host
+    first_host: tuple[str, ...] = ()  # the first of them that is set names rank 0's host, or a list that begins with it
+    is_mpi: bool = False  # what is missing comes over MPI
 
 
 ENVIRONMENTS = (
     Environment("hvdlite", contract.RANK, contract.SIZE, contract.LOCAL_RANK, contract.LOCAL_SIZE,
                 (contract.JOB_DIRECTORY,)),
     Environment("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
-                ("TORCHELASTIC_RUN_ID", "MASTER_PORT")),
+                ("TORCHELASTIC_RUN_ID", "MASTER_PORT"), ("MASTER_ADDR",)),
     Environment("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
-                "OMPI_COMM_WORLD_LOCAL_SIZE", ("PMIX_NAMESPACE",)),
-    Environment("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ("PMI_PORT",)),
+                "OMPI_COMM_WORLD_LOCAL_SIZE", ("PMIX_NAMESPACE",), is_mpi=True),
+    Environment("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ("PMI_PORT",), is_mpi=True),
     Environment("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE",
-                ("SLURM_JOB_ID", "SLURM_STEP_ID")),
+                ("SLURM_JOB_ID", "SLURM_STEP_ID"), ("SLURM_STEP_NODELIST", "SLURM_NODELIST")),
 )
 
 
@@ -56,6 +65,12 @@ class Place:
     coordinator: tuple[str, int] | None = None
     key: bytes = dataclasses.field(default=b"", repr=False)
     owns_directory: bool = False  # nobody else will remove it
+    is_mpi: bool = False  # an MPI launcher started it
+
+    @property
+    def on_several_hosts(self) -> bool:
+        """Whether the job has ranks on other hosts."""
+        return self.world.local_size < self.world.size
 
 
 def find_place(environ: Mapping[str, str], parent: int) -> Place:
@@ -76,20 +91,19 @@ def find_place(environ: Mapping[str, str], parent: int) -> Place:
 
 def _place(environment: Environment, environ: Mapping[str, str], parent: int) -> Place:
     world = _world(environment, environ)
-    secret = environ.get(contract.SECRET, "")
-    try:
-        key = bytes.fromhex(secret)
-    except ValueError:
-        raise LaunchError(f"{contract.SECRET} is not a hexadecimal number") from None
+    key = _key(environ)
     coordinator = _host_and_port(environ[contract.COORDINATOR]) if contract.COORDINATOR in environ else None
     if world.size == 1:
-        return Place(environment.name, world, environ.get(contract.JOB_DIRECTORY, ""))
-    if world.local_size < world.size:
-        raise LaunchError(f"{environment.name}: {world.size} ranks on several hosts ({world.local_size} here): this version "
-                          "has no data plane between hosts yet; start all ranks on one host")
+        return Place(environment.name, world, environ.get(contract.JOB_DIRECTORY, ""), is_mpi=environment.is_mpi)
+    if world.local_size < world.size and not environment.is_mpi:
+        coordinator = coordinator or _likely_coordinator(environment, environ)
+        if not key:
+            raise LaunchError(f"{environment.name}: {world.size} ranks on several hosts ({world.local_size} here) need the "
+                              f"job's key, so that nobody else can talk to them: set {contract.SECRET} (or "
+                              f"{contract.SECRET_FILE}) to the same value on all ranks; {MAKE_A_KEY}")
     given = environ.get(contract.JOB_DIRECTORY)
     directory = given or _agreed_directory(environment, environ, parent)
-    return Place(environment.name, world, directory, coordinator, key, owns_directory=not given)
+    return Place(environment.name, world, directory, coordinator, key, not given, environment.is_mpi)
 
 
 def _world(environment: Environment, environ: Mapping[str, str]) -> World:
@@ -111,9 +125,34 @@ def _number(environ: Mapping[str, str], variable: str, environment: Environment,
                               f"environments are tried in this order: {', '.join(row.name for row in ENVIRONMENTS)}")
         return default
     try:
-        return int(text.split("(")[0])  # Slurm writes "4(x2)" for several nodes
+        return int(tasks_of_node(text, environ.get("SLURM_NODEID", "0")))
     except ValueError:
         raise LaunchError(f"{variable}={text!r} is not a number") from None
+
+
+def tasks_of_node(text: str, node: str) -> str:
+    """Return a node's entry in Slurm's list of tasks per node, as in "2(x3),1"; any other text is returned as it is."""
+    counts: list[str] = []
+    for entry in text.split(","):
+        count, _, repeat = entry.rstrip(")").partition("(x")
+        counts += [count] * int(repeat or 1)
+    return counts[int(node)] if int(node) < len(counts) else counts[0]
+
+
+def _key(environ: Mapping[str, str]) -> bytes:
+    secret, source = environ.get(contract.SECRET, ""), contract.SECRET
+    if not secret and (path := environ.get(contract.SECRET_FILE)):
+        source = f"{contract.SECRET_FILE}={path}"
+        try:
+            if os.stat(path).st_mode & 0o077:
+                raise LaunchError(f"{source}: others can read it; chmod 600 {path}")
+            secret = Path(path).read_text(encoding="ascii").strip()
+        except OSError as error:
+            raise LaunchError(f"{source}: {error.strerror}") from None
+    try:
+        return bytes.fromhex(secret)
+    except ValueError:
+        raise LaunchError(f"{source} is not a hexadecimal number; {MAKE_A_KEY}") from None
 
 
 def _host_and_port(text: str) -> tuple[str, int]:
@@ -123,8 +162,25 @@ def _host_and_port(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def _likely_coordinator(environment: Environment, environ: Mapping[str, str]) -> tuple[str, int]:
+    """Return where all ranks expect rank 0: on the job's first host, at a port that follows from the job's marks."""
+    hosts = next((environ[variable] for variable in environment.first_host if environ.get(variable)), "")
+    if not hosts:
+        raise LaunchError(f"{environment.name}: the ranks are on several hosts, and nobody says where rank 0 is: set "
+                          f"{contract.COORDINATOR} to its host:port, the same on all ranks")
+    marks = "|".join([environment.name, *(environ.get(variable, "") for variable in environment.job)])
+    number = int.from_bytes(hashlib.sha256(marks.encode()).digest()[:4], "big")
+    return first_host(hosts), PORTS[number % len(PORTS)]
+
+
+def first_host(text: str) -> str:
+    """Return the first of a list of hosts as Slurm writes it: "node[03-04,7],gpu1" begins with node03."""
+    name = re.sub(r"\[([^],-]+)[^]]*\]", r"\1", re.split(r",(?![^[]*\])", text)[0])
+    return name
+
+
 def _agreed_directory(environment: Environment, environ: Mapping[str, str], parent: int) -> str:
-    """Make the directory that all ranks of this job derive from what they have in common."""
+    """Make the directory that all ranks of this job on this host derive from what they have in common."""
     marks = [environ.get(variable, "") for variable in environment.job]
     if not any(marks):
         marks = [str(parent)]

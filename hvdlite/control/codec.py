@@ -20,6 +20,8 @@ class Hello(Message, frozen=True):
     host: str  # equal for ranks that share a kernel and a process table
     version: str
     testimony: tuple[int, int] = (-1, 0)  # where it writes its stacks; see `control.witness`
+    planes: str = "auto"  # HVDLITE_CPU_OPERATIONS
+    lacks: tuple[tuple[str, str], ...] = ()  # engines that it cannot use, and why
     epoch: int = 0
 
 
@@ -29,6 +31,9 @@ class Welcome(Message, frozen=True):
     pids: tuple[int, ...] = ()
     hosts: tuple[str, ...] = ()
     testimonies: tuple[tuple[int, int], ...] = ()
+    reached_at: str = ""  # rank 0's IP address, as most other hosts know it; "" when there are none
+    clock: float = 0.0  # rank 0's monotonic clock, in seconds
+    lacks: tuple[tuple[str, str], ...] = ()  # engines that some rank cannot use, and why
     refusal: str = ""
     epoch: int = 0
 

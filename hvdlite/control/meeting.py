@@ -6,14 +6,16 @@ Meeting is also the job's first barrier: it ends when all ranks have said hello,
 from __future__ import annotations
 
 import dataclasses
+import errno
 import logging
 import os
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from hvdlite.control.codec import Hello, Welcome
 from hvdlite.control.wire import Connection, challenge_as_client, challenge_as_server
@@ -23,6 +25,8 @@ from hvdlite.negotiation.messages import Message
 HALF_OPEN_LIMIT = 64
 """Connections that may be in their handshake at once; more wait in the kernel's queue."""
 HANDSHAKE_SECONDS = 10.0
+CONNECT_SECONDS = 5.0
+"""A host that is not up yet may swallow the first attempt."""
 RETRY_SECONDS = 0.02
 
 _log = logging.getLogger("hvdlite.control")
@@ -48,31 +52,61 @@ class Address:
     def __repr__(self) -> str:
         return f"Address({self})"  # never the key
 
-    def socket(self) -> socket.socket:
-        """Return a new unconnected socket of the right family."""
-        if self.path:
-            return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        return socket.socket(socket.AF_INET6 if ":" in self.host else socket.AF_INET, socket.SOCK_STREAM)
+    def resolved(self) -> tuple[socket.AddressFamily, Any]:
+        """Return the family, and the address as the socket module wants it.
 
-    @property
-    def target(self) -> str | tuple[str, int]:
-        """The address as the socket module wants it."""
-        return self.path or (self.host, self.port)
+        Raises:
+            OSError: when the host's name is not known here.
+        """
+        if self.path:
+            return socket.AF_UNIX, self.path
+        family, _, _, _, target = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
+        return family, target
 
 
 def listen(address: Address) -> socket.socket:
     """Return rank 0's listening socket; port 0 picks a free one."""
-    listener = address.socket()
     if address.path:
         Path(address.path).unlink(missing_ok=True)  # left by a job that was killed while its ranks met
-    else:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind(address.target)
-        listener.listen(1024)
+        family, target = address.resolved()
     except OSError as error:
         raise LaunchError(f"rank 0 cannot listen at {address}: {error}") from error
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if not address.path:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _bind(listener, address, target)
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise LaunchError(f"rank 0 cannot listen at {address}: {error}") from error
     return listener
+
+
+def _bind(listener: socket.socket, address: Address, target: Any) -> None:
+    """Bind to the address, or to all of this host's where that one says nothing about how others reach it."""
+    if not address.path and is_loopback(target[0]) and not is_loopback(address.host):  # Debian: 127.0.1.1 is my name
+        listener.bind(("", address.port))
+        return
+    try:
+        listener.bind(target)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        listener.bind(("", address.port))  # translated on the way: a service's address, say
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host's name or IP address is one that other hosts cannot reach."""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def reached_at(connections: Iterable[Connection]) -> str:
+    """Return the IP address of this host that most of the peers of some connections use; "" when none is for others."""
+    names = [connection.socket.getsockname() for connection in connections if connection.socket.family != socket.AF_UNIX]
+    addresses = [name[0] for name in names if not is_loopback(name[0])]
+    return max(addresses, key=addresses.count, default="")
 
 
 def receive_ranks(listener: socket.socket, address: Address, own: Hello, *, timeout: float,
@@ -153,7 +187,8 @@ class _Reception:
                 return Welcome(refusal=self.refusal, epoch=self._own.epoch)
             ranks = [self._hellos[rank] for rank in range(self._own.size)]
         return Welcome(tuple(hello.pid for hello in ranks), tuple(hello.host for hello in ranks),
-                       tuple(hello.testimony for hello in ranks), epoch=self._own.epoch)
+                       tuple(hello.testimony for hello in ranks), reached_at(self.connections.values()), time.monotonic(),
+                       _lacks(ranks), epoch=self._own.epoch)
 
     def _greet(self, sock: socket.socket) -> None:
         try:
@@ -189,8 +224,21 @@ class _Reception:
             elif hello.version != self._own.version:
                 self.refusal = (f"rank {hello.rank} runs hvdlite {hello.version}, rank 0 runs {self._own.version}; "
                                 "install the same version everywhere")
+            elif hello.planes != self._own.planes:
+                self.refusal = (f"rank {hello.rank} has HVDLITE_CPU_OPERATIONS={hello.planes}, rank 0 {self._own.planes}; "
+                                "set the same everywhere")
             self._hellos[hello.rank] = hello
             self.connections[hello.rank] = connection
+
+
+def _lacks(hellos: Sequence[Hello]) -> tuple[tuple[str, str], ...]:
+    """Return what any rank lacks, and why; the first rank's reason, with its number where it is not everybody's."""
+    lacks: dict[str, tuple[str, list[int]]] = {}
+    for hello in hellos:
+        for name, reason in hello.lacks:
+            lacks.setdefault(name, (reason, []))[1].append(hello.rank)
+    return tuple((name, reason if len(ranks) == len(hellos) else f"on rank {ranks[0]}, {reason}")
+                 for name, (reason, ranks) in lacks.items())
 
 
 def check_same_user(sock: socket.socket) -> None:
@@ -220,15 +268,19 @@ def host_identity() -> str:
 
 def _connected(address: Address, deadline: float) -> socket.socket:
     while True:
-        sock = address.socket()
-        sock.settimeout(max(0.1, deadline - time.monotonic()))
         try:
-            sock.connect(address.target)
-            if not address.path:
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return sock
+            family, target = address.resolved()
+            sock = socket.socket(family, socket.SOCK_STREAM)
+            try:
+                sock.settimeout(max(0.1, min(CONNECT_SECONDS, deadline - time.monotonic())))
+                sock.connect(target)
+                if not address.path:
+                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                return sock
+            except OSError:
+                sock.close()
+                raise
         except OSError as error:
-            sock.close()
             if time.monotonic() >= deadline:
                 raise LaunchError(f"cannot reach rank 0 at {address}: {error}; has its process started?") from error
         time.sleep(RETRY_SECONDS)

@@ -70,6 +70,12 @@ def _control(text: str) -> str:
     return text
 
 
+def _cpu_operations(text: str) -> str:
+    if text.lower() not in ("auto", "shm", "mpi", "gloo", "hierarchical"):
+        raise ValueError("must be auto, shm, mpi, gloo or hierarchical")
+    return text.lower()
+
+
 def _signal(text: str) -> int:
     """Parse a signal's name or number; nothing, none and 0 are no signal."""
     if text.lower() in ("", "none", "0"):
@@ -141,7 +147,17 @@ class Config:
     shm_direct: int = knob(
         512 * KIB, _size, "up to this many bytes every rank reduces everything: one barrier less",
         tunable=(16 * KIB, 4 * MIB))
-    control: str = knob("auto", _control, "how ranks of one host speak to rank 0: auto, unix or tcp")
+    control: str = knob(
+        "auto", _control, "how ranks speak to rank 0: unix (one host only), tcp, or auto: by Unix socket where they can")
+    cpu_operations: str = knob(
+        "auto", _cpu_operations, "what carries tensors in host memory: shm, mpi, gloo, hierarchical (shm within hosts, mpi "
+        "or gloo between them), or auto; HVDLITE_LOG_LEVEL=info tells why", CPU_OPERATIONS=_same)
+    gloo_interface: str = knob(
+        "", _same, "name or IP address of the network interface by which Gloo reaches other hosts; by default the one that "
+        "leads to rank 0", GLOO_IFACE=_same)
+    gloo_timeout: float = knob(
+        300.0, _positive(float), "seconds after which Gloo gives up an operation between ranks that are all alive",
+        GLOO_TIMEOUT_SECONDS=_same)
     start_timeout: float = knob(60.0, _positive(float), "seconds to wait for all ranks in init()", START_TIMEOUT=_same)
     shutdown_timeout: float = knob(60.0, _positive(float), "seconds rank 0 waits in shutdown() for the others to leave")
     stall_check_time_seconds: float = knob(

@@ -25,6 +25,8 @@ JOB_DIRECTORY = "HVDLITE_JOB_DIRECTORY"
 """A directory of mode 0700 on this host where the ranks meet; the launcher makes and removes it."""
 SECRET = "HVDLITE_SECRET"
 """The job's key, hexadecimal; only needed when ranks speak over TCP."""
+SECRET_FILE = "HVDLITE_SECRET_FILE"
+"""A file with the job's key, instead of `SECRET`; only its owner may read it."""
 COORDINATOR = "HVDLITE_COORDINATOR"
 """host:port where rank 0 listens; absent when all ranks share one host."""
 
@@ -33,11 +35,22 @@ REPORT_SOCKET = "report.sock"
 PROCESSES_FILE = "processes.json"
 """In the job directory: each rank's process id, and where it writes its stacks; see `control.witness`."""
 
+PROGRESS_FILE = "progress"
+"""In the job directory, with `.RANK`: how far the rank is; see `control.progress`."""
+TASK_FILE = "task"
+"""In the job directory: a function to call and its arguments, signed; see `hvdlite.run`."""
+RESULT_FILE = "result"
+"""In the job directory, with `.RANK`: what the function returned or raised there, signed."""
+KEY_FILE = "key"
+"""Beside a task, on the caller's side only: the job's key."""
+CAUSE_FILE = "cause"
+"""Beside a task, on the caller's side only: which rank failed first, for which reason."""
+
 COORDINATES = {
     RANK: "rank", SIZE: "size", LOCAL_RANK: "local_rank", LOCAL_SIZE: "local_size",
     CROSS_RANK: "cross_rank", CROSS_SIZE: "cross_size",
 }
-CONTRACT_VARIABLES = frozenset(COORDINATES) | {JOB_DIRECTORY, SECRET, COORDINATOR}
+CONTRACT_VARIABLES = frozenset(COORDINATES) | {JOB_DIRECTORY, SECRET, SECRET_FILE, COORDINATOR}
 
 
 def rank_environment(world: World, job_directory: str | None) -> dict[str, str]:

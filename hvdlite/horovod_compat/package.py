@@ -1,3 +1,7 @@
 """What stands for the package `horovod` itself."""
 
+from hvdlite.run_function import run
+
+__all__ = ["__version__", "run"]
+
 __version__ = "0.28.1+hvdlite"  # the Horovod release whose surface this is

@@ -122,6 +122,7 @@ class Controller:
         if self._aside is not None:
             news = {field: value for field, value in msgspec.structs.asdict(aside).items() if value not in (None, False, ())}
             news["trace"] = self._aside.trace + aside.trace
+            news["notes"] = self._aside.notes + aside.notes
             aside = msgspec.structs.replace(self._aside, **news)
         self._aside, self._unsaid = aside, True
 

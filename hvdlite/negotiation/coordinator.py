@@ -35,6 +35,7 @@ from hvdlite.negotiation.messages import (
     HostReport,
     Key,
     Layout,
+    Note,
     Report,
     Request,
     Response,
@@ -105,6 +106,7 @@ class Coordinator:
         self._questioners: list[int] = []  # ranks that asked whether rank 0 is there
         self._timeline: bool | None = None  # to be told
         self._tuned: list[tuple[str, int]] = []
+        self._notes: list[Note] = []
         self.rounds = 0  # of declared sets, over on all ranks
         self.reduced_bytes = 0  # on each rank, since the beginning
         self.accounts: dict[int, Account] = {}  # what ranks answered when they were last asked
@@ -147,14 +149,14 @@ class Coordinator:
         """Return the next decision, or None when there is nothing to say."""
         failure = None if self._failure_told else self._failure
         news = (self._learned, self._released, self._evicted, self._ready, self._refused, self._inquiries, self._leaving,
-                self._questioners, self._tuned)
+                self._questioners, self._tuned, self._notes)
         if not (any(news) or failure or self._timeline is not None):
             return None
         self._sequence += 1
         responses = (*self._refused, *fuse(self._ready, 0 if self._policy.deterministic else self._policy.fusion_threshold))
         decision = Decision(self.epoch, self._sequence, tuple(self._learned), tuple(self._released), tuple(self._evicted),
                             responses, tuple(self._inquiries), tuple(self._leaving), tuple(self._questioners),
-                            self._timeline, tuple(self._tuned), failure)
+                            self._timeline, tuple(self._tuned), tuple(self._notes), failure)
         for said in news:
             said.clear()
         self._timeline = None
@@ -251,6 +253,7 @@ class Coordinator:
         if aside.asks:
             self._questioners.append(rank)
         self.suspects.update(aside.held_up_by)
+        self._notes.extend(aside.notes)
         self.report_wanted |= aside.wants_report
 
     def _take_sets(self, ranks: Ranks, report: Report | HostReport, now: float) -> None:

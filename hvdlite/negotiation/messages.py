@@ -104,6 +104,15 @@ class TraceEvent(Message, frozen=True):
     detail: str = ""
 
 
+class Note(Message, frozen=True):
+    """A short text that the planes of some ranks swap through rank 0 when they connect; see `runtime.notes`."""
+
+    label: str  # what it is for; never used again
+    sender: int
+    ranks: tuple[int, ...]  # who gets it
+    text: bytes
+
+
 class Aside(Message, frozen=True):
     """What a rank says that has nothing to do with one tensor."""
 
@@ -112,6 +121,7 @@ class Aside(Message, frozen=True):
     held_up_by: tuple[int, ...] = ()  # with these it has long been in the middle of a collective
     wants_report: bool = False  # its user asks who waits for whom
     trace: tuple[TraceEvent, ...] = ()  # while there is a timeline
+    notes: tuple[Note, ...] = ()
 
 
 class Report(Message, frozen=True):
@@ -210,4 +220,5 @@ class Decision(Message, frozen=True):
     answered: tuple[int, ...] = ()  # ranks that asked whether rank 0 is there
     timeline: bool | None = None  # from here on every rank traces, or does not; None: as before
     tuned: tuple[tuple[str, int], ...] = ()  # knobs that have these values from here on, before anything else
+    notes: tuple[Note, ...] = ()  # for whom they are for
     failure: FailureNotice | None = None

@@ -95,10 +95,14 @@ class Reduction:
             self._combine(sources[0], sources[1], out=out)
         for source in sources[2:]:
             self._combine(out, source, out=out)
+        self.finish(out)
+
+    def finish(self, total: Array) -> None:
+        """Divide and multiply a plain sum, where the op and the postscale factor ask for it; not for 16-bit floats."""
         if self._divisor > 1:
-            _divide(out, self._divisor)
+            _divide(total, self._divisor)
         if self._postscale != 1.0:
-            self._scaled(out, self._postscale, out)
+            self._scaled(total, self._postscale, total)
 
     def _combine_wide(self, sources: Sequence[Array], out: Array) -> None:
         assert self._scratch is not None

@@ -65,11 +65,7 @@ class LoopbackPlane:
         pass
 
     def fusion_buffer(self, nbytes: int, ranks: tuple[int, ...]) -> FusionBuffer | None:
-        if self._rank not in ranks:
-            return None
-        room = np.zeros(nbytes + ALIGNMENT, np.uint8)
-        begin = -room.ctypes.data % ALIGNMENT
-        return FusionBuffer(room[begin:begin + nbytes])
+        return FusionBuffer(aligned_zeros(nbytes)) if self._rank in ranks else None
 
     def tune(self, settings: Mapping[str, int]) -> None:
         pass
@@ -81,6 +77,13 @@ class LoopbackPlane:
         for rank in ranks:
             if rank != self._rank:
                 self._ring(rank)
+
+
+def aligned_zeros(nbytes: int) -> Array:
+    """Return private zero bytes that begin at a multiple of `ALIGNMENT`."""
+    room = np.zeros(nbytes + ALIGNMENT, np.uint8)
+    begin = -room.ctypes.data % ALIGNMENT
+    return room[begin:begin + nbytes]
 
 
 Results = Sequence[Array | None]

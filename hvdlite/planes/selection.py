@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from hvdlite.core.array import SUPPORTED_DTYPES, check_reducible
-from hvdlite.core.errors import UnsupportedError
+from hvdlite.core.errors import LaunchError, UnsupportedError
 from hvdlite.core.types import Collective, ReduceOp
+from hvdlite.core.world import Hosts
+from hvdlite.planes import gloo
 
 REDUCTIONS = (Collective.ALLREDUCE, Collective.REDUCE, Collective.REDUCESCATTER)
 MOVES = (Collective.BROADCAST, Collective.ALLGATHER, Collective.GATHER, Collective.SCATTER, Collective.ALLTOALL,
@@ -52,7 +54,60 @@ def _no_shared_memory() -> str:
 PLANES = (
     PlaneFacts("loopback", "cpu", "ranks as threads of one process, and a job of size 1", carries_on_host, lambda: ""),
     PlaneFacts("shm", "cpu", "processes of one host", carries_on_host, _no_shared_memory),
+    PlaneFacts("gloo", "cpu", "processes of several hosts, without MPI", carries_on_host, gloo.missing),
 )
+
+
+ENGINES = ("mpi", "gloo")
+"""What carries tensors between hosts; the first one that works is taken."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The plane for tensors in host memory, and why it is this one.
+
+    Attributes:
+        across: what a hierarchical plane uses between hosts.
+    """
+
+    name: str
+    across: str
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        name = f"{self.name} ({self.across} between hosts)" if self.across else self.name
+        return f"tensors in host memory travel by {name}: {'; '.join(self.reasons)}"
+
+
+def choose(wanted: str, hosts: Hosts, lacks: Mapping[str, str]) -> Choice:
+    """Choose the plane for tensors in host memory.
+
+    Args:
+        wanted: HVDLITE_CPU_OPERATIONS.
+        lacks: engines that some rank cannot use, and why; the same on all ranks.
+
+    Raises:
+        LaunchError: when what is wanted does not work here, or nothing does, saying what to install.
+    """
+    where = "one host" if len(hosts.groups) == 1 else f"{len(hosts.groups)} hosts of {list(map(len, hosts.groups))} ranks"
+    asked = () if wanted == "auto" else (f"HVDLITE_CPU_OPERATIONS={wanted}",)
+    if wanted in ENGINES:
+        if wanted in lacks:
+            raise LaunchError(f"HVDLITE_CPU_OPERATIONS={wanted} is not possible: {lacks[wanted]}")
+        return Choice(wanted, "", asked)
+    if len(hosts.groups) == 1:
+        why = "the ranks share one host" if not asked or wanted == "shm" else "and all ranks share one host"
+        return Choice("shm", "", (*asked, why))
+    if wanted == "shm":
+        raise LaunchError(f"HVDLITE_CPU_OPERATIONS=shm is not possible: the ranks are on {where}")
+    across = next((engine for engine in ENGINES if engine not in lacks), "")
+    if not across:
+        raise LaunchError(f"the ranks are on {where}, and nothing can carry tensors between them: "
+                          + "; ".join(f"{engine}: {reason}" for engine, reason in lacks.items()))
+    passed_over = [f"not {engine}: {lacks[engine]}" for engine in ENGINES[:ENGINES.index(across)]]
+    if max(map(len, hosts.groups)) == 1 and not asked:
+        return Choice(across, "", (f"the ranks are on {where}", *passed_over))
+    return Choice("hierarchical", across, (*asked, f"the ranks are on {where}", *passed_over))
 
 
 def operations() -> Iterator[tuple[str, dict[str, str]]]:

@@ -437,6 +437,20 @@ class Concatenation:
                 yield start, stop, array[start - begin:stop - begin]
                 start = stop
 
+    def single(self, low: int, high: int) -> Array | None:
+        """Return elements low..high when they lie in one array, else None."""
+        parts = list(self.parts(low, high, high - low))
+        return parts[0][2] if len(parts) == 1 else None
+
+    def contiguous(self, low: int, high: int) -> Array:
+        """Return elements low..high, copied only when they lie in several arrays."""
+        single = self.single(low, high)
+        if single is not None:
+            return single
+        out = np.empty(high - low, self._arrays[0].dtype)
+        self.copy_to(low, high, out)
+        return out
+
     def copy_to(self, low: int, high: int, out: Array) -> None:
         """Copy elements low..high to the beginning of `out`."""
         for start, stop, part in self.parts(low, high, max(1, high - low)):

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Final
+
+import msgspec
 
 from hvdlite._version import __version__
 from hvdlite.bootstrap.descriptors import give, take
@@ -14,7 +20,7 @@ from hvdlite.bootstrap.environments import Place, check_directory
 from hvdlite.control.codec import Hello, Welcome
 from hvdlite.control.doorbell import Doorbell
 from hvdlite.control.inproc import InprocControl
-from hvdlite.control.meeting import Address, host_identity, join, listen, receive_ranks
+from hvdlite.control.meeting import Address, host_identity, join, listen, reached_at, receive_ranks
 from hvdlite.control.star import StarControl
 from hvdlite.control.wire import Connection
 from hvdlite.control.witness import Witness
@@ -22,18 +28,27 @@ from hvdlite.core.config import Config
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.launch_contract import PROCESSES_FILE
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
-from hvdlite.core.world import World
+from hvdlite.core.world import Hosts, World
 from hvdlite.memory.shared import SharedMemory, anonymous_file
 from hvdlite.negotiation.buckets import BucketSizes
 from hvdlite.negotiation.coordinator import Coordinator, Policy
 from hvdlite.planes.arithmetic import Casts
 from hvdlite.planes.base import Plane
 from hvdlite.planes.eager import reduce_payloads
+from hvdlite.planes.gloo import Swap, gloo_plane
+from hvdlite.planes.gloo import missing as gloo_missing
 from hvdlite.planes.loopback import LoopbackPlane, Table
+from hvdlite.planes.selection import Choice, choose
 from hvdlite.planes.shm import ShmPlane
+from hvdlite.runtime.notes import Notes
 from hvdlite.runtime.runtime import Runtime
 
 PlaneWrapper = Callable[[int, Plane], Plane]
+
+SAME_CLOCK_SECONDS: Final = 0.05
+"""Two clocks that differ by less when the ranks meet are one: what is seen is how long the welcome took."""
+
+_log = logging.getLogger("hvdlite")
 
 
 def coordinator_for(world: World, config: Config) -> Coordinator | None:
@@ -72,64 +87,140 @@ def assemble(place: Place, config: Config, casts: Casts, testimony: tuple[int, i
     check_directory(place.job_directory)
     try:
         connections, welcome = _meet(place, config, testimony)
-        if len(set(welcome.hosts)) > 1:
-            raise LaunchError(f"the ranks are on several hosts or in several process namespaces "
-                              f"({sorted(set(welcome.hosts))}): "
-                              "this version has no data plane between them yet; start all ranks on one host")
-        bells, memory = _shared(place, config)
+        hosts = Hosts.of(welcome.hosts)
+        world = _checked(place, hosts)
+        local = hosts.around(world.rank)
+        bells, memory = _shared(place, local, config)
     finally:
-        if place.owns_directory and place.world.rank == 0:
+        if place.owns_directory and place.world.local_rank == 0:
             shutil.rmtree(place.job_directory, ignore_errors=True)
-    pids = {rank: pid for rank, pid in enumerate(welcome.pids) if rank != place.world.rank}
-    control = StarControl(place.world.rank, connections, bells, pids, heartbeat_timeout=config.heartbeat_timeout)
-    plane = ShmPlane(place.world.rank, memory, control.ring, slot=config.shm_slot, chunk=config.shm_chunk,
-                     direct=config.shm_direct, casts=casts)
-    plane.open_set(GLOBAL_PROCESS_SET_ID, tuple(range(place.world.size)))
-    witness = Witness(dict(enumerate(welcome.pids)), dict(enumerate(welcome.testimonies)))
-    runtime = Runtime(place.world, config, control, plane, coordinator_for(place.world, config), witness)
-    if place.world.rank == 0 and not place.owns_directory:
-        witness.write(str(Path(place.job_directory) / PROCESSES_FILE))
-        runtime.open_desk(place.job_directory)
+    pids = {rank: welcome.pids[rank] for rank in local}
+    control = StarControl(world.rank, connections, bells, {rank: pid for rank, pid in pids.items() if rank != world.rank},
+                          heartbeat_timeout=config.heartbeat_timeout)
+    notes = Notes(world.rank)
+    address = config.gloo_interface or _address_for_others(connections, welcome)
+    planes = HostPlanes(world.rank, hosts, config, casts, memory, control, notes.swap, address)
+    choice = choose(config.cpu_operations, hosts, dict(welcome.lacks))
+    if world.rank == 0:
+        _log.info("%s", choice)
+    plane = planes.make(choice)
+    plane.open_set(GLOBAL_PROCESS_SET_ID, tuple(range(world.size)))
+    witness = Witness(pids, {rank: welcome.testimonies[rank] for rank in local})
+    runtime = Runtime(world, config, control, plane, coordinator_for(world, config), witness, _common_clock(welcome), notes,
+                      hosts)
+    if not place.owns_directory:
+        if world.rank == local[0]:
+            witness.write(str(Path(place.job_directory) / PROCESSES_FILE))
+        if world.rank == 0:
+            runtime.open_desk(place.job_directory)
     return runtime
+
+
+@dataclasses.dataclass(frozen=True)
+class HostPlanes:
+    """Makes the planes for host memory of one rank.
+
+    Attributes:
+        memory: the host's shared file.
+        swap: lets planes of different ranks connect.
+        address: at which other hosts reach this one: an IP address or a network interface.
+    """
+
+    rank: int
+    hosts: Hosts
+    config: Config
+    casts: Casts
+    memory: SharedMemory
+    control: StarControl
+    swap: Swap
+    address: str
+
+    def make(self, choice: Choice) -> Plane:
+        """Return the chosen plane."""
+        if choice.name == "shm":
+            return self._shm()
+        return self._engine(choice.across or choice.name)  # TODO(hierarchical)
+
+    def _shm(self) -> ShmPlane:
+        config = self.config
+        return ShmPlane(self.rank, self.memory, self.control.ring, slot=config.shm_slot, chunk=config.shm_chunk,
+                        direct=config.shm_direct, casts=self.casts)
+
+    def _engine(self, name: str) -> Plane:
+        config = self.config
+        return gloo_plane(self.rank, self.swap, self.control.wake, self.address, timeout=config.gloo_timeout,
+                          chunk=config.shm_chunk, casts=self.casts)
 
 
 def _meet(place: Place, config: Config, testimony: tuple[int, int]) -> tuple[Mapping[int, Connection], Welcome]:
     world = place.world
-    own = Hello(world.rank, world.size, os.getpid(), host_identity(), __version__, testimony)
+    host = f"{host_identity()}:{place.job_directory}"
+    lacks = tuple((name, reason) for name, reason in {"gloo": gloo_missing()}.items() if reason)
+    own = Hello(world.rank, world.size, os.getpid(), host, __version__, testimony, config.cpu_operations, lacks)
     address = _address(place, config)
     if world.rank != 0:
         connection, welcome = join(address, own, timeout=config.start_timeout, frame_limit=config.frame_limit)
-        return {0: connection}, welcome
+        return {0: connection}, msgspec.structs.replace(welcome, clock=welcome.clock - time.monotonic())
     with contextlib.closing(listen(address)) as listener:
         try:
-            return receive_ranks(listener, address, own, timeout=config.start_timeout, frame_limit=config.frame_limit)
+            connections, welcome = receive_ranks(listener, address, own, timeout=config.start_timeout,
+                                                 frame_limit=config.frame_limit)
+            return connections, msgspec.structs.replace(welcome, clock=0.0)
         finally:
             if address.path:
                 Path(address.path).unlink(missing_ok=True)
 
 
 def _address(place: Place, config: Config) -> Address:
-    if config.control == "tcp":
+    if config.control == "tcp" or place.on_several_hosts:
+        if config.control == "unix":
+            raise LaunchError("HVDLITE_CONTROL=unix is for one host, and the job has ranks on several")
         if place.coordinator is None:
-            raise LaunchError("HVDLITE_CONTROL=tcp needs HVDLITE_COORDINATOR=host:port, the same on all ranks")
+            raise LaunchError("ranks that meet over TCP need HVDLITE_COORDINATOR=host:port, the same on all ranks")
         return Address(host=place.coordinator[0], port=place.coordinator[1], key=place.key)
     return Address(path=str(Path(place.job_directory) / "control.sock"))
 
 
-def _shared(place: Place, config: Config) -> tuple[dict[int, Doorbell], SharedMemory]:
-    """Make (rank 0) or receive (the others) the host's shared memory and one bell a rank."""
-    world = place.world
+def _checked(place: Place, hosts: Hosts) -> World:
+    """Return this rank's coordinates as the ranks have found them to be.
+
+    Raises:
+        LaunchError: when the launcher says otherwise.
+    """
+    told, found = place.world, hosts.world(place.world.rank)
+    if told.local_size != found.local_size:
+        raise LaunchError(f"rank {told.rank} was told that {told.local_size} ranks share its host, but it shares machine, "
+                          f"process table and job directory with ranks {list(hosts.around(told.rank))} only. Ranks in "
+                          f"different containers are on different hosts; check HVDLITE_LOCAL_SIZE ({place.environment})")
+    return dataclasses.replace(found, local_rank=told.local_rank)
+
+
+def _address_for_others(connections: Mapping[int, Connection], welcome: Welcome) -> str:
+    """Return the IP address of this host on the way to rank 0; on rank 0 and beside it, the one by which others come."""
+    own = reached_at(connections.values())
+    return own or welcome.reached_at or "127.0.0.1"
+
+
+def _common_clock(welcome: Welcome) -> Callable[[], float]:
+    """Return rank 0's clock, as far as it could be told when the ranks met; that of this host, where it is the same."""
+    offset = welcome.clock
+    if abs(offset) < SAME_CLOCK_SECONDS:
+        return time.monotonic
+    return lambda: time.monotonic() + offset
+
+
+def _shared(place: Place, local: Sequence[int], config: Config) -> tuple[dict[int, Doorbell], SharedMemory]:
+    """Make (the host's first rank) or receive (the others) the host's shared memory and one bell a rank."""
+    rank = place.world.rank
     path = str(Path(place.job_directory) / "memory.sock")
-    if world.rank == 0:
-        bells = [Doorbell() for _ in range(world.size)]
+    if rank == local[0]:
+        bells = [Doorbell() for _ in local]
         file = anonymous_file()
-        memory = SharedMemory(file, 0)
-        give(path, [file, *(descriptor for bell in bells for descriptor in bell.descriptors)], world.size - 1,
-             config.start_timeout)
-        return dict(enumerate(bells)), memory
+        if len(local) > 1:
+            give(path, [file, *(descriptor for bell in bells for descriptor in bell.descriptors)], len(local) - 1,
+                 config.start_timeout)
+        return dict(zip(local, bells, strict=True)), SharedMemory(file, rank)
     file, *rest = take(path, config.start_timeout)
-    each = len(rest) // world.size
+    each = len(rest) // len(local)
     received = [Doorbell(rest[start:start + each]) for start in range(0, len(rest), each)]
-    return dict(enumerate(received)), SharedMemory(file, world.rank)
-
-
+    return dict(zip(local, received, strict=True)), SharedMemory(file, rank)

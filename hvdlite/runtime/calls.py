@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdlite.control.progress import Progress
 from hvdlite.core.array import SUPPORTED_DTYPES, Array, check_reducible, dtype_name, flat
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
@@ -121,6 +122,11 @@ class Calls:
 
     def _about_to_sleep(self) -> None:
         raise NotImplementedError
+
+    @property
+    def progress(self) -> Progress:
+        """How far this rank is, for whoever watches the job."""
+        return self._sleepers.progress
 
     def unnamed(self, adapter: str, kind: str, process_set: int = GLOBAL_PROCESS_SET_ID) -> str:
         """Return the next name for a call without one; equal on all ranks of a set that make the same calls in order."""

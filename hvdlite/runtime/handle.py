@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from hvdlite.control.progress import Progress
 
 
 class Sleepers:
     """The handles on which threads are blocked: while there are any, the runtime thread looks a little longer for news
-    before it sleeps, because waking up costs more than most messages take.
+    before it sleeps, because waking up costs more than most messages take. How long they were blocked is progress, too.
 
     Args:
         notice: called by a thread that is about to block.
     """
 
-    __slots__ = ("_handles", "_notice")
+    __slots__ = ("_handles", "_notice", "progress")
 
     def __init__(self, notice: Callable[[], None]) -> None:
+        self.progress = Progress()
         self._handles: set[Handle] = set()
         self._notice = notice
 
@@ -68,9 +72,11 @@ class Handle:
             TimeoutError: when it took longer than `timeout` seconds; the collective goes on.
         """
         if not self._done:
+            begun = time.monotonic()
             self._sleepers.add(self)
             acquired = self._lock.acquire(timeout=-1 if timeout is None else timeout)
             self._sleepers.remove(self)
+            self._sleepers.progress.blocked += time.monotonic() - begun
             if not acquired:
                 raise TimeoutError(f"'{self.name}' is not complete after {timeout} s")
             self._lock.release()  # for other waiters

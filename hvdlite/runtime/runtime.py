@@ -36,7 +36,7 @@ from hvdlite.core.errors import (
 )
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import Collective, ReduceOp
-from hvdlite.core.world import World
+from hvdlite.core.world import Hosts, World
 from hvdlite.negotiation.controller import Controller
 from hvdlite.negotiation.coordinator import Coordinator
 from hvdlite.negotiation.messages import Aside, BucketReady, Closing, Decision, FailureNotice, Layout, Report
@@ -49,6 +49,7 @@ from hvdlite.runtime.execution import Execution, bucket_lane
 from hvdlite.runtime.failures import failure_error
 from hvdlite.runtime.handle import Handle
 from hvdlite.runtime.lookout import LOOKS, Lookout, Patience, Receiver, Times, Witness
+from hvdlite.runtime.notes import Notes
 from hvdlite.runtime.report_desk import ReportDesk
 from hvdlite.runtime.stalls import StallReport, account
 from hvdlite.runtime.timeline import Timeline
@@ -90,18 +91,24 @@ class Runtime(Calls):
     Args:
         coordinator: on rank 0 only.
         witness: what is known of the ranks of this host without asking them; None where nothing is.
-        clock: seconds on a monotonic clock, the same for all ranks of a host.
+        clock: seconds on a monotonic clock, the same for all ranks of the job.
+        notes: what its planes swap when they connect.
+        hosts: of all ranks; None when they share one.
     """
 
     def __init__(self, world: World, config: Config, control: ControlPlane, plane: Plane, coordinator: Coordinator | None,
-                 witness: Witness | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+                 witness: Witness | None = None, clock: Callable[[], float] = time.monotonic,
+                 notes: Notes | None = None, hosts: Hosts | None = None) -> None:
         super().__init__(min(config.eager_limit, EAGER_TRAFFIC // world.size))
         self.world = world
+        self.hosts = hosts or Hosts((tuple(range(world.size)),))
         self.config = config
         self._control, self._coordinator = control, coordinator
         self._clock = clock
         self._spin = config.spin_microseconds * 1e-6
         self._controller = Controller(world.rank)
+        self._notes = notes or Notes(world.rank)
+        self._notes.speak_through(self._controller.say)
         self._inbox: deque[_Item] = deque()
         self._names: set[tuple[int, str]] = set()  # with their process sets
         self._names_lock = threading.Lock()
@@ -469,7 +476,7 @@ class Runtime(Calls):
             case PeerLost(rank, reason) if self._coordinator is not None:
                 self._coordinator.lose(rank, reason)
             case PeerLost(rank, reason) if rank not in self._departed:
-                self._end(FailureNotice(rank, "lost", reason))
+                self._give_up(FailureNotice(rank, "lost", reason))  # rank 0 may not see that one
 
     def _hear(self, rank: int, report: Report) -> None:
         """On rank 0: take in what a rank, this one included, reports."""
@@ -492,6 +499,7 @@ class Runtime(Calls):
             begun = self._count - len(self._recent) + 1
             self._controller.say(Aside(account=account(self._caller, tuple(self._recent), begun, waiting)))
         self._departed.update(decision.left)
+        self._notes.take_in(decision.notes)
         if decision.failure is not None:
             self._end(decision.failure)
         self._decisions.append(decision)
@@ -529,7 +537,7 @@ class Runtime(Calls):
     # --- the end ---------------------------------------------------------------------------------------------------
 
     def _give_up(self, notice: FailureNotice) -> None:
-        """This rank is the origin: tell the others, then end."""
+        """This rank knows of the failure first: tell the others, then end."""
         if self._coordinator is not None:
             self._coordinator.fail(notice)
             decision = self._coordinator.decide()

@@ -188,6 +188,7 @@ class GradientReducer(Generic[Parameter]):
     def stepped(self) -> None:
         """The optimizer has used the gradients; accumulating onto them is the user's business again."""
         self._rounds = 0
+        self._runtime.progress.round()
         self.cleared()
 
     def cleared(self) -> None:

@@ -48,6 +48,7 @@ from hvdlite import (
     mpi_threads_supported,
     nccl_built,
     rank,
+    record_step,
     remove_process_set,
     rocm_built,
     shutdown,
@@ -75,8 +76,8 @@ __all__ = [
     "broadcast_object", "broadcast_variables", "callbacks", "ccl_built", "cross_rank", "cross_size", "cuda_built",
     "ddl_built", "global_process_set", "gloo_built", "gloo_enabled", "init", "is_homogeneous", "is_initialized",
     "join", "load_model", "local_rank", "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported",
-    "nccl_built", "rank", "reducescatter", "remove_process_set", "rocm_built", "shutdown", "size", "start_timeline",
-    "stop_timeline", "story",
+    "nccl_built", "rank", "record_step", "reducescatter", "remove_process_set", "rocm_built", "shutdown", "size",
+    "start_timeline", "stop_timeline", "story",
 ]
 
 _install()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdlite.bootstrap.environments import ENVIRONMENTS, check_directory, find_place
+from hvdlite.bootstrap.environments import ENVIRONMENTS, PORTS, check_directory, find_place, first_host
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.world import World
 
@@ -37,13 +37,49 @@ def test_every_row_of_the_table(environment: object, tmp_path: Path, monkeypatch
     ({"HVDLITE_SIZE": "2"}, "HVDLITE_RANK is not set"),
     ({"RANK": "0"}, "WORLD_SIZE is not set"),
     ({"HVDLITE_RANK": "2", "HVDLITE_SIZE": "2"}, "rank 2 is not in 0..1"),
-    ({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "several hosts"),
+    ({"RANK": "0", "MASTER_ADDR": "x", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "HVDLITE_SECRET"),
+    ({"HVDLITE_RANK": "0", "HVDLITE_SIZE": "4", "HVDLITE_LOCAL_SIZE": "2", "HVDLITE_SECRET": "ab"}, "HVDLITE_COORDINATOR"),
     ({"HVDLITE_RANK": "0", "HVDLITE_SIZE": "2", "HVDLITE_SECRET": "xyz"}, "hexadecimal"),
     ({"HVDLITE_RANK": "0", "HVDLITE_SIZE": "2", "HVDLITE_COORDINATOR": "nowhere"}, "not host:port"),
 ])
 def test_a_contradiction_is_a_clear_error(variables: dict[str, str], told: str) -> None:
     with pytest.raises(LaunchError, match=told):
         find_place(variables, parent=1)
+
+
+def test_on_several_hosts_all_ranks_expect_rank_0_in_the_same_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    torchrun = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500",
+                "HVDLITE_SECRET": "ab"}
+    first, last = (find_place({**torchrun, "RANK": rank, "LOCAL_RANK": "0"}, parent=1) for rank in ("0", "2"))
+    assert first.coordinator == last.coordinator and first.coordinator is not None and first.on_several_hosts
+    assert first.coordinator[0] == "10.0.0.1" and first.coordinator[1] in PORTS and first.key == b"\xab"
+    slurm = {"SLURM_STEP_NUM_TASKS": "5", "SLURM_PROCID": "4", "SLURM_LOCALID": "1", "SLURM_NODEID": "2",
+             "SLURM_STEP_TASKS_PER_NODE": "2,1,2", "SLURM_STEP_NODELIST": "node[07-08],big3", "HVDLITE_SECRET": "ab"}
+    place = find_place(slurm, parent=1)
+    assert place.world.local_size == 2 and place.coordinator is not None and place.coordinator[0] == "node07"
+    given = find_place({**slurm, "HVDLITE_COORDINATOR": "[fe80::1]:99"}, parent=1)
+    assert given.coordinator == ("fe80::1", 99)
+
+
+@pytest.mark.parametrize(("text", "host"), [("a", "a"), ("n[1-3,7],m", "n1"), ("n[03]", "n03"), ("x1,x2", "x1"),
+                                            ("r[1-2]n[4-5]", "r1n4")])
+def test_the_first_host_of_a_list(text: str, host: str) -> None:
+    assert first_host(text) == host
+
+
+def test_the_key_can_be_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text("abcd\n")
+    variables = {"HVDLITE_RANK": "0", "HVDLITE_SIZE": "2", "HVDLITE_SECRET_FILE": str(file),
+                 "HVDLITE_JOB_DIRECTORY": str(tmp_path)}
+    file.chmod(0o644)
+    with pytest.raises(LaunchError, match="others can read it"):
+        find_place(variables, parent=1)
+    file.chmod(0o600)
+    assert find_place(variables, parent=1).key == b"\xab\xcd"
+    with pytest.raises(LaunchError, match="No such file"):
+        find_place({**variables, "HVDLITE_SECRET_FILE": "/nowhere"}, parent=1)
 
 
 SCRIPT = """

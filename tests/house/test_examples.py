@@ -6,12 +6,10 @@ import gzip
 import importlib.util
 import os
 import re
-import struct
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -19,24 +17,6 @@ EXAMPLES = ROOT / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import fashion_mnist  # noqa: E402
-
-
-def write_idx(path: Path, values: np.ndarray) -> None:
-    header = struct.pack(f">HBB{values.ndim}I", 0, 8, values.ndim, *values.shape)
-    path.write_bytes(gzip.compress(header + values.astype(np.uint8).tobytes()))
-
-
-@pytest.fixture
-def small(tmp_path: Path) -> Path:
-    """Ten classes that differ in which row is bright: easy to learn."""
-    generator = np.random.default_rng(0)
-    for part, count in (("train", 640), ("test", 200)):
-        labels = generator.integers(0, 10, count)
-        images = generator.integers(0, 60, (count, 28, 28))
-        images[np.arange(count), 2 * labels] = 255
-        for name, values in zip(fashion_mnist.FILES[part], (images, labels), strict=True):
-            write_idx(tmp_path / name, values)
-    return tmp_path
 
 
 def run(*arguments: str, size: int = 2, script: str = "pytorch_fashion_mnist.py") -> subprocess.CompletedProcess[str]:

@@ -85,7 +85,7 @@ def test_the_tables_of_the_documentation_follow_the_code() -> None:
 
 def test_the_table_of_operations_is_what_the_core_does() -> None:
     cells = dict(operations())
-    assert cells["allreduce Sum"] == {"loopback": "all but bool", "shm": "all but bool"}
+    assert all(cells["allreduce Sum"][plane] == "all but bool" for plane in ("loopback", "shm", "gloo"))
     assert cells["allreduce Adasum"]["shm"] == "floats" and "reducescatter Adasum" not in cells
     assert cells["allreduce Min"]["shm"] == "all but complex" and cells["send"]["shm"] == "all dtypes"
     listed = {name.split()[0] for name in cells}

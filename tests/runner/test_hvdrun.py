@@ -67,7 +67,10 @@ def test_every_line_has_its_rank() -> None:
     (["-np", "abc", "true"], 2, "'abc' is not a number"),
     (["-np", "2"], 2, "no command"),
     (["true"], 2, "-np N"),
-    (["-np", "2", "-H", "node1:2", "true"], 2, "node1"),
+    (["-np", "2", "-H", "no-such-host.invalid:2", "true"], 2, "host no-such-host.invalid cannot be resolved"),
+    (["-np", "2", "--hostfile", "/no/file", "true"], 2, "/no/file"),
+    (["-np", "2", "-H", "localhost:2", "--hostfile", "/no/file", "true"], 2, "not allowed with"),
+    (["-np", "2", "--sweep", "batch-size", "true"], 2, "OPTION=VALUE"),
     (["-np", "3", "-H", "localhost:2", "true"], 2, "2 slots"),
     (["-np", "2", "no-such-program"], 127, "no such command"),
     (["-np", "2", "python", "no-such-script.py"], 127, "no-such-script.py"),
@@ -83,11 +86,11 @@ def test_mistakes_are_one_clear_line(arguments: list[str], code: int, told: str)
     assert ended.stdout == ""
 
 
-def test_a_script_without_execute_bit(tmp_path: Path) -> None:
+def test_a_python_script_without_execute_bit_is_run_with_this_python(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text("print('hello')")
-    ended = hvdrun("-np", "1", str(script))
-    assert ended.returncode == 126 and f"python {script}" in ended.stderr
+    script.write_text("import sys; print(sys.executable)")
+    ended = hvdrun("-np", "1", "--no-prefix", str(script))
+    assert ended.returncode == 0 and ended.stdout == f"{PYTHON}\n"
 
 
 @pytest.mark.parametrize(("content", "code"), [("echo no interpreter line", 126), ("#!/no/such/interpreter", 127)])

@@ -14,13 +14,14 @@ from hvdlite.core.config import Config
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.launch_contract import FailureRecord
 from hvdlite.core.world import World
-from hvdlite_runner.cli import job_settings, parser
+from hvdlite_runner.cli import job_settings
 from hvdlite_runner.commands import CommandError, rank_environment, resolve_command
 from hvdlite_runner.failures import Exit, root_cause
 from hvdlite_runner.guardian import Process, members
 from hvdlite_runner.job import JobSettings
+from hvdlite_runner.options import parser
 from hvdlite_runner.output import Console
-from hvdlite_runner.placement import check_local, cores_for, parse_hosts
+from hvdlite_runner.placement import Host, cores_for, parse_hostfile, parse_hosts, place, unify_local
 
 PATH = f"/usr/bin:/bin:{Path(sys.executable).parent}"
 
@@ -28,9 +29,9 @@ PATH = f"/usr/bin:/bin:{Path(sys.executable).parent}"
 class Screen:
     """Collects what the console writes."""
 
-    def __init__(self) -> None:
+    def __init__(self, **console: object) -> None:
         self.text = ""
-        self.console = Console(self._write, lambda rank, name: f"[{rank}]<{name}>:")
+        self.console = Console(self._write, lambda ranks, name: f"[{ranks}]<{name}>:", **console)
 
     def _write(self, name: str, text: str) -> None:
         self.text += text
@@ -43,6 +44,35 @@ def test_lines_are_prefixed_and_never_torn() -> None:
     screen.console.feed(0, "stdout", b"lo\nworld\nend")
     screen.console.finish()
     assert screen.text == "[1]<stderr>:other\n[0]<stdout>:hello\n[0]<stdout>:world\n[0]<stdout>:end\n"
+
+
+def test_identical_lines_of_several_ranks_become_one_in_the_order_of_each_rank() -> None:
+    now = [0.0]
+    screen = Screen(fold=3, clock=lambda: now[0])
+    for rank in (0, 2, 1):
+        screen.console.feed(rank, "stdout", b"hello\n")
+    assert screen.text == "[0-2]<stdout>:hello (x3)\n", "all have said it: nothing to wait for"
+    screen.text = ""
+    screen.console.feed(0, "stdout", b"a\nb\na\n")
+    screen.console.feed(2, "stdout", b"b\na\n")
+    screen.console.feed(0, "stderr", b"a\n")
+    assert screen.text == "" and screen.console.turn() == pytest.approx(0.3)
+    now[0] = 1.0
+    assert screen.console.turn() is None
+    assert screen.text == "[0]<stdout>:a\n[0,2]<stdout>:b (x2)\n[0,2]<stdout>:a (x2)\n[0]<stderr>:a\n"
+    screen.console.feed(1, "stdout", b"late\n")
+    screen.console.note("hvdrun: over")
+    assert screen.text.endswith("[1]<stdout>:late\nhvdrun: over\n")
+
+
+def test_what_is_not_shown_can_be_revealed() -> None:
+    screen = Screen(shown=lambda rank, name: rank == 0)
+    screen.console.feed(0, "stdout", b"zero\n")
+    screen.console.feed(1, "stderr", b"".join(b"line %d\n" % line for line in range(100)))
+    assert screen.text == "[0]<stdout>:zero\n"
+    screen.console.reveal(1)
+    screen.console.reveal(1)
+    assert screen.text.splitlines()[1:] == [f"[1]<stderr>:line {line}" for line in range(60, 100)]
 
 
 def test_characters_split_between_reads_survive_and_broken_ones_do_not_stop_us() -> None:
@@ -126,13 +156,33 @@ def test_records_survive_the_disk(tmp_path: Path) -> None:
 
 
 def test_hosts() -> None:
-    assert parse_hosts("a:2, b,[::1]:3") == [("a", 2), ("b", 1), ("[::1]", 3)]
-    assert check_local([("localhost", 3)]) == 3
-    for text in ("", "a:0", "a:x", ":2"):
+    assert parse_hosts("a:2, b,[::1]:3,me@c:4,a:1") == [Host("a", 3), Host("b"), Host("::1", 3), Host("me@c", 4)]
+    assert Host("me@c").address == "c"
+    for text in ("", "a:0", "a:x", ":2", "fd00::2", "-oProxyCommand=x:1", "a b"):
         with pytest.raises(LaunchError):
             parse_hosts(text)
-    with pytest.raises(LaunchError, match="node7"):
-        check_local([("localhost", 1), ("node7", 2)])
+    here = {"one", "localhost"}
+    assert unify_local(parse_hosts("one:2,b,localhost:1"), here.__contains__) == [Host("localhost", 3), Host("b")]
+
+
+def test_a_hostfile_in_everybodys_format() -> None:
+    text = "# ours\na slots=2  # two\n\nb:3\nc\nfd00::2 slots=4 max_slots=8\na\n"
+    assert parse_hostfile(text, "f") == [Host("a", 3), Host("b", 3), Host("c"), Host("fd00::2", 4)]
+    for text, told in (("a\nb slots=x", "f, line 2"), ("a cpu=2", "'cpu=2' is not slots=N"), ("# none", "names no host")):
+        with pytest.raises(LaunchError, match=re.escape(told)):
+            parse_hostfile(text, "f")
+
+
+def test_ranks_are_placed_by_slots_and_know_their_place_on_uneven_hosts() -> None:
+    groups = place(5, parse_hosts("a:1,b:3,c:4"))
+    assert [(group.host.name, group.ranks) for group in groups] == [("a", (0,)), ("b", (1, 2, 3)), ("c", (4,))]
+    assert [world for group in groups for world in group.worlds] == [
+        World(0, 5, 0, 1, 0, 3), World(1, 5, 0, 3, 1, 3), World(2, 5, 1, 3, 0, 1), World(3, 5, 2, 3, 0, 1),
+        World(4, 5, 0, 1, 2, 3)]
+    assert len(place(None, parse_hosts("a:2,b:2"))[1].worlds) == 2
+    assert [group.host.name for group in place(2, parse_hosts("a:2,b:2"))] == ["a"]
+    with pytest.raises(LaunchError, match="-np 9 is more than the 8 slots of a:1,b:3,c:4"):
+        place(9, parse_hosts("a:1,b:3,c:4"))
 
 
 def test_cores_are_shared_evenly_or_taken_in_turn() -> None:
@@ -157,7 +207,6 @@ def test_commands_that_cannot_start_say_what_to_type(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("pass")
     for command, code, told in ((["no-such-thing"], 127, "no such command"),
-                                ([str(script)], 126, f"python {script}"),
                                 ([str(tmp_path)], 126, "is a directory"),
                                 (["python3", "missing.py"], 127, "missing.py")):
         with pytest.raises(CommandError, match=told) as caught:
@@ -172,6 +221,8 @@ def test_an_executable_script_is_run_as_it_is(tmp_path: Path, monkeypatch: pytes
     assert resolve_command(["train.py", "--fast"], PATH) == ["./train.py", "--fast"]
     assert resolve_command(["./train.py"], PATH) == ["./train.py"]
     assert resolve_command(["sh", "-c", "true"], PATH) == ["sh", "-c", "true"]
+    (tmp_path / "plain.py").write_text("")
+    assert resolve_command(["plain.py", "--fast"], PATH) == [sys.executable, "plain.py", "--fast"]
 
 
 def table(*rows: tuple[int, int, int, str]) -> dict[int, Process]:
@@ -197,11 +248,15 @@ def parsed(*arguments: str) -> JobSettings:
     return job_settings(parser().parse_args(arguments), {"PATH": PATH, "OMP_NUM_THREADS": "1"})
 
 
+def worlds(settings: JobSettings) -> list[World]:
+    return [world for group in settings.groups for world in group.worlds]
+
+
 def test_the_command_line() -> None:
     settings = parsed("-np", "3", "-H", "localhost:4", "--start-timeout", "9", "--stall-check-warning-time-seconds", "5",
                       "--log-level", "debug", "--fusion-threshold-mb", "0", "--bind", "--no-prefix",
                       "sh", "-c", "true", "-np", "7")
-    assert settings.worlds == [World(rank, 3, rank, 3) for rank in range(3)]
+    assert worlds(settings) == [World(rank, 3, rank, 3) for rank in range(3)]
     assert settings.command == ["sh", "-c", "true", "-np", "7"]  # what follows the command is the command's
     assert settings.bind and not settings.prefix
     assert settings.environment == {
@@ -210,7 +265,7 @@ def test_the_command_line() -> None:
 
 
 def test_the_number_of_ranks_follows_from_the_slots() -> None:
-    assert len(parsed("-H", "localhost:4", "sh").worlds) == 4
+    assert len(worlds(parsed("-H", "localhost:4", "sh"))) == 4
 
 
 def test_every_knob_has_a_flag() -> None:
@@ -220,12 +275,12 @@ def test_every_knob_has_a_flag() -> None:
 
 
 def test_horovods_flags_that_mean_nothing_are_accepted_and_explained() -> None:
-    settings = parsed("-np", "2", "--cycle-time-ms", "3", "--hierarchical-allreduce", "--gloo", "sh")
+    settings = parsed("-np", "2", "--cycle-time-ms", "3", "--hierarchical-allreduce", "--min-np", "1", "sh")
     assert settings.command == ["sh"]
     assert settings.notice.splitlines() == [
         "--cycle-time-ms does nothing here: nothing happens in cycles",
-        "--hierarchical-allreduce does nothing here: one host needs none",
-        "--gloo does nothing here: tensors travel through shared memory"]
+        "--hierarchical-allreduce does nothing here: the plane decides that",
+        "--min-np does nothing here: this version's jobs neither shrink nor grow"]
 
 
 def test_horovods_other_names_of_knobs() -> None:

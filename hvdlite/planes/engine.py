@@ -1,0 +1,358 @@
+"""Collectives over a library that moves messages between processes: what MPI and Gloo have in common.
+
+A `Link` is such a library's group of processes for one process set. What it can reduce itself is given to it in place: in
+the bucket, in a single tensor's output, or in a buffer into which several tensors are packed. The rest (16-bit floats, whose
+sums are kept in float32, minima of floats, whose NaNs libraries lose, and Adasum) is reduced by slices:
+
+    exchange   every rank sends each other rank the slice that it owns, in the tensor's own dtype
+    combine    every rank reduces its slice over all contributors in rank order, as all planes do it
+    allgather  the results
+
+which moves as many bytes as a ring does. Every rank gets the same bits; what the library sums itself depends on its order.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from hvdlite.core.array import SUPPORTED_DTYPES, Array, identity
+from hvdlite.core.types import Collective, ReduceOp
+from hvdlite.planes.adasum import AdaptiveSum
+from hvdlite.planes.arithmetic import Casts, Reduction
+from hvdlite.planes.base import FusionBuffer, Plan, WaitUntil
+from hvdlite.planes.loopback import aligned_zeros
+from hvdlite.planes.shm import Concatenation, row_bounds, slice_bounds
+
+PIECE = 64 << 20
+"""Bytes of a tensor that is reduced by slices at a time."""
+
+
+class Link(Protocol):
+    """One process set's way through a library. Ranks are indices in the set; all make the same calls in the same order.
+
+    Arrays are flat and contiguous. Bounds say where each rank's part begins, in elements, and where the last one ends.
+    """
+
+    def reduces(self, collective: Collective, op: ReduceOp, dtype: np.dtype[np.generic]) -> bool:
+        """Return whether the library can do a reduction, with the same result on all ranks, NaNs included."""
+
+    def allreduce(self, values: Array, op: ReduceOp, wait_until: WaitUntil) -> None:
+        """Reduce in place; `op` is never Average."""
+
+    def reduce(self, values: Array, op: ReduceOp, root: int, wait_until: WaitUntil) -> None:
+        """Like `allreduce`; `values` has the result on the root, and nothing of use elsewhere."""
+
+    def reduce_scatter(self, values: Array, bounds: Sequence[int], out: Array, op: ReduceOp, wait_until: WaitUntil) -> None:
+        """Reduce each rank's part of `values` into its `out`."""
+
+    def broadcast(self, values: Array, root: int, wait_until: WaitUntil) -> None:
+        """Copy the root's values to everybody."""
+
+    def allgather(self, own: Array, out: Array, bounds: Sequence[int], wait_until: WaitUntil) -> None:
+        """Put every rank's `own` into its part of `out`; `own` may lie there already."""
+
+    def gather(self, own: Array, out: Array | None, bounds: Sequence[int], root: int, wait_until: WaitUntil) -> None:
+        """Like `allgather`, on the root only."""
+
+    def scatter(self, values: Array | None, out: Array, bounds: Sequence[int], root: int, wait_until: WaitUntil) -> None:
+        """Put a rank's part of the root's values into its `out`."""
+
+    def exchange(self, values: Array, bounds: Sequence[int], out: Array, out_bounds: Sequence[int],
+                 wait_until: WaitUntil) -> None:
+        """Send every rank its part of `values`; put what each sends into its part of `out`."""
+
+    def close(self) -> None:
+        """Give it up."""
+
+
+Connect = Callable[[int, tuple[int, ...], WaitUntil], Link]
+"""Make the link of a process set, by its id and ranks; its members call this at the same place of their plans."""
+
+
+class EnginePlane:
+    """Like `LoopbackPlane`, over links.
+
+    Args:
+        chunk: bytes reduced per NumPy call.
+        disconnect: ends the library's part when the plane is closed.
+    """
+
+    def __init__(self, name: str, rank: int, connect: Connect, *, chunk: int, casts: Casts | None = None,
+                 disconnect: Callable[[], None] = lambda: None) -> None:
+        self.name = name
+        self._rank, self._connect, self._disconnect = rank, connect, disconnect
+        self._chunk = chunk
+        self._casts = casts or Casts.of_numpy()
+        self._links: dict[int, Link] = {}  # made when they are first needed
+        self._room = np.empty(0, np.uint8)
+
+    def execute(self, plan: Plan, wait_until: WaitUntil) -> None:
+        number, collective = plan.response.process_set, plan.response.collective
+        if collective in (Collective.ALLREDUCE, Collective.REDUCE) and not plan.response.contributors:
+            return
+        if number not in self._links:
+            self._links[number] = self._connect(number, plan.ranks, wait_until)
+        work = _Work(plan, plan.ranks.index(self._rank), self._links[number], self._scratch, self._chunk, self._casts,
+                     wait_until)
+        match collective:
+            case (Collective.ALLREDUCE | Collective.REDUCE) if plan.response.op is ReduceOp.ADASUM:
+                work.adasum()
+            case Collective.ALLREDUCE | Collective.REDUCE:
+                work.reduce()
+            case Collective.REDUCESCATTER:
+                work.reducescatter()
+            case Collective.BROADCAST:
+                work.broadcast()
+            case Collective.ALLGATHER | Collective.GATHER:
+                work.gather()
+            case Collective.SCATTER:
+                work.scatter()
+            case Collective.ALLTOALL:
+                work.alltoall()
+            case Collective.SEND:
+                work.send()
+
+    def open_set(self, number: int, ranks: tuple[int, ...]) -> None:
+        pass
+
+    def close_set(self, number: int, wait_until: WaitUntil) -> None:
+        link = self._links.pop(number, None)
+        if link is not None:
+            link.close()
+
+    def fusion_buffer(self, nbytes: int, ranks: tuple[int, ...]) -> FusionBuffer | None:
+        return FusionBuffer(aligned_zeros(nbytes)) if self._rank in ranks else None
+
+    def tune(self, settings: Mapping[str, int]) -> None:
+        self._chunk = settings.get("shm_chunk", self._chunk)
+
+    def close(self) -> None:
+        for link in self._links.values():
+            link.close()
+        self._links.clear()
+        self._disconnect()
+
+    def _scratch(self, count: int, dtype: np.dtype[np.generic]) -> Array:
+        """Return memory for this plan, the same every time it is asked for."""
+        if self._room.size < count * dtype.itemsize:
+            self._room = aligned_zeros(count * dtype.itemsize)
+        return self._room[:count * dtype.itemsize].view(dtype)
+
+
+class _Work:
+    """One plan on its way through a link."""
+
+    def __init__(self, plan: Plan, index: int, link: Link, scratch: Callable[[int, np.dtype[np.generic]], Array], chunk: int,
+                 casts: Casts, wait_until: WaitUntil) -> None:
+        self._plan, self._response, self._link, self._wait_until = plan, plan.response, link, wait_until
+        self._index, self._size = index, len(plan.ranks)
+        self._root = plan.ranks.index(plan.response.root_rank) if plan.response.root_rank in plan.ranks else -1
+        self._dtype = SUPPORTED_DTYPES[plan.response.dtype]
+        self._scratch, self._casts = scratch, casts
+        self._chunk = chunk // self._dtype.itemsize
+        self._contributors = [plan.ranks.index(rank) for rank in plan.response.contributors]
+        self._contributes = bool(plan.sources) and index in self._contributors
+
+    # --- reductions ------------------------------------------------------------------------------------------------
+
+    def reduce(self) -> None:
+        """Allreduce, or reduce: then only the root has outputs."""
+        everywhere = self._response.collective is Collective.ALLREDUCE
+        receives = bool(self._plan.outputs) and (everywhere or self._index == self._root)
+        outputs = self._plan.outputs if receives else ()
+        reduction = self._reduction()
+        if not self._native():
+            self._reduce_slices(reduction, Concatenation(outputs) if receives else None)
+            return
+        values = self._packed(reduction, outputs)
+        if everywhere:
+            self._link.allreduce(values, self._engine_op(), self._wait_until)
+        else:
+            self._link.reduce(values, self._engine_op(), self._root, self._wait_until)
+        if receives:
+            with np.errstate(all="ignore"):
+                reduction.finish(values)
+            _unpack(values, outputs)
+
+    def reducescatter(self) -> None:
+        reduction, bounds = self._reduction(), row_bounds(self._response)
+        out = self._plan.outputs[0] if self._plan.outputs else np.empty(bounds[self._index + 1] - bounds[self._index],
+                                                                         self._dtype)
+        assert out is not None
+        if not self._native():
+            source = Concatenation(self._plan.sources) if self._contributes else None
+            reduction.combine(self._slices(reduction, source, 0, bounds), out)
+            return
+        values = self._packed(reduction, ())
+        self._link.reduce_scatter(values, bounds, out, self._engine_op(), self._wait_until)
+        with np.errstate(all="ignore"):
+            reduction.finish(out)
+
+    def adasum(self) -> None:
+        """Each tensor by itself: measure the inner products slice by slice, add them up, then a weighted sum by slices."""
+        receives = self._response.collective is Collective.ALLREDUCE or self._index == self._root
+        for index, total in enumerate(self._response.rows):
+            if not total:
+                continue
+            adaptive = AdaptiveSum(self._response, self._dtype, self._chunk, self._casts)
+            source = Concatenation(self._plan.sources[index:index + 1]) if self._contributes else None
+            output = Concatenation(self._plan.outputs[index:index + 1]) if self._plan.outputs and receives else None
+            bounds = slice_bounds(0, total, self._size, self._dtype)
+            slices = self._slices(adaptive, source, 0, bounds)
+            products = np.zeros((len(slices), len(slices))) if not slices[0].size else adaptive.products(slices)
+            self._link.allreduce(products.reshape(-1), ReduceOp.SUM, self._wait_until)
+            adaptive.weigh(products)
+            self._combine(adaptive, slices, output, 0, bounds)
+
+    def _reduction(self) -> Reduction:
+        return Reduction(self._response, self._dtype, self._size, self._chunk, self._casts)
+
+    def _native(self) -> bool:
+        return self._link.reduces(self._response.collective, self._engine_op(), self._dtype)
+
+    def _engine_op(self) -> ReduceOp:
+        return ReduceOp.SUM if self._response.op is ReduceOp.AVERAGE else self._response.op
+
+    def _packed(self, reduction: Reduction, outputs: Sequence[Array | None]) -> Array:
+        """Return this rank's tensors one after the other, scaled: in the output itself when there is just one."""
+        sources = self._plan.sources
+        if len(outputs) == 1 and outputs[0] is not None:
+            values = outputs[0]
+        else:
+            sizes = [tensor.size for tensor in (sources if self._contributes else outputs) if tensor is not None]
+            values = self._scratch(sum(sizes) if sizes else self._response.elements, self._dtype)
+        if not self._contributes:
+            values[...] = identity(self._engine_op(), self._dtype)
+            return values
+        begin = 0
+        for source in sources:
+            assert source is not None, "a contributor has every tensor of the response"
+            reduction.place(source, values[begin:begin + source.size] if len(sources) > 1 else values)
+            begin += source.size
+        return values
+
+    def _reduce_slices(self, reduction: Reduction, outputs: Concatenation | None) -> None:
+        sources = Concatenation(self._plan.sources) if self._contributes else None
+        total = sources.size if sources else outputs.size if outputs else self._response.elements
+        per_piece = PIECE // self._dtype.itemsize
+        for low in range(0, total, per_piece):
+            bounds = slice_bounds(low, min(low + per_piece, total), self._size, self._dtype)
+            self._combine(reduction, self._slices(reduction, sources, low, bounds), outputs, low, bounds)
+
+    def _slices(self, reduction: Reduction | AdaptiveSum, sources: Concatenation | None, low: int,
+                bounds: Sequence[int]) -> list[Array]:
+        """Return what each contributor has of this rank's slice of elements bounds[0]..bounds[-1], scaled."""
+        relative = [bound - low for bound in bounds]
+        values = np.empty(0, self._dtype)
+        if sources is not None:
+            values = reduction.placed(sources.contiguous(low, bounds[-1]))
+        mine = bounds[self._index + 1] - bounds[self._index]
+        received = self._scratch(mine * len(self._contributors), self._dtype)
+        out_bounds = [0, *itertools.accumulate(mine if rank in self._contributors else 0 for rank in range(self._size))]
+        self._link.exchange(values, relative if sources is not None else [0] * (self._size + 1), received, out_bounds,
+                            self._wait_until)
+        return [received[at * mine:(at + 1) * mine] for at in range(len(self._contributors))]
+
+    def _combine(self, reduction: Reduction | AdaptiveSum, slices: list[Array], outputs: Concatenation | None, low: int,
+                 bounds: Sequence[int]) -> None:
+        """Reduce this rank's slice, and hand the results to those who want them."""
+        relative = [bound - low for bound in bounds]
+        single = outputs.single(low, bounds[-1]) if outputs is not None else None
+        whole = single
+        if whole is None and (outputs is not None or self._response.collective is Collective.ALLREDUCE):
+            whole = np.empty(relative[-1], self._dtype)
+        result = np.empty(slices[0].size, self._dtype) if whole is None else whole[relative[self._index]:
+                                                                                   relative[self._index + 1]]
+        reduction.combine(slices, result)
+        if self._response.collective is Collective.ALLREDUCE:
+            assert whole is not None
+            self._link.allgather(result, whole, relative, self._wait_until)
+        else:
+            self._link.gather(result, whole, relative, self._root, self._wait_until)
+        if outputs is not None and single is None:
+            assert whole is not None
+            for start, stop, part in outputs.parts(low, bounds[-1], max(1, relative[-1])):
+                np.copyto(part, whole[start - low:stop - low])
+
+    # --- moves -----------------------------------------------------------------------------------------------------
+
+    def broadcast(self) -> None:
+        outputs, sources = self._plan.outputs, self._plan.sources
+        is_root = self._index == self._root
+        if len(outputs) == 1 and outputs[0] is not None:
+            values = outputs[0]
+            if is_root and sources[0] is not values:
+                np.copyto(values, sources[0])  # type: ignore[arg-type]
+            self._link.broadcast(_bytes(values), self._root, self._wait_until)
+            return
+        total = sum(output.size for output in outputs if output is not None) if outputs else self._response.elements
+        values = self._scratch(total, self._dtype)
+        if is_root:
+            Concatenation(sources).copy_to(0, total, values)
+        self._link.broadcast(_bytes(values), self._root, self._wait_until)
+        if not is_root or sources is not outputs:
+            _unpack(values, outputs)
+
+    def gather(self) -> None:
+        """Allgather, or gather: then only the root has an output."""
+        bounds = self._in_bytes(row_bounds(self._response))
+        own = self._source()
+        output = self._plan.outputs[0] if self._plan.outputs else None
+        if self._response.collective is Collective.GATHER:
+            out = None if output is None else _bytes(output)
+            self._link.gather(own, out, bounds, self._root, self._wait_until)
+        else:
+            out = np.empty(bounds[-1], np.uint8) if output is None else _bytes(output)
+            self._link.allgather(own, out, bounds, self._wait_until)
+
+    def scatter(self) -> None:
+        bounds = self._in_bytes(row_bounds(self._response))
+        values = self._source() if self._index == self._root else None
+        output = self._plan.outputs[0] if self._plan.outputs else None
+        out = np.empty(bounds[self._index + 1] - bounds[self._index], np.uint8) if output is None else _bytes(output)
+        self._link.scatter(values, out, bounds, self._root, self._wait_until)
+
+    def alltoall(self) -> None:
+        size, unit = self._size, self._response.row_elements * self._dtype.itemsize
+        splits = np.array(self._response.splits, np.int64).reshape(size, size) * unit
+        sent, received = splits[self._index], splits[:, self._index]
+        out = self._plan.outputs[0] if self._plan.outputs else np.empty(0, self._dtype)
+        assert out is not None
+        self._link.exchange(self._source()[:int(sent.sum())], _bounds(sent), _bytes(out), _bounds(received),
+                            self._wait_until)
+
+    def send(self) -> None:
+        """From the root to the other one."""
+        output = self._plan.outputs[0] if self._plan.outputs else None
+        values = self._source() if self._index == self._root else None if output is None else _bytes(output)
+        if values is not None:
+            self._link.broadcast(values, self._root, self._wait_until)
+
+    def _source(self) -> Array:
+        source = self._plan.sources[0] if self._plan.sources else None
+        return np.empty(0, np.uint8) if source is None else _bytes(source)
+
+    def _in_bytes(self, bounds: Sequence[int]) -> list[int]:
+        return [bound * self._dtype.itemsize for bound in bounds]
+
+
+def _bounds(counts: Array) -> list[int]:
+    return [0, *np.cumsum(counts).tolist()]
+
+
+def _bytes(values: Array) -> Array:
+    return values.view(np.uint8)
+
+
+def _unpack(values: Array, outputs: Sequence[Array | None]) -> None:
+    """Copy what was packed to where it belongs, unless it lies there."""
+    begin = 0
+    for output in outputs:
+        assert output is not None
+        if output is not values:
+            np.copyto(output, values[begin:begin + output.size])
+        begin += output.size

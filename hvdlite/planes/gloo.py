@@ -1,0 +1,255 @@
+"""Gloo through torch: TCP between hosts, without MPI. Imports torch only when it is used.
+
+The process groups are our own: torch's default process group and its store are never touched, and the ranks find each other
+through our control plane. Gloo's connections themselves are plain TCP, as MPI's and NCCL's: run it in a network you trust.
+
+Work is done by Gloo's thread on the memory it is given. When it is done, that thread rings this rank's bell, so the runtime
+thread waits for it as for everything else: no polling, and a death interrupts it. What is then still under way is aborted,
+before the interpreter ends: Gloo's thread must not come into Python later.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import functools
+import importlib
+import importlib.util
+import itertools
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from hvdlite.core.array import Array
+from hvdlite.core.errors import HorovodInternalError, LaunchError
+from hvdlite.core.types import Collective, ReduceOp
+from hvdlite.planes.arithmetic import Casts
+from hvdlite.planes.base import WaitUntil
+from hvdlite.planes.engine import EnginePlane
+
+Swap = Callable[[str, Sequence[int], bytes, WaitUntil], list[bytes]]
+"""Give a text to each of some ranks, and return theirs; see `runtime.notes`."""
+
+ABORT_SECONDS: Final = 2.0
+"""How long Gloo gets to end what was aborted."""
+ACCOUNT_SECONDS: Final = 3.0
+"""How long the control plane gets to say who died, once Gloo has noticed that something is wrong."""
+
+_SUMMED_AS = {"int8": "int8", "uint8": "uint8", "int32": "int32", "uint32": "int32", "int64": "int64", "uint64": "int64",
+              "float32": "float32", "float64": "float64", "complex64": "float32", "complex128": "float64"}
+"""What Gloo adds up, and as what: integers of the same width wrap in the same way, complex numbers are two floats."""
+_COMPARED = ("int8", "uint8", "int32", "int64")
+
+
+def missing() -> str:
+    """Say why this plane cannot be used here, and what to do; "" when it can."""
+    if importlib.util.find_spec("torch") is None:
+        return "it needs torch, which brings Gloo: pip install torch"
+    return ""
+
+
+def gloo_plane(rank: int, swap: Swap, wake: Callable[[], None], address: str, *, timeout: float, chunk: int,
+               casts: Casts | None = None) -> EnginePlane:
+    """Return the plane of one rank, not yet connected.
+
+    Args:
+        wake: makes this rank's `WaitUntil` look again; called from Gloo's thread.
+        address: an IP address of this host, or the name of a network interface, at which the other hosts reach it.
+        timeout: seconds after which Gloo gives up an operation.
+    """
+    connect = functools.partial(_connect, rank, swap, wake, address, timeout)
+    return EnginePlane("gloo", rank, connect, chunk=chunk, casts=casts)
+
+
+def _connect(rank: int, swap: Swap, wake: Callable[[], None], address: str, timeout: float, number: int,
+             ranks: tuple[int, ...], wait_until: WaitUntil) -> GlooLink:
+    distributed = importlib.import_module("torch.distributed")
+    if not distributed.is_available() or not distributed.is_gloo_available():
+        raise LaunchError("this build of torch comes without Gloo: install one from pypi.org or download.pytorch.org")
+    gloo = distributed.ProcessGroupGloo
+    store = _store_class()(lambda text: swap(f"gloo.{number}.{ranks}", ranks, text, wait_until), ranks.index(rank))
+    options = gloo._Options()
+    options._timeout = datetime.timedelta(seconds=timeout)
+    options._threads = 1
+    is_name = not set(address) <= set("0123456789abcdef.:%")
+    options._devices = [gloo.create_device(interface=address) if is_name else gloo.create_device(hostname=address)]
+    try:
+        group = gloo(store, ranks.index(rank), len(ranks), options)
+    except RuntimeError as error:
+        if store.failure is not None:
+            raise store.failure from None
+        raise _explained(error, ranks, wait_until) from error
+    return GlooLink(group, ranks, wake)
+
+
+@functools.cache
+def _store_class() -> Any:
+    """Return the store by which the members of a group find each other: made here, because torch is imported late."""
+    distributed = importlib.import_module("torch.distributed")
+
+    class SwapStore(distributed.Store):  # type: ignore[misc, name-defined]
+        """Every rank sets one key, which ends in its number, then reads everybody's."""
+
+        def __init__(self, swap: Callable[[bytes], list[bytes]], index: int) -> None:
+            super().__init__()
+            self.failure: BaseException | None = None
+            self._swap, self._index = swap, index
+            self._own = b""
+            self._texts: list[bytes] = []
+
+        def set(self, key: str, value: bytes | str) -> None:
+            assert key.endswith(f"/{self._index}") and not self._own, f"Gloo sets {key}"
+            self._own = value.encode() if isinstance(value, str) else bytes(value)
+
+        def get(self, key: str) -> bytes:
+            self.wait([key])
+            return self._texts[int(key.rpartition("/")[2])]
+
+        def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
+            try:
+                self._texts = self._texts or self._swap(self._own)
+            except BaseException as error:  # Gloo would make a RuntimeError of it
+                self.failure = error
+                raise
+
+    return SwapStore
+
+
+class GlooLink:
+    """A process group of torch's Gloo."""
+
+    def __init__(self, group: Any, ranks: Sequence[int], wake: Callable[[], None]) -> None:
+        self._group, self._ranks, self._wake = group, ranks, wake
+        self._size = len(ranks)
+        self._index: int = group.rank()
+        self._pid = os.getpid()
+        self._begun = 0  # pieces of work in Gloo's hands
+        self._done: list[Any] = []  # those of them that are over
+        self._torch = importlib.import_module("torch")
+        self._distributed = importlib.import_module("torch.distributed")
+
+    def reduces(self, collective: Collective, op: ReduceOp, dtype: np.dtype[np.generic]) -> bool:
+        if collective is Collective.REDUCESCATTER or op is ReduceOp.ADASUM:
+            return False
+        if op is ReduceOp.SUM:
+            return dtype.name in _SUMMED_AS
+        if op is ReduceOp.PRODUCT:
+            return dtype.kind in "iuf" and dtype.name in _SUMMED_AS
+        return dtype.name in _COMPARED  # of floats it would lose NaNs
+
+    def allreduce(self, values: Array, op: ReduceOp, wait_until: WaitUntil) -> None:
+        options = self._distributed.AllreduceOptions()
+        options.reduceOp = self._op(op)
+        self._run(lambda tensor: self._group.allreduce([tensor], options), _addable(values, op), wait_until)
+
+    def reduce(self, values: Array, op: ReduceOp, root: int, wait_until: WaitUntil) -> None:
+        options = self._distributed.ReduceOptions()
+        options.reduceOp, options.rootRank = self._op(op), root
+        self._run(lambda tensor: self._group.reduce([tensor], options), _addable(values, op), wait_until)
+
+    def reduce_scatter(self, values: Array, bounds: Sequence[int], out: Array, op: ReduceOp, wait_until: WaitUntil) -> None:
+        raise NotImplementedError("Gloo scatters even parts only; see `reduces`")
+
+    def broadcast(self, values: Array, root: int, wait_until: WaitUntil) -> None:
+        self._run(lambda tensor: self._broadcast(tensor, root), values, wait_until)
+
+    def allgather(self, own: Array, out: Array, bounds: Sequence[int], wait_until: WaitUntil) -> None:
+        """Gloo gathers even parts only; so everybody broadcasts its own."""
+        parts = [out[begin:end] for begin, end in itertools.pairwise(bounds)]
+        if own.size and own.ctypes.data != parts[self._index].ctypes.data:
+            np.copyto(parts[self._index], own)
+        begun = [self._broadcast(self._tensor(part.view(np.uint8)), root) for root, part in enumerate(parts) if part.size]
+        self._wait(begun, wait_until)
+
+    def gather(self, own: Array, out: Array | None, bounds: Sequence[int], root: int, wait_until: WaitUntil) -> None:
+        to_root = [0] * (root + 1) + [own.size] * (self._size - root)
+        empty = np.empty(0, own.dtype)
+        here = self._index == root and out is not None
+        self.exchange(own, to_root, out if here and out is not None else empty, bounds if here else [0] * (self._size + 1),
+                      wait_until)
+
+    def scatter(self, values: Array | None, out: Array, bounds: Sequence[int], root: int, wait_until: WaitUntil) -> None:
+        from_root = [0] * (root + 1) + [out.size] * (self._size - root)
+        given = np.empty(0, out.dtype) if values is None else values[:bounds[-1]]
+        self.exchange(given, [0] * (self._size + 1) if values is None else bounds, out, from_root, wait_until)
+
+    def exchange(self, values: Array, bounds: Sequence[int], out: Array, out_bounds: Sequence[int],
+                 wait_until: WaitUntil) -> None:
+        unit = out.itemsize
+        sent, received = (np.diff(each).tolist() for each in (bounds, out_bounds))
+        begin = bounds[0]
+        sending = values[begin:bounds[-1]].view(np.uint8)
+        work = self._group.alltoall_base(self._tensor(out[:out_bounds[-1]].view(np.uint8)), self._tensor(sending),
+                                         [count * unit for count in received], [count * unit for count in sent],
+                                         self._distributed.AllToAllOptions())
+        self._wait([work], wait_until)
+
+    def close(self) -> None:
+        if self._pid != os.getpid():
+            return  # a forked child: these connections are its parent's, and so is Gloo's thread
+        if self._under_way():
+            if hasattr(self._group, "abort"):  # since torch 2.8
+                self._group.abort()
+            until = time.monotonic() + ABORT_SECONDS
+            while self._under_way() and time.monotonic() < until:
+                time.sleep(0.01)
+            if self._under_way():
+                _keep_for_ever(self._group)  # its destructor would wait
+        del self._group
+
+    def _under_way(self) -> bool:
+        return len(self._done) < self._begun
+
+    def _broadcast(self, tensor: Any, root: int) -> Any:
+        options = self._distributed.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        return self._group.broadcast([tensor], options)
+
+    def _run(self, begin: Callable[[Any], Any], values: Array, wait_until: WaitUntil) -> None:
+        if values.size:
+            self._wait([begin(self._tensor(values))], wait_until)
+
+    def _wait(self, begun: Sequence[Any], wait_until: WaitUntil) -> None:
+        self._done.clear()
+        self._begun = len(begun)
+        for work in begun:
+            work.get_future().add_done_callback(self._ring)
+        wait_until(lambda: not self._under_way())
+        try:
+            for work in begun:
+                work.wait()
+        except RuntimeError as error:
+            raise _explained(error, self._ranks, wait_until) from error
+
+    def _ring(self, future: Any) -> None:
+        """In Gloo's thread: a piece of work is over."""
+        self._done.append(future)
+        self._wake()
+
+    def _tensor(self, values: Array) -> Any:
+        """Return a tensor over the same memory."""
+        return self._torch.from_numpy(values)
+
+    def _op(self, op: ReduceOp) -> Any:
+        return getattr(self._distributed.ReduceOp, op.name)
+
+
+def _addable(values: Array, op: ReduceOp) -> Array:
+    """Return the same memory as a dtype that Gloo knows."""
+    return values.view(_SUMMED_AS[values.dtype.name]) if op in (ReduceOp.SUM, ReduceOp.PRODUCT) else values
+
+
+def _keep_for_ever(thing: Any) -> None:
+    """Never destroy an object, not even when the process ends."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+def _explained(error: Exception, ranks: Sequence[int], wait_until: WaitUntil) -> HorovodInternalError:
+    """Wait for the control plane to say who died, which raises; else return what Gloo says as an error of ours."""
+    deadline = time.monotonic() + ACCOUNT_SECONDS
+    wait_until(lambda: time.monotonic() >= deadline)
+    return HorovodInternalError(f"Gloo failed between ranks {list(ranks)}, though all of them are alive: {error}. Is there "
+                                "a firewall between the hosts? HVDLITE_GLOO_INTERFACE chooses another network")

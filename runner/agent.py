@@ -1,0 +1,198 @@
+"""The launcher's hand on another host: obeys orders from standard input, tells events on standard output.
+
+Rules
+- The launcher's end, a cut link (no order, not even a ping, for `SILENCE` seconds) and an `End` order all end the job here:
+  every process of it is killed, and its directory removed. Were the agent itself killed, its guardian would do that.
+- The agent never blocks on the link: while the launcher does not read, the ranks' output waits in their pipes.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from typing import Final
+
+from hvdlite._version import __version__
+from hvdlite.core.errors import ProtocolError
+from hvdlite_runner import monitor, survey
+from hvdlite_runner.crew import POLL_WITHOUT_PIDFD, Crew
+from hvdlite_runner.messages import (
+    MAGIC,
+    AskFacts,
+    AskProbe,
+    AskProgress,
+    AskRoute,
+    AskSpeed,
+    End,
+    Event,
+    Facts,
+    Frames,
+    Hello,
+    Over,
+    Ping,
+    Pong,
+    Probed,
+    Progress,
+    Routed,
+    Signal,
+    Speed,
+    Start,
+    frame,
+)
+
+SILENCE: Final = 5.0
+"""Seconds without an order or a ping after which the link counts as cut."""
+_LOOK: Final = 1.0
+_FULL, _EMPTY = 4 << 20, 1 << 20  # bytes waiting for the launcher: stop listening to the ranks, go on
+
+
+class Agent:
+    """One agent.
+
+    Args:
+        orders: descriptor to read from.
+        events: descriptor to write to.
+    """
+
+    def __init__(self, orders: int, events: int, environ: Mapping[str, str]) -> None:
+        self._in, self._out = orders, events
+        os.set_blocking(orders, False)
+        os.set_blocking(events, False)
+        self._environ = environ
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(orders, selectors.EVENT_READ, self._receive)
+        self._crew = Crew(self._selector, self._tell, environ)
+        self._frames = Frames(events=False)
+        self._unsent = bytearray(MAGIC)
+        self._heard = time.monotonic()
+        self._over = False
+        self._doorstep: survey.Doorstep | None = None
+
+    def run(self) -> None:
+        """Obey until the end."""
+        self._crew.prepare()
+        self._wake_for_signals()
+        try:
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            self._tell(Hello(platform.python_version(), __version__, socket.gethostname(), cores, os.getpid()))
+            while not self._over:
+                wait = POLL_WITHOUT_PIDFD if self._crew.needs_polling() else _LOOK
+                for key, _ in self._selector.select(wait):
+                    key.data()
+                self._crew.notice()
+                if time.monotonic() - self._heard > SILENCE:
+                    self._over = True
+        finally:
+            self._crew.end()
+        self._tell(Over())
+        until = time.monotonic() + SILENCE
+        while self._unsent and time.monotonic() < until:
+            self._selector.select(0.1)
+            self._push()
+
+    def _wake_for_signals(self) -> None:
+        """An adopted orphan's end wakes the loop; being asked to end is the same as the launcher's end."""
+        reader, writer = os.pipe()
+        os.set_blocking(reader, False)
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            signal.signal(number, self._asked_to_end)
+        self._selector.register(reader, selectors.EVENT_READ, lambda: os.read(reader, 4096))
+
+    def _asked_to_end(self, number: int, frame: object) -> None:
+        self._over = True
+
+    def _receive(self) -> None:
+        try:
+            content = os.read(self._in, 1 << 16)
+        except BlockingIOError:
+            return
+        if not content:
+            self._over = True
+            return
+        for order in self._frames.feed(content):
+            self._obey(order)
+        self._heard = time.monotonic()
+
+    def _obey(self, order: object) -> None:
+        if isinstance(order, Start):
+            if self._doorstep is not None:
+                self._doorstep.close()  # rank 0 will listen there
+            self._crew.start(order)
+        elif isinstance(order, Signal):
+            self._crew.signal(order.number)
+        elif isinstance(order, End):
+            self._over = True
+        elif isinstance(order, Ping):
+            self._tell(Pong())
+        elif isinstance(order, AskRoute):
+            self._tell(self._route(order))
+        elif isinstance(order, AskProbe):
+            self._tell(Probed(survey.probe(order.addresses, order.port)))
+        elif isinstance(order, AskFacts):
+            self._tell(Facts(survey.facts(self._environ)))
+        elif isinstance(order, AskSpeed):
+            try:
+                self._tell(Speed(*survey.speed(order.addresses, order.port)))
+            except OSError as error:
+                self._tell(Speed(0.0, 0.0, str(error)))
+        elif isinstance(order, AskProgress):
+            self._tell(Progress(*monitor.look(self._crew)))
+
+    def _route(self, order: AskRoute) -> Routed:
+        if self._doorstep is None:
+            try:
+                self._doorstep = survey.Doorstep(order.port)
+            except OSError as error:
+                return Routed([], 0, f"cannot listen on port {order.port}: {error.strerror}")
+        return Routed(survey.own_addresses(order.hosts, order.interfaces), self._doorstep.port)
+
+    def _tell(self, event: Event) -> None:
+        self._unsent += frame(event)
+        self._push()
+
+    def _push(self) -> None:
+        """Hand the launcher what it takes; when it takes no more, wait for it and let the ranks wait too."""
+        try:
+            while self._unsent:
+                written = os.write(self._out, self._unsent[:1 << 16])
+                del self._unsent[:written]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._unsent.clear()  # nobody reads any more
+            self._over = True
+        waiting = self._out in self._selector.get_map()
+        if self._unsent and not waiting:
+            self._selector.register(self._out, selectors.EVENT_WRITE, self._push)
+        elif waiting and not self._unsent:
+            self._selector.unregister(self._out)
+        if len(self._unsent) > _FULL:
+            self._crew.pause(True)
+        elif len(self._unsent) < _EMPTY and not self._over:
+            self._crew.pause(False)
+
+
+def main() -> None:
+    """Run an agent on this process's standard input and output; whatever else is written there goes to standard error."""
+    orders, events = os.dup(0), os.dup(1)
+    nowhere = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nowhere, 0)
+    os.dup2(2, 1)
+    try:
+        Agent(orders, events, os.environ).run()
+    except ProtocolError as error:
+        print(f"hvdlite: the launcher's orders cannot be read: {error}", file=sys.stderr)
+        raise SystemExit(96) from None
+
+
+if __name__ == "__main__":
+    main()

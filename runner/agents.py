@@ -1,0 +1,165 @@
+"""The agents of a job's other hosts: reached and checked in parallel, asked questions, told to end."""
+
+from __future__ import annotations
+
+import selectors
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeVar
+
+from hvdlite.core.errors import LaunchError
+from hvdlite_runner import survey
+from hvdlite_runner.messages import AskProbe, AskRoute, Event, Hello, Order, Probed, Routed
+from hvdlite_runner.placement import Host
+from hvdlite_runner.remote import Remote
+from hvdlite_runner.shells import Shell
+
+Answer = TypeVar("Answer", bound=Event)
+ANSWER_SECONDS: Final = 60.0
+_TURN: Final = 0.5
+
+
+class Stopped(Exception):
+    """Raised out of a wait when the user wants no more of it."""
+
+
+class Agents:
+    """Some hosts with an agent on each.
+
+    Args:
+        selector: whose `data` is what to call when the descriptor is ready.
+        take: takes (host's agent, event): what was not asked for.
+        lost: takes an agent whose link has ended, once all had been reached.
+        stopped: whether the user wants no more of it.
+    """
+
+    def __init__(self, selector: selectors.BaseSelector, take: Callable[[Remote, Event], None],
+                 lost: Callable[[Remote], None], stopped: Callable[[], bool] = lambda: False) -> None:
+        self.remotes: list[Remote] = []
+        self._selector, self._take, self._lost, self._stopped = selector, take, lost, stopped
+        self._answers: dict[Remote, Event] = {}
+        self._waiting: type[Any] | None = None
+
+    def reach(self, hosts: Sequence[Host], shell: Shell, greeting: bytes, timeout: float) -> None:
+        """Start an agent on every host at a time.
+
+        Raises:
+            LaunchError: with one line for each host where that is not possible.
+        """
+        try:
+            self.remotes = [Remote(host, shell, greeting, self._selector, self._tell, self._gone) for host in hosts]
+        except OSError as error:
+            raise LaunchError(f"cannot start {shell.program}, which is to reach other hosts: {error.strerror}") from None
+        self._await(self.remotes, Hello, timeout)
+        problems = []
+        for remote in self.remotes:
+            if remote.hello is None:
+                if not remote.over:
+                    remote.give_up(f"did not start its agent within {timeout:.0f} s (--start-timeout)")
+                problems.append(remote.why())
+        if problems:
+            raise LaunchError("\n".join(problems))
+
+    def ask(self, orders: Mapping[Remote, Order], kind: type[Answer],
+            timeout: float = ANSWER_SECONDS) -> dict[Remote, Answer]:
+        """Send orders and return the answers.
+
+        Raises:
+            LaunchError: with one line for each host that does not answer.
+        """
+        for remote, order in orders.items():
+            remote.send(order)
+        answers: dict[Remote, Any] = self._await(list(orders), kind, timeout)
+        missing = [remote.why() if remote.over else f"host {remote.host.name} did not answer within {timeout:.0f} s"
+                   for remote in orders if remote not in answers]
+        if missing:
+            raise LaunchError("\n".join(missing))
+        return answers
+
+    def turn(self, timeout: float | None) -> None:
+        """Wait for something to happen anywhere, and handle it."""
+        for key, _ in self._selector.select(timeout):
+            if key.fileobj in self._selector.get_map():  # not unregistered by one before it
+                key.data()
+
+    def end(self, timeout: float) -> None:
+        """Order the end everywhere and wait for it; hosts that do not say so are given up."""
+        for remote in self.remotes:
+            remote.end()
+        until = time.monotonic() + timeout
+        while any(not remote.over for remote in self.remotes) and time.monotonic() < until:
+            self.turn(_TURN)
+        for remote in self.remotes:
+            remote.close()
+
+    def _await(self, remotes: Sequence[Remote], kind: type[Any], timeout: float) -> dict[Remote, Any]:
+        self._answers, self._waiting = {}, kind
+        until = time.monotonic() + timeout
+        while time.monotonic() < until and not all(remote in self._answers or remote.over for remote in remotes):
+            self.turn(min(_TURN, max(0.0, until - time.monotonic())))
+            if self._stopped():
+                raise Stopped
+        self._waiting = None
+        return self._answers
+
+    def _tell(self, remote: Remote, event: Event) -> None:
+        if self._waiting is not None and isinstance(event, self._waiting):
+            self._answers[remote] = event
+        else:
+            self._take(remote, event)
+
+    def _gone(self, remote: Remote) -> None:
+        if remote.hello is not None:
+            self._lost(remote)
+
+
+def meeting_point(agents: Agents, first: Remote | None, others: Mapping[Remote | None, str], interfaces: Sequence[str],
+                  port: int) -> str:
+    """Find host:port where rank 0 can listen and every other host reaches it.
+
+    Args:
+        first: where rank 0 will run; None is the launcher's own host.
+        others: the other hosts, and how rank 0's host may look for a way to them.
+
+    Raises:
+        LaunchError: naming the hosts between which there is no way.
+    """
+    doorstep = None
+    targets = [name for name in others.values() if name]
+    try:
+        if first is None:
+            try:
+                doorstep = survey.Doorstep(port)
+            except OSError as error:
+                raise LaunchError(f"cannot listen on port {port} here: {error.strerror}") from None
+            routed = Routed(survey.own_addresses(targets, interfaces), doorstep.port)
+        else:
+            routed = agents.ask({first: AskRoute(targets, list(interfaces), port)}, Routed)[first]
+        here = "this host" if first is None else f"host {first.host.name}"
+        if routed.problem:
+            raise LaunchError(f"{here}: {routed.problem}")
+        if not routed.addresses:
+            wanted = f" on {', '.join(interfaces)}" if interfaces else ""
+            raise LaunchError(f"{here} has no address{wanted} that others could reach; it has: "
+                              f"{survey.interfaces() if first is None else 'see hvdrun --doctor'}")
+        ask = AskProbe(routed.addresses, routed.port)
+        found: dict[str, dict[str, str]] = {remote.host.name: answer.problems for remote, answer in agents.ask(
+            {remote: ask for remote in others if remote is not None}, Probed).items()}
+        if None in others:
+            found["this host"] = survey.probe(routed.addresses, routed.port)
+    finally:
+        if doorstep is not None:
+            doorstep.close()
+    for address in routed.addresses:
+        if not any(problems[address] for problems in found.values()):
+            return f"[{address}]:{routed.port}" if ":" in address else f"{address}:{routed.port}"
+    raise LaunchError("\n".join(unreachable(here, routed, found)))
+
+
+def unreachable(here: str, routed: Routed, found: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """Return a line for each host that does not reach rank 0's host, at the address that most of them reach."""
+    best = min(routed.addresses, key=lambda address: sum(bool(problems[address]) for problems in found.values()))
+    where = f"rank 0 on {here} at {best}, port {routed.port}"
+    return [f"{name if name == 'this host' else f'host {name}'} cannot reach {where}: {problems[best]}; "
+            "open a port there and name it with --coordinator-port, or choose a --network-interface"
+            for name, problems in found.items() if problems[best]]

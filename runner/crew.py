@@ -1,0 +1,188 @@
+"""The ranks of one host: started, listened to, and ended with everything they started.
+
+The launcher has one for its own host; on every other host an agent (`agent.py`) has one. Neither polls: the owner's
+selector wakes for the ranks' pipes and pidfds, and what happens is told as events (`messages.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import selectors
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+from hvdlite.core.launch_contract import RESULT_FILE, TASK_FILE, FailureRecord
+from hvdlite.core.world import World
+from hvdlite_runner import commands, monitor
+from hvdlite_runner.messages import Event, Exited, Output, Refused, Result, Start, Started
+from hvdlite_runner.placement import cores_for
+from hvdlite_runner.processes import Guardian, RankProcess, kill
+
+DIRECTORY_PREFIX: Final = "hvdlite-job-"
+"""Of a job's directory; the process id of its launcher, or agent, follows."""
+END_PATIENCE: Final = 5.0
+"""Seconds to go on killing what is left."""
+DRAIN: Final = 1.0
+"""Seconds to read what ended ranks wrote, should a stray process hold their pipes open."""
+POLL_WITHOUT_PIDFD: Final = 0.05
+_READ_BYTES: Final = 1 << 16
+
+
+class Crew:
+    """The ranks of one host.
+
+    Args:
+        selector: whose `data` is what to call when the descriptor is ready.
+        tell: takes events, in order.
+        inherited: the environment that ranks start from.
+    """
+
+    def __init__(self, selector: selectors.BaseSelector, tell: Callable[[Event], None],
+                 inherited: Mapping[str, str]) -> None:
+        self.directory = ""
+        self.running: dict[int, RankProcess] = {}
+        self._selector, self._tell, self._inherited = selector, tell, inherited
+        self._guardian: Guardian | None = None
+        self._processes: dict[int, RankProcess] = {}
+        self._open: dict[tuple[int, str], int] = {}  # descriptors of streams that have not ended
+        self._paused = False
+        self._asked = False  # whether the ranks have been asked to end
+
+    def prepare(self) -> None:
+        """Make the job's directory and its guardian."""
+        self.directory = tempfile.mkdtemp(prefix=f"{DIRECTORY_PREFIX}{os.getpid()}-")  # mode 0700
+        self._guardian = Guardian(self.directory)
+
+    def watch(self, pid: int) -> None:
+        """Let the guardian end another process with the job."""
+        assert self._guardian is not None
+        self._guardian.watch(pid)
+
+    def start(self, order: Start, stop: Callable[[], bool] = lambda: False) -> None:
+        """Start ranks, or tell why they cannot be started; `stop` is asked before each one."""
+        worlds = [World(*each) for each in order.worlds]
+        if order.parcel:
+            _write_privately(Path(self.directory) / TASK_FILE, order.parcel)
+        cores = sorted(os.sched_getaffinity(0)) if order.bind and hasattr(os, "sched_getaffinity") else []
+        for world in worlds:
+            if stop():
+                return
+            environment = commands.rank_environment(world, self.directory, self._inherited, order.environment)
+            mine = cores_for(world.local_rank, world.local_size, cores) if cores else []
+            try:
+                command = commands.resolve_command(order.command, environment.get("PATH"))
+                process = RankProcess(world.rank, command, environment, mine)
+            except OSError as error:
+                refused = commands.refused(order.command, error)
+                return self._tell(Refused(str(refused), refused.code))
+            except commands.CommandError as error:
+                return self._tell(Refused(str(error), error.code))
+            self._adopt(process)
+
+    def _adopt(self, process: RankProcess) -> None:
+        assert self._guardian is not None
+        self._guardian.watch(process.pid, rank=True)
+        self._processes[process.rank] = self.running[process.rank] = process
+        for name, stream in process.streams.items():
+            self._open[process.rank, name] = stream.fileno()
+            self._listen(process.rank, name)
+        if process.pidfd >= 0:
+            self._selector.register(process.pidfd, selectors.EVENT_READ, self.notice)
+        self._tell(Started(process.rank, process.pid))
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the ranks that still run."""
+        self._asked = True
+        for process in self.running.values():
+            process.send(number)
+
+    def notice(self) -> None:
+        """Tell of ranks that have ended since the last time, and collect adopted orphans."""
+        for rank, process in list(self.running.items()):
+            code = process.exit_code()
+            if code is None:
+                continue
+            del self.running[rank]
+            if process.pidfd >= 0:
+                self._selector.unregister(process.pidfd)
+            record = FailureRecord.read(self.directory, rank)
+            self._tell(Exited(rank, code, self._asked, None if record is None else dataclasses.asdict(record),
+                              monitor.reading_of(self.directory, rank)))
+        if self._guardian is not None:
+            self._guardian.reap()
+
+    def needs_polling(self) -> bool:
+        """Whether some rank's end is only seen by calling `notice`."""
+        return any(process.pidfd < 0 for process in self.running.values())
+
+    def pause(self, paused: bool) -> None:
+        """Stop listening to the ranks, whose writes then block, or go on."""
+        if paused == self._paused:
+            return
+        self._paused = paused
+        for rank, name in self._open:
+            if paused:
+                self._selector.unregister(self._open[rank, name])
+            else:
+                self._listen(rank, name)
+
+    def end(self) -> None:
+        """Kill everything of the job, tell what was left to tell, and remove the directory. Again is fine."""
+        guardian, self._guardian = self._guardian, None
+        if guardian is None:
+            return
+        self.pause(True)
+        try:
+            kill(list(self.running.values()))
+            guardian.end_job(END_PATIENCE)
+            self._drain()
+            self.notice()
+            self._send_results()
+        finally:
+            for process in self._processes.values():
+                process.close()
+            shutil.rmtree(self.directory, ignore_errors=True)
+            guardian.dismiss()
+
+    def _listen(self, rank: int, name: str) -> None:
+        self._selector.register(self._open[rank, name], selectors.EVENT_READ, lambda: self._read(rank, name))
+
+    def _read(self, rank: int, name: str) -> None:
+        try:
+            content = os.read(self._open[rank, name], _READ_BYTES)
+        except BlockingIOError:
+            return
+        if not content:
+            if not self._paused:
+                self._selector.unregister(self._open[rank, name])
+            del self._open[rank, name]
+        self._tell(Output(rank, name, content))
+
+    def _drain(self) -> None:
+        """Read what is left in the pipes."""
+        until = time.monotonic() + DRAIN
+        with selectors.DefaultSelector() as waiting:
+            for key, descriptor in self._open.items():
+                waiting.register(descriptor, selectors.EVENT_READ, key)
+            while self._open and (left := until - time.monotonic()) > 0:
+                for ready, _ in waiting.select(left):
+                    self._read(*ready.data)
+                    if ready.data not in self._open:
+                        waiting.unregister(ready.fd)
+
+    def _send_results(self) -> None:
+        for rank in self._processes:
+            path = Path(self.directory) / f"{RESULT_FILE}.{rank}"
+            if path.exists():
+                self._tell(Result(rank, path.read_bytes()))
+
+
+def _write_privately(path: Path, content: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)

@@ -1,0 +1,156 @@
+"""`hvdrun --doctor`: what is wrong with a host, an interface, ssh or a library, one line each; then the facts."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import selectors
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from hvdlite.core.errors import LaunchError
+from hvdlite_runner import survey
+from hvdlite_runner.agents import Agents
+from hvdlite_runner.messages import AskFacts, AskRoute, AskSpeed, Event, Facts, Routed, Speed
+from hvdlite_runner.placement import Host
+from hvdlite_runner.remote import Pinger, Remote, greeting
+from hvdlite_runner.shells import CONNECT_SECONDS, Shell
+
+LOCAL: Final = "localhost"
+_FACTS_SECONDS: Final = 120.0  # importing frameworks from a cold disk
+_SMALL: Final = {"files": (1024, "each rank opens some hundred files and sockets: ulimit -n 65536"),
+                 "memlock": (1 << 26, "InfiniBand and NCCL lock memory: ulimit -l unlimited")}
+"""Limits below which something is said, and what."""
+
+
+def examine(hosts: Sequence[Host], shell: Shell, directory: str, environ: Mapping[str, str], as_json: bool) -> int:
+    """Print what is known of the hosts and the ways between them; return 0, or 1 when something is wrong."""
+    found = survey_all(hosts, shell, directory, environ)
+    found["problems"] = list(problems(found))
+    print(json.dumps(found, indent=1) if as_json else "\n".join(text(found)))
+    return 1 if found["problems"] else 0
+
+
+def survey_all(hosts: Sequence[Host], shell: Shell, directory: str, environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return {"hosts": facts by name, "unreachable": lines, "pairs": speeds}; hosts that fail do not stop the others."""
+    found: dict[str, Any] = {"hosts": {}, "unreachable": [], "pairs": []}
+    with selectors.DefaultSelector() as selector:
+        agents = Agents(selector, _ignore, lambda remote: None)
+        pinger = None
+        try:
+            remotes = [host for host in hosts if host.name != LOCAL]
+            try:
+                agents.reach(remotes, shell, greeting(directory, environ), 2.0 * CONNECT_SECONDS)
+            except LaunchError as error:
+                found["unreachable"] = str(error).splitlines()
+            present = [remote for remote in agents.remotes if remote.hello is not None and not remote.over]
+            pinger = Pinger(present)
+            if len(remotes) < len(hosts):
+                found["hosts"][LOCAL] = survey.facts(environ)
+            for remote, answer in agents.ask({remote: AskFacts() for remote in present}, Facts, _FACTS_SECONDS).items():
+                found["hosts"][remote.host.name] = answer.facts
+            ends: list[Remote | None] = [None] if LOCAL in found["hosts"] else []
+            for first, second in itertools.combinations([*ends, *present], 2):
+                found["pairs"].append(_pair(agents, first, second))
+        finally:
+            if pinger is not None:
+                pinger.stop()
+            agents.end(CONNECT_SECONDS)
+    return found
+
+
+def _ignore(remote: Remote, event: Event) -> None:
+    """Nothing comes that was not asked for."""
+
+
+def _pair(agents: Agents, first: Remote | None, second: Remote | None) -> dict[str, Any]:
+    """Measure between two hosts; the first may be the launcher's own (None)."""
+    assert second is not None
+    pair = {"from": second.host.name, "to": first.host.name if first is not None else LOCAL}
+    doorstep = None
+    try:
+        if first is None:
+            doorstep = survey.Doorstep()
+            routed = Routed(survey.own_addresses([second.host.address], []), doorstep.port)
+        else:
+            routed = agents.ask({first: AskRoute([second.host.address], [])}, Routed)[first]
+        speed = agents.ask({second: AskSpeed(routed.addresses, routed.port)}, Speed)[second]
+    except LaunchError as error:
+        return {**pair, "problem": str(error)}
+    finally:
+        if doorstep is not None:
+            doorstep.close()
+    if speed.problem:
+        return {**pair, "problem": speed.problem}
+    return {**pair, "round_trip_seconds": speed.seconds, "bytes_per_second": speed.bandwidth}
+
+
+def problems(found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is wrong, a line each, naming hosts."""
+    yield from found["unreachable"]
+    for pair in found["pairs"]:
+        if "problem" in pair:
+            yield f"host {pair['from']} does not reach host {pair['to']}: {pair['problem']}"
+    hosts = found["hosts"]
+    for name, facts in hosts.items():
+        if facts["build_problem"]:
+            yield f"host {name}: hvdlite does not work: {facts['build_problem']}"
+        if len(hosts) > 1 and name != LOCAL and not any(address for interface, addresses in facts["interfaces"].items()
+                                                        if interface != "lo" for address in addresses):
+            yield f"host {name} has no network interface but the loopback"
+    for what in ("python", "hvdlite", "PyTorch", "TensorFlow"):
+        versions = {name: _version(facts, what) for name, facts in hosts.items()}
+        if len(set(versions.values())) > 1:
+            yield f"{what} differs: " + ", ".join(f"{version or 'none'} on {name}" for name, version in versions.items())
+
+
+def hints(facts: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what may become a problem on a host."""
+    for name, (least, advice) in _SMALL.items():
+        value = facts["limits"].get(name, -1)
+        if 0 <= value < least:
+            yield f"{name} is limited to {_number(name, value)}: {advice}"
+
+
+def _version(facts: Mapping[str, Any], what: str) -> str:
+    if what == "python":
+        return ".".join(facts["python"].split(".")[:2])
+    build = facts["build"]
+    return str(build.get("hvdlite", "") if what == "hvdlite" else build.get("installed", {}).get(what, ""))
+
+
+def text(found: Mapping[str, Any]) -> list[str]:
+    """Return everything for people: problems first."""
+    lines = [f"problem: {problem}" for problem in found["problems"]] or ["no problem found"]
+    for name, facts in found["hosts"].items():
+        lines += ["", f"host {name} ({facts['hostname']}): {facts['cores']} cores, Python {facts['python']} "
+                  f"({facts['executable']})", *(f"    {line}" for line in _host_lines(facts))]
+    if found["pairs"]:
+        lines += ["", "between hosts, one TCP connection:"]
+        lines += [f"    {pair['from']} - {pair['to']}: " + (pair.get("problem") or
+                  f"round trip {pair['round_trip_seconds'] * 1e6:,.0f} us, {pair['bytes_per_second'] / 1e6:,.0f} MB/s")
+                  for pair in found["pairs"]]
+    return lines
+
+
+def _host_lines(facts: Mapping[str, Any]) -> Iterator[str]:
+    build = facts["build"]
+    if build:
+        installed = ", ".join(f"{name} {version}" for name, version in build["installed"].items())
+        yield f"hvdlite {build['hvdlite']}; {installed or 'no framework'}"
+        for plane, state in build["planes"].items():
+            yield f"plane {plane}: {state['missing'] or 'ready'}"
+        if "environment" in build:
+            yield f"launch environment: {build['environment']}"
+    yield "launchers: " + (", ".join(facts["launchers"].values()) or "none")
+    yield "interfaces: " + "; ".join(f"{name} {' '.join(addresses)}" for name, addresses in facts["interfaces"].items())
+    yield f"ssh: {facts['ssh'] or 'none (Debian: openssh-client)'}"
+    yield "GPUs: " + ("; ".join(facts["gpus"]) or "none")
+    yield "limits: " + ", ".join(f"{name} {_number(name, value)}" for name, value in facts["limits"].items())
+    yield from (f"note: {hint}" for hint in hints(facts))
+
+
+def _number(name: str, value: int) -> str:
+    if value < 0:
+        return "unlimited"
+    return f"{value / 2**20:,.0f} MiB" if name in ("memlock", "shm", "shm_free") else f"{value}"

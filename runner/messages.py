@@ -1,0 +1,236 @@
+"""What a launcher and the crews of its hosts say to each other; on another host, in frames over a remote shell.
+
+    MAGIC | frame | frame | ...        a frame: length (4 bytes) | MessagePack
+
+Before `MAGIC`, which the agent writes once, anything may come: greetings of login shells. The remote shell (ssh, srun)
+authenticates both sides; nothing here is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import msgspec
+
+from hvdlite.core.errors import ProtocolError
+
+MAGIC = b"\0hvdlite agent\0"
+FRAME_LIMIT = 1 << 30
+"""Longest frame, in bytes: a function's arguments or results."""
+_LENGTH = struct.Struct("!I")
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Anything said."""
+
+
+# --- orders: launcher to crew -----------------------------------------------------------------------------------------
+
+
+class Start(Message, frozen=True):
+    """Start these ranks."""
+
+    worlds: list[tuple[int, int, int, int, int, int]]  # the fields of each `World`
+    command: list[str]
+    environment: dict[str, str]  # on top of what the crew inherits; may hold the job's key
+    bind: bool = False
+    parcel: bytes = b""  # what every rank finds in the job's directory, as `task`
+
+
+class Signal(Message, frozen=True):
+    """Send a signal to the ranks that still run."""
+
+    number: int
+
+
+class End(Message, frozen=True):
+    """Kill what is left, clean up, and say `Over`."""
+
+
+class Ping(Message, frozen=True):
+    """The launcher is still there."""
+
+
+class AskRoute(Message, frozen=True):
+    """From which of your addresses are these hosts reached? Listen there for their probes."""
+
+    hosts: list[str]
+    interfaces: list[str]  # only addresses of these, when there are any
+    port: int = 0  # 0: any
+
+
+class AskProbe(Message, frozen=True):
+    """Can you reach this port at any of these addresses?"""
+
+    addresses: list[str]
+    port: int
+
+
+class AskFacts(Message, frozen=True):
+    """Say what is installed and configured on your host."""
+
+
+class AskSpeed(Message, frozen=True):
+    """Measure latency and bandwidth to whoever listens there."""
+
+    addresses: list[str]
+    port: int
+
+
+class AskProgress(Message, frozen=True):
+    """How far are your ranks?"""
+
+
+# --- events: crew to launcher -----------------------------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True):
+    """An agent is ready."""
+
+    python: str
+    version: str
+    hostname: str
+    cores: int
+    pid: int
+
+
+class Pong(Message, frozen=True):
+    """The answer to `Ping`."""
+
+
+class Started(Message, frozen=True):
+    """A rank's process runs."""
+
+    rank: int
+    pid: int
+
+
+class Refused(Message, frozen=True):
+    """The ranks cannot be started."""
+
+    reason: str
+    code: int  # as a shell gives it
+
+
+class Output(Message, frozen=True):
+    """A rank wrote something; nothing when the stream has ended."""
+
+    rank: int
+    stream: str
+    content: bytes
+
+
+class Exited(Message, frozen=True):
+    """A rank's process has ended."""
+
+    rank: int
+    code: int  # negative: by that signal
+    by_us: bool  # after it had been asked to
+    record: dict[str, Any] | None  # the fields of the `FailureRecord` it left
+    progress: dict[str, Any]  # the last of it; see `monitor.reading_of`
+
+
+class Result(Message, frozen=True):
+    """What a rank left in the job's directory, as `result.RANK`."""
+
+    rank: int
+    content: bytes
+
+
+class Over(Message, frozen=True):
+    """Nothing is left on this host."""
+
+
+class Routed(Message, frozen=True):
+    """The answer to `AskRoute`; the best address first."""
+
+    addresses: list[str]
+    port: int
+    problem: str = ""
+
+
+class Probed(Message, frozen=True):
+    """The answer to `AskProbe`: by address what is wrong, "" when nothing is."""
+
+    problems: dict[str, str]
+
+
+class Facts(Message, frozen=True):
+    """The answer to `AskFacts`."""
+
+    facts: dict[str, Any]
+
+
+class Speed(Message, frozen=True):
+    """The answer to `AskSpeed`."""
+
+    seconds: float  # of a round trip
+    bandwidth: float  # bytes a second
+    problem: str = ""
+
+
+class Progress(Message, frozen=True):
+    """The answer to `AskProgress`: by rank; see `monitor.Sample`."""
+
+    ranks: dict[int, dict[str, Any]]
+    waits: str = ""  # who waits for whom, where rank 0 is asked
+
+
+Order = Start | Signal | End | Ping | AskRoute | AskProbe | AskFacts | AskSpeed | AskProgress
+Event = Hello | Pong | Started | Refused | Output | Exited | Result | Over | Routed | Probed | Facts | Speed | Progress
+_ORDERS, _EVENTS = msgspec.msgpack.Decoder(Order), msgspec.msgpack.Decoder(Event)
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+def frame(message: Message) -> bytes:
+    """Return a message as it travels.
+
+    Raises:
+        ProtocolError: when it is too long.
+    """
+    body = _ENCODER.encode(message)
+    if len(body) > FRAME_LIMIT:
+        raise ProtocolError(f"{type(message).__name__} has {len(body)} bytes; the limit is {FRAME_LIMIT}")
+    return _LENGTH.pack(len(body)) + body
+
+
+class Frames:
+    """Cuts a stream of bytes into messages.
+
+    Args:
+        events: whether this is the launcher's side, which waits for `MAGIC` and receives events.
+    """
+
+    def __init__(self, *, events: bool) -> None:
+        self._decoder: Any = _EVENTS if events else _ORDERS
+        self._begun = not events
+        self._unread = bytearray()
+
+    def feed(self, content: bytes) -> list[Any]:
+        """Return the messages that are complete with `content`.
+
+        Raises:
+            ProtocolError: for something that is no message.
+        """
+        self._unread += content
+        if not self._begun:
+            noise, found, rest = bytes(self._unread).partition(MAGIC)
+            if not found:
+                del self._unread[:max(0, len(noise) - len(MAGIC))]
+                return []
+            self._begun, self._unread = True, bytearray(rest)
+        messages = []
+        while len(self._unread) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._unread)
+            if length > FRAME_LIMIT:
+                raise ProtocolError(f"a frame of {length} bytes; the limit is {FRAME_LIMIT}")
+            end = _LENGTH.size + length
+            if len(self._unread) < end:
+                break
+            try:
+                messages.append(self._decoder.decode(bytes(self._unread[_LENGTH.size:end])))
+            except msgspec.MsgspecError as error:
+                raise ProtocolError(f"not a message: {error}") from None
+            del self._unread[:end]
+        return messages

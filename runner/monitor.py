@@ -1,0 +1,225 @@
+"""`hvdrun --monitor`: a table of the ranks, renewed every second. Also what `--scaling` measures by."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from hvdlite.control import progress
+from hvdlite.core.launch_contract import REPORT_SOCKET
+from hvdlite_runner.messages import Progress
+from hvdlite_runner.output import numbers
+
+WAITING: Final = 2.0
+"""Seconds without a step after which rank 0 is asked who waits for whom."""
+_ASK_SECONDS: Final = 0.5
+_GPU_SECONDS: Final = 2.0
+
+
+class CrewLike(Protocol):
+    """What is needed of a crew."""
+
+    directory: str
+    running: dict[int, Any]
+
+
+class Observer(Protocol):
+    """Whoever is shown the ranks' progress."""
+
+    def take(self, host: str, event: Progress) -> None:
+        """What a host's ranks have done by now."""
+
+    def ended(self, rank: int, reading: dict[str, Any]) -> None:
+        """A rank has ended, having come so far."""
+
+    def make_way(self) -> None:
+        """Something else is about to be written on the terminal."""
+
+    def finish(self) -> None:
+        """The job is over."""
+
+
+def look(crew: CrewLike) -> tuple[dict[int, dict[str, Any]], str]:
+    """Return what is known of the ranks of a host, and who waits for whom where rank 0 is here and some rank waits."""
+    pids = {rank: process.pid for rank, process in crew.running.items()}
+    loads = _gpu_loads(pids)
+    ranks = {}
+    for rank, pid in pids.items():
+        ranks[rank] = {**reading_of(crew.directory, rank), "memory": resident(pid), "gpu": loads.get(pid, "")}
+    waits = ""
+    if 0 in ranks and any(each["idle"] > WAITING for each in ranks.values()):
+        waits = _who_waits(Path(crew.directory) / REPORT_SOCKET)
+    return ranks, waits
+
+
+def reading_of(directory: str, rank: int) -> dict[str, Any]:
+    """Return the fields of a rank's `Reading`; `idle` is negative before its first step."""
+    reading = progress.read(directory, rank)
+    return {**dataclasses.asdict(reading), "idle": reading.idle if math.isfinite(reading.idle) else -1.0}
+
+
+def resident(pid: int) -> int:
+    """Return the bytes of memory that a process has in use (Linux; elsewhere 0)."""
+    with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+def _who_waits(path: Path) -> str:
+    """Ask rank 0; "" when it has no answer at once."""
+    with contextlib.suppress(OSError, ValueError, KeyError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+        asking.settimeout(_ASK_SECONDS)
+        asking.connect(str(path))
+        parts = []
+        while part := asking.recv(1 << 16):
+            parts.append(part)
+        return "\n".join(waits_of(json.loads(b"".join(parts))["report"]))
+    return ""
+
+
+def waits_of(report: Mapping[str, Any]) -> list[str]:
+    """Return a line for the longest wait of a stall report, and what is the matter."""
+    if not report["stalls"]:
+        return []
+    stall = max(report["stalls"], key=lambda each: float(each["waited_seconds"]))
+    return [f"ranks {numbers(stall['submitted'])} wait for {numbers(stall['missing'])}: '{stall['name']}', "
+            f"{stall['waited_seconds']:.0f} s", *(f"  {line}" for line in report["diagnosis"])]
+
+
+def _gpu_loads(pids: Mapping[int, int]) -> dict[int, str]:
+    """Return "load memory" of the GPU that each process uses, by process id; nothing where there is no nvidia-smi."""
+    if shutil.which("nvidia-smi") is None:
+        return {}
+    per_gpu = {words[0]: words[1] for words in _nvidia_smi("gpu", "uuid,utilization.gpu")}
+    return {int(pid): f"{per_gpu.get(uuid, '?')}% {memory} MiB" for pid, uuid, memory in _nvidia_smi(
+        "compute-apps", "pid,gpu_uuid,used_memory") if int(pid) in pids.values()}
+
+
+def _nvidia_smi(subject: str, fields: str) -> list[list[str]]:
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        asked = subprocess.run(["nvidia-smi", f"--query-{subject}={fields}", "--format=csv,noheader,nounits"],
+                               capture_output=True, text=True, check=False, timeout=_GPU_SECONDS)
+        return [[word.strip() for word in line.split(",")] for line in asked.stdout.splitlines()]
+    return []
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A rank in the table: rates over the last interval."""
+
+    rank: int
+    host: str
+    steps: float  # a second
+    samples: float  # a second; 0.0 when the script does not count them
+    blocked: float  # share of the time in waits for collectives, 0..1
+    idle: float  # seconds since its last step; negative before the first
+    memory: int
+    gpu: str
+
+
+def rows(before: Mapping[int, dict[str, Any]], now: Mapping[int, dict[str, Any]], places: Mapping[int, str],
+         seconds: float) -> list[Row]:
+    """Return the table's rows from two looks at the ranks, `seconds` apart."""
+    table = []
+    for rank, each in sorted(now.items()):
+        old = before.get(rank, each)
+        samples = max(0, each["samples"] - old["samples"]) / seconds if each["counts_samples"] and seconds else 0.0
+        table.append(Row(rank, places.get(rank, ""), max(0, each["steps"] - old["steps"]) / seconds if seconds else 0.0,
+                         samples, min(1.0, (each["blocked"] - old["blocked"]) / seconds) if seconds else 0.0,
+                         each["idle"], each["memory"], each["gpu"]))
+    return table
+
+
+def text(table: list[Row], waits: str) -> list[str]:
+    """Return the table's lines."""
+    several, gpus = len({row.host for row in table}) > 1, any(row.gpu for row in table)
+    lines = [f"{'rank':>4}{'  host' if several else '':<{16 if several else 0}} {'steps/s':>9} {'samples/s':>10} "
+             f"{'in waits':>9} {'last step':>10} {'memory':>9}" + ("  GPU" if gpus else "")]
+    for row in table:
+        idle = "none yet" if row.idle < 0 else f"{row.idle:.1f} s ago" if row.idle > WAITING else "now"
+        lines.append(f"{row.rank:>4}{f'  {row.host}' if several else '':<{16 if several else 0}} {row.steps:>9.1f} "
+                     f"{row.samples:>10,.0f} {row.blocked:>9.0%} {idle:>10} {row.memory / 2**20:>5.0f} MiB"
+                     + (f"  {row.gpu}" if gpus else ""))
+    total = sum(row.samples for row in table)
+    if total:
+        lines.append(f"all ranks: {total:,.0f} samples/s")
+    if waits:
+        lines += waits.splitlines()
+    return lines
+
+
+class Monitor:
+    """Shows the table: on a terminal in place, below the ranks' output; elsewhere one table after the other.
+
+    Args:
+        write: takes text for the terminal.
+        places: each rank's host.
+        in_place: whether the table may be overwritten.
+    """
+
+    def __init__(self, write: Callable[[str], None], places: Mapping[int, str], in_place: bool,
+                 clock: Callable[[], float] = time.monotonic) -> None:
+        self._write, self._places, self._in_place, self._clock = write, places, in_place, clock
+        self._now: dict[int, dict[str, Any]] = {}
+        self._before: dict[int, dict[str, Any]] = {}
+        self._when = clock()
+        self._waits = ""
+        self._drawn = 0
+
+    def take(self, host: str, event: Progress) -> None:
+        """Take in what a host's ranks have done; the launcher's own host comes last in each round."""
+        self._now |= event.ranks
+        self._waits = event.waits or self._waits
+        if host != "localhost":
+            return
+        now = self._clock()
+        if self._now and now - self._when >= 0.9:
+            self.make_way()
+            lines = text(rows(self._before, self._now, self._places, now - self._when), self._waits)
+            self._write("".join(f"{line}\n" for line in lines))
+            self._drawn = len(lines)
+            self._before, self._when, self._waits = dict(self._now), now, ""
+
+    def make_way(self) -> None:
+        """Remove the table from the terminal; it comes back below what is written next."""
+        if self._in_place and self._drawn:
+            self._write(f"\x1b[{self._drawn}F\x1b[J")
+        self._drawn = 0
+
+    def ended(self, rank: int, reading: dict[str, Any]) -> None:
+        """A rank that has ended has no row."""
+        self._now.pop(rank, None)
+
+    def finish(self) -> None:
+        """The last table stays."""
+        self._drawn = 0
+
+
+class Gauge:
+    """Remembers how fast the ranks were: what `--scaling` needs."""
+
+    def __init__(self) -> None:
+        self.ranks: dict[int, dict[str, Any]] = {}
+
+    def take(self, host: str, event: Progress) -> None:
+        """Only the end counts."""
+
+    def ended(self, rank: int, reading: dict[str, Any]) -> None:
+        """Keep a rank's last reading."""
+        self.ranks[rank] = reading
+
+    def make_way(self) -> None:
+        """It writes nothing."""
+
+    def finish(self) -> None:
+        """Nothing more is to come."""

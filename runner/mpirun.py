@@ -1,0 +1,96 @@
+"""`hvdrun --mpi`: let an MPI library's own launcher start the ranks. Pure, but for `flavour_of`.
+
+Values never stand on its command line, only names of variables: Open MPI and MPICH forward those themselves.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from hvdlite.core.errors import LaunchError
+from hvdlite_runner.placement import Host
+from hvdlite_runner.shells import forwarded
+
+OPEN_MPI, MPICH, INTEL = "Open MPI", "MPICH", "Intel MPI"
+_LARGE: Final = 64
+"""Hosts from which on Open MPI should start them without a tree."""
+
+
+def flavour_of(program: str) -> str:
+    """Return which MPI a launcher belongs to.
+
+    Raises:
+        LaunchError: when it is not there, or is of none that is known.
+    """
+    try:
+        asked = subprocess.run([program, "--version"], capture_output=True, text=True, check=False, timeout=20)
+    except OSError as error:
+        raise LaunchError(f"--mpi needs {program}, which cannot be started: {error.strerror}; install an MPI library "
+                          "(Debian: openmpi-bin or mpich; or: pip install mpich), or leave --mpi out") from None
+    said = asked.stdout + asked.stderr
+    for sign, flavour in (("Open MPI", OPEN_MPI), ("OpenRTE", OPEN_MPI), ("PRTE", OPEN_MPI), ("Intel", INTEL),
+                          ("HYDRA", MPICH)):
+        if sign in said:
+            return flavour
+    raise LaunchError(f"{program} is no launcher of Open MPI, MPICH or Intel MPI; it says: {said.strip().splitlines()[:1]}")
+
+
+def mpirun_command(flavour: str, program: str, size: int, hosts: Sequence[Host], environ: Mapping[str, str],
+                   command: Sequence[str], *, arguments: Sequence[str] = (), binding: Sequence[str] = (),
+                   ssh_port: int | None = None, identity: str | None = None, interfaces: Sequence[str] = (),
+                   root: bool = False, output_directory: str | None = None, prefix: bool = True) -> list[str]:
+    """Return the command line of an MPI launcher.
+
+    Args:
+        hosts: none for this host alone.
+        environ: of the ranks; only the names of what is to be forwarded are used.
+        arguments: the user's, after ours.
+        binding: in place of our binding (none).
+        root: whether this is the superuser, whom Open MPI wants to hear it from.
+    """
+    build = _open_mpi if flavour == OPEN_MPI else _hydra
+    return [program, *build(size, hosts, sorted(forwarded(environ)), binding, ssh_port, identity, interfaces, root,
+                            output_directory, prefix, flavour), *arguments, *command]
+
+
+def _open_mpi(size: int, hosts: Sequence[Host], names: Sequence[str], binding: Sequence[str], ssh_port: int | None,
+              identity: str | None, interfaces: Sequence[str], root: bool, output_directory: str | None, prefix: bool,
+              flavour: str) -> list[str]:
+    words = ["--allow-run-as-root"] if root else []
+    words += ["--tag-output"] if prefix else []
+    words += ["-np", str(size)]
+    if hosts:
+        words += ["-H", ",".join(f"{host.name}:{host.slots}" for host in hosts)]
+    else:
+        words += ["--oversubscribe"]  # more ranks than cores are the user's business here, as without --mpi
+    words += list(binding) or ["-bind-to", "none", "-map-by", "slot"]
+    if len(hosts) >= _LARGE:
+        words += ["-mca", "plm_rsh_no_tree_spawn", "true", "-mca", "plm_rsh_num_concurrent", str(len(hosts))]
+    ssh = [*(["-p", str(ssh_port)] if ssh_port is not None else []), *(["-i", identity] if identity is not None else [])]
+    if ssh:
+        words += ["-mca", "plm_rsh_args", " ".join(ssh)]
+    if interfaces:
+        words += ["-mca", "btl_tcp_if_include", ",".join(interfaces), "-mca", "oob_tcp_if_include", ",".join(interfaces)]
+    if output_directory is not None:
+        words += ["--output-filename", output_directory]
+    return [*words, *(word for name in names for word in ("-x", name))]
+
+
+def _hydra(size: int, hosts: Sequence[Host], names: Sequence[str], binding: Sequence[str], ssh_port: int | None,
+           identity: str | None, interfaces: Sequence[str], root: bool, output_directory: str | None, prefix: bool,
+           flavour: str) -> list[str]:
+    if ssh_port is not None or identity is not None:
+        raise LaunchError(f"{flavour}'s launcher takes no ssh port or identity; put them into ~/.ssh/config")
+    words = ["-np", str(size)]
+    if hosts:
+        words += ["-hosts", ",".join(f"{host.name}:{host.slots}" for host in hosts)]
+    words += list(binding)
+    if interfaces:
+        words += ["-iface", interfaces[0]]
+    if output_directory is not None:
+        words += ["-outfile-pattern", f"{output_directory}/rank.%r.stdout", "-errfile-pattern",
+                  f"{output_directory}/rank.%r.stderr"]
+    words += ["-prepend-rank" if flavour == MPICH else "-l"] if prefix else []
+    return [*words, "-genvlist", ",".join(names)]

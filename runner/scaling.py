@@ -1,0 +1,156 @@
+"""`hvdrun --scaling` and `--sweep`: the same script at several sizes, or with several values of an option, compared.
+
+Throughput is what the ranks themselves count (`hvd.record_step(samples)`, else optimizer steps), summed over ranks, in
+undisturbed steps: without the first few, and without pauses for evaluation or checkpoints.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from hvdlite.core.errors import LaunchError
+from hvdlite_runner.job import JobSettings, run_job
+from hvdlite_runner.monitor import Gauge
+
+SATURATED: Final = 0.9
+"""The smallest value that reaches this share of the best throughput is where it saturates."""
+
+Jobs = Sequence[tuple[str, JobSettings]]
+"""Each run's value, and what to run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Throughput:
+    """What a run achieved: samples (or optimizer steps) a second of all ranks."""
+
+    rate: float
+    unit: str
+
+    @classmethod
+    def of(cls, readings: Mapping[int, Mapping[str, Any]]) -> Throughput:
+        """Add up the ranks' rates.
+
+        Raises:
+            LaunchError: when there is nothing to add up.
+        """
+        rates = [reading["rate"] for reading in readings.values()]
+        if not rates or not all(rates):
+            raise LaunchError("the script has counted too few steps to compare: it must call hvd.record_step(len(batch)) "
+                              "after each step, or use an optimizer of hvdlite, for more than a few steps")
+        counted = all(reading["counts_samples"] for reading in readings.values())
+        return cls(sum(rates), "samples/s" if counted else "batches/s")
+
+
+def compare_sizes(jobs: Jobs, environ: Mapping[str, str], results: str) -> int:
+    """Run each job and print ranks, throughput, speedup and scaling efficiency; write `results`.csv and .png.
+
+    Efficiency is throughput(N) / (N x throughput(1)); without a run at 1, the smallest size stands for it.
+
+    Returns:
+        0, or the exit code of the first job that failed; then nothing more is run.
+    """
+    rows: list[tuple[int, Throughput]] = []
+    for size, settings in sorted(jobs, key=lambda job: int(job[0])):
+        code, readings = _measured(f"{size} rank{'s' if size != '1' else ''}", settings, environ)
+        if code != 0:
+            return code
+        rows.append((int(size), Throughput.of(readings)))
+    table = scaling_rows(rows)
+    head = ["ranks", rows[0][1].unit, "speedup", "efficiency"]
+    _show(head, [[f"{size}", f"{rate:,.1f}", f"{speedup:.2f}", f"{share:.1%}"] for size, rate, speedup, share in table])
+    _write_csv(f"{results}.csv", head, table)
+    sizes = [row[0] for row in table]
+    _plot(f"{results}.png", sizes, [row[1] for row in table], "ranks", head[1],
+          [rows[0][1].rate / rows[0][0] * size for size in sizes])
+    return 0
+
+
+def scaling_rows(rows: Sequence[tuple[int, Throughput]]) -> list[tuple[int, float, float, float]]:
+    """Return (ranks, throughput, speedup, efficiency) for each size; see `compare_sizes`."""
+    size, first = rows[0]
+    one = first.rate / size
+    return [(ranks, measured.rate, measured.rate / one, measured.rate / (ranks * one)) for ranks, measured in rows]
+
+
+def parse_sweep(text: str) -> tuple[str, list[str]]:
+    """Return the option and the values of `batch-size=32,64,128`.
+
+    Raises:
+        LaunchError: when it is something else.
+    """
+    name, equals, values = text.partition("=")
+    chosen = [value.strip() for value in values.split(",") if value.strip()]
+    if not equals or not chosen or not name.strip("-"):
+        raise LaunchError(f"--sweep {text!r} is not OPTION=VALUE,VALUE,...; for example: --sweep batch-size=32,64,128")
+    return name.lstrip("-"), chosen
+
+
+def sweep(name: str, jobs: Jobs, environ: Mapping[str, str], results: str) -> int:
+    """Run each job and print its throughput, and where that saturates; write and return like `compare_sizes`."""
+    rows: list[tuple[str, Throughput]] = []
+    for value, settings in jobs:
+        code, readings = _measured(f"--{name} {value}", settings, environ)
+        if code != 0:
+            return code
+        rows.append((value, Throughput.of(readings)))
+    best = max(measured.rate for _, measured in rows)
+    head = [name, rows[0][1].unit, "of the best"]
+    _show(head, [[value, f"{measured.rate:,.1f}", f"{measured.rate / best:.1%}"] for value, measured in rows])
+    where = saturation(rows)
+    print(f"hvdrun: throughput saturates at {name} {where}: more gains less than {1 - SATURATED:.0%}" if where != rows[-1][0]
+          else f"hvdrun: throughput still grows at {name} {where}, the last value")
+    _write_csv(f"{results}.csv", head, [(value, measured.rate, measured.rate / best) for value, measured in rows])
+    _plot(f"{results}.png", [value for value, _ in rows], [measured.rate for _, measured in rows], name, head[1], None)
+    return 0
+
+
+def saturation(rows: Sequence[tuple[str, Throughput]]) -> str:
+    """Return the first value that reaches `SATURATED` of the best throughput."""
+    best = max(measured.rate for _, measured in rows)
+    return next(value for value, measured in rows if measured.rate >= SATURATED * best)
+
+
+def _measured(what: str, settings: JobSettings, environ: Mapping[str, str]) -> tuple[int, dict[int, dict[str, Any]]]:
+    print(f"hvdrun: {what}", file=sys.stderr, flush=True)
+    gauge = Gauge()
+    code = run_job(settings, environ, gauge)
+    return code, gauge.ranks
+
+
+def _show(head: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
+    for row in (head, *cells):
+        print("  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)))
+
+
+def _write_csv(path: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    try:
+        with open(path, "w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([head, *rows])
+    except OSError as error:
+        raise LaunchError(f"cannot write {path}: {error.strerror}") from None
+    print(f"hvdrun: wrote {path}", file=sys.stderr)
+
+
+def _plot(path: str, xs: Sequence[object], rates: Sequence[float], label: str, unit: str,
+          ideal: Sequence[float] | None) -> None:
+    try:
+        from matplotlib.figure import Figure  # only here: no display, no global state
+    except ImportError:
+        print(f"hvdrun: {path} was not drawn: pip install matplotlib", file=sys.stderr)
+        return
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(range(len(xs)), rates, "o-", label="measured")
+    if ideal is not None:
+        axes.plot(range(len(xs)), ideal, ":", color="grey", label="linear")
+        axes.legend()
+    axes.set_xticks(range(len(xs)), [str(x) for x in xs])
+    axes.set(xlabel=label, ylabel=unit, ylim=(0, None))
+    figure.savefig(Path(path), dpi=120)
+    print(f"hvdrun: wrote {path}", file=sys.stderr)

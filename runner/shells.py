@@ -1,0 +1,121 @@
+"""How the launcher gets to another host: ssh, srun inside a Slurm allocation, or a program like ssh. Pure.
+
+What is executed there is one line without secrets; the landing (`landing.py`), the environment and the job's key follow on
+standard input.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import PurePath
+from typing import Final
+
+CONNECT_SECONDS: Final = 10
+LANDING: Final = "import sys; exec(eval(sys.stdin.buffer.raw.readline()))"
+"""Reads one line, unbuffered, that holds a program as a Python string."""
+PROBLEM_CODE: Final = 96
+"""With which the landing ends when it has said what is wrong."""
+
+_LEFT_HERE: Final = re.compile(
+    r"HOME|USER|LOGNAME|SHELL|HOSTNAME|PWD|OLDPWD|SHLVL|_|TERM|COLUMNS|LINES|DISPLAY|XAUTHORITY|LS_COLORS|MAIL|TMPDIR"
+    r"|(SSH|XDG|DBUS|GPG|SLURM|SLURMD|PMI|PMIX|OMPI|PRTE|GNOME|TMUX|STY|KUBERNETES|BASH_FUNC)_?.*"
+    r"|.*CUDA_VISIBLE_DEVICES")
+"""Variables that describe the launcher's host, session or task, and would be wrong elsewhere."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shell:
+    """A way to execute something on another host.
+
+    Attributes:
+        program: "ssh", "srun", or the path of a program that is called like ssh: program HOST COMMAND.
+    """
+
+    program: str = "ssh"
+    port: int | None = None
+    identity: str | None = None
+    arguments: tuple[str, ...] = ()  # the user's, before ours: ssh takes the first value it sees
+    python: str = "python3"
+
+    @property
+    def name(self) -> str:
+        """What to call it in messages."""
+        return PurePath(self.program).name
+
+    def command(self, host: str) -> list[str]:
+        """Return the command line that starts a landing on a host."""
+        words = [self.python, "-c", LANDING]
+        if self.name == "srun":
+            return srun_command(host, self.arguments, words, self.program)
+        if self.name == "ssh":
+            return ssh_command(host, self.port, self.identity, self.arguments, words, self.program)
+        return [self.program, *self.arguments, host, shlex.join(words)]
+
+
+def ssh_command(host: str, port: int | None, identity: str | None, arguments: Sequence[str], words: Sequence[str],
+                program: str = "ssh") -> list[str]:
+    """Return a command line for ssh that asks nothing and notices a cut link.
+
+    A host that is not known yet is remembered; one whose key has changed is refused.
+    """
+    options = ["BatchMode=yes", f"ConnectTimeout={CONNECT_SECONDS}", "StrictHostKeyChecking=accept-new", "LogLevel=ERROR",
+               "ServerAliveInterval=2", "ServerAliveCountMax=2"]
+    return [program, "-T", *arguments, *(word for option in options for word in ("-o", option)),
+            *(["-p", str(port)] if port is not None else []), *(["-i", identity] if identity is not None else []),
+            "--", host, shlex.join(words)]
+
+
+def srun_command(host: str, arguments: Sequence[str], words: Sequence[str], program: str = "srun") -> list[str]:
+    """Return a command line for one task on a node of this allocation, with all the job has there.
+
+    `--overlap`: the step shares the allocation with the batch script's own; ranks are bound to cores by us, if at all.
+    """
+    return [program, "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", "--mem=0", "--cpu-bind=none",
+            "--mpi=none", "--quiet", "--unbuffered", *arguments, *words]
+
+
+def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that go to other hosts: all but those that belong to this host, session or task."""
+    return {name: value for name, value in environ.items() if not _LEFT_HERE.fullmatch(name)}
+
+
+def explain(shell: Shell, host: str, code: int, errors: str) -> str:
+    """Say in one line why a host could not be reached, and what to do.
+
+    Args:
+        code: the remote shell's exit code.
+        errors: what it wrote on standard error.
+    """
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    ours = [line.removeprefix("hvdlite: ") for line in lines if line.startswith("hvdlite: ")]
+    if code == PROBLEM_CODE and ours:
+        return f"host {host} {ours[-1]}" if not ours[-1].startswith("/") else f"host {host}: {ours[-1]}"
+    port = f"port {shell.port or 22}"
+    for sign, meaning in _SIGNS:
+        if sign.search(errors):
+            return f"host {host} " + meaning.format(host=host, port=port, python=shell.python, ssh=shell.name)
+    last = lines[-1] if lines else "it said nothing"
+    return f"host {host} cannot be reached by {shell.name} (exit code {code}): {last}"
+
+
+_SIGNS: Final = tuple((re.compile(pattern, re.IGNORECASE), meaning) for pattern, meaning in (
+    ("could not resolve|name or service not known|temporary failure in name resolution",
+     "cannot be resolved: check the name in -H or --hostfile, DNS, and /etc/hosts"),
+    ("host identification has changed|host key verification failed",
+     "shows another key than the one in known_hosts: it was set up anew, or somebody is in between; if it was, "
+     "forget the old key with: ssh-keygen -R {host}"),
+    ("permission denied", "does not let you in without a password: try `ssh-copy-id {host}`, or name a key with "
+                          "--ssh-identity-file FILE"),
+    ("connection refused", "refuses connections to {port}: is sshd running there? another port: --ssh-port PORT"),
+    ("connection timed out|operation timed out|timed out during|connection to .* timed out",
+     "does not answer at {port}: it is down, or a firewall drops packets; another port: --ssh-port PORT"),
+    ("no route to host|network is unreachable", "cannot be reached: no route to it from here"),
+    (r"identity file .* not accessible", "cannot be reached: the file of --ssh-identity-file does not exist"),
+    ("invalid node name|not in this job|unable to create step|requested node configuration",
+     "takes no step of this Slurm allocation; compare `scontrol show hostnames` with -H"),
+    (r"command not found|: not found|no such file or directory",
+     "has no {python}; name the Python there with --remote-python PATH"),
+))

@@ -1,0 +1,230 @@
+"""What can be found out about a host and the way to others: addresses, routes, reachable ports, speed, limits.
+
+Addresses follow from routes, never from names of interfaces: which of ours would the kernel use to reach that host?
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import resource
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+PROBE_SECONDS: Final = 3.0
+"""How long a port may take to answer."""
+_ANY_PORT: Final = 9  # of a datagram that is never sent: only the route is wanted
+_ROUND_TRIPS: Final = 200
+_STREAM_SECONDS: Final = 0.5
+_CHUNK: Final = bytes(1 << 18)
+_SIOCGIFADDR: Final = 0x8915  # linux/sockios.h
+_PROBE, _ECHO, _SINK = b"?", b"e", b"s"
+
+
+def interfaces() -> dict[str, list[str]]:
+    """Return the addresses of every network interface, IPv4 first (Linux; elsewhere none)."""
+    found: dict[str, list[str]] = {}
+    if not sys.platform.startswith("linux"):
+        return found
+    import fcntl  # not there on every system
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            found[name] = []
+            with contextlib.suppress(OSError):  # it has none
+                answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                found[name].append(socket.inet_ntoa(answer[20:24]))
+    with contextlib.suppress(OSError), open("/proc/net/if_inet6", encoding="ascii") as file:
+        for line in file:
+            digits, _, _, scope, _, name = line.split()
+            if scope != "20":  # link-local addresses mean nothing without an interface
+                found.setdefault(name, []).append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
+    return found
+
+
+def route_to(host: str) -> str | None:
+    """Return the address from which the kernel would reach a host, or None when it would not.
+
+    Raises:
+        OSError: when the name cannot be resolved.
+    """
+    for family, kind, protocol, _, address in socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM):
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as sock:
+            sock.connect(address)
+            return str(sock.getsockname()[0])
+    return None
+
+
+def own_addresses(hosts: Sequence[str], only: Sequence[str]) -> list[str]:
+    """Return the addresses under which these hosts may reach this one: routes first, the commonest one before others.
+
+    Args:
+        only: names of interfaces to choose from; any when there are none.
+    """
+    known = interfaces()
+    allowed = [address for name in only for address in known.get(name, [])]
+    if only:
+        return allowed
+    routes = []
+    for host in hosts:
+        with contextlib.suppress(OSError):
+            routes.append(route_to(host))
+    ranked = sorted({route for route in routes if route}, key=lambda route: (-routes.count(route), route))
+    rest = [address for addresses in known.values() for address in addresses if address not in ranked]
+    return [address for address in ranked + rest if not address.startswith("127.") and address != "::1"]
+
+
+class Doorstep:
+    """Listens on a port of every address and answers probes and measurements, until it is closed.
+
+    Whoever connects can make it echo and swallow bytes, and nothing else.
+    """
+
+    def __init__(self, port: int = 0) -> None:
+        both = socket.has_dualstack_ipv6()
+        self._listener = socket.create_server(("", port), family=socket.AF_INET6 if both else socket.AF_INET,
+                                              dualstack_ipv6=both)
+        self.port = int(self._listener.getsockname()[1])
+        threading.Thread(target=self._serve, name="hvdrun-doorstep", daemon=True).start()
+
+    def close(self) -> None:
+        """Free the port."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._listener.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            threading.Thread(target=self._answer, args=(connection,), name="hvdrun-probe", daemon=True).start()
+
+    @staticmethod
+    def _answer(connection: socket.socket) -> None:
+        with contextlib.suppress(OSError), connection:
+            connection.settimeout(PROBE_SECONDS)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            wish = connection.recv(1)
+            connection.sendall(_PROBE)
+            if wish == _ECHO:
+                while piece := connection.recv(64):
+                    connection.sendall(piece)
+            elif wish == _SINK:
+                while connection.recv(len(_CHUNK)):
+                    pass
+                connection.sendall(_PROBE)  # everything has arrived
+
+
+def probe(addresses: Sequence[str], port: int) -> dict[str, str]:
+    """Return, by address, what is wrong with the way to a `Doorstep`; "" when nothing is. All are tried at a time."""
+    def attempt(address: str) -> str:
+        try:
+            _at_doorstep(address, port, _PROBE).close()
+        except TimeoutError:
+            return "no answer (a firewall that drops packets?)"
+        except OSError as error:
+            return (error.strerror or str(error)).lower()
+        return ""
+
+    with ThreadPoolExecutor(max(1, len(addresses))) as pool:
+        return dict(zip(addresses, pool.map(attempt, addresses), strict=True))
+
+
+def speed(addresses: Sequence[str], port: int) -> tuple[float, float]:
+    """Return the median seconds of a one-byte round trip to a `Doorstep`, and bytes a second over one TCP connection.
+
+    Raises:
+        OSError: when no address answers.
+    """
+    problems = probe(addresses, port)
+    reachable = [address for address, problem in problems.items() if not problem]
+    if not reachable:
+        raise OSError("; ".join(f"{address}: {problem}" for address, problem in problems.items()) or "it has no address")
+    trips = []
+    with _at_doorstep(reachable[0], port, _ECHO) as sock:
+        for _ in range(_ROUND_TRIPS):
+            begun = time.perf_counter()
+            sock.sendall(b".")
+            sock.recv(1)
+            trips.append(time.perf_counter() - begun)
+    with _at_doorstep(reachable[0], port, _SINK) as sock:
+        begun, sent = time.perf_counter(), 0
+        while time.perf_counter() - begun < _STREAM_SECONDS:
+            sock.sendall(_CHUNK)
+            sent += len(_CHUNK)
+        sock.shutdown(socket.SHUT_WR)
+        sock.recv(1)
+        return sorted(trips)[len(trips) // 2], sent / (time.perf_counter() - begun)
+
+
+def _at_doorstep(address: str, port: int, wish: bytes) -> socket.socket:
+    sock = socket.create_connection((address, port), PROBE_SECONDS)
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.sendall(wish)
+        if sock.recv(1) != _PROBE:
+            raise OSError("somebody else answers there")
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def facts(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return what is installed and configured on this host; only strings, numbers, lists and dictionaries."""
+    found: dict[str, Any] = {
+        "hostname": socket.gethostname(), "python": platform.python_version(), "executable": sys.executable,
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "interfaces": {name: addresses for name, addresses in interfaces().items() if addresses},
+        "ssh": _first_line(["ssh", "-V"]), "limits": limits(), "gpus": gpus(),
+        "launchers": {name: path for name in ("srun", "mpirun", "mpiexec", "jsrun", "torchrun")
+                      if (path := shutil.which(name))},
+    }
+    asked = subprocess.run([sys.executable, "-m", "hvdlite.diagnose", "--json"], capture_output=True, text=True, check=False,
+                           env=dict(environ))
+    found["build"] = json.loads(asked.stdout) if asked.returncode == 0 else {}
+    found["build_problem"] = "" if asked.returncode == 0 else (asked.stderr.strip().splitlines() or ["it failed"])[-1]
+    return found
+
+
+def limits() -> dict[str, int]:
+    """Return what often is too small, in bytes or numbers; -1 for no limit."""
+    named: dict[str, Callable[[], int]] = {
+        "memlock": lambda: resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        "files": lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "processes": lambda: resource.getrlimit(resource.RLIMIT_NPROC)[0],
+        "shm": lambda: shutil.disk_usage("/dev/shm").total, "shm_free": lambda: shutil.disk_usage("/dev/shm").free,
+    }
+    found = {}
+    for name, ask in named.items():
+        with contextlib.suppress(OSError, AttributeError):
+            found[name] = ask()
+    return found
+
+
+def gpus() -> list[str]:
+    """Return a line for each NVIDIA GPU: name, memory and driver."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    asked = subprocess.run(["nvidia-smi", "--query-gpu=index,name,memory.total,driver_version", "--format=csv,noheader"],
+                           capture_output=True, text=True, check=False)
+    return asked.stdout.splitlines() if asked.returncode == 0 else []
+
+
+def _first_line(command: Sequence[str]) -> str:
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return next(iter((asked.stdout + asked.stderr).splitlines()), "")

@@ -1,0 +1,170 @@
+"""--monitor, --scaling and --sweep: what ranks count, what is made of it, and what is shown."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hvdlite
+from hvdlite.control import progress
+from hvdlite.core.errors import LaunchError
+from hvdlite_runner.messages import Progress
+from hvdlite_runner.monitor import Monitor, look, rows, text, waits_of
+from hvdlite_runner.scaling import Throughput, parse_sweep, saturation, scaling_rows
+
+
+def test_a_ranks_progress_is_read_by_another_process(tmp_path: Path) -> None:
+    mine = progress.Progress()
+    mine.publish(str(tmp_path), 3)
+    assert progress.read(str(tmp_path), 3) == progress.Reading()
+    mine.round()
+    mine.round()
+    assert progress.read(str(tmp_path), 3).steps == 2 and not progress.read(str(tmp_path), 3).counts_samples
+    mine.blocked += 0.5
+    for _ in range(progress.KEPT + 10):
+        mine.step(64)
+    found = progress.read(str(tmp_path), 3)
+    assert (found.steps, found.samples, found.counts_samples, found.blocked) == (4106, 4106 * 64, True, 0.5)
+    assert found.rate > 0 and found.idle < 60
+    mine.round()
+    assert progress.read(str(tmp_path), 3).steps == 4106, "samples are counted, so optimizer steps are not"
+    assert progress.read(str(tmp_path), 4) == progress.Reading()
+
+
+def test_rates_leave_pauses_out() -> None:
+    assert progress.rate_of([]) == 0.0
+    assert progress.rate_of([(0.1, 32.0)] * 10 + [(30.0, 32.0)]) == pytest.approx(320)
+
+
+def test_throughput_speedup_and_efficiency() -> None:
+    def measured(rate: float) -> Throughput:
+        return Throughput(rate, "samples/s")
+    assert scaling_rows([(1, measured(100)), (4, measured(300))]) == [(1, 100, 1.0, 1.0), (4, 300, 3.0, 0.75)]
+    assert scaling_rows([(2, measured(100)), (4, measured(150))]) == [(2, 100, 2.0, 1.0), (4, 150, 3.0, 0.75)]
+    assert saturation([("16", measured(50)), ("32", measured(95)), ("64", measured(100))]) == "32"
+    reading = {"rate": 10.0, "counts_samples": True}
+    assert Throughput.of({0: reading, 1: reading}) == Throughput(20.0, "samples/s")
+    assert Throughput.of({0: reading, 1: {**reading, "counts_samples": False}}).unit == "batches/s"
+    with pytest.raises(LaunchError, match="record_step"):
+        Throughput.of({0: reading, 1: {**reading, "rate": 0.0}})
+
+
+def test_what_is_swept() -> None:
+    assert parse_sweep("batch-size=32, 64") == ("batch-size", ["32", "64"])
+    assert parse_sweep("--lr=0.1")[0] == "lr"
+    for wrong in ("batch-size", "=1", "a=", "--=1"):
+        with pytest.raises(LaunchError, match="OPTION=VALUE"):
+            parse_sweep(wrong)
+
+
+def reading(steps: int, samples: int, blocked: float, idle: float, *, counts: bool = True) -> dict[str, object]:
+    return {"steps": steps, "samples": samples, "blocked": blocked, "idle": idle, "counts_samples": counts, "rate": 0.0,
+            "memory": 512 << 20, "gpu": ""}
+
+
+def test_the_table_shows_rates_of_the_last_interval() -> None:
+    before = {0: reading(10, 320, 1.0, 0.1), 1: reading(10, 320, 1.0, 0.1)}
+    now = {0: reading(30, 960, 1.5, 0.1), 1: reading(10, 320, 1.0, 7.0), 2: reading(0, 0, 0.0, -1.0)}
+    table = rows(before, now, {0: "a", 1: "a", 2: "b"}, 2.0)
+    assert [(row.steps, row.samples, row.blocked) for row in table] == [(10.0, 320.0, 0.25), (0.0, 0.0, 0.0), (0.0, 0.0, 0.0)]
+    lines = text(table, "ranks 0 wait for 1: 'x', 7 s")
+    assert lines[0].split() == ["rank", "host", "steps/s", "samples/s", "in", "waits", "last", "step", "memory"]
+    assert lines[1].split() == ["0", "a", "10.0", "320", "25%", "now", "512", "MiB"]
+    assert "7.0 s ago" in lines[2] and "none yet" in lines[3]
+    assert lines[4:] == ["all ranks: 320 samples/s", "ranks 0 wait for 1: 'x', 7 s"]
+
+
+def test_the_table_stays_below_the_output() -> None:
+    written: list[str] = []
+    now = [0.0]
+    monitor = Monitor(written.append, {0: "localhost"}, in_place=True, clock=lambda: now[0])
+    for second in (1.0, 2.0):
+        now[0] = second
+        monitor.take("localhost", Progress({0: reading(int(second), 0, 0.0, 0.1)}))
+    assert written[1] == "\x1b[2F\x1b[J" and written[0].count("\n") == written[2].count("\n") == 2
+    monitor.make_way()
+    monitor.make_way()
+    assert written[3:] == ["\x1b[2F\x1b[J"]
+    monitor.ended(0, {})
+    now[0] = 3.0
+    monitor.take("localhost", Progress({}))
+    assert len(written) == 4, "no rank is left"
+
+
+def test_who_waits_for_whom() -> None:
+    stall = {"name": "x", "waited_seconds": 3.2, "submitted": [0, 1, 2], "missing": [3]}
+    report = {"stalls": [{**stall, "name": "y", "waited_seconds": 1.0}, stall], "diagnosis": ["rank 3 is in load()"]}
+    assert waits_of(report) == ["ranks 0-2 wait for 3: 'x', 3 s", "  rank 3 is in load()"]
+    assert waits_of({"stalls": [], "diagnosis": []}) == []
+
+
+def test_looking_at_a_crew(tmp_path: Path) -> None:
+    class Crew:
+        directory = str(tmp_path)
+        running = {5: subprocess.Popen(["sleep", "100"])}  # noqa: RUF012
+    progress.Progress().publish(str(tmp_path), 5)
+    ranks, waits = look(Crew())  # type: ignore[arg-type]
+    Crew.running[5].kill()
+    Crew.running[5].wait()
+    assert ranks[5]["memory"] > 0 and ranks[5]["idle"] == -1.0 and waits == ""
+
+
+def test_a_negative_number_of_samples() -> None:
+    with pytest.raises(ValueError, match="-1"):
+        hvdlite.record_step(-1)
+
+
+SCRIPT = """
+import sys, time
+import numpy as np, hvdlite as hvd
+hvd.init()
+batch = int(sys.argv[sys.argv.index("--batch-size") + 1]) if "--batch-size" in sys.argv else 10
+for step in range(30):
+    hvd.allreduce(np.ones(10), name="x")
+    time.sleep(0.01 + 0.0001 * batch)
+    hvd.record_step(batch)
+"""
+
+
+def hvdrun(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HVDLITE_", "HOROVOD_"))}
+    return subprocess.run([sys.executable, "-m", "hvdlite_runner.cli", *arguments], capture_output=True, text=True,
+                          timeout=100, cwd=tmp_path, env={**environment, "OMP_NUM_THREADS": "1"}, check=False)
+
+
+def test_scaling_prints_and_writes_its_table(tmp_path: Path) -> None:
+    ended = hvdrun(tmp_path, "--scaling", "2,1", "--results", "out", "train.py")
+    assert ended.returncode == 0, ended.stderr
+    table = [line.split() for line in ended.stdout.splitlines()]
+    assert table[0] == ["ranks", "samples/s", "speedup", "efficiency"] and [row[0] for row in table[1:]] == ["1", "2"]
+    with open(tmp_path / "out.csv", encoding="utf-8") as file:
+        written = list(csv.DictReader(file))
+    assert [row["ranks"] for row in written] == ["1", "2"] and float(written[0]["efficiency"]) == 1.0
+    one, two = (float(row["samples/s"]) for row in written)
+    assert 0 < one < 10 / 0.01 and one < two <= 2 * 10 / 0.01, "no faster than it sleeps"
+    assert (tmp_path / "out.png").exists() or "pip install matplotlib" in ended.stderr
+
+
+def test_sweep_and_a_run_that_fails(tmp_path: Path) -> None:
+    ended = hvdrun(tmp_path, "-np", "2", "--sweep", "batch-size=1,1000,2000", "train.py")
+    assert ended.returncode == 0 and "hvdrun: throughput" in ended.stdout, ended.stderr
+    assert [row["batch-size"] for row in csv.DictReader((tmp_path / "sweep.csv").open())] == ["1", "1000", "2000"]
+    ended = hvdrun(tmp_path, "-np", "2", "--sweep", "batch-size=1,wrong,2", "train.py")
+    assert ended.returncode == 1 and "ValueError" in ended.stderr and "hvdrun: --batch-size 2" not in ended.stderr
+    ended = hvdrun(tmp_path, "--scaling", "1", sys.executable, "-c", "pass")
+    assert ended.returncode == 2 and "hvd.record_step" in ended.stderr
+
+
+def test_the_monitor_on_a_real_job(tmp_path: Path) -> None:
+    ended = hvdrun(tmp_path, "-np", "2", "--monitor", sys.executable, "-c",
+                   "import time, hvdlite as hvd, numpy as np\nhvd.init()\n"
+                   "for _ in range(20):\n    hvd.allreduce(np.ones(9), name='x')\n    time.sleep(0.02)\n    hvd.record_step(8)\n"
+                   "if hvd.rank():\n    time.sleep(6)\nhvd.allreduce(np.ones(9), name='late')\n")
+    assert ended.returncode == 0, ended.stderr
+    assert "samples/s" in ended.stderr and "ranks 0 wait for 1: 'late'" in ended.stderr, ended.stderr

@@ -1,0 +1,73 @@
+"""Jobs on several hosts: to the ranks, hosts are what has a job directory of its own."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.worlds import Processes, processes
+
+pytest.importorskip("torch")
+
+COLLECTIVES = """
+    import hvdlite as hvd, numpy as np
+    hvd.init()
+    rank, size = hvd.rank(), hvd.size()
+    for name, count in (("small", 3), ("large", 300_000)):
+        values = np.arange(count, dtype=np.float32) + rank
+        assert np.allclose(hvd.allreduce(values, name=name), np.arange(count) + (size - 1) / 2), name
+        assert hvd.broadcast(values, 1, name=f"{name}.b")[0] == 1
+        rows = hvd.allgather(np.full((rank + count, 2), rank, np.int32), name=f"{name}.g")
+        assert rows.shape == (sum(count + each for each in range(size)), 2) and rows[-1, 0] == size - 1
+        parts = hvd.alltoall(np.repeat(np.arange(size), count), name=f"{name}.a")
+        assert (parts == rank).all() and parts.size == size * count
+        own = hvd.reducescatter(np.ones((size * count, 2)), op=hvd.Sum, name=f"{name}.r")
+        assert own.shape == (count, 2) and (own == size).all()
+    ends = hvd.add_process_set([0, size - 1]) if size > 2 else hvd.global_process_set
+    if ends.included():
+        assert hvd.allreduce(np.full(100_000, rank), op=hvd.Sum, process_set=ends)[0] == size - 1
+    assert hvd.remove_process_set(ends) == (size > 2)
+    if rank == 0:
+        hvd.send(np.arange(70_000), size - 1)
+    elif rank == size - 1:
+        assert hvd.recv(np.zeros(70_000, int), 0)[-1] == 69_999
+    print(hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size(), hvd.is_homogeneous())
+    hvd.shutdown()
+"""
+
+
+@pytest.mark.parametrize(("hosts", "told"), [
+    ((1, 1), ["0 1 0 2 True", "0 1 1 2 True"]),
+    ((2, 2), ["0 2 0 2 True", "1 2 0 2 True", "0 2 1 2 True", "1 2 1 2 True"]),
+    ((1, 3), ["0 1 0 2 False", "0 3 1 2 False", "1 3 0 1 False", "2 3 0 1 False"]),
+])
+def test_everything_works_between_hosts(hosts: tuple[int, ...], told: list[str]) -> None:
+    ended = processes(sum(hosts), COLLECTIVES, hosts=hosts)
+    assert [rank.stdout.strip() for rank in ended] == told
+
+
+ENDLESS = """
+    import hvdlite as hvd, numpy as np
+    hvd.init()
+    values = np.ones(400_000, np.float32)
+    for step in range(10**9):
+        hvd.allreduce(values, name="x")
+        if step == 3:
+            print("moving")
+"""
+
+
+@pytest.mark.parametrize(("hosts", "victim"), [((2, 2), 3), ((2, 2), 2), ((1, 1), 0)])
+def test_a_death_on_another_host_is_named_by_all(hosts: tuple[int, ...], victim: int) -> None:
+    with Processes(sum(hosts), ENDLESS, hosts=hosts) as world:
+        for rank in range(sum(hosts)):
+            world.wait_for(rank, "moving")
+        killed = time.monotonic()
+        world.kill(victim)
+        ended = world.wait(20)
+        took = time.monotonic() - killed
+    for rank in ended:
+        assert rank.code == (-9 if rank.rank == victim else 1), rank
+    assert all(f"rank {victim} " in rank.stderr.splitlines()[-1] for rank in ended if rank.rank != victim)
+    assert took < 15, "no time limit is tested, but that no timeout was waited for"
