@@ -35,8 +35,7 @@ def adopt_model(strategy: Mirrored, model: Any) -> None:
     mirrored = MirroredModel(strategy, model)
     for name in ("fit", "evaluate", "predict", "train_step", "train_on_batch", "test_on_batch",
                  "_get_metrics_result_or_logs"):
-        method = getattr(mirrored, name)
-        object.__setattr__(model, name, functools.wraps(mirrored.original[name])(method))
+        object.__setattr__(model, name, _standing_in(mirrored.original[name], getattr(mirrored, name)))
     object.__setattr__(model, "_hvdlite_strategy", strategy)
 
 
@@ -177,10 +176,13 @@ class MirroredModel:
                 variable.assign(array)
 
     def _bound(self, name: str, arguments: Any, named: Any) -> dict[str, Any]:
-        bound = inspect.signature(self.original[name]).bind(*arguments, **named)
+        """Return all arguments by name; a user's own method may take them any way."""
+        bound = inspect.signature(getattr(keras.Model, name)).bind(self._model, *arguments, **named)
         bound.apply_defaults()
         given = dict(bound.arguments)
-        return {**given, **given.pop("kwargs", {})}
+        del given["self"]
+        more = given.pop("kwargs", {})
+        return {**given, **more}
 
     def _data(self, given: dict[str, Any], *names: str) -> tuple[Any, tuple[Any, ...] | None]:
         x = given["x"]
@@ -221,6 +223,11 @@ class _Beginning(BroadcastGlobalVariablesCallback):
         if epoch is not None:
             self.model._initial_epoch = epoch
 
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Broadcast, if everything is built."""
+        with self._strategy.scope():
+            super().on_train_batch_begin(batch, logs)
+
     def _broadcast(self) -> None:
         super()._broadcast()
         for variable in self.model.variables:
@@ -228,6 +235,13 @@ class _Beginning(BroadcastGlobalVariablesCallback):
                 state = np.array(keras.ops.convert_to_numpy(variable.value))
                 state.flat[0] += self._strategy.rank
                 variable.assign(state)
+
+
+def _standing_in(original: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def wrapped(*arguments: Any, **named: Any) -> Any:
+        return method(*arguments, **named)
+    return wrapped
 
 
 @contextmanager
