@@ -62,7 +62,7 @@ def _run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         command = mpi_command(options, environ)
         if options.verbose:
             print(f"hvdrun: {shlex.join(command)}", file=sys.stderr)
-        os.execvpe(command[0], command, {**environ, **_environment(options, environ)})
+        os.execvpe(command[0], command, {**environ, "PYTHONUNBUFFERED": "1", **_environment(options, environ)})
     settings = job_settings(options, environ)
     monitor = None
     if options.monitor:
@@ -117,7 +117,7 @@ def mpi_command(options: argparse.Namespace, environ: Mapping[str, str]) -> list
     return mpirun.mpirun_command(
         flavour, options.mpirun, sum(len(group.ranks) for group in groups), hosts if remote else [],
         {**environ, **_environment(options, environ)}, command, arguments=shlex.split(options.mpi_args),
-        binding=shlex.split(options.binding_args), ssh_port=shell.port, identity=shell.identity,
+        binding=shlex.split(options.binding_args), ssh=shell.ssh_arguments,
         interfaces=_interfaces(options), root=os.geteuid() == 0, output_directory=options.output_filename,
         prefix=options.prefix)
 
