@@ -151,7 +151,8 @@ def _hosts(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[lis
         program = program or (allocation.shell if allocation.shell != "srun" or shutil.which("srun") else "ssh")
     shell = Shell(program or "ssh", options.ssh_port, options.ssh_identity_file, tuple(shlex.split(options.ssh_args)),
                   options.remote_python)
-    return placement.unify_local(hosts, placement.is_local), shell
+    here = environ.get("SLURMD_NODENAME")  # a node's name in Slurm need not be one for the network
+    return placement.unify_local(hosts, lambda name: name == here or placement.is_local(name)), shell
 
 
 def _read(path: str) -> str:

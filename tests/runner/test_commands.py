@@ -47,7 +47,8 @@ def test_open_mpi() -> None:
                           binding=["-bind-to", "core"], ssh=["-p", "2222", "-i", "/k"], interfaces=["ib0", "eth1"],
                           root=True, output_directory="/out", prefix=False)
     assert long == ["/opt/mpirun", "--allow-run-as-root", "-np", "128", "-H",
-                    ",".join(f"n{number}:2" for number in range(64)), "-bind-to", "core", "-mca", "plm_rsh_no_tree_spawn", "true", "-mca", "plm_rsh_num_concurrent", "64",
+                    ",".join(f"n{number}:2" for number in range(64)), "-bind-to", "core",
+                    "-mca", "plm_rsh_no_tree_spawn", "true", "-mca", "plm_rsh_num_concurrent", "64",
                     "-mca", "plm_rsh_args", "-p 2222 -i /k", "-mca", "btl_tcp_if_include", "ib0,eth1", "-mca",
                     "oob_tcp_if_include", "ib0,eth1", "--output-filename", "/out", "-x", "PATH", "-mca", "pml", "ob1", "./a"]
 

@@ -66,6 +66,14 @@ def test_hvdrun_inside_an_allocation_uses_it_without_being_told(slurm: Slurm) ->
     assert ended.returncode == 2 and "host node7 takes no step of this Slurm allocation" in ended.stderr, ended.stderr
 
 
+def test_a_batch_script_may_run_alone_or_use_hvdrun(slurm: Slurm, tmp_path: Path) -> None:
+    script = tmp_path / "job.sh"
+    script.write_text('#!/bin/sh\n"$@"\n' + f'{sys.executable} -m hvdlite_runner.cli --no-prefix "$@"\n')
+    ended = slurm.run("sbatch", "--wait", "--ntasks=2", "--output", str(tmp_path / "out"), str(script), *PLACE)
+    lines = [line for line in (tmp_path / "out").read_text().splitlines() if not line.startswith("hvdrun:")]
+    assert ended.returncode == 0 and lines[0] == "0 1 0 1" and sorted(lines[1:]) == ["0 2 0 2", "1 2 1 2"], lines
+
+
 def test_srun_with_an_interface_for_mpi_counts_as_srun(slurm: Slurm) -> None:
     ended = slurm.run("srun", "--quiet", "--mpi=pmi2", "--ntasks=2", *PLACE)
     assert ended.returncode == 0 and sorted(ended.stdout.splitlines()) == ["0 2 0 2", "1 2 1 2"], ended.stderr
