@@ -48,7 +48,9 @@ def _run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         return show_report(options.report, as_json=options.json)
     if options.doctor:
         hosts, shell = _hosts(options, environ)
-        return examine(hosts or [Host(LOCAL)], shell, options.working_directory or os.getcwd(), environ, options.json)
+        allocation = allocations.find(environ, _read)
+        return examine(hosts or [Host(LOCAL)], shell, options.working_directory or os.getcwd(), environ,
+                       allocation.scheduler if allocation else "", options.json)
     if options.scaling is not None and options.sweep is not None:
         raise LaunchError("give either --scaling or --sweep")
     if options.scaling is not None:
@@ -93,6 +95,8 @@ def job_settings(options: argparse.Namespace, environ: Mapping[str, str], size: 
     control = environment_name("control")
     notice = "".join(f"--{name} does nothing here: {why}\n" for name, (_, why) in MEANINGLESS_FLAGS.items()
                      if getattr(options, f"meaningless_{name}") is not None)
+    notice += "".join(f"--{name} does nothing without --mpi\n" for name in ("mpi-args", "binding-args")
+                      if getattr(options, name.replace("-", "_")))
     return JobSettings(
         groups, command, settings, shell, working_directory=options.working_directory or "",
         start_timeout=Config.from_environment({**environ, **settings}).start_timeout,
