@@ -315,6 +315,11 @@ def _install_hooks() -> None:
     sys.excepthook = excepthook
 
 
+def fail(error: BaseException) -> None:
+    """Tell the other ranks that this one fails, where the interpreter will not: inside a worker of Ray or Spark, say."""
+    _report_failure(type(error), error, error.__traceback__)
+
+
 def _report_failure(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
     """Tell the other ranks and the launcher that this one ends with an exception."""
     current = _runtime
