@@ -68,7 +68,7 @@ def init(comm: object = None, process_sets: Sequence[ProcessSet] | str | None = 
             config = Config.from_environment(os.environ)
             place = find_place(os.environ, os.getppid())
             _configure_logging(config, place.world)
-            started = assemble(place, config, _casts, _testify(config))
+            started = assemble(place, config, _casts, _testify(config), os.environ)
             started.start()
             if place.job_directory and not place.owns_directory:
                 started.progress.publish(place.job_directory, place.world.rank)

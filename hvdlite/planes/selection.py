@@ -12,6 +12,8 @@ from hvdlite.core.errors import LaunchError, UnsupportedError
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.core.world import Hosts
 from hvdlite.planes import gloo
+from hvdlite.planes.nccl import collectives as nccl
+from hvdlite.planes.nccl import library
 
 REDUCTIONS = (Collective.ALLREDUCE, Collective.REDUCE, Collective.REDUCESCATTER)
 MOVES = (Collective.BROADCAST, Collective.ALLGATHER, Collective.GATHER, Collective.SCATTER, Collective.ALLTOALL,
@@ -55,6 +57,7 @@ PLANES = (
     PlaneFacts("loopback", "cpu", "ranks as threads of one process, and a job of size 1", carries_on_host, lambda: ""),
     PlaneFacts("shm", "cpu", "processes of one host", carries_on_host, _no_shared_memory),
     PlaneFacts("gloo", "cpu", "processes of several hosts, without MPI", carries_on_host, gloo.missing),
+    PlaneFacts("nccl", "cuda", "NVIDIA GPUs, of one host or several", nccl.carries, library.missing),
 )
 
 

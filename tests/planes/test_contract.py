@@ -22,6 +22,7 @@ from hvdlite.planes.base import Part, Plan, Plane, WaitUntil
 from hvdlite.planes.gloo import gloo_plane
 from hvdlite.planes.loopback import LoopbackPlane, Table
 from hvdlite.planes.shm import ShmPlane
+from tests.planes.nccl_double import nccl
 
 Step = Callable[[int, Callable[[Response, list[Any], list[Any]], None]], Any]
 
@@ -68,7 +69,7 @@ def gloo(size: int, ring: Callable[[int], None]) -> list[Plane]:
     return planes
 
 
-@pytest.fixture(params=[loopback, shm, gloo], ids=lambda plane: plane.__name__)
+@pytest.fixture(params=[loopback, shm, gloo, nccl], ids=lambda plane: plane.__name__)
 def make_planes(request: pytest.FixtureRequest) -> Callable[..., list[Plane]]:
     return request.param
 
@@ -139,7 +140,7 @@ def model(op: ReduceOp, inputs: list[Array], size: int) -> Array:
 
 def in_any_order(make_planes: Any, size: int) -> bool:
     """Say whether a plane may add up the terms of a sum in another order than that of the ranks."""
-    return make_planes in (gloo,) and size > 2
+    return make_planes in (gloo, nccl) and size > 2
 
 
 def check_equal(result: Array, expected: Array, reordered: bool) -> None:
