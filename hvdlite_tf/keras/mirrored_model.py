@@ -17,6 +17,7 @@ import numpy as np
 from hvdlite import api
 from hvdlite.core.types import ReduceOp
 from hvdlite.training.objects import allgather_object, broadcast_object
+from hvdlite.training.shares import share
 from hvdlite_tf.exchange import counting
 from hvdlite_tf.keras import shares
 from hvdlite_tf.keras.callbacks import BroadcastGlobalVariablesCallback
@@ -144,7 +145,7 @@ class MirroredModel:
         given = self._bound(name, arguments, named)
         _, arrays = self._data(given, "x", "y", "sample_weight")
         assert arrays is not None
-        rows = shares.share(shares.rows_of(arrays), self._strategy.rank, self._strategy.num_replicas_in_sync)
+        rows = share(shares.rows_of(arrays), self._strategy.rank, self._strategy.num_replicas_in_sync)
         x, y, weights = (*shares.rows_taken(arrays, rows), None, None)[:3]
         self._fitting = True
         try:
