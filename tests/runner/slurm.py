@@ -1,4 +1,4 @@
-"""A real Slurm on this machine: its daemons, two nodes that are this host, and a munge of its own.
+"""A real Slurm on this machine: its daemons, two nodes that both are this host, and a munge of its own.
 
 Needs root and Debian's slurmctld, slurmd, slurm-client and munge; `unavailable()` says what is missing.
 """
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 PATH = "/usr/sbin:/sbin:/usr/bin:/bin"
+NODES = ("node1", "node2")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "salloc", "sinfo")
 
 
@@ -27,7 +28,7 @@ def unavailable() -> str:
 
 
 class Slurm:
-    """One node, called node1, with 8 CPUs as far as Slurm knows."""
+    """Two nodes, called node1 and node2, with 8 CPUs each as far as Slurm knows; both are this machine."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -39,9 +40,10 @@ class Slurm:
                  if not name.startswith(("HVDLITE_", "HOROVOD_", "SLURM_"))}
         return {**clean, "SLURM_CONF": str(self.directory / "slurm.conf"), "OMP_NUM_THREADS": "1"}
 
-    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *command: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         """Run a command with this Slurm."""
-        return subprocess.run(command, capture_output=True, text=True, timeout=150, check=False, env=self.environment())
+        return subprocess.run(command, capture_output=True, text=True, timeout=150, check=False,
+                              env={**self.environment(), **(environment or {})})
 
     def __enter__(self) -> Slurm:
         try:
@@ -52,9 +54,8 @@ class Slurm:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for daemon in reversed(self._daemons):
+        for daemon in reversed(self._daemons):  # munged last: the others' goodbyes are signed
             daemon.send_signal(signal.SIGTERM)
-        for daemon in self._daemons:
             try:
                 daemon.wait(10)
             except subprocess.TimeoutExpired:
@@ -73,16 +74,15 @@ class Slurm:
 ClusterName=test
 SlurmctldHost={socket.gethostname()}(127.0.0.1)
 SlurmUser=root
-SlurmctldPort={_free_port()}
-SlurmdPort={_free_port()}
+SlurmctldPort={free_port()}
 AuthInfo=socket={here}/munge.sock
 CredType=cred/munge
 StateSaveLocation={here}/state
-SlurmdSpoolDir={here}/spool
+SlurmdSpoolDir={here}/spool/%n
 SlurmctldPidFile={here}/slurmctld.pid
-SlurmdPidFile={here}/slurmd.pid
+SlurmdPidFile={here}/slurmd.%n.pid
 SlurmctldLogFile={here}/slurmctld.log
-SlurmdLogFile={here}/slurmd.log
+SlurmdLogFile={here}/slurmd.%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
@@ -91,14 +91,17 @@ SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
 ReturnToService=2
 MpiDefault=none
-NodeName=node1 NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 CPUs=8 State=UNKNOWN
-PartitionName=main Nodes=node1 Default=YES MaxTime=INFINITE State=UP
+NodeName=node1 NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 CPUs=8 Port={free_port()} State=UNKNOWN
+NodeName=node2 NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 CPUs=8 Port={free_port()} State=UNKNOWN
+PartitionName=main Nodes=node[1-2] Default=YES MaxTime=INFINITE State=UP
 """)
         (here / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nConstrainCores=no\nConstrainRAMSpace=no\n")
         self._wait_for(lambda: (here / "munge.sock").exists())
         self._daemon("slurmctld", "-D", "-i")
-        self._daemon("slurmd", "-D", "-N", "node1")
-        self._wait_for(lambda: self.run("sinfo", "-h", "-o", "%T").stdout.strip() == "idle")
+        for node in NODES:
+            (here / "spool" / node).mkdir()
+            self._daemon("slurmd", "-D", "-N", node)
+        self._wait_for(lambda: self.run("sinfo", "-h", "-o", "%T %D").stdout.strip() == f"idle {len(NODES)}")
 
     def _daemon(self, name: str, *arguments: str) -> None:
         with open(self.directory / f"{name}.out", "ab") as out:
@@ -115,6 +118,7 @@ PartitionName=main Nodes=node1 Default=YES MaxTime=INFINITE State=UP
         return [f"{path.name}: {path.read_text(errors='replace')[-2000:]}" for path in self.directory.glob("*.out")]
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port that is free at the moment."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.runner import slurm as slurm_daemons
-from tests.runner.slurm import Slurm
+from tests.runner.slurm import Slurm, free_port
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 EXAMPLE = [sys.executable, str(ROOT / "examples/pytorch_fashion_mnist.py"), "--epochs", "1", "--batch-size", "16",
@@ -56,10 +56,12 @@ def test_the_example_under_srun(slurm: Slurm, small: Path) -> None:
 
 
 def test_hvdrun_inside_an_allocation_uses_it_without_being_told(slurm: Slurm) -> None:
-    """node1 resolves to nothing here, so the way there is Slurm's own."""
+    """Nodes' names resolve to nothing here, so the way there is Slurm's own."""
     hvdrun = [sys.executable, "-m", "hvdlite_runner.cli", "--no-prefix"]
     ended = slurm.run("salloc", "--quiet", "--ntasks=3", *hvdrun, *PLACE)
     assert ended.returncode == 0 and sorted(ended.stdout.splitlines()) == ["0 3 0 3", "1 3 1 3", "2 3 2 3"], ended.stderr
+    ended = slurm.run("salloc", "--quiet", "--nodes=2", "--ntasks=3", *hvdrun, *PLACE)
+    assert ended.returncode == 0 and sorted(ended.stdout.splitlines()) == ["0 3 0 3", "1 3 1 3", "2 3 0 3"], ended.stderr
     ended = slurm.run("salloc", "--quiet", "--ntasks=3", *hvdrun, "-np", "2", "sh", "-c", "exit $((7 * HVDLITE_RANK))")
     assert ended.returncode == 7 and "rank 1 failed first: exit code 7" in ended.stderr, ended.stderr
     ended = slurm.run("salloc", "--quiet", "--ntasks=2", *hvdrun, "-H", "node7", "--remote-shell", "srun", "true")
@@ -69,9 +71,19 @@ def test_hvdrun_inside_an_allocation_uses_it_without_being_told(slurm: Slurm) ->
 def test_a_batch_script_may_run_alone_or_use_hvdrun(slurm: Slurm, tmp_path: Path) -> None:
     script = tmp_path / "job.sh"
     script.write_text('#!/bin/sh\n"$@"\n' + f'{sys.executable} -m hvdlite_runner.cli --no-prefix "$@"\n')
-    ended = slurm.run("sbatch", "--wait", "--ntasks=2", "--output", str(tmp_path / "out"), str(script), *PLACE)
+    ended = slurm.run("sbatch", "--wait", "--nodes=2", "--ntasks=2", "--output", str(tmp_path / "out"), str(script), *PLACE)
     lines = [line for line in (tmp_path / "out").read_text().splitlines() if not line.startswith("hvdrun:")]
-    assert ended.returncode == 0 and lines[0] == "0 1 0 1" and sorted(lines[1:]) == ["0 2 0 2", "1 2 1 2"], lines
+    assert ended.returncode == 0 and lines[0] == "0 1 0 1" and sorted(lines[1:]) == ["0 2 0 2", "1 2 0 2"], lines
+
+
+def test_srun_across_nodes_needs_the_key_and_says_so(slurm: Slurm, tmp_path: Path) -> None:
+    own = 'TMPDIR=$0/$SLURMD_NODENAME; mkdir -p $TMPDIR; export TMPDIR; exec "$@"'  # real nodes share no files in /tmp
+    across = ("srun", "--quiet", "--nodes=2", "--ntasks=3", "sh", "-c", own, str(tmp_path), *PLACE)
+    ended = slurm.run(*across)
+    assert ended.returncode != 0 and "Slurm: 3 ranks on several hosts" in ended.stderr and "HVDLITE_SECRET" in ended.stderr
+    meeting = {"HVDLITE_SECRET": "ab" * 32, "HVDLITE_COORDINATOR": f"127.0.0.1:{free_port()}"}  # node1 has no address
+    ended = slurm.run(*across, environment=meeting)
+    assert ended.returncode == 0 and sorted(ended.stdout.splitlines()) == ["0 3 0 3", "1 3 1 3", "2 3 0 3"], ended.stderr
 
 
 def test_srun_with_an_interface_for_mpi_counts_as_srun(slurm: Slurm) -> None:
