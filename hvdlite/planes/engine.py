@@ -189,8 +189,7 @@ class _Work:
         else:
             self._link.reduce(values, self._engine_op(), self._root, self._wait_until)
         if receives:
-            with np.errstate(all="ignore"):
-                reduction.finish(values)
+            reduction.conclude(values, values)
             _unpack(values, outputs)
 
     def reducescatter(self) -> None:
@@ -204,8 +203,7 @@ class _Work:
             return
         values = self._packed(reduction, ())
         self._link.reduce_scatter(values, bounds, out, self._engine_op(), self._wait_until)
-        with np.errstate(all="ignore"):
-            reduction.finish(out)
+        reduction.conclude(out, out)
 
     def adasum(self) -> None:
         """Each tensor by itself: measure the inner products slice by slice, add them up, then a weighted sum by slices."""

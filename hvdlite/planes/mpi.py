@@ -8,9 +8,9 @@ Which calls. Open MPI's nonblocking reductions are several times slower than its
 there larger tensors are reduced by slices (see `planes/engine.py`). The figures are in docs/planes.md.
 
 Rules (PROTOCOL rule 16)
-- The runtime thread calls MPI beside the script's threads: the level must be MPI_THREAD_MULTIPLE, or SERIALIZED when
-  the script leaves MPI alone.
-- The world's own communicator is duplicated, never used; every process set has a communicator of its own, made by its members
+- The runtime thread calls MPI beside the script's threads: the level must be MPI_THREAD_MULTIPLE, or SERIALIZED when the
+  script leaves MPI alone.
+- The world's own communicator is duplicated, never used; every process set has a communicator of its own, made by members
   when they first need it. Their errors are returned, not fatal.
 - Calls carry at most `LIMIT` bytes: not every library counts further than an int.
 """

@@ -37,6 +37,7 @@ from hvdlite.planes.base import Plane
 from hvdlite.planes.eager import reduce_payloads
 from hvdlite.planes.gloo import Swap, gloo_plane
 from hvdlite.planes.gloo import missing as gloo_missing
+from hvdlite.planes.hierarchical import HierarchicalPlane
 from hvdlite.planes.loopback import LoopbackPlane, Table
 from hvdlite.planes.selection import Choice, choose
 from hvdlite.planes.shm import ShmPlane
@@ -137,14 +138,14 @@ class HostPlanes:
 
     def make(self, choice: Choice) -> Plane:
         """Return the chosen plane."""
-        if choice.name == "shm":
-            return self._shm()
-        return self._engine(choice.across or choice.name)  # TODO(hierarchical)
-
-    def _shm(self) -> ShmPlane:
         config = self.config
-        return ShmPlane(self.rank, self.memory, self.control.ring, slot=config.shm_slot, chunk=config.shm_chunk,
-                        direct=config.shm_direct, casts=self.casts)
+        if choice.name == "shm":
+            return ShmPlane(self.rank, self.memory, self.control.ring, slot=config.shm_slot, chunk=config.shm_chunk,
+                            direct=config.shm_direct, casts=self.casts)
+        if choice.name == "hierarchical":
+            return HierarchicalPlane(self.rank, self.hosts, self.memory, self.control.ring, self._engine(choice.across),
+                                     slot=config.shm_slot, chunk=config.shm_chunk, direct=config.shm_direct, casts=self.casts)
+        return self._engine(choice.name)
 
     def _engine(self, name: str) -> Plane:
         config = self.config

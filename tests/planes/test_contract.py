@@ -19,11 +19,13 @@ import pytest
 
 from hvdlite.core.array import SUPPORTED_DTYPES, Array, identity
 from hvdlite.core.types import Collective, ReduceOp
+from hvdlite.core.world import Hosts
 from hvdlite.memory.shared import SharedMemory, anonymous_file
 from hvdlite.negotiation.fusion import even_rows
 from hvdlite.negotiation.messages import Response
 from hvdlite.planes.base import Part, Plan, Plane, WaitUntil
 from hvdlite.planes.gloo import gloo_plane
+from hvdlite.planes.hierarchical import HierarchicalPlane
 from hvdlite.planes.loopback import LoopbackPlane, Table
 from hvdlite.planes.mpi import mpi_plane
 from hvdlite.planes.shm import ShmPlane
@@ -74,12 +76,26 @@ def gloo(size: int, ring: Callable[[int], None]) -> list[Plane]:
     return planes
 
 
+HOSTS = {1: "a", 2: "ab", 3: "abb", 4: "abba"}
+"""Which host each rank of a world is on: hosts of one and two ranks, and ranks that do not lie beside each other."""
+
+
+def hierarchical(size: int, ring: Callable[[int], None]) -> list[Plane]:
+    files = {host: anonymous_file() for host in HOSTS[size]}
+    hosts = Hosts.of(HOSTS[size])
+    planes = [HierarchicalPlane(rank, hosts, SharedMemory(os.dup(files[HOSTS[size][rank]]), rank), ring, engine,
+                                slot=1 << 16, chunk=1 << 12, direct=256) for rank, engine in enumerate(gloo(size, ring))]
+    for plane in planes:
+        plane.open_set(0, tuple(range(size)))
+    return planes
+
+
 def mpi(size: int, ring: Callable[[int], None]) -> list[Plane]:
     """This process's plane only."""
     return [mpi_plane(under_mpi.world(size).Dup(), chunk=1 << 12)]
 
 
-@pytest.fixture(params=[mpi] if under_mpi.ACTIVE else [loopback, shm, gloo], ids=lambda plane: plane.__name__)
+@pytest.fixture(params=[mpi] if under_mpi.ACTIVE else [loopback, shm, gloo, hierarchical], ids=lambda plane: plane.__name__)
 def make_planes(request: pytest.FixtureRequest) -> Callable[..., list[Plane]]:
     return request.param
 
@@ -160,7 +176,7 @@ def model(op: ReduceOp, inputs: list[Array], size: int) -> Array:
 
 def in_any_order(make_planes: Any, size: int) -> bool:
     """Say whether a plane may add up the terms of a sum in another order than that of the ranks."""
-    return make_planes in (gloo, mpi) and size > 2
+    return make_planes in (gloo, mpi, hierarchical) and size > 2
 
 
 def check_equal(result: Array, expected: Array, reordered: bool) -> None:
