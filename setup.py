@@ -10,7 +10,7 @@ VERSION = re.search(r'__version__ = "([^"]+)"', (HERE / "hvdlite/_version.py").r
 AUTOTUNE = ["optuna>=3.6"]
 LIGHTNING = ["torch>=2.1", "lightning>=2.2"]
 TEST = [*AUTOTUNE, *LIGHTNING, "pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.6", "mypy>=1.11",
-        "import-linter>=2.1"]
+        "import-linter>=2.1", "mpi4py>=4", "mpich>=4.2"]
 
 setup(
     name="hvdlite",

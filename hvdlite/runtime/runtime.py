@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from hvdlite.control.base import ControlPlane, DecisionReceived, Event, PeerLost, ReportReceived, yield_processor
+from hvdlite.control.base import ControlPlane, DecisionReceived, Event, PeerLost, ReportReceived
 from hvdlite.core.array import Array, dtype_name
 from hvdlite.core.config import Config
 from hvdlite.core.errors import (
@@ -50,6 +50,7 @@ from hvdlite.runtime.failures import failure_error
 from hvdlite.runtime.handle import Handle
 from hvdlite.runtime.lookout import LOOKS, Lookout, Patience, Receiver, Times, Witness
 from hvdlite.runtime.notes import Notes
+from hvdlite.runtime.polling import poll
 from hvdlite.runtime.report_desk import ReportDesk
 from hvdlite.runtime.stalls import StallReport, account
 from hvdlite.runtime.timeline import Timeline
@@ -63,8 +64,6 @@ LOOK_SECONDS: Final = 0.25
 """How often a rank that waits looks whether it has waited long."""
 LISTEN_SECONDS: Final = 0.2
 """How long a rank that never has to wait works on a plan before it looks for messages."""
-POLL_SECONDS: Final = 200e-6
-"""How long an engine is polled before messages are looked for."""
 TRACE_BATCH: Final = 256
 """How many events of a timeline are sent without waiting for another message."""
 EAGER_TRAFFIC: Final = 1 << 20
@@ -531,25 +530,17 @@ class Runtime(Calls):
 
     def _wait_until(self, predicate: Callable[[], bool], *, pause: float = 0.0) -> None:
         if pause:
-            self._poll(predicate, pause)
+            poll(predicate, pause, lambda: self._sleepers, self._glance)
         while not predicate():
             self._exchange(within_plan=True)
         if self._clock() - self._listened > LISTEN_SECONDS:  # the last to arrive everywhere still hears what is said
             self._exchange(within_plan=True, sleep=False)
             self._say()
 
-    def _poll(self, predicate: Callable[[], bool], pause: float) -> None:
-        while not predicate():
-            if self._sleepers:
-                until = self._clock() + POLL_SECONDS
-                while self._clock() < until:
-                    if predicate():
-                        return
-                    yield_processor()
-            else:
-                time.sleep(pause)
-            self._exchange(within_plan=True, sleep=False)
-            self._look_out()
+    def _glance(self) -> None:
+        """Take in messages in the middle of a plan, without sleeping."""
+        self._exchange(within_plan=True, sleep=False)
+        self._look_out()
 
     # --- the end ---------------------------------------------------------------------------------------------------
 
