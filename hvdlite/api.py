@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
-from hvdlite.bootstrap.environments import find_place
 from hvdlite.control.witness import testify
 from hvdlite.core import launch_contract
 from hvdlite.core.array import Array
@@ -30,6 +29,7 @@ from hvdlite.core.types import ReduceOp
 from hvdlite.core.world import World
 from hvdlite.planes.arithmetic import Casts
 from hvdlite.runtime.assemble import assemble
+from hvdlite.runtime.entrance import enter
 from hvdlite.runtime.runtime import Runtime
 
 Average, Sum, Adasum = ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM
@@ -49,24 +49,23 @@ def init(comm: object = None, process_sets: Sequence[ProcessSet] | str | None = 
     Idempotent: further calls share the runtime, and as many `shutdown()` calls end it.
 
     Args:
-        comm: only None (all ranks) for now.
+        comm: the job's ranks: None or [] for all, an mpi4py communicator (it is duplicated), or a list of ranks that has
+            this one; the list's first is rank 0 then. Further calls ignore it.
         process_sets: sets to register at once, the same on all ranks; more can be added later (Horovod's "dynamic" is
             always on, and accepted).
 
     Raises:
         LaunchError: when the launch environment is incomplete or the ranks cannot meet.
         ConfigError: for an unknown or invalid `HVDLITE_*` variable.
-        UnsupportedError: for a communicator, or process sets that do not fit the job.
+        UnsupportedError: for a communicator, ranks or process sets that do not fit the job.
     """
     global _runtime, _users
-    if comm is not None and comm != []:
-        raise UnsupportedError("init() with a communicator is not implemented yet; call init()")
     if isinstance(process_sets, str) and process_sets.lower() != "dynamic":
         raise ValueError(f'process_sets must be a list of ProcessSet or "dynamic", not {process_sets!r}')
     with _lock:
         if _runtime is None:
             config = Config.from_environment(os.environ)
-            place = find_place(os.environ, os.getppid())
+            place = enter(comm, os.environ, os.getppid(), config)
             _configure_logging(config, place.world)
             started = assemble(place, config, _casts, _testify(config), os.environ)
             started.start()

@@ -60,7 +60,7 @@ def ccl_built(verbose: bool = False) -> bool:
 
 def mpi_enabled() -> bool:
     """Return whether tensors of this job travel over MPI."""
-    return runtime().plane_name == "mpi"
+    return "mpi" in runtime().plane_name
 
 
 def gloo_enabled() -> bool:
@@ -69,12 +69,15 @@ def gloo_enabled() -> bool:
 
 
 def mpi_threads_supported() -> bool:
-    """Return whether MPI may be called from several threads beside this job.
+    """Return whether MPI may be called from several threads, the script's own beside this job's.
 
     Raises:
-        ValueError: as in Horovod without MPI: no plane of this version uses it.
+        ValueError: when this job does not use MPI, as in Horovod.
     """
-    raise ValueError("this job does not use MPI, so its thread support does not matter")
+    if not mpi_enabled():
+        raise ValueError("this job does not use MPI, so its thread support does not matter")
+    mpi = importlib.import_module("mpi4py.MPI")
+    return bool(mpi.Query_thread() == mpi.THREAD_MULTIPLE)
 
 
 def _installed(package: str) -> bool:

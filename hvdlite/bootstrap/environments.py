@@ -22,7 +22,7 @@ import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from hvdlite.core import launch_contract as contract
 from hvdlite.core.errors import LaunchError
@@ -73,6 +73,14 @@ class Place:
     key: bytes = dataclasses.field(default=b"", repr=False)
     owns_directory: bool = False  # nobody else will remove it
     is_mpi: bool = False  # an MPI launcher started it
+    knows_local: bool = True  # false: its host's ranks are still to be found out, over MPI
+    communicator: Any = dataclasses.field(default=None, repr=False)  # of all ranks, over MPI; it belongs to the job
+    without_mpi: str = ""  # why there is none, where one was wanted
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether hvdrun, or somebody in its place, has told everything."""
+        return self.environment == "hvdlite"
 
     @property
     def on_several_hosts(self) -> bool:
@@ -123,11 +131,14 @@ def _applies(environment: Environment, environ: Mapping[str, str]) -> bool:
 
 
 def _place(environment: Environment, environ: Mapping[str, str], parent: int) -> Place:
+    is_mpi = any(row.is_mpi and row.size in environ for row in ENVIRONMENTS)  # hvdrun may have used it
+    if environment.is_mpi and environment.local_rank not in environ and "SLURM_LOCALID" in environ:  # srun --mpi=pmi2
+        environment = dataclasses.replace(environment, local_rank="SLURM_LOCALID", local_size="SLURM_STEP_TASKS_PER_NODE")
     world = _world(environment, environ)
     key = _key(environ)
     coordinator = _host_and_port(environ[contract.COORDINATOR]) if contract.COORDINATOR in environ else None
     if world.size == 1:
-        return Place(environment.name, world, environ.get(contract.JOB_DIRECTORY, ""), is_mpi=environment.is_mpi)
+        return Place(environment.name, world, environ.get(contract.JOB_DIRECTORY, ""), is_mpi=is_mpi)
     if world.local_size < world.size and not environment.is_mpi:
         coordinator = coordinator or _likely_coordinator(environment, environ)
         if not key:
@@ -136,7 +147,8 @@ def _place(environment: Environment, environ: Mapping[str, str], parent: int) ->
                               f"{contract.SECRET_FILE}) to the same value on all ranks; {MAKE_A_KEY}")
     given = environ.get(contract.JOB_DIRECTORY)
     directory = given or _agreed_directory(environment, environ, parent)
-    return Place(environment.name, world, directory, coordinator, key, not given, environment.is_mpi)
+    return Place(environment.name, world, directory, coordinator, key, not given, is_mpi,
+                 not is_mpi or environment.local_rank in environ)
 
 
 def _world(environment: Environment, environ: Mapping[str, str]) -> World:
@@ -213,19 +225,19 @@ def first_host(text: str) -> str:
 
 
 def _agreed_directory(environment: Environment, environ: Mapping[str, str], parent: int) -> str:
-    """Make the directory that all ranks of this job on this host derive from what they have in common."""
+    """Return the directory that all ranks of this job on this host derive from what they have in common."""
     marks = [environ.get(variable, "") for variable in environment.job]
     if not any(marks):
         marks = [str(parent)]
     digest = hashlib.sha256("|".join([environment.name, *marks]).encode()).hexdigest()[:16]
-    path = Path(tempfile.gettempdir()) / f"hvdlite-{os.geteuid()}-{digest}"
-    path.mkdir(mode=0o700, exist_ok=True)
-    return str(path)
+    return str(Path(tempfile.gettempdir()) / f"hvdlite-{os.geteuid()}-{digest}")
 
 
-def check_directory(path: str) -> None:
-    """Raise `LaunchError` unless `path` is a directory that only this user can enter."""
+def check_directory(path: str, *, make: bool = False) -> None:
+    """Raise `LaunchError` unless `path` is a directory that only this user can enter; `make` it if there is none."""
     try:
+        if make:
+            Path(path).mkdir(mode=0o700, exist_ok=True)
         status = os.stat(path)
     except OSError as error:
         raise LaunchError(f"{contract.JOB_DIRECTORY}={path}: {error.strerror}") from None

@@ -7,10 +7,14 @@ in the middle of a collective notices a dead peer like any other wait.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 from typing import Protocol
 
 from hvdlite.negotiation.messages import Decision, Report
+
+yield_processor = ctypes.CDLL(None).sched_yield
+"""Let another thread run, the script's above all; unlike `os.sched_yield` before Python 3.13 it releases the GIL."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,13 +10,12 @@ How a death is seen (PROTOCOL rules 20, 21)
 
 from __future__ import annotations
 
-import ctypes
 import os
 import select
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
-from hvdlite.control.base import DecisionReceived, Event, PeerLost, ReportReceived
+from hvdlite.control.base import DecisionReceived, Event, PeerLost, ReportReceived, yield_processor
 from hvdlite.control.codec import Heartbeat
 from hvdlite.control.doorbell import Doorbell
 from hvdlite.control.wire import Connection
@@ -27,10 +26,6 @@ GRACE = 0.5
 """Seconds a rank waits for rank 0's account of a death that it has seen itself."""
 HEARTBEAT_INTERVAL = 1.0
 """Seconds between heartbeats on TCP."""
-
-
-_yield_processor = ctypes.CDLL(None).sched_yield
-"""Let another thread run, the script's above all; unlike `os.sched_yield` before Python 3.13 it releases the GIL."""
 
 
 class StarControl:
@@ -89,7 +84,7 @@ class StarControl:
             while time.perf_counter() < until:
                 if ready := self._poller.poll(0):
                     return ready
-                _yield_processor()
+                yield_processor()
         if self._suspects or self._tcp:
             timeout = max(0.0, self._deadline(timeout) - time.monotonic())
         return self._poller.poll(None if timeout is None else timeout * 1000)

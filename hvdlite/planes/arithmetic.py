@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from hvdlite.core.array import BFLOAT16, Array, accumulator_dtype
+from hvdlite.core.array import BFLOAT16, Array, accumulator_dtype, identity
 from hvdlite.core.types import ReduceOp
 from hvdlite.negotiation.messages import Response
 
@@ -53,7 +53,7 @@ class Reduction:
         self.dtype = dtype
         self.chunk = max(1, chunk)
         self._widen, self._narrow = casts.widen, casts.narrow
-        self._combine = _UFUNCS[response.op]
+        self._op, self._combine = response.op, _UFUNCS[response.op]
         self._divisor = (response.divisor or size) if response.op is ReduceOp.AVERAGE else 1
         self._prescale, self._postscale = response.prescale, response.postscale
         self._wide = accumulator_dtype(dtype) != dtype
@@ -83,39 +83,50 @@ class Reduction:
         with np.errstate(all="ignore"):  # overflow and nan are values here, as in the framework's own arithmetic
             for start in range(0, out.size, self.chunk):
                 piece = slice(start, min(start + self.chunk, out.size))
-                if self._wide:
-                    self._combine_wide([source[piece] for source in sources], out[piece])
-                else:
-                    self._combine_plain([source[piece] for source in sources], out[piece])
+                total = out[piece] if self._scratch is None else self._scratch[0][:out[piece].size]
+                self._sum([source[piece] for source in sources], total)
+                self.conclude(total, out[piece])
 
-    def _combine_plain(self, sources: Sequence[Array], out: Array) -> None:
-        if len(sources) == 1:
-            np.copyto(out, sources[0])
-        else:
-            self._combine(sources[0], sources[1], out=out)
-        for source in sources[2:]:
-            self._combine(out, source, out=out)
-        self.finish(out)
+    def accumulate(self, sources: Sequence[Array], total: Array) -> None:
+        """Like `combine`, into an array of the accumulator dtype that `conclude` finishes; the identity of no sources."""
+        if not sources:
+            total[...] = identity(self._op, total.dtype)
+            return
+        with np.errstate(all="ignore"):
+            for start in range(0, total.size, self.chunk):
+                piece = slice(start, min(start + self.chunk, total.size))
+                self._sum([source[piece] for source in sources], total[piece])
 
-    def finish(self, total: Array) -> None:
-        """Divide and multiply a plain sum, where the op and the postscale factor ask for it; not for 16-bit floats."""
-        if self._divisor > 1:
-            _divide(total, self._divisor)
-        if self._postscale != 1.0:
-            self._scaled(total, self._postscale, total)
+    def conclude(self, total: Array, out: Array) -> None:
+        """Turn what `accumulate` made into a result, which may be the same memory; overwrites `total`."""
+        with np.errstate(all="ignore"):
+            if self._divisor > 1:
+                _divide(total, self._divisor)
+            if not self._wide:
+                if self._postscale != 1.0:
+                    self._scaled(total, self._postscale, total)
+                if out.ctypes.data != total.ctypes.data:
+                    np.copyto(out, total)
+                return
+            if self._postscale != 1.0:
+                np.multiply(total, np.float32(self._postscale), out=total)
+            self._narrow(total, out)
 
-    def _combine_wide(self, sources: Sequence[Array], out: Array) -> None:
+    def _sum(self, sources: Sequence[Array], total: Array) -> None:
+        if not self._wide:
+            if len(sources) == 1:
+                np.copyto(total, sources[0])
+            else:
+                self._combine(sources[0], sources[1], out=total)
+            for source in sources[2:]:
+                self._combine(total, source, out=total)
+            return
         assert self._scratch is not None
-        total, term = self._scratch[0][:out.size], self._scratch[1][:out.size]
+        term = self._scratch[1][:total.size]
         self._widen(sources[0], total)
         for source in sources[1:]:
             self._widen(source, term)
             self._combine(total, term, out=total)
-        if self._divisor > 1:
-            _divide(total, self._divisor)
-        if self._postscale != 1.0:
-            np.multiply(total, np.float32(self._postscale), out=total)
-        self._narrow(total, out)
 
     def _scaled(self, source: Array, factor: float, out: Array) -> None:
         kind = self.dtype.kind

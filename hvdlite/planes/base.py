@@ -11,8 +11,17 @@ from hvdlite.core.device import AnyArray, Completion, DeviceAccess, DeviceArray
 from hvdlite.core.errors import HorovodInternalError
 from hvdlite.negotiation.messages import Response
 
-WaitUntil = Callable[[Callable[[], bool]], None]
-"""Block until the predicate holds; raises the job's error when the job ends first."""
+
+class WaitUntil(Protocol):
+    """Blocks a plane; raises the job's error when the job ends first."""
+
+    def __call__(self, predicate: Callable[[], bool], *, pause: float = 0.0) -> None:
+        """Return when the predicate holds. It is looked at when something happened: a bell, a message.
+
+        Args:
+            pause: look every so many seconds beside that, for engines that make progress only when they are looked at;
+                without sleeping while the script is blocked in a wait. 0 is not at all.
+        """
 
 Swap = Callable[[str, Sequence[int], bytes, WaitUntil], list[bytes]]
 """Give a text to each of some ranks, and return theirs; see `runtime.notes`."""

@@ -14,12 +14,14 @@ which moves as many bytes as a ring does. Every rank gets the same bits; what th
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 
 from hvdlite.core.array import SUPPORTED_DTYPES, Array, identity
+from hvdlite.core.errors import HorovodInternalError
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.planes.adasum import AdaptiveSum
 from hvdlite.planes.arithmetic import Casts, Reduction
@@ -27,6 +29,8 @@ from hvdlite.planes.base import FusionBuffer, Plan, WaitUntil
 from hvdlite.planes.loopback import aligned_zeros
 from hvdlite.planes.shm import Concatenation, row_bounds, slice_bounds
 
+ACCOUNT_SECONDS: Final = 3.0
+"""How long the control plane gets to say who died, once a library has noticed that something is wrong."""
 PIECE = 64 << 20
 """Bytes of a tensor that is reduced by slices at a time."""
 
@@ -37,8 +41,8 @@ class Link(Protocol):
     Arrays are flat and contiguous. Bounds say where each rank's part begins, in elements, and where the last one ends.
     """
 
-    def reduces(self, collective: Collective, op: ReduceOp, dtype: np.dtype[np.generic]) -> bool:
-        """Return whether the library can do a reduction, with the same result on all ranks, NaNs included."""
+    def reduces(self, collective: Collective, op: ReduceOp, dtype: np.dtype[np.generic], nbytes: int) -> bool:
+        """Return whether the library should do a reduction: then with the same result on all ranks, NaNs included."""
 
     def allreduce(self, values: Array, op: ReduceOp, wait_until: WaitUntil) -> None:
         """Reduce in place; `op` is never Average."""
@@ -61,9 +65,12 @@ class Link(Protocol):
     def scatter(self, values: Array | None, out: Array, bounds: Sequence[int], root: int, wait_until: WaitUntil) -> None:
         """Put a rank's part of the root's values into its `out`."""
 
-    def exchange(self, values: Array, bounds: Sequence[int], out: Array, out_bounds: Sequence[int],
+    def exchange(self, values: Array, bounds: Sequence[int], out: Array, out_bounds: Sequence[int], most: int,
                  wait_until: WaitUntil) -> None:
-        """Send every rank its part of `values`; put what each sends into its part of `out`."""
+        """Send every rank its part of `values`; put what each sends into its part of `out`.
+
+        No rank sends or receives more than `most` elements, which is the same number on all ranks.
+        """
 
     def close(self) -> None:
         """Give it up."""
@@ -71,6 +78,14 @@ class Link(Protocol):
 
 Connect = Callable[[int, tuple[int, ...], WaitUntil], Link]
 """Make the link of a process set, by its id and ranks; its members call this at the same place of their plans."""
+
+
+def explained(engine: str, ranks: Sequence[int], error: Exception, wait_until: WaitUntil) -> HorovodInternalError:
+    """Wait for the control plane to say who died, which raises; else return what the library says as an error of ours."""
+    deadline = time.monotonic() + ACCOUNT_SECONDS
+    wait_until(lambda: time.monotonic() >= deadline)
+    return HorovodInternalError(f"{engine} failed between ranks {list(ranks)}, though all of them are alive: {error}. Is "
+                                "there a firewall between the hosts, or the wrong network chosen?")
 
 
 class EnginePlane:
@@ -174,8 +189,7 @@ class _Work:
         else:
             self._link.reduce(values, self._engine_op(), self._root, self._wait_until)
         if receives:
-            with np.errstate(all="ignore"):
-                reduction.finish(values)
+            reduction.conclude(values, values)
             _unpack(values, outputs)
 
     def reducescatter(self) -> None:
@@ -189,8 +203,7 @@ class _Work:
             return
         values = self._packed(reduction, ())
         self._link.reduce_scatter(values, bounds, out, self._engine_op(), self._wait_until)
-        with np.errstate(all="ignore"):
-            reduction.finish(out)
+        reduction.conclude(out, out)
 
     def adasum(self) -> None:
         """Each tensor by itself: measure the inner products slice by slice, add them up, then a weighted sum by slices."""
@@ -212,7 +225,14 @@ class _Work:
         return Reduction(self._response, self._dtype, self._size, self._chunk, self._casts)
 
     def _native(self) -> bool:
-        return self._link.reduces(self._response.collective, self._engine_op(), self._dtype)
+        nbytes = self._total() * self._dtype.itemsize
+        return self._link.reduces(self._response.collective, self._engine_op(), self._dtype, nbytes)
+
+    def _total(self) -> int:
+        """Return the elements of all tensors, which is the same on all ranks."""
+        given = self._plan.sources if self._contributes else self._plan.outputs
+        sizes = [tensor.size for tensor in given if tensor is not None]
+        return sum(sizes) if sizes else self._response.elements
 
     def _engine_op(self) -> ReduceOp:
         return ReduceOp.SUM if self._response.op is ReduceOp.AVERAGE else self._response.op
@@ -220,11 +240,8 @@ class _Work:
     def _packed(self, reduction: Reduction, outputs: Sequence[Array | None]) -> Array:
         """Return this rank's tensors one after the other, scaled: in the output itself when there is just one."""
         sources = self._plan.sources
-        if len(outputs) == 1 and outputs[0] is not None:
-            values = outputs[0]
-        else:
-            sizes = [tensor.size for tensor in (sources if self._contributes else outputs) if tensor is not None]
-            values = self._scratch(sum(sizes) if sizes else self._response.elements, self._dtype)
+        single = outputs[0] if len(outputs) == 1 else None
+        values = self._scratch(self._total(), self._dtype) if single is None else single
         if not self._contributes:
             values[...] = identity(self._engine_op(), self._dtype)
             return values
@@ -237,8 +254,7 @@ class _Work:
 
     def _reduce_slices(self, reduction: Reduction, outputs: Concatenation | None) -> None:
         sources = Concatenation(self._plan.sources) if self._contributes else None
-        total = sources.size if sources else outputs.size if outputs else self._response.elements
-        per_piece = PIECE // self._dtype.itemsize
+        total, per_piece = self._total(), PIECE // self._dtype.itemsize
         for low in range(0, total, per_piece):
             bounds = slice_bounds(low, min(low + per_piece, total), self._size, self._dtype)
             self._combine(reduction, self._slices(reduction, sources, low, bounds), outputs, low, bounds)
@@ -253,7 +269,9 @@ class _Work:
         mine = bounds[self._index + 1] - bounds[self._index]
         received = self._scratch(mine * len(self._contributors), self._dtype)
         out_bounds = [0, *itertools.accumulate(mine if rank in self._contributors else 0 for rank in range(self._size))]
-        self._link.exchange(values, relative if sources is not None else [0] * (self._size + 1), received, out_bounds,
+        largest = max(end - begin for begin, end in itertools.pairwise(bounds))
+        most = max(relative[-1], largest * len(self._contributors))
+        self._link.exchange(values, relative if sources is not None else [0] * (self._size + 1), received, out_bounds, most,
                             self._wait_until)
         return [received[at * mine:(at + 1) * mine] for at in range(len(self._contributors))]
 
@@ -322,7 +340,8 @@ class _Work:
         sent, received = splits[self._index], splits[:, self._index]
         out = self._plan.outputs[0] if self._plan.outputs else np.empty(0, self._dtype)
         assert out is not None
-        self._link.exchange(self._source()[:int(sent.sum())], _bounds(sent), _bytes(out), _bounds(received),
+        most = max(int(splits.sum(axis=0).max()), int(splits.sum(axis=1).max()))
+        self._link.exchange(self._source()[:int(sent.sum())], _bounds(sent), _bytes(out), _bounds(received), most,
                             self._wait_until)
 
     def send(self) -> None:

@@ -24,16 +24,14 @@ from typing import Any, Final
 import numpy as np
 
 from hvdlite.core.array import Array
-from hvdlite.core.errors import HorovodInternalError, LaunchError
+from hvdlite.core.errors import LaunchError
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.planes.arithmetic import Casts
 from hvdlite.planes.base import Swap, WaitUntil
-from hvdlite.planes.engine import EnginePlane
+from hvdlite.planes.engine import EnginePlane, explained
 
 ABORT_SECONDS: Final = 2.0
 """How long Gloo gets to end what was aborted."""
-ACCOUNT_SECONDS: Final = 3.0
-"""How long the control plane gets to say who died, once Gloo has noticed that something is wrong."""
 
 _SUMMED_AS = {"int8": "int8", "uint8": "uint8", "int32": "int32", "uint32": "int32", "int64": "int64", "uint64": "int64",
               "float32": "float32", "float64": "float64", "complex64": "float32", "complex128": "float64"}
@@ -78,7 +76,7 @@ def _connect(rank: int, swap: Swap, wake: Callable[[], None], address: str, time
     except RuntimeError as error:
         if store.failure is not None:
             raise store.failure from None
-        raise _explained(error, ranks, wait_until) from error
+        raise explained("Gloo", ranks, error, wait_until) from error
     return GlooLink(group, ranks, wake)
 
 
@@ -128,7 +126,7 @@ class GlooLink:
         self._torch = importlib.import_module("torch")
         self._distributed = importlib.import_module("torch.distributed")
 
-    def reduces(self, collective: Collective, op: ReduceOp, dtype: np.dtype[np.generic]) -> bool:
+    def reduces(self, collective: Collective, op: ReduceOp, dtype: np.dtype[np.generic], nbytes: int) -> bool:
         if collective is Collective.REDUCESCATTER or op is ReduceOp.ADASUM:
             return False
         if op is ReduceOp.SUM:
@@ -166,14 +164,15 @@ class GlooLink:
         empty = np.empty(0, own.dtype)
         here = self._index == root and out is not None
         self.exchange(own, to_root, out if here and out is not None else empty, bounds if here else [0] * (self._size + 1),
-                      wait_until)
+                      bounds[-1], wait_until)
 
     def scatter(self, values: Array | None, out: Array, bounds: Sequence[int], root: int, wait_until: WaitUntil) -> None:
         from_root = [0] * (root + 1) + [out.size] * (self._size - root)
         given = np.empty(0, out.dtype) if values is None else values[:bounds[-1]]
-        self.exchange(given, [0] * (self._size + 1) if values is None else bounds, out, from_root, wait_until)
+        self.exchange(given, [0] * (self._size + 1) if values is None else bounds, out, from_root, bounds[-1],
+                      wait_until)
 
-    def exchange(self, values: Array, bounds: Sequence[int], out: Array, out_bounds: Sequence[int],
+    def exchange(self, values: Array, bounds: Sequence[int], out: Array, out_bounds: Sequence[int], most: int,
                  wait_until: WaitUntil) -> None:
         unit = out.itemsize
         sent, received = (np.diff(each).tolist() for each in (bounds, out_bounds))
@@ -219,7 +218,7 @@ class GlooLink:
             for work in begun:
                 work.wait()
         except RuntimeError as error:
-            raise _explained(error, self._ranks, wait_until) from error
+            raise explained("Gloo", self._ranks, error, wait_until) from error
 
     def _ring(self, future: Any) -> None:
         """In Gloo's thread: a piece of work is over."""
@@ -243,10 +242,3 @@ def _keep_for_ever(thing: Any) -> None:
     """Never destroy an object, not even when the process ends."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
-
-def _explained(error: Exception, ranks: Sequence[int], wait_until: WaitUntil) -> HorovodInternalError:
-    """Wait for the control plane to say who died, which raises; else return what Gloo says as an error of ours."""
-    deadline = time.monotonic() + ACCOUNT_SECONDS
-    wait_until(lambda: time.monotonic() >= deadline)
-    return HorovodInternalError(f"Gloo failed between ranks {list(ranks)}, though all of them are alive: {error}. Is there "
-                                "a firewall between the hosts? HVDLITE_GLOO_INTERFACE chooses another network")

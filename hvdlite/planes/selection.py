@@ -11,7 +11,7 @@ from hvdlite.core.array import SUPPORTED_DTYPES, check_reducible
 from hvdlite.core.errors import LaunchError, UnsupportedError
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.core.world import Hosts
-from hvdlite.planes import gloo
+from hvdlite.planes import gloo, mpi
 from hvdlite.planes.nccl import collectives as nccl
 from hvdlite.planes.nccl import library
 
@@ -56,7 +56,10 @@ def _no_shared_memory() -> str:
 PLANES = (
     PlaneFacts("loopback", "cpu", "ranks as threads of one process, and a job of size 1", carries_on_host, lambda: ""),
     PlaneFacts("shm", "cpu", "processes of one host", carries_on_host, _no_shared_memory),
+    PlaneFacts("mpi", "cpu", "processes that mpirun started, on one or several hosts", carries_on_host, mpi.missing),
     PlaneFacts("gloo", "cpu", "processes of several hosts, without MPI", carries_on_host, gloo.missing),
+    PlaneFacts("hierarchical", "cpu", "hosts of several processes: shm inside, mpi or gloo between", carries_on_host,
+               lambda: gloo.missing() and mpi.missing()),
     PlaneFacts("nccl", "cuda", "NVIDIA GPUs, of one host or several", nccl.carries, library.missing),
 )
 

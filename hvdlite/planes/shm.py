@@ -83,7 +83,7 @@ class ShmPlane:
         self._memory, self._ring = memory, ring
         self._slot, self._chunk, self._direct = slot, chunk, direct
         self._casts = casts or Casts.of_numpy()
-        self._groups: dict[int, _Group] = {}  # the process sets this rank is in
+        self._groups: dict[int, Group] = {}  # the process sets this rank is in
 
     def execute(self, plan: Plan, wait_until: WaitUntil) -> None:
         group = self._groups[plan.response.process_set]
@@ -104,7 +104,7 @@ class ShmPlane:
     def open_set(self, number: int, ranks: tuple[int, ...]) -> None:
         segment = self._memory.segment(ranks, self._slot)
         if segment is not None:
-            self._groups[number] = _Group(self._rank, ranks, segment, self._ring)
+            self._groups[number] = Group(self._rank, ranks, segment, self._ring)
 
     def close_set(self, number: int, wait_until: WaitUntil) -> None:
         group = self._groups.pop(number, None)
@@ -127,11 +127,11 @@ class ShmPlane:
         self._groups.clear()
         self._memory.close()
 
-    def _reduction(self, group: _Group, response: Response) -> Reduction:
+    def _reduction(self, group: Group, response: Response) -> Reduction:
         dtype = SUPPORTED_DTYPES[response.dtype]
         return Reduction(response, dtype, group.size, self._chunk // dtype.itemsize, self._casts)
 
-    def _allreduce_in_place(self, group: _Group, part: Part, response: Response, wait_until: WaitUntil) -> None:
+    def _allreduce_in_place(self, group: Group, part: Part, response: Response, wait_until: WaitUntil) -> None:
         reduction = self._reduction(group, response)
         slots = [slot[part.begin:part.end].view(reduction.dtype) for slot in part.buffer.slots]
         begin, end = slice_bounds(0, slots[0].size, group.size, reduction.dtype)[group.index:group.index + 2]
@@ -144,7 +144,7 @@ class ShmPlane:
                 np.copyto(piece, pieces[0])
         group.barrier(wait_until)
 
-    def _reduce(self, group: _Group, plan: Plan, wait_until: WaitUntil) -> None:
+    def _reduce(self, group: Group, plan: Plan, wait_until: WaitUntil) -> None:
         """Allreduce, or reduce: then only the root has outputs."""
         if not plan.response.contributors:
             return
@@ -162,7 +162,7 @@ class ShmPlane:
             else:
                 piece.reduce_slices(sources, outputs, wait_until)
 
-    def _adasum(self, group: _Group, plan: Plan, wait_until: WaitUntil) -> None:
+    def _adasum(self, group: Group, plan: Plan, wait_until: WaitUntil) -> None:
         """Each tensor by itself: measure the inner products slice by slice, add them up, then a weighted sum by slices."""
         response, dtype = plan.response, SUPPORTED_DTYPES[plan.response.dtype]
         receives = response.collective is Collective.ALLREDUCE or self._rank == response.root_rank
@@ -180,7 +180,7 @@ class ShmPlane:
             for low in range(0, total, per_piece):
                 _Piece(group, response, adaptive, low, min(low + per_piece, total)).reduce_slices(source, output, wait_until)
 
-    def _reducescatter(self, group: _Group, plan: Plan, wait_until: WaitUntil) -> None:
+    def _reducescatter(self, group: Group, plan: Plan, wait_until: WaitUntil) -> None:
         reduction = self._reduction(group, plan.response)
         source = Concatenation(plan.sources) if plan.sources else None
         output = plan.outputs[0] if plan.outputs else None
@@ -192,7 +192,7 @@ class ShmPlane:
             piece = _Piece(group, plan.response, reduction, low, min(low + per_piece, total))
             piece.reduce_own(source, output, begin, end, wait_until)
 
-    def _broadcast(self, group: _Group, plan: Plan, wait_until: WaitUntil) -> None:
+    def _broadcast(self, group: Group, plan: Plan, wait_until: WaitUntil) -> None:
         root = plan.response.root_rank
         dtype = SUPPORTED_DTYPES[plan.response.dtype]
         outputs = Concatenation(plan.outputs)
@@ -209,7 +209,7 @@ class ShmPlane:
                 if self._rank != root or plan.sources is not plan.outputs:
                     np.copyto(part, staged[start - low:stop - low])
 
-    def _exchange(self, group: _Group, plan: Plan, wait_until: WaitUntil) -> None:
+    def _exchange(self, group: Group, plan: Plan, wait_until: WaitUntil) -> None:
         """Allgather, gather, scatter, alltoall: everybody stages what it sends, and takes what is for it."""
         dtype = SUPPORTED_DTYPES[plan.response.dtype]
         source = plan.sources[0] if plan.sources else np.empty(0, dtype)
@@ -237,7 +237,7 @@ class ShmPlane:
                     np.copyto(output[place + start - begin:place + stop - begin], staged)  # type: ignore[index]
 
 
-class _Group:
+class Group:
     """One process set's memory, and this rank's place in it; indices count the set's ranks."""
 
     def __init__(self, rank: int, ranks: tuple[int, ...], segment: StagingSegment, ring: Callable[[int], None]) -> None:
@@ -283,7 +283,7 @@ class _Group:
 class _Piece:
     """Elements low..high of a reduction's concatenated tensors, in one region."""
 
-    def __init__(self, group: _Group, response: Response, reduction: Reduction | AdaptiveSum, low: int, high: int) -> None:
+    def __init__(self, group: Group, response: Response, reduction: Reduction | AdaptiveSum, low: int, high: int) -> None:
         self.low, self.high = low, high
         self._group, self._reduction = group, reduction
         self._contributors = [group.ranks.index(rank) for rank in response.contributors]

@@ -10,7 +10,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -37,7 +37,9 @@ from hvdlite.planes.base import DevicePlane, Plane, Swap
 from hvdlite.planes.eager import reduce_payloads
 from hvdlite.planes.gloo import gloo_plane
 from hvdlite.planes.gloo import missing as gloo_missing
+from hvdlite.planes.hierarchical import HierarchicalPlane
 from hvdlite.planes.loopback import LoopbackPlane, Table
+from hvdlite.planes.mpi import mpi_plane
 from hvdlite.planes.nccl.plane import of_this_machine
 from hvdlite.planes.selection import Choice, choose
 from hvdlite.planes.shm import ShmPlane
@@ -97,7 +99,7 @@ def assemble(place: Place, config: Config, casts: Casts, testimony: tuple[int, i
     """
     if place.world.size == 1:
         return assemble_threads(1, config, casts=casts, devices=gpus(place, config, environment or {}))[0]
-    check_directory(place.job_directory)
+    check_directory(place.job_directory, make=place.owns_directory)
     try:
         connections, welcome = _meet(place, config, testimony)
         hosts = Hosts.of(welcome.hosts)
@@ -112,7 +114,7 @@ def assemble(place: Place, config: Config, casts: Casts, testimony: tuple[int, i
                           heartbeat_timeout=config.heartbeat_timeout)
     notes = Notes(world.rank)
     address = config.gloo_interface or _address_for_others(connections, welcome)
-    planes = HostPlanes(world.rank, hosts, config, casts, memory, control, notes.swap, address)
+    planes = HostPlanes(world.rank, hosts, config, casts, memory, control, notes.swap, address, place.communicator)
     choice = choose(config.cpu_operations, hosts, dict(welcome.lacks))
     if world.rank == 0:
         _log.info("%s", choice)
@@ -138,6 +140,7 @@ class HostPlanes:
         memory: the host's shared file.
         swap: lets planes of different ranks connect.
         address: at which other hosts reach this one: an IP address or a network interface.
+        communicator: MPI's, of all ranks; None without MPI.
     """
 
     rank: int
@@ -148,20 +151,24 @@ class HostPlanes:
     control: StarControl
     swap: Swap
     address: str
+    communicator: Any
 
     def make(self, choice: Choice) -> Plane:
         """Return the chosen plane."""
-        if choice.name == "shm":
-            return self._shm()
-        return self._engine(choice.across or choice.name)  # TODO(hierarchical)
-
-    def _shm(self) -> ShmPlane:
         config = self.config
-        return ShmPlane(self.rank, self.memory, self.control.ring, slot=config.shm_slot, chunk=config.shm_chunk,
-                        direct=config.shm_direct, casts=self.casts)
+        if choice.name == "shm":
+            return ShmPlane(self.rank, self.memory, self.control.ring, slot=config.shm_slot, chunk=config.shm_chunk,
+                            direct=config.shm_direct, casts=self.casts)
+        if choice.name == "hierarchical":
+            engine = self._engine(choice.across)
+            return HierarchicalPlane(self.rank, self.hosts, self.memory, self.control.ring, engine, slot=config.shm_slot,
+                                     chunk=config.shm_chunk, direct=config.shm_direct, casts=self.casts)
+        return self._engine(choice.name)
 
     def _engine(self, name: str) -> Plane:
         config = self.config
+        if name == "mpi":
+            return mpi_plane(self.communicator, chunk=config.shm_chunk, casts=self.casts)
         return gloo_plane(self.rank, self.swap, self.control.wake, self.address, timeout=config.gloo_timeout,
                           chunk=config.shm_chunk, casts=self.casts)
 
@@ -169,7 +176,8 @@ class HostPlanes:
 def _meet(place: Place, config: Config, testimony: tuple[int, int]) -> tuple[Mapping[int, Connection], Welcome]:
     world = place.world
     host = f"{host_identity()}:{place.job_directory}"
-    lacks = tuple((name, reason) for name, reason in {"gloo": gloo_missing()}.items() if reason)
+    no_mpi = "" if place.communicator is not None else place.without_mpi or "the job was not started with mpirun"
+    lacks = tuple((name, reason) for name, reason in {"mpi": no_mpi, "gloo": gloo_missing()}.items() if reason)
     own = Hello(world.rank, world.size, os.getpid(), host, __version__, testimony, config.cpu_operations, lacks)
     address = _address(place, config)
     if world.rank != 0:
@@ -206,7 +214,7 @@ def _checked(place: Place, hosts: Hosts) -> World:
         raise LaunchError(f"rank {told.rank} was told that {told.local_size} ranks share its host, but it shares machine, "
                           f"process table and job directory with ranks {list(hosts.around(told.rank))} only. Ranks in "
                           f"different containers are on different hosts; check HVDLITE_LOCAL_SIZE ({place.environment})")
-    return dataclasses.replace(found, local_rank=told.local_rank)
+    return found
 
 
 def _address_for_others(connections: Mapping[int, Connection], welcome: Welcome) -> str:

@@ -52,6 +52,7 @@ from hvdlite.runtime.failures import failure_error
 from hvdlite.runtime.handle import Handle
 from hvdlite.runtime.lookout import LOOKS, Lookout, Patience, Receiver, Times, Witness
 from hvdlite.runtime.notes import Notes
+from hvdlite.runtime.polling import poll
 from hvdlite.runtime.report_desk import ReportDesk
 from hvdlite.runtime.stalls import StallReport, account
 from hvdlite.runtime.timeline import Timeline
@@ -543,12 +544,19 @@ class Runtime(Calls):
         if path:
             report.write(path)
 
-    def _wait_until(self, predicate: Callable[[], bool]) -> None:
+    def _wait_until(self, predicate: Callable[[], bool], *, pause: float = 0.0) -> None:
+        if pause:
+            poll(predicate, pause, lambda: self._sleepers, self._glance)
         while not predicate():
             self._exchange(within_plan=True)
         if self._clock() - self._listened > LISTEN_SECONDS:  # the last to arrive everywhere still hears what is said
             self._exchange(within_plan=True, sleep=False)
             self._say()
+
+    def _glance(self) -> None:
+        """Take in messages in the middle of a plan, without sleeping."""
+        self._exchange(within_plan=True, sleep=False)
+        self._look_out()
 
     # --- the end ---------------------------------------------------------------------------------------------------
 

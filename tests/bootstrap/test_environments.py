@@ -29,7 +29,7 @@ def test_every_row_of_the_table(environment: object, tmp_path: Path, monkeypatch
     place = find_place(marked, parent=1)
     assert place.environment == row.name and place.world == World(1, 3, 1, 3)  # type: ignore[attr-defined]
     assert find_place(marked, parent=2).job_directory == place.job_directory, "ranks must derive the same directory"
-    check_directory(find_place(variables, parent=1).job_directory)
+    check_directory(find_place(variables, parent=1).job_directory, make=True)
     assert find_place(variables, parent=1).job_directory != find_place(variables, parent=2).job_directory
 
 

