@@ -24,8 +24,8 @@ def unavailable() -> str:
     """Return why there can be no hosts here, "" when there can."""
     if os.geteuid() != 0:
         return "needs root, for network namespaces"
-    if shutil.which("ip") is None:
-        return "needs iproute2 (make test as root installs it)"
+    if shutil.which("ip") is None or shutil.which("nft", path="/usr/sbin:/sbin") is None:
+        return "needs iproute2 and nftables (make test as root installs them)"
     if SSHD is None or shutil.which("ssh-keygen") is None:
         return "needs openssh-server (make test as root installs it)"
     tried = subprocess.run(["ip", "netns", "add", "hvdtry"], capture_output=True, text=True, check=False)
