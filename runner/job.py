@@ -31,7 +31,7 @@ from hvdlite_runner.failures import Exit
 from hvdlite_runner.messages import AskProgress, Event, Exited, Output, Progress, Refused, Result, Start, Started
 from hvdlite_runner.output import Console, numbers
 from hvdlite_runner.placement import Group
-from hvdlite_runner.remote import Pinger, Remote, greeting
+from hvdlite_runner.remote import Remote, greeting
 from hvdlite_runner.shells import Shell
 
 GRACE = 3.0
@@ -114,7 +114,6 @@ class _Job:
         self._crew = Crew(self._selector, lambda event: self._take(LOCAL, event), inherited)
         self._agents = Agents(self._selector, lambda remote, event: self._take(remote.host.name, event), self._lose,
                             lambda: bool(self._signal))
-        self._pinger: Pinger | None = None
         self._files: dict[tuple[int, str], int] = {}
         self._places = {rank: group.host.name for group in settings.groups for rank in group.ranks}
         self._running: set[int] = set()
@@ -161,7 +160,6 @@ class _Job:
             if self._settings.verbose and remote.hello is not None:
                 self._note(f"host {remote.host.name} is {remote.hello.hostname}: {remote.hello.cores} cores, "
                            f"Python {remote.hello.python}, agent {remote.hello.pid}")
-        self._pinger = Pinger(self._agents.remotes)
 
     def start(self) -> None:
         for line in self._settings.notice.splitlines():
@@ -200,8 +198,6 @@ class _Job:
     def end(self) -> None:
         """End everything on all hosts, and show the last of their output."""
         self._over = True
-        if self._pinger is not None:
-            self._pinger.stop()
         for remote in self._agents.remotes:
             remote.end()
         self._crew.end()
