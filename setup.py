@@ -8,9 +8,11 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "([^"]+)"', (HERE / "hvdlite/_version.py").read_text(encoding="utf-8")).group(1)
 AUTOTUNE = ["optuna>=3.6"]
+RAY, SPARK, PLOT = ["ray>=2.9"], ["pyspark>=3.4"], ["matplotlib>=3.7"]
 LIGHTNING = ["torch>=2.1", "lightning>=2.2"]
-TEST = [*AUTOTUNE, *LIGHTNING, "pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.6", "mypy>=1.11",
-        "import-linter>=2.1", "mpi4py>=4", "mpich>=4.2"]
+TEST = [*AUTOTUNE, *LIGHTNING, *RAY, *SPARK, *PLOT, "pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.6",
+        "mypy>=1.11", "import-linter>=2.1", "nbclient>=0.10", "ipykernel>=6",
+        "mpi4py>=4", "mpich>=4.2"]
 
 setup(
     name="hvdlite",
@@ -35,6 +37,9 @@ setup(
         "nccl-cuda12": ["cupy-cuda12x>=13", "nvidia-nccl-cu12>=2.26.2"],
         "nccl-cuda13": ["cupy-cuda13x>=14", "nvidia-nccl-cu13>=2.28"],
         "autotune": AUTOTUNE,
+        "ray": RAY,
+        "spark": SPARK,
+        "plot": PLOT,
         "bench": ["mpi4py>=4", "mpich>=4.2", "matplotlib>=3.7"],
         "dev": TEST,
     },

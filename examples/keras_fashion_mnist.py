@@ -60,9 +60,12 @@ def share(args: argparse.Namespace, part: str, limit: int | None) -> tuple[np.nd
 class Throughput(keras.callbacks.Callback):
     """Print what an epoch did, on rank 0."""
 
-    def __init__(self, samples: int) -> None:
+    def __init__(self, samples: int, batch_size: int) -> None:
         super().__init__()
-        self.samples = samples
+        self.samples, self.batch_size = samples, batch_size
+
+    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+        hvd.record_step(self.batch_size)  # for hvdrun --monitor, --scaling and --sweep
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         self.started = time.perf_counter()
@@ -96,7 +99,7 @@ def main() -> None:
                       steps_per_execution=args.steps_per_execution)
 
     callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback(),
-                 Throughput(len(x) * hvd.size())]
+                 Throughput(len(x) * hvd.size(), args.batch_size)]
     if first_epoch == 0 and args.warmup_epochs:
         callbacks.append(hvd.callbacks.LearningRateWarmupCallback(args.lr * hvd.size(), args.warmup_epochs))
     if args.checkpoint and hvd.rank() == 0:

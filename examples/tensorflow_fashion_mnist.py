@@ -51,6 +51,7 @@ def main() -> None:
             optimizer.learning_rate = args.lr * (1 + (hvd.size() - 1) * min(1.0, (done + 1) / warmup))
             batch = shuffled[step * args.batch_size:(step + 1) * args.batch_size]
             train(x[batch], y[batch])
+            hvd.record_step(len(batch))  # for hvdrun --monitor, --scaling and --sweep
         seconds = time.perf_counter() - started
         hits = sum(float(correct(test_x[begin:begin + 1000], test_y[begin:begin + 1000]))
                    for begin in range(0, len(test_x), 1000))

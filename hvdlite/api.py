@@ -67,7 +67,7 @@ def init(comm: object = None, process_sets: Sequence[ProcessSet] | str | None = 
             config = Config.from_environment(os.environ)
             place = enter(comm, os.environ, os.getppid(), config)
             _configure_logging(config, place.world)
-            started = assemble(place, config, _casts, _testify(config))
+            started = assemble(place, config, _casts, _testify(config), os.environ)
             started.start()
             if place.job_directory and not place.owns_directory:
                 started.progress.publish(place.job_directory, place.world.rank)
@@ -312,6 +312,11 @@ def _install_hooks() -> None:
         _report_failure(kind, error, where)
 
     sys.excepthook = excepthook
+
+
+def fail(error: BaseException) -> None:
+    """Tell the other ranks that this one fails, where the interpreter will not: inside a worker of Ray or Spark, say."""
+    _report_failure(type(error), error, error.__traceback__)
 
 
 def _report_failure(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:

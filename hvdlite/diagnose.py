@@ -6,16 +6,21 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
+import os
 import platform
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvdlite._version import __version__
+from hvdlite.bootstrap.environments import find_place
 from hvdlite.core.config import Config, environment_name
+from hvdlite.core.errors import LaunchError
 from hvdlite.planes.selection import PLANES, operations
 
 FRAMEWORKS = {"PyTorch": ("torch", "hvdlite_torch"), "TensorFlow": ("tensorflow", "hvdlite_tf"),
@@ -23,22 +28,34 @@ FRAMEWORKS = {"PyTorch": ("torch", "hvdlite_torch"), "TensorFlow": ("tensorflow"
 ENGINES = {"MPI": "mpi4py", "NCCL": "cupy-cuda12x"}
 
 
-def build() -> dict[str, Any]:
-    """Return versions, planes and operations; only strings, lists and dictionaries."""
+def build(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return versions, planes, operations and launch environment; only strings, lists and dictionaries."""
     versions = {name: _version(package) for name, (package, _) in FRAMEWORKS.items()}
     versions |= {f"{name} ({package})": _version(package) for name, package in ENGINES.items()}
     return {"hvdlite": __version__, "python": platform.python_version(), "platform": platform.platform(),
             "installed": {name: version for name, version in versions.items() if version},
             "planes": {plane.name: {"device": plane.device, "where": plane.where, "missing": plane.missing()}
                        for plane in PLANES},
-            "operations": dict(operations())}
+            "operations": dict(operations()), "environment": _environment(environ)}
+
+
+def _environment(environ: Mapping[str, str]) -> str:
+    """Say whose variables `init()` would go by here."""
+    try:
+        place = find_place(environ, os.getppid())
+    except LaunchError as error:
+        return str(error)
+    if place.owns_directory and place.world.size > 1:
+        shutil.rmtree(place.job_directory, ignore_errors=True)  # nobody meets there
+    where = f"rank {place.world.rank} of {place.world.size}"
+    return "none: a script runs alone, as size 1" if place.environment == "none" else f"{place.environment}, {where}"
 
 
 def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    for name in (package, f"{package}-cpu"):  # TensorFlow's smaller build has a name of its own
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return ""
 
 
 def text(facts: dict[str, Any]) -> str:
@@ -46,6 +63,7 @@ def text(facts: dict[str, Any]) -> str:
     lines = [f"hvdlite {facts['hvdlite']}, Python {facts['python']}, {facts['platform']}", "", "Installed:"]
     lines += [f"    [{'X' if name in facts['installed'] else ' '}] {name} {facts['installed'].get(name, '')}".rstrip()
               for name in FRAMEWORKS]
+    lines += ["", f"Launch environment: {facts['environment']}"]
     lines += ["", "Data planes:"]
     for name, plane in facts["planes"].items():
         state = "X" if not plane["missing"] else " "
@@ -97,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.markdown:
         print(TABLES[options.markdown]())
     else:
-        facts = build()
+        facts = build(os.environ)
         print(json.dumps(facts, indent=1) if options.json else text(facts))
     return 0
 

@@ -66,6 +66,7 @@ _HOMES = {
     "functions": ["allgather_object", "broadcast_global_variables", "broadcast_object", "broadcast_object_fn",
                   "broadcast_variables"],
     "gradient_tape": ["DistributedGradientTape", "PartialDistributedGradientTape"],
+    "mirrored": ["MirroredStrategy"],
     "keras.optimizer": ["DistributedOptimizer", "PartialDistributedOptimizer"],
     "sync_batch_norm": ["SyncBatchNormalization"],
     "keras": ["keras"],
@@ -75,18 +76,17 @@ _WHERE = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "Adasum", "Average", "Compression", "ConfigError", "DistributedGradientTape", "DistributedOptimizer",
-    "DuplicateNameError", "HorovodInternalError", "HvdliteError", "LaunchError", "Max", "Min", "MismatchError",
-    "NotInitializedError", "PartialDistributedGradientTape", "PartialDistributedOptimizer", "PeerFailedError",
-    "PeerLeftError", "PeerLostError", "ProcessSet", "Product", "ReduceOp", "ReplicaMismatchError", "StallError",
-    "Sum", "SyncBatchNormalization", "UnsupportedError", "__version__", "add_process_set", "allgather",
+    "DuplicateNameError", "HorovodInternalError", "HvdliteError", "LaunchError", "Max", "Min", "MirroredStrategy",
+    "MismatchError", "NotInitializedError", "PartialDistributedGradientTape", "PartialDistributedOptimizer",
+    "PeerFailedError", "PeerLeftError", "PeerLostError", "ProcessSet", "Product", "ReduceOp", "ReplicaMismatchError",
+    "StallError", "Sum", "SyncBatchNormalization", "UnsupportedError", "__version__", "add_process_set", "allgather",
     "allgather_object", "allreduce", "alltoall", "barrier", "broadcast", "broadcast_", "broadcast_global_variables",
     "broadcast_object", "broadcast_object_fn", "broadcast_variables", "ccl_built", "cross_rank", "cross_size",
     "cuda_built", "ddl_built", "global_process_set", "gloo_built", "gloo_enabled", "grouped_allgather",
     "grouped_allreduce", "grouped_reducescatter", "init", "is_homogeneous", "is_initialized", "join", "keras",
-    "local_rank", "local_rank_op", "local_size", "local_size_op", "mpi_built", "mpi_enabled",
-    "mpi_threads_supported", "nccl_built", "process_set_included_op", "rank", "rank_op", "record_step",
-    "reducescatter", "remove_process_set", "rocm_built", "shutdown", "size", "size_op", "start_timeline",
-    "stop_timeline", "story",
+    "local_rank", "local_rank_op", "local_size", "local_size_op", "mpi_built", "mpi_enabled", "mpi_threads_supported",
+    "nccl_built", "process_set_included_op", "rank", "rank_op", "record_step", "reducescatter", "remove_process_set",
+    "rocm_built", "shutdown", "size", "size_op", "start_timeline", "stop_timeline", "story",
 ]
 
 

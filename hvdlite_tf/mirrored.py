@@ -89,6 +89,10 @@ class MirroredStrategy(tf.distribute.Strategy):  # type: ignore[misc]
         self._extended.synchronize()
         return super().run(fn, args, kwargs, options)
 
+    def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
+        """Return the sum or mean of a value over all ranks, and over a dimension of it where `axis` says so."""
+        return super().reduce(reduce_op, value, axis)
+
     def launch(self, main: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         """Call `main` on as many ranks as `devices` said, and return what rank 0's returned.
 
@@ -162,6 +166,13 @@ class _Extended(OneDeviceExtended):  # type: ignore[misc]
     @property
     def _num_replicas_in_sync(self) -> int:
         return self._mirrored._size
+
+    def variable_created_in_scope(self, v: Any) -> bool:
+        """All variables of this process can be used in the scope, wherever they were made."""
+        return True
+
+    def _validate_colocate_with_variable(self, colocate_with_variable: Any) -> None:
+        pass
 
     def _call_for_each_replica(self, fn: Any, args: Any, kwargs: Any) -> Any:
         with tf.device(self._device), _ReplicaContext(self._mirrored):

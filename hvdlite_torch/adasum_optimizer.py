@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
-from hvdlite.core.types import ReduceOp
+from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.runtime.runtime import Runtime
+from hvdlite_torch import cuda
 from hvdlite_torch.compression import Compressor
-from hvdlite_torch.framework import as_array, contiguous
+from hvdlite_torch.framework import contiguous, lent
 
 
 class DistributedAdasum:
@@ -48,11 +49,12 @@ class DistributedAdasum:
             for parameter, start in zip(parameters, before, strict=True):
                 name = f"adasum.{self._label}.{self._parameter_names[parameter]}"
                 delta, context = self._compression.compress(contiguous(parameter - start, name))
-                array = as_array(delta, name)
+                delta = cuda.carried(delta, name, self._runtime.devices, Collective.ALLREDUCE, ReduceOp.ADASUM)
+                array = lent(delta, name, self._runtime.devices)
                 handles.append((self._runtime.allreduce(name, array, array, ReduceOp.ADASUM), delta, context))
             for parameter, start, (handle, delta, context) in zip(parameters, before, handles, strict=True):
-                handle.wait()
-                parameter.copy_(start + self._compression.decompress(delta, context))
+                cuda.wait(handle)
+                parameter.copy_(start + self._compression.decompress(delta, context).to(start.device))
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hvdlite.training.gradient_reducer import GradientReducer
+from hvdlite_torch import cuda
 
 _graph_task = torch._C._current_graph_task_id
 
@@ -35,7 +36,8 @@ class BackwardHooks:
 
     def watch(self, parameter: torch.Tensor) -> None:
         """Hand this parameter's gradients over from now on; the reducer knows it already."""
-        self._hooks.append(parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self))))
+        note = getattr(self._reducer.framework, "note", None) if cuda.is_on_gpu(parameter) else None
+        self._hooks.append(parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), note)))
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         task = _graph_task()
@@ -62,8 +64,21 @@ class BackwardHooks:
             self._reducer.wait()
 
 
-def _hook(owner: weakref.ref[BackwardHooks]) -> Callable[[torch.Tensor], None]:
-    """Return a hook that does not keep its owner alive: torch does not let Python see the cycle that would make."""
+def _hook(owner: weakref.ref[BackwardHooks],
+          note: Callable[[torch.Tensor], None] | None) -> Callable[[torch.Tensor], None]:
+    """Return a hook that does not keep its owner alive: torch does not let Python see the cycle that would make.
+
+    Args:
+        note: is told of every gradient first; on a GPU, where it matters on which stream it was made.
+    """
+    if note is not None:
+        def noted(parameter: torch.Tensor) -> None:
+            hooks = owner()
+            if hooks is not None:
+                note(parameter)
+                hooks._accumulated(parameter)
+        return noted
+
     def accumulated(parameter: torch.Tensor) -> None:
         hooks = owner()
         if hooks is not None:

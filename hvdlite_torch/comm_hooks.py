@@ -13,9 +13,10 @@ from typing import Any, Protocol
 
 import torch
 
-from hvdlite.core.types import ReduceOp
+from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.runtime.runtime import Runtime
-from hvdlite_torch.framework import as_array, contiguous
+from hvdlite_torch import cuda
+from hvdlite_torch.framework import as_tensor, contiguous, lent
 
 Gradients = Sequence[tuple[str, torch.Tensor]]
 """Names, equal on all ranks, and dense gradients to be overwritten with their averages over all ranks."""
@@ -52,14 +53,17 @@ class Exchange:
 
     def gather(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return all ranks' tensors, concatenated along the first dimension."""
-        source = contiguous(tensor, name)
-        handle = self._runtime.allgather(f"{self._label}.{name}", as_array(source, name), process_set=self._process_set)
-        return torch.from_numpy(handle.wait())
+        devices = self._runtime.devices
+        source = cuda.carried(contiguous(tensor, name), name, devices, Collective.ALLGATHER)
+        handle = self._runtime.allgather(f"{self._label}.{name}", lent(source, name, devices), process_set=self._process_set)
+        return as_tensor(cuda.wait(handle)).to(tensor.device)
 
     def _all_reduced(self, name: str, tensors: Sequence[torch.Tensor], op: ReduceOp) -> None:
-        dense = [contiguous(tensor, name) for tensor in tensors]
-        arrays = [as_array(tensor, name) for tensor in dense]
-        self._runtime.grouped_allreduce(f"{self._label}.{name}", arrays, arrays, op, process_set=self._process_set).wait()
+        devices = self._runtime.devices
+        dense = [cuda.carried(contiguous(tensor, name), name, devices, Collective.ALLREDUCE, op) for tensor in tensors]
+        arrays = [lent(tensor, name, devices) for tensor in dense]
+        cuda.wait(self._runtime.grouped_allreduce(f"{self._label}.{name}", arrays, arrays, op,
+                                                  process_set=self._process_set))
         for tensor, result in zip(tensors, dense, strict=True):
             if tensor.data_ptr() != result.data_ptr():
                 tensor.copy_(result)
@@ -139,7 +143,7 @@ class PowerSGD:
         """Return where the power iteration goes on; the same on all ranks at first."""
         if name not in self._factors:
             generator = torch.Generator().manual_seed(len(self._factors))
-            self._factors[name] = torch.randn(matrix.shape[1], self._rank, generator=generator).to(matrix.dtype)
+            self._factors[name] = torch.randn(matrix.shape[1], self._rank, generator=generator).to(matrix)
         return self._factors[name]
 
 

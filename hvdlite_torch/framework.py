@@ -11,8 +11,11 @@ import numpy as np
 import torch
 
 from hvdlite.core.array import BFLOAT16, Array
+from hvdlite.core.device import AnyArray, Completion, DeviceAccess, DeviceArray, Event
 from hvdlite.core.errors import UnsupportedError
+from hvdlite.core.types import Collective
 from hvdlite.training.framework import Loan, Shape
+from hvdlite_torch import cuda
 from hvdlite_torch.compression import Compressor
 
 
@@ -20,10 +23,11 @@ def contiguous(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """Return a contiguous tensor with `tensor`'s values, sharing its memory when it is contiguous itself.
 
     Raises:
-        UnsupportedError: for a tensor on an accelerator or a sparse one.
+        UnsupportedError: for a tensor on an accelerator that is not an NVIDIA GPU, or a sparse one.
     """
-    if tensor.device.type != "cpu":
-        raise UnsupportedError(f"'{name}' is on {tensor.device}: this version has no GPU data plane yet; move it to the CPU")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise UnsupportedError(f"'{name}' is on {tensor.device}, and only NVIDIA's GPUs (cuda) have a data plane; move "
+                               "it to the CPU")
     if tensor.layout is not torch.strided:
         raise UnsupportedError(f"'{name}' is sparse ({tensor.layout}); densify it with .to_dense(), or pass "
                                "sparse_as_dense=True to DistributedOptimizer")
@@ -31,6 +35,20 @@ def contiguous(tensor: torch.Tensor, name: str) -> torch.Tensor:
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     return tensor.contiguous()
+
+
+def lent(tensor: torch.Tensor, name: str, devices: DeviceAccess | None) -> AnyArray:
+    """Return the memory of a tensor from `contiguous` as the runtime's array; one on a GPU needs `devices`."""
+    if not cuda.is_on_gpu(tensor):
+        return as_array(tensor, name)
+    assert devices is not None
+    return cuda.lend(tensor, devices)
+
+
+def on_host(tensor: torch.Tensor, name: str) -> Array:
+    """Return a tensor's values as a NumPy array, which is a copy of one on a GPU."""
+    dense = contiguous(tensor, name)
+    return as_array(dense.cpu() if cuda.is_on_gpu(dense) else dense, name)
 
 
 def as_array(tensor: torch.Tensor, name: str) -> Array:
@@ -65,7 +83,8 @@ def _sixteen_bits(array: Array) -> torch.Tensor:
 class Seat:
     """A tensor over a place in a bucket.
 
-    `home` never leaves this file; `view` is what parameters get as their gradient, so users can do anything to it.
+    `home` never leaves the adapter; `view` is what parameters get as their gradient, so users can do anything to it. It has
+    the same memory, unless a gradient on a GPU is compressed.
     """
 
     home: torch.Tensor
@@ -73,18 +92,24 @@ class Seat:
     address: int
     mark: Any  # identifies `view`
     context: Any  # what the compressor needs to undo its work; None when nothing is compressed
+    dtype: torch.dtype  # of the view
+    on_gpu: bool = False
 
     @classmethod
     def over(cls, place: Array, context: Any) -> Seat:
         """Return the seat over an array of any strides."""
-        home = torch.from_numpy(place.view(np.int16)).view(torch.bfloat16) if place.dtype == BFLOAT16 \
-            else torch.from_numpy(place)
+        home = _tensor(place)
         view = home.detach()
-        return cls(home, view, home.data_ptr(), weakref.ref(view), context)
+        return cls(home, view, home.data_ptr(), weakref.ref(view), context, home.dtype)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether `tensor` is the view, unchanged."""
-        return tensor is self.view and tensor.data_ptr() == self.address and tensor.dtype is self.home.dtype
+        return tensor is self.view and tensor.data_ptr() == self.address and tensor.dtype is self.dtype
+
+    def renew(self, parameter: torch.Tensor) -> None:
+        """Make another view, on a GPU."""
+        self.view = self.home.detach() if self.context is None else torch.empty_like(parameter.detach())
+        self.address, self.mark = self.view.data_ptr(), weakref.ref(self.view)
 
 
 class TorchGradients:
@@ -92,9 +117,12 @@ class TorchGradients:
 
     Args:
         as_view: whether reduced gradients are views of their buckets, where the compression allows it.
+        devices: the plane for tensors on GPUs; without it they go over host memory.
     """
 
-    def __init__(self, compression: type[Compressor], sparse_as_dense: bool, as_view: bool = True) -> None:
+    def __init__(self, compression: type[Compressor], sparse_as_dense: bool, as_view: bool = True,
+                 devices: DeviceAccess | None = None) -> None:
+        self._devices = devices
         self._compression = compression
         self._sparse_as_dense = sparse_as_dense
         self._as_view = as_view
@@ -129,8 +157,8 @@ class TorchGradients:
         gradient = self._gradient(parameter).detach().coalesce()
         values, _ = self._compression.compress(gradient.values())
         count = gradient._nnz()
-        indices = as_array(contiguous(gradient.indices().t(), "indices"), "indices").reshape(count, -1).view(np.uint8)
-        flat = as_array(contiguous(values.reshape(count, -1), "gradient"), "gradient").view(np.uint8).reshape(count, -1)
+        indices = on_host(gradient.indices().t(), "indices").reshape(count, -1).view(np.uint8)
+        flat = on_host(values.reshape(count, -1), "gradient").view(np.uint8).reshape(count, -1)
         return np.concatenate([indices, flat], axis=1)
 
     def give_rows(self, parameter: torch.Tensor, rows: Array, factor: float) -> Any:
@@ -141,7 +169,7 @@ class TorchGradients:
         values = self._compression.decompress(values, context).reshape(-1, *parameter.shape[sparse_dims:]) * factor
         gradient = torch.sparse_coo_tensor(indices.reshape(-1, sparse_dims).t(), values, parameter.shape,
                                            check_invariants=False).coalesce()
-        parameter.grad = gradient
+        gradient = parameter.grad = gradient.to(parameter.device)
         return weakref.ref(gradient)
 
     @staticmethod
@@ -153,7 +181,8 @@ class TorchGradients:
         raise UnsupportedError(f"a sparse gradient with rows of {row_bytes} bytes does not fit a parameter of shape "
                                f"{list(parameter.shape)}")
 
-    def seat(self, parameter: torch.Tensor, place: Array) -> Seat:
+    def seat(self, parameter: torch.Tensor, place: AnyArray) -> Seat:
+        assert isinstance(place, np.ndarray)
         return Seat.over(place, self._compression.compress(parameter.detach().new_empty(0))[1])
 
     def fill(self, parameter: torch.Tensor, seat: Seat) -> bool:
@@ -185,20 +214,36 @@ class TorchGradients:
                 parameter.grad = None
         return fits
 
+    def fill_with(self, seat: Seat, value: Any) -> None:
+        seat.home.fill_(value)
+
+    def filled(self, memory: AnyArray) -> Event | None:
+        return None
+
+    def follow(self, completion: Completion) -> None:
+        completion.follow(cuda.current_stream(completion.device))
+
+    def settle(self, seat: Seat, values: AnyArray) -> None:
+        assert isinstance(values, np.ndarray)
+        seat.home.copy_(_tensor(values))
+
     def vacate(self, parameter: torch.Tensor, seat: Seat) -> None:
         if parameter.grad is not None and seat.holds(parameter.grad):
             parameter.grad = parameter.grad.clone()
 
     def adopt(self, parameter: torch.Tensor, seat: Seat) -> Any:
-        if seat.context is None and self._as_view:
+        if seat.context is None and self._as_view and not cuda.is_on_gpu(parameter):
             if not seat.holds(seat.view):  # somebody gave our view other memory
                 seat.view = seat.home.detach()
                 seat.mark = weakref.ref(seat.view)
             parameter.grad = seat.view
             return seat.mark
         own = seat.home.clone() if seat.context is None else self._compression.decompress(seat.home, seat.context)
-        parameter.grad = own
+        own = parameter.grad = own.to(parameter.device)
         return weakref.ref(own)
+
+    def adopt_all(self, pairs: Sequence[tuple[torch.Tensor, Seat]]) -> list[Any]:
+        return [self.adopt(parameter, seat) for parameter, seat in pairs]
 
     def is_marked(self, parameter: torch.Tensor, mark: Any) -> bool:
         return mark() is parameter.grad
@@ -207,7 +252,7 @@ class TorchGradients:
         """Return what is to be copied into the seat; None when it does not fit."""
         if self.is_sparse(parameter):
             return None
-        if gradient.layout is not torch.strided or gradient.device.type != "cpu":
+        if gradient.layout is not torch.strided:
             gradient = contiguous(self._gradient(parameter), "gradient")
         if gradient.requires_grad:
             gradient = gradient.detach()
@@ -226,8 +271,23 @@ class TorchGradients:
 
     def _loan(self, parameter: torch.Tensor, values: torch.Tensor) -> Loan[torch.Tensor]:
         compressed, context = self._compression.compress(values)
-        lent = contiguous(compressed, "gradient")
-        return Loan(parameter, as_array(lent, "gradient"), lent, context)
+        dense = cuda.carried(contiguous(compressed, "gradient"), "gradients", self._devices, Collective.ALLREDUCE)
+        return Loan(parameter, lent(dense, "gradient", self._devices), dense, context)
+
+
+def as_tensor(array: AnyArray) -> torch.Tensor:
+    """Return a tensor over an array that a collective returned: for one on a GPU, the tensor that it is."""
+    if isinstance(array, DeviceArray):
+        assert isinstance(array.owner, torch.Tensor)
+        return array.owner
+    return _tensor(array)
+
+
+def _tensor(array: Array) -> torch.Tensor:
+    """Return a tensor over a NumPy array of any strides."""
+    if array.dtype == BFLOAT16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

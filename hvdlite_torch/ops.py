@@ -11,20 +11,24 @@ from typing import Any
 import torch
 
 from hvdlite import api
-from hvdlite.core.array import BFLOAT16, Array
+from hvdlite.core.device import AnyArray
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.process_set import ProcessSet, global_process_set
-from hvdlite.core.types import ReduceOp
+from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.runtime.handle import Handle, Handles
+from hvdlite_torch import cuda
 from hvdlite_torch.compression import Compression, Compressor
-from hvdlite_torch.framework import as_array, contiguous
+from hvdlite_torch.framework import as_tensor, contiguous, lent
 
 Average, Sum, Adasum = api.Average, api.Sum, api.Adasum
 Min, Max, Product = api.Min, api.Max, api.Product
 
 
 class TorchHandle:
-    """A collective on a torch tensor in flight; pass it to `poll` and `synchronize`."""
+    """A collective on a torch tensor in flight; pass it to `poll` and `synchronize`.
+
+    On a GPU, being done means being launched: the result is there for the stream that is current where `wait` is called.
+    """
 
     __slots__ = ("_finish", "_handle", "_result")
 
@@ -39,7 +43,7 @@ class TorchHandle:
 
     def wait(self) -> Any:
         """Wait and return the result tensor; may be called again."""
-        array = self._handle.wait()
+        array = cuda.wait(self._handle)
         if self._finish is not None:
             finish, self._finish = self._finish, None
             self._result = finish(array)
@@ -282,20 +286,20 @@ def reduce(tensor: torch.Tensor, root_rank: int, name: str | None = None, op: Re
            process_set: ProcessSet = global_process_set) -> torch.Tensor | None:
     """Like `allreduce`, but only rank `root_rank` gets the result; the others get None. Not differentiable."""
     name = _name("reduce", name, process_set)
-    source = contiguous(tensor, name)
+    source = _carried(tensor, name, Collective.REDUCE, op)
     target = torch.empty_like(source) if api.rank() == root_rank else None
-    api.runtime().reduce(name, as_array(source, name), None if target is None else as_array(target, name), root_rank, op,
-                         process_set=api.set_id(process_set)).wait()
-    return target
+    cuda.wait(api.runtime().reduce(name, _lent(source, name), None if target is None else _lent(target, name), root_rank, op,
+                                   process_set=api.set_id(process_set)))
+    return None if target is None else target.to(tensor.device)
 
 
 def gather(tensor: torch.Tensor, root_rank: int, name: str | None = None,
            process_set: ProcessSet = global_process_set) -> torch.Tensor | None:
     """Like `allgather`, but only rank `root_rank` gets the result; the others get None. Not differentiable."""
     name = _name("gather", name, process_set)
-    array = api.runtime().gather(name, as_array(contiguous(tensor, name), name), root_rank,
-                                 process_set=api.set_id(process_set)).wait()
-    return None if array is None else _as_tensor(array)
+    source = _carried(tensor, name, Collective.GATHER)
+    array = cuda.wait(api.runtime().gather(name, _lent(source, name), root_rank, process_set=api.set_id(process_set)))
+    return None if array is None else as_tensor(array).to(tensor.device)
 
 
 def scatter(tensor: torch.Tensor, root_rank: int, name: str | None = None,
@@ -305,8 +309,9 @@ def scatter(tensor: torch.Tensor, root_rank: int, name: str | None = None,
     Rows are cut as by `reducescatter`. Not differentiable.
     """
     name = _name("scatter", name, process_set)
-    return _as_tensor(api.runtime().scatter(name, as_array(contiguous(tensor, name), name), root_rank,
-                                            process_set=api.set_id(process_set)).wait())
+    source = _carried(tensor, name, Collective.SCATTER)
+    array = cuda.wait(api.runtime().scatter(name, _lent(source, name), root_rank, process_set=api.set_id(process_set)))
+    return as_tensor(array).to(tensor.device)
 
 
 def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = None,
@@ -341,7 +346,8 @@ def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None, pro
 def send_async(tensor: torch.Tensor, dst: int, name: str | None = None) -> TorchHandle:
     """Like `send`, returning a handle at once; `tensor` must not be written until it is done."""
     name = api.transfer_name("torch", name, api.rank(), dst)
-    return TorchHandle(api.runtime().send(name, as_array(contiguous(tensor, name), name), dst), lambda _: None)
+    source = _carried(tensor, name, Collective.SEND)
+    return TorchHandle(api.runtime().send(name, _lent(source, name), dst), lambda _: None)
 
 
 def send(tensor: torch.Tensor, dst: int, name: str | None = None) -> None:
@@ -352,8 +358,8 @@ def send(tensor: torch.Tensor, dst: int, name: str | None = None) -> None:
 def recv_async(tensor: torch.Tensor, src: int, name: str | None = None) -> TorchHandle:
     """Like `recv`, returning a handle at once; `tensor` must not be used until it is done."""
     name = api.transfer_name("torch", name, src, api.rank())
-    target = _contiguous_like(tensor)
-    return TorchHandle(api.runtime().receive(name, as_array(target, name), src), lambda _: _written(tensor, target))
+    target = _carried(_contiguous_like(tensor), name, Collective.SEND)
+    return TorchHandle(api.runtime().receive(name, _lent(target, name), src), lambda _: _written(tensor, target))
 
 
 def recv(tensor: torch.Tensor, src: int, name: str | None = None) -> torch.Tensor:
@@ -455,21 +461,21 @@ class _Alltoall(torch.autograd.Function):
 
 def _allreduce(tensor: torch.Tensor, output: torch.Tensor, name: str, op: ReduceOp, prescale: float, postscale: float,
                process_set: ProcessSet) -> TorchHandle:
-    source = contiguous(tensor, name)
-    target = source if output is tensor else _contiguous_like(output)
-    array = as_array(source, name)
-    handle = api.runtime().allreduce(name, array, array if target is source else as_array(target, name), op,
+    source = _carried(tensor, name, Collective.ALLREDUCE, op)
+    target = source if output is tensor else _contiguous_like(output, source)
+    array = _lent(source, name)
+    handle = api.runtime().allreduce(name, array, array if target is source else _lent(target, name), op,
                                      prescale=prescale, postscale=postscale, process_set=api.set_id(process_set))
     return TorchHandle(handle, lambda _: _written(output, target))
 
 
 def _grouped_allreduce(tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], name: str, op: ReduceOp,
                        prescale: float, postscale: float, process_set: ProcessSet) -> TorchHandle:
-    sources = [contiguous(tensor, f"{name}[{index}]") for index, tensor in enumerate(tensors)]
-    targets = [source if output is tensor else _contiguous_like(output)
+    sources = [_carried(tensor, f"{name}[{index}]", Collective.ALLREDUCE, op) for index, tensor in enumerate(tensors)]
+    targets = [source if output is tensor else _contiguous_like(output, source)
                for tensor, output, source in zip(tensors, outputs, sources, strict=True)]
-    own = [as_array(target, name) for target in targets]
-    given = [array if target is source else as_array(source, name)
+    own = [_lent(target, name) for target in targets]
+    given = [array if target is source else _lent(source, name)
              for source, target, array in zip(sources, targets, own, strict=True)]
     handle = api.runtime().grouped_allreduce(name, given, own, op, prescale=prescale, postscale=postscale,
                                              process_set=api.set_id(process_set))
@@ -477,23 +483,24 @@ def _grouped_allreduce(tensors: Sequence[torch.Tensor], outputs: Sequence[torch.
 
 
 def _gathered(tensor: torch.Tensor, name: str, process_set: ProcessSet) -> TorchHandle:
-    source = contiguous(tensor, name)
-    handle = api.runtime().allgather(name, as_array(source, name), process_set=api.set_id(process_set))
-    return TorchHandle(handle, _as_tensor)
+    source = _carried(tensor, name, Collective.ALLGATHER)
+    handle = api.runtime().allgather(name, _lent(source, name), process_set=api.set_id(process_set))
+    return TorchHandle(handle, lambda array: as_tensor(array).to(tensor.device))
 
 
 def _reducescatter(tensor: torch.Tensor, name: str, op: ReduceOp, prescale: float, postscale: float,
                    process_set: ProcessSet) -> TorchHandle:
-    source = contiguous(tensor, name)
-    handle = api.runtime().reducescatter(name, as_array(source, name), op, prescale=prescale, postscale=postscale,
+    source = _carried(tensor, name, Collective.REDUCESCATTER, op)
+    handle = api.runtime().reducescatter(name, _lent(source, name), op, prescale=prescale, postscale=postscale,
                                          process_set=api.set_id(process_set))
-    return TorchHandle(handle, _as_tensor)
+    return TorchHandle(handle, lambda array: as_tensor(array).to(tensor.device))
 
 
 def _alltoall(tensor: torch.Tensor, splits: list[int] | None, name: str, process_set: ProcessSet) -> TorchHandle:
-    source = contiguous(tensor, name)
-    handle = api.runtime().alltoall(name, as_array(source, name), splits, process_set=api.set_id(process_set))
-    return TorchHandle(handle, lambda result: (_as_tensor(result[0]), torch.from_numpy(result[1].astype("int32"))))
+    source = _carried(tensor, name, Collective.ALLTOALL)
+    handle = api.runtime().alltoall(name, _lent(source, name), splits, process_set=api.set_id(process_set))
+    return TorchHandle(handle, lambda result: (as_tensor(result[0]).to(tensor.device),
+                                               torch.from_numpy(result[1].astype("int32"))))
 
 
 def _split_list(splits: Sequence[int] | torch.Tensor | None) -> list[int] | None:
@@ -511,14 +518,27 @@ def _many(handles: Sequence[TorchHandle]) -> TorchHandle:
 
 def _broadcast(tensor: torch.Tensor, output: torch.Tensor, root_rank: int, name: str,
                process_set: ProcessSet) -> TorchHandle:
-    source = contiguous(tensor, name)
-    target = source if output is tensor else _contiguous_like(output).copy_(source)
-    return TorchHandle(api.runtime().broadcast(name, as_array(target, name), root_rank, process_set=api.set_id(process_set)),
+    source = _carried(tensor, name, Collective.BROADCAST)
+    target = source if output is tensor else _contiguous_like(output, source).copy_(source)
+    return TorchHandle(api.runtime().broadcast(name, _lent(target, name), root_rank, process_set=api.set_id(process_set)),
                        lambda _: _written(output, target))
 
 
-def _contiguous_like(tensor: torch.Tensor) -> torch.Tensor:
+def _carried(tensor: torch.Tensor, name: str, collective: Collective, op: ReduceOp | None = None) -> torch.Tensor:
+    """Return a contiguous tensor where a plane can take it; a copy in host memory when none on the GPU can."""
+    dense = contiguous(tensor, name)
+    return cuda.carried(dense, name, api.runtime().devices, collective, op) if cuda.is_on_gpu(dense) else dense
+
+
+def _lent(tensor: torch.Tensor, name: str) -> AnyArray:
+    return lent(tensor, name, api.runtime().devices)
+
+
+def _contiguous_like(tensor: torch.Tensor, beside: torch.Tensor | None = None) -> torch.Tensor:
+    """Return memory for a result: the tensor's own if it is contiguous, and where `beside` is."""
     detached = tensor.detach()
+    if beside is not None and cuda.is_on_gpu(beside) != cuda.is_on_gpu(tensor):
+        return cuda.room_beside(beside)
     return detached if detached.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
@@ -528,12 +548,6 @@ def _written(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             output.copy_(target)
     return output
-
-
-def _as_tensor(array: Array) -> torch.Tensor:
-    if array.dtype == BFLOAT16:
-        return torch.from_numpy(array.view("int16")).view(torch.bfloat16)
-    return torch.from_numpy(array)
 
 
 def _name(kind: str, name: str | None, process_set: ProcessSet) -> str:

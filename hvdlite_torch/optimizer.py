@@ -19,11 +19,13 @@ from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.gradient_reducer import GradientReducer
 from hvdlite.training.groups import clusters
 from hvdlite.training.hooked_reducer import HookedReducer
+from hvdlite_torch import cuda
 from hvdlite_torch.adasum_optimizer import DistributedAdasum, check_whole_job
 from hvdlite_torch.backward import BackwardHooks
 from hvdlite_torch.comm_hooks import CommHook, Exchange, reduce_round
 from hvdlite_torch.compression import Compression, Compressor
-from hvdlite_torch.framework import TorchGradients, as_array, contiguous
+from hvdlite_torch.cuda_gradients import CudaGradients
+from hvdlite_torch.framework import TorchGradients, on_host
 from hvdlite_torch.state import take_over
 
 OptimizerType = TypeVar("OptimizerType", bound=torch.optim.Optimizer)
@@ -104,7 +106,7 @@ def DistributedOptimizer(
                          "gradient_predivide_factor at their defaults")
     label, number = runtime.label("torch", api.set_id(process_set)), api.set_id(process_set)
     make: type[GradientReducer[torch.Tensor]] = GradientReducer if comm_hook is None else HookedReducer
-    framework = TorchGradients(compression, sparse_as_dense, runtime.config.gradient_as_bucket_view)
+    framework = _framework(runtime, compression, sparse_as_dense, names)
     reducer = make(runtime, framework, label, op=op, prescale=1.0 / gradient_predivide_factor,
                    postscale=gradient_predivide_factor, passes=backward_passes_per_step, process_set=number)
     if comm_hook is not None and isinstance(reducer, HookedReducer):
@@ -113,6 +115,15 @@ def DistributedOptimizer(
     assert isinstance(optimizer, _Distributed)
     optimizer._attach(runtime, reducer, names, numbers, number)
     return optimizer
+
+
+def _framework(runtime: Runtime, compression: type[Compressor], sparse_as_dense: bool,
+               parameters: Iterable[torch.Tensor]) -> TorchGradients:
+    """Return the gradients' keeper: that for GPUs where there is a parameter on one, and a plane for it."""
+    devices, as_view = runtime.devices, runtime.config.gradient_as_bucket_view
+    if devices is None or devices.missing() or not any(map(cuda.is_on_gpu, parameters)):
+        return TorchGradients(compression, sparse_as_dense, as_view)
+    return CudaGradients(compression, sparse_as_dense, as_view, devices)
 
 
 class _Distributed:
@@ -146,7 +157,7 @@ class _Distributed:
         self._steps += 1
         if self._check_every and self._steps % self._check_every == 0:
             parameters = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
-            named = [(name := self._parameter_names[parameter], as_array(contiguous(parameter, name), name))
+            named = [(name := self._parameter_names[parameter], on_host(parameter, name))
                      for parameter in parameters]
             self._reducer.check_replicas(named)
 

@@ -9,9 +9,11 @@ import torch
 
 from hvdlite import api
 from hvdlite.core.process_set import ProcessSet, global_process_set
+from hvdlite.core.types import Collective
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training import objects, replicas
-from hvdlite_torch.framework import as_array, contiguous
+from hvdlite_torch import cuda
+from hvdlite_torch.framework import contiguous, lent, on_host
 from hvdlite_torch.ops import broadcast_async_
 
 
@@ -76,16 +78,18 @@ def check_replicas(params: Mapping[str, Any] | Iterable[Any], process_set: Proce
     Raises:
         ReplicaMismatchError: on all ranks, naming the first tensor that differs and the ranks.
     """
-    named = [(name, as_array(contiguous(tensor, name), name)) for name, tensor in _named(params)]
+    named = [(name, on_host(tensor, name)) for name, tensor in _named(params)]
     runtime, number = api.runtime(), api.set_id(process_set)
     replicas.check_replicas(runtime, named, runtime.unnamed("torch", "check_replicas", number), number)
 
 
 def _broadcast_tensors(runtime: Runtime, tensors: Sequence[torch.Tensor], root_rank: int, name: str) -> None:
-    dense = [contiguous(tensor, name) for tensor in tensors]
-    handles = [runtime.broadcast(f"{name}.{index}", as_array(tensor, name), root_rank) for index, tensor in enumerate(dense)]
+    devices = runtime.devices
+    dense = [cuda.carried(contiguous(tensor, name), name, devices, Collective.BROADCAST) for tensor in tensors]
+    handles = [runtime.broadcast(f"{name}.{index}", lent(tensor, name, devices), root_rank)
+               for index, tensor in enumerate(dense)]
     for tensor, sent, handle in zip(tensors, dense, handles, strict=True):
-        handle.wait()
+        cuda.wait(handle)
         if tensor.data_ptr() != sent.data_ptr():
             tensor.copy_(sent)
 
@@ -108,6 +112,7 @@ class _Placeholder:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape, self.dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+        self.device = tensor.device.type
 
 
 def _without_tensors(value: Any, found: list[torch.Tensor]) -> Any:
@@ -125,7 +130,7 @@ def _without_tensors(value: Any, found: list[torch.Tensor]) -> Any:
 def _with_tensors(value: Any, made: list[torch.Tensor]) -> Any:
     """Undo `_without_tensors` with new tensors, which are appended to `made` in the same order."""
     if isinstance(value, _Placeholder):
-        made.append(torch.zeros(value.shape, dtype=getattr(torch, value.dtype)))
+        made.append(torch.zeros(value.shape, dtype=getattr(torch, value.dtype), device=value.device))
         return made[-1]
     if isinstance(value, dict):
         return {key: _with_tensors(item, made) for key, item in value.items()}

@@ -9,8 +9,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvdlite import api
 from hvdlite.core.process_set import ProcessSet, global_process_set
-from hvdlite.core.types import ReduceOp
-from hvdlite_torch.framework import as_array
+from hvdlite.core.types import Collective, ReduceOp
+from hvdlite_torch import cuda
+from hvdlite_torch.framework import lent
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -96,7 +97,7 @@ class _Synchronized(torch.autograd.Function):
                 process_set: int) -> tuple[torch.Tensor, ...]:
         wide = _wide(input)
         rows = wide.transpose(0, 1).reshape(wide.shape[1], -1)
-        count = torch.full((1,), float(rows.shape[1]), dtype=wide.dtype)
+        count = wide.new_full((1,), float(rows.shape[1]))
         own_mean = rows.mean(1) if rows.shape[1] else rows.new_zeros(rows.shape[0])
         # Sums of squares about this rank's own mean, not about zero: nothing is lost when the mean is large.
         squares = (rows - own_mean[:, None]).square().sum(1)
@@ -131,11 +132,12 @@ class _Synchronized(torch.autograd.Function):
 def _summed(values: torch.Tensor, process_set: int) -> torch.Tensor:
     """Return the sum of a small vector over the ranks of a process set."""
     runtime = api.runtime()
-    result = values.detach().contiguous()
-    array = as_array(result, "sync_batch_norm")
-    runtime.allreduce(runtime.unnamed("torch", "sync_batch_norm", process_set), array, array, ReduceOp.SUM,
-                      process_set=process_set).wait()
-    return result
+    devices = runtime.devices
+    result = cuda.carried(values.detach().contiguous(), "sync_batch_norm", devices, Collective.ALLREDUCE, ReduceOp.SUM)
+    array = lent(result, "sync_batch_norm", devices)
+    cuda.wait(runtime.allreduce(runtime.unnamed("torch", "sync_batch_norm", process_set), array, array, ReduceOp.SUM,
+                                process_set=process_set))
+    return result.to(values.device)
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

@@ -48,7 +48,9 @@ def _run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         return show_report(options.report, as_json=options.json)
     if options.doctor:
         hosts, shell = _hosts(options, environ)
-        return examine(hosts or [Host(LOCAL)], shell, options.working_directory or os.getcwd(), environ, options.json)
+        allocation = allocations.find(environ, _read)
+        return examine(hosts or [Host(LOCAL)], shell, options.working_directory or os.getcwd(), environ,
+                       allocation.scheduler if allocation else "", options.json)
     if options.scaling is not None and options.sweep is not None:
         raise LaunchError("give either --scaling or --sweep")
     if options.scaling is not None:
@@ -62,7 +64,7 @@ def _run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         command = mpi_command(options, environ)
         if options.verbose:
             print(f"hvdrun: {shlex.join(command)}", file=sys.stderr)
-        os.execvpe(command[0], command, {**environ, **_environment(options, environ)})
+        os.execvpe(command[0], command, {**environ, "PYTHONUNBUFFERED": "1", **_environment(options, environ)})
     settings = job_settings(options, environ)
     monitor = None
     if options.monitor:
@@ -93,6 +95,8 @@ def job_settings(options: argparse.Namespace, environ: Mapping[str, str], size: 
     control = environment_name("control")
     notice = "".join(f"--{name} does nothing here: {why}\n" for name, (_, why) in MEANINGLESS_FLAGS.items()
                      if getattr(options, f"meaningless_{name}") is not None)
+    notice += "".join(f"--{name} does nothing without --mpi\n" for name in ("mpi-args", "binding-args")
+                      if getattr(options, name.replace("-", "_")))
     return JobSettings(
         groups, command, settings, shell, working_directory=options.working_directory or "",
         start_timeout=Config.from_environment({**environ, **settings}).start_timeout,
@@ -117,7 +121,7 @@ def mpi_command(options: argparse.Namespace, environ: Mapping[str, str]) -> list
     return mpirun.mpirun_command(
         flavour, options.mpirun, sum(len(group.ranks) for group in groups), hosts if remote else [],
         {**environ, **_environment(options, environ)}, command, arguments=shlex.split(options.mpi_args),
-        binding=shlex.split(options.binding_args), ssh_port=shell.port, identity=shell.identity,
+        binding=shlex.split(options.binding_args), ssh=shell.ssh_arguments,
         interfaces=_interfaces(options), root=os.geteuid() == 0, output_directory=options.output_filename,
         prefix=options.prefix)
 
@@ -151,7 +155,8 @@ def _hosts(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[lis
         program = program or (allocation.shell if allocation.shell != "srun" or shutil.which("srun") else "ssh")
     shell = Shell(program or "ssh", options.ssh_port, options.ssh_identity_file, tuple(shlex.split(options.ssh_args)),
                   options.remote_python)
-    return placement.unify_local(hosts, placement.is_local), shell
+    here = environ.get("SLURMD_NODENAME")  # a node's name in Slurm need not be one for the network
+    return placement.unify_local(hosts, lambda name: name == here or placement.is_local(name)), shell
 
 
 def _read(path: str) -> str:

@@ -18,14 +18,20 @@ from hvdlite_runner.shells import CONNECT_SECONDS, Shell
 
 LOCAL: Final = "localhost"
 _FACTS_SECONDS: Final = 120.0  # importing frameworks from a cold disk
-_SMALL: Final = {"files": (1024, "each rank opens some hundred files and sockets: ulimit -n 65536"),
-                 "memlock": (1 << 26, "InfiniBand and NCCL lock memory: ulimit -l unlimited")}
-"""Limits below which something is said, and what."""
+_SMALL: Final = {"files": (1024, "", "each rank opens some hundred files and sockets: ulimit -n 65536"),
+                 "memlock": (1 << 26, "infiniband", "InfiniBand locks memory: ulimit -l unlimited"),
+                 "shm": (1 << 30, "gpus", "NCCL shares memory between ranks: docker run --shm-size=4g")}
+"""Limits below which something is said, on hosts that have what, and what is said."""
 
 
-def examine(hosts: Sequence[Host], shell: Shell, directory: str, environ: Mapping[str, str], as_json: bool) -> int:
-    """Print what is known of the hosts and the ways between them; return 0, or 1 when something is wrong."""
-    found = survey_all(hosts, shell, directory, environ)
+def examine(hosts: Sequence[Host], shell: Shell, directory: str, environ: Mapping[str, str], scheduler: str,
+            as_json: bool) -> int:
+    """Print what is known of the hosts and the ways between them; return 0, or 1 when something is wrong.
+
+    Args:
+        scheduler: whose allocation this is in; "" for none.
+    """
+    found = {"scheduler": scheduler, **survey_all(hosts, shell, directory, environ)}
     found["problems"] = list(problems(found))
     print(json.dumps(found, indent=1) if as_json else "\n".join(text(found)))
     return 1 if found["problems"] else 0
@@ -106,9 +112,9 @@ def problems(found: Mapping[str, Any]) -> Iterator[str]:
 
 def hints(facts: Mapping[str, Any]) -> Iterator[str]:
     """Yield what may become a problem on a host."""
-    for name, (least, advice) in _SMALL.items():
+    for name, (least, needed_by, advice) in _SMALL.items():
         value = facts["limits"].get(name, -1)
-        if 0 <= value < least:
+        if 0 <= value < least and (not needed_by or facts[needed_by]):
             yield f"{name} is limited to {_number(name, value)}: {advice}"
 
 
@@ -122,6 +128,8 @@ def _version(facts: Mapping[str, Any], what: str) -> str:
 def text(found: Mapping[str, Any]) -> list[str]:
     """Return everything for people: problems first."""
     lines = [f"problem: {problem}" for problem in found["problems"]] or ["no problem found"]
+    if found["scheduler"]:
+        lines.append(f"inside an allocation of {found['scheduler']}")
     for name, facts in found["hosts"].items():
         lines += ["", f"host {name} ({facts['hostname']}): {facts['cores']} cores, Python {facts['python']} "
                   f"({facts['executable']})", *(f"    {line}" for line in _host_lines(facts))]
@@ -145,6 +153,8 @@ def _host_lines(facts: Mapping[str, Any]) -> Iterator[str]:
     yield "launchers: " + (", ".join(facts["launchers"].values()) or "none")
     yield "interfaces: " + "; ".join(f"{name} {' '.join(addresses)}" for name, addresses in facts["interfaces"].items())
     yield f"ssh: {facts['ssh'] or 'none (Debian: openssh-client)'}"
+    if facts["infiniband"]:
+        yield "InfiniBand: " + ", ".join(facts["infiniband"])
     yield "GPUs: " + ("; ".join(facts["gpus"]) or "none")
     yield "limits: " + ", ".join(f"{name} {_number(name, value)}" for name, value in facts["limits"].items())
     yield from (f"note: {hint}" for hint in hints(facts))

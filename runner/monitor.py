@@ -97,12 +97,20 @@ def waits_of(report: Mapping[str, Any]) -> list[str]:
 
 
 def _gpu_loads(pids: Mapping[int, int]) -> dict[int, str]:
-    """Return "load memory" of the GPU that each process uses, by process id; nothing where there is no nvidia-smi."""
+    """Return "load memory" of the GPU that each process uses, by process id; nothing where there is no nvidia-smi.
+
+    Inside a container nvidia-smi may know the processes by other numbers; then the i-th rank has the i-th GPU.
+    """
     if shutil.which("nvidia-smi") is None:
         return {}
-    per_gpu = {words[0]: words[1] for words in _nvidia_smi("gpu", "uuid,utilization.gpu")}
-    return {int(pid): f"{per_gpu.get(uuid, '?')}% {memory} MiB" for pid, uuid, memory in _nvidia_smi(
-        "compute-apps", "pid,gpu_uuid,used_memory") if int(pid) in pids.values()}
+    cards = _nvidia_smi("gpu", "uuid,utilization.gpu,memory.used")
+    load = {words[0]: words[1] for words in cards}
+    apps = {int(pid): f"{load.get(uuid, '?')}% {memory} MiB" for pid, uuid, memory in _nvidia_smi(
+        "compute-apps", "pid,gpu_uuid,used_memory") if pid.isdigit()}
+    if any(pid in apps for pid in pids.values()):
+        return apps
+    ordered = [pids[rank] for rank in sorted(pids)]
+    return {pid: f"{words[1]}% {words[2]} MiB" for pid, words in zip(ordered, cards, strict=False)}
 
 
 def _nvidia_smi(subject: str, fields: str) -> list[list[str]]:

@@ -39,8 +39,8 @@ def flavour_of(program: str) -> str:
 
 def mpirun_command(flavour: str, program: str, size: int, hosts: Sequence[Host], environ: Mapping[str, str],
                    command: Sequence[str], *, arguments: Sequence[str] = (), binding: Sequence[str] = (),
-                   ssh_port: int | None = None, identity: str | None = None, interfaces: Sequence[str] = (),
-                   root: bool = False, output_directory: str | None = None, prefix: bool = True) -> list[str]:
+                   ssh: Sequence[str] = (), interfaces: Sequence[str] = (), root: bool = False,
+                   output_directory: str | None = None, prefix: bool = True) -> list[str]:
     """Return the command line of an MPI launcher.
 
     Args:
@@ -48,16 +48,16 @@ def mpirun_command(flavour: str, program: str, size: int, hosts: Sequence[Host],
         environ: of the ranks; only the names of what is to be forwarded are used.
         arguments: the user's, after ours.
         binding: in place of our binding (none).
+        ssh: arguments for ssh.
         root: whether this is the superuser, whom Open MPI wants to hear it from.
     """
     build = _open_mpi if flavour == OPEN_MPI else _hydra
-    return [program, *build(size, hosts, sorted(forwarded(environ)), binding, ssh_port, identity, interfaces, root,
-                            output_directory, prefix, flavour), *arguments, *command]
+    return [program, *build(size, hosts, sorted(forwarded(environ)), binding, ssh, interfaces, root, output_directory,
+                            prefix, flavour), *arguments, *command]
 
 
-def _open_mpi(size: int, hosts: Sequence[Host], names: Sequence[str], binding: Sequence[str], ssh_port: int | None,
-              identity: str | None, interfaces: Sequence[str], root: bool, output_directory: str | None, prefix: bool,
-              flavour: str) -> list[str]:
+def _open_mpi(size: int, hosts: Sequence[Host], names: Sequence[str], binding: Sequence[str], ssh: Sequence[str],
+              interfaces: Sequence[str], root: bool, output_directory: str | None, prefix: bool, flavour: str) -> list[str]:
     words = ["--allow-run-as-root"] if root else []
     words += ["--tag-output"] if prefix else []
     words += ["-np", str(size)]
@@ -68,7 +68,6 @@ def _open_mpi(size: int, hosts: Sequence[Host], names: Sequence[str], binding: S
     words += list(binding) or ["-bind-to", "none", "-map-by", "slot"]
     if len(hosts) >= _LARGE:
         words += ["-mca", "plm_rsh_no_tree_spawn", "true", "-mca", "plm_rsh_num_concurrent", str(len(hosts))]
-    ssh = [*(["-p", str(ssh_port)] if ssh_port is not None else []), *(["-i", identity] if identity is not None else [])]
     if ssh:
         words += ["-mca", "plm_rsh_args", " ".join(ssh)]
     if interfaces:
@@ -78,11 +77,10 @@ def _open_mpi(size: int, hosts: Sequence[Host], names: Sequence[str], binding: S
     return [*words, *(word for name in names for word in ("-x", name))]
 
 
-def _hydra(size: int, hosts: Sequence[Host], names: Sequence[str], binding: Sequence[str], ssh_port: int | None,
-           identity: str | None, interfaces: Sequence[str], root: bool, output_directory: str | None, prefix: bool,
-           flavour: str) -> list[str]:
-    if ssh_port is not None or identity is not None:
-        raise LaunchError(f"{flavour}'s launcher takes no ssh port or identity; put them into ~/.ssh/config")
+def _hydra(size: int, hosts: Sequence[Host], names: Sequence[str], binding: Sequence[str], ssh: Sequence[str],
+           interfaces: Sequence[str], root: bool, output_directory: str | None, prefix: bool, flavour: str) -> list[str]:
+    if ssh:
+        raise LaunchError(f"{flavour}'s launcher takes no arguments for ssh ({' '.join(ssh)}); put them into ~/.ssh/config")
     words = ["-np", str(size)]
     if hosts:
         words += ["-hosts", ",".join(f"{host.name}:{host.slots}" for host in hosts)]

@@ -35,7 +35,7 @@ MEANINGLESS_FLAGS: Final = {
     "tcp": ("", "it is for Spectrum MPI"), "jsrun": ("", "start the script with jsrun itself: it finds its place"),
     "min-np": ("N", _ELASTIC), "min-num-proc": ("N", _ELASTIC), "max-np": ("N", _ELASTIC), "max-num-proc": ("N", _ELASTIC),
     "slots-per-host": ("N", "--host-discovery-script says the slots"), "elastic-timeout": ("S", _ELASTIC),
-    "reset-limit": ("N", _ELASTIC),
+    "reset-limit": ("N", _ELASTIC), "blacklist-cooldown-range": ("LO HI", "no host is put on a blacklist"),
 }
 """Horovod's flags that are accepted and do nothing, and why."""
 
@@ -101,7 +101,6 @@ def _add_hosts(group: argparse._ArgumentGroup) -> None:
                        metavar="NAME,...", default=[], help="network interfaces to use (default: those that routes lead to)")
     group.add_argument("--coordinator-port", type=_positive, metavar="PORT", default=0, help="where rank 0 listens for the "
                        "other hosts (default: any free port)")
-    group.add_argument("--blacklist-cooldown-range", nargs=2, metavar=("LO", "HI"), help=argparse.SUPPRESS)
 
 
 def _add_output(group: argparse._ArgumentGroup) -> None:
@@ -131,7 +130,9 @@ def _add_mpi(group: argparse._ArgumentGroup) -> None:
 def _add_horovods(result: argparse.ArgumentParser) -> None:
     for name, (metavar, why) in MEANINGLESS_FLAGS.items():
         if metavar:
-            result.add_argument(f"--{name}", dest=f"meaningless_{name}", help=argparse.SUPPRESS)
+            values = len(metavar.split())
+            result.add_argument(f"--{name}", dest=f"meaningless_{name}", help=argparse.SUPPRESS,
+                                nargs=values if values > 1 else None)
         else:
             result.add_argument(f"--{name}", dest=f"meaningless_{name}", help=argparse.SUPPRESS, action="store_const",
                                 const=why)

@@ -21,6 +21,7 @@ from hvdlite_runner.placement import Host
 from hvdlite_runner.shells import Shell, explain, forwarded
 
 PING_SECONDS: Final = 1.0
+_CLOSE_SECONDS: Final = 2.0  # for a remote shell whose agent has ended: srun tells its controller
 SILENCE: Final = 5.0
 """Seconds without a sign of life after which the launcher counts a host as lost."""
 
@@ -108,13 +109,17 @@ class Remote:
         """End the remote shell; the agent behind it ends by itself when it notices."""
         if self._process.stdin is None or self._process.stdin.closed:
             return
-        self.over = True
+        orderly, self.over = self.over and not self._reason, True
         assert self._process.stdout is not None
         if self._process.stdout.fileno() in self._selector.get_map():
             self._selector.unregister(self._process.stdout)
-        self._process.kill()
-        self._process.wait()
-        self._process.stdin.close()
+        with self._lock:
+            self._process.stdin.close()
+        try:
+            self._process.wait(_CLOSE_SECONDS if orderly else 0.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
         self._process.stdout.close()
 
     def _write(self, content: bytes) -> None:

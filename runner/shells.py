@@ -45,27 +45,31 @@ class Shell:
         """What to call it in messages."""
         return PurePath(self.program).name
 
+    @property
+    def ssh_arguments(self) -> list[str]:
+        """What the user says to ssh."""
+        return [*self.arguments, *(["-p", str(self.port)] if self.port is not None else []),
+                *(["-i", self.identity] if self.identity is not None else [])]
+
     def command(self, host: str) -> list[str]:
         """Return the command line that starts a landing on a host."""
         words = [self.python, "-c", LANDING]
         if self.name == "srun":
             return srun_command(host, self.arguments, words, self.program)
         if self.name == "ssh":
-            return ssh_command(host, self.port, self.identity, self.arguments, words, self.program)
+            return ssh_command(host, self.ssh_arguments, words, self.program)
         return [self.program, *self.arguments, host, shlex.join(words)]
 
 
-def ssh_command(host: str, port: int | None, identity: str | None, arguments: Sequence[str], words: Sequence[str],
-                program: str = "ssh") -> list[str]:
+def ssh_command(host: str, arguments: Sequence[str], words: Sequence[str], program: str = "ssh") -> list[str]:
     """Return a command line for ssh that asks nothing and notices a cut link.
 
     A host that is not known yet is remembered; one whose key has changed is refused.
     """
     options = ["BatchMode=yes", f"ConnectTimeout={CONNECT_SECONDS}", "StrictHostKeyChecking=accept-new", "LogLevel=ERROR",
                "ServerAliveInterval=2", "ServerAliveCountMax=2"]
-    return [program, "-T", *arguments, *(word for option in options for word in ("-o", option)),
-            *(["-p", str(port)] if port is not None else []), *(["-i", identity] if identity is not None else []),
-            "--", host, shlex.join(words)]
+    return [program, "-T", *arguments, *(word for option in options for word in ("-o", option)), "--", host,
+            shlex.join(words)]
 
 
 def srun_command(host: str, arguments: Sequence[str], words: Sequence[str], program: str = "srun") -> list[str]:

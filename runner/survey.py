@@ -188,6 +188,7 @@ def facts(environ: Mapping[str, str]) -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "interfaces": {name: addresses for name, addresses in interfaces().items() if addresses},
         "ssh": _first_line(["ssh", "-V"]), "limits": limits(), "gpus": gpus(),
+        "infiniband": sorted(os.listdir("/sys/class/infiniband")) if os.path.isdir("/sys/class/infiniband") else [],
         "launchers": {name: path for name in ("srun", "mpirun", "mpiexec", "jsrun", "torchrun")
                       if (path := shutil.which(name))},
     }

@@ -3,9 +3,14 @@
 | row | set by | across hosts |
 |---|---|---|
 | hvdlite | hvdrun, or by hand | the launcher gives coordinator and key |
+| Kubernetes | an indexed job gives a pod its index; the manifest the rest, see below | coordinator and key in the manifest |
 | torchrun, Slurm | their launchers | `HVDLITE_SECRET` or `HVDLITE_SECRET_FILE` is needed; rank 0's host is known |
 | Open MPI, MPICH and kin | mpirun, mpiexec, srun | coordinator and key come over MPI; see `bootstrap/mpi.py` |
+| jsrun | its launcher (LSF) | coordinator and key must be set |
 | none | nobody: the script runs alone, as size 1 | |
+
+In an indexed job of Kubernetes a rank is a pod: its number is `JOB_COMPLETION_INDEX`; the manifest sets `HVDLITE_SIZE` to
+`completions`, `HVDLITE_COORDINATOR` to the first pod's name and a port, and `HVDLITE_SECRET` from a secret.
 """
 
 from __future__ import annotations
@@ -50,6 +55,8 @@ ENVIRONMENTS = (
     Environment("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
                 "OMPI_COMM_WORLD_LOCAL_SIZE", ("PMIX_NAMESPACE",), is_mpi=True),
     Environment("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ("PMI_PORT",), is_mpi=True),
+    Environment("jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE",
+                ("LSB_JOBID", "PMIX_NAMESPACE")),
     Environment("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE",
                 ("SLURM_JOB_ID", "SLURM_STEP_ID"), ("SLURM_STEP_NODELIST", "SLURM_NODELIST")),
 )
@@ -91,10 +98,36 @@ def find_place(environ: Mapping[str, str], parent: int) -> Place:
     Raises:
         LaunchError: when a launcher's variables are incomplete or contradict each other.
     """
+    environ = _with_pods_place(environ)
     for environment in ENVIRONMENTS:
-        if environment.size in environ or environment.rank in environ:
+        if _applies(environment, environ):
             return _place(environment, environ, parent)
+    if "PMIX_RANK" in environ:
+        raise LaunchError(f"a PMIx launcher started this process as rank {environ['PMIX_RANK']}, but the number of ranks is "
+                          f"not in the environment: set {contract.SIZE} too, and {contract.RANK}=$PMIX_RANK")
     return Place("none", World())
+
+
+def _with_pods_place(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the environment with the place of a pod of an indexed job, unless a launcher in the pod has set one."""
+    if "JOB_COMPLETION_INDEX" not in environ or contract.SIZE not in environ or contract.RANK in environ:
+        return environ
+    index = environ["JOB_COMPLETION_INDEX"]
+    return {contract.LOCAL_RANK: "0", contract.LOCAL_SIZE: "1", contract.CROSS_RANK: index,
+            contract.CROSS_SIZE: environ[contract.SIZE], **environ, contract.RANK: index}
+
+
+def _applies(environment: Environment, environ: Mapping[str, str]) -> bool:
+    """Return whether a launcher's variables are there, and were meant for this process.
+
+    A batch script of Slurm is no task of a step, although it has a SLURM_PROCID. Where MPI's variables come from srun
+    (`--mpi=pmi2`, `pmix`), srun's own say more: which ranks share a node.
+    """
+    if environment.name == "Slurm":
+        return environment.size in environ
+    if environment.is_mpi and environment.local_rank not in environ and "SLURM_STEP_NUM_TASKS" in environ:
+        return False
+    return environment.size in environ or environment.rank in environ
 
 
 def _place(environment: Environment, environ: Mapping[str, str], parent: int) -> Place:

@@ -42,7 +42,10 @@ class Progress:
         path = Path(job_directory) / f"{PROGRESS_FILE}.{rank}"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
-            os.posix_fallocate(descriptor, 0, _SIZE)
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(descriptor, 0, _SIZE)  # no room is an error now, not a signal later
+            else:
+                os.ftruncate(descriptor, _SIZE)
             self._memory = mmap.mmap(descriptor, _SIZE)
         finally:
             os.close(descriptor)

@@ -158,6 +158,9 @@ class Config:
     gloo_timeout: float = knob(
         300.0, _positive(float), "seconds after which Gloo gives up an operation between ranks that are all alive",
         GLOO_TIMEOUT_SECONDS=_same)
+    shared_gpu: bool = knob(
+        False, _flag, "whether several ranks may use one GPU; for tests, NCCL before 2.30 also needs another NCCL_HOSTID "
+        "for each rank")
     start_timeout: float = knob(60.0, _positive(float), "seconds to wait for all ranks in init()", START_TIMEOUT=_same)
     shutdown_timeout: float = knob(60.0, _positive(float), "seconds rank 0 waits in shutdown() for the others to leave")
     stall_check_time_seconds: float = knob(

@@ -26,6 +26,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 import msgspec
 
 from hvdlite.core.array import SUPPORTED_DTYPES
+from hvdlite.core.device import CPU
 from hvdlite.core.errors import ProtocolError
 from hvdlite.negotiation.fusion import fusion_key, payload_bytes, response_to
 from hvdlite.negotiation.messages import Bucket, BucketReady, BucketRelease, Closing, Layout, Request
@@ -33,6 +34,8 @@ from hvdlite.negotiation.process_sets import ProcessSetTable
 
 ALIGNMENT = 64
 """Bytes; members begin at multiples of it within a bucket, so that vector code and cache lines meet them aligned."""
+GPU_ALIGNMENT = 256
+"""The same in a bucket on a GPU."""
 _MOST_PATIENCE = 64
 Ranks = tuple[int, ...]
 """Who says something: one rank, or all ranks of a host when their leader has merged it."""
@@ -103,7 +106,7 @@ def _member(requests: Mapping[int, Request]) -> Request:
 
 
 def _bucket(number: int, members: Sequence[Request], ranks: Ranks) -> Bucket:
-    step = ALIGNMENT // SUPPORTED_DTYPES[members[0].dtype].itemsize
+    step = (ALIGNMENT if members[0].device == CPU else GPU_ALIGNMENT) // SUPPORTED_DTYPES[members[0].dtype].itemsize
     offsets, elements = [], 0
     for member in members:
         offsets.append(elements)

@@ -29,7 +29,7 @@ def response_to(requests: Mapping[int, Request], members: Sequence[int]) -> Resp
         contributors=tuple(sorted(rank for rank, request in requests.items() if not request.absent)),
         elements=math.prod(first.shape) if first.collective not in _GATHERS else 0,
         rows=_rows(requests, members), row_elements=math.prod(first.shape[1:]),
-        splits=_splits(requests, members) if first.collective is Collective.ALLTOALL else (),
+        splits=_splits(requests, members) if first.collective is Collective.ALLTOALL else (), device=first.device,
     )
 
 
@@ -85,7 +85,8 @@ def payload_bytes(request: Request) -> int:
 def fusion_key(response: Response) -> tuple[object, ...]:
     """Return what must be equal for two responses to be executed as one."""
     return (response.collective, response.dtype, response.op, response.root_rank, response.prescale,
-            response.postscale, response.process_set, response.round, response.divisor, response.contributors)
+            response.postscale, response.process_set, response.round, response.divisor, response.contributors,
+            response.device)
 
 
 def _merged(group: list[Response]) -> Response:

@@ -178,6 +178,7 @@ class Response(Message, frozen=True):
     error: ErrorKind = ErrorKind.NONE
     error_text: str = ""
     result: bytes | None = None  # eager lane: the result itself
+    device: str = "cpu"  # where the tensors are, as in the requests
 
 
 class Bucket(Message, frozen=True):

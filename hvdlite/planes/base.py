@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from hvdlite.core.array import Array
+from hvdlite.core.device import AnyArray, Completion, DeviceAccess, DeviceArray
+from hvdlite.core.errors import HorovodInternalError
 from hvdlite.negotiation.messages import Response
 
 
@@ -21,17 +23,20 @@ class WaitUntil(Protocol):
                 without sleeping while the script is blocked in a wait. 0 is not at all.
         """
 
+Swap = Callable[[str, Sequence[int], bytes, WaitUntil], list[bytes]]
+"""Give a text to each of some ranks, and return theirs; see `runtime.notes`."""
+
 
 @dataclasses.dataclass(frozen=True)
 class FusionBuffer:
     """Memory for buckets, made by a plane so that it can reduce in it.
 
     Attributes:
-        own: this rank's bytes, aligned to 64.
+        own: this rank's bytes, aligned to 64, or to 256 on a GPU.
         slots: every rank's bytes where the plane shares them, else empty.
     """
 
-    own: Array
+    own: AnyArray
     slots: tuple[Array, ...] = ()
 
 
@@ -62,8 +67,8 @@ class Plan:
     sequence: int  # counts the plans of this process set, equal on all its ranks
     ranks: tuple[int, ...]  # the members of the process set, ascending
     response: Response
-    sources: Sequence[Array | None]
-    outputs: Sequence[Array | None]
+    sources: Sequence[Any]  # Array | None on the host; DeviceArray | None for a plane of GPUs; likewise below
+    outputs: Sequence[Any]
     part: Part | None = None
 
 
@@ -99,3 +104,34 @@ class Plane(Protocol):
 
     def close(self) -> None:
         """Release the plane's memory; fusion buffers last as long as their views."""
+
+
+class DevicePlane(DeviceAccess, Protocol):
+    """Like `Plane`, for tensors on GPUs: it launches work, and does not wait for it."""
+
+    name: str
+
+    def report_to(self, report: Callable[[Exception], None]) -> None:
+        """Tell `report` of an error in work that was launched, from any thread."""
+
+    def execute(self, plan: Plan, wait_until: WaitUntil) -> Completion:
+        """Launch `plan`; the outputs hold the result after what is returned, and the sources must be kept until then."""
+
+    def open_set(self, number: int, ranks: tuple[int, ...]) -> None:
+        """Like `Plane.open_set`."""
+
+    def close_set(self, number: int, wait_until: WaitUntil) -> None:
+        """Like `Plane.close_set`."""
+
+    def fusion_buffer(self, nbytes: int, ranks: tuple[int, ...], wait_until: WaitUntil) -> FusionBuffer | None:
+        """Like `Plane.fusion_buffer`."""
+
+    def row_major(self, place: DeviceArray) -> DeviceArray:
+        """Return a row-major copy of an array; its values are there for plans that are executed from now on."""
+
+    def close(self, failure: HorovodInternalError | None) -> None:
+        """End all connections.
+
+        Args:
+            failure: why the job ends early: work under way is not waited for, and whoever waits for it gets this.
+        """

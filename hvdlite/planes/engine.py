@@ -304,7 +304,7 @@ class _Work:
         if len(outputs) == 1 and outputs[0] is not None:
             values = outputs[0]
             if is_root and sources[0] is not values:
-                np.copyto(values, sources[0])  # type: ignore[arg-type]
+                np.copyto(values, sources[0])
             self._link.broadcast(_bytes(values), self._root, self._wait_until)
             return
         total = sum(output.size for output in outputs if output is not None) if outputs else self._response.elements

@@ -27,11 +27,8 @@ from hvdlite.core.array import Array
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.planes.arithmetic import Casts
-from hvdlite.planes.base import WaitUntil
+from hvdlite.planes.base import Swap, WaitUntil
 from hvdlite.planes.engine import EnginePlane, explained
-
-Swap = Callable[[str, Sequence[int], bytes, WaitUntil], list[bytes]]
-"""Give a text to each of some ranks, and return theirs; see `runtime.notes`."""
 
 ABORT_SECONDS: Final = 2.0
 """How long Gloo gets to end what was aborted."""

@@ -12,6 +12,8 @@ from hvdlite.core.errors import LaunchError, UnsupportedError
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.core.world import Hosts
 from hvdlite.planes import gloo, mpi
+from hvdlite.planes.nccl import collectives as nccl
+from hvdlite.planes.nccl import library
 
 REDUCTIONS = (Collective.ALLREDUCE, Collective.REDUCE, Collective.REDUCESCATTER)
 MOVES = (Collective.BROADCAST, Collective.ALLGATHER, Collective.GATHER, Collective.SCATTER, Collective.ALLTOALL,
@@ -58,6 +60,7 @@ PLANES = (
     PlaneFacts("gloo", "cpu", "processes of several hosts, without MPI", carries_on_host, gloo.missing),
     PlaneFacts("hierarchical", "cpu", "hosts of several processes: shm inside, mpi or gloo between", carries_on_host,
                lambda: gloo.missing() and mpi.missing()),
+    PlaneFacts("nccl", "cuda", "NVIDIA GPUs, of one host or several", nccl.carries, library.missing),
 )
 
 

@@ -33,19 +33,22 @@ from hvdlite.memory.shared import SharedMemory, anonymous_file
 from hvdlite.negotiation.buckets import BucketSizes
 from hvdlite.negotiation.coordinator import Coordinator, Policy
 from hvdlite.planes.arithmetic import Casts
-from hvdlite.planes.base import Plane
+from hvdlite.planes.base import DevicePlane, Plane, Swap
 from hvdlite.planes.eager import reduce_payloads
-from hvdlite.planes.gloo import Swap, gloo_plane
+from hvdlite.planes.gloo import gloo_plane
 from hvdlite.planes.gloo import missing as gloo_missing
 from hvdlite.planes.hierarchical import HierarchicalPlane
 from hvdlite.planes.loopback import LoopbackPlane, Table
 from hvdlite.planes.mpi import mpi_plane
+from hvdlite.planes.nccl.plane import of_this_machine
 from hvdlite.planes.selection import Choice, choose
 from hvdlite.planes.shm import ShmPlane
 from hvdlite.runtime.notes import Notes
 from hvdlite.runtime.runtime import Runtime
 
 PlaneWrapper = Callable[[int, Plane], Plane]
+DevicePlaneMaker = Callable[[int, Swap, Callable[[], None]], DevicePlane]
+"""Make the plane for GPUs of a rank, with what lets it meet the others, and what wakes its runtime thread."""
 
 SAME_CLOCK_SECONDS: Final = 0.05
 """Two clocks that differ by less when the ranks meet are one: what is seen is how long the welcome took."""
@@ -63,7 +66,7 @@ def coordinator_for(world: World, config: Config) -> Coordinator | None:
 
 
 def assemble_threads(size: int, config: Config, wrap: PlaneWrapper = lambda rank, plane: plane,
-                     casts: Casts | None = None) -> list[Runtime]:
+                     casts: Casts | None = None, devices: DevicePlaneMaker | None = None) -> list[Runtime]:
     """Return the runtimes of `size` ranks that live in this process, not yet started; `wrap` may inject faults."""
     table = Table()
     casts = casts or Casts.of_numpy()
@@ -71,21 +74,31 @@ def assemble_threads(size: int, config: Config, wrap: PlaneWrapper = lambda rank
     for rank, control in enumerate(InprocControl.star(size)):
         world = World(rank, size, rank, size)
         plane = wrap(rank, LoopbackPlane(rank, table, control.ring, casts))
-        runtimes.append(Runtime(world, config, control, plane, coordinator_for(world, config)))
+        notes = Notes(rank)
+        runtimes.append(Runtime(world, config, control, plane, coordinator_for(world, config), notes=notes,
+                                devices=None if devices is None else devices(rank, notes.swap, control.wake)))
     return runtimes
 
 
-def assemble(place: Place, config: Config, casts: Casts, testimony: tuple[int, int] = (-1, 0)) -> Runtime:
+def gpus(place: Place, config: Config, environment: Mapping[str, str]) -> DevicePlaneMaker:
+    """Return what makes the plane for this process's GPU, which is neither loaded nor looked for before it is used."""
+    return lambda rank, swap, wake: of_this_machine(rank, place.world.local_rank, host_identity(), swap, wake, environment,
+                                                    shared_gpu=config.shared_gpu)
+
+
+def assemble(place: Place, config: Config, casts: Casts, testimony: tuple[int, int] = (-1, 0),
+             environment: Mapping[str, str] | None = None) -> Runtime:
     """Meet the other ranks of this job and return this rank's runtime, not yet started.
 
     Args:
         testimony: where this process writes its stacks; see `control.witness`.
+        environment: the process's, in which NCCL looks for its settings.
 
     Raises:
         LaunchError: when the ranks cannot meet.
     """
     if place.world.size == 1:
-        return assemble_threads(1, config, casts=casts)[0]
+        return assemble_threads(1, config, casts=casts, devices=gpus(place, config, environment or {}))[0]
     check_directory(place.job_directory, make=place.owns_directory)
     try:
         connections, welcome = _meet(place, config, testimony)
@@ -108,8 +121,9 @@ def assemble(place: Place, config: Config, casts: Casts, testimony: tuple[int, i
     plane = planes.make(choice)
     plane.open_set(GLOBAL_PROCESS_SET_ID, tuple(range(world.size)))
     witness = Witness(pids, {rank: welcome.testimonies[rank] for rank in local})
+    devices = gpus(place, config, environment or {})(world.rank, notes.swap, control.wake)
     runtime = Runtime(world, config, control, plane, coordinator_for(world, config), witness, _common_clock(welcome), notes,
-                      hosts)
+                      hosts, devices)
     if not place.owns_directory:
         if world.rank == local[0]:
             witness.write(str(Path(place.job_directory) / PROCESSES_FILE))

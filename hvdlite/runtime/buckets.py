@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from hvdlite.core.array import SUPPORTED_DTYPES, Array, identity
+from hvdlite.core.array import SUPPORTED_DTYPES
+from hvdlite.core.device import AnyArray, Completion, DeviceArray, Event
 from hvdlite.negotiation.controller import Expanded
 from hvdlite.negotiation.messages import Bucket, BucketReady, Layout
-from hvdlite.planes.base import FusionBuffer, Part
+from hvdlite.planes.base import DevicePlane, FusionBuffer, Part
 from hvdlite.runtime.calls import Entry
 from hvdlite.runtime.handle import Handle, Sleepers
 
@@ -45,68 +48,89 @@ class LearnedBucket:
     def __init__(self, definition: Bucket, part: Part) -> None:
         self.definition = definition
         self.part = part
-        self.memory: Array = part.buffer.own[part.begin:part.end].view(SUPPORTED_DTYPES[definition.response.dtype])
-        self.places: tuple[Array, ...] = tuple(
-            self.memory[offset:offset + math.prod(member.shape)]
+        self.memory: AnyArray = _part(part.buffer.own, part.begin, part.end, SUPPORTED_DTYPES[definition.response.dtype])
+        self.places: tuple[AnyArray, ...] = tuple(
+            _part(self.memory, offset, offset + math.prod(member.shape))
             for member, offset in zip(definition.members, definition.offsets, strict=True))
 
-    def logical(self, index: int) -> Array:
+    def logical(self, index: int) -> AnyArray:
         """Return a member's place as an array of its shape, in the order in which the framework lays it out."""
         member, place = self.definition.members[index], self.places[index]
+        if isinstance(place, DeviceArray):
+            return dataclasses.replace(place, shape=member.shape, strides=member.strides)
         if not member.strides:
             return place.reshape(member.shape)
         strides = tuple(step * place.itemsize for step in member.strides)
         return np.lib.stride_tricks.as_strided(place, member.shape, strides)
 
-    def row_major(self, index: int) -> Array:
-        """Return a member's values in row-major order: its place itself where that is the order."""
-        return np.asarray(self.logical(index), order="C")
+    def row_major(self, index: int, ready: Event | None, devices: DevicePlane | None) -> AnyArray:
+        """Return a member's values in row-major order: its place itself where that is the order.
 
-    def settle(self, index: int, values: Array) -> None:
-        """Put a member's row-major values back into its place, unless they lie there."""
-        if self.definition.members[index].strides:
-            np.copyto(self.logical(index), values)
+        Args:
+            ready: on a GPU: after which the place is filled.
+            devices: copies places on GPUs.
+        """
+        place = self.logical(index)
+        if isinstance(place, DeviceArray):
+            if not place.strides:
+                return place.after(ready)
+            assert devices is not None
+            return devices.row_major(place.after(ready))
+        return np.asarray(place, order="C")
 
-    def neutralise(self, index: int) -> None:
-        """Give a member's place the value that changes nothing in the reduction."""
-        self.places[index][...] = identity(self.definition.response.op, self.memory.dtype)
+    def is_row_major(self, index: int) -> bool:
+        """Return whether a member lies in its place in row-major order."""
+        return not self.definition.members[index].strides
 
 
 class LearnedLayout:
-    """A layout with memory: one fusion buffer for all its buckets."""
+    """A layout with memory: a fusion buffer for all its buckets on the host, and one for those on a GPU."""
 
-    def __init__(self, layout: Layout, buffer: FusionBuffer) -> None:
+    def __init__(self, layout: Layout, buffers: Mapping[str, FusionBuffer]) -> None:
         self.layout = layout
-        buckets, begin = [], 0
+        buckets, begins = [], dict.fromkeys(buffers, 0)
         for definition in layout.buckets:
-            end = begin + _nbytes(definition)
-            buckets.append(LearnedBucket(definition, Part(buffer, begin, end)))
-            begin = -(-end // ALIGNMENT) * ALIGNMENT
+            device = definition.response.device
+            begin, end = begins[device], begins[device] + _nbytes(definition)
+            buckets.append(LearnedBucket(definition, Part(buffers[device], begin, end)))
+            begins[device] = -(-end // ALIGNMENT) * ALIGNMENT
         self.buckets = tuple(buckets)
 
 
 class BucketEntry:
     """A bucket between its report and its completion."""
 
-    __slots__ = ("_abandoned", "_sleepers", "bucket", "handle", "ready")
+    __slots__ = ("_abandoned", "_event", "_sleepers", "bucket", "handle", "ready")
 
-    def __init__(self, bucket: LearnedBucket, ready: BucketReady, sleepers: Sleepers) -> None:
-        self.bucket, self.ready = bucket, ready
+    def __init__(self, bucket: LearnedBucket, ready: BucketReady, sleepers: Sleepers, event: Event | None = None) -> None:
+        self.bucket, self.ready, self._event = bucket, ready, event
         self._sleepers = sleepers
         self.handle = BucketHandle(bucket.definition.members[0].name, sleepers)
         self._abandoned = False
 
-    def complete(self, nobody: Sequence[int]) -> None:
-        """The bucket is reduced."""
-        self.handle.nobody = frozenset(nobody)
-        if not self._abandoned:
-            self.handle._complete(None, self.bucket.definition.response.contributors)
+    @property
+    def memory(self) -> AnyArray:
+        """The bucket's values in this round."""
+        memory = self.bucket.memory
+        return memory.after(self._event) if isinstance(memory, DeviceArray) else memory
 
-    def split(self, expanded: Expanded) -> list[Entry]:
-        """The bucket's members are answered one by one: return their entries, over the same memory."""
+    def complete(self, nobody: Sequence[int], completion: Completion | None) -> None:
+        """The bucket is reduced; on a GPU, after `completion`."""
+        self.handle.nobody = frozenset(nobody)
+        if completion is not None:
+            completion = completion.holding(self.bucket)
+        if not self._abandoned:
+            self.handle._complete(None, self.bucket.definition.response.contributors, completion)
+
+    def split(self, expanded: Expanded, devices: DevicePlane | None) -> list[Entry]:
+        """The bucket's members are answered one by one: return their entries, over the same memory.
+
+        Args:
+            devices: copies places on GPUs.
+        """
         entries = []
         for index, request in enumerate(expanded.requests):
-            values = self.bucket.row_major(index)
+            values = self.bucket.row_major(index, self._event, devices)
             entries.append(Entry(request, [None if request.absent else values], [values], values, self._sleepers))
         self.handle.parts = tuple(entry.handle for entry in entries)
         if not self._abandoned:
@@ -120,12 +144,24 @@ class BucketEntry:
         self._abandoned = True
 
 
-def buffer_bytes(layout: Layout) -> int:
-    """Return the size of the fusion buffer that a layout needs on each rank."""
-    end = 0
+def buffer_bytes(layout: Layout) -> dict[str, int]:
+    """Return the size of the fusion buffers that a layout needs on each rank, by device."""
+    ends: dict[str, int] = {}
     for definition in layout.buckets:
-        end = -(-end // ALIGNMENT) * ALIGNMENT + _nbytes(definition)
-    return end
+        device = definition.response.device
+        ends[device] = -(-ends.get(device, 0) // ALIGNMENT) * ALIGNMENT + _nbytes(definition)
+    return ends
+
+
+def _part(memory: AnyArray, begin: int, end: int, dtype: np.dtype[Any] | None = None) -> AnyArray:
+    """Return elements of an array, taken as those of another dtype; `begin` and `end` count its own."""
+    if isinstance(memory, DeviceArray):
+        width = memory.dtype.itemsize
+        dtype = dtype or memory.dtype
+        return dataclasses.replace(memory, pointer=memory.pointer + begin * width, dtype=dtype,
+                                   shape=((end - begin) * width // dtype.itemsize,))
+    part = memory[begin:end]
+    return part if dtype is None else part.view(dtype)
 
 
 def _nbytes(definition: Bucket) -> int:

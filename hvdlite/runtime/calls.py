@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from hvdlite.control.progress import Progress
-from hvdlite.core.array import SUPPORTED_DTYPES, Array, check_reducible, dtype_name, flat
+from hvdlite.core.array import SUPPORTED_DTYPES, check_reducible, dtype_name
+from hvdlite.core.device import CPU, AnyArray, Completion, DeviceArray, device_of, empty, flattened
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import ROOTED, Collective, ReduceOp
@@ -26,12 +27,12 @@ class Entry:
 
     __slots__ = ("_abandoned", "_result", "handle", "outputs", "request", "sources")
 
-    def __init__(self, request: Request, sources: Sequence[Array | None], outputs: Sequence[Array | None],
+    def __init__(self, request: Request, sources: Sequence[AnyArray | None], outputs: Sequence[AnyArray | None],
                  result: Any, sleepers: Sleepers) -> None:
         self.request = request
-        self.sources = [None if source is None else flat(source) for source in sources]
-        self.outputs: list[Array | None] = self.sources if outputs is sources else [
-            None if output is None else flat(output) for output in outputs]
+        self.sources = [None if source is None else flattened(source) for source in sources]
+        self.outputs: list[AnyArray | None] = self.sources if outputs is sources else [
+            None if output is None else flattened(output) for output in outputs]
         self._result = result  # what the handle returns
         self.handle = Handle(request.name, sleepers)
         self._abandoned = False
@@ -70,24 +71,31 @@ class Entry:
         """Others have a sparse gradient, this rank has none: contribute no rows to what they gather."""
         dtype = SUPPORTED_DTYPES[response.dtype]
         result = np.empty((sum(response.rows), response.row_elements), dtype)
-        self.sources, self._result, self.outputs = [np.empty(0, dtype)], result, [flat(result)]
+        self.sources, self._result, self.outputs = [np.empty(0, dtype)], result, [flattened(result)]
 
     def _allocate(self, rows: int) -> None:
         (source,) = self.sources
         assert source is not None
-        result = np.empty((rows, *self.request.shape[1:]), source.dtype)
-        self._result, self.outputs = result, [flat(result)]
+        result = empty(source, (rows, *self.request.shape[1:]))
+        self._result, self.outputs = result, [flattened(result)]
 
     def deliver(self, result: bytes) -> None:
         """Take a result that came with the decision."""
         (output,) = self.outputs
         if output is not None:  # else this rank sent it
+            assert isinstance(output, np.ndarray)
             np.copyto(output.view(np.uint8), np.frombuffer(result, np.uint8))
 
-    def complete(self, response: Response) -> None:
-        """Hand the result to whoever waits."""
+    def complete(self, response: Response, completion: Completion | None = None) -> None:
+        """Hand the result to whoever waits.
+
+        Args:
+            completion: on a GPU: what the result is behind.
+        """
+        if completion is not None:
+            completion = completion.holding((self.sources, self.outputs))
         if not self._abandoned:
-            self.handle._complete(self._result, response.contributors)
+            self.handle._complete(self._result, response.contributors, completion)
 
     def fail(self, error: Exception) -> None:
         """Hand an error to whoever waits."""
@@ -101,10 +109,10 @@ class Entry:
 
 
 class Calls:
-    """The collectives of one rank on NumPy arrays; `_submit` hands an entry to the engine.
+    """The collectives of one rank on NumPy arrays, and on GPUs' memory; `_submit` hands an entry to the engine.
 
     Every call checks its arguments and returns a `Handle` without blocking. The arrays must be C-contiguous, stay alive
-    and not be written until the handle is done.
+    and not be written until the handle is done; on a GPU, until what follows the handle's completion.
     """
 
     world: World
@@ -152,7 +160,7 @@ class Calls:
         """
         raise NotImplementedError
 
-    def allreduce(self, name: str, source: Array | None, output: Array, op: ReduceOp, *, prescale: float = 1.0,
+    def allreduce(self, name: str, source: AnyArray | None, output: AnyArray, op: ReduceOp, *, prescale: float = 1.0,
                   postscale: float = 1.0, process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
         """Reduce over all ranks of a process set into `output`.
 
@@ -174,35 +182,36 @@ class Calls:
         op = ReduceOp(op)
         request = self._request(name, Collective.ALLREDUCE, reducible(name, source, output, op), output.shape, op=op,
                                 prescale=float(prescale), postscale=float(postscale), absent=source is None,
-                                payload=self._payload(source), process_set=process_set)
+                                payload=self._payload(source), process_set=process_set, device=device_of(output))
         return self._submit(Entry(request, *_memory(source, output), output, self._sleepers))
 
-    def grouped_allreduce(self, name: str, sources: Sequence[Array], outputs: Sequence[Array], op: ReduceOp, *,
+    def grouped_allreduce(self, name: str, sources: Sequence[AnyArray], outputs: Sequence[AnyArray], op: ReduceOp, *,
                           prescale: float = 1.0, postscale: float = 1.0,
                           process_set: int = GLOBAL_PROCESS_SET_ID) -> Handles:
         """Like `allreduce`, of several arrays that are negotiated and answered as one; the result is `outputs`.
 
         Args:
-            sources: the same number of arrays, of the same shapes, on all ranks. Of several dtypes, they are as many groups
-                as dtypes.
+            sources: the same number of arrays, of the same shapes, on all ranks. Of several dtypes, or on the host and
+                on a GPU, they are as many groups.
         """
         op = ReduceOp(op)
-        groups: dict[str, tuple[list[Array], list[Array]]] = {}
+        groups: dict[tuple[str, str], tuple[list[AnyArray], list[AnyArray]]] = {}
         for index, (source, output) in enumerate(zip(sources, outputs, strict=True)):
-            group = groups.setdefault(reducible(f"{name}[{index}]", source, output, op), ([], []))
+            group = groups.setdefault((reducible(f"{name}[{index}]", source, output, op), device_of(output)), ([], []))
             group[0].append(source)
             group[1].append(output)
         handles = []
-        for dtype, (given, own) in groups.items():
-            request = self._request(name if len(groups) == 1 else f"{name}.{dtype}", Collective.ALLREDUCE, dtype,
+        for (dtype, device), (given, own) in groups.items():
+            part = name if len(groups) == 1 else f"{name}.{dtype}" if device == CPU else f"{name}.{dtype}.{device}"
+            request = self._request(part, Collective.ALLREDUCE, dtype,
                                     (sum(output.size for output in own),), op=op, prescale=float(prescale),
                                     postscale=float(postscale), group=tuple(output.shape for output in own),
-                                    process_set=process_set)
+                                    process_set=process_set, device=device)
             handles.append(self._submit(Entry(request, given, own, own, self._sleepers)))
         return Handles(handles, outputs)
 
-    def reduce(self, name: str, source: Array, output: Array | None, root_rank: int, op: ReduceOp, *, prescale: float = 1.0,
-               postscale: float = 1.0, process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
+    def reduce(self, name: str, source: AnyArray, output: AnyArray | None, root_rank: int, op: ReduceOp, *,
+               prescale: float = 1.0, postscale: float = 1.0, process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
         """Like `allreduce`, but only rank `root_rank` gets the result; the others pass no `output` and get None.
 
         Raises:
@@ -211,10 +220,11 @@ class Calls:
         op = ReduceOp(op)
         dtype = reducible(name, source, source if output is None else output, op)
         request = self._request(name, Collective.REDUCE, dtype, source.shape, op=op, root_rank=root_rank,
-                                prescale=float(prescale), postscale=float(postscale), process_set=process_set)
+                                prescale=float(prescale), postscale=float(postscale), process_set=process_set,
+                                device=device_of(source))
         return self._submit(Entry(request, [source], [output], output, self._sleepers))
 
-    def reducescatter(self, name: str, array: Array, op: ReduceOp, *, prescale: float = 1.0, postscale: float = 1.0,
+    def reducescatter(self, name: str, array: AnyArray, op: ReduceOp, *, prescale: float = 1.0, postscale: float = 1.0,
                       process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
         """Reduce over all ranks of a process set and give each its share of the rows, as a new array.
 
@@ -228,10 +238,11 @@ class Calls:
             raise UnsupportedError(f"'{name}': reducescatter has no Adasum, which weighs whole tensors; use allreduce")
         _check_rows(name, array, "reducescatter cuts")
         request = self._request(name, Collective.REDUCESCATTER, reducible(name, array, array, op), array.shape, op=op,
-                                prescale=float(prescale), postscale=float(postscale), process_set=process_set)
+                                prescale=float(prescale), postscale=float(postscale), process_set=process_set,
+                                device=device_of(array))
         return self._submit(Entry(request, [array], [], None, self._sleepers))
 
-    def broadcast(self, name: str, array: Array, root_rank: int, *, process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
+    def broadcast(self, name: str, array: AnyArray, root_rank: int, *, process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
         """Overwrite `array` on every rank of a process set with rank `root_rank`'s.
 
         Args:
@@ -243,10 +254,10 @@ class Calls:
         """
         request = self._request(name, Collective.BROADCAST, _checked(name, array), array.shape, root_rank=root_rank,
                                 payload=self._payload(array) if self.world.rank == root_rank else None,
-                                process_set=process_set)
+                                process_set=process_set, device=device_of(array))
         return self._submit(Entry(request, *_memory(array, array), array, self._sleepers))
 
-    def allgather(self, name: str, array: Array, *, process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
+    def allgather(self, name: str, array: AnyArray, *, process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
         """Concatenate all ranks' arrays along the first dimension, in rank order, into a new array.
 
         Args:
@@ -258,17 +269,17 @@ class Calls:
         """
         _check_rows(name, array, "allgather concatenates along")
         request = self._request(name, Collective.ALLGATHER, _checked(name, array), array.shape,
-                                payload=self._payload(array), process_set=process_set)
+                                payload=self._payload(array), process_set=process_set, device=device_of(array))
         return self._submit(Entry(request, [array], [], None, self._sleepers))
 
-    def gather(self, name: str, array: Array, root_rank: int, *, process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
+    def gather(self, name: str, array: AnyArray, root_rank: int, *, process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
         """Like `allgather`, but only rank `root_rank` gets the result; the others get None."""
         _check_rows(name, array, "gather concatenates along")
         request = self._request(name, Collective.GATHER, _checked(name, array), array.shape, root_rank=root_rank,
-                                process_set=process_set)
+                                process_set=process_set, device=device_of(array))
         return self._submit(Entry(request, [array], [], None, self._sleepers))
 
-    def scatter(self, name: str, array: Array, root_rank: int, *, process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
+    def scatter(self, name: str, array: AnyArray, root_rank: int, *, process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
         """Give each rank of a process set its share of the rows of rank `root_rank`'s array, as a new array.
 
         Args:
@@ -279,10 +290,10 @@ class Calls:
         """
         _check_rows(name, array, "scatter cuts")
         request = self._request(name, Collective.SCATTER, _checked(name, array), array.shape, root_rank=root_rank,
-                                process_set=process_set)
+                                process_set=process_set, device=device_of(array))
         return self._submit(Entry(request, [array], [], None, self._sleepers))
 
-    def alltoall(self, name: str, array: Array, splits: Sequence[int] | None = None, *,
+    def alltoall(self, name: str, array: AnyArray, splits: Sequence[int] | None = None, *,
                  process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
         """Send rows to each rank of a process set and get rows from each; the result is (new array, rows from each rank).
 
@@ -305,10 +316,11 @@ class Calls:
         if len(given) != size or min(given, default=0) < 0 or sum(given) > rows:
             raise UnsupportedError(f"'{name}': splits {list(given)} must be {size} numbers from 0, one for each rank of the "
                                    f"set, with a sum of at most {rows}, the number of rows")
-        request = self._request(name, Collective.ALLTOALL, dtype, array.shape, splits=given, process_set=process_set)
+        request = self._request(name, Collective.ALLTOALL, dtype, array.shape, splits=given, process_set=process_set,
+                                device=device_of(array))
         return self._submit(Entry(request, [array], [], None, self._sleepers))
 
-    def send(self, name: str, array: Array, receiver: int) -> Handle:
+    def send(self, name: str, array: AnyArray, receiver: int) -> Handle:
         """Send an array to another rank, which calls `receive` with the same name; the result is None.
 
         The handle is done when it has arrived. Every pair of ranks is a process set of its own, members of others or not.
@@ -319,18 +331,18 @@ class Calls:
         """
         return self._transfer(name, array, None, self.world.rank, receiver)
 
-    def receive(self, name: str, array: Array, sender: int) -> Handle:
+    def receive(self, name: str, array: AnyArray, sender: int) -> Handle:
         """Overwrite `array` with what another rank sends: the same name, shape and dtype."""
         return self._transfer(name, array, array, sender, self.world.rank)
 
-    def _transfer(self, name: str, array: Array, output: Array | None, sender: int, receiver: int) -> Handle:
+    def _transfer(self, name: str, array: AnyArray, output: AnyArray | None, sender: int, receiver: int) -> Handle:
         other = receiver if sender == self.world.rank else sender
         if other == self.world.rank or not 0 <= other < self.world.size:
             raise UnsupportedError(f"'{name}': rank {self.world.rank} exchanges tensors with another of the ranks "
                                    f"0..{self.world.size - 1}, not with {other}")
         request = self._request(name, Collective.SEND, _checked(name, array), array.shape, root_rank=sender,
                                 payload=None if output is array else self._payload(array),
-                                process_set=pair(sender, receiver, self.world.size))
+                                process_set=pair(sender, receiver, self.world.size), device=device_of(array))
         return self._submit(Entry(request, [array], [output], output, self._sleepers))
 
     def barrier(self, name: str, *, process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
@@ -390,9 +402,9 @@ class Calls:
             raise UnsupportedError(f"'{name}': root_rank {root_rank} is not a rank of {what}")
         return Request(name, collective, dtype, shape, root_rank=root_rank, process_set=process_set, **rest)
 
-    def _payload(self, array: Array | None) -> bytes | None:
+    def _payload(self, array: AnyArray | None) -> bytes | None:
         """Return what a tensor offers to the eager lane: its bytes, if they are few."""
-        if array is None or array.nbytes > self._eager_limit:
+        if type(array) is not np.ndarray or array.nbytes > self._eager_limit:
             return None
         return array.tobytes()
 
@@ -403,7 +415,7 @@ def _numbered(counters: defaultdict[str, Iterator[int]], where: str, process_set
     return f"{where}.{next(counters[where])}"
 
 
-def reducible(name: str, source: Array | None, output: Array, op: ReduceOp) -> str:
+def reducible(name: str, source: AnyArray | None, output: AnyArray, op: ReduceOp) -> str:
     """Return the dtype's name of arrays that can be reduced with `op`, or raise `UnsupportedError`.
 
     `source` must be of `output`'s shape and dtype; None stands for a rank that contributes nothing.
@@ -418,21 +430,21 @@ def reducible(name: str, source: Array | None, output: Array, op: ReduceOp) -> s
     return _checked(name, source)
 
 
-def _check_rows(name: str, array: Array, what: str) -> None:
+def _check_rows(name: str, array: AnyArray, what: str) -> None:
     if array.ndim == 0:
         raise UnsupportedError(f"'{name}': {what} the first dimension, and a scalar has none; pass an array of shape (1,)")
 
 
-def _memory(source: Array | None, output: Array) -> tuple[list[Array | None], list[Array]]:
+def _memory(source: AnyArray | None, output: AnyArray) -> tuple[list[AnyArray | None], list[AnyArray]]:
     """Return sources and outputs of an entry; the same list when the call is in place."""
     outputs = [output]
     return (outputs if source is output else [source]), outputs  # type: ignore[return-value]
 
 
-def _checked(name: str, array: Array) -> str:
+def _checked(name: str, array: AnyArray) -> str:
     """Return the dtype's name of an array that a plane can take, or raise `UnsupportedError`."""
     dtype = dtype_name(array.dtype)
-    if not array.flags.c_contiguous:
+    if type(array) is not DeviceArray and not array.flags.c_contiguous:  # type: ignore[union-attr]
         raise UnsupportedError(f"'{name}': the array of shape {list(array.shape)} is not C-contiguous; "
                                "pass numpy.ascontiguousarray(...)")
     return dtype

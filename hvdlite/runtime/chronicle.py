@@ -11,9 +11,11 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from hvdlite.core.device import CPU
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.negotiation.messages import Request, Response, TraceEvent
 
+GPU_PLANE: Final = "NCCL"
 REMEMBERED: Final = 2048
 """How many events a rank remembers."""
 
@@ -95,10 +97,11 @@ class Chronicle:
 
     def moving(self, lanes: Sequence[str], response: Response) -> None:
         """The plane gets some tensors."""
-        self._events.append((self._clock(), response.names, "begun", self._plane.lower()))
+        plane = self._plane if response.device == CPU else GPU_PLANE
+        self._events.append((self._clock(), response.names, "begun", plane.lower()))
         if self._open is not None:
             self._end(lanes)
-            self._begin(lanes, f"{self._plane}_{response.collective.name}")
+            self._begin(lanes, f"{plane}_{response.collective.name}")
 
     def done(self, lanes: Sequence[str], response: Response) -> None:
         """Some tensors have their result, or their error."""

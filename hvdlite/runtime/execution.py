@@ -7,13 +7,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
-from hvdlite.core.array import Array
+from hvdlite.core.device import CPU, AnyArray, Completion
 from hvdlite.core.errors import HorovodInternalError, MismatchError, PeerLeftError
+from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.controller import Assist, Evicted, Expanded, Instruction
 from hvdlite.negotiation.messages import BucketRelease, Decision, ErrorKind, Layout, Response
 from hvdlite.negotiation.process_sets import ProcessSetTable
-from hvdlite.planes.base import Part, Plan, Plane, WaitUntil
+from hvdlite.planes.base import DevicePlane, FusionBuffer, Part, Plan, Plane, WaitUntil
 from hvdlite.runtime.buckets import BucketEntry, LearnedLayout, buffer_bytes
 from hvdlite.runtime.calls import Entry
 from hvdlite.runtime.chronicle import Chronicle, lane_of
@@ -33,20 +34,24 @@ class Execution:
         moving_since: when it began, on the caller's clock; infinite when there is none.
 
     Args:
-        wait_until: lets the plane wait.
+        devices: the plane for tensors on GPUs, if there is one.
+        wait_until: lets the planes wait.
         free: makes an entry's name usable again; called before its handle is completed.
         abandon: gives up a layout on all ranks.
         start_anew: all ranks have joined.
     """
 
     def __init__(self, rank: int, size: int, plane: Plane, chronicle: Chronicle, clock: Callable[[], float], *,
-                 wait_until: WaitUntil, free: Callable[[Entry], None], abandon: Callable[[int], None],
-                 start_anew: Callable[[], None]) -> None:
+                 devices: DevicePlane | None, wait_until: WaitUntil, free: Callable[[Entry], None],
+                 abandon: Callable[[int], None], start_anew: Callable[[], None]) -> None:
         self.process_sets = ProcessSetTable(size)
         self.layouts: dict[str, LearnedLayout] = {}
         self.partners: tuple[int, ...] = ()
         self.moving_since = NOT_MOVING
         self._rank, self._plane, self._chronicle, self._clock = rank, plane, chronicle, clock
+        self._devices = devices
+        if devices is not None:
+            devices.open_set(GLOBAL_PROCESS_SET_ID, self.process_sets[GLOBAL_PROCESS_SET_ID])
         self._wait_until, self._free, self._abandon, self._start_anew = wait_until, free, abandon, start_anew
         self._entries: dict[tuple[int, str], Entry] = {}  # handed in and not completed; likewise below
         self._buckets: dict[int, BucketEntry] = {}
@@ -79,7 +84,7 @@ class Execution:
         """A bucket's members are answered one by one."""
         entry = self._buckets.pop(expanded.bucket)
         self._chronicle.split(bucket_lane(expanded.bucket), entry.bucket.definition.response.names)
-        for each in entry.split(expanded):
+        for each in entry.split(expanded, self._devices):
             self.add(each)
 
     def carry_out(self, decision: Decision, instructions: Sequence[Instruction], left: frozenset[int]) -> None:
@@ -98,13 +103,19 @@ class Execution:
         for instruction in instructions:
             self._follow(instruction)
 
-    def close(self, error: HorovodInternalError) -> None:
-        """Fail what is under way, and give up the plane."""
+    def close(self, error: HorovodInternalError, *, failed: bool) -> None:
+        """Fail what is under way, and give up the planes.
+
+        Args:
+            failed: whether the job ends early.
+        """
         for entry in list(self._entries.values()):
             self._release(entry).abandon(error)
         for bucket in self._buckets.values():
             bucket.abandon(error)
         self._plane.close()
+        if self._devices is not None:
+            self._devices.close(error if failed else None)
 
     def _open_pairs(self, decision: Decision) -> None:
         """Let the plane open the process sets of two ranks when they first need it; all ranks do so at the same decision."""
@@ -112,7 +123,12 @@ class Execution:
             number = response.process_set
             if number < 0 and number not in self._pairs and response.error is ErrorKind.NONE and response.result is None:
                 self._pairs.add(number)
-                self._plane.open_set(number, self.process_sets[number])
+                self._open_set(number, self.process_sets[number])
+
+    def _open_set(self, number: int, ranks: tuple[int, ...]) -> None:
+        self._plane.open_set(number, ranks)
+        if self._devices is not None:
+            self._devices.open_set(number, ranks)
 
     def _trace(self, instruction: Instruction) -> None:
         if isinstance(instruction, Response):
@@ -140,24 +156,34 @@ class Execution:
 
     def _learn(self, layout: Layout) -> None:
         ranks = layout.buckets[0].response.contributors
+        buffers: dict[str, FusionBuffer] = {}
         try:
-            buffer = self._plane.fusion_buffer(buffer_bytes(layout), ranks)
+            for device, nbytes in buffer_bytes(layout).items():
+                buffer = self._buffer(device, nbytes, ranks)
+                if buffer is None:
+                    return
+                buffers[device] = buffer
         except MemoryError as error:
             _log.warning("rank %d: '%s' goes on without learned buckets: %s", self._rank, layout.label, error)
             self._abandon(layout.layout)
             return
-        if buffer is not None:
-            self.layouts[layout.label] = LearnedLayout(layout, buffer)
+        self.layouts[layout.label] = LearnedLayout(layout, buffers)
+
+    def _buffer(self, device: str, nbytes: int, ranks: tuple[int, ...]) -> FusionBuffer | None:
+        if device == CPU:
+            return self._plane.fusion_buffer(nbytes, ranks)
+        assert self._devices is not None
+        return self._devices.fusion_buffer(nbytes, ranks, self._wait_until)
 
     def _reduce_bucket(self, release: BucketRelease) -> None:
         entry = self._buckets[release.bucket]
         response, lanes = entry.bucket.definition.response, (bucket_lane(release.bucket),)
-        memory = [entry.bucket.memory]
+        memory = [entry.memory]
         self._chronicle.moving(lanes, response)
-        self._move(response, memory, memory, entry.bucket.part)
+        completion = self._move(response, memory, memory, entry.bucket.part)
         del self._buckets[release.bucket]
         self._chronicle.done(lanes, response)
-        entry.complete(release.nobody)
+        entry.complete(release.nobody, completion)
 
     def _perform(self, response: Response) -> None:
         entries = [self._entries[response.process_set, name] for name in response.names]
@@ -168,6 +194,7 @@ class Execution:
             return
         for entry in entries:
             entry.prepare(response, self._rank, self.process_sets[response.process_set])
+        completion = None
         if response.result is not None:
             entries[0].deliver(response.result)
         elif response.collective in (Collective.ADD_PROCESS_SET, Collective.REMOVE_PROCESS_SET):
@@ -176,11 +203,11 @@ class Execution:
             self._start_anew()
         elif response.collective is not Collective.BARRIER:  # that all ranks reported it is the barrier
             self._chronicle.moving(_lanes(response), response)
-            self._move(response, [source for entry in entries for source in entry.sources],
-                       [output for entry in entries for output in entry.outputs])
+            completion = self._move(response, [source for entry in entries for source in entry.sources],
+                                    [output for entry in entries for output in entry.outputs])
         self._chronicle.done(_lanes(response), response)
         for entry in entries:
-            self._release(entry).complete(response)
+            self._release(entry).complete(response, completion)
 
     def _assist(self, response: Response) -> None:
         """Having joined, do this rank's share of the others' work."""
@@ -192,18 +219,27 @@ class Execution:
 
     def _change_sets(self, response: Response) -> None:
         if response.collective is Collective.ADD_PROCESS_SET:
-            self._plane.open_set(self.process_sets.add(response.splits), response.splits)
+            self._open_set(self.process_sets.add(response.splits), response.splits)
         else:
             self.process_sets.remove(response.rows[0])
             self._plane.close_set(response.rows[0], self._wait_until)
+            if self._devices is not None:
+                self._devices.close_set(response.rows[0], self._wait_until)
 
-    def _move(self, response: Response, sources: Sequence[Array | None], outputs: Sequence[Array | None],
-              part: Part | None = None) -> None:
+    def _move(self, response: Response, sources: Sequence[AnyArray | None], outputs: Sequence[AnyArray | None],
+              part: Part | None = None) -> Completion | None:
         number = response.process_set
         self._plans[number] += 1
         self.partners, self.moving_since = self.process_sets[number], self._clock()
-        self._plane.execute(Plan(self._plans[number], self.partners, response, sources, outputs, part), self._wait_until)
+        plan = Plan(self._plans[number], self.partners, response, sources, outputs, part)
+        completion = None
+        if response.device == CPU:
+            self._plane.execute(plan, self._wait_until)
+        else:
+            assert self._devices is not None, "a tensor on a GPU came from nowhere"
+            completion = self._devices.execute(plan, self._wait_until)
         self.moving_since = NOT_MOVING
+        return completion
 
     def _refusal(self, response: Response) -> HorovodInternalError:
         name = response.names[0]

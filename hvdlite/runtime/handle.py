@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvdlite.control.progress import Progress
+from hvdlite.core.device import Completion
 
 
 class Sleepers:
@@ -44,14 +45,17 @@ class Handle:
     Attributes:
         name: the tensor's name, as negotiated.
         contributors: after completion, the ranks that contributed, ascending; empty when all were absent.
+        completion: after completion, what the result is behind when it is on a GPU: the work is launched, not done. None on
+            the host, and for results that need no work.
     """
 
-    __slots__ = ("_done", "_error", "_lock", "_result", "_sleepers", "contributors", "name")
+    __slots__ = ("_done", "_error", "_lock", "_result", "_sleepers", "completion", "contributors", "name")
 
     def __init__(self, name: str, sleepers: Sleepers) -> None:
         self.name = name
         self._sleepers = sleepers
         self.contributors: tuple[int, ...] = ()
+        self.completion: Completion | None = None
         self._result: Any = None
         self._error: Exception | None = None
         self._done = False
@@ -61,6 +65,10 @@ class Handle:
     def done(self) -> bool:
         """Return whether `wait` would return (or raise) at once."""
         return self._done
+
+    def completions(self) -> list[Completion]:
+        """After `wait`: return what the results are behind; nothing on the host."""
+        return [] if self.completion is None else [self.completion]
 
     def wait(self, timeout: float | None = None) -> Any:
         """Block until the collective is complete and return its result: an array, a list of arrays, None for a barrier.
@@ -84,8 +92,8 @@ class Handle:
             raise self._error.with_traceback(None)
         return self._result
 
-    def _complete(self, result: Any, contributors: tuple[int, ...]) -> None:
-        self._result, self.contributors = result, contributors
+    def _complete(self, result: Any, contributors: tuple[int, ...], completion: Completion | None = None) -> None:
+        self._result, self.contributors, self.completion = result, contributors, completion
         self._finish()
 
     def _fail(self, error: Exception) -> None:
@@ -113,6 +121,10 @@ class Handles:
     def done(self) -> bool:
         """Return whether `wait` would return (or raise) at once."""
         return all(handle.done() for handle in self._handles)
+
+    def completions(self) -> list[Completion]:
+        """Like `Handle.completions`."""
+        return [completion for handle in self._handles for completion in handle.completions()]
 
     def wait(self) -> Any:
         """Wait for all of them, in order, and return the result, or raise the first error. May be called again."""

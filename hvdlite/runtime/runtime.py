@@ -22,11 +22,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Final
 
 from hvdlite.control.base import ControlPlane, DecisionReceived, Event, PeerLost, ReportReceived
 from hvdlite.core.array import Array, dtype_name
 from hvdlite.core.config import Config
+from hvdlite.core.device import AnyArray, DeviceAccess, device_of
+from hvdlite.core.device import Event as DeviceEvent
 from hvdlite.core.errors import (
     DuplicateNameError,
     ForkedProcessError,
@@ -40,7 +41,7 @@ from hvdlite.core.world import Hosts, World
 from hvdlite.negotiation.controller import Controller
 from hvdlite.negotiation.coordinator import Coordinator
 from hvdlite.negotiation.messages import Aside, BucketReady, Closing, Decision, FailureNotice, Layout, Report
-from hvdlite.planes.base import Plane
+from hvdlite.planes.base import DevicePlane, Plane
 from hvdlite.runtime.autotune import Autotuner
 from hvdlite.runtime.buckets import BucketEntry, BucketHandle, LearnedBucket, LearnedLayout
 from hvdlite.runtime.calls import Calls, Entry, reducible
@@ -48,6 +49,7 @@ from hvdlite.runtime.chronicle import Chronicle, lane_of
 from hvdlite.runtime.execution import Execution, bucket_lane
 from hvdlite.runtime.failures import failure_error
 from hvdlite.runtime.handle import Handle
+from hvdlite.runtime.limits import EAGER_TRAFFIC, FLUSH_SECONDS, LISTEN_SECONDS, LOOK_SECONDS, RECENT, TRACE_BATCH
 from hvdlite.runtime.lookout import LOOKS, Lookout, Patience, Receiver, Times, Witness
 from hvdlite.runtime.notes import Notes
 from hvdlite.runtime.polling import poll
@@ -57,17 +59,6 @@ from hvdlite.runtime.timeline import Timeline
 
 _log = logging.getLogger("hvdlite")
 
-FLUSH_SECONDS: Final = 2.0
-RECENT: Final = 200
-"""How many collectives a rank remembers for stall reports."""
-LOOK_SECONDS: Final = 0.25
-"""How often a rank that waits looks whether it has waited long."""
-LISTEN_SECONDS: Final = 0.2
-"""How long a rank that never has to wait works on a plan before it looks for messages."""
-TRACE_BATCH: Final = 256
-"""How many events of a timeline are sent without waiting for another message."""
-EAGER_TRAFFIC: Final = 1 << 20
-"""Bytes that one eager tensor may bring to rank 0 over all ranks."""
 _SHUT_DOWN = "hvdlite was shut down on this rank before the collective was complete"
 
 
@@ -95,11 +86,12 @@ class Runtime(Calls):
         clock: seconds on a monotonic clock, the same for all ranks of the job.
         notes: what its planes swap when they connect.
         hosts: of all ranks; None when they share one.
+        devices: the plane for tensors on GPUs; None where there is none.
     """
 
     def __init__(self, world: World, config: Config, control: ControlPlane, plane: Plane, coordinator: Coordinator | None,
                  witness: Witness | None = None, clock: Callable[[], float] = time.monotonic,
-                 notes: Notes | None = None, hosts: Hosts | None = None) -> None:
+                 notes: Notes | None = None, hosts: Hosts | None = None, devices: DevicePlane | None = None) -> None:
         super().__init__(min(config.eager_limit, EAGER_TRAFFIC // world.size))
         self.world = world
         self.hosts = hosts or Hosts((tuple(range(world.size)),))
@@ -114,9 +106,12 @@ class Runtime(Calls):
         self._names: set[tuple[int, str]] = set()  # with their process sets
         self._names_lock = threading.Lock()
         self._chronicle = Chronicle(world.rank, plane.name, clock)
-        self._work = Execution(world.rank, world.size, plane, self._chronicle, clock, wait_until=self._wait_until,
-                               free=self._free, abandon=self._controller.abandon, start_anew=self._start_anew)
-        self._plane = plane
+        self._work = Execution(world.rank, world.size, plane, self._chronicle, clock, devices=devices,
+                               wait_until=self._wait_until, free=self._free, abandon=self._controller.abandon,
+                               start_anew=self._start_anew)
+        self._plane, self._devices = plane, devices
+        if devices is not None:
+            devices.report_to(lambda error: self.fail(type(error).__name__, str(error), ""))
         self._decisions: deque[Decision] = deque()  # received and not applied
         times = Times(config.stall_check_time_seconds, config.stall_shutdown_time_seconds, config.silence_check_seconds,
                       config.heartbeat_timeout)
@@ -189,6 +184,11 @@ class Runtime(Calls):
         return self._plane.name
 
     @property
+    def devices(self) -> DeviceAccess | None:
+        """Return what adapters may ask of the plane for GPUs; None where all tensors are on the host."""
+        return self._devices
+
+    @property
     def in_child(self) -> bool:
         """Whether this process is a forked child, to which the runtime does not belong."""
         return self._pid != os.getpid()
@@ -206,7 +206,7 @@ class Runtime(Calls):
 
     # --- declared sets ---------------------------------------------------------------------------------------------
 
-    def declare(self, name: str, source: Array | None, output: Array, op: ReduceOp, label: str, number: int, *,
+    def declare(self, name: str, source: AnyArray | None, output: AnyArray, op: ReduceOp, label: str, number: int, *,
                 prescale: float = 1.0, postscale: float = 1.0, strides: tuple[int, ...] = (), cluster: int = 0,
                 process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
         """Like `allreduce`, of a member of declared set `label` in its round `number` (from 1); never travels eagerly.
@@ -217,7 +217,8 @@ class Runtime(Calls):
         """
         request = self._request(name, Collective.ALLREDUCE, reducible(name, source, output, op), output.shape, op=op,
                                 prescale=float(prescale), postscale=float(postscale), absent=source is None, label=label,
-                                round=number, strides=strides, cluster=cluster, process_set=process_set)
+                                round=number, strides=strides, cluster=cluster, process_set=process_set,
+                                device=device_of(output))
         return self._submit(Entry(request, [source], [output], output, self._sleepers))
 
     def declare_rows(self, name: str, rows: Array, label: str, number: int, *,
@@ -238,10 +239,14 @@ class Runtime(Calls):
         learned = self._work.layouts.get(label)
         return None if learned is None or number < learned.layout.first_round else learned
 
-    def submit_bucket(self, bucket: LearnedBucket, ready: BucketReady) -> BucketHandle:
-        """Every place of a learned bucket is filled. Its memory must not be touched until the handle is done."""
+    def submit_bucket(self, bucket: LearnedBucket, ready: BucketReady, event: DeviceEvent | None = None) -> BucketHandle:
+        """Every place of a learned bucket is filled. Its memory must not be touched until the handle is done.
+
+        Args:
+            event: on a GPU: after which it is filled.
+        """
         self._check_usable(bucket.definition.members[0].name)
-        entry = BucketEntry(bucket, ready, self._sleepers)
+        entry = BucketEntry(bucket, ready, self._sleepers, event)
         self._hand_in(entry)
         return entry.handle
 
@@ -569,7 +574,7 @@ class Runtime(Calls):
         if self._failure is None and not self._left:
             self._failure = HorovodInternalError("the runtime thread ended unexpectedly; see the log")
         self._control.flush(FLUSH_SECONDS)
-        self._work.close(self._last_word())
+        self._work.close(self._last_word(), failed=self._failure is not None)
         self._control.close()
         if self._desk is not None:
             self._desk.close()

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from hvdlite.core.array import Array, dtype_name
+from hvdlite.core.device import AnyArray, Completion, Event
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import ReduceOp
@@ -55,7 +56,7 @@ class ArrayGradients:
     def lend(self, parameter: Slot) -> Loan[Slot]:
         loan = self.lend_empty(parameter)
         assert parameter.array is not None
-        np.copyto(loan.array, parameter.array)
+        np.copyto(loan.tensor, parameter.array)
         return loan
 
     def lend_empty(self, parameter: Slot) -> Loan[Slot]:
@@ -64,7 +65,7 @@ class ArrayGradients:
         return Loan(parameter, array, array)
 
     def give_back(self, loan: Loan[Slot]) -> Any:
-        loan.parameter.array = loan.array
+        loan.parameter.array = loan.tensor
         return None
 
     def is_sparse(self, parameter: Slot) -> bool:
@@ -76,7 +77,8 @@ class ArrayGradients:
     def give_rows(self, parameter: Slot, rows: Array, factor: float) -> Any:
         raise UnsupportedError("another rank has a sparse gradient where this one has a dense one")
 
-    def seat(self, parameter: Slot, place: Array) -> Array:
+    def seat(self, parameter: Slot, place: AnyArray) -> Array:
+        assert isinstance(place, np.ndarray)
         return place
 
     def fill(self, parameter: Slot, seat: Array) -> bool:
@@ -89,6 +91,19 @@ class ArrayGradients:
     def fill_all(self, pairs: Sequence[tuple[Slot, Array]]) -> list[bool]:
         return [self.fill(parameter, seat) for parameter, seat in pairs]
 
+    def fill_with(self, seat: Array, value: Any) -> None:
+        seat[...] = value
+
+    def filled(self, memory: AnyArray) -> Event | None:
+        return None
+
+    def follow(self, completion: Completion) -> None:
+        completion.wait()
+
+    def settle(self, seat: Array, values: AnyArray) -> None:
+        assert isinstance(values, np.ndarray)
+        np.copyto(seat, values)
+
     def vacate(self, parameter: Slot, seat: Array) -> None:
         pass
 
@@ -97,6 +112,9 @@ class ArrayGradients:
         parameter.array = aligned_empty(parameter.shape, parameter.dtype)
         np.copyto(parameter.array, seat)
         return None
+
+    def adopt_all(self, pairs: Sequence[tuple[Slot, Array]]) -> Sequence[Any]:
+        return [self.adopt(parameter, seat) for parameter, seat in pairs]
 
     def is_marked(self, parameter: Slot, mark: Any) -> bool:
         return False

@@ -12,10 +12,11 @@ gradients again, every member goes by itself, and the layout is abandoned on all
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Generic
 
-from hvdlite.core.array import Array
+from hvdlite.core.array import SUPPORTED_DTYPES, Array, identity
+from hvdlite.core.device import CPU
 from hvdlite.core.errors import HvdliteError
 from hvdlite.negotiation.messages import BucketReady
 from hvdlite.runtime.buckets import BucketHandle, LearnedBucket, LearnedLayout
@@ -43,11 +44,12 @@ class Seating(Generic[Parameter]):
         self.members: list[list[tuple[Parameter, Any]]] = []
         for bucket_index, bucket in enumerate(learned.buckets):
             seated = []
+            at_once = bucket.definition.response.device != CPU  # a GPU copies many gradients as fast as one
             for index, member in enumerate(bucket.definition.members):
                 parameter = parameters[member.name]
                 seat = framework.seat(parameter, bucket.logical(index))
                 seated.append((parameter, seat))
-                self.where[id(parameter)] = (bucket_index, index, seat, bucket.places[index].nbytes <= SMALL)
+                self.where[id(parameter)] = (bucket_index, index, seat, at_once or bucket.places[index].nbytes <= SMALL)
             self.members.append(seated)
 
     @classmethod
@@ -120,7 +122,7 @@ class BucketRound(Generic[Parameter]):
 
     def wait(self, errors: list[HvdliteError]) -> Iterator[tuple[Parameter, Any]]:
         """Wait for every bucket; yield the parameters whose gradients are now the reduced ones, with their marks."""
-        adopt = self._framework.adopt
+        adopt_all = self._framework.adopt_all
         for filling, members in zip(self._fillings, self._seating.members, strict=True):
             if filling.handle is None:
                 continue
@@ -129,9 +131,11 @@ class BucketRound(Generic[Parameter]):
             except HvdliteError as error:
                 errors.append(error)
                 continue
-            for index in self._reduced(filling, members, errors):
-                parameter, seat = members[index]
-                yield parameter, adopt(parameter, seat)
+            if filling.handle.completion is not None:
+                self._framework.follow(filling.handle.completion)
+            reduced = self._reduced(filling, members, errors)
+            for (parameter, _), mark in zip(reduced, adopt_all(reduced), strict=True):
+                yield parameter, mark
 
     def _complete(self, bucket_index: int) -> Alone[Parameter]:
         """Every member is given: copy the small ones and report the bucket."""
@@ -142,12 +146,16 @@ class BucketRound(Generic[Parameter]):
             filling.later = [index for index, fit in zip(filling.later, fits, strict=True) if not fit]
             if filling.later:
                 return self._break(bucket_index)
-        for index in filling.missing:
-            filling.bucket.neutralise(index)
+        if filling.missing:
+            response = filling.bucket.definition.response
+            neutral = identity(response.op, SUPPORTED_DTYPES[response.dtype])
+            for index in filling.missing:
+                self._framework.fill_with(members[index][1], neutral)
         closes = next(self._reported) == len(self._fillings) and self._closes
         filling.handle = self._runtime.submit_bucket(
             filling.bucket,
-            BucketReady(filling.bucket.definition.bucket, self._number, tuple(sorted(filling.missing)), closes))
+            BucketReady(filling.bucket.definition.bucket, self._number, tuple(sorted(filling.missing)), closes),
+            self._framework.filled(filling.bucket.memory))
         return ()
 
     def _break(self, bucket_index: int) -> Alone[Parameter]:
@@ -160,12 +168,12 @@ class BucketRound(Generic[Parameter]):
                 *((members[index][0], False) for index in filling.missing)]
 
     def _reduced(self, filling: _Filling, members: Sequence[tuple[Parameter, Any]],
-                 errors: list[HvdliteError]) -> Iterable[int]:
-        """Return the members of a finished bucket that somebody contributed to."""
+                 errors: list[HvdliteError]) -> Sequence[tuple[Parameter, Any]]:
+        """Return the members of a finished bucket that somebody contributed to, and their seats."""
         assert filling.handle is not None
         if not filling.handle.parts:
             nobody = filling.handle.nobody
-            return range(filling.size) if not nobody else [index for index in range(filling.size) if index not in nobody]
+            return members if not nobody else [member for index, member in enumerate(members) if index not in nobody]
         reduced = []
         for index, part in enumerate(filling.handle.parts):
             try:
@@ -173,10 +181,13 @@ class BucketRound(Generic[Parameter]):
             except HvdliteError as error:
                 errors.append(error)
                 continue
+            if part.completion is not None:
+                self._framework.follow(part.completion)
             if result.dtype.name != filling.bucket.definition.members[index].dtype:
                 self.gathered.append((members[index][0], result))
             elif part.contributors:
-                filling.bucket.settle(index, result)
-                reduced.append(index)
+                if not filling.bucket.is_row_major(index):
+                    self._framework.settle(members[index][1], result)
+                reduced.append(members[index])
         return reduced
 

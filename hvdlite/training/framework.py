@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from hvdlite.core.array import Array
+from hvdlite.core.device import AnyArray, Completion, Event
 
 Parameter = TypeVar("Parameter")
 
@@ -20,7 +21,7 @@ class Loan(Generic[Parameter]):
     """
 
     parameter: Parameter
-    array: Array
+    array: AnyArray
     tensor: Any
     context: Any = None
 
@@ -64,7 +65,7 @@ class Framework(Protocol[Parameter]):
     def give_rows(self, parameter: Parameter, rows: Array, factor: float) -> Any:
         """Make the sum of all ranks' rows, times a factor, the parameter's gradient; return a mark, like `give_back`."""
 
-    def seat(self, parameter: Parameter, place: Array) -> Any:
+    def seat(self, parameter: Parameter, place: AnyArray) -> Any:
         """Return a seat over `place`, which has the shape, dtype and strides of `shape(parameter)`."""
 
     def fill(self, parameter: Parameter, seat: Any) -> bool:
@@ -76,11 +77,26 @@ class Framework(Protocol[Parameter]):
     def fill_all(self, pairs: Sequence[tuple[Parameter, Any]]) -> list[bool]:
         """Like `fill`, of many small gradients at once."""
 
+    def fill_with(self, seat: Any, value: Any) -> None:
+        """Give a seat's elements one value."""
+
+    def filled(self, memory: AnyArray) -> Event | None:
+        """Return after what the seats in `memory` hold what was put there; None on the host."""
+
+    def follow(self, completion: Completion) -> None:
+        """Let what the framework does from now on come after work on a GPU."""
+
+    def settle(self, seat: Any, values: AnyArray) -> None:
+        """Put row-major values into a seat of other strides."""
+
     def vacate(self, parameter: Parameter, seat: Any) -> None:
         """When the parameter's gradient lies in its seat, move it out."""
 
     def adopt(self, parameter: Parameter, seat: Any) -> Any:
         """Make what lies in the seat the parameter's gradient; return a mark, like `give_back`."""
+
+    def adopt_all(self, pairs: Sequence[tuple[Parameter, Any]]) -> Sequence[Any]:
+        """Like `adopt`, of many gradients of one bucket at once."""
 
     def is_marked(self, parameter: Parameter, mark: Any) -> bool:
         """Return whether the gradient is still the one that `mark` identified (accumulated into, perhaps)."""

@@ -72,7 +72,7 @@ class GradientReducer(Generic[Parameter]):
         self.is_shared = len(members) > 1 and runtime.world.rank in members  # else this rank trains alone
         self._process_set = process_set
         self._runtime = runtime
-        self._framework = framework
+        self.framework = self._framework = framework
         self._label = label
         self._op, self._prescale, self._postscale = op, prescale, postscale
         self._members: dict[int, _Member[Parameter]] = {}  # by identity: framework tensors compare elementwise
@@ -169,6 +169,8 @@ class GradientReducer(Generic[Parameter]):
             except HvdliteError as error:
                 errors.append(error)
                 continue
+            if handle.completion is not None:
+                self._framework.follow(handle.completion)
             if loan is None or result is not loan.array:
                 self._take_rows(member, result)
             elif handle.contributors:

@@ -24,4 +24,4 @@ def weight(rows: int, rank: int, size: int) -> float:
     if rows < size:
         return 1.0
     mine = share(rows, rank, size)
-    return (mine.stop - mine.start) * size / rows
+    return float((mine.stop - mine.start) * size / rows)

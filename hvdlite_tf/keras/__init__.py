@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras as _keras
+
 from hvdlite import (
     Adasum,
     Average,
@@ -69,16 +71,21 @@ from hvdlite_tf.keras.optimizer import DistributedOptimizer, PartialDistributedO
 
 __all__ = [
     "Adasum", "Average", "Compression", "ConfigError", "DistributedOptimizer", "DuplicateNameError",
-    "HorovodInternalError", "HvdliteError", "LaunchError", "Max", "Min", "MismatchError", "NotInitializedError",
-    "PartialDistributedOptimizer", "PeerFailedError", "PeerLeftError", "PeerLostError", "ProcessSet", "Product",
-    "ReduceOp", "ReplicaMismatchError", "StallError", "Sum", "UnsupportedError", "__version__", "add_process_set",
-    "allgather", "allgather_object", "allreduce", "barrier", "broadcast", "broadcast_global_variables",
-    "broadcast_object", "broadcast_variables", "callbacks", "ccl_built", "cross_rank", "cross_size", "cuda_built",
-    "ddl_built", "global_process_set", "gloo_built", "gloo_enabled", "init", "is_homogeneous", "is_initialized",
-    "join", "load_model", "local_rank", "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported",
-    "nccl_built", "rank", "record_step", "reducescatter", "remove_process_set", "rocm_built", "shutdown", "size",
-    "start_timeline", "stop_timeline", "story",
+    "HorovodInternalError", "HvdliteError", "LaunchError", "Max", "Min", "MirroredStrategy", "MismatchError",
+    "NotInitializedError", "PartialDistributedOptimizer", "PeerFailedError", "PeerLeftError", "PeerLostError",
+    "ProcessSet", "Product", "ReduceOp", "ReplicaMismatchError", "StallError", "Sum", "UnsupportedError",
+    "__version__", "add_process_set", "allgather", "allgather_object", "allreduce", "barrier", "broadcast",
+    "broadcast_global_variables", "broadcast_object", "broadcast_variables", "callbacks", "ccl_built", "cross_rank",
+    "cross_size", "cuda_built", "ddl_built", "global_process_set", "gloo_built", "gloo_enabled", "init",
+    "is_homogeneous", "is_initialized", "join", "load_model", "local_rank", "local_size", "mpi_built", "mpi_enabled",
+    "mpi_threads_supported", "nccl_built", "rank", "record_step", "reducescatter", "remove_process_set", "rocm_built",
+    "shutdown", "size", "start_timeline", "stop_timeline", "story",
 ]
+
+if _keras.backend.backend() == "tensorflow":
+    from hvdlite_tf.mirrored import MirroredStrategy
+else:
+    from hvdlite_tf.keras.mirrored import MirroredStrategy  # type: ignore[assignment]
 
 _install()
 

@@ -53,6 +53,8 @@ def _compiling(original: Any) -> Any:
             if wanted == "auto":
                 _log.info("jit_compile is off: XLA cannot call hvdlite's collectives")
                 bound.arguments["jit_compile"] = False
+        if strategy is not None and getattr(self, "_distribute_strategy", strategy) is None:  # made before the scope
+            self._distribute_strategy = strategy
         if strategy is None:
             return original(*bound.args, **bound.kwargs)
         with strategy.scope():

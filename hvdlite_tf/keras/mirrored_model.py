@@ -17,6 +17,7 @@ import numpy as np
 from hvdlite import api
 from hvdlite.core.types import ReduceOp
 from hvdlite.training.objects import allgather_object, broadcast_object
+from hvdlite.training.shares import share
 from hvdlite_tf.exchange import counting
 from hvdlite_tf.keras import shares
 from hvdlite_tf.keras.callbacks import BroadcastGlobalVariablesCallback
@@ -35,8 +36,7 @@ def adopt_model(strategy: Mirrored, model: Any) -> None:
     mirrored = MirroredModel(strategy, model)
     for name in ("fit", "evaluate", "predict", "train_step", "train_on_batch", "test_on_batch",
                  "_get_metrics_result_or_logs"):
-        method = getattr(mirrored, name)
-        object.__setattr__(model, name, functools.wraps(mirrored.original[name])(method))
+        object.__setattr__(model, name, _standing_in(mirrored.original[name], getattr(mirrored, name)))
     object.__setattr__(model, "_hvdlite_strategy", strategy)
 
 
@@ -145,7 +145,7 @@ class MirroredModel:
         given = self._bound(name, arguments, named)
         _, arrays = self._data(given, "x", "y", "sample_weight")
         assert arrays is not None
-        rows = shares.share(shares.rows_of(arrays), self._strategy.rank, self._strategy.num_replicas_in_sync)
+        rows = share(shares.rows_of(arrays), self._strategy.rank, self._strategy.num_replicas_in_sync)
         x, y, weights = (*shares.rows_taken(arrays, rows), None, None)[:3]
         self._fitting = True
         try:
@@ -177,10 +177,13 @@ class MirroredModel:
                 variable.assign(array)
 
     def _bound(self, name: str, arguments: Any, named: Any) -> dict[str, Any]:
-        bound = inspect.signature(self.original[name]).bind(*arguments, **named)
+        """Return all arguments by name; a user's own method may take them any way."""
+        bound = inspect.signature(getattr(keras.Model, name)).bind(self._model, *arguments, **named)
         bound.apply_defaults()
         given = dict(bound.arguments)
-        return {**given, **given.pop("kwargs", {})}
+        del given["self"]
+        more = given.pop("kwargs", {})
+        return {**given, **more}
 
     def _data(self, given: dict[str, Any], *names: str) -> tuple[Any, tuple[Any, ...] | None]:
         x = given["x"]
@@ -221,6 +224,11 @@ class _Beginning(BroadcastGlobalVariablesCallback):
         if epoch is not None:
             self.model._initial_epoch = epoch
 
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Broadcast, if everything is built."""
+        with self._strategy.scope():
+            super().on_train_batch_begin(batch, logs)
+
     def _broadcast(self) -> None:
         super()._broadcast()
         for variable in self.model.variables:
@@ -228,6 +236,13 @@ class _Beginning(BroadcastGlobalVariablesCallback):
                 state = np.array(keras.ops.convert_to_numpy(variable.value))
                 state.flat[0] += self._strategy.rank
                 variable.assign(state)
+
+
+def _standing_in(original: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def wrapped(*arguments: Any, **named: Any) -> Any:
+        return method(*arguments, **named)
+    return wrapped
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from hvdlite_tf.compression import Compression, Compressor
-from hvdlite_tf.keras.optimizer import DistributedOptimizer
+from hvdlite_tf.keras.optimizer import DistributedOptimizer, is_distributed
 
 
 def load_model(filepath: Any, custom_optimizers: Any = None, custom_objects: dict[str, Any] | None = None,
@@ -25,7 +25,8 @@ def load_model(filepath: Any, custom_optimizers: Any = None, custom_objects: dic
     model = keras.models.load_model(filepath, custom_objects=objects or None)
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None:
-        DistributedOptimizer(optimizer, compression=compression)
+        if not is_distributed(getattr(optimizer, "inner_optimizer", optimizer)):  # in a scope it is already
+            DistributedOptimizer(optimizer, compression=compression)
         if keras.backend.backend() == "tensorflow":
             model.jit_compile = False
         model.train_function = None

@@ -156,12 +156,21 @@ def is_distributed(optimizer: Any) -> bool:
     return issubclass(type(optimizer), _Distributed)
 
 
-def _wrap(optimizer: Any, arguments: dict[str, Any], scales_local: bool, summed: int) -> Any:
-    made = [make_exchange(**arguments)]  # now: names follow the order in which optimizers are made
+def distribute_when_used(optimizer: Any, op: ReduceOp) -> None:
+    """Make a Keras optimizer a distributed one whose names follow the order in which optimizers are first used.
 
-    def exchange() -> Any:
-        if not made[0].is_current:
-            made[0] = make_exchange(**arguments)
+    Loading a model makes more optimizers than it keeps, maybe on one rank only.
+    """
+    _wrap(optimizer, {"op": op}, True, 1, when_used=True)
+
+
+def _wrap(optimizer: Any, arguments: dict[str, Any], scales_local: bool, summed: int, when_used: bool = False) -> Any:
+    # Else made now: names follow the order in which optimizers are made.
+    made: list[Exchange] = [] if when_used else [make_exchange(**arguments)]
+
+    def exchange() -> Exchange:
+        if not made or not made[0].is_current:
+            made[:] = [make_exchange(**arguments)]
         return made[0]
     base = type(optimizer)
     subclass = type(base.__name__, (_Distributed, base), {"__module__": base.__module__})

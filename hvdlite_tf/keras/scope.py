@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import keras
 
 from hvdlite.core.types import ReduceOp
-from hvdlite_tf.keras.optimizer import DistributedOptimizer, is_distributed
+from hvdlite_tf.keras.optimizer import distribute_when_used, is_distributed
 
 
 class Mirrored(Protocol):
@@ -87,7 +87,7 @@ def adopt_optimizer(strategy: Mirrored, optimizer: Any) -> None:
             raise ValueError("scale_learning_rate=True multiplies a number; multiply the values of a "
                              f"{type(rate).__name__} by strategy.num_replicas_in_sync yourself")
         inner.learning_rate = float(keras.ops.convert_to_numpy(rate)) * strategy.num_replicas_in_sync
-    DistributedOptimizer(inner, op=strategy.gradient_op)
+    distribute_when_used(inner, strategy.gradient_op)
     if keras.backend.backend() == "tensorflow":
         inner._distribution_strategy = strategy
 

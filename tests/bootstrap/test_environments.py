@@ -82,6 +82,32 @@ def test_the_key_can_be_in_a_file(tmp_path: Path) -> None:
         find_place({**variables, "HVDLITE_SECRET_FILE": "/nowhere"}, parent=1)
 
 
+def test_a_pod_of_an_indexed_job() -> None:
+    pod = {"JOB_COMPLETION_INDEX": "2", "HVDLITE_SIZE": "4", "HVDLITE_COORDINATOR": "train-0.train:29400",
+           "HVDLITE_SECRET": "ab" * 32}
+    place = find_place(pod, parent=1)
+    assert place.world == World(2, 4, 0, 1, 2, 4) and place.coordinator == ("train-0.train", 29400)
+    inside = {**pod, "HVDLITE_RANK": "1", "HVDLITE_SIZE": "2", "HVDLITE_LOCAL_RANK": "1", "HVDLITE_LOCAL_SIZE": "2"}
+    assert find_place(inside, parent=1).world == World(1, 2, 1, 2), "hvdrun in a pod says more"
+    assert find_place({"JOB_COMPLETION_INDEX": "2"}, parent=1).world == World()
+
+
+def test_whose_variables_count_inside_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    batch = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "3", "SLURM_JOB_ID": "7"}
+    assert find_place(batch, parent=1).environment == "none", "a batch script is no task of a step"
+    step = {**batch, "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "3",
+            "SLURM_STEP_TASKS_PER_NODE": "3"}
+    assert find_place({**step, "PMI_RANK": "1", "PMI_SIZE": "3"}, parent=1).environment == "Slurm"
+    hydra = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+    assert find_place({**batch, **hydra}, parent=1).environment == "MPICH", "mpiexec in a batch script"
+
+
+def test_a_pmix_launcher_that_does_not_say_enough() -> None:
+    with pytest.raises(LaunchError, match="rank 3, but the number of ranks is not in the environment: set HVDLITE_SIZE"):
+        find_place({"PMIX_RANK": "3", "PMIX_NAMESPACE": "job"}, parent=1)
+
+
 SCRIPT = """
 import hvdlite as hvd, numpy as np
 hvd.init()

@@ -59,6 +59,14 @@ def test_a_custom_tensorflow_loop(small: Path) -> None:
     assert ended.returncode == 0 and accuracies(ended.stdout)[-1] > 0.9, ended.stderr
 
 
+def test_the_scope_of_a_strategy(small: Path) -> None:
+    common = ("--data-dir", str(small), "--batch-size", "32", "--epochs", "3")
+    ranks = [run(*common, size=size, script="keras_mirrored_scope.py") for size in (2, 1)]
+    for ended in ranks:
+        assert ended.returncode == 0 and accuracies(ended.stdout)[-1] > 0.9, ended.stderr
+    assert ranks[0].stdout.count("[1]<stdout>") == 0, "only rank 0 prints"
+
+
 def test_too_low_an_accuracy_fails(small: Path) -> None:
     ended = run("--data-dir", str(small), "--epochs", "1", "--lr", "0", "--minimum-accuracy", "0.99")
     assert ended.returncode == 1 and "is below 0.99" in ended.stderr

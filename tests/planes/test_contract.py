@@ -30,6 +30,7 @@ from hvdlite.planes.loopback import LoopbackPlane, Table
 from hvdlite.planes.mpi import mpi_plane
 from hvdlite.planes.shm import ShmPlane
 from tests.planes import under_mpi
+from tests.planes.nccl_double import nccl
 
 Step = Callable[[int, Callable[[Response, list[Any], list[Any]], None]], Any]
 
@@ -102,7 +103,7 @@ def hierarchical_mpi(size: int, ring: Callable[[int], None]) -> list[Plane]:
     return [plane]
 
 
-@pytest.fixture(params=[mpi, hierarchical_mpi] if under_mpi.ACTIVE else [loopback, shm, gloo, hierarchical],
+@pytest.fixture(params=[mpi, hierarchical_mpi] if under_mpi.ACTIVE else [loopback, shm, gloo, hierarchical, nccl],
                 ids=lambda plane: plane.__name__)
 def make_planes(request: pytest.FixtureRequest) -> Callable[..., list[Plane]]:
     return request.param
@@ -184,7 +185,7 @@ def model(op: ReduceOp, inputs: list[Array], size: int) -> Array:
 
 def in_any_order(make_planes: Any, size: int) -> bool:
     """Say whether a plane may add up the terms of a sum in another order than that of the ranks."""
-    return make_planes in (gloo, mpi, hierarchical, hierarchical_mpi) and size > 2
+    return make_planes in (gloo, nccl, mpi, hierarchical, hierarchical_mpi) and size > 2
 
 
 def check_equal(result: Array, expected: Array, reordered: bool) -> None:

@@ -283,6 +283,29 @@ def test_horovods_flags_that_mean_nothing_are_accepted_and_explained() -> None:
         "--min-np does nothing here: this version's jobs neither shrink nor grow"]
 
 
+HOROVODRUN = """--disable-cache --start-timeout 9 --network-interfaces eth0,eth1 --network-interface eth0 --output-filename d
+--verbose --config-file /dev/null -p 22 -i key --fusion-threshold-mb 1 --cycle-time-ms 1 --cache-capacity 1
+--hierarchical-allreduce --no-hierarchical-allgather --torus-allreduce --no-torus-allreduce --autotune --no-autotune
+--autotune-log-file f --autotune-warmup-samples 1 --autotune-steps-per-sample 2 --autotune-bayes-opt-max-samples 3
+--autotune-gaussian-process-noise 0.5 --min-np 1 --min-num-proc 1 --max-np 2 --max-num-proc 2 --slots-per-host 1
+--elastic-timeout 9 --reset-limit 3 --blacklist-cooldown-range 1 9 --timeline-filename t --timeline-mark-cycles
+--no-timeline-mark-cycles --stall-check --no-stall-check --stall-check-warning-time-seconds 1
+--stall-check-shutdown-time-seconds 2 --mpi-threads-disable --no-mpi-threads-disable --mpi-args x --tcp --binding-args x
+--num-nccl-streams 1 --thread-affinity 0 --gloo-timeout-seconds 30 --log-level TRACE --log-with-timestamp
+--log-without-timestamp --log-hide-timestamp --no-log-hide-timestamp -prefix-timestamp --prefix-output-with-timestamp
+--gloo --jsrun"""
+
+
+def test_every_option_of_horovodrun_is_taken() -> None:
+    options = parser().parse_args(["-np", "2", "-H", "localhost:2", *HOROVODRUN.split(), "sh"])
+    notice = job_settings(options, {"PATH": PATH}).notice
+    assert options.command == ["sh"] and "--blacklist-cooldown-range does nothing here" in notice
+    assert "--mpi-args does nothing without --mpi" in notice
+    for other in (["-hostfile", "f"], ["--hostfile", "f"], ["--host-discovery-script", "f"], ["--mpi"], ["-cb"],
+                  ["--check-build"], ["--num-proc", "3"]):
+        parser().parse_args([*other, "sh"])
+
+
 def test_horovods_other_names_of_knobs() -> None:
     settings = parsed("-np", "2", "--timeline-filename", "t.json", "--no-stall-check", "--autotune",
                       "--autotune-log-file", "a.csv", "--autotune-bayes-opt-max-samples", "7",

@@ -115,6 +115,31 @@ def test_the_job_ends_with_its_caller(tmp_path: Path) -> None:
     raise AssertionError("ranks are left")
 
 
+def test_an_interrupt_ends_the_job_and_is_raised(tmp_path: Path) -> None:
+    script = ("import hvdlite, time\ndef work():\n    print('ready', flush=True)\n    time.sleep(1000)\n"
+              "try:\n    hvdlite.run(work, np=2)\nexcept KeyboardInterrupt:\n    print('interrupted')")
+    caller = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert caller.stdout is not None
+    while "ready" not in caller.stdout.readline():
+        pass
+    caller.send_signal(signal.SIGINT)
+    out, _ = caller.communicate(timeout=60)
+    assert caller.returncode == 0 and out.endswith("interrupted\n")
+
+
+def test_in_a_notebook() -> None:
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    cells = ["factor = 3\ndef train(x):\n    import hvdlite as hvd, numpy as np\n    hvd.init()\n"
+             "    print('on rank', hvd.rank())\n    return factor * int(hvd.allreduce(np.array(x), op=hvd.Sum))",
+             "import hvdlite\nhvdlite.run(train, (2,), np=2)", "hvdlite.init(); hvdlite.size()"]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    nbclient.NotebookClient(notebook, timeout=90, kernel_name="python3").execute()
+    _, called, alone = (cell.outputs for cell in notebook.cells)
+    assert called[-1]["data"]["text/plain"] == "[12, 12]" and alone[-1]["data"]["text/plain"] == "1"
+    assert "[1]<stdout>:on rank 1" in "".join(output.get("text", "") for output in called)
+
+
 def test_nothing_unsigned_is_unpickled(tmp_path: Path) -> None:
     class Bomb:
         def __reduce__(self) -> tuple[object, tuple[str]]:

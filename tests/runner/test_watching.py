@@ -71,7 +71,7 @@ def test_the_table_shows_rates_of_the_last_interval() -> None:
     before = {0: reading(10, 320, 1.0, 0.1), 1: reading(10, 320, 1.0, 0.1)}
     now = {0: reading(30, 960, 1.5, 0.1), 1: reading(10, 320, 1.0, 7.0), 2: reading(0, 0, 0.0, -1.0)}
     table = rows(before, now, {0: "a", 1: "a", 2: "b"}, 2.0)
-    assert [(row.steps, row.samples, row.blocked) for row in table] == [(10.0, 320.0, 0.25), (0.0, 0.0, 0.0), (0.0, 0.0, 0.0)]
+    assert [(row.steps, row.samples, row.blocked) for row in table] == [(10, 320, 0.25), (0, 0, 0), (0, 0, 0)]
     lines = text(table, "ranks 0 wait for 1: 'x', 7 s")
     assert lines[0].split() == ["rank", "host", "steps/s", "samples/s", "in", "waits", "last", "step", "memory"]
     assert lines[1].split() == ["0", "a", "10.0", "320", "25%", "now", "512", "MiB"]
@@ -164,7 +164,8 @@ def test_sweep_and_a_run_that_fails(tmp_path: Path) -> None:
 def test_the_monitor_on_a_real_job(tmp_path: Path) -> None:
     ended = hvdrun(tmp_path, "-np", "2", "--monitor", sys.executable, "-c",
                    "import time, hvdlite as hvd, numpy as np\nhvd.init()\n"
-                   "for _ in range(20):\n    hvd.allreduce(np.ones(9), name='x')\n    time.sleep(0.02)\n    hvd.record_step(8)\n"
+                   "for _ in range(20):\n    hvd.allreduce(np.ones(9), name='x')\n    time.sleep(0.02)\n"
+                   "    hvd.record_step(8)\n"
                    "if hvd.rank():\n    time.sleep(6)\nhvd.allreduce(np.ones(9), name='late')\n")
     assert ended.returncode == 0, ended.stderr
     assert "samples/s" in ended.stderr and "ranks 0 wait for 1: 'late'" in ended.stderr, ended.stderr

@@ -1,0 +1,391 @@
+"""Each collective as calls of a communicator and of kernels, all on the plane's stream. Nothing here waits.
+
+Sums are NCCL's own, so their order is not the rank order of the planes on the host; ranks are equal to each other.
+What only moves travels as bytes. Ranks that contribute nothing (absent, or joined) send the op's identity.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from hvdlite.core.array import SUPPORTED_DTYPES, check_reducible, identity
+from hvdlite.core.device import DeviceArray, Pair
+from hvdlite.core.errors import HorovodInternalError, UnsupportedError
+from hvdlite.core.types import Collective, ReduceOp
+from hvdlite.negotiation.messages import Response
+from hvdlite.planes.base import Plan
+from hvdlite.planes.nccl.device import Communicator, Device
+from hvdlite.planes.nccl.kernels import NOTHING, Arithmetic, bits
+
+ALIGNMENT: Final = 256
+"""Bytes; tensors begin at multiples of it in the staging buffer."""
+BYTES: Final = 1
+"""ncclUint8."""
+SUM, PRODUCT, MAXIMUM, MINIMUM, MEAN = range(5)
+"""ncclRedOp_t."""
+
+DTYPES: Final = {"int8": 0, "uint8": 1, "int32": 2, "uint32": 3, "int64": 4, "uint64": 5, "float16": 6, "float32": 7,
+                 "float64": 8, "bfloat16": 9}
+"""ncclDataType_t."""
+_PARTS: Final = {"complex64": "float32", "complex128": "float64", "bool": "uint8"}
+"""What reduces like another dtype, part by part."""
+_OPS: Final = {ReduceOp.SUM: SUM, ReduceOp.PRODUCT: PRODUCT, ReduceOp.MAX: MAXIMUM, ReduceOp.MIN: MINIMUM}
+_REDUCTIONS: Final = frozenset({Collective.ALLREDUCE, Collective.REDUCE, Collective.REDUCESCATTER})
+
+
+def carries(collective: Collective, op: ReduceOp | None, dtype: str) -> bool:
+    """Say whether NCCL can do it; what it cannot do goes over the host."""
+    if collective not in _REDUCTIONS or op is None:
+        return True
+    if op is ReduceOp.ADASUM or (_PARTS.get(dtype, dtype) not in DTYPES):
+        return False
+    try:
+        check_reducible(dtype, op, "it")
+    except UnsupportedError:
+        return False
+    return not (dtype.startswith("complex") and op is ReduceOp.PRODUCT)
+
+
+class Staging:
+    """Memory between tensors and NCCL; grows, and is used by one launch after the other on one stream."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._memory: DeviceArray | None = None
+
+    def get(self, nbytes: int) -> int:
+        """Return the address of at least so many bytes."""
+        if self._memory is None or self._memory.nbytes < nbytes:
+            self._memory = None  # the smaller one first: CUDA waits until it is not used any more
+            self._memory = self._device.allocate(nbytes)
+        return self._memory.pointer
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One plan on its way to the GPU.
+
+    Attributes:
+        rank: this rank's index among the members of the process set, as NCCL counts.
+    """
+
+    device: Device
+    communicator: Communicator
+    staging: Staging
+    plan: Plan
+    rank: int
+
+    @property
+    def response(self) -> Response:
+        """What is to be done."""
+        return self.plan.response
+
+    @property
+    def stream(self) -> int:
+        """Where everything is launched."""
+        return self.device.stream
+
+    def index(self, rank: int) -> int:
+        """Return how NCCL counts a rank of the job."""
+        return self.plan.ranks.index(rank)
+
+    def source(self, index: int = 0) -> DeviceArray | None:
+        """Return a source; None when this rank contributes none, or has joined."""
+        found = self.plan.sources[index] if self.plan.sources else None
+        assert found is None or isinstance(found, DeviceArray)
+        return found
+
+    def output(self, index: int = 0) -> DeviceArray | None:
+        """Return an output; None when this rank gets none, or has joined."""
+        found = self.plan.outputs[index] if self.plan.outputs else None
+        assert found is None or isinstance(found, DeviceArray)
+        return found
+
+
+class Reduction:
+    """The arithmetic of one reduction: what NCCL does, and what kernels do before and after it."""
+
+    def __init__(self, launch: Launch) -> None:
+        response = launch.response
+        self._launch = launch
+        self.dtype = _PARTS.get(response.dtype, response.dtype)
+        self.parts = 2 if response.dtype.startswith("complex") else 1  # elements of `dtype` in one of the tensor's
+        self.width = SUPPORTED_DTYPES[self.dtype].itemsize
+        self.code = DTYPES[self.dtype]
+        mean = response.op is ReduceOp.AVERAGE
+        partial = mean and response.divisor not in (0, len(launch.plan.ranks))
+        self.op = _OPS[response.op] if not mean else SUM if partial else MEAN
+        self.before = Arithmetic(response.prescale)
+        self.after = Arithmetic(response.postscale, response.divisor if partial else 1)
+        self._filler = bits(identity(response.op, SUPPORTED_DTYPES[response.dtype]), SUPPORTED_DTYPES[self.dtype]) \
+            if self.parts == 1 else bits(-0.0, SUPPORTED_DTYPES[self.dtype])
+
+    def count(self, elements: int) -> int:
+        """Return how many elements of `dtype` so many of the tensor's are."""
+        return elements * self.parts
+
+    def move(self, pairs: Sequence[Pair], arithmetic: Arithmetic = NOTHING) -> None:
+        """Copy arrays, calculating; those without a source get the op's identity."""
+        launch = self._launch
+        pairs = [pair for pair in pairs if pair[2] and (pair[0] != pair[1] or not arithmetic.nothing)]
+        if not pairs or launch.device.move(pairs, self.dtype, self.dtype, launch.stream, arithmetic, self._filler):
+            return
+        if not arithmetic.nothing or not all(pair[0] for pair in pairs):
+            raise HorovodInternalError("factors, and ranks without a contribution, need CUDA kernels, which cannot be "
+                                       "compiled here: install NVRTC (pip install 'cupy-cuda12x[ctk]', or 13x)")
+        for source, target, count in pairs:
+            launch.device.copy(source, target, count * self.width, launch.stream)
+
+
+def launch(work: Launch) -> None:
+    """Launch a plan."""
+    _COLLECTIVES[work.response.collective](work)
+
+
+def _allreduce(work: Launch) -> None:
+    if not work.response.contributors:
+        return
+    reduction = Reduction(work)
+    if len(work.plan.sources) == 1:
+        _reduce_one(work, reduction)
+    else:  # also when this rank has joined: then the others' tensors lie without gaps
+        _reduce_fused(work, reduction)
+
+
+def _reduce_one(work: Launch, reduction: Reduction) -> None:
+    source, output = work.source(), work.output()
+    assert output is not None
+    count = reduction.count(output.size)
+    if not count:
+        return
+    origin = target = output.pointer
+    if source is None:
+        reduction.move([(0, target, count)])
+    elif not reduction.before.nothing:
+        reduction.move([(source.pointer, target, count)], reduction.before)
+    else:
+        origin = source.pointer
+    work.communicator.allReduce(origin, target, count, reduction.code, reduction.op, work.stream)
+    reduction.move([(target, target, count)], reduction.after)
+
+
+def _reduce_fused(work: Launch, reduction: Reduction) -> None:
+    """Pack the tensors, reduce them as one, and unpack them."""
+    sizes = [reduction.count(output.size) for output in work.plan.outputs if output is not None]
+    total, places = _placed(work, sizes, reduction.width, reduction.count(work.response.elements))
+    if not total:
+        return
+    staging = work.staging.get(total * reduction.width)
+    addresses = [staging + place * reduction.width for place in places]
+    present: list[Pair] = []
+    absent: list[Pair] = []
+    for index, (address, size) in enumerate(zip(addresses, sizes, strict=True)):
+        source = work.source(index)
+        (absent if source is None else present).append((0 if source is None else source.pointer, address, size))
+    if not sizes:  # joined
+        absent.append((0, staging, total))
+    reduction.move(absent)
+    reduction.move(present, reduction.before)
+    work.communicator.allReduce(staging, staging, total, reduction.code, reduction.op, work.stream)
+    outputs = [output.pointer for output in work.plan.outputs if isinstance(output, DeviceArray)]
+    reduction.move(list(zip(addresses, outputs, sizes, strict=True)), reduction.after)
+
+
+def _placed(work: Launch, sizes: Sequence[int], width: int, elements: int) -> tuple[int, list[int]]:
+    """Return the length of the staging memory and where each tensor lies in it, in elements.
+
+    One after the other without gaps where a rank has joined: it knows nothing but their sum.
+    """
+    step = ALIGNMENT // width if work.response.contributors == work.plan.ranks else 1
+    ends = list(itertools.accumulate(-(-size // step) * step for size in sizes))
+    return (ends[-1] if ends else elements), [0, *ends[:-1]] if ends else []
+
+
+def _reduce(work: Launch) -> None:
+    reduction = Reduction(work)
+    source, output = work.source(), work.output()
+    count = reduction.count(work.response.elements if source is None else source.size)
+    if not count or not work.response.contributors:
+        return
+    origin = _own_part(work, reduction, source, count)
+    target = origin if output is None else output.pointer
+    work.communicator.reduce(origin, target, count, reduction.code, reduction.op, work.index(work.response.root_rank),
+                             work.stream)
+    if output is not None:
+        reduction.move([(target, target, count)], reduction.after)
+
+
+def _own_part(work: Launch, reduction: Reduction, source: DeviceArray | None, count: int) -> int:
+    """Return the address of what this rank contributes to a reduction, made up if need be."""
+    if source is not None and reduction.before.nothing:
+        return source.pointer
+    staging = work.staging.get(count * reduction.width)
+    if source is None:
+        reduction.move([(0, staging, count)])
+    else:
+        reduction.move([(source.pointer, staging, count)], reduction.before)
+    return staging
+
+
+def _reducescatter(work: Launch) -> None:
+    reduction = Reduction(work)
+    rows, per_row = work.response.rows, reduction.count(work.response.row_elements)
+    total, output = sum(rows) * per_row, work.output()
+    if not total:
+        return
+    mine = rows[work.rank] * per_row
+    source = work.source()
+    if source is None or not reduction.before.nothing or output is None:
+        staging = work.staging.get((total + mine) * reduction.width)
+        origin = _own_part(work, reduction, source, total)
+        target = staging + total * reduction.width if output is None else output.pointer
+    else:
+        origin, target = source.pointer, output.pointer
+    if len(set(rows)) == 1:
+        work.communicator.reduceScatter(origin, target, mine, reduction.code, reduction.op, work.stream)
+    else:
+        with work.device.group():
+            for root, begin in enumerate(_begins(rows)):
+                part = origin + begin * per_row * reduction.width
+                if rows[root] * per_row:
+                    work.communicator.reduce(part, target if root == work.rank else part, rows[root] * per_row,
+                                             reduction.code, reduction.op, root, work.stream)
+    if output is not None:
+        reduction.move([(target, target, mine)], reduction.after)
+
+
+def _broadcast(work: Launch) -> None:
+    response, plan = work.response, work.plan
+    root = work.index(response.root_rank)
+    if response.contributors != plan.ranks:
+        _broadcast_packed(work, root)
+        return
+    with work.device.group():
+        for index in range(len(plan.outputs)):
+            output, source = work.output(index), work.source(index)
+            assert output is not None
+            assert source is not None
+            if output.nbytes:
+                work.communicator.broadcast(source.pointer if root == work.rank else output.pointer, output.pointer,
+                                            output.nbytes, BYTES, root, work.stream)
+
+
+def _broadcast_packed(work: Launch, root: int) -> None:
+    """Broadcast tensors as one: a rank that has joined knows no more of them than their sum."""
+    width = SUPPORTED_DTYPES[work.response.dtype].itemsize
+    total = work.response.elements * width
+    if not total:
+        return
+    staging = work.staging.get(total)
+    sizes = [output.nbytes for output in work.plan.outputs if output is not None]
+    places = list(itertools.accumulate(sizes, initial=staging))
+    if work.rank == root:
+        for index, place in enumerate(places[:-1]):
+            source = work.source(index)
+            assert source is not None
+            work.device.copy(source.pointer, place, source.nbytes, work.stream)
+    work.communicator.broadcast(staging, staging, total, BYTES, root, work.stream)
+    for index, place in enumerate(places[:-1]):
+        output = work.output(index)
+        assert output is not None
+        work.device.copy(place, output.pointer, output.nbytes, work.stream)
+
+
+def _allgather(work: Launch) -> None:
+    sizes = _row_bytes(work, work.response.rows)
+    total, source, output = sum(sizes), work.source(), work.output()
+    if not total:
+        return
+    target = work.staging.get(total) if output is None else output.pointer
+    if len(set(sizes)) == 1:
+        assert source is not None
+        work.communicator.allGather(source.pointer, target, sizes[0], BYTES, work.stream)
+        return
+    with work.device.group():
+        for root, begin in enumerate(_begins(sizes)):
+            if sizes[root]:
+                origin = source.pointer if root == work.rank and source is not None else target + begin
+                work.communicator.broadcast(origin, target + begin, sizes[root], BYTES, root, work.stream)
+
+
+def _gather(work: Launch) -> None:
+    sizes, root = _row_bytes(work, work.response.rows), work.index(work.response.root_rank)
+    source, output = work.source(), work.output()
+    with work.device.group():
+        if work.rank != root:
+            if source is not None and source.nbytes:
+                work.communicator.send(source.pointer, source.nbytes, BYTES, root, work.stream)
+            return
+        assert output is not None
+        for peer, begin in enumerate(_begins(sizes)):
+            if sizes[peer] and peer != root:
+                work.communicator.recv(output.pointer + begin, sizes[peer], BYTES, peer, work.stream)
+    if source is not None and source.nbytes:
+        work.device.copy(source.pointer, output.pointer + sum(sizes[:root]), source.nbytes, work.stream)
+
+
+def _scatter(work: Launch) -> None:
+    sizes, root = _row_bytes(work, work.response.rows), work.index(work.response.root_rank)
+    source, output, mine = work.source(), work.output(), sizes[work.rank]
+    target = 0 if not mine else work.staging.get(mine) if output is None else output.pointer
+    with work.device.group():
+        if work.rank != root:
+            if mine:
+                work.communicator.recv(target, mine, BYTES, root, work.stream)
+            return
+        assert source is not None
+        for peer, begin in enumerate(_begins(sizes)):
+            if sizes[peer] and peer != root:
+                work.communicator.send(source.pointer + begin, sizes[peer], BYTES, peer, work.stream)
+    if mine:
+        work.device.copy(source.pointer + sum(sizes[:root]), target, mine, work.stream)
+
+
+def _alltoall(work: Launch) -> None:
+    size, source, output = len(work.plan.ranks), work.source(), work.output()
+    splits = work.response.splits
+    sent = _row_bytes(work, splits[work.rank * size:(work.rank + 1) * size])
+    received = _row_bytes(work, splits[work.rank::size])
+    if source is None or output is None:  # joined: nobody sends it anything
+        return
+    with work.device.group():
+        for peer, (out, back) in enumerate(zip(_begins(sent), _begins(received), strict=True)):
+            if peer == work.rank:
+                continue
+            if sent[peer]:
+                work.communicator.send(source.pointer + out, sent[peer], BYTES, peer, work.stream)
+            if received[peer]:
+                work.communicator.recv(output.pointer + back, received[peer], BYTES, peer, work.stream)
+    if sent[work.rank]:
+        work.device.copy(source.pointer + sum(sent[:work.rank]), output.pointer + sum(received[:work.rank]),
+                         sent[work.rank], work.stream)
+
+
+def _send(work: Launch) -> None:
+    root = work.index(work.response.root_rank)
+    source, output = work.source(), work.output()
+    if work.rank == root:
+        if source is not None and source.nbytes:
+            work.communicator.send(source.pointer, source.nbytes, BYTES, 1 - root, work.stream)
+    elif output is not None and output.nbytes:
+        work.communicator.recv(output.pointer, output.nbytes, BYTES, root, work.stream)
+
+
+def _row_bytes(work: Launch, rows: Sequence[int]) -> list[int]:
+    per_row = work.response.row_elements * SUPPORTED_DTYPES[work.response.dtype].itemsize
+    return [count * per_row for count in rows]
+
+
+def _begins(sizes: Sequence[int]) -> list[int]:
+    """Return where each part begins when they lie one after the other."""
+    return [0, *itertools.accumulate(sizes)][:len(sizes)]
+
+
+_COLLECTIVES: Final[dict[Collective, Callable[[Launch], None]]] = {
+    Collective.ALLREDUCE: _allreduce, Collective.REDUCE: _reduce, Collective.REDUCESCATTER: _reducescatter,
+    Collective.BROADCAST: _broadcast, Collective.ALLGATHER: _allgather, Collective.GATHER: _gather,
+    Collective.SCATTER: _scatter, Collective.ALLTOALL: _alltoall, Collective.SEND: _send,
+}

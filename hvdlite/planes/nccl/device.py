@@ -1,0 +1,331 @@
+"""What the plane needs of a GPU: streams, events, memory, kernels, communicators; and CuPy's.
+
+Streams, events and addresses are plain integers, as CuPy's low-level calls take them. Stream 0 is CUDA's default stream.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import logging
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Final, Protocol
+
+import numpy as np
+
+from hvdlite.core.array import SUPPORTED_DTYPES
+from hvdlite.core.device import DeviceArray, Pair
+from hvdlite.planes.nccl import kernels, library
+from hvdlite.planes.nccl.kernels import NOTHING, Arithmetic
+
+_log = logging.getLogger("hvdlite")
+
+_RELAXED: Final = 2
+"""CU_STREAM_CAPTURE_MODE_RELAXED: this thread's calls do not spoil a capture that another thread is making."""
+
+_HIGHEST_PRIORITY: Final = -5
+"""CUDA takes a number beyond its range as the nearest one."""
+_NOT_READY: Final = 600
+"""cudaErrorNotReady."""
+
+
+class Communicator(Protocol):
+    """NCCL's communicator, with the names and arguments of `cupy.cuda.nccl.NcclCommunicator`: plain addresses."""
+
+    def allReduce(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None: ...
+    def reduce(self, source: int, target: int, count: int, dtype: int, op: int, root: int, stream: int) -> None: ...
+    def broadcast(self, source: int, target: int, count: int, dtype: int, root: int, stream: int) -> None: ...
+
+    def reduceScatter(self, source: int, target: int, count: int, dtype: int, op: int,
+                      stream: int) -> None: ...
+
+    def allGather(self, source: int, target: int, count: int, dtype: int, stream: int) -> None: ...
+    def send(self, source: int, count: int, dtype: int, peer: int, stream: int) -> None: ...
+    def recv(self, target: int, count: int, dtype: int, peer: int, stream: int) -> None: ...
+    def check_async_error(self) -> None: ...
+    def abort(self) -> None: ...
+
+
+class Device(Protocol):
+    """One GPU.
+
+    Attributes:
+        stream: the plane's own: non-blocking, of the highest priority.
+        version: NCCL's, as a code.
+        failure: the exceptions that mean trouble with CUDA or NCCL.
+    """
+
+    index: int
+    stream: int
+    version: int
+    failure: tuple[type[Exception], ...]
+
+    def enter(self) -> None:
+        """Let the calling thread work with this GPU; once, at its start."""
+
+    def identity(self) -> str:
+        """Return what is different for every GPU of a host; beginning with "GPU-" when it is for every GPU there is."""
+
+    def make_event(self) -> int:
+        """Return a new event."""
+
+    def record(self, event: int, stream: int) -> None:
+        """Let an event stand for all that was launched on a stream so far."""
+
+    def wait(self, stream: int, event: int) -> None:
+        """Let what is launched on a stream from now on come after an event."""
+
+    def passed(self, event: int) -> bool:
+        """Return whether everything before the event is done."""
+
+    def capturing(self, stream: int) -> bool:
+        """Return whether what is launched on a stream goes into a CUDA graph instead."""
+
+    def allocate(self, nbytes: int) -> DeviceArray:
+        """Return bytes of new memory, zeroed, aligned to 256; may wait for the GPU.
+
+        Raises:
+            MemoryError: when there is not enough.
+        """
+
+    def copy(self, source: int, target: int, nbytes: int, stream: int) -> None:
+        """Copy bytes."""
+
+    def arrange(self, source: DeviceArray, target: DeviceArray, stream: int) -> None:
+        """Copy elements between two layouts of one shape."""
+
+    def move(self, pairs: Sequence[Pair], source: str, target: str, stream: int, arithmetic: Arithmetic = NOTHING,
+             filler: int = 0) -> bool:
+        """Copy, cast, calculate and fill many arrays by as few kernels as possible; see `kernels`. False without kernels."""
+
+    def unique_id(self) -> bytes:
+        """Return a new communicator's id; its maker must be one of the ranks."""
+
+    def communicator(self, size: int, unique_id: bytes, rank: int) -> Communicator:
+        """Make a communicator; blocks until all its ranks do."""
+
+    def group(self) -> AbstractContextManager[None]:
+        """Let the communicators' calls inside be one launch."""
+
+    def explain(self, communicator: Communicator | None, error: Exception) -> str:
+        """Return an error's text with what NCCL itself has to say."""
+
+
+class CupyDevice:
+    """A GPU through CuPy. Raises `HorovodInternalError` when CuPy, NCCL or a GPU is missing.
+
+    Args:
+        index: the GPU's number; None takes that of the calling process's local rank.
+        environment: the process's, for settings that cannot work.
+    """
+
+    def __init__(self, index: int | None, local_rank: int, environment: Mapping[str, str]) -> None:
+        cupy = library.load(environment)
+        self._cupy, self._runtime = cupy, cupy.cuda.runtime
+        self._nccl = importlib.import_module("cupy.cuda.nccl")
+        # KeyError: a status of NCCL that CuPy does not know.
+        self.failure: tuple[type[Exception], ...] = (self._nccl.NcclError, self._runtime.CUDARuntimeError, KeyError)
+        self.version: int = self._nccl.get_version()
+        self.index: int = local_rank % self._runtime.getDeviceCount() if index is None else index
+        before = self._runtime.getDevice()
+        with cupy.cuda.Device(self.index):
+            self.stream = self._runtime.streamCreateWithPriority(self._runtime.streamNonBlocking, _HIGHEST_PRIORITY)
+        self._runtime.setDevice(before)
+        self._compiled: dict[tuple[str, str, bool], Any] = {}
+        self._streams: dict[int, Any] = {}
+        self._kernels_work = True
+
+    def enter(self) -> None:
+        self._runtime.setDevice(self.index)
+        try:
+            driver = ctypes.CDLL("libcuda.so.1")
+            driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED)))
+        except (OSError, AttributeError) as error:
+            _log.warning("a CUDA graph that another thread captures may be spoilt by this one: %s", error)
+
+    def identity(self) -> str:
+        properties = self._runtime.getDeviceProperties(self.index)
+        uuid = properties.get("uuid")
+        return f"GPU-{bytes(uuid).hex()}" if uuid else str(self._runtime.deviceGetPCIBusId(self.index))
+
+    def make_event(self) -> int:
+        with self._here():
+            return int(self._runtime.eventCreateWithFlags(self._runtime.eventDisableTiming))
+
+    def record(self, event: int, stream: int) -> None:
+        if self._runtime.getDevice() == self.index:
+            self._runtime.eventRecord(event, stream)
+            return
+        with self._here():  # stream 0 is that of the thread's device
+            self._runtime.eventRecord(event, stream)
+
+    def wait(self, stream: int, event: int) -> None:
+        if self._runtime.getDevice() == self.index:
+            self._runtime.streamWaitEvent(stream, event)
+            return
+        with self._here():
+            self._runtime.streamWaitEvent(stream, event)
+
+    def passed(self, event: int) -> bool:
+        status = self._runtime.eventQuery(event)
+        if status not in (0, _NOT_READY):
+            raise self._runtime.CUDARuntimeError(status)
+        return bool(status == 0)
+
+    def capturing(self, stream: int) -> bool:
+        return bool(self._runtime.streamIsCapturing(stream))
+
+    def allocate(self, nbytes: int) -> DeviceArray:
+        rounded = max(256, -(-nbytes // 256) * 256)
+        with self._here():
+            try:  # not from CuPy's pool, which gives memory back in the order of one stream: this is used on several
+                memory = self._cupy.cuda.memory.Memory(rounded)
+            except self._cupy.cuda.memory.OutOfMemoryError as error:
+                raise MemoryError(f"{nbytes} bytes on GPU {self.index}: {error}") from None
+            pointer = int(memory.ptr)
+            self._runtime.memsetAsync(pointer, 0, rounded, self.stream)
+            self._runtime.streamSynchronize(self.stream)
+        return DeviceArray(pointer, (nbytes,), np.dtype(np.uint8), self.index, memory)
+
+    def copy(self, source: int, target: int, nbytes: int, stream: int) -> None:
+        self._runtime.memcpyAsync(target, source, nbytes, self._runtime.memcpyDeviceToDevice, stream)
+
+    def arrange(self, source: DeviceArray, target: DeviceArray, stream: int) -> None:
+        with self._here(), self._on(stream):
+            self._cupy.copyto(self._view(target), self._view(source))
+
+    def move(self, pairs: Sequence[Pair], source: str, target: str, stream: int, arithmetic: Arithmetic = NOTHING,
+             filler: int = 0) -> bool:
+        kernel = self._kernel(source, target, not arithmetic.nothing)
+        if kernel is None:
+            return False
+        with self._here(), self._on(stream):
+            for table in kernels.tables(pairs, kernels.chunk(source, target), arithmetic, filler):
+                entry = table[0]
+                kernel((int(entry["first"][entry["entries"]]),), (kernels.THREADS,), (table,))
+        return True
+
+    def unique_id(self) -> bytes:
+        given = self._nccl.get_unique_id()
+        return given if isinstance(given, bytes) else bytes(byte & 0xFF for byte in given)  # CuPy 13: a tuple of chars
+
+    def communicator(self, size: int, unique_id: bytes, rank: int) -> Communicator:
+        major = int(self._cupy.__version__.split(".")[0])
+        given = unique_id if major >= 14 else tuple(byte - 256 if byte > 127 else byte for byte in unique_id)
+        return self._nccl.NcclCommunicator(size, given, rank)  # type: ignore[no-any-return]
+
+    @contextmanager
+    def group(self) -> Any:
+        self._nccl.groupStart()
+        try:
+            yield
+        finally:
+            self._nccl.groupEnd()
+
+    def explain(self, communicator: Communicator | None, error: Exception) -> str:
+        if isinstance(error, KeyError):
+            return f"NCCL answered with status {error}, which CuPy does not know"
+        said = library.last_error(getattr(communicator, "comm", 0) or 0)
+        return f"{error}" + (f" ({said})" if said else "")
+
+    @contextmanager
+    def _here(self) -> Any:
+        """Let the calling thread work with this GPU for a while."""
+        before = self._runtime.getDevice()
+        if before == self.index:
+            yield
+            return
+        self._runtime.setDevice(self.index)
+        try:
+            yield
+        finally:
+            self._runtime.setDevice(before)
+
+    def _on(self, stream: int) -> Any:
+        """Return a context in which CuPy launches on a stream."""
+        known = self._streams.get(stream)
+        if known is None:
+            known = self._streams[stream] = self._foreign(stream)
+        return known
+
+    def _foreign(self, stream: int) -> Any:
+        """Return CuPy's object for a stream that is not its own."""
+        streams = self._cupy.cuda.Stream
+        if not stream:
+            return streams.null
+        if hasattr(streams, "from_external"):  # CuPy 14
+            return streams.from_external(_ForeignStream(stream))
+        return self._cupy.cuda.ExternalStream(stream, self.index)
+
+    def _view(self, array: DeviceArray) -> Any:
+        """Return a CuPy array over an array's memory; its dtype only has the right width."""
+        width = array.dtype.itemsize
+        dtype = np.dtype(np.complex128) if width == 16 else np.dtype(f"u{width}")
+        memory = self._cupy.cuda.UnownedMemory(array.pointer, array.nbytes, array.owner, self.index)
+        pointer = self._cupy.cuda.MemoryPointer(memory, 0)
+        strides = tuple(step * width for step in array.strides) or None
+        return self._cupy.ndarray(array.shape, dtype, pointer, strides)
+
+    def _kernel(self, source: str, target: str, arithmetic: bool) -> Any:
+        """Return the compiled kernel; None when there is no compiler for it."""
+        key = (source, target, arithmetic)
+        if key not in self._compiled and self._kernels_work:
+            code = kernels.source_code(source, target, arithmetic)
+            kernel = self._cupy.RawKernel(code, kernels.NAME, options=("--std=c++17",))
+            try:
+                with self._here():
+                    kernel.compile()
+            except Exception as error:  # CuPy raises many kinds: no NVRTC, another CUDA version, no cache directory
+                _log.warning("kernels cannot be compiled (%s: %s); packing takes more launches", type(error).__name__,
+                             str(error).splitlines()[0] if str(error) else "")
+                self._kernels_work = False
+            else:
+                self._compiled[key] = kernel
+        return self._compiled.get(key)
+
+
+class _ForeignStream:
+    """A stream as the CUDA stream protocol has it."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._handle
+
+
+class EventPool:
+    """Events that are used again: making one costs more than recording it. Safe from any thread."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._free: deque[int] = deque()
+
+    def record(self, stream: int) -> PooledEvent:
+        """Return an event that stands for all that was launched on `stream` so far."""
+        try:
+            handle = self._free.pop()
+        except IndexError:
+            handle = self._device.make_event()
+        event = PooledEvent(handle, self._free)
+        self._device.record(handle, stream)
+        return event
+
+
+class PooledEvent:
+    """An event on loan; goes back when nobody refers to it. Waits that were launched keep what it meant then."""
+
+    __slots__ = ("_free", "handle")
+
+    def __init__(self, handle: int, free: deque[int]) -> None:
+        self.handle, self._free = handle, free
+
+    def __del__(self) -> None:
+        self._free.append(self.handle)
+
+
+def width_of(dtype: str) -> int:
+    """Return the bytes of an element."""
+    return SUPPORTED_DTYPES[dtype].itemsize

@@ -1,0 +1,206 @@
+"""One CUDA kernel that copies, casts, scales or fills many arrays at once.
+
+A launch gets its table of arrays by value, as a kernel parameter (below the 4 KiB that every CUDA version takes), so there
+is no table to upload and none to keep alive. A block finds its array by bisection over the arrays' first blocks: large and
+small arrays share one launch without idle blocks. Idea of batching copies: Horovod's `cuda_kernels.cu`.
+
+The source is plain C++ but for three macros and two conversions, so that tests compile it for the host and run it there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from hvdlite.core.array import BFLOAT16, SUPPORTED_DTYPES, Array
+from hvdlite.core.device import Pair
+
+ENTRIES = 128
+THREADS = 256
+UNROLL = 4
+NAME = "hvdlite_move"
+
+TABLE = np.dtype([
+    ("source", np.uint64, ENTRIES), ("target", np.uint64, ENTRIES), ("count", np.int64, ENTRIES),
+    ("first", np.int32, ENTRIES + 1), ("entries", np.int32), ("factor", np.float64), ("divisor", np.int64),
+    ("filler", np.uint64)])
+"""Laid out as `struct Table` below; `first[i]` is the first block of array i, `first[entries]` the number of blocks."""
+
+_STORED = {"int8": "signed char", "uint8": "unsigned char", "int16": "short", "uint16": "unsigned short", "int32": "int",
+           "uint32": "unsigned int", "int64": "long long", "uint64": "unsigned long long", "float16": "unsigned short",
+           "bfloat16": "unsigned short", "float32": "float", "float64": "double"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Arithmetic:
+    """What happens to each value on its way; nothing by default. Integers are truncated toward zero.
+
+    Attributes:
+        factor: by what it is multiplied.
+        divisor: by what it is divided.
+    """
+
+    factor: float = 1.0
+    divisor: int = 1
+
+    @property
+    def nothing(self) -> bool:
+        """Whether values stay as they are."""
+        return self.factor == 1.0 and self.divisor == 1
+
+
+NOTHING = Arithmetic()
+
+
+def source_code(source: str, target: str, arithmetic: bool) -> str:
+    """Return the CUDA source of the kernel from one dtype to another; without arithmetic and cast it copies bits."""
+    if source == target and not arithmetic:
+        width = SUPPORTED_DTYPES[source].itemsize
+        unsigned = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}[width]
+        stored, loaded, value = (unsigned, unsigned), "x", "x"
+        wide, length = unsigned, 16 // width
+    else:
+        stored = (_STORED[source], _STORED[target])
+        integers = "int" in source
+        wide = "long long" if integers and "u" not in source else "unsigned long long" if integers else \
+            "double" if "float64" in (source, target) else "float"
+        loaded = f"from_{source}(x)" if source in ("float16", "bfloat16") else f"({wide})x"
+        value = "y"
+        if arithmetic:
+            divided = "(y / (wide)table.divisor)"
+            value = f"(table.factor == 1.0 ? {divided} : (wide)((double){divided} * table.factor))" if integers else \
+                "(y / (wide)table.divisor * (wide)table.factor)"
+        value = f"to_{target}((float){value})" if target in ("float16", "bfloat16") else f"({stored[1]}){value}"
+        length = 16 // max(SUPPORTED_DTYPES[source].itemsize, SUPPORTED_DTYPES[target].itemsize)
+    return _SOURCE.format(entries=ENTRIES, threads=THREADS, unroll=UNROLL, source=stored[0], target=stored[1], wide=wide,
+                          length=length, loaded=loaded, value=value, name=NAME)
+
+
+def chunk(source: str, target: str) -> int:
+    """Return how many elements a block works on."""
+    return THREADS * UNROLL * (16 // max(SUPPORTED_DTYPES[source].itemsize, SUPPORTED_DTYPES[target].itemsize))
+
+
+def tables(pairs: Sequence[Pair], elements: int, arithmetic: Arithmetic = NOTHING, filler: int = 0) -> Iterator[Array]:
+    """Yield the tables of as many launches as it takes; `table["first"][0][table["entries"][0]]` is the grid.
+
+    Args:
+        pairs: arrays of no elements are left out.
+        elements: of a block; see `chunk`.
+        filler: the bits that an array without a source is filled with.
+    """
+    arrays = [pair for pair in pairs if pair[2]]
+    for begin in range(0, len(arrays), ENTRIES):
+        some = np.array(arrays[begin:begin + ENTRIES], np.uint64)
+        table, count = np.zeros(1, TABLE), len(some)
+        entry = table[0]
+        entry["source"][:count], entry["target"][:count], entry["count"][:count] = some.T
+        blocks = -(-entry["count"][:count] // elements)
+        entry["first"][1:count + 1] = np.cumsum(blocks)
+        entry["entries"], entry["factor"], entry["divisor"], entry["filler"] = (
+            count, arithmetic.factor, arithmetic.divisor, filler)
+        yield table
+
+
+def bits(value: float, dtype: np.dtype[np.generic]) -> int:
+    """Return the bits of a value of a dtype, as the kernel's filler."""
+    if dtype == BFLOAT16:
+        return int(struct.unpack("<I", struct.pack("<f", value))[0]) >> 16
+    return int.from_bytes(np.array(value).astype(dtype).tobytes(), "little")
+
+
+_SOURCE = """
+typedef {wide} wide;
+struct Table {{
+    unsigned long long source[{entries}], target[{entries}];
+    long long count[{entries}];
+    int first[{entries} + 1], entries;
+    double factor;
+    long long divisor;
+    unsigned long long filler;
+}};
+struct alignas(sizeof({source}) * {length}) Sources {{ {source} v[{length}]; }};
+struct alignas(sizeof({target}) * {length}) Targets {{ {target} v[{length}]; }};
+
+__device__ inline float from_float16(unsigned short x) {{
+#ifdef __CUDACC__
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+    return y;
+#else
+    return host_from_float16(x);
+#endif
+}}
+__device__ inline unsigned short to_float16(float x) {{
+#ifdef __CUDACC__
+    unsigned short y;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
+    return y;
+#else
+    return host_to_float16(x);
+#endif
+}}
+union Bits {{ float f; unsigned int u; }};
+__device__ inline float from_bfloat16(unsigned short x) {{
+    Bits bits;
+    bits.u = (unsigned int)x << 16;
+    return bits.f;
+}}
+__device__ inline unsigned short to_bfloat16(float x) {{
+    Bits bits;
+    bits.f = x;
+    if (x != x) return 0x7fc0;
+    return (unsigned short)((bits.u + (((bits.u >> 16) & 1u) + 0x7fffu)) >> 16);
+}}
+__device__ inline {target} convert(const Table& table, {source} x) {{
+    wide y = {loaded};
+    (void)y;
+    return {value};
+}}
+
+extern "C" __global__ void __launch_bounds__({threads}) {name}(const __grid_constant__ Table table) {{
+    const int block = (int)blockIdx.x, thread = (int)threadIdx.x;
+    int low = 0, high = table.entries - 1;
+    while (low < high) {{
+        const int middle = (low + high + 1) / 2;
+        if (table.first[middle] <= block) low = middle; else high = middle - 1;
+    }}
+    const long long chunk = (long long){threads} * {unroll} * {length};
+    const long long begin = (long long)(block - table.first[low]) * chunk;
+    const long long rest = table.count[low] - begin, count = rest < chunk ? rest : chunk;
+    const {source}* from = ({source}*)table.source[low] + begin;
+    {target}* to = ({target}*)table.target[low] + begin;
+    if (table.source[low] == 0) {{
+        union {{ unsigned long long bits; {target} value; }} filler;
+        filler.bits = table.filler;
+        for (long long i = thread; i < count; i += {threads}) to[i] = filler.value;
+        return;
+    }}
+    const bool aligned = (unsigned long long)from % sizeof(Sources) == 0 && (unsigned long long)to % sizeof(Targets) == 0;
+    if (!aligned) {{
+        for (long long i = thread; i < count; i += {threads}) to[i] = convert(table, from[i]);
+        return;
+    }}
+    Sources loaded[{unroll}];
+#pragma unroll
+    for (int u = 0; u < {unroll}; u++) {{
+        const long long i = ((long long)u * {threads} + thread) * {length};
+        if (i + {length} <= count) loaded[u] = *(const Sources*)(from + i);
+    }}
+#pragma unroll
+    for (int u = 0; u < {unroll}; u++) {{
+        const long long i = ((long long)u * {threads} + thread) * {length};
+        if (i + {length} <= count) {{
+            Targets stored;
+#pragma unroll
+            for (int j = 0; j < {length}; j++) stored.v[j] = convert(table, loaded[u].v[j]);
+            *(Targets*)(to + i) = stored;
+        }}
+    }}
+    const long long i = count - count % {length} + thread;
+    if (i < count) to[i] = convert(table, from[i]);
+}}
+"""

@@ -1,0 +1,128 @@
+"""Finding NCCL: one copy in the process, new enough, and the line that installs it."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.metadata
+import importlib.util
+import logging
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from hvdlite.core.errors import HorovodInternalError
+
+_log = logging.getLogger("hvdlite")
+
+OLDEST = 21801
+"""NCCL 2.18.1, the oldest that CuPy's wheels take."""
+HANGS_IN_ABORT = range(22500, 22602)
+"""NCCL 2.25.1's `ncclCommAbort` hangs (pytorch issue 149153); mended in 2.26.2."""
+
+
+def missing() -> str:
+    """Return why GPUs cannot be used here, and what to do; "" when they probably can. Imports nothing heavy."""
+    if importlib.util.find_spec("cupy") is None:
+        return f"CuPy is not installed: pip install 'hvdlite[{suggested_extra()}]'"
+    return ""
+
+
+def suggested_extra() -> str:
+    """Return the extra whose CUDA version is that of the installed torch; CUDA 12's when nobody knows."""
+    return f"nccl-cuda{cuda_of_torch() or 12}"
+
+
+def cuda_of_torch() -> int | None:
+    """Return the major version of CUDA that torch was built for; None without torch, and for CPU builds."""
+    loaded = sys.modules.get("torch")
+    version = getattr(getattr(loaded, "version", None), "cuda", None)
+    if version:
+        return int(version.split(".")[0])
+    try:
+        needs = importlib.metadata.requires("torch") or []
+        local = importlib.metadata.version("torch").partition("+")[2]
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    if found := re.match(r"cu(\d\d)", local):
+        return int(found.group(1))
+    if local:
+        return None
+    majors = {int(found.group(1)) for need in needs if (found := re.match(r"nvidia-nccl-cu(\d\d)", need))}
+    return max(majors, default=None)
+
+
+def load(environment: Mapping[str, str]) -> Any:
+    """Import CuPy and its NCCL, and return `cupy`.
+
+    Raises:
+        HorovodInternalError: when there is no usable NCCL, or more than one.
+    """
+    if environment.get("NCCL_COMM_BLOCKING") == "0":
+        raise HorovodInternalError("NCCL_COMM_BLOCKING=0 makes NCCL answer calls with 'in progress', which CuPy does not "
+                                   "know: unset it")
+    if environment.get("CUDA_LAUNCH_BLOCKING") == "1":
+        _log.warning("CUDA_LAUNCH_BLOCKING=1 takes away all overlap, and can deadlock NCCL between hosts (nccl issue 750)")
+    try:
+        cupy = importlib.import_module("cupy")
+        nccl = importlib.import_module("cupy.cuda.nccl")  # loads libnccl; the module below it does not
+    except ImportError as error:
+        raise HorovodInternalError(f"CuPy cannot be imported: {error}. {_advice()}") from None
+    if not nccl.available:
+        raise HorovodInternalError("CuPy finds no libnccl.so.2 (CUPY_DEBUG_LIBRARY_LOAD=1 shows where it looks). "
+                                   f"{_advice()}")
+    check(nccl.get_version(), copies())
+    return cupy
+
+
+def check(version: int, paths: Iterable[str]) -> None:
+    """Log which NCCL it is.
+
+    Raises:
+        HorovodInternalError: when it is too old, or there are several.
+    """
+    paths = sorted(paths)
+    if len(paths) > 1:
+        raise HorovodInternalError(f"there are {len(paths)} copies of NCCL in this process: {', '.join(paths)}. Import the "
+                                   "framework before hvdlite uses a GPU, and install CuPy and NCCL for its CUDA version: "
+                                   f"pip install 'hvdlite[{suggested_extra()}]'")
+    if version < OLDEST:
+        raise HorovodInternalError(f"NCCL {version_text(version)} is too old; {version_text(OLDEST)} is the oldest that "
+                                   f"works. {_advice()}")
+    if version in HANGS_IN_ABORT:
+        _log.warning("NCCL %s can hang when a job fails (pytorch issue 149153); 2.26.2 does not", version_text(version))
+    _log.info("NCCL %s from %s", version_text(version), ", ".join(paths) or "an unknown place")
+
+
+def copies(maps: str = "/proc/self/maps") -> set[str]:
+    """Return the files of NCCL that are mapped into this process; none where that cannot be seen."""
+    try:
+        with open(maps, encoding="utf-8", errors="replace") as file:
+            return {line.split(maxsplit=5)[5].strip() for line in file if "libnccl.so" in line}
+    except OSError:
+        return set()
+
+
+def version_text(code: int) -> str:
+    """Return NCCL's version as people write it."""
+    return f"{code // 10000}.{code // 100 % 100}.{code % 100}"
+
+
+def last_error(communicator: int) -> str:
+    """Return what NCCL itself says about its last error; "" when it says nothing.
+
+    Args:
+        communicator: address of the `ncclComm_t`; 0 for none in particular.
+    """
+    try:
+        function = ctypes.CDLL("libnccl.so.2").ncclGetLastError  # the copy that is loaded: the loader goes by its name
+    except (OSError, AttributeError):
+        return ""
+    function.restype, function.argtypes = ctypes.c_char_p, [ctypes.c_void_p]
+    text = function(communicator)
+    return text.decode(errors="replace").strip() if text else ""
+
+
+def _advice() -> str:
+    return f"Install it with: pip install 'hvdlite[{suggested_extra()}]'"

@@ -1,0 +1,262 @@
+"""Plans for tensors on a GPU become launches on one stream (PROTOCOL rules 13, 25).
+
+Theory of operation
+- Everything of all process sets is launched on one stream, in decision order, so no two communicators can wait for each
+  other on the GPU. The stream waits for the events after which the tensors are ready, and an event after the work lets
+  others wait for it: the host waits for neither, only until the launch is recorded.
+- Launching happens on a thread of its own, because the first calls of a communicator, and any call when the GPU's queue is
+  full, can block for as long as another rank is missing. The runtime thread waits for it as for everything: interruptibly.
+- A communicator is made when its process set has its first tensor on a GPU: by then the script has chosen its GPU. The ranks
+  exchange introductions over the control plane, which is also the barrier before NCCL's own meeting.
+- The end is an abort, always: `ncclCommDestroy` waits for other ranks. Work under way is waited for first, unless the job
+  failed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from hvdlite.core.device import Completion, DeviceArray, Pair
+from hvdlite.core.errors import HorovodInternalError, UnsupportedError
+from hvdlite.core.types import Collective, ReduceOp
+from hvdlite.planes.base import FusionBuffer, Plan, Swap, WaitUntil
+from hvdlite.planes.launch_thread import LaunchThread
+from hvdlite.planes.nccl import collectives, library
+from hvdlite.planes.nccl.collectives import DTYPES, Launch, Staging
+from hvdlite.planes.nccl.device import CupyDevice, Device, EventPool, PooledEvent
+from hvdlite.planes.nccl.introduction import Introduction, check
+from hvdlite.planes.nccl.watcher import Launched, Lease, Watcher, abort
+
+_log = logging.getLogger("hvdlite")
+
+DRAIN_SECONDS: Final = 30.0
+"""How long `close` waits for work under way."""
+ABORT_SECONDS: Final = 10.0
+"""How long `close` waits for communicators to come back from their abort."""
+_INTRODUCTION: Final = msgspec.msgpack.Decoder(Introduction)
+
+MakeDevice = Callable[[int | None], Device]
+"""Open the GPU of that number; None leaves the choice to the rank's number on its host."""
+
+
+class NcclPlane:
+    """See `Plane` and `DeviceAccess`; nothing is loaded, and no GPU is touched, before the first tensor.
+
+    Args:
+        host: what is the same for the ranks of one host, and different for those of others.
+        swap: lets the ranks of a communicator introduce themselves.
+        wake: makes this rank's `WaitUntil` look again.
+        make_device: opens the GPU.
+        missing: says why there is none, or "".
+        shared_gpu: whether several ranks may use one.
+    """
+
+    name = "nccl"
+
+    def __init__(self, rank: int, host: str, swap: Swap, wake: Callable[[], None], make_device: MakeDevice,
+                 missing: Callable[[], str] = library.missing, *, shared_gpu: bool = False) -> None:
+        self._rank, self._host, self._swap, self._make_device, self._missing = rank, host, swap, make_device, missing
+        self._thread = LaunchThread(f"hvdlite-nccl-{rank}", wake, lambda: self._opened(None).enter())
+        self._report: Callable[[Exception], None] = lambda error: None
+        self._shared_gpu = shared_gpu
+        self._opening = threading.Lock()
+        self._device: Device | None = None
+        self._events: EventPool | None = None
+        self._sets: dict[int, tuple[int, ...]] = {}
+        self._leases: dict[int, Lease] = {}  # by process set
+        self._reason: str | None = None  # why there are no GPUs, once that is known
+        self._pid = os.getpid()
+
+    # --- what adapters ask ----------------------------------------------------------------------------------------------
+
+    def missing(self) -> str:
+        if self._reason is None:
+            self._reason = self._missing()
+        return self._reason
+
+    def carries(self, collective: int, op: int | None, dtype: str) -> bool:
+        return collectives.carries(Collective(collective), None if op is None else ReduceOp(op), dtype)
+
+    def lend(self, pointer: int, shape: tuple[int, ...], dtype: np.dtype[Any], device: int, *, stream: int, owner: object,
+             empty: Callable[[tuple[int, ...]], DeviceArray] | None = None) -> DeviceArray:
+        used = self._opened(device)
+        if used.index != device:
+            raise UnsupportedError(f"rank {self._rank} uses GPU {used.index} and cannot also use GPU {device}: a rank has "
+                                   "one GPU")
+        return DeviceArray(pointer, shape, dtype, device, owner, self.ready(stream), empty)
+
+    def ready(self, stream: int) -> PooledEvent:
+        device = self._opened(None)
+        if device.capturing(stream):
+            raise UnsupportedError("a collective cannot become part of a CUDA graph: ranks agree on it while it runs. "
+                                   "Capture the model only (torch.cuda.make_graphed_callables), and leave backward hooks, "
+                                   "collectives and optimizer.step() outside")
+        assert self._events is not None
+        return self._events.record(stream)
+
+    def join(self, stream: int, other: int) -> None:
+        event = self.ready(other)
+        self._opened(None).wait(stream, event.handle)
+
+    def pack(self, pairs: Sequence[Pair], source: str, target: str, stream: int) -> bool:
+        if source not in DTYPES or target not in DTYPES:
+            return False
+        return self._opened(None).move(pairs, source, target, stream)
+
+    # --- what the runtime asks ------------------------------------------------------------------------------------------
+
+    def report_to(self, report: Callable[[Exception], None]) -> None:
+        self._report = report
+
+    def execute(self, plan: Plan, wait_until: WaitUntil) -> Completion:
+        device = self._opened(None)
+        number = plan.response.process_set
+        if number not in self._leases:
+            self._meet(number, plan.ranks, wait_until)
+        return self._thread.run(lambda: self._launch(device, plan), wait_until)
+
+    def open_set(self, number: int, ranks: tuple[int, ...]) -> None:
+        self._sets[number] = ranks  # its communicator is made when it is needed
+
+    def close_set(self, number: int, wait_until: WaitUntil) -> None:
+        self._sets.pop(number, None)
+        lease = self._leases.pop(number, None)
+        if lease is not None:
+            device = self._opened(None)
+            self._thread.run(lambda: self._watcher.drain(DRAIN_SECONDS), wait_until)
+            self._thread.run(lambda: abort([lease], device, ABORT_SECONDS), wait_until)
+
+    def fusion_buffer(self, nbytes: int, ranks: tuple[int, ...], wait_until: WaitUntil) -> FusionBuffer | None:
+        """Like `Plane.fusion_buffer`; the memory is the GPU's."""
+        if self._rank not in ranks:
+            return None
+        device = self._opened(None)
+        return FusionBuffer(self._thread.run(lambda: device.allocate(nbytes), wait_until))
+
+    def row_major(self, place: DeviceArray) -> DeviceArray:
+        """Return a copy of a place of other strides, which may be used after the launches so far."""
+        device = self._opened(None)
+        copied = DeviceArray(0, place.shape, place.dtype, place.device)
+        copied = device.allocate(copied.nbytes).part(0, copied.size, place.dtype)
+        copied.shape = place.shape
+        if place.ready is not None:
+            device.wait(device.stream, place.ready.handle)
+        device.arrange(place, copied, device.stream)
+        return copied
+
+    def tune(self, settings: Mapping[str, int]) -> None:
+        pass
+
+    def close(self, failure: HorovodInternalError | None = None) -> None:
+        """End all communicators.
+
+        Args:
+            failure: why the job ends early: work under way is not waited for, and whoever waits for it gets this.
+        """
+        if self._device is None or self._pid != os.getpid():  # a forked child must not call CUDA
+            return
+        device, leases = self._device, list(self._leases.values())
+        self._leases = {}
+        if failure is None and not self._watcher.drain(DRAIN_SECONDS):
+            _log.warning("rank %d: reductions are still under way on GPU %d after %.0f s; they are given up", self._rank,
+                         device.index, DRAIN_SECONDS)
+        self._watcher.end(failure)
+        if failure is None:
+            self._thread.end(DRAIN_SECONDS)
+        stuck = abort(leases, device, ABORT_SECONDS)
+        if stuck:
+            _log.error("rank %d: %d NCCL communicators did not end within %.0f s; leave this process to free GPU %d",
+                       self._rank, stuck, ABORT_SECONDS, device.index)
+
+    # --- inside ---------------------------------------------------------------------------------------------------------
+
+    def _opened(self, index: int | None) -> Device:
+        """Return the GPU; the first call chooses it."""
+        if self._device is not None:
+            return self._device
+        with self._opening:
+            if self._device is None:
+                if reason := self.missing():
+                    raise UnsupportedError(f"there is no data plane for GPUs here: {reason}")
+                device = self._make_device(index)
+                self._events = EventPool(device)
+                self._staging = Staging(device)
+                self._watcher = Watcher(device, self._check, lambda error: self._report(error))
+                self._device = device
+        return self._device
+
+    def _meet(self, number: int, ranks: tuple[int, ...], wait_until: WaitUntil) -> None:
+        """Make the communicator of a process set, with all its ranks."""
+        device, mine = self._opened(None), ranks.index(self._rank)
+        unique_id = self._thread.run(device.unique_id, wait_until) if mine == 0 else b""
+        introduction = Introduction(self._host, device.identity(), device.version, unique_id)
+        given = self._swap(f"nccl.{number}.{ranks}", ranks, msgspec.msgpack.encode(introduction), wait_until)
+        all_of_them = {rank: _INTRODUCTION.decode(text) for rank, text in zip(ranks, given, strict=True)}
+        check(all_of_them, shared=self._shared_gpu)
+        unique_id = all_of_them[ranks[0]].unique_id
+        self._leases[number] = self._thread.run(lambda: self._make(device, ranks, unique_id), wait_until)
+
+    def _make(self, device: Device, ranks: tuple[int, ...], unique_id: bytes) -> Lease:
+        what = f"making a communicator of ranks {list(ranks)}"
+        try:
+            lease = Lease(device.communicator(len(ranks), unique_id, ranks.index(self._rank)))
+            # The first call of a kind connects the ranks, which blocks; better here than in a training step.
+            warm = self._staging.get(4096)
+            lease.communicator.allReduce(warm, warm, 1024, DTYPES["float32"], collectives.SUM, device.stream)
+        except device.failure as error:
+            raise self._error(device, None, what, error) from None
+        _log.info("rank %d: %s on GPU %d", self._rank, what, device.index)
+        return lease
+
+    def _launch(self, device: Device, plan: Plan) -> Launched:
+        communicator = self._leases[plan.response.process_set].communicator
+        try:
+            for event in _ready_events(plan):
+                device.wait(device.stream, event)
+            collectives.launch(Launch(device, communicator, self._staging, plan, plan.ranks.index(self._rank)))
+            assert self._events is not None
+            return Launched(device, self._events.record(device.stream), self._watcher)
+        except device.failure as error:
+            response = plan.response
+            what = f"{response.collective.name.lower()} of '{response.names[0]}'"
+            if len(response.names) > 1:
+                what += f" and {len(response.names) - 1} more"
+            raise self._error(device, communicator, what, error) from None
+
+    def _check(self) -> None:
+        """Raise the error that a communicator met while nobody was calling it."""
+        device = self._opened(None)
+        for number, lease in list(self._leases.items()):
+            try:
+                lease.communicator.check_async_error()
+            except device.failure as error:
+                what = f"work under way between ranks {list(self._sets.get(number, ()))}"
+                raise self._error(device, lease.communicator, what, error) from None
+
+    def _error(self, device: Device, communicator: Any, what: str, error: Exception) -> HorovodInternalError:
+        return HorovodInternalError(f"rank {self._rank}: NCCL failed in {what} on GPU {device.index}: "
+                                    f"{device.explain(communicator, error)}; NCCL_DEBUG=INFO tells more")
+
+
+def _ready_events(plan: Plan) -> set[int]:
+    """Return the events after which a plan's memory may be used, each once."""
+    arrays = [*plan.sources, *plan.outputs]
+    return {array.ready.handle for array in arrays if isinstance(array, DeviceArray) and array.ready is not None}
+
+
+def of_this_machine(rank: int, local_rank: int, host: str, swap: Swap, wake: Callable[[], None],
+                    environment: Mapping[str, str], *, shared_gpu: bool) -> NcclPlane:
+    """Return the plane with real GPUs behind it; see `NcclPlane`.
+
+    Args:
+        local_rank: chooses the GPU when this rank has to help before it has used one.
+        environment: the process's.
+    """
+    return NcclPlane(rank, host, swap, wake, lambda index: CupyDevice(index, local_rank, environment), shared_gpu=shared_gpu)

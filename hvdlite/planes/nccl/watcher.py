@@ -1,0 +1,167 @@
+"""What happens to work after it was launched: completions, a look at it from time to time, the end of communicators."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from hvdlite.core.errors import HorovodInternalError
+from hvdlite.planes.nccl.device import Communicator, Device, PooledEvent
+
+_log = logging.getLogger("hvdlite")
+
+LOOK_SECONDS: Final = 0.01
+"""Between two looks at work under way. Nobody waits for a look: it frees what nobody fetches, and sees errors."""
+_FIRST_NAP, _LONGEST_NAP = 20e-6, 1e-3
+
+
+class Launched:
+    """A completion: one entry's share of a launch.
+
+    Attributes:
+        held: what must stay alive until a stream of the framework, or the host, is behind the work.
+    """
+
+    __slots__ = ("_device", "_watcher", "event", "held")
+
+    def __init__(self, device: Device, event: PooledEvent, watcher: Watcher, held: object = None) -> None:
+        self._device, self.event, self._watcher, self.held = device, event, watcher, held
+
+    @property
+    def device(self) -> int:
+        """The GPU's number."""
+        return self._device.index
+
+    def holding(self, held: object) -> Launched:
+        """Return another entry's share of the same launch."""
+        share = Launched(self._device, self.event, self._watcher, held)
+        self._watcher.watch(share)
+        return share
+
+    def follow(self, stream: int) -> None:
+        self._watcher.raise_failure()
+        self._device.wait(stream, self.event.handle)
+        self.held = None
+
+    def passed(self) -> bool:
+        return self._device.passed(self.event.handle)
+
+    def wait(self) -> None:
+        nap = _FIRST_NAP
+        while not self.passed():
+            self._watcher.raise_failure()
+            time.sleep(nap)
+            nap = min(2 * nap, _LONGEST_NAP)
+        self._watcher.raise_failure()
+        self.held = None
+
+
+class Watcher:
+    """Looks at launched work until it is done, on a thread of its own that sleeps while there is none.
+
+    Args:
+        check: looks for errors that NCCL met by itself; raises them.
+        fail: is told of the first error, once.
+    """
+
+    def __init__(self, device: Device, check: Callable[[], None], fail: Callable[[Exception], None]) -> None:
+        self._device, self._check, self._fail = device, check, fail
+        self._pending: deque[Launched] = deque()
+        self._failure: HorovodInternalError | None = None
+        self._news = threading.Condition()
+        self._over = False
+        self._thread = threading.Thread(target=self._run, name="hvdlite-nccl-watcher", daemon=True)
+        self._started = False
+
+    def watch(self, launched: Launched) -> None:
+        """Look after a completion until it has passed; in the order of their launches."""
+        with self._news:
+            self._pending.append(launched)
+            if not self._started:
+                self._started = True
+                self._thread.start()
+            self._news.notify()
+
+    def drain(self, timeout: float) -> bool:
+        """Wait until everything has passed; return whether it did within `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while self._pending and self._failure is None:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(LOOK_SECONDS / 2)
+        return not self._pending
+
+    def end(self, failure: HorovodInternalError | None) -> None:
+        """Look no more; with a failure, nothing can be waited for any more either."""
+        with self._news:
+            self._over = True
+            self._failure = self._failure or failure
+            self._news.notify()
+
+    def raise_failure(self) -> None:
+        """Raise what went wrong, if anything did."""
+        if self._failure is not None:
+            raise self._failure.with_traceback(None)
+
+    def _run(self) -> None:
+        try:
+            self._device.enter()
+            while self._wait_for_work():
+                self._look()
+                time.sleep(LOOK_SECONDS)
+        except Exception as error:
+            text = error if isinstance(error, HorovodInternalError) else HorovodInternalError(
+                f"a GPU failed while work was under way: {self._device.explain(None, error)}")
+            self.end(text)
+            self._fail(text)
+
+    def _wait_for_work(self) -> bool:
+        with self._news:
+            while not self._pending and not self._over:
+                self._news.wait()
+            return not self._over
+
+    def _look(self) -> None:
+        while self._pending and self._pending[0].passed():
+            self._pending.popleft().held = None
+        if self._pending:
+            self._check()
+
+
+class Lease:
+    """A communicator that garbage collection cannot end: CuPy would call `ncclCommDestroy`, which waits for other ranks."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator = communicator
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicator))
+
+    def end(self) -> None:
+        """Abort the communicator; only then may it be collected."""
+        self.communicator.abort()
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(self.communicator))
+
+
+def abort(leases: Sequence[Lease], device: Device, timeout: float) -> int:
+    """Abort communicators, each in a thread of its own: one after the other can hang (nccl issue 1013).
+
+    Return how many have not come back within `timeout` seconds; their threads are left behind.
+    """
+    def end(lease: Lease) -> None:
+        try:
+            device.enter()
+            lease.end()
+        except Exception as error:
+            _log.warning("aborting a communicator failed: %s", device.explain(None, error))
+
+    threads = [threading.Thread(target=end, args=(lease,), name="hvdlite-nccl-abort", daemon=True) for lease in leases]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + timeout
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return sum(thread.is_alive() for thread in threads)

@@ -1,0 +1,88 @@
+"""Ranks inside processes that somebody else started and keeps: what Ray and Spark have in common.
+
+Such a process gets its place as variables, and a function to call as a rank. Its interpreter does not end with the function,
+so a failure is told to the other ranks explicitly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from hvdlite import api
+from hvdlite.core import launch_contract
+from hvdlite.core.errors import PeerLostError
+from hvdlite.core.world import Hosts, World
+
+
+def placed(nodes: Sequence[str]) -> list[tuple[int, World]]:
+    """Return, for each rank, which worker it is and where it stands; ranks of one node follow each other.
+
+    Args:
+        nodes: something that names each worker's node.
+    """
+    first = {node: nodes.index(node) for node in nodes}
+    order = sorted(range(len(nodes)), key=lambda worker: (first[nodes[worker]], worker))
+    hosts = Hosts.of([nodes[worker] for worker in order])
+    return [(worker, hosts.world(rank)) for rank, worker in enumerate(order)]
+
+
+def variables(world: World, directory: str, coordinator: str, secret: str) -> dict[str, str]:
+    """Return a rank's variables; coordinator and key only matter on several hosts."""
+    meeting = {launch_contract.COORDINATOR: coordinator, launch_contract.SECRET: secret}
+    return {**launch_contract.rank_environment(world, directory), **(meeting if world.local_size < world.size else {})}
+
+
+def make_directory() -> str:
+    """Make a directory where the ranks of this host meet."""
+    return tempfile.mkdtemp(prefix="hvdlite-job-")  # mode 0700
+
+
+def remove_directory(path: str) -> None:
+    """Remove it with what failed ranks left there."""
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def free_port() -> int:
+    """Return a port that is free at the moment, on all addresses."""
+    with socket.create_server(("", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call a function as a rank: when it raises, the other ranks hear of it and do not wait for this one."""
+    try:
+        return func(*args, **kwargs)
+    except BaseException as error:
+        api.fail(error)
+        raise
+
+
+@contextlib.contextmanager
+def as_rank(given: Mapping[str, str]) -> Iterator[None]:
+    """Give this process a place in a job for a while, and leave the job afterwards."""
+    before = dict(os.environ)
+    os.environ.update(given)
+    try:
+        yield
+    finally:
+        leave()
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def leave() -> None:
+    """Shut this process's runtime down, however often it was initialised."""
+    while api.is_initialized():
+        api.shutdown()
+
+
+def first_cause(errors: Mapping[int, BaseException]) -> BaseException:
+    """Return what to raise of several ranks' errors: one that is not the consequence of another."""
+    own = [rank for rank, error in sorted(errors.items()) if not isinstance(error, PeerLostError)]
+    return errors[own[0] if own else min(errors)]

@@ -1,0 +1,152 @@
+"""How torch's GPU tensors become the runtime's arrays: addresses, streams, and who waits for whom.
+
+Rules (PROTOCOL rule 25)
+- A tensor is handed over together with a point in the work of the stream that is current where the call is made: the plane
+  waits for that on its own stream, so the host does not.
+- Waiting for a handle makes the stream that is current where `synchronize` is called come after the result. The host blocks
+  only until the work was launched.
+- The runtime holds the tensors until then. torch's allocator gives memory back in the order of the stream it was made for,
+  so memory that was last used by another stream must not be let go before.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hvdlite.core.array import SUPPORTED_DTYPES
+from hvdlite.core.device import DeviceAccess, DeviceArray
+from hvdlite.core.errors import UnsupportedError
+from hvdlite.core.types import Collective, ReduceOp
+from hvdlite.runtime.handle import Handle, Handles
+
+_DTYPES = {getattr(torch, name): dtype for name, dtype in SUPPORTED_DTYPES.items() if hasattr(torch, name)}
+_raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def is_on_gpu(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is in a GPU's memory."""
+    return tensor.is_cuda
+
+
+def index_of(tensor: torch.Tensor) -> int:
+    """Return the number of a tensor's GPU."""
+    return tensor.get_device()
+
+
+def current_stream(index: int) -> int:
+    """Return the address of the stream that is current on this thread; 0 is CUDA's default stream."""
+    if _raw_stream is not None:
+        return _raw_stream(index)
+    return int(torch.cuda.current_stream(index).cuda_stream)
+
+
+def memory(array: DeviceArray) -> torch.Tensor:
+    """Return a tensor over an array's bytes; it keeps them alive."""
+    return torch.as_tensor(_Interface(array), device=f"cuda:{array.device}")
+
+
+class _Interface:
+    """An array's bytes as other libraries take them (the CUDA array interface, version 2: nobody synchronises)."""
+
+    def __init__(self, array: DeviceArray) -> None:
+        self._array = array  # torch keeps this object as long as the tensor lives
+        self.__cuda_array_interface__ = {"shape": (array.nbytes,), "typestr": "|u1", "data": (array.pointer, False),
+                                         "version": 2, "strides": None}
+
+
+def over(array: DeviceArray) -> torch.Tensor:
+    """Return a tensor over an array."""
+    dtype = next(dtype for dtype, name in _DTYPES.items() if name == array.dtype)
+    flat = memory(array.flat()).view(dtype) if array.nbytes else torch.empty(0, dtype=dtype, device=memory_device(array))
+    if not array.strides:
+        return flat.view(array.shape)
+    return flat.as_strided(array.shape, array.strides)
+
+
+def memory_device(array: DeviceArray) -> torch.device:
+    """Return torch's name for where an array is."""
+    return torch.device("cuda", array.device)
+
+
+def lend(tensor: torch.Tensor, devices: DeviceAccess) -> DeviceArray:
+    """Describe a dense, contiguous tensor to the plane for GPUs, ready after what its current stream has been given.
+
+    Raises:
+        UnsupportedError: for a dtype without a counterpart, a second GPU, and within a CUDA graph's capture.
+    """
+    index = index_of(tensor)
+    return _lent(tensor, devices, index, current_stream(index))
+
+
+def _lent(tensor: torch.Tensor, devices: DeviceAccess, index: int, stream: int) -> DeviceArray:
+    dtype = _DTYPES.get(tensor.dtype)
+    if dtype is None:
+        raise UnsupportedError(f"dtype {tensor.dtype} is not supported")
+    return devices.lend(tensor.data_ptr(), tuple(tensor.shape), dtype, index, stream=stream, owner=tensor,
+                        empty=functools.partial(_empty, tensor, devices, index, stream))
+
+
+def _empty(like: torch.Tensor, devices: DeviceAccess, index: int, stream: int, shape: tuple[int, ...]) -> DeviceArray:
+    """Make a result; called by the runtime thread. torch may hand out memory that `stream` is still working on."""
+    with allocating(index, stream):
+        tensor = torch.empty(shape, dtype=like.dtype, device=like.device)
+    return _lent(tensor, devices, index, stream)
+
+
+def allocating(index: int, stream: int) -> Any:
+    """Return a context in which torch allocates for a stream."""
+    return torch.cuda.stream(torch.cuda.ExternalStream(stream, device=index) if stream else torch.cuda.default_stream(index))
+
+
+def carried(tensor: torch.Tensor, name: str, devices: DeviceAccess | None, collective: Collective,
+            op: ReduceOp | None = None) -> torch.Tensor:
+    """Return a contiguous tensor where a plane can take it: itself, or a copy in host memory, with a warning.
+
+    Whether it is copied is the same on all ranks, as long as the same is installed everywhere.
+    """
+    if not is_on_gpu(tensor):
+        return tensor
+    reason = "there is no plane for GPUs in this job" if devices is None else devices.missing()
+    if not reason and devices is not None:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if devices.carries(collective, op, dtype):
+            return tensor
+        with_op = "" if op is None else f" with {op.name.capitalize()}"
+        reason = f"NCCL has no {collective.name.lower()} of {dtype}{with_op}"
+    return to_host(tensor, f"'{name}' goes over host memory: {reason}")
+
+
+def to_host(tensor: torch.Tensor, why: str) -> torch.Tensor:
+    """Return a copy in host memory that the GPU can reach by itself; waits for it."""
+    warnings.warn(f"{why}. That makes the host wait for the GPU", RuntimeWarning, stacklevel=2)
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=torch.cuda.is_available())
+    return copy.copy_(tensor)
+
+
+def room_beside(copy: torch.Tensor) -> torch.Tensor:
+    """Return memory like a copy that `carried` made, for a result."""
+    return torch.empty_like(copy)
+
+
+def wait(handle: Handle | Handles) -> Any:
+    """Wait for a handle, let this thread's current stream come after its result, and return that."""
+    result = handle.wait()
+    for completion in handle.completions():
+        completion.follow(current_stream(completion.device))
+    return result
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return the runtime's name of a dtype."""
+    return str(dtype).removeprefix("torch.")
+
+
+def outlive(tensors: Sequence[torch.Tensor]) -> None:
+    """Let torch's allocator keep the memory of tensors until this thread's current stream has used it."""
+    for tensor in tensors:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))

@@ -1,0 +1,157 @@
+"""Gradients on a GPU, for `training.GradientReducer`: learned buckets in the GPU's memory, of which `.grad` are views.
+
+A bucket's gradients are copied into it by one kernel when the last one is there, on the stream on which they were made, so
+torch's allocator may use their memory again at once. Compression is a part of that kernel; the way back is one kernel for a
+whole bucket, into memory that is kept. Gradients that lie in their bucket already (`zero_grad(set_to_none=False)`) are not
+copied at all.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hvdlite.core.device import AnyArray, Completion, DeviceAccess, DeviceArray, Event, Pair
+from hvdlite_torch import cuda
+from hvdlite_torch.compression import BF16Compressor, Compressor, FP16Compressor
+from hvdlite_torch.framework import Seat, TorchGradients, contiguous
+
+_PLAIN = (Compressor, FP16Compressor, BF16Compressor)
+"""Compressors that a kernel can stand in for: they cast."""
+
+
+class CudaGradients(TorchGradients):
+    """Like `TorchGradients`, for parameters of which some are on a GPU."""
+
+    _devices: DeviceAccess
+
+    def __init__(self, compression: type[Compressor], sparse_as_dense: bool, as_view: bool, devices: DeviceAccess) -> None:
+        super().__init__(compression, sparse_as_dense, as_view, devices)
+        self._casts = compression in _PLAIN
+        self._streams: set[int] = set()  # on which gradients were made since a bucket was last filled
+        self._index = 0  # of the GPU
+
+    def note(self, parameter: torch.Tensor) -> None:
+        """A gradient was made on the stream that is current on this thread."""
+        self._streams.add(cuda.current_stream(cuda.index_of(parameter)))
+
+    def seat(self, parameter: torch.Tensor, place: AnyArray) -> Seat:
+        if not isinstance(place, DeviceArray):
+            return super().seat(parameter, place)
+        self._index = place.device
+        home = cuda.over(place)
+        context = self._compression.compress(parameter.detach().new_empty(0))[1]
+        view = home.detach() if context is None else torch.empty_like(parameter.detach())
+        return Seat(home, view, view.data_ptr(), weakref.ref(view), context, view.dtype, on_gpu=True)
+
+    def fill(self, parameter: torch.Tensor, seat: Seat) -> bool:
+        return self.fill_all([(parameter, seat)])[0] if seat.on_gpu else super().fill(parameter, seat)
+
+    def fill_all(self, pairs: Sequence[tuple[torch.Tensor, Seat]]) -> list[bool]:
+        if not pairs[0][1].on_gpu:  # a bucket is in one place
+            return super().fill_all(pairs)
+        homes, values, fits = [], [], []
+        for parameter, seat in pairs:
+            gradient = parameter.grad
+            fit = gradient is not None
+            if gradient is not None and not (seat.context is None and seat.holds(gradient)):
+                value = self._fitting_value(parameter, gradient, seat)
+                fit = value is not None
+                if value is not None:
+                    homes.append(seat.home)
+                    values.append(value)
+            fits.append(fit)
+        if homes:
+            self._copy(homes, values)
+        for (parameter, _), fit in zip(pairs, fits, strict=True):
+            if fit:
+                parameter.grad = None
+        return fits
+
+    def fill_with(self, seat: Seat, value: Any) -> None:
+        with torch.no_grad():
+            seat.home.fill_(value)
+
+    def filled(self, memory: AnyArray) -> Event | None:
+        if not isinstance(memory, DeviceArray):
+            return None
+        return self._devices.ready(cuda.current_stream(memory.device))
+
+    def settle(self, seat: Seat, values: AnyArray) -> None:
+        if isinstance(values, DeviceArray):
+            seat.home.copy_(cuda.over(values))
+        else:
+            super().settle(seat, values)
+
+    def vacate(self, parameter: torch.Tensor, seat: Seat) -> None:
+        if seat.context is None:
+            super().vacate(parameter, seat)
+
+    def adopt(self, parameter: torch.Tensor, seat: Seat) -> Any:
+        return self.adopt_all([(parameter, seat)])[0]
+
+    def adopt_all(self, pairs: Sequence[tuple[torch.Tensor, Seat]]) -> list[Any]:
+        if not pairs or not pairs[0][1].on_gpu:
+            return super().adopt_all(pairs)
+        homes, targets, marks = [], [], []
+        for parameter, seat in pairs:
+            if not seat.holds(seat.view):  # somebody gave our view other memory
+                seat.renew(parameter)
+            target, mark = seat.view, seat.mark
+            if not self._as_view:
+                target = torch.empty_like(parameter.detach())
+                mark = weakref.ref(target)
+            if target is not seat.view or seat.context is not None:
+                homes.append(seat.home)
+                targets.append(target)
+            parameter.grad = target
+            marks.append(mark)
+        if homes:
+            self._copy(targets, homes)
+        return marks
+
+    def follow(self, completion: Completion) -> None:
+        completion.follow(cuda.current_stream(completion.device))
+
+    def _fitting_value(self, parameter: torch.Tensor, gradient: torch.Tensor, seat: Seat) -> torch.Tensor | None:
+        """Return what is to be copied, and cast, into the seat; None when it does not fit."""
+        if self.is_sparse(parameter):
+            return None
+        if gradient.layout is not torch.strided:
+            gradient = contiguous(self._gradient(parameter), "gradient")
+        if gradient.requires_grad:
+            gradient = gradient.detach()
+        if not self._casts:
+            gradient, seat.context = self._compression.compress(gradient)
+        elif gradient.dtype is not (seat.context or seat.home.dtype):
+            return None
+        home = seat.home
+        return gradient if gradient.shape == home.shape and (self._casts or gradient.dtype is home.dtype) else None
+
+    def _copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """Copy tensors on the current stream, cast to the targets' dtypes."""
+        stream = cuda.current_stream(self._index)
+        others = self._streams - {stream}
+        if others:  # autograd has used several streams: theirs first, and no memory back to them before we are done
+            for other in others:
+                self._devices.join(stream, other)
+            cuda.outlive(sources)
+        self._streams.clear()
+        alike: dict[tuple[torch.dtype, torch.dtype], list[Pair]] = {}
+        rest: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        for target, source in zip(targets, sources, strict=True):
+            if source.stride() == target.stride() or (source.is_contiguous() and target.is_contiguous()):
+                alike.setdefault((source.dtype, target.dtype), []).append(
+                    (source.data_ptr(), target.data_ptr(), source.numel()))
+            else:
+                rest[0].append(target)
+                rest[1].append(source)
+        for (of, to), pairs in alike.items():
+            if not self._devices.pack(pairs, cuda.name_of(of), cuda.name_of(to), stream):
+                rest = (list(targets), list(sources))
+                break
+        if rest[0]:
+            torch._foreach_copy_(rest[0], rest[1])

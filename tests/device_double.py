@@ -1,0 +1,433 @@
+"""A test double of a GPU and of NCCL: ranks as threads, memory of the host. For tests only; no setting selects it.
+
+What it keeps of the real thing is the order of things. Every stream is a thread that works late, after a random moment, so
+whoever forgets to wait for an event reads old values. Events stand for what they stood for when they were waited for. A
+communicator's collective meets the other ranks when its stream comes to it, not when it is called, and reads the memory
+then. Stream 0 is the framework's own: what is launched on it (and what torch computes on the CPU) is done at once, and to
+wait on it is to block.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+
+from hvdlite.core.array import BFLOAT16, SUPPORTED_DTYPES, accumulator_dtype
+from hvdlite.core.device import DeviceArray, Pair
+from hvdlite.planes.nccl.collectives import DTYPES, MAXIMUM, MEAN, MINIMUM, PRODUCT, SUM
+from hvdlite.planes.nccl.kernels import NOTHING, Arithmetic
+from hvdlite.planes.nccl.plane import NcclPlane
+
+PATIENCE = 20.0
+LATE = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0003, 0.001)
+"""Seconds."""
+_NAMES = {code: name for name, code in DTYPES.items()}
+
+
+class NcclErrorDouble(RuntimeError):
+    """Stands for `cupy.cuda.nccl.NcclError`."""
+
+
+class _AbortedError(Exception):
+    """Ends what was launched on an aborted communicator."""
+
+
+def view(pointer: int, count: int, dtype: np.dtype[Any]) -> Any:
+    """Return the memory at an address."""
+    nbytes = count * dtype.itemsize
+    if not nbytes:
+        return np.empty(0, dtype)
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(pointer)).view(dtype)
+
+
+class _Stream:
+    """A thread that does one thing after the other, late."""
+
+    def __init__(self, seed: int, on_error: Callable[[Exception], None]) -> None:
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._random = random.Random(seed)
+        self._on_error = on_error
+        self.held_up = threading.Event()
+        self.held_up.set()
+        threading.Thread(target=self._run, daemon=True, name="stream-double").start()
+
+    def put(self, work: Callable[[], None] | None) -> None:
+        self._work.put(work)
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            self.held_up.wait()
+            time.sleep(self._random.choice(LATE))
+            try:
+                work()
+            except _AbortedError:  # kernels of an aborted communicator just end
+                pass
+            except Exception as error:
+                self._on_error(error)
+
+
+class GpuDouble:
+    """Stands for `CupyDevice`.
+
+    Attributes:
+        launches: the names of what was launched, in order.
+        graph: whether the framework's stream is being captured.
+        has_kernels: whether `move` works.
+    """
+
+    def __init__(self, index: int = 0, meetings: Meetings | None = None, version: int = 22809, gpu: str = "") -> None:
+        self.index, self.version = index, version
+        self.failure = (NcclErrorDouble, KeyError)
+        self.gpu = gpu or f"GPU-{random.random()}"
+        self.launches: list[str] = []
+        self.graph = False
+        self.has_kernels = True
+        self.error: Exception | None = None
+        self._meetings = meetings or Meetings()
+        self._marks: dict[int, threading.Event] = {}
+        self._events = itertools.count(1)
+        self._rooms: list[Any] = []
+        self._streams: dict[int, _Stream] = {}
+        self.stream = self.make_stream()
+        self._group = threading.local()
+
+    def make_stream(self) -> int:
+        number = 1000 + len(self._streams)
+        self._streams[number] = _Stream(number, self._fail)
+        return number
+
+    def _fail(self, error: Exception) -> None:
+        self.error = self.error or error
+
+    def hold(self, stream: int) -> None:
+        """Let a stream do nothing until `release`."""
+        self._streams[stream].held_up.clear()
+
+    def release(self, stream: int) -> None:
+        self._streams[stream].held_up.set()
+
+    def end(self) -> None:
+        """End the streams' threads."""
+        for stream in self._streams.values():
+            stream.held_up.set()
+            stream.put(None)
+
+    def launch(self, stream: int, what: str, work: Callable[[], None]) -> None:
+        self.launches.append(what)
+        if stream == 0:
+            work()
+        else:
+            self._streams[stream].put(work)
+
+    def enter(self) -> None:
+        pass
+
+    def identity(self) -> str:
+        return self.gpu
+
+    def make_event(self) -> int:
+        return next(self._events)
+
+    def record(self, event: int, stream: int) -> None:
+        mark = self._marks[event] = threading.Event()
+        self.launch(stream, "record", mark.set)
+
+    def wait(self, stream: int, event: int) -> None:
+        mark = self._marks[event]
+
+        def work() -> None:
+            if not mark.wait(PATIENCE):
+                raise NcclErrorDouble("a stream waits for an event that never comes")
+        self.launch(stream, "wait", work)
+
+    def passed(self, event: int) -> bool:
+        return self._marks[event].is_set()
+
+    def capturing(self, stream: int) -> bool:
+        return self.graph
+
+    def allocate(self, nbytes: int) -> DeviceArray:
+        room = np.zeros(nbytes + 512, np.uint8)
+        begin = -room.ctypes.data % 256
+        self._rooms.append(room)  # cudaFree waits until nobody uses the memory any more; here it is kept
+        return DeviceArray(room.ctypes.data + begin, (nbytes,), np.dtype(np.uint8), self.index, room)
+
+    def copy(self, source: int, target: int, nbytes: int, stream: int) -> None:
+        self.launch(stream, "copy", lambda: ctypes.memmove(target, source, nbytes))  # type: ignore[arg-type,return-value]
+
+    def arrange(self, source: DeviceArray, target: DeviceArray, stream: int) -> None:
+        def strided(array: DeviceArray) -> Any:
+            flat = view(array.pointer, array.size, array.dtype)
+            if not array.strides:
+                return flat.reshape(array.shape)
+            steps = tuple(step * array.dtype.itemsize for step in array.strides)
+            return np.lib.stride_tricks.as_strided(flat, array.shape, steps)
+        self.launch(stream, "arrange", lambda: np.copyto(strided(target), strided(source)))
+
+    def move(self, pairs: Sequence[Pair], source: str, target: str, stream: int, arithmetic: Arithmetic = NOTHING,
+             filler: int = 0) -> bool:
+        if not self.has_kernels:
+            return False
+        pairs = list(pairs)
+
+        def work() -> None:
+            for origin, place, count in pairs:
+                out = view(place, count, SUPPORTED_DTYPES[target])
+                if origin == 0:
+                    value = np.array([filler], np.uint64).view(np.uint8)[:out.itemsize].view(out.dtype)
+                    out[...] = value
+                else:
+                    out[...] = calculated(view(origin, count, SUPPORTED_DTYPES[source]).copy(), arithmetic, out.dtype)
+        self.launch(stream, "move", work)
+        return True
+
+    def unique_id(self) -> bytes:
+        return self._meetings.new_id()
+
+    def communicator(self, size: int, unique_id: bytes, rank: int) -> CommunicatorDouble:
+        return CommunicatorDouble(self, self._meetings.meet(unique_id, size), rank)
+
+    @contextmanager
+    def group(self) -> Iterator[None]:
+        self._group.calls = []
+        try:
+            yield
+        finally:
+            calls, self._group.calls = self._group.calls, None
+            for kind in ("send", "other", "recv"):  # a group is one launch: nobody waits for a send that comes later
+                for stream, what, work in (call for call in calls if _kind(call[1]) == kind):
+                    self.launch(stream, what, work)
+
+    def call(self, stream: int, what: str, work: Callable[[], None]) -> None:
+        """Launch a call of a communicator, at the end of its group if there is one."""
+        grouped = getattr(self._group, "calls", None)
+        if grouped is None:
+            self.launch(stream, what, work)
+        else:
+            grouped.append((stream, what, work))
+
+    def explain(self, communicator: Any, error: Exception) -> str:
+        return str(error)
+
+
+def _kind(what: str) -> str:
+    return what if what in ("send", "recv") else "other"
+
+
+def calculated(values: Any, arithmetic: Arithmetic, dtype: np.dtype[Any]) -> Any:
+    """Do what the kernel does, with NumPy."""
+    with np.errstate(all="ignore"):
+        if values.dtype.kind in "iu":
+            if arithmetic.divisor != 1:
+                values = np.trunc(values / arithmetic.divisor)
+            if arithmetic.factor != 1.0:
+                values = np.trunc(values.astype(np.float64) * arithmetic.factor)
+            return values.astype(dtype)
+        wide = values.astype(accumulator_dtype(values.dtype))
+        if arithmetic.divisor != 1:
+            wide = wide / wide.dtype.type(arithmetic.divisor)
+        if arithmetic.factor != 1.0:
+            wide = wide * wide.dtype.type(arithmetic.factor)
+        return (wide.astype(np.float32) if dtype == BFLOAT16 else wide).astype(dtype)
+
+
+class Meetings:
+    """Where the ranks' communicators find each other."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._meetings: dict[bytes, Meeting] = {}
+        self._ids = itertools.count(1)
+        self.refuses = ""  # why no communicator can be made
+
+    def new_id(self) -> bytes:
+        with self._lock:
+            return next(self._ids).to_bytes(128, "little")
+
+    def meet(self, unique_id: bytes, size: int) -> Meeting:
+        if self.refuses:
+            raise NcclErrorDouble(self.refuses)
+        with self._lock:
+            meeting = self._meetings.setdefault(unique_id, Meeting(size))
+        meeting.gather()
+        return meeting
+
+
+class Meeting:
+    """What the ranks of one communicator lay on the table, by the number of the call."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.changed = threading.Condition()
+        self.present = 0
+        self.calls: dict[int, dict[int, tuple[Any, Any]]] = {}
+        self.sent: dict[tuple[int, int, int], Any] = {}  # by sender, receiver and number
+        self.aborted = False
+
+    def gather(self) -> None:
+        with self.changed:
+            self.present += 1
+            self.changed.notify_all()
+            self.until(lambda: self.present == self.size)
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Wait, holding the lock; like NCCL, for as long as it takes."""
+        deadline = time.monotonic() + PATIENCE
+        while not condition():
+            if self.aborted:
+                raise _AbortedError
+            if not self.changed.wait(0.5) and time.monotonic() > deadline:
+                raise NcclErrorDouble("another rank does not come")
+
+
+class CommunicatorDouble:
+    """Stands for `cupy.cuda.nccl.NcclCommunicator`."""
+
+    def __init__(self, gpu: GpuDouble, meeting: Meeting, rank: int) -> None:
+        self._gpu, self._meeting, self._rank = gpu, meeting, rank
+        self._calls = itertools.count()
+        self._sends: dict[int, Iterator[int]] = {}
+        self._receives: dict[int, Iterator[int]] = {}
+        self.ended = False
+
+    def __del__(self) -> None:
+        assert self.ended, "a communicator was collected before it was aborted"
+
+    def _collective(self, what: str, stream: int, given: tuple[Any, ...], source: tuple[int, int, int] | None,
+                    take: Callable[[list[Any]], None]) -> None:
+        """Meet the others when the stream comes to it: bring `source` and `take` everybody's."""
+        number, meeting = next(self._calls), self._meeting
+
+        def work() -> None:
+            values = None if source is None else view(source[0], source[1], _dtype(source[2])).copy()
+            with meeting.changed:
+                call = meeting.calls.setdefault(number, {})
+                call[self._rank] = ((what, *given), values)
+                meeting.changed.notify_all()
+                meeting.until(lambda: len(call) == meeting.size)
+            told = {arguments for arguments, _ in call.values()}
+            if len(told) > 1:
+                raise NcclErrorDouble(f"the ranks' calls differ: {sorted(map(str, told))}")
+            take([call[rank][1] for rank in range(meeting.size)])
+        self._gpu.call(stream, what, work)
+
+    def allReduce(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
+        def take(values: list[Any]) -> None:
+            view(target, count, _dtype(dtype))[...] = _reduced(values, op)
+        self._collective("allReduce", stream, (count, dtype, op), (source, count, dtype), take)
+
+    def reduce(self, source: int, target: int, count: int, dtype: int, op: int, root: int, stream: int) -> None:
+        def take(values: list[Any]) -> None:
+            if self._rank == root:
+                view(target, count, _dtype(dtype))[...] = _reduced(values, op)
+        self._collective("reduce", stream, (count, dtype, op, root), (source, count, dtype), take)
+
+    def reduceScatter(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
+        def take(values: list[Any]) -> None:
+            mine = slice(self._rank * count, (self._rank + 1) * count)
+            view(target, count, _dtype(dtype))[...] = _reduced([each[mine] for each in values], op)
+        self._collective("reduceScatter", stream, (count, dtype, op), (source, count * self._meeting.size, dtype), take)
+
+    def broadcast(self, source: int, target: int, count: int, dtype: int, root: int, stream: int) -> None:
+        def take(values: list[Any]) -> None:
+            view(target, count, _dtype(dtype))[...] = values[root]
+        given = (source, count, dtype) if self._rank == root else None
+        self._collective("broadcast", stream, (count, dtype, root), given, take)
+
+    def allGather(self, source: int, target: int, count: int, dtype: int, stream: int) -> None:
+        def take(values: list[Any]) -> None:
+            view(target, count * len(values), _dtype(dtype))[...] = np.concatenate(values)
+        self._collective("allGather", stream, (count, dtype), (source, count, dtype), take)
+
+    def send(self, source: int, count: int, dtype: int, peer: int, stream: int) -> None:
+        number = next(self._sends.setdefault(peer, itertools.count()))
+
+        def work() -> None:
+            with self._meeting.changed:
+                self._meeting.sent[self._rank, peer, number] = view(source, count, _dtype(dtype)).copy()
+                self._meeting.changed.notify_all()
+        assert peer != self._rank
+        self._gpu.call(stream, "send", work)
+
+    def recv(self, target: int, count: int, dtype: int, peer: int, stream: int) -> None:
+        number = next(self._receives.setdefault(peer, itertools.count()))
+
+        def work() -> None:
+            with self._meeting.changed:
+                self._meeting.until(lambda: (peer, self._rank, number) in self._meeting.sent)
+                values = self._meeting.sent.pop((peer, self._rank, number))
+            if len(values) != count:
+                raise NcclErrorDouble(f"{count} elements are expected and {len(values)} were sent")
+            view(target, count, _dtype(dtype))[...] = values
+        self._gpu.call(stream, "recv", work)
+
+    def check_async_error(self) -> None:
+        if self._gpu.error is not None:
+            raise NcclErrorDouble(str(self._gpu.error))
+
+    def abort(self) -> None:
+        self.ended = True
+        with self._meeting.changed:
+            self._meeting.aborted = True
+            self._meeting.changed.notify_all()
+
+
+def _dtype(code: int) -> np.dtype[Any]:
+    return SUPPORTED_DTYPES[_NAMES[code]]
+
+
+def _reduced(values: list[Any], op: int) -> Any:
+    dtype = values[0].dtype
+    combine = {SUM: np.add, MEAN: np.add, PRODUCT: np.multiply, MINIMUM: np.minimum, MAXIMUM: np.maximum}[op]
+    with np.errstate(all="ignore"):
+        total = values[0].astype(accumulator_dtype(dtype))
+        for each in values[1:]:
+            total = combine(total, each.astype(total.dtype))
+        if op == MEAN:
+            total = np.trunc(total / len(values)) if dtype.kind in "iu" else total / total.dtype.type(len(values))
+        return total.astype(dtype)
+
+
+def plane(rank: int, swap: Any, wake: Callable[[], None], gpu: GpuDouble, **options: Any) -> NcclPlane:
+    """Return the real plane over a double of a GPU."""
+    return NcclPlane(rank, "host", swap, wake, lambda index: gpu, lambda: "", **options)
+
+
+class Gpus:
+    """The doubles of all ranks of the worlds that a test makes.
+
+    Attributes:
+        made: every one, in order.
+    """
+
+    def __init__(self) -> None:
+        self.made: list[GpuDouble] = []
+        self.planes: list[Any] = []
+        self.options: dict[str, Any] = {}
+        self.meetings = Meetings()
+
+    def plane(self, rank: int, swap: Any, wake: Any) -> Any:
+        gpu = GpuDouble(0, self.meetings)
+        self.made.append(gpu)
+        self.planes.append(plane(rank, swap, wake, gpu, **self.options))
+        return self.planes[-1]
+
+    def end(self) -> None:
+        for gpu in self.made:
+            gpu.end()
+            assert gpu.error is None, gpu.error
+
+    def lend(self, runtime: Any, array: Any, stream: int = 0) -> DeviceArray:
+        """Let a NumPy array pass for a rank's GPU memory."""
+        def empty(shape: tuple[int, ...]) -> DeviceArray:
+            return self.lend(runtime, np.empty(shape, array.dtype), stream)
+        return runtime.devices.lend(array.ctypes.data, array.shape, array.dtype, 0, stream=stream, owner=array, empty=empty)

@@ -1,0 +1,155 @@
+"""The GPU behind the plane: memory, streams, events, and the kernel against NumPy. One process."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdlite.core.array import SUPPORTED_DTYPES
+from hvdlite.core.device import DeviceArray
+from hvdlite.planes.nccl import library
+from hvdlite.planes.nccl.kernels import ENTRIES, NOTHING, Arithmetic, bits
+from tests.device_double import calculated
+
+NAMES = [name for name in SUPPORTED_DTYPES if name != "bool" and "complex" not in name]
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[Any]:
+    import torch  # first, so that there is one libnccl
+    torch.zeros(1, device="cuda")
+    from hvdlite.planes.nccl.device import CupyDevice
+    made = CupyDevice(0, 0, {})
+    made.enter()
+    yield made
+
+
+def on_gpu(device: Any, array: Any, shift: int = 0) -> DeviceArray:
+    import cupy
+    room = device.allocate(array.nbytes + 512)
+    memory = room.part(shift * array.itemsize, array.size, array.dtype)
+    cupy.cuda.runtime.memcpy(memory.pointer, array.ctypes.data, array.nbytes, cupy.cuda.runtime.memcpyHostToDevice)
+    memory.owner = room
+    return memory
+
+
+def back(device: Any, array: DeviceArray) -> Any:
+    import cupy
+    cupy.cuda.runtime.streamSynchronize(device.stream)
+    out = np.empty(array.size, array.dtype)
+    cupy.cuda.runtime.memcpy(out.ctypes.data, array.pointer, out.nbytes, cupy.cuda.runtime.memcpyDeviceToHost)
+    return out
+
+
+def test_one_nccl_new_enough_and_the_gpu_has_a_name(device: Any) -> None:
+    assert len(library.copies()) == 1
+    assert device.version >= library.OLDEST
+    assert device.identity().startswith("GPU-") and len(device.identity()) == 36
+    assert library.cuda_of_torch() in (12, 13)
+
+
+def test_memory_is_zeroed_and_aligned(device: Any) -> None:
+    memory = device.allocate(1000)
+    assert memory.pointer % 256 == 0 and not back(device, memory).any()
+    with pytest.raises(MemoryError):
+        device.allocate(1 << 50)
+
+
+def test_an_event_passes_when_its_stream_has_come_to_it(device: Any) -> None:
+    import torch
+    stream = torch.cuda.Stream()
+    event = device.make_event()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)
+    device.record(event, stream.cuda_stream)
+    assert not device.passed(event)
+    device.wait(device.stream, event)
+    done = device.make_event()
+    device.record(done, device.stream)
+    assert not device.passed(done), "our stream waits for the other one"
+    stream.synchronize()
+    torch.cuda.synchronize()
+    assert device.passed(event) and device.passed(done)
+
+
+def test_the_stream_is_non_blocking_and_of_the_highest_priority(device: Any) -> None:
+    import cupy
+    import torch
+    assert cupy.cuda.runtime.streamGetFlags(device.stream) == cupy.cuda.runtime.streamNonBlocking
+    least, greatest = torch.cuda.Stream.priority_range()
+    assert cupy.cuda.runtime.streamGetPriority(device.stream) == min(least, greatest)
+
+
+@pytest.mark.parametrize(("source", "target"), [(name, name) for name in NAMES] + [
+    pair for pair in itertools.product(("float16", "bfloat16", "float32", "float64"), repeat=2) if pair[0] != pair[1]])
+def test_the_kernel_copies_casts_and_calculates_like_numpy(device: Any, source: str, target: str) -> None:
+    generator = np.random.default_rng(1)
+    for count, shift, arithmetic in itertools.product((1, 4097, 300_001), (0, 1),
+                                                      (NOTHING, Arithmetic(0.5), Arithmetic(2.0, 3))):
+        values = (generator.normal(size=count) * 40).astype(np.float32 if "float" in source else np.float64)
+        values = np.abs(values).astype(SUPPORTED_DTYPES[source])
+        given = on_gpu(device, values, shift)
+        out = on_gpu(device, np.zeros(count, SUPPORTED_DTYPES[target]), shift)
+        assert device.move([(given.pointer, out.pointer, count)], source, target, device.stream, arithmetic)
+        expected, result = calculated(values, arithmetic, SUPPORTED_DTYPES[target]), back(device, out)
+        if source == target and arithmetic is NOTHING:
+            assert result.tobytes() == expected.tobytes()
+        elif "int" in target:
+            assert np.array_equal(result, expected), (count, shift, arithmetic)
+        else:
+            step = {"float16": 2e-3, "bfloat16": 1e-2}.get(target, 1e-6)
+            np.testing.assert_allclose(result.astype(np.float64), expected.astype(np.float64), rtol=step)
+
+
+def test_many_arrays_and_fillers(device: Any) -> None:
+    sources = [on_gpu(device, np.full(1 + index, index, np.float32)) for index in range(2 * ENTRIES + 3)]
+    targets = [on_gpu(device, np.zeros(1 + index, np.float32)) for index in range(2 * ENTRIES + 3)]
+    pairs = [(source.pointer, target.pointer, source.size) for source, target in zip(sources, targets, strict=True)]
+    assert device.move(pairs, "float32", "float32", device.stream)
+    assert all((back(device, target) == index).all() for index, target in enumerate(targets))
+    for name in NAMES:
+        out = on_gpu(device, np.zeros(1001, SUPPORTED_DTYPES[name]))
+        device.move([(0, out.pointer, 1001)], name, name, device.stream, filler=bits(7, SUPPORTED_DTYPES[name]))
+        assert (back(device, out).astype(np.float64) == 7).all(), name
+
+
+def test_layouts_are_rearranged(device: Any) -> None:
+    shape, strides = (2, 3, 4), (12, 1, 3)
+    for name in ("float32", "bfloat16", "complex128"):
+        values = np.arange(24).astype(SUPPORTED_DTYPES[name])
+        source = on_gpu(device, values)
+        source.shape, source.strides = shape, strides
+        target = on_gpu(device, np.zeros(24, SUPPORTED_DTYPES[name]))
+        target.shape = shape
+        device.arrange(source, target, device.stream)
+        expected = np.lib.stride_tricks.as_strided(values, shape, tuple(step * values.itemsize for step in strides))
+        assert back(device, target).tobytes() == np.ascontiguousarray(expected).tobytes(), name
+
+
+def test_a_capture_is_seen(device: Any) -> None:
+    import torch
+    stream = torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    assert not device.capturing(stream.cuda_stream)
+    with torch.cuda.graph(graph, stream=stream):
+        assert device.capturing(torch.cuda.current_stream().cuda_stream)
+
+
+def test_torch_takes_the_planes_memory(device: Any) -> None:
+    import torch
+
+    from hvdlite_torch import cuda
+    memory = device.allocate(4096)
+    part = memory.part(64, 24, np.dtype(np.float32))
+    part.shape, part.strides = (2, 3, 4), (12, 1, 3)
+    tensor = cuda.over(part)
+    assert tensor.data_ptr() == part.pointer and tensor.stride() == (12, 1, 3) and tensor.dtype is torch.float32
+    tensor.fill_(3.0)
+    torch.cuda.synchronize()
+    assert (back(device, part.flat()) == 3).all()
+    half = memory.part(0, 8, SUPPORTED_DTYPES["bfloat16"])
+    assert cuda.over(half).dtype is torch.bfloat16

@@ -1,0 +1,91 @@
+"""The plane for GPUs, over a double, as a plane for NumPy arrays: so the contract suite runs on it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from hvdlite.core.device import DeviceArray
+from hvdlite.core.types import Collective, ReduceOp
+from hvdlite.planes.base import FusionBuffer, Plan, Plane, WaitUntil
+from hvdlite.planes.nccl.plane import NcclPlane
+from tests.device_double import GpuDouble, Meetings, plane, view
+
+_REDUCTIONS = (Collective.ALLREDUCE, Collective.REDUCE, Collective.REDUCESCATTER)
+
+
+class Table:
+    """Swaps texts between ranks that are threads."""
+
+    def __init__(self, ring: Callable[[int], None]) -> None:
+        self._lock = threading.Lock()
+        self._texts: dict[str, dict[int, bytes]] = {}
+        self._ring = ring
+
+    def swap(self, rank: int, label: str, ranks: Sequence[int], text: bytes, wait_until: WaitUntil) -> list[bytes]:
+        with self._lock:
+            texts = self._texts.setdefault(label, {})
+            texts[rank] = text
+        for other in ranks:
+            self._ring(other)
+        wait_until(lambda: len(texts) == len(ranks))
+        return [texts[other] for other in ranks]
+
+
+class OnDouble:
+    """A `Plane` whose arrays pass for a GPU's memory."""
+
+    name = "nccl"
+
+    def __init__(self, real: NcclPlane, gpu: GpuDouble) -> None:
+        self.real, self.gpu = real, gpu
+
+    def execute(self, plan: Plan, wait_until: WaitUntil) -> None:
+        response = msgspec.structs.replace(plan.response, device="cuda")
+        op = ReduceOp(response.op) if response.collective in _REDUCTIONS else None
+        if not self.real.carries(response.collective, op, response.dtype):
+            pytest.skip(f"NCCL has no {response.collective.name} {response.op.name} of {response.dtype}")
+        moved = [lent(array) for array in plan.sources], [lent(array) for array in plan.outputs]
+        self.real.execute(Plan(plan.sequence, plan.ranks, response, *moved, plan.part), wait_until).wait()
+        assert self.gpu.error is None, self.gpu.error
+
+    def open_set(self, number: int, ranks: tuple[int, ...]) -> None:
+        self.real.open_set(number, ranks)
+
+    def close_set(self, number: int, wait_until: WaitUntil) -> None:
+        self.real.close_set(number, wait_until)
+
+    def fusion_buffer(self, nbytes: int, ranks: tuple[int, ...]) -> FusionBuffer | None:
+        own = self.gpu.allocate(nbytes)
+        memory = view(own.pointer, nbytes, np.dtype(np.uint8))
+        self.memory = own  # keep it
+        return FusionBuffer(memory)
+
+    def tune(self, settings: Mapping[str, int]) -> None:
+        pass
+
+    def close(self) -> None:
+        self.real.close(None)
+        self.gpu.end()
+
+
+def lent(array: Any) -> DeviceArray | None:
+    """Describe a NumPy array as a GPU's memory."""
+    if array is None:
+        return None
+    return DeviceArray(array.ctypes.data, array.shape, array.dtype, 0, array)
+
+
+def nccl(size: int, ring: Callable[[int], None]) -> list[Plane]:
+    table, meetings = Table(ring), Meetings()
+    planes: list[Plane] = []
+    for rank in range(size):
+        gpu = GpuDouble(rank, meetings)
+        swap = lambda *arguments, rank=rank: table.swap(rank, *arguments)  # noqa: E731
+        planes.append(OnDouble(plane(rank, swap, lambda rank=rank: ring(rank), gpu), gpu))
+    return planes

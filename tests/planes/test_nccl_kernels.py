@@ -1,0 +1,180 @@
+"""The CUDA kernel, compiled for the host: the same source, block by block and thread by thread."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdlite.core.array import BFLOAT16, SUPPORTED_DTYPES, identity
+from hvdlite.core.types import ReduceOp
+from hvdlite.planes.nccl import kernels
+from hvdlite.planes.nccl.kernels import NOTHING, Arithmetic
+from tests.device_double import calculated
+
+COMPILER = shutil.which("g++") or shutil.which("c++")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler to run the kernel's source on the host")
+
+_HOST = """
+#include <math.h>
+#define __global__
+#define __device__ static
+#define __grid_constant__
+#define __launch_bounds__(n)
+struct Index { unsigned int x; };
+static Index blockIdx, threadIdx;
+static float host_from_float16(unsigned short x) { _Float16 y; __builtin_memcpy(&y, &x, 2); return (float)y; }
+static unsigned short host_to_float16(float x) {
+    _Float16 y = (_Float16)x; unsigned short bits; __builtin_memcpy(&bits, &y, 2); return bits; }
+"""
+_MAIN = """
+extern "C" int table_size() { return (int)sizeof(Table); }
+extern "C" void run(const Table* table, int blocks, int threads) {
+    for (blockIdx.x = 0; blockIdx.x < (unsigned)blocks; blockIdx.x++)
+        for (threadIdx.x = 0; threadIdx.x < (unsigned)threads; threadIdx.x++) NAME(*table);
+}
+"""
+
+Move = Callable[..., None]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, str, bool], Any]]:
+    made: dict[tuple[str, str, bool], Any] = {}
+    directory = tmp_path_factory.mktemp("kernels")
+
+    def compile_for(source: str, target: str, arithmetic: bool) -> Any:
+        key = (source, target, arithmetic)
+        if key not in made:
+            name = f"{source}_{target}_{arithmetic}"
+            path = directory / f"{name}.cpp"
+            code = kernels.source_code(*key)
+            path.write_text(_HOST + code + _MAIN.replace("NAME", kernels.NAME), encoding="utf-8")
+            library = Path(directory) / f"{name}.so"
+            assert COMPILER is not None
+            subprocess.run([COMPILER, "-O0", "-std=c++17", "-w", "-shared", "-fPIC", "-o", str(library), str(path)],
+                           check=True)
+            made[key] = ctypes.CDLL(str(library))
+        return made[key]
+    yield compile_for
+
+
+def move(compiled: Any, pairs: list[tuple[int, int, int]], source: str, target: str, arithmetic: Arithmetic = NOTHING,
+         filler: int = 0) -> int:
+    """Do what `CupyDevice.move` does; return the number of launches."""
+    library = compiled(source, target, not arithmetic.nothing)
+    assert library.table_size() == kernels.TABLE.itemsize
+    launches = 0
+    for table in kernels.tables(pairs, kernels.chunk(source, target), arithmetic, filler):
+        entry = table[0]
+        library.run(ctypes.c_void_p(table.ctypes.data), int(entry["first"][entry["entries"]]), kernels.THREADS)
+        launches += 1
+    return launches
+
+
+def sample(dtype: np.dtype[Any], count: int, seed: int = 0) -> Any:
+    generator = np.random.default_rng(seed)
+    if dtype.kind in "iu":
+        return generator.integers(0 if dtype.kind == "u" else -100, 100, count).astype(dtype)
+    return generator.normal(size=count).astype(np.float32).astype(dtype)
+
+
+def shifted(array: Any, by: int) -> Any:
+    """Return a copy of an array that begins `by` elements after an aligned address."""
+    room = np.zeros(array.nbytes + 512, np.uint8)
+    begin = -room.ctypes.data % 256 + by * array.itemsize
+    out = room[begin:begin + array.nbytes].view(array.dtype)
+    out[...] = array
+    return out
+
+
+NAMES = [name for name in SUPPORTED_DTYPES if name != "bool" and "complex" not in name]
+COUNTS = (1, 3, 4, 1000, 4096, 4097, 20_011)
+
+
+@pytest.mark.parametrize("dtype", NAMES)
+@pytest.mark.parametrize("shift", [0, 1])
+def test_copies_bits(compiled: Any, dtype: str, shift: int) -> None:
+    sources = [shifted(sample(SUPPORTED_DTYPES[dtype], count, count), shift) for count in (*COUNTS, 0)]
+    targets = [shifted(np.zeros_like(source), shift * 2) for source in sources]
+    pairs = [(source.ctypes.data, target.ctypes.data, source.size) for source, target in zip(sources, targets, strict=True)]
+    assert move(compiled, pairs, dtype, dtype) == 1
+    for source, target in zip(sources, targets, strict=True):
+        assert source.tobytes() == target.tobytes()
+
+
+@pytest.mark.parametrize("source", ["float32", "float64", "float16", "bfloat16"])
+@pytest.mark.parametrize("target", ["float32", "float16", "bfloat16", "float64"])
+@pytest.mark.parametrize("arithmetic", [NOTHING, Arithmetic(0.25), Arithmetic(3.0, 3)], ids=["plain", "scaled", "divided"])
+def test_casts_and_calculates_like_the_host(compiled: Any, source: str, target: str, arithmetic: Arithmetic) -> None:
+    values = shifted(sample(SUPPORTED_DTYPES[source], 5003), 0)
+    if source in ("float16", "float32", "bfloat16"):
+        values[:4] = [np.inf, -np.inf, np.nan, 0.0]
+    out = shifted(np.zeros(values.size, SUPPORTED_DTYPES[target]), 0)
+    move(compiled, [(values.ctypes.data, out.ctypes.data, values.size)], source, target, arithmetic)
+    expected = calculated(values, arithmetic, out.dtype)
+    wide = np.float64
+    step = {"float16": 2e-3, "bfloat16": 1e-2}.get(target, 1e-6)
+    np.testing.assert_allclose(out.astype(wide), expected.astype(wide), rtol=0 if arithmetic is NOTHING else step)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "uint32", "int64", "uint64"])
+def test_integers_are_truncated_toward_zero_in_place(compiled: Any, dtype: str) -> None:
+    for arithmetic in (Arithmetic(0.5), Arithmetic(1.0, 3), Arithmetic(2.0, 7)):
+        values = shifted(sample(SUPPORTED_DTYPES[dtype], 4099) // 2, 0)
+        expected = calculated(values.copy(), arithmetic, values.dtype)
+        move(compiled, [(values.ctypes.data, values.ctypes.data, values.size)], dtype, dtype, arithmetic)
+        assert np.array_equal(values, expected), arithmetic
+
+
+@pytest.mark.parametrize("dtype", NAMES)
+def test_fills_with_the_identity(compiled: Any, dtype: str) -> None:
+    kind = SUPPORTED_DTYPES[dtype]
+    for op in (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX):
+        out = shifted(sample(kind, 777), 1)
+        value = identity(op, kind)
+        move(compiled, [(0, out.ctypes.data, out.size)], dtype, dtype, NOTHING, kernels.bits(value, kind))
+        expected = np.full(777, np.float32(value)).astype(kind) if kind == BFLOAT16 else np.full(777, value, kind)
+        assert out.tobytes() == expected.tobytes(), op
+
+
+def test_many_arrays_take_as_few_launches_as_tables_fit(compiled: Any) -> None:
+    sources = [sample(np.dtype(np.float32), 1 + index % 97, index) for index in range(3 * kernels.ENTRIES + 1)]
+    targets = [np.zeros_like(source) for source in sources]
+    pairs = [(source.ctypes.data, target.ctypes.data, source.size) for source, target in zip(sources, targets, strict=True)]
+    assert move(compiled, pairs, "float32", "float32") == 4
+    assert all(np.array_equal(source, target) for source, target in zip(sources, targets, strict=True))
+    assert not list(kernels.tables([], 1024))
+
+
+def test_the_table_fits_the_parameters_of_every_cuda_version() -> None:
+    assert kernels.TABLE.itemsize <= 4096 - 8
+
+
+def test_large_arrays_have_the_right_number_of_blocks() -> None:
+    big = 3 << 30
+    (table,) = kernels.tables([(256, 512, 7), (256, 512, big), (0, 1, 5)], 4096)
+    entry = table[0]
+    assert entry["count"][1] == big
+    assert list(entry["first"][:4]) == [0, 1, 1 + big // 4096, 2 + big // 4096]
+
+
+@pytest.mark.parametrize("arithmetic", [False, True])
+@pytest.mark.parametrize("pair", [("float32", "float32"), ("float32", "bfloat16"), ("float16", "float32"),
+                                  ("int64", "int64"), ("float64", "float16"), ("uint8", "uint8")])
+def test_nvrtc_takes_the_source(pair: tuple[str, str], arithmetic: bool) -> None:
+    compiler = pytest.importorskip("cupy.cuda.compiler", reason="needs CuPy")
+    from cupy_backends.cuda.libs import nvrtc
+    try:
+        nvrtc.getVersion()
+    except Exception as error:  # CuPy raises many kinds
+        pytest.skip(f"needs NVRTC: {error}")
+    program = compiler._NVRTCProgram(kernels.source_code(*pair, arithmetic), "kernel.cu")
+    binary, _ = program.compile(("-arch=sm_90", "--std=c++17"))
+    assert kernels.NAME.encode() in binary

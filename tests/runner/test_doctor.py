@@ -1,0 +1,80 @@
+"""What the doctor makes of facts; that it sees real hosts is in test_hosts.py."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from typing import Any
+
+from hvdlite_runner.doctor import hints, problems, text
+from hvdlite_runner.survey import Doorstep, interfaces, own_addresses, probe, route_to, speed
+
+HOST: dict[str, Any] = {
+    "hostname": "a", "python": "3.11.2", "executable": "/py", "cores": 8,
+    "interfaces": {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"]},
+    "ssh": "OpenSSH_9", "limits": {"memlock": -1, "files": 65536, "shm": 8 << 30}, "gpus": [], "infiniband": [],
+    "launchers": {"srun": "/usr/bin/srun"}, "build_problem": "",
+    "build": {"hvdlite": "0.1.0", "installed": {"PyTorch": "2.13.0"}, "environment": "none",
+              "planes": {"shm": {"missing": ""}, "nccl": {"missing": "needs cupy: pip install 'hvdlite[nccl-cuda12]'"}}},
+}
+
+
+def found(**hosts: dict[str, Any]) -> dict[str, Any]:
+    return {"scheduler": "Slurm", "hosts": hosts, "unreachable": [], "pairs": []}
+
+
+def test_hosts_that_agree() -> None:
+    facts = found(a=HOST, b=HOST)
+    facts["pairs"] = [{"from": "b", "to": "a", "round_trip_seconds": 5e-5, "bytes_per_second": 1e9}]
+    assert list(problems(facts)) == []
+    lines = text({**facts, "problems": []})
+    assert lines[:2] == ["no problem found", "inside an allocation of Slurm"]
+    assert "    plane nccl: needs cupy: pip install 'hvdlite[nccl-cuda12]'" in lines
+    assert lines[-1] == "    b - a: round trip 50 us, 1,000 MB/s"
+
+
+def test_hosts_that_do_not() -> None:
+    other = copy.deepcopy(HOST)
+    other["python"], other["build"]["installed"]["PyTorch"] = "3.12.1", "2.9.0"
+    other["interfaces"] = {"lo": ["127.0.0.1"]}
+    broken = {**HOST, "build": {}, "build_problem": "No module named numpy"}
+    facts = {**found(a=HOST, b=other, c=broken), "unreachable": ["host d cannot be resolved"],
+             "pairs": [{"from": "b", "to": "a", "problem": "10.0.0.1: no answer"}]}
+    told = list(problems(facts))
+    assert told[:3] == ["host d cannot be resolved", "host b does not reach host a: 10.0.0.1: no answer",
+                        "host b has no network interface but the loopback"]
+    assert "host c: hvdlite does not work: No module named numpy" in told
+    assert "python differs: 3.11 on a, 3.12 on b, 3.11 on c" in told
+    assert "PyTorch differs: 2.13.0 on a, 2.9.0 on b, none on c" in told
+
+
+def test_small_limits_where_they_matter() -> None:
+    small = {**HOST, "limits": {"memlock": 1 << 16, "files": 256, "shm": 64 << 20}}
+    assert [hint.split()[0] for hint in hints(small)] == ["files"]
+    assert [hint.split()[0] for hint in hints({**small, "gpus": ["0, H200"], "infiniband": ["mlx5_0"]})] == [
+        "files", "memlock", "shm"]
+
+
+def test_this_host() -> None:
+    ended = subprocess.run([sys.executable, "-m", "hvdlite_runner.cli", "--doctor", "--json"], capture_output=True,
+                           text=True, check=False, timeout=100)
+    assert ended.returncode == 0, ended.stdout
+    facts = json.loads(ended.stdout)["hosts"]["localhost"]
+    assert facts["build"]["planes"]["shm"]["missing"] == "" and facts["limits"]["files"] and facts["cores"] >= 1
+    assert facts["build"]["environment"].startswith("none")
+
+
+def test_ways_to_a_port() -> None:
+    assert "127.0.0.1" in interfaces()["lo"] and route_to("127.0.0.1") == "127.0.0.1"
+    assert own_addresses(["127.0.0.1"], ["lo"]) and "127.0.0.1" not in own_addresses(["127.0.0.1"], [])
+    assert own_addresses([], ["no-such-interface"]) == []
+    doorstep = Doorstep()
+    try:
+        assert probe(["127.0.0.1"], doorstep.port) == {"127.0.0.1": ""}
+        seconds, bandwidth = speed(["127.0.0.1"], doorstep.port)
+        assert 0 < seconds < 1 and bandwidth > 1e6
+    finally:
+        doorstep.close()
+    assert probe(["127.0.0.1"], doorstep.port)["127.0.0.1"] == "connection refused"

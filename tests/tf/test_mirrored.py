@@ -1,0 +1,404 @@
+"""`MirroredStrategy`: two ranks with global batches equal one process, through `fit` and in custom loops."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from tests.tf.support import run
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("keras") is None, reason="Keras is not installed")
+BACKENDS = [pytest.param(name, marks=pytest.mark.skipif(importlib.util.find_spec(name) is None, reason="not installed"))
+            for name in ("tensorflow", "torch", "jax")]
+ON_TENSORFLOW = pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed")
+
+COMMON = """
+import os, sys
+import numpy as np, keras
+import hvdlite_tf.keras as hvd
+strategy = hvd.MirroredStrategy()
+rank, size = hvd.rank(), hvd.size()
+assert strategy.num_replicas_in_sync == size
+rng = np.random.default_rng(5)
+X = rng.normal(size=(101, 6)).astype("float32")
+Y = (X @ rng.normal(size=(6, 2))).astype("float32")
+
+def build(seed=1, layer=None):
+    keras.utils.set_random_seed(seed)
+    return keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, activation="tanh"), *([layer] if layer else []),
+                             keras.layers.Dense(2)])
+
+def compiled(make, seed=1, **options):
+    model = build(seed)
+    model.compile(make(), "mse", metrics=["mae", keras.metrics.RootMeanSquaredError()], **options)
+    return model
+
+def mirrored(make, seed=1, **options):
+    with strategy.scope():
+        return compiled(make, seed + 7 * rank, **options)  # ranks begin differently: rank 0's values count
+
+def same(one, other, tolerance=1e-5):
+    for mine, theirs in zip(one.trainable_variables, other.trainable_variables, strict=True):
+        np.testing.assert_allclose(keras.ops.convert_to_numpy(mine), keras.ops.convert_to_numpy(theirs), atol=tolerance)
+
+def same_history(one, other, tolerance=1e-5):
+    assert list(one.history) == list(other.history)
+    for name in other.history:
+        np.testing.assert_allclose(one.history[name], other.history[name], atol=tolerance, rtol=1e-4, err_msg=name)
+
+sgd = lambda: keras.optimizers.SGD(0.05, momentum=0.9)
+adam = lambda: keras.optimizers.Adam(0.01, clipnorm=0.05)
+"""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_fit_evaluate_and_predict_equal_one_process(backend: str) -> None:
+    run(2, COMMON + """
+weights = rng.uniform(0.5, 2, 101).astype("float32")
+for make, options in ((sgd, {}), (adam, {}), (lambda: "sgd", {}), (sgd, {"run_eagerly": True})):
+    one, other = mirrored(make, **options), compiled(make, **options)
+    arguments = dict(batch_size=10, epochs=3, shuffle=False, verbose=0)  # the last batch has one sample, or 11 for two ranks
+    same_history(one.fit(X, Y, validation_split=0.1, **arguments), other.fit(X, Y, validation_split=0.1, **arguments))
+    same_history(one.fit(X[:95], Y[:95], sample_weight=weights[:95], validation_data=(X, Y, weights), **arguments),
+                 other.fit(X[:95], Y[:95], sample_weight=weights[:95], validation_data=(X, Y, weights), **arguments))
+    same(one, other)
+    np.testing.assert_allclose(one.evaluate(X, Y, verbose=0), other.evaluate(X, Y, verbose=0), rtol=1e-4)
+    np.testing.assert_allclose(one.predict(X, batch_size=16, verbose=0), other.predict(X, verbose=0), atol=1e-5)
+    np.testing.assert_allclose(one.predict(X[:1], verbose=0), other.predict(X[:1], verbose=0), atol=1e-5)
+    np.testing.assert_allclose(one.evaluate(X[:1], Y[:1], verbose=0), other.evaluate(X[:1], Y[:1], verbose=0), rtol=1e-4)
+    np.testing.assert_allclose(one.train_on_batch(X[:11], Y[:11]), other.train_on_batch(X[:11], Y[:11]), rtol=1e-4)
+    np.testing.assert_allclose(one.test_on_batch(X[:7], Y[:7]), other.test_on_batch(X[:7], Y[:7]), rtol=1e-4)
+    same(one, other)
+
+shuffled = mirrored(sgd)
+before = shuffled.fit(X, Y, batch_size=10, epochs=4, verbose=0).history["loss"]
+assert before[-1] < before[0]
+weights = hvd.allgather_object([keras.ops.convert_to_numpy(variable) for variable in shuffled.trainable_variables])
+assert all((one == other).all() for one, other in zip(*weights))
+raises(ValueError, "equally many", lambda: shuffled.fit(X, Y[:50], verbose=0))
+""", KERAS_BACKEND=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_datasets_of_every_kind_are_shared_out(backend: str) -> None:
+    run(2, COMMON + """
+class Batches(keras.utils.PyDataset):
+    def __init__(self):
+        super().__init__()
+    def __len__(self):
+        return 11
+    def __getitem__(self, index):
+        return X[10 * index:10 * index + 10], Y[10 * index:10 * index + 10]
+
+def generator():
+    while True:
+        yield from (Batches()[index] for index in range(11))
+
+kinds = {"PyDataset": lambda: (Batches(), {}), "generator": lambda: (generator(), {"steps_per_epoch": 11})}
+if keras.backend.backend() == "tensorflow":
+    import tensorflow as tf
+    kinds["tf.data"] = lambda: (tf.data.Dataset.from_tensor_slices((X, Y)).batch(10), {})
+if keras.backend.backend() == "torch":
+    from torch.utils.data import DataLoader, TensorDataset
+    import torch
+    kinds["DataLoader"] = lambda: (DataLoader(TensorDataset(torch.tensor(X), torch.tensor(Y)), 10), {})
+for kind, make in kinds.items():
+    models = mirrored(sgd), compiled(sgd)
+    histories = []
+    for model in models:
+        data, options = make()
+        histories.append(model.fit(data, epochs=2, shuffle=False, verbose=0, class_weight=None, **options,
+                                   **({"validation_data": make()[0]} if kind != "generator" else {})))
+    same(*models)
+    same_history(*histories, tolerance=0.05)  # a last batch of one sample counts once per rank in the logs
+    if kind != "generator":
+        assert abs(histories[0].history["val_loss"][-1] - histories[1].history["val_loss"][-1]) < 1e-5
+        np.testing.assert_allclose(*(model.evaluate(make()[0], verbose=0) for model in models), rtol=1e-4)
+        predictions = [model.predict(make()[0], verbose=0) for model in models]
+        np.testing.assert_allclose(*predictions, atol=1e-5, err_msg=kind)
+raises(ValueError, "equally many", lambda: models[0].fit(X, Y[:50], verbose=0))
+""", KERAS_BACKEND=backend)
+
+
+def test_callbacks_checkpoints_and_backups(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    run(2, COMMON + f"folder = {str(tmp_path)!r}\n" + """
+printed = []
+class Noted(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        printed.append((epoch, dict(logs)))
+checkpoint = keras.callbacks.ModelCheckpoint(os.path.join(folder, f"{rank}.keras"))
+stopping = keras.callbacks.EarlyStopping("val_loss", patience=1, min_delta=100.0)
+model = mirrored(sgd)
+model.fit(X, Y, batch_size=10, epochs=9, verbose=0, validation_split=0.2, callbacks=[checkpoint, stopping, Noted()])
+assert len(printed) < 9 and hvd.allgather_object(printed) == [printed, printed]
+assert sorted(os.listdir(folder)) == ["0.keras"]
+
+# Only rank 0 has a checkpoint: training goes on from it on both ranks; what is saved needs no hvdlite.
+hvd.allgather_object(None)
+with strategy.scope():
+    again = keras.models.load_model(os.path.join(folder, "0.keras")) if rank == 0 else compiled(sgd)
+reference = keras.models.load_model(os.path.join(folder, "0.keras"))
+for each in (again, reference):
+    each.fit(X, Y, batch_size=10, epochs=1, shuffle=False, verbose=0)
+same(again, reference)
+assert int(again.optimizer.iterations.numpy()) == int(reference.optimizer.iterations.numpy())
+
+class Interrupted(Exception):
+    pass
+class Interrupting(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 2:
+            raise Interrupted
+backup = lambda: keras.callbacks.BackupAndRestore(os.path.join(folder, f"backup.{rank}"))
+model = mirrored(sgd)
+try:
+    model.fit(X, Y, epochs=4, verbose=0, callbacks=[backup(), Interrupting()])
+except Interrupted:
+    pass
+printed.clear()
+model = mirrored(sgd)
+model.fit(X, Y, epochs=4, verbose=0, callbacks=[backup(), Noted()])
+assert [epoch for epoch, _ in printed] == [2, 3]
+""")
+
+
+@ON_TENSORFLOW
+def test_the_tutorials_custom_loop() -> None:
+    run(2, COMMON + """
+import tensorflow as tf
+GLOBAL_BATCH, EPOCHS = 10, 2
+
+def train(strategy, distribute):
+    dataset = tf.data.Dataset.from_tensor_slices((X[:100], Y[:100])).batch(GLOBAL_BATCH)
+    test_dataset = tf.data.Dataset.from_tensor_slices((X[:93], Y[:93])).batch(GLOBAL_BATCH)
+    dataset, test_dataset = distribute(dataset), distribute(test_dataset)
+    with strategy.scope():
+        loss_object = keras.losses.MeanSquaredError(reduction=None)
+        def compute_loss(labels, predictions, model_losses):
+            loss = tf.nn.compute_average_loss(loss_object(labels, predictions))
+            if model_losses:
+                loss += tf.nn.scale_regularization_loss(tf.add_n(model_losses))
+            return loss
+        test_loss = keras.metrics.Mean(name="test_loss")
+        train_error = keras.metrics.MeanAbsoluteError(name="train_error")
+        keras.utils.set_random_seed(3 + (7 * rank if strategy.num_replicas_in_sync > 1 else 0))
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, activation="tanh", kernel_regularizer="l2"),
+                                  keras.layers.Dense(2)])
+        optimizer = keras.optimizers.Adam(0.01, clipnorm=0.1)
+        checkpoint = tf.train.Checkpoint(optimizer=optimizer, model=model)
+
+    def train_step(inputs):
+        features, labels = inputs
+        with tf.GradientTape() as tape:
+            predictions = model(features, training=True)
+            loss = compute_loss(labels, predictions, model.losses)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+        train_error.update_state(labels, predictions)
+        return loss
+
+    def test_step(inputs):
+        features, labels = inputs
+        test_loss.update_state(loss_object(labels, model(features, training=False)))
+
+    @tf.function
+    def distributed_train_step(inputs):
+        losses = strategy.run(train_step, args=(inputs,))
+        return strategy.reduce(tf.distribute.ReduceOp.SUM, losses, axis=None)
+
+    @tf.function
+    def distributed_test_step(inputs):
+        return strategy.run(test_step, args=(inputs,))
+
+    curve = []
+    for epoch in range(EPOCHS):
+        curve += [float(distributed_train_step(batch)) for batch in dataset]
+        for batch in test_dataset:
+            distributed_test_step(batch)
+        curve += [float(train_error.result()), float(test_loss.result())]
+        train_error.reset_state()
+        test_loss.reset_state()
+    return curve, model, checkpoint
+
+curve, model, checkpoint = train(strategy, strategy.experimental_distribute_dataset)
+expected, reference, _ = train(tf.distribute.get_strategy(), lambda dataset: dataset)
+np.testing.assert_allclose(curve, expected, rtol=1e-3, atol=1e-5)
+same(model, reference)
+
+# The rest of the interface.
+assert isinstance(strategy, tf.distribute.Strategy)
+with strategy.scope():
+    assert tf.distribute.get_strategy() is strategy and tf.distribute.in_cross_replica_context()
+def replica():
+    context = tf.distribute.get_replica_context()
+    value = tf.constant([1.0 + rank, 2.0])
+    summed, mean = context.all_reduce("SUM", value), context.all_reduce("MEAN", [value, value])[1]
+    return context.replica_id_in_sync_group, summed, mean, context.all_gather(value[None], axis=0)
+for wrap in (lambda function: function, tf.function):
+    number, summed, mean, gathered = wrap(lambda: strategy.run(replica))()
+    assert int(number) == rank and summed.numpy().tolist() == [3, 4] and mean.numpy().tolist() == [1.5, 2]
+    assert gathered.numpy().tolist() == [[1, 2], [2, 2]]
+rows = tf.reshape(tf.range(2.0 + 2 * rank), (1 + rank, 2))  # one row on rank 0, two on rank 1
+assert strategy.reduce("SUM", tf.constant(1.0 + rank)).numpy() == 3
+assert strategy.reduce("MEAN", rows, axis=0).numpy().tolist() == [2 / 3, 5 / 3] or \
+    np.allclose(strategy.reduce("MEAN", rows, axis=0), [2 / 3, 5 / 3])
+assert strategy.gather(rows, axis=0).shape == (3, 2)
+assert strategy.gather(tf.ones((2, 1 + rank)), axis=1).shape == (2, 3)
+assert strategy.experimental_local_results(rows)[0] is rows
+mine = strategy.experimental_distribute_values_from_function(lambda context: context.replica_id_in_sync_group)
+assert mine == rank
+def dataset_fn(context):
+    batch = context.get_per_replica_batch_size(8)
+    return tf.data.Dataset.range(16).shard(context.num_input_pipelines, context.input_pipeline_id).batch(batch)
+batches = [batch.numpy().tolist() for batch in strategy.distribute_datasets_from_function(dataset_fn)]
+assert [len(batch) for batch in batches] == [4, 4] and batches[0][0] == rank
+@tf.function
+def whole_epoch(dataset):
+    total = 0.0
+    for batch in dataset:
+        total += strategy.reduce("SUM", strategy.run(lambda x: tf.reduce_sum(x), args=(batch,)), axis=None)
+    return total
+assert float(whole_epoch(strategy.experimental_distribute_dataset(tf.data.Dataset.range(11).batch(4)
+                                                                  .map(lambda x: tf.cast(x, tf.float32))))) == 55
+""")
+
+
+@pytest.mark.parametrize("backend", BACKENDS[:2])
+def test_the_scope_leaves_nothing_behind(backend: str) -> None:
+    run(2, COMMON + """
+import threading
+from hvdlite_tf.keras.optimizer import is_distributed
+before = {name: value for kind in (keras.optimizers.Optimizer, keras.Model, keras.metrics.Metric)
+          for name, value in vars(kind).items()}
+def untouched():
+    now = {name: value for kind in (keras.optimizers.Optimizer, keras.Model, keras.metrics.Metric)
+           for name, value in vars(kind).items()}
+    assert now == before and not is_distributed(keras.optimizers.SGD())
+try:
+    with strategy.scope():
+        raise KeyError("inside")
+except KeyError:
+    pass
+untouched()
+
+elsewhere = []
+with strategy.scope():
+    with strategy.scope():  # again is fine
+        inner = keras.optimizers.SGD(0.1)
+    outer = keras.optimizers.Adam()
+    thread = threading.Thread(target=lambda: elsewhere.append(keras.optimizers.SGD()))
+    thread.start()
+    thread.join()
+    other = hvd.MirroredStrategy()
+    raises(RuntimeError, "", lambda: other.scope().__enter__())
+assert is_distributed(inner) and is_distributed(outer) and not is_distributed(elsewhere[0])
+untouched()
+
+# Two threads in scopes of their own, one after the other in the same way on both ranks.
+def train(results, index):
+    with strategy.scope():
+        results[index] = keras.optimizers.SGD(0.1)
+results = {}
+threads = [threading.Thread(target=train, args=(results, index)) for index in range(2)]
+for each in threads:
+    each.start()
+for each in threads:
+    each.join()
+assert all(is_distributed(optimizer) for optimizer in results.values())
+untouched()
+
+# Two models in one scope, and one outside, which trains alone.
+with strategy.scope():
+    one, two = compiled(sgd, 1), compiled(adam, 2)
+alone = compiled(sgd, 1 + rank)
+for model, reference in ((one, compiled(sgd, 1)), (two, compiled(adam, 2))):
+    for each in (model, reference):
+        each.fit(X[:100], Y[:100], batch_size=10, shuffle=False, verbose=0)
+    same(model, reference)
+alone.fit(X[:50 + rank], Y[:50 + rank], batch_size=10, verbose=0)
+weights = hvd.allgather_object(keras.ops.convert_to_numpy(alone.trainable_variables[0]))
+assert (weights[0] != weights[1]).any()
+
+# Compiled in the scope, made outside; a fine-tuned optimizer made outside too.
+model = build(1)
+optimizer = sgd()
+with strategy.scope():
+    model.compile(optimizer, "mse", metrics=["mae", keras.metrics.RootMeanSquaredError()])
+reference = compiled(sgd, 1)
+same_history(*(each.fit(X, Y, batch_size=10, epochs=2, shuffle=False, verbose=0) for each in (model, reference)), 0.05)
+same(model, reference)
+
+scaled = hvd.MirroredStrategy(scale_learning_rate=True)
+with scaled.scope():
+    assert float(keras.ops.convert_to_numpy(keras.optimizers.SGD(0.1).learning_rate)) == np.float32(0.2)
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 3, 0.9)
+    raises(ValueError, "ExponentialDecay", lambda: keras.optimizers.SGD(schedule))
+untouched()
+""", KERAS_BACKEND=backend)
+
+
+def test_mixed_precision_embeddings_dropout_and_normalization() -> None:
+    run(2, COMMON + """
+words = rng.integers(0, 11, (96, 3)).astype("int32")
+def train(make):
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((3,), dtype="int32"), keras.layers.Embedding(11, 4), keras.layers.Flatten(),
+                              keras.layers.Dense(2)])
+    model.compile(make(), "mse")
+    model.fit(words, Y[:96], batch_size=10, epochs=2, shuffle=False, verbose=0)
+    return model
+with strategy.scope():
+    one = train(adam)
+same(one, train(adam))
+
+def half():
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, dtype="mixed_float16"),
+                              keras.layers.Dense(2, dtype="float32")])
+    model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05), initial_scale=64.0), "mse")
+    y = Y.copy()
+    y[15] = np.inf  # on rank 1
+    model.fit(X, y, batch_size=10, shuffle=False, verbose=0)
+    return model
+with strategy.scope():
+    one = half()
+other = half()
+same(one, other, 2e-2)
+assert float(one.optimizer.dynamic_scale.numpy()) == float(other.optimizer.dynamic_scale.numpy()) == 32.0
+assert int(one.optimizer.inner_optimizer.iterations.numpy()) == 10
+
+with strategy.scope():
+    keras.utils.set_random_seed(1)
+    model = build(1, keras.layers.Dropout(0.5))
+    model.compile(sgd(), "mse")
+model.fit(X[:20], Y[:20], batch_size=20, verbose=0)
+states = hvd.allgather_object([variable.numpy().tolist() for variable in model.variables if "seed" in variable.path])
+assert states[0] != states[1], states  # each rank has its own masks
+
+import hvdlite_tf
+def normalized(layer):
+    keras.utils.set_random_seed(1)
+    model = build(1, layer)
+    model.compile(sgd(), "mse")
+    model.fit(X, Y, batch_size=10, epochs=2, shuffle=False, verbose=0)
+    return model
+with strategy.scope():
+    one = normalized(hvdlite_tf.SyncBatchNormalization())
+same(one, normalized(keras.layers.BatchNormalization()), 1e-3)
+""")
+
+
+def test_without_a_launcher_there_is_one_replica_and_launch_starts_more() -> None:
+    run(1, """
+import hvdlite_tf.keras as hvd
+strategy = hvd.MirroredStrategy(devices=2)
+def main(number):
+    import hvdlite_tf.keras as hvd
+    with hvd.MirroredStrategy().scope():
+        return hvd.rank(), hvd.size(), number
+assert strategy.num_replicas_in_sync == 1
+assert strategy.launch(main, (5,)) == (0, 2, 5)
+assert hvd.MirroredStrategy().launch(main, kwargs={"number": 5}) == (0, 1, 5)
+raises(ZeroDivisionError, "", lambda: strategy.launch(lambda: 1 / 0))
+""")

@@ -1,0 +1,194 @@
+"""The optimizer's own tests once more, with gradients that pass for a GPU's; and what only happens there."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import hvdlite_torch as hvd  # noqa: E402
+from hvdlite import api  # noqa: E402
+from hvdlite.core.errors import UnsupportedError  # noqa: E402
+from hvdlite.runtime.runtime import Runtime  # noqa: E402
+from hvdlite_torch import Compression, cuda  # noqa: E402
+from tests.torch import test_buckets, test_optimizer  # noqa: E402
+from tests.torch.gpu_double import Gpus, install  # noqa: E402
+from tests.torch.test_buckets import settle, wrapped  # noqa: E402
+from tests.torch.test_optimizer import net, train  # noqa: E402
+from tests.worlds import threads  # noqa: E402
+
+ELSEWHERE = ("processes", "threads_are_the_same")
+"""Parts of names of tests that start processes."""
+
+
+@pytest.fixture(autouse=True)
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpus]:
+    made = install(monkeypatch)
+    yield made
+    made.end()
+
+
+def _again() -> None:
+    """Collect the tests of other files that run on threads."""
+    for module in (test_optimizer, test_buckets):
+        for name, test in vars(module).items():
+            if name.startswith("test_") and "processes" not in test.__code__.co_names:
+                globals()[f"{name}_on_a_gpu"] = test
+
+
+_again()
+
+
+def launches(gpu: Any) -> Counter[str]:
+    """Return what was launched since the last call, but waits and records."""
+    counted = Counter(what for what in gpu.launches if what not in ("wait", "record"))
+    gpu.launches.clear()
+    return counted
+
+
+@pytest.mark.parametrize(("to_none", "compression", "moves"), [
+    (True, Compression.none, 1), (False, Compression.none, 0), (True, Compression.fp16, 2), (False, Compression.bf16, 2)],
+    ids=["copied in", "in place", "cast in and out", "cast although it is kept"])
+def test_a_bucket_costs_one_call_and_as_few_kernels_as_possible(gpus: Gpus, to_none: bool, compression: Any,
+                                                                moves: int) -> None:
+    def step(runtime: Runtime) -> None:
+        model = net()
+        optimizer = wrapped(runtime, model, compression=compression)
+        settle(runtime, model, optimizer)
+        gpu = gpus.made[runtime.world.rank]
+        launches(gpu)
+        optimizer.zero_grad(set_to_none=to_none)
+        torch.nn.functional.mse_loss(model(torch.ones(4, 6)), torch.ones(4, 3)).backward()
+        expected = Counter({"allReduce": 1, "move": moves})
+        assert launches(gpu) == +expected
+        optimizer.step()
+    threads(2, step)
+
+
+def test_gradients_are_aligned_views_of_the_gpus_memory(gpus: Gpus) -> None:
+    def step(runtime: Runtime) -> None:
+        model = net()
+        optimizer = wrapped(runtime, model)
+        settle(runtime, model, optimizer)
+        addresses = [parameter.grad.data_ptr() for parameter in model.parameters()]
+        assert all(address % 256 == 0 for address in addresses)
+        for _ in range(3):
+            train(optimizer, model, torch.ones(4, 6), torch.ones(4, 3))
+            assert [parameter.grad.data_ptr() for parameter in model.parameters()] == addresses
+    threads(2, step)
+
+
+def test_gradients_from_several_streams_are_waited_for(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = threading.local()
+    monkeypatch.setattr(cuda, "current_stream", lambda index: getattr(streams, "now", 0))
+    outlived: list[int] = []
+    monkeypatch.setattr(cuda, "outlive", lambda tensors: outlived.append(len(tensors)))
+
+    def step(runtime: Runtime) -> None:
+        model = net()
+        optimizer = wrapped(runtime, model)
+        settle(runtime, model, optimizer)
+        gpu = gpus.made[runtime.world.rank]
+        other, parameters = gpu.make_stream(), list(model.parameters())
+        noted: list[int] = []
+        for parameter in parameters:  # the last one's gradient is made elsewhere
+            parameter.register_hook(lambda _, own=parameter: setattr(streams, "now", other if own is parameters[-1] else 0))
+        real = gpu.wait
+        monkeypatch.setattr(gpu, "wait", lambda stream, event: (noted.append(stream), real(stream, event))[1])
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(torch.ones(4, 6)), torch.ones(4, 3)).backward()
+        streams.now = 0
+        assert noted[0] == 0, "the stream that packs waits for the other one first"
+        optimizer.step()
+    threads(2, step)
+    assert outlived == [4, 4]
+
+
+def test_without_kernels_torch_copies(gpus: Gpus) -> None:
+    def step(runtime: Runtime) -> None:
+        runtime.devices.ready(0)
+        gpus.made[runtime.world.rank].has_kernels = False
+        model = net()
+        optimizer = wrapped(runtime, model)
+        settle(runtime, model, optimizer)
+        launches(gpus.made[runtime.world.rank])
+        train(optimizer, model, torch.ones(4, 6), torch.ones(4, 3))
+        assert launches(gpus.made[runtime.world.rank]) == Counter({"allReduce": 1})
+    threads(2, step)
+
+
+def test_a_capture_is_refused_where_it_is_made(gpus: Gpus) -> None:
+    def step(runtime: Runtime) -> None:
+        model = net()
+        optimizer = wrapped(runtime, model)
+        settle(runtime, model, optimizer)
+        gpus.made[0].graph = gpus.made[1].graph = True
+        with pytest.raises(UnsupportedError, match="CUDA graph"):
+            torch.nn.functional.mse_loss(model(torch.ones(4, 6)), torch.ones(4, 3)).backward()
+        runtime.fail("Done", "the test ends here", "")
+    threads(2, step)
+
+
+def test_operations_on_tensors(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    current = threading.local()
+    monkeypatch.setattr(api, "runtime", lambda: current.runtime)
+
+    def step(runtime: Runtime) -> None:
+        current.runtime = runtime
+        rank, size = runtime.world.rank, 2
+        ones = torch.full((4, 3), rank + 1.0)
+        for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.int64):
+            assert (hvd.allreduce(ones.to(dtype), op=hvd.Sum) == 3).all()
+        assert (hvd.allreduce(ones, prescale_factor=2.0, postscale_factor=0.5, op=hvd.Average) == 1.5).all()
+        assert (hvd.allreduce(ones.t(), op=hvd.Max) == 2).all(), "any strides"
+        assert (hvd.allreduce_(ones.clone(), op=hvd.Product) == 2).all()
+        assert all((each == 3).all() for each in hvd.grouped_allreduce([ones, ones[:1].double()], op=hvd.Sum))
+        assert hvd.allgather(ones[:rank + 1]).shape == (3, 3)
+        assert (hvd.broadcast(ones, 1) == 2).all()
+        assert (hvd.broadcast_(ones.t().clone().t(), 1) == 2).all()
+        assert hvd.reducescatter(ones, op=hvd.Sum).tolist() == [[3.0] * 3] * 2
+        received, rows = hvd.alltoall(torch.arange(4), [1, 3])
+        assert received.tolist() == ([0, 0] if rank == 0 else [1, 2, 3, 1, 2, 3])
+        assert rows.tolist() == [1 + 2 * rank] * size
+        assert hvd.gather(ones, 0) is None if rank else hvd.gather(ones, 0).shape == (8, 3)
+        assert (hvd.scatter(torch.full((2,), rank), 1) == 1).all()
+        reduced = hvd.reduce(ones, 1, op=hvd.Sum)
+        assert reduced is None if rank == 0 else (reduced == 3).all()
+        place = torch.zeros(2)
+        hvd.send(torch.ones(2), 1, "p") if rank == 0 else hvd.recv(place, 0, "p")
+        assert rank == 0 or (place == 1).all()
+        # What NCCL cannot do goes over the host's memory.
+        assert (hvd.allreduce(torch.full((3,), rank + 1, dtype=torch.int16), op=hvd.Sum) == 3).all()
+        assert hvd.allreduce(ones, op=hvd.Adasum).shape == (4, 3)
+        leaf = ones.clone().requires_grad_()
+        hvd.allreduce(leaf, op=hvd.Sum).sum().backward()
+        assert (leaf.grad == 2).all()
+        tensors = {"a": ones.clone(), "b": torch.full((3,), rank)}
+        hvd.broadcast_parameters(tensors, 0)
+        assert (tensors["a"] == 1).all() and (tensors["b"] == 0).all()
+        hvd.check_replicas(tensors)
+    threads(2, step)
+    assert all({"allReduce", "broadcast", "allGather", "reduceScatter", "send"} & set(gpu.launches) for gpu in gpus.made)
+
+
+def test_norms_and_hooks_on_a_gpu(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    current = threading.local()
+    monkeypatch.setattr(api, "runtime", lambda: current.runtime)
+
+    def step(runtime: Runtime) -> None:
+        current.runtime = runtime
+        norm = hvd.SyncBatchNorm(3)
+        norm(torch.randn(4, 3) + runtime.world.rank).sum().backward()
+        means = hvd.allgather(norm.running_mean[None])
+        assert torch.equal(means[0], means[1])
+        model = net()
+        optimizer = wrapped(runtime, model, comm_hook=hvd.comm_hooks.PowerSGD(start_iter=1))
+        for _ in range(3):
+            train(optimizer, model, torch.ones(4, 6), torch.ones(4, 3))
+        hvd.check_replicas(model.state_dict())
+    threads(2, step)
