@@ -107,7 +107,8 @@ def _planes(rows: Rows, ranks: int) -> list[str]:
 
 
 def _hierarchical(rows: Rows, ranks: int) -> list[str]:
-    return [f"## Two simulated hosts of {ranks // 2} ranks, {rows[0]['case'].partition(', ')[2]}, beside all ranks at once", "",
+    plane = rows[0]["case"].partition(", ")[2]
+    return [f"## Two simulated hosts of {ranks // 2} ranks, {plane}, beside all ranks at once", "",
             *_compared(rows, "size", 1e6, "us")]
 
 

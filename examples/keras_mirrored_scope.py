@@ -48,5 +48,5 @@ for epoch in range(args.epochs):
     seconds = time.perf_counter() - started
     loss, accuracy = model.evaluate(test_x, test_y, batch_size=2000, verbose=0)
     if hvd.rank() == 0:
-        print(f"epoch {epoch + 1}: {seconds:.1f} s, {len(x) / seconds:.0f} images/s on {strategy.num_replicas_in_sync} ranks, "
+        print(f"epoch {epoch + 1}: {seconds:.1f} s, {len(x) / seconds:.0f} images/s on {hvd.size()} ranks, "
               f"test loss {loss:.4f}, test accuracy {accuracy:.4f}", flush=True)
