@@ -36,13 +36,19 @@ class Bench:
     horovod: Any  # horovod.torch, or None
 
     @classmethod
-    def start(cls, description: str) -> Bench:
-        """Join the job with every library that competes, on one core a rank."""
+    def start(cls, description: str, **flags: str) -> Bench:
+        """Join the job with every library that competes, on one core a rank.
+
+        Args:
+            flags: names and help of further flags.
+        """
         parser = argparse.ArgumentParser(description=description)
         parser.add_argument("--rounds", type=int, default=9)
         parser.add_argument("--seconds", type=float, default=0.25, help="of work per contender and round")
         parser.add_argument("--short", action="store_true", help="fewer points")
         parser.add_argument("--record", type=Path, help="write the figures to this JSON file")
+        for name, text in flags.items():
+            parser.add_argument(f"--{name}", action="store_true", help=text)
         arguments = parser.parse_args()
         mpi = _mpi()
         hvd.init()

@@ -20,7 +20,9 @@ def write(results: Path) -> None:
             "Medians of interleaved rounds in one run; ratios below 1 mean hvdlite is faster. Ranks are pinned to one core "
             "each when there are enough cores. What falls short, and why: [notes](NOTES.md)."]
     for name, each in recorded.items():
-        kind, ranks = name.rsplit("-", 1)
+        kind, _, ranks = name.rpartition("-")
+        if kind not in _TABLES:
+            continue  # the page of another benchmark
         text += ["", *_TABLES[kind](each["rows"], int(ranks))]
     (results / "README.md").write_text("\n".join(text) + "\n", encoding="utf-8")
     try:
@@ -96,7 +98,22 @@ def _control_scale(rows: Rows, ranks: int) -> list[str]:
     return text
 
 
-_TABLES = {"collectives": _collectives, "gradients": _gradients, "training": _training, "idle": _idle,
+def _planes(rows: Rows, ranks: int) -> list[str]:
+    text = [f"## Planes beside the libraries they stand on, {ranks} ranks"]
+    for case in dict.fromkeys(row["case"] for row in rows):
+        named = [{"bytes": row["bytes"], "seconds": row["seconds"]} for row in rows if row["case"] == case]
+        text += ["", f"### {case}", "", *_compared(named, "size", 1e6, "us")]
+    return text
+
+
+def _hierarchical(rows: Rows, ranks: int) -> list[str]:
+    plane = rows[0]["case"].partition(", ")[2]
+    return [f"## Two simulated hosts of {ranks // 2} ranks, {plane}, beside all ranks at once", "",
+            *_compared(rows, "size", 1e6, "us")]
+
+
+_TABLES = {"planes": _planes, "hierarchical_mpi": _hierarchical, "hierarchical_gloo": _hierarchical,
+           "collectives": _collectives, "gradients": _gradients, "training": _training, "idle": _idle,
            "control_scale": _control_scale}
 
 

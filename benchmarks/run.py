@@ -12,14 +12,19 @@ import argparse
 import importlib.util
 import json
 import os
+import secrets
 import shutil
 import socket
 import subprocess
 import sys
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks import report
+from hvdlite.core import launch_contract
+from hvdlite.core.world import Hosts
 
 HERE = Path(__file__).resolve().parent
 
@@ -35,16 +40,39 @@ def launcher(ranks: int) -> list[str]:
     return [sys.executable, "-m", "hvdlite_runner.cli", "-np", str(ranks)]
 
 
-def run(script: str, ranks: int, *options: str, record: Path) -> dict[str, Any]:
-    """Run one script on `ranks` ranks and return what it recorded."""
-    with socket.socket() as probe:  # a port for torch.distributed
+def free_port() -> int:
+    """Return a port of this host at which nobody listens."""
+    with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "BENCH_PORT": str(port),
-                   "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])}
+        return int(probe.getsockname()[1])
+
+
+def variables(**more: str) -> dict[str, str]:
+    """Return the environment of a run."""
+    return {**os.environ, **more, "OMP_NUM_THREADS": "1", "BENCH_PORT": str(free_port()),
+            "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])}
+
+
+def run_on_two_hosts(script: str, ranks: int, *options: str, record: Path) -> None:
+    """Run one script on two simulated hosts: halves of the ranks that have a job directory each, and no MPI."""
+    hosts = Hosts((tuple(range(ranks // 2)), tuple(range(ranks // 2, ranks))))
+    shared = variables(HVDLITE_SECRET=secrets.token_hex(), HVDLITE_COORDINATOR=f"127.0.0.1:{free_port()}")
+    print(f"\n== {script}, {ranks} ranks on two simulated hosts, Gloo between them", flush=True)
+    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
+        places = [launch_contract.rank_environment(hosts.world(rank), (one, other)[hosts.world(rank).cross_rank])
+                  for rank in range(ranks)]
+        command = [sys.executable, str(HERE / f"{script}.py"), *options, "--record", str(record)]
+        started = [subprocess.Popen(command, env={**shared, **place}, cwd=HERE.parent) for place in places]
+        if any(process.wait() for process in started):
+            raise SystemExit(f"{script} failed")
+
+
+def run(script: str, ranks: int, *options: str, record: Path,
+        environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Run one script on `ranks` ranks and return what it recorded."""
     command = [*launcher(ranks), sys.executable, str(HERE / f"{script}.py"), *options, "--record", str(record)]
     print(f"\n== {script}, {ranks} rank{'s' * (ranks > 1)}", flush=True)
-    subprocess.run(command, check=True, env=environment, cwd=HERE.parent)
+    subprocess.run(command, check=True, env=variables(**(environment or {})), cwd=HERE.parent)
     return json.loads(record.read_text(encoding="utf-8"))
 
 
@@ -69,6 +97,11 @@ def main() -> None:
         plan += [("collectives", 4, rounds), ("training", 4, long_rounds)]
     for script, ranks, options in plan:
         run(script, ranks, *options, record=arguments.results / f"{script}-{ranks}.json")
+    run("planes", 2, *rounds, *short, record=arguments.results / "planes-2.json")
+    if not arguments.short:
+        run("planes", 4, *rounds, "--job", record=arguments.results / "hierarchical_mpi-4.json",
+            environment={"HVDLITE_CPU_OPERATIONS": "hierarchical", "MPIR_CVAR_NUM_CLIQUES": "2"})
+        run_on_two_hosts("planes", 4, *rounds, "--job", record=arguments.results / "hierarchical_gloo-4.json")
     report.write(arguments.results)
     print(f"\nwrote {arguments.results}/README.md")
 

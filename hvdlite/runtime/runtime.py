@@ -21,7 +21,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Final
 
 from hvdlite.control.base import ControlPlane, DecisionReceived, Event, PeerLost, ReportReceived
 from hvdlite.core.config import Config
@@ -46,6 +45,7 @@ from hvdlite.runtime.declared import Abandonment, DeclaredSets, Item
 from hvdlite.runtime.execution import Execution, bucket_lane
 from hvdlite.runtime.failures import failure_error
 from hvdlite.runtime.handle import Handle
+from hvdlite.runtime.limits import EAGER_TRAFFIC, FLUSH_SECONDS, LISTEN_SECONDS, LOOK_SECONDS, RECENT, TRACE_BATCH
 from hvdlite.runtime.lookout import LOOKS, Lookout, Patience, Receiver, Times, Witness
 from hvdlite.runtime.notes import Notes
 from hvdlite.runtime.polling import poll
@@ -55,17 +55,6 @@ from hvdlite.runtime.timeline import Timeline
 
 _log = logging.getLogger("hvdlite")
 
-FLUSH_SECONDS: Final = 2.0
-RECENT: Final = 200
-"""How many collectives a rank remembers for stall reports."""
-LOOK_SECONDS: Final = 0.25
-"""How often a rank that waits looks whether it has waited long."""
-LISTEN_SECONDS: Final = 0.2
-"""How long a rank that never has to wait works on a plan before it looks for messages."""
-TRACE_BATCH: Final = 256
-"""How many events of a timeline are sent without waiting for another message."""
-EAGER_TRAFFIC: Final = 1 << 20
-"""Bytes that one eager tensor may bring to rank 0 over all ranks."""
 _SHUT_DOWN = "hvdlite was shut down on this rank before the collective was complete"
 
 
@@ -477,17 +466,13 @@ class Runtime(DeclaredSets):
 
     def _wait_until(self, predicate: Callable[[], bool], *, pause: float = 0.0) -> None:
         if pause:
-            poll(predicate, pause, lambda: self._sleepers, self._glance)
+            poll(predicate, pause, lambda: self._sleepers,
+                 lambda: (self._exchange(within_plan=True, sleep=False), self._look_out()))
         while not predicate():
             self._exchange(within_plan=True)
         if self._clock() - self._listened > LISTEN_SECONDS:  # the last to arrive everywhere still hears what is said
             self._exchange(within_plan=True, sleep=False)
             self._say()
-
-    def _glance(self) -> None:
-        """Take in messages in the middle of a plan, without sleeping."""
-        self._exchange(within_plan=True, sleep=False)
-        self._look_out()
 
     # --- the end ---------------------------------------------------------------------------------------------------
 

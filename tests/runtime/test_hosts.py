@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 
@@ -71,3 +72,60 @@ def test_a_death_on_another_host_is_named_by_all(hosts: tuple[int, ...], victim:
         assert rank.code == (-9 if rank.rank == victim else 1), rank
     assert all(f"rank {victim} " in rank.stderr.splitlines()[-1] for rank in ended if rank.rank != victim)
     assert took < 15, "no time limit is tested, but that no timeout was waited for"
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_death_under_gloo_on_one_host(victim: int) -> None:
+    with Processes(3, ENDLESS, environment={"HVDLITE_CPU_OPERATIONS": "gloo"}) as world:
+        for rank in range(3):
+            world.wait_for(rank, "moving")
+        world.kill(victim)
+        ended = world.wait(20)
+    for rank in ended:
+        assert rank.code == (-9 if rank.rank == victim else 1), rank
+        assert rank.rank == victim or f"rank {victim} " in rank.stderr.splitlines()[-1]
+
+
+BESIDE_THE_SCRIPTS_OWN = """
+    import os
+    import numpy as np, torch, torch.distributed as dist
+    import hvdlite as hvd
+    hvd.init()
+    assert not dist.is_initialized()
+    assert hvd.allreduce(np.full(100_000, hvd.rank()), op=hvd.Sum)[0] == 1
+    dist.init_process_group("gloo", init_method=f"file://{os.environ['MEETING']}", rank=hvd.rank(), world_size=2)
+    mine = torch.ones(1000)
+    for step in range(20):
+        dist.all_reduce(mine)
+        assert hvd.allreduce(np.full(100_000, step), op=hvd.Sum, name="x")[0] == 2 * step
+    assert mine[0] == 2.0 ** 20
+    hvd.shutdown()
+    dist.all_reduce(mine)
+    dist.destroy_process_group()
+"""
+
+
+def test_gloo_leaves_the_scripts_own_process_group_alone(tmp_path: Path) -> None:
+    processes(2, BESIDE_THE_SCRIPTS_OWN, environment={"HVDLITE_CPU_OPERATIONS": "gloo", "MEETING": str(tmp_path / "meet")})
+
+
+def test_training_between_hosts_gives_the_same_parameters() -> None:
+    """Learned buckets, broadcast and the eager lane, on uneven hosts, with 16-bit gradients."""
+    ended = processes(3, """
+        import torch, hvdlite_torch as hvd
+        hvd.init()
+        torch.manual_seed(hvd.rank())
+        model = torch.nn.Sequential(torch.nn.Linear(300, 400), torch.nn.ReLU(), torch.nn.Linear(400, 10))
+        hvd.broadcast_parameters(model.state_dict(), root_rank=1)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(),
+                                             compression=hvd.Compression.bf16)
+        for step in range(6):
+            optimizer.zero_grad()
+            model(torch.randn(8, 300)).square().mean().backward()
+            optimizer.step()
+        total = sum(float(parameter.double().sum()) for parameter in model.parameters())
+        assert len(set(hvd.allgather_object(total))) == 1
+        print(repr(total))
+        hvd.shutdown()
+    """, hosts=(1, 2))
+    assert len({rank.stdout for rank in ended}) == 1

@@ -1,0 +1,106 @@
+"""Planes against the raw libraries they stand on: allreduce (Sum) of one float32 array, in place.
+
+    mpi, gloo      the plane itself, without the negotiation before it, beside mpi4py's Allreduce and torch.distributed
+    job            the whole way through `hvd.allreduce_`, on the plane that HVDLITE_CPU_OPERATIONS names, beside the same
+
+`run.py` starts it under mpiexec; for the hierarchical plane on two simulated hosts (MPICH's cliques), where the raw
+libraries show what the engine does between all ranks at once: the flat way.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import hvdlite_torch as hvd
+from benchmarks.harness import Bench, median, say
+from hvdlite.api import runtime
+from hvdlite.control.base import yield_processor
+from hvdlite.core.array import Array
+from hvdlite.core.types import Collective, ReduceOp
+from hvdlite.negotiation.messages import Response
+from hvdlite.planes.base import Plan, Plane
+from hvdlite.planes.gloo import gloo_plane
+from hvdlite.planes.mpi import mpi_plane
+
+SIZES = [64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
+SHORT = [1 << 20, 16 << 20]
+
+Work = Callable[[], object]
+
+
+class Bare:
+    """A plane that waits as the runtime does while the script is blocked, but for messages, of which there are none."""
+
+    def __init__(self, plane: Callable[[Bare], Plane]) -> None:
+        self._bell = threading.Event()
+        self.wake = self._bell.set
+        self._plane = plane(self)
+        self._plane.open_set(0, tuple(range(hvd.size())))
+        self._count = 0
+
+    def allreduce(self, values: Array) -> None:
+        self._count += 1
+        everybody = tuple(range(hvd.size()))
+        response = Response(names=("x",), collective=Collective.ALLREDUCE, dtype="float32", op=ReduceOp.SUM,
+                            contributors=everybody, elements=values.size)
+        self._plane.execute(Plan(self._count, everybody, response, [values], [values]), self._wait_until)
+
+    def close(self) -> None:
+        self._plane.close()
+
+    def _wait_until(self, predicate: Callable[[], bool], *, pause: float = 0.0) -> None:
+        while not predicate():
+            if pause:
+                yield_processor()
+            else:
+                self._bell.wait(1.0)
+                self._bell.clear()
+
+
+def swap(label: str, ranks: Sequence[int], text: bytes, wait_until: object) -> list[bytes]:
+    """Return everybody's text."""
+    texts: list[bytes] = [b""] * hvd.size()
+    dist.all_gather_object(texts, text)
+    return texts
+
+
+def competitions(bench: Bench, nbytes: int, bare: dict[str, Bare]) -> Iterator[tuple[str, dict[str, Work]]]:
+    """Yield what competes with what."""
+    ours, theirs = (np.zeros(nbytes // 4, np.float32) for _ in range(2))
+    tensor, mine = torch.from_numpy(theirs), torch.from_numpy(ours)
+    raw: dict[str, Work] = {"raw gloo": lambda: dist.all_reduce(tensor)}
+    if bench.mpi is not None:
+        from mpi4py import MPI
+        raw["raw mpi4py"] = lambda: bench.mpi.Allreduce(MPI.IN_PLACE, theirs)
+    for name, plane in bare.items():
+        library = {"gloo": "raw gloo", "mpi": "raw mpi4py"}[name]
+        yield name, {"hvdlite": lambda plane=plane: plane.allreduce(ours), library: raw[library]}
+    yield f"job, {runtime().plane_name}", {"hvdlite": lambda: hvd.allreduce_(mine, op=hvd.Sum, name="x"), **raw}
+
+
+def main() -> None:
+    bench = Bench.start(__doc__ or "", job="only the whole way")
+    bare = {}
+    if not bench.arguments.job:
+        bare["gloo"] = Bare(lambda bare: gloo_plane(hvd.rank(), swap, bare.wake, "127.0.0.1", timeout=60, chunk=512 << 10))
+        if bench.mpi is not None:
+            bare["mpi"] = Bare(lambda bare: mpi_plane(bench.mpi.Dup(), chunk=512 << 10))
+    rows = []
+    for nbytes in SHORT if bench.arguments.short else SIZES:
+        for case, contenders in competitions(bench, nbytes, bare):
+            seconds = {name: median(values) for name, values in bench.interleave(contenders).items()}
+            rows.append({"case": case, "bytes": nbytes, "seconds": seconds})
+            say(f"{case:24} {nbytes:>10} B  " + "  ".join(f"{name} {value * 1e6:9.1f} us" for name, value in seconds.items())
+                + "".join(f"   x{name} {seconds['hvdlite'] / seconds[name]:.2f}" for name in seconds if name != "hvdlite"))
+    for plane in bare.values():
+        plane.close()
+    bench.finish(rows)
+
+
+if __name__ == "__main__":
+    main()
