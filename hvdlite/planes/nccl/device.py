@@ -66,7 +66,7 @@ class Device(Protocol):
         """Let the calling thread work with this GPU; once, at its start."""
 
     def identity(self) -> str:
-        """Return what is different for every GPU of a host; beginning with "GPU-" when it is for every GPU there is."""
+        """Return what is different for every GPU of a host."""
 
     def make_event(self) -> int:
         """Return a new event."""
@@ -146,9 +146,7 @@ class CupyDevice:
             _log.warning("a CUDA graph that another thread captures may be spoilt by this one: %s", error)
 
     def identity(self) -> str:
-        properties = self._runtime.getDeviceProperties(self.index)
-        uuid = properties.get("uuid")
-        return f"GPU-{bytes(uuid).hex()}" if uuid else str(self._runtime.deviceGetPCIBusId(self.index))
+        return str(self._runtime.deviceGetPCIBusId(self.index))
 
     def make_event(self) -> int:
         with self._here():
