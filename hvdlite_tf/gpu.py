@@ -1,8 +1,8 @@
 """TensorFlow's tensors on GPUs, through DLPack and CuPy, in eager mode.
 
 TensorFlow tells nobody on which stream it computes, so the host waits before NCCL reads a tensor, and again before
-TensorFlow reads the result. Inside `tf.function` and in Keras' `fit`, tensors come as host memory (`numpy_function`), and go over the
-plane for that. Nothing here has been run on a GPU yet.
+TensorFlow reads the result. Inside `tf.function` and in Keras' `fit`, tensors come as host memory (`numpy_function`), and go
+over the plane for that. Nothing here has been run on a GPU yet.
 """
 
 from __future__ import annotations

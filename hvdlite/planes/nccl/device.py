@@ -180,7 +180,7 @@ class CupyDevice:
         with self._here():
             try:  # not from CuPy's pool, which gives memory back in the order of one stream: this is used on several
                 memory = self._cupy.cuda.memory.Memory(rounded)
-            except self._cupy.cuda.memory.OutOfMemoryError as error:
+            except (self._cupy.cuda.memory.OutOfMemoryError, self._runtime.CUDARuntimeError) as error:
                 raise MemoryError(f"{nbytes} bytes on GPU {self.index}: {error}") from None
             pointer = int(memory.ptr)
             self._runtime.memsetAsync(pointer, 0, rounded, self.stream)
