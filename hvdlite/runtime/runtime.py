@@ -466,13 +466,17 @@ class Runtime(DeclaredSets):
 
     def _wait_until(self, predicate: Callable[[], bool], *, pause: float = 0.0) -> None:
         if pause:
-            poll(predicate, pause, lambda: self._sleepers,
-                 lambda: (self._exchange(within_plan=True, sleep=False), self._look_out()))
+            poll(predicate, pause, lambda: self._sleepers, self._glance)
         while not predicate():
             self._exchange(within_plan=True)
         if self._clock() - self._listened > LISTEN_SECONDS:  # the last to arrive everywhere still hears what is said
             self._exchange(within_plan=True, sleep=False)
             self._say()
+
+    def _glance(self) -> None:
+        """Take in messages in the middle of a plan, without sleeping."""
+        self._exchange(within_plan=True, sleep=False)
+        self._look_out()
 
     # --- the end ---------------------------------------------------------------------------------------------------
 
