@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import os
@@ -535,8 +536,8 @@ class Runtime(Calls):
 
     def _wait_until(self, predicate: Callable[[], bool], *, pause: float = 0.0) -> None:
         if pause:
-            poll(predicate, pause, lambda: self._sleepers,
-                 lambda: (self._exchange(within_plan=True, sleep=False), self._look_out()))
+            exchange = functools.partial(self._exchange, within_plan=True, sleep=False)
+            poll(predicate, pause, lambda: self._sleepers, exchange, self._look_out)
         while not predicate():
             self._exchange(within_plan=True)
         if self._clock() - self._listened > LISTEN_SECONDS:  # the last to arrive everywhere still hears what is said
