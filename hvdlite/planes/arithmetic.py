@@ -83,9 +83,10 @@ class Reduction:
         with np.errstate(all="ignore"):  # overflow and nan are values here, as in the framework's own arithmetic
             for start in range(0, out.size, self.chunk):
                 piece = slice(start, min(start + self.chunk, out.size))
-                total = out[piece] if self._scratch is None else self._scratch[0][:out[piece].size]
+                part = out[piece]
+                total = part if self._scratch is None else self._scratch[0][:part.size]
                 self._sum([source[piece] for source in sources], total)
-                self.conclude(total, out[piece])
+                self.conclude(total, part)
 
     def accumulate(self, sources: Sequence[Array], total: Array) -> None:
         """Like `combine`, into an array of the accumulator dtype that `conclude` finishes; the identity of no sources."""
@@ -98,14 +99,18 @@ class Reduction:
                 self._sum([source[piece] for source in sources], total[piece])
 
     def conclude(self, total: Array, out: Array) -> None:
-        """Turn what `accumulate` made into a result, which may be the same memory; overwrites `total`."""
+        """Turn what `accumulate` made into a result, which may be the same array; overwrites `total`."""
+        if self._divisor == 1 and self._postscale == 1.0 and not self._wide:
+            if out is not total:
+                np.copyto(out, total)
+            return
         with np.errstate(all="ignore"):
             if self._divisor > 1:
                 _divide(total, self._divisor)
             if not self._wide:
                 if self._postscale != 1.0:
                     self._scaled(total, self._postscale, total)
-                if out.ctypes.data != total.ctypes.data:
+                if out is not total:
                     np.copyto(out, total)
                 return
             if self._postscale != 1.0:
