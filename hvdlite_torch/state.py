@@ -85,7 +85,7 @@ def check_replicas(params: Mapping[str, Any] | Iterable[Any], process_set: Proce
 
 def _broadcast_tensors(runtime: Runtime, tensors: Sequence[torch.Tensor], root_rank: int, name: str) -> None:
     devices = runtime.devices
-    dense = [cuda.carried(contiguous(tensor, name), name, devices, Collective.BROADCAST) for tensor in tensors]
+    dense = [cuda.carried(contiguous(tensor, name), devices, Collective.BROADCAST) for tensor in tensors]
     handles = [runtime.broadcast(f"{name}.{index}", lent(tensor, name, devices), root_rank)
                for index, tensor in enumerate(dense)]
     for tensor, sent, handle in zip(tensors, dense, handles, strict=True):

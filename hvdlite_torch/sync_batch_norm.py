@@ -133,7 +133,7 @@ def _summed(values: torch.Tensor, process_set: int) -> torch.Tensor:
     """Return the sum of a small vector over the ranks of a process set."""
     runtime = api.runtime()
     devices = runtime.devices
-    result = cuda.carried(values.detach().contiguous(), "sync_batch_norm", devices, Collective.ALLREDUCE, ReduceOp.SUM)
+    result = cuda.carried(values.detach().contiguous(), devices, Collective.ALLREDUCE, ReduceOp.SUM)
     array = lent(result, "sync_batch_norm", devices)
     cuda.wait(runtime.allreduce(runtime.unnamed("torch", "sync_batch_norm", process_set), array, array, ReduceOp.SUM,
                                 process_set=process_set))
