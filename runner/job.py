@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import selectors
+import shutil
 import signal
 import socket
 import sys
@@ -125,6 +126,7 @@ class _Job:
         self._steps: list[tuple[float, int]] = []  # (when, signal) still to be sent to the running ranks
         self._over = False  # from here on a signal changes nothing: what it asks for is under way
         self._looked = 0.0
+        self._abandoned = False  # whoever called `hvdlite.run` has ended
 
     def open_files(self) -> None:
         """Make the files for the ranks' output, when they are asked for.
@@ -208,6 +210,8 @@ class _Job:
         self._selector.close()
         if self._observer is not None:
             self._observer.finish()
+        if self._abandoned and self._settings.task_directory is not None:
+            shutil.rmtree(self._settings.task_directory, ignore_errors=True)  # nobody else will
 
     def report(self) -> int:
         """Say what failed first; return the exit code."""
@@ -273,6 +277,7 @@ class _Job:
     def _caller_gone(self) -> None:
         if not os.read(0, 4096):
             self._selector.unregister(0)
+            self._abandoned = True
             self._interrupted(signal.SIGTERM, None)
 
     def _meeting(self) -> dict[str, str]:
