@@ -167,14 +167,14 @@ class Holdings:
         for name, tensor in own.items():
             aliases.setdefault(id(tensor), []).append(name)
         sent = [own[names[0]].detach() for names in aliases.values() if not is_lazy(own[names[0]])]
-        mine = ([(names, *_kind(own[names[0]])[:2]) for names in aliases.values() if not is_lazy(own[names[0]])],
-                any(map(is_lazy, own.values())))
+        mine = ([(names, *_kind(own[names[0]])[:2], own[names[0]].device.type) for names in aliases.values()
+                 if not is_lazy(own[names[0]])], any(map(is_lazy, own.values())))
         listed, is_incomplete = self._replica.broadcast_object(mine, "mirror")
         targets, taken, problem = [], set(), ""
-        for names, shape, dtype in listed:
+        for names, shape, dtype, device in listed:
             found = next((own[name] for name in names if name in own and id(own[name]) not in taken), None)
             if found is None:
-                targets.append(torch.empty(shape, dtype=getattr(torch, dtype)))
+                targets.append(torch.empty(shape, dtype=getattr(torch, dtype), device=device))
                 continue
             taken.add(id(found))
             targets.append(found.detach())
