@@ -35,8 +35,8 @@ class MirroredStrategy:
     Batches are global: `distribute` gives each rank its share, and averages weigh ranks by their samples, so losses are to
     be means over the batch. Started without a launcher there is one replica, and everything runs as without a strategy.
 
-    A `load_state_dict` is for all ranks; on some only, it counts when it comes before the first batch or step, or between the
-    epochs of a distributed loader. Running statistics of BatchNorm are each rank's own, after the first step.
+    A `load_state_dict` is for all ranks; on some only, it counts when it comes before the first batch or step, or between
+    the epochs of a distributed loader. Running statistics of BatchNorm are each rank's own, after the first step.
 
     Args:
         devices: how many ranks `launch` starts when no launcher has; a number, or as many as the list is long.

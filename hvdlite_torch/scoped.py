@@ -179,8 +179,8 @@ class Holdings:
             taken.add(id(found))
             targets.append(found.detach())
             if _kind(found)[:2] != (shape, dtype):
-                problem = problem or (f"'{names[0]}' is {dtype} {list(shape)} on replica 0 and {_told((*_kind(found)[:2], True))} on "
-                                      f"replica {self._replica.number}")
+                problem = problem or (f"'{names[0]}' is {_told((shape, dtype, True))} on replica 0 and "
+                                      f"{_told((*_kind(found)[:2], True))} on replica {self._replica.number}")
         problems = [text for text in self._replica.allgather_object(problem, "problems") if text]
         if problems:
             raise MismatchError(f"{problems[0]}; all ranks must make the same modules in the scope, in the same order")

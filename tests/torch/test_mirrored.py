@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import pickle
+import io
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,8 +14,16 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset  # noqa: E402
-from torch.utils.data import Sampler, get_worker_info  # noqa: E402
+from torch.utils.data import (  # noqa: E402  # noqa: E402
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    TensorDataset,
+    get_worker_info,
+)
 
 from hvdlite.core.errors import MismatchError  # noqa: E402
 from hvdlite.core.process_set import ProcessSet  # noqa: E402
@@ -77,8 +85,10 @@ def assert_close(ours: list[Any], theirs: list[Any]) -> None:
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(("size", "samples", "batch"), [(2, 101, 16), (3, 101, 16), (2, 5, 16), (3, 11, 2), (3, 20, 6)],
-                         ids=["uneven", "uneven on 3", "dataset below a batch", "batch below the ranks", "2 rows left for 3"])
+@pytest.mark.parametrize(("size", "samples", "batch"), [
+    pytest.param(2, 101, 16, id="uneven"), pytest.param(3, 101, 16, id="uneven on 3"),
+    pytest.param(2, 5, 16, id="dataset below a batch"), pytest.param(3, 11, 2, id="batch below the ranks"),
+    pytest.param(3, 20, 6, id="2 rows left for 3")])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_ranks_with_the_global_batch_equal_one_process(kind: str, size: int, samples: int, batch: int) -> None:
     """Tolerance 1e-4: sums of float32 in another order."""
@@ -178,13 +188,16 @@ class Stream(IterableDataset):
             yield {"number": index, "square": torch.tensor([index ** 2]), "name": f"sample {index}"}
 
 
+def block(numbers: Any) -> dict[str, Any]:
+    return {"number": numbers, "square": (numbers ** 2)[:, None], "name": [f"sample {each}" for each in numbers.tolist()]}
+
+
 class Blocks(IterableDataset):
     """An iterable dataset whose items are batches."""
 
     def __iter__(self) -> Iterator[Any]:
         for begin in range(0, 37, 8):
-            numbers = torch.arange(begin, min(37, begin + 8))
-            yield {"number": numbers, "square": (numbers ** 2)[:, None], "name": [f"sample {index}" for index in numbers.tolist()]}
+            yield block(torch.arange(begin, min(37, begin + 8)))
 
 
 class BlocksByIndex(Dataset):
@@ -202,8 +215,7 @@ class SquaresByList(Squares):
 
     def __getitem__(self, index: Any) -> Any:
         self.loaded += len(index)
-        numbers = torch.tensor(index)
-        return {"number": numbers, "square": (numbers ** 2)[:, None], "name": [f"sample {each}" for each in index]}
+        return block(torch.tensor(index))
 
 
 LOADERS: dict[str, Callable[[int], Any]] = {
@@ -244,16 +256,16 @@ def test_every_sample_once_an_epoch(kind: str, size: int) -> None:
             assert len(shares) == len(own) if not isinstance(getattr(own, "dataset", None), IterableDataset) else True
             epochs.append(shares)
         if isinstance(getattr(own, "dataset", None), Squares):
-            assert own.dataset.loaded == sum(map(len, sum(epochs, []))), "a rank loads its share only"
+            loaded = sum(len(numbers) for shares in epochs for numbers in shares)
+            assert own.dataset.loaded == loaded, "a rank loads its share only"
         return epochs
 
     ranks = threads(size, step)
     orders = []
     for epoch in range(3):
         shares = [rank[epoch] for rank in ranks]
-        batches = [sum(parts, []) for parts in zip(*shares, strict=True)]
         assert all(len(parts[0]) - len(parts[-1]) in (0, 1) for parts in zip(*shares, strict=True))
-        seen = sum(batches, [])
+        seen = [number for parts in zip(*shares, strict=True) for part in parts for number in part]
         expected = 32 if kind == "drop_last" else 37
         assert len(seen) == len(set(seen)) == expected
         orders.append(seen)
@@ -335,7 +347,8 @@ def test_structures_keep_their_types() -> None:
 
     def step(runtime: Runtime) -> None:
         strategy = MirroredStrategy(_runtime=runtime)
-        batch = Pair(torch.arange(4), {"array": np.arange(4), "names": ["a", "b", "c", "d"], "scale": torch.tensor(2.0), "k": 3})
+        others = {"array": np.arange(4), "names": ["a", "b", "c", "d"], "scale": torch.tensor(2.0), "k": 3}
+        batch = Pair(torch.arange(4), others)
         (mine,) = strategy.distribute([batch])
         begin = 2 * runtime.world.rank
         assert isinstance(mine, Pair) and mine.x.tolist() == [begin, begin + 1]
@@ -700,7 +713,8 @@ def test_ranks_that_make_different_things_are_told() -> None:
         assert_close(weights(model), weights(alone))
         with strategy.scope():
             buffer = torch.nn.BatchNorm1d(3 + rank)
-        with pytest.raises(MismatchError, match=r"'BatchNorm1d0.*' is float32 \[3\] on replica 0 and float32 \[4\] on replica 1"):
+        told = r"'BatchNorm1d0.*' is float32 \[3\] on replica 0 and float32 \[4\] on replica 1"
+        with pytest.raises(MismatchError, match=told):
             strategy.mirror()
         del buffer
     threads(2, step)
@@ -716,7 +730,10 @@ def test_copies_of_modules_and_of_the_strategy() -> None:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         strategy.mirror()
         assert_close(weights(average.module), weights(Net(seed=0)))
-        copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        copies = copy.deepcopy(model), torch.load(file, weights_only=False)
         assert not strategy._holdings.due
         for each in copies:
             each.load_state_dict(Net(seed=5).state_dict())
@@ -748,18 +765,20 @@ def test_learning_rates_are_scaled_when_asked() -> None:
         for scales in (False, True):
             strategy = MirroredStrategy(scale_learning_rate=scales, _runtime=runtime)
             factor = 3 if scales else 1
+            expected = [0.1 * factor, 0.25 * factor, 0.1 * factor]
             with strategy.scope():
                 model = Net()
                 groups = [{"params": model.layers[0].parameters()}, {"params": [model.layers[2].weight], "lr": 0.25}]
                 optimizer = torch.optim.SGD(groups, lr=0.1)
             optimizer.add_param_group({"params": [model.layers[2].bias]})
-            assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.1 * factor, 0.25 * factor, 0.1 * factor])
+            assert [group["lr"] for group in optimizer.param_groups] == pytest.approx(expected)
             train(model, optimizer, strategy.distribute(DataLoader(dataset(16), 8)), 2, clip=False)
             alone = Net()
-            plain = torch.optim.SGD([{"params": alone.layers[0].parameters()}, {"params": alone.layers[2].parameters()}],
-                                    lr=0.1 * factor)
-            plain.param_groups[1]["lr"] = 0.25 * factor
-            del plain
+            groups = [{"params": [parameter], "lr": lr} for parameter, lr in zip(
+                (alone.layers[0].weight, alone.layers[0].bias, alone.layers[2].weight, alone.layers[2].bias),
+                (expected[0], *expected), strict=True)]
+            train(alone, torch.optim.SGD(groups), DataLoader(dataset(16), 8), 2, clip=False)
+            assert_close(weights(model), weights(alone))
     threads(3, step)
 
 
