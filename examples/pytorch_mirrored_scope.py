@@ -23,6 +23,7 @@ parser.add_argument("--limit", type=int, help="use only so many training images"
 
 
 def main(args: argparse.Namespace) -> float:
+    torch.manual_seed(42)
     strategy = hvd.MirroredStrategy()
     train_set, test_set = datasets(args)
     with strategy.scope():
