@@ -10,12 +10,11 @@ import numpy as np
 import tensorflow as tf
 
 from hvdlite.core.array import BFLOAT16, Array
-from hvdlite.core.device import AnyArray
 from hvdlite.core.types import ReduceOp
 from hvdlite.training.array_gradients import ALIGNMENT
 from hvdlite_tf import gpu
 
-Function = Callable[..., Sequence[AnyArray]]
+Function = Callable[..., Sequence[Any]]
 
 
 def run(function: Function, inputs: Sequence[Any], dtypes: Sequence[tf.DType],

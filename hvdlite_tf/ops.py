@@ -263,7 +263,7 @@ def _allreduce(tensor: tf.Tensor, name: str, op: ReduceOp, prescale: float, post
 
 def _grouped_allreduce(tensors: Sequence[tf.Tensor], name: str, op: ReduceOp, prescale: float, postscale: float,
                        process_set: ProcessSet) -> list[tf.Tensor]:
-    def reduce(*arrays: Array) -> Sequence[Array]:
+    def reduce(*arrays: Any) -> Sequence[Any]:
         runtime, number = api.runtime(), api.set_id(process_set)
         outputs = [gpu.room(array) for array in arrays]
         if len(arrays) == 1:
@@ -289,7 +289,7 @@ def _broadcast(array: Array, root_rank: int, name: str, process_set: ProcessSet)
     return _broadcast_all([array], root_rank, name, process_set)[0]
 
 
-def _broadcast_all(arrays: Sequence[Array], root_rank: int, name: str, process_set: ProcessSet) -> list[Array]:
+def _broadcast_all(arrays: Sequence[Any], root_rank: int, name: str, process_set: ProcessSet) -> list[Any]:
     runtime, number = api.runtime(), api.set_id(process_set)
     outputs = [gpu.copied(array) for array in arrays]
     handles = [runtime.broadcast(f"{name}.{index}", output, root_rank, process_set=number)
