@@ -6,6 +6,7 @@ is entered by `ip netns exec`; its host name is its own too, and processes are f
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import shutil
@@ -56,7 +57,8 @@ class Hosts:
     def __exit__(self, *_: object) -> None:
         for name in self.names:
             for pid in self.processes(name):
-                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         for sshd in self._sshds.values():
             sshd.kill()
             sshd.wait()
@@ -178,7 +180,8 @@ class Hosts:
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
         config = self.directory / f"sshd_{name}"
         config.write_text(f"HostKey {key}\nAuthorizedKeysFile {self.directory}/key.pub\nPidFile none\nUsePAM no\n"
-                          "StrictModes no\nPermitRootLogin prohibit-password\nPasswordAuthentication no\n")
+                          "StrictModes no\nPermitRootLogin prohibit-password\nPasswordAuthentication no\n"
+                          f"SetEnv HOME={self.home}\n")  # no ~/.bashrc, which may take locks that killed sessions leave
         Path("/run/sshd").mkdir(exist_ok=True)
         with open(self.directory / f"sshd_{name}.log", "ab") as log:
             self._sshds[name] = subprocess.Popen(
