@@ -1,4 +1,7 @@
-"""Collectives on NumPy arrays, one line each on the process's runtime."""
+"""Collectives on NumPy and CuPy arrays, one line each on the process's runtime.
+
+A CuPy array's result is one too, and is there for CuPy's current stream: the host does not wait for the GPU.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from hvdlite import gpu_arrays
 from hvdlite.api import rank, reduce_op, runtime, set_id, transfer_name
 from hvdlite.core.array import Array
+from hvdlite.core.device import AnyArray, DeviceArray
 from hvdlite.core.process_set import ProcessSet, global_process_set
-from hvdlite.core.types import ReduceOp
+from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.runtime.handle import Handle, Handles
 
 
@@ -19,9 +24,11 @@ def allreduce_async(array: ArrayLike, average: bool | None = None, name: str | N
                     prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                     process_set: ProcessSet = global_process_set) -> Handle:
     """Like `allreduce`, returning a handle at once; `array` must not be written until it is done."""
-    source = _contiguous(array)
-    return runtime().allreduce(_name(name, "allreduce", process_set), source, np.empty_like(source), reduce_op(op, average),
-                               prescale=prescale_factor, postscale=postscale_factor, process_set=set_id(process_set))
+    operation = reduce_op(op, average)
+    source = _given(array, name, Collective.ALLREDUCE, operation)
+    handle = runtime().allreduce(_name(name, "allreduce", process_set), source, _room(source), operation,
+                                 prescale=prescale_factor, postscale=postscale_factor, process_set=set_id(process_set))
+    return _in_flight(handle, source)
 
 
 def allreduce(array: ArrayLike, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None,
@@ -51,8 +58,11 @@ def allreduce_async_(array: Array, average: bool | None = None, name: str | None
                      prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                      process_set: ProcessSet = global_process_set) -> Handle:
     """Like `allreduce_async`, in place; `array` must be C-contiguous."""
-    return runtime().allreduce(_name(name, "allreduce", process_set), array, array, reduce_op(op, average),
-                               prescale=prescale_factor, postscale=postscale_factor, process_set=set_id(process_set))
+    operation = reduce_op(op, average)
+    target = _own(array, name, Collective.ALLREDUCE, operation)
+    handle = runtime().allreduce(_name(name, "allreduce", process_set), target, target, operation,
+                                 prescale=prescale_factor, postscale=postscale_factor, process_set=set_id(process_set))
+    return _in_flight(handle, target)
 
 
 def allreduce_(array: Array, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None,
@@ -66,9 +76,9 @@ def grouped_allreduce_async(arrays: Sequence[ArrayLike], average: bool | None = 
                             op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                             process_set: ProcessSet = global_process_set) -> Handles:
     """Like `grouped_allreduce`, returning one handle at once."""
-    sources = [_contiguous(array) for array in arrays]
-    return _grouped(sources, [np.empty_like(source) for source in sources], average, name, op, prescale_factor,
-                    postscale_factor, process_set)
+    sources = [_given(array, name, Collective.ALLREDUCE, reduce_op(op, average)) for array in arrays]
+    return _grouped(sources, [_room(source) for source in sources], average, name, op, prescale_factor, postscale_factor,
+                    process_set)
 
 
 def grouped_allreduce(arrays: Sequence[ArrayLike], average: bool | None = None, name: str | None = None,
@@ -84,7 +94,8 @@ def grouped_allreduce_async_(arrays: Sequence[Array], average: bool | None = Non
                              op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                              process_set: ProcessSet = global_process_set) -> Handles:
     """Like `grouped_allreduce_async`, in place; the arrays must be C-contiguous."""
-    return _grouped(arrays, arrays, average, name, op, prescale_factor, postscale_factor, process_set)
+    targets = [_own(array, name, Collective.ALLREDUCE, reduce_op(op, average)) for array in arrays]
+    return _grouped(targets, targets, average, name, op, prescale_factor, postscale_factor, process_set)
 
 
 def grouped_allreduce_(arrays: Sequence[Array], average: bool | None = None, name: str | None = None,
@@ -100,11 +111,11 @@ def reduce(array: ArrayLike, root_rank: int, name: str | None = None, op: Reduce
            prescale_factor: float = 1.0, postscale_factor: float = 1.0,
            process_set: ProcessSet = global_process_set) -> Array | None:
     """Like `allreduce`, but only rank `root_rank` gets the result; the others get None."""
-    source = _contiguous(array)
-    output = np.empty_like(source) if runtime().world.rank == root_rank else None
+    source = _given(array, name, Collective.REDUCE, reduce_op(op, None))
+    output = _room(source) if runtime().world.rank == root_rank else None
     handle = runtime().reduce(_name(name, "reduce", process_set), source, output, root_rank, reduce_op(op, None),
                               prescale=prescale_factor, postscale=postscale_factor, process_set=set_id(process_set))
-    result: Array | None = handle.wait()
+    result: Array | None = _in_flight(handle, source).wait()
     return result
 
 
@@ -112,8 +123,10 @@ def reducescatter_async(array: ArrayLike, name: str | None = None, op: ReduceOp 
                         prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                         process_set: ProcessSet = global_process_set) -> Handle:
     """Like `reducescatter`, returning a handle at once."""
-    return runtime().reducescatter(_name(name, "reducescatter", process_set), _contiguous(array), reduce_op(op, None),
-                                   prescale=prescale_factor, postscale=postscale_factor, process_set=set_id(process_set))
+    source = _given(array, name, Collective.REDUCESCATTER, reduce_op(op, None))
+    handle = runtime().reducescatter(_name(name, "reducescatter", process_set), source, reduce_op(op, None),
+                                     prescale=prescale_factor, postscale=postscale_factor, process_set=set_id(process_set))
+    return _in_flight(handle, source)
 
 
 def reducescatter(array: ArrayLike, name: str | None = None, op: ReduceOp | None = None, prescale_factor: float = 1.0,
@@ -141,8 +154,8 @@ def grouped_reducescatter(arrays: Sequence[ArrayLike], name: str | None = None, 
 def broadcast_async(array: ArrayLike, root_rank: int, name: str | None = None,
                     process_set: ProcessSet = global_process_set) -> Handle:
     """Like `broadcast`, returning a handle at once."""
-    return runtime().broadcast(_name(name, "broadcast", process_set), np.array(_contiguous(array)), root_rank,
-                               process_set=set_id(process_set))
+    source = array.copy() if gpu_arrays.is_on_gpu(array) else np.array(_contiguous(array))  # type: ignore[union-attr]
+    return broadcast_async_(source, root_rank, name, process_set)
 
 
 def broadcast(array: ArrayLike, root_rank: int, name: str | None = None,
@@ -158,7 +171,9 @@ def broadcast(array: ArrayLike, root_rank: int, name: str | None = None,
 def broadcast_async_(array: Array, root_rank: int, name: str | None = None,
                      process_set: ProcessSet = global_process_set) -> Handle:
     """Like `broadcast_async`, in place; `array` must be C-contiguous."""
-    return runtime().broadcast(_name(name, "broadcast", process_set), array, root_rank, process_set=set_id(process_set))
+    target = _own(array, name, Collective.BROADCAST)
+    handle = runtime().broadcast(_name(name, "broadcast", process_set), target, root_rank, process_set=set_id(process_set))
+    return _in_flight(handle, target)
 
 
 def broadcast_(array: Array, root_rank: int, name: str | None = None,
@@ -169,7 +184,9 @@ def broadcast_(array: Array, root_rank: int, name: str | None = None,
 
 def allgather_async(array: ArrayLike, name: str | None = None, process_set: ProcessSet = global_process_set) -> Handle:
     """Like `allgather`, returning a handle at once."""
-    return runtime().allgather(_name(name, "allgather", process_set), _contiguous(array), process_set=set_id(process_set))
+    source = _given(array, name, Collective.ALLGATHER)
+    handle = runtime().allgather(_name(name, "allgather", process_set), source, process_set=set_id(process_set))
+    return _in_flight(handle, source)
 
 
 def allgather(array: ArrayLike, name: str | None = None, process_set: ProcessSet = global_process_set) -> Array:
@@ -192,8 +209,9 @@ def grouped_allgather(arrays: Sequence[ArrayLike], name: str | None = None,
 def gather(array: ArrayLike, root_rank: int, name: str | None = None,
            process_set: ProcessSet = global_process_set) -> Array | None:
     """Like `allgather`, but only rank `root_rank` gets the result; the others get None."""
-    result: Array | None = runtime().gather(_name(name, "gather", process_set), _contiguous(array), root_rank,
-                                            process_set=set_id(process_set)).wait()
+    source = _given(array, name, Collective.GATHER)
+    handle = runtime().gather(_name(name, "gather", process_set), source, root_rank, process_set=set_id(process_set))
+    result: Array | None = _in_flight(handle, source).wait()
     return result
 
 
@@ -203,15 +221,17 @@ def scatter(array: ArrayLike, root_rank: int, name: str | None = None,
 
     Rows are cut as by `reducescatter`.
     """
-    return _result(runtime().scatter(_name(name, "scatter", process_set), _contiguous(array), root_rank,
-                                     process_set=set_id(process_set)))
+    source = _given(array, name, Collective.SCATTER)
+    handle = runtime().scatter(_name(name, "scatter", process_set), source, root_rank, process_set=set_id(process_set))
+    return _result(_in_flight(handle, source))
 
 
 def alltoall_async(array: ArrayLike, splits: Sequence[int] | None = None, name: str | None = None,
                    process_set: ProcessSet = global_process_set) -> Handle:
     """Like `alltoall`, returning a handle at once; its result is always (array, rows received from each rank)."""
-    return runtime().alltoall(_name(name, "alltoall", process_set), _contiguous(array), splits,
-                              process_set=set_id(process_set))
+    source = _given(array, name, Collective.ALLTOALL)
+    handle = runtime().alltoall(_name(name, "alltoall", process_set), source, splits, process_set=set_id(process_set))
+    return _in_flight(handle, source)
 
 
 def alltoall(array: ArrayLike, splits: Sequence[int] | None = None, name: str | None = None,
@@ -235,7 +255,8 @@ def alltoall(array: ArrayLike, splits: Sequence[int] | None = None, name: str | 
 
 def send_async(array: ArrayLike, dst: int, name: str | None = None) -> Handle:
     """Like `send`, returning a handle at once; `array` must not be written until it is done."""
-    return runtime().send(transfer_name("numpy", name, rank(), dst), _contiguous(array), dst)
+    source = _given(array, name, Collective.SEND)
+    return _in_flight(runtime().send(transfer_name("numpy", name, rank(), dst), source, dst), source)
 
 
 def send(array: ArrayLike, dst: int, name: str | None = None) -> None:
@@ -256,7 +277,8 @@ def send(array: ArrayLike, dst: int, name: str | None = None) -> None:
 
 def recv_async(array: Array, src: int, name: str | None = None) -> Handle:
     """Like `recv`, returning a handle at once; `array` must not be used until it is done."""
-    return runtime().receive(transfer_name("numpy", name, src, rank()), array, src)
+    target = _own(array, name, Collective.SEND)
+    return _in_flight(runtime().receive(transfer_name("numpy", name, src, rank()), target, src), target)
 
 
 def recv(array: Array, src: int, name: str | None = None) -> Array:
@@ -296,11 +318,13 @@ def synchronize(handle: Handle | Handles) -> Any:
     return handle.wait()
 
 
-def _grouped(sources: Sequence[Array], outputs: Sequence[Array], average: bool | None, name: str | None,
+def _grouped(sources: Sequence[AnyArray], outputs: Sequence[AnyArray], average: bool | None, name: str | None,
              op: ReduceOp | None, prescale: float, postscale: float, process_set: ProcessSet) -> Handles:
-    return runtime().grouped_allreduce(_name(name, "grouped_allreduce", process_set), sources, outputs,
-                                       reduce_op(op, average), prescale=prescale, postscale=postscale,
-                                       process_set=set_id(process_set))
+    handles = runtime().grouped_allreduce(_name(name, "grouped_allreduce", process_set), sources, outputs,
+                                          reduce_op(op, average), prescale=prescale, postscale=postscale,
+                                          process_set=set_id(process_set))
+    flying: Handles = gpu_arrays.in_flight(handles, sources)
+    return flying
 
 
 def _member_names(name: str | None, kind: str, count: int, process_set: ProcessSet) -> list[str]:
@@ -315,6 +339,30 @@ def _name(name: str | None, kind: str, process_set: ProcessSet) -> str:
 
 def _contiguous(array: ArrayLike) -> Array:
     return np.asarray(array, order="C")
+
+
+def _given(array: ArrayLike, name: str | None, collective: Collective, op: ReduceOp | None = None) -> AnyArray:
+    """Return what a collective reads, as the runtime takes it."""
+    if gpu_arrays.is_on_gpu(array):
+        return gpu_arrays.lend(array, name or collective.name.lower(), runtime().devices, collective, op)
+    return _contiguous(array)
+
+
+def _own(array: Array, name: str | None, collective: Collective, op: ReduceOp | None = None) -> AnyArray:
+    """Return what a collective reads and writes."""
+    if gpu_arrays.is_on_gpu(array):
+        return gpu_arrays.lend(array, name or collective.name.lower(), runtime().devices, collective, op, in_place=True)
+    return array
+
+
+def _room(source: AnyArray) -> AnyArray:
+    """Return memory for a result like `source`."""
+    return gpu_arrays.room(source) if type(source) is DeviceArray else np.empty_like(source)
+
+
+def _in_flight(handle: Handle, source: AnyArray) -> Handle:
+    flying: Handle = gpu_arrays.GpuHandle(handle) if type(source) is DeviceArray else handle  # type: ignore[assignment]
+    return flying
 
 
 def _result(handle: Handle) -> Array:

@@ -40,7 +40,7 @@ class _Worker:
 
     def __init__(self) -> None:
         self.executable: Any = None
-        self._directory = ""
+        self._directory: workers.JobDirectory | None = None
 
     def where(self) -> tuple[str, str, int, list[str]]:
         """Return node, address, a free port, and the GPUs that Ray gave this actor."""
@@ -49,8 +49,8 @@ class _Worker:
             str(gpu) for gpu in context.get_accelerator_ids().get("GPU", [])]
 
     def make_directory(self) -> str:
-        self._directory = workers.make_directory()
-        return self._directory
+        self._directory = workers.JobDirectory()
+        return self._directory.path
 
     def take_place(self, given: Mapping[str, str]) -> None:
         os.environ.update(given)
@@ -63,9 +63,11 @@ class _Worker:
         return workers.call(func, [self.executable, *args] if on_executable else args, kwargs)
 
     def leave(self) -> None:
-        workers.leave()
-        if self._directory:
-            workers.remove_directory(self._directory)
+        try:
+            workers.leave()
+        finally:
+            if self._directory is not None:
+                self._directory.remove()
 
 
 class RayExecutor:

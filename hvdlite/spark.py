@@ -98,8 +98,9 @@ def _task(call: bytes, env: Mapping[str, str], secret: str) -> Callable[[Iterabl
         me = context.partitionId()
         places = workers.placed(nodes)
         world = next(place for worker, place in places if worker == me)
-        directory = workers.make_directory() if world.local_rank == 0 else ""
-        told = [json.loads(text) for text in context.allGather(json.dumps([directory, workers.free_port()]))]
+        directory = workers.JobDirectory() if world.local_rank == 0 else None
+        mine = json.dumps([directory.path if directory else "", workers.free_port()])
+        told = [json.loads(text) for text in context.allGather(mine)]
         leader = next(worker for worker, place in places if place.local_rank == 0 and nodes[worker] == nodes[me])
         first = places[0][0]
         given = {**env, **workers.variables(world, told[leader][0], f"{nodes[first]}:{told[first][1]}", secret)}
@@ -107,8 +108,8 @@ def _task(call: bytes, env: Mapping[str, str], secret: str) -> Callable[[Iterabl
             with workers.as_rank(given):
                 yield world.rank, *_called(call)
         finally:
-            if directory:
-                workers.remove_directory(directory)
+            if directory is not None:
+                directory.remove()
 
     return task
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,6 +19,9 @@ from hvdlite import api
 from hvdlite.core import launch_contract
 from hvdlite.core.errors import PeerLostError
 from hvdlite.core.world import Hosts, World
+
+_JANITOR = "import shutil, sys; sys.stdin.read(); shutil.rmtree(sys.argv[1], ignore_errors=True)"
+"""Waits for the end of whoever holds the other end of its standard input."""
 
 
 def placed(nodes: Sequence[str]) -> list[tuple[int, World]]:
@@ -38,14 +42,17 @@ def variables(world: World, directory: str, coordinator: str, secret: str) -> di
     return {**launch_contract.rank_environment(world, directory), **(meeting if world.local_size < world.size else {})}
 
 
-def make_directory() -> str:
-    """Make a directory where the ranks of this host meet."""
-    return tempfile.mkdtemp(prefix="hvdlite-job-")  # mode 0700
+class JobDirectory:
+    """A directory where the ranks of this host meet; gone when this process calls `remove`, or ends in any way."""
 
+    def __init__(self) -> None:
+        self.path = tempfile.mkdtemp(prefix="hvdlite-job-")  # mode 0700
+        self._janitor = subprocess.Popen([sys.executable, "-S", "-E", "-c", _JANITOR, self.path], stdin=subprocess.PIPE,
+                                         start_new_session=True)
 
-def remove_directory(path: str) -> None:
-    """Remove it with what failed ranks left there."""
-    shutil.rmtree(path, ignore_errors=True)
+    def remove(self) -> None:
+        """Remove it with what failed ranks left there."""
+        self._janitor.communicate()
 
 
 def free_port() -> int:

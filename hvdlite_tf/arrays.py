@@ -10,22 +10,28 @@ import numpy as np
 import tensorflow as tf
 
 from hvdlite.core.array import BFLOAT16, Array
+from hvdlite.core.types import ReduceOp
 from hvdlite.training.array_gradients import ALIGNMENT
+from hvdlite_tf import gpu
 
-Function = Callable[..., Sequence[Array]]
+Function = Callable[..., Sequence[Any]]
 
 
 def run(function: Function, inputs: Sequence[Any], dtypes: Sequence[tf.DType],
-        shapes: Sequence[tf.TensorShape | None]) -> list[tf.Tensor]:
+        shapes: Sequence[tf.TensorShape | None], op: ReduceOp | None = None) -> list[tf.Tensor]:
     """Call a function of arrays on tensors; inside `tf.function` it is called when the graph runs.
 
     Args:
         function: takes read-only C-contiguous arrays, and returns new ones, which it must not write any more.
         dtypes: of what it returns.
         shapes: what is known of theirs; None for nothing.
+        op: of a reduction.
     """
     check_not_xla()
     if tf.executing_eagerly():
+        devices = gpu.devices_for(inputs, op)
+        if devices is not None:
+            return gpu.call(function, inputs, devices)
         return [as_tensor(result) for result in function(*(as_array(each) for each in inputs))]
     results = tf.numpy_function(lambda *arrays: list(function(*(np.asarray(each, order="C") for each in arrays))),
                                 list(inputs), list(dtypes), stateful=True)

@@ -16,7 +16,7 @@ from hvdlite import api
 from hvdlite.core.array import Array
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
-from hvdlite.training.array_gradients import aligned_empty
+from hvdlite_tf import gpu
 from hvdlite_tf.arrays import graph_name, run
 from hvdlite_tf.compression import Compression, Compressor
 
@@ -189,15 +189,16 @@ def reducescatter(tensor: Any, device_dense: str = "", compression: type[Compres
     @tf.custom_gradient
     def reduce(x: tf.Tensor) -> Any:
         def scatter(array: Array) -> list[Array]:
-            return [api.runtime().reducescatter(where, array, op, prescale=prescale_factor, postscale=postscale_factor,
-                                                process_set=api.set_id(process_set)).wait()]
+            return [gpu.finished(api.runtime().reducescatter(where, array, op, prescale=prescale_factor,
+                                                             postscale=postscale_factor,
+                                                             process_set=api.set_id(process_set)))]
 
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
             factor = prescale_factor * postscale_factor * (process_set.size() or 1 if op is Sum else 1)
             whole, _ = run(lambda array: _gathered(array, f"{where}.gradient", process_set), [upstream],
                            [upstream.dtype, tf.int64], [x.shape, tf.TensorShape([])])
             return whole * tf.cast(factor, whole.dtype)
-        return run(scatter, [x], [x.dtype], [_any_rows(x)])[0], gradient
+        return run(scatter, [x], [x.dtype], [_any_rows(x)], op)[0], gradient
     return compression.decompress(reduce(compressed), context)
 
 
@@ -262,24 +263,24 @@ def _allreduce(tensor: tf.Tensor, name: str, op: ReduceOp, prescale: float, post
 
 def _grouped_allreduce(tensors: Sequence[tf.Tensor], name: str, op: ReduceOp, prescale: float, postscale: float,
                        process_set: ProcessSet) -> list[tf.Tensor]:
-    def reduce(*arrays: Array) -> Sequence[Array]:
+    def reduce(*arrays: Any) -> Sequence[Any]:
         runtime, number = api.runtime(), api.set_id(process_set)
-        outputs = [aligned_empty(array.shape, array.dtype) for array in arrays]
+        outputs = [gpu.room(array) for array in arrays]
         if len(arrays) == 1:
-            runtime.allreduce(name, arrays[0], outputs[0], op, prescale=prescale, postscale=postscale,
-                              process_set=number).wait()
+            gpu.finished(runtime.allreduce(name, arrays[0], outputs[0], op, prescale=prescale, postscale=postscale,
+                                           process_set=number))
         else:
-            runtime.grouped_allreduce(name, arrays, outputs, op, prescale=prescale, postscale=postscale,
-                                      process_set=number).wait()
+            gpu.finished(runtime.grouped_allreduce(name, arrays, outputs, op, prescale=prescale, postscale=postscale,
+                                                   process_set=number))
         return outputs
-    return run(reduce, tensors, [tensor.dtype for tensor in tensors], [tensor.shape for tensor in tensors])
+    return run(reduce, tensors, [tensor.dtype for tensor in tensors], [tensor.shape for tensor in tensors], op)
 
 
 def _gathered(array: Array, name: str, process_set: ProcessSet) -> list[Array]:
     """Return all ranks' rows, and where this rank's begin."""
     runtime, number = api.runtime(), api.set_id(process_set)
     rows = runtime.allgather(f"{name}.rows", np.array([array.shape[0] if array.ndim else 0], np.int64), process_set=number)
-    result = runtime.allgather(name, array, process_set=number).wait()
+    result = gpu.finished(runtime.allgather(name, array, process_set=number))
     before = rows.wait()[:runtime.members(number).index(runtime.world.rank)].sum()
     return [result, np.array(before, np.int64)]
 
@@ -288,25 +289,26 @@ def _broadcast(array: Array, root_rank: int, name: str, process_set: ProcessSet)
     return _broadcast_all([array], root_rank, name, process_set)[0]
 
 
-def _broadcast_all(arrays: Sequence[Array], root_rank: int, name: str, process_set: ProcessSet) -> list[Array]:
+def _broadcast_all(arrays: Sequence[Any], root_rank: int, name: str, process_set: ProcessSet) -> list[Any]:
     runtime, number = api.runtime(), api.set_id(process_set)
-    outputs, handles = [], []
-    for index, array in enumerate(arrays):
-        output = aligned_empty(array.shape, array.dtype)
-        np.copyto(output, array)
-        outputs.append(output)
-        handles.append(runtime.broadcast(f"{name}.{index}", output, root_rank, process_set=number))
+    outputs = [gpu.copied(array) for array in arrays]
+    handles = [runtime.broadcast(f"{name}.{index}", output, root_rank, process_set=number)
+               for index, output in enumerate(outputs)]
     for handle in handles:
-        handle.wait()
+        gpu.finished(handle)
     return outputs
 
 
 def _alltoall(tensor: tf.Tensor, splits: Sequence[tf.Tensor], name: str, process_set: ProcessSet) -> list[tf.Tensor]:
     def exchange(array: Array, *counts: Array) -> Sequence[Array]:
-        result: Sequence[Array] = api.runtime().alltoall(name, array, counts[0].tolist() if counts else None,
-                                                         process_set=api.set_id(process_set)).wait()
+        result: Sequence[Array] = gpu.finished(api.runtime().alltoall(name, array, counts[0].tolist() if counts else None,
+                                                                      process_set=api.set_id(process_set)))
         return result
-    return run(exchange, [tensor, *splits], [tensor.dtype, tf.int64], [_any_rows(tensor), tf.TensorShape([None])])
+    shapes = [_any_rows(tensor), tf.TensorShape([None])]
+    if tf.executing_eagerly():  # counts are for the host, wherever the tensor is
+        counts = [each.numpy() for each in splits]
+        return run(lambda array: exchange(array, *counts), [tensor], [tensor.dtype, tf.int64], shapes)
+    return run(exchange, [tensor, *splits], [tensor.dtype, tf.int64], shapes)
 
 
 def _gathered_slices(slices: tf.IndexedSlices, op: ReduceOp, name: str | None, process_set: ProcessSet) -> tf.IndexedSlices:

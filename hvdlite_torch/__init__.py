@@ -48,6 +48,7 @@ from hvdlite_torch import comm_hooks, elastic
 from hvdlite_torch.compression import Compression
 from hvdlite_torch.framework import narrow as _narrow
 from hvdlite_torch.framework import widen as _widen
+from hvdlite_torch.mirrored import MirroredStrategy
 from hvdlite_torch.ops import (
     Adasum,
     Average,
@@ -102,7 +103,7 @@ _api.offer_casts(_widen, _narrow)
 
 __all__ = [
     "Adasum", "Average", "Compression", "DistributedOptimizer", "HorovodInternalError", "HvdliteError", "Max",
-    "Min", "MismatchError", "NotInitializedError", "PeerFailedError", "PeerLeftError", "PeerLostError",
+    "Min", "MirroredStrategy", "MismatchError", "NotInitializedError", "PeerFailedError", "PeerLeftError", "PeerLostError",
     "ProcessSet", "Product", "ReduceOp", "ReplicaMismatchError", "StallError", "Sum", "SyncBatchNorm",
     "__version__", "add_process_set", "allgather", "allgather_async", "allgather_object", "allreduce", "allreduce_",
     "allreduce_async", "allreduce_async_", "alltoall", "alltoall_async", "barrier", "broadcast", "broadcast_",

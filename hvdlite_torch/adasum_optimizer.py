@@ -49,7 +49,7 @@ class DistributedAdasum:
             for parameter, start in zip(parameters, before, strict=True):
                 name = f"adasum.{self._label}.{self._parameter_names[parameter]}"
                 delta, context = self._compression.compress(contiguous(parameter - start, name))
-                delta = cuda.carried(delta, name, self._runtime.devices, Collective.ALLREDUCE, ReduceOp.ADASUM)
+                delta = cuda.carried(delta, self._runtime.devices, Collective.ALLREDUCE, ReduceOp.ADASUM)
                 array = lent(delta, name, self._runtime.devices)
                 handles.append((self._runtime.allreduce(name, array, array, ReduceOp.ADASUM), delta, context))
             for parameter, start, (handle, delta, context) in zip(parameters, before, handles, strict=True):

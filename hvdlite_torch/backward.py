@@ -34,6 +34,11 @@ class BackwardHooks:
         self.weight = 1.0
         self.on_begin: Callable[[], None] | None = None
 
+    @property
+    def reducer(self) -> GradientReducer[torch.Tensor]:
+        """Who reduces the gradients."""
+        return self._reducer
+
     def watch(self, parameter: torch.Tensor) -> None:
         """Hand this parameter's gradients over from now on; the reducer knows it already."""
         note = getattr(self._reducer.framework, "note", None) if cuda.is_on_gpu(parameter) else None

@@ -54,13 +54,13 @@ class Exchange:
     def gather(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return all ranks' tensors, concatenated along the first dimension."""
         devices = self._runtime.devices
-        source = cuda.carried(contiguous(tensor, name), name, devices, Collective.ALLGATHER)
+        source = cuda.carried(contiguous(tensor, name), devices, Collective.ALLGATHER)
         handle = self._runtime.allgather(f"{self._label}.{name}", lent(source, name, devices), process_set=self._process_set)
         return as_tensor(cuda.wait(handle)).to(tensor.device)
 
     def _all_reduced(self, name: str, tensors: Sequence[torch.Tensor], op: ReduceOp) -> None:
         devices = self._runtime.devices
-        dense = [cuda.carried(contiguous(tensor, name), name, devices, Collective.ALLREDUCE, op) for tensor in tensors]
+        dense = [cuda.carried(contiguous(tensor, name), devices, Collective.ALLREDUCE, op) for tensor in tensors]
         arrays = [lent(tensor, name, devices) for tensor in dense]
         cuda.wait(self._runtime.grouped_allreduce(f"{self._label}.{name}", arrays, arrays, op,
                                                   process_set=self._process_set))

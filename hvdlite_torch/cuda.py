@@ -103,9 +103,9 @@ def allocating(index: int, stream: int) -> Any:
     return torch.cuda.stream(torch.cuda.ExternalStream(stream, device=index) if stream else torch.cuda.default_stream(index))
 
 
-def carried(tensor: torch.Tensor, name: str, devices: DeviceAccess | None, collective: Collective,
+def carried(tensor: torch.Tensor, devices: DeviceAccess | None, collective: Collective,
             op: ReduceOp | None = None) -> torch.Tensor:
-    """Return a contiguous tensor where a plane can take it: itself, or a copy in host memory, with a warning.
+    """Return a contiguous tensor where a plane can take it: itself, or a copy in host memory, with a warning once.
 
     Whether it is copied is the same on all ranks, as long as the same is installed everywhere.
     """
@@ -118,12 +118,12 @@ def carried(tensor: torch.Tensor, name: str, devices: DeviceAccess | None, colle
             return tensor
         with_op = "" if op is None else f" with {op.name.capitalize()}"
         reason = f"NCCL has no {collective.name.lower()} of {dtype}{with_op}"
-    return to_host(tensor, f"'{name}' goes over host memory: {reason}")
+    return to_host(tensor, reason)
 
 
 def to_host(tensor: torch.Tensor, why: str) -> torch.Tensor:
     """Return a copy in host memory that the GPU can reach by itself; waits for it."""
-    warnings.warn(f"{why}. That makes the host wait for the GPU", RuntimeWarning, stacklevel=2)
+    warnings.warn(f"tensors on a GPU go over host memory, and the host waits for it: {why}", RuntimeWarning, stacklevel=2)
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=torch.cuda.is_available())
     return copy.copy_(tensor)
 

@@ -271,7 +271,7 @@ class TorchGradients:
 
     def _loan(self, parameter: torch.Tensor, values: torch.Tensor) -> Loan[torch.Tensor]:
         compressed, context = self._compression.compress(values)
-        dense = cuda.carried(contiguous(compressed, "gradient"), "gradients", self._devices, Collective.ALLREDUCE)
+        dense = cuda.carried(contiguous(compressed, "gradient"), self._devices, Collective.ALLREDUCE)
         return Loan(parameter, lent(dense, "gradient", self._devices), dense, context)
 
 

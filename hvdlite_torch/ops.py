@@ -527,7 +527,7 @@ def _broadcast(tensor: torch.Tensor, output: torch.Tensor, root_rank: int, name:
 def _carried(tensor: torch.Tensor, name: str, collective: Collective, op: ReduceOp | None = None) -> torch.Tensor:
     """Return a contiguous tensor where a plane can take it; a copy in host memory when none on the GPU can."""
     dense = contiguous(tensor, name)
-    return cuda.carried(dense, name, api.runtime().devices, collective, op) if cuda.is_on_gpu(dense) else dense
+    return cuda.carried(dense, api.runtime().devices, collective, op) if cuda.is_on_gpu(dense) else dense
 
 
 def _lent(tensor: torch.Tensor, name: str) -> AnyArray:

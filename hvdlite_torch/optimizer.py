@@ -44,6 +44,8 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     comm_hook: CommHook | None = None,
     _runtime: Runtime | None = None,
+    _label: str | None = None,
+    _mixin: type | None = None,
 ) -> OptimizerType:
     """Make `optimizer` average its gradients over all ranks; returns the same object.
 
@@ -89,7 +91,7 @@ def DistributedOptimizer(
     if gradient_predivide_factor != 1.0 and op is not ReduceOp.AVERAGE:
         raise ValueError(f"gradient_predivide_factor={gradient_predivide_factor} needs op=Average, "
                          f"not {op.name.capitalize()}")
-    if isinstance(optimizer, (_Distributed, DistributedAdasum)):
+    if is_distributed(optimizer):
         raise ValueError("this optimizer is distributed already")
     names = _names(optimizer, named_parameters)
     numbers = clusters(groups, list(names))
@@ -104,15 +106,17 @@ def DistributedOptimizer(
                                   or gradient_predivide_factor != 1.0):
         raise ValueError("comm_hook decides itself how gradients are averaged: leave op, compression, groups and "
                          "gradient_predivide_factor at their defaults")
-    label, number = runtime.label("torch", api.set_id(process_set)), api.set_id(process_set)
+    number = api.set_id(process_set)
+    label = _label if _label is not None else runtime.label("torch", number)
     make: type[GradientReducer[torch.Tensor]] = GradientReducer if comm_hook is None else HookedReducer
     framework = _framework(runtime, compression, sparse_as_dense, names)
     reducer = make(runtime, framework, label, op=op, prescale=1.0 / gradient_predivide_factor,
                    postscale=gradient_predivide_factor, passes=backward_passes_per_step, process_set=number)
     if comm_hook is not None and isinstance(reducer, HookedReducer):
         reducer.use(functools.partial(reduce_round, comm_hook, Exchange(runtime, f"{label}.hook", number)))
-    optimizer.__class__ = type(base.__name__, (_Distributed, base), {"__module__": base.__module__})
-    assert isinstance(optimizer, _Distributed)
+    bases = (Distributed, base) if _mixin is None else (_mixin, Distributed, base)
+    optimizer.__class__ = type(base.__name__, bases, {"__module__": base.__module__})
+    assert isinstance(optimizer, Distributed)
     optimizer._attach(runtime, reducer, names, numbers, number)
     return optimizer
 
@@ -126,7 +130,12 @@ def _framework(runtime: Runtime, compression: type[Compressor], sparse_as_dense:
     return CudaGradients(compression, sparse_as_dense, as_view, devices)
 
 
-class _Distributed:
+def is_distributed(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether `DistributedOptimizer` has been called with an optimizer."""
+    return isinstance(optimizer, (Distributed, DistributedAdasum))
+
+
+class Distributed:
     """Mixed into the user's optimizer class. Only translates between torch's events and the reducer."""
 
     param_groups: list[dict[str, Any]]
@@ -227,14 +236,14 @@ class _Distributed:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    assert isinstance(optimizer, _Distributed)
+    assert isinstance(optimizer, Distributed)
     has_closure = bool(args[1:] and args[1] is not None) or kwargs.get("closure") is not None  # args[0] is the optimizer
     if optimizer._active and optimizer._synchronizes and not has_closure:  # a closure runs backward() itself
         optimizer._reducer.finish_if_due()
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    assert isinstance(optimizer, _Distributed)
+    assert isinstance(optimizer, Distributed)
     if optimizer._active:
         optimizer._reducer.stepped()
         optimizer._check_replicas()

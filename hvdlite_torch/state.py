@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hvdlite import api
-from hvdlite.core.process_set import ProcessSet, global_process_set
+from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID, ProcessSet, global_process_set
 from hvdlite.core.types import Collective
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training import objects, replicas
@@ -51,20 +51,27 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
 def take_over(runtime: Runtime, optimizer: torch.optim.Optimizer, root_rank: int) -> None:
     """Give every rank rank `root_rank`'s parameters and optimizer state."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    _broadcast_tensors(runtime, [parameter.detach() for parameter in parameters], root_rank, "take_over.parameters")
+    broadcast_tensors(runtime, [parameter.detach() for parameter in parameters], root_rank, "take_over.parameters")
     _broadcast_state(runtime, optimizer, root_rank)
 
 
 def _broadcast_state(runtime: Runtime, optimizer: torch.optim.Optimizer, root_rank: int) -> None:
-    own = optimizer.state_dict()
+    state = broadcast_structure(runtime, optimizer.state_dict(), root_rank, "optimizer_state")
+    if runtime.world.rank != root_rank:
+        optimizer.load_state_dict(state)
+
+
+def broadcast_structure(runtime: Runtime, value: Any, root_rank: int, name: str,
+                        process_set: int = GLOBAL_PROCESS_SET_ID) -> Any:
+    """Return the root's structure of dicts, lists, tuples, tensors and objects; the others' `value` is ignored."""
     tensors: list[torch.Tensor] = []
-    structure = objects.broadcast_object(runtime, _without_tensors(own, tensors), root_rank, "optimizer_state.structure")
+    structure = objects.broadcast_object(runtime, _without_tensors(value, tensors), root_rank, f"{name}.structure",
+                                         process_set)
     if runtime.world.rank != root_rank:
         tensors = []
-        own = _with_tensors(structure, tensors)
-    _broadcast_tensors(runtime, tensors, root_rank, "optimizer_state")
-    if runtime.world.rank != root_rank:
-        optimizer.load_state_dict(own)
+        value = _with_tensors(structure, tensors)
+    broadcast_tensors(runtime, tensors, root_rank, name, process_set)
+    return value
 
 
 def check_replicas(params: Mapping[str, Any] | Iterable[Any], process_set: ProcessSet = global_process_set) -> None:
@@ -83,10 +90,12 @@ def check_replicas(params: Mapping[str, Any] | Iterable[Any], process_set: Proce
     replicas.check_replicas(runtime, named, runtime.unnamed("torch", "check_replicas", number), number)
 
 
-def _broadcast_tensors(runtime: Runtime, tensors: Sequence[torch.Tensor], root_rank: int, name: str) -> None:
+def broadcast_tensors(runtime: Runtime, tensors: Sequence[torch.Tensor], root_rank: int, name: str,
+                      process_set: int = GLOBAL_PROCESS_SET_ID) -> None:
+    """Overwrite tensors with the root's, in place."""
     devices = runtime.devices
-    dense = [cuda.carried(contiguous(tensor, name), name, devices, Collective.BROADCAST) for tensor in tensors]
-    handles = [runtime.broadcast(f"{name}.{index}", lent(tensor, name, devices), root_rank)
+    dense = [cuda.carried(contiguous(tensor, name), devices, Collective.BROADCAST) for tensor in tensors]
+    handles = [runtime.broadcast(f"{name}.{index}", lent(tensor, name, devices), root_rank, process_set=process_set)
                for index, tensor in enumerate(dense)]
     for tensor, sent, handle in zip(tensors, dense, handles, strict=True):
         cuda.wait(handle)

@@ -27,7 +27,12 @@ class SyncBatchNorm(_BatchNorm):
         affine: whether there are weight and bias.
         track_running_stats: whether there are running statistics.
         process_set: the ranks that share statistics; on other ranks it is ordinary batch normalization.
+
+    Attributes:
+        gradient_weight: what this rank's loss counts in the mean of all ranks' losses, where that is seen to afterwards.
     """
+
+    gradient_weight = 1.0
 
     def __init__(self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1, affine: bool = True,
                  track_running_stats: bool = True, process_set: ProcessSet = global_process_set) -> None:
@@ -63,7 +68,7 @@ class SyncBatchNorm(_BatchNorm):
         if not self.training or len(members) == 1 or runtime.world.rank not in members:
             return self._alone(input)
         output, mean, variance, count = _Synchronized.apply(input, self.weight, self.bias, self.eps,
-                                                            api.set_id(self.process_set))
+                                                            api.set_id(self.process_set), self.gradient_weight)
         if self.track_running_stats:
             self._track(mean, variance, count)
         return output
@@ -94,7 +99,7 @@ class _Synchronized(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float,
-                process_set: int) -> tuple[torch.Tensor, ...]:
+                process_set: int, gradient_weight: float) -> tuple[torch.Tensor, ...]:
         wide = _wide(input)
         rows = wide.transpose(0, 1).reshape(wide.shape[1], -1)
         count = wide.new_full((1,), float(rows.shape[1]))
@@ -110,7 +115,7 @@ class _Synchronized(torch.autograd.Function):
         normal = (wide - _column(mean, wide)) * _column(scale, wide)
         output = normal if weight is None else normal * _column(weight, wide) + _column(bias, wide)
         ctx.save_for_backward(normal, scale, weight, total)
-        ctx.process_set, ctx.dtype = process_set, input.dtype
+        ctx.process_set, ctx.dtype, ctx.gradient_weight = process_set, input.dtype, gradient_weight
         ctx.mark_non_differentiable(mean, variance, total)
         return output.to(input.dtype), mean, variance, total
 
@@ -121,19 +126,19 @@ class _Synchronized(torch.autograd.Function):
         axes = [axis for axis in range(wide.dim()) if axis != 1]
         own_sum, own_dot = wide.sum(axes), (wide * normal).sum(axes)
         channels = own_sum.numel()
-        sums = _summed(torch.cat([own_sum, own_dot]), ctx.process_set)
+        sums = _summed(torch.cat([own_sum, own_dot]) * ctx.gradient_weight, ctx.process_set) / ctx.gradient_weight
         factor = scale if weight is None else scale * weight
         gradient = _column(factor, wide) * (wide - _column(sums[:channels] / total, wide)
                                             - normal * _column(sums[channels:] / total, wide))
         own = (None, None) if weight is None else (own_dot.to(weight.dtype), own_sum.to(weight.dtype))
-        return gradient.to(ctx.dtype), *own, None, None
+        return gradient.to(ctx.dtype), *own, None, None, None
 
 
 def _summed(values: torch.Tensor, process_set: int) -> torch.Tensor:
     """Return the sum of a small vector over the ranks of a process set."""
     runtime = api.runtime()
     devices = runtime.devices
-    result = cuda.carried(values.detach().contiguous(), "sync_batch_norm", devices, Collective.ALLREDUCE, ReduceOp.SUM)
+    result = cuda.carried(values.detach().contiguous(), devices, Collective.ALLREDUCE, ReduceOp.SUM)
     array = lent(result, "sync_batch_norm", devices)
     cuda.wait(runtime.allreduce(runtime.unnamed("torch", "sync_batch_norm", process_set), array, array, ReduceOp.SUM,
                                 process_set=process_set))

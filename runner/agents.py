@@ -11,7 +11,7 @@ from hvdlite.core.errors import LaunchError
 from hvdlite_runner import survey
 from hvdlite_runner.messages import AskProbe, AskRoute, Event, Hello, Order, Probed, Routed
 from hvdlite_runner.placement import Host
-from hvdlite_runner.remote import Remote
+from hvdlite_runner.remote import Pinger, Remote
 from hvdlite_runner.shells import Shell
 
 Answer = TypeVar("Answer", bound=Event)
@@ -36,6 +36,7 @@ class Agents:
     def __init__(self, selector: selectors.BaseSelector, take: Callable[[Remote, Event], None],
                  lost: Callable[[Remote], None], stopped: Callable[[], bool] = lambda: False) -> None:
         self.remotes: list[Remote] = []
+        self._pinger: Pinger | None = None
         self._selector, self._take, self._lost, self._stopped = selector, take, lost, stopped
         self._answers: dict[Remote, Event] = {}
         self._waiting: type[Any] | None = None
@@ -50,6 +51,7 @@ class Agents:
             self.remotes = [Remote(host, shell, greeting, self._selector, self._tell, self._gone) for host in hosts]
         except OSError as error:
             raise LaunchError(f"cannot start {shell.program}, which is to reach other hosts: {error.strerror}") from None
+        self._pinger = Pinger(self.remotes)  # from now on: the first to be ready may wait long for the last
         self._await(self.remotes, Hello, timeout)
         problems = []
         for remote in self.remotes:
@@ -84,8 +86,13 @@ class Agents:
 
     def end(self, timeout: float) -> None:
         """Order the end everywhere and wait for it; hosts that do not say so are given up."""
+        if self._pinger is not None:
+            self._pinger.stop()
         for remote in self.remotes:
-            remote.end()
+            if remote.hello is None:
+                remote.close()  # it has nothing to end
+            else:
+                remote.end()
         until = time.monotonic() + timeout
         while any(not remote.over for remote in self.remotes) and time.monotonic() < until:
             self.turn(_TURN)

@@ -49,7 +49,7 @@ def _run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     if options.doctor:
         hosts, shell = _hosts(options, environ)
         allocation = allocations.find(environ, _read)
-        return examine(hosts or [Host(LOCAL)], shell, options.working_directory or os.getcwd(), environ,
+        return examine(_with_here(hosts, environ) or [Host(LOCAL)], shell, options.working_directory or os.getcwd(), environ,
                        allocation.scheduler if allocation else "", options.json)
     if options.scaling is not None and options.sweep is not None:
         raise LaunchError("give either --scaling or --sweep")
@@ -88,7 +88,7 @@ def job_settings(options: argparse.Namespace, environ: Mapping[str, str], size: 
     """
     command = [*_command(options), *more]
     hosts, shell = _hosts(options, environ)
-    groups = _groups(options, hosts, size or options.np)
+    groups = _groups(options, _with_here(hosts, environ), size or options.np)
     settings = _environment(options, environ)
     if any(group.host.name == LOCAL for group in groups):
         resolve_command(command, environ.get("PATH"))  # each host does that again, for itself
@@ -117,7 +117,7 @@ def mpi_command(options: argparse.Namespace, environ: Mapping[str, str]) -> list
     hosts, shell = _hosts(options, environ)
     groups = _groups(options, hosts, options.np)
     flavour = mpirun.flavour_of(options.mpirun)
-    remote = any(group.host.name != LOCAL for group in groups)
+    remote = any(host.name != LOCAL for host in _with_here(hosts, environ))
     return mpirun.mpirun_command(
         flavour, options.mpirun, sum(len(group.ranks) for group in groups), hosts if remote else [],
         {**environ, **_environment(options, environ)}, command, arguments=shlex.split(options.mpi_args),
@@ -140,7 +140,7 @@ def _groups(options: argparse.Namespace, hosts: Sequence[Host], size: int | None
 
 
 def _hosts(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[list[Host], Shell]:
-    """Return the hosts, none when nobody names any, and the way to them; this machine is called "localhost"."""
+    """Return the hosts as they were named, none when nobody names any, and the way to them."""
     hosts: list[Host] = []
     program = options.remote_shell
     if options.hosts:
@@ -155,8 +155,13 @@ def _hosts(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[lis
         program = program or (allocation.shell if allocation.shell != "srun" or shutil.which("srun") else "ssh")
     shell = Shell(program or "ssh", options.ssh_port, options.ssh_identity_file, tuple(shlex.split(options.ssh_args)),
                   options.remote_python)
+    return hosts, shell
+
+
+def _with_here(hosts: Sequence[Host], environ: Mapping[str, str]) -> list[Host]:
+    """Return the hosts with this machine called "localhost"."""
     here = environ.get("SLURMD_NODENAME")  # a node's name in Slurm need not be one for the network
-    return placement.unify_local(hosts, lambda name: name == here or placement.is_local(name)), shell
+    return placement.unify_local(hosts, lambda name: name == here or placement.is_local(name))
 
 
 def _read(path: str) -> str:

@@ -13,7 +13,7 @@ from hvdlite_runner import survey
 from hvdlite_runner.agents import Agents
 from hvdlite_runner.messages import AskFacts, AskRoute, AskSpeed, Event, Facts, Routed, Speed
 from hvdlite_runner.placement import Host
-from hvdlite_runner.remote import Pinger, Remote, greeting
+from hvdlite_runner.remote import Remote, greeting
 from hvdlite_runner.shells import CONNECT_SECONDS, Shell
 
 LOCAL: Final = "localhost"
@@ -42,7 +42,6 @@ def survey_all(hosts: Sequence[Host], shell: Shell, directory: str, environ: Map
     found: dict[str, Any] = {"hosts": {}, "unreachable": [], "pairs": []}
     with selectors.DefaultSelector() as selector:
         agents = Agents(selector, _ignore, lambda remote: None)
-        pinger = None
         try:
             remotes = [host for host in hosts if host.name != LOCAL]
             try:
@@ -50,7 +49,6 @@ def survey_all(hosts: Sequence[Host], shell: Shell, directory: str, environ: Map
             except LaunchError as error:
                 found["unreachable"] = str(error).splitlines()
             present = [remote for remote in agents.remotes if remote.hello is not None and not remote.over]
-            pinger = Pinger(present)
             if len(remotes) < len(hosts):
                 found["hosts"][LOCAL] = survey.facts(environ)
             for remote, answer in agents.ask({remote: AskFacts() for remote in present}, Facts, _FACTS_SECONDS).items():
@@ -59,8 +57,6 @@ def survey_all(hosts: Sequence[Host], shell: Shell, directory: str, environ: Map
             for first, second in itertools.combinations([*ends, *present], 2):
                 found["pairs"].append(_pair(agents, first, second))
         finally:
-            if pinger is not None:
-                pinger.stop()
             agents.end(CONNECT_SECONDS)
     return found
 

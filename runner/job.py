@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import selectors
+import shutil
 import signal
 import socket
 import sys
@@ -31,7 +32,7 @@ from hvdlite_runner.failures import Exit
 from hvdlite_runner.messages import AskProgress, Event, Exited, Output, Progress, Refused, Result, Start, Started
 from hvdlite_runner.output import Console, numbers
 from hvdlite_runner.placement import Group
-from hvdlite_runner.remote import Pinger, Remote, greeting
+from hvdlite_runner.remote import Remote, greeting
 from hvdlite_runner.shells import Shell
 
 GRACE = 3.0
@@ -114,7 +115,6 @@ class _Job:
         self._crew = Crew(self._selector, lambda event: self._take(LOCAL, event), inherited)
         self._agents = Agents(self._selector, lambda remote, event: self._take(remote.host.name, event), self._lose,
                             lambda: bool(self._signal))
-        self._pinger: Pinger | None = None
         self._files: dict[tuple[int, str], int] = {}
         self._places = {rank: group.host.name for group in settings.groups for rank in group.ranks}
         self._running: set[int] = set()
@@ -126,6 +126,7 @@ class _Job:
         self._steps: list[tuple[float, int]] = []  # (when, signal) still to be sent to the running ranks
         self._over = False  # from here on a signal changes nothing: what it asks for is under way
         self._looked = 0.0
+        self._abandoned = False  # whoever called `hvdlite.run` has ended
 
     def open_files(self) -> None:
         """Make the files for the ranks' output, when they are asked for.
@@ -161,7 +162,6 @@ class _Job:
             if self._settings.verbose and remote.hello is not None:
                 self._note(f"host {remote.host.name} is {remote.hello.hostname}: {remote.hello.cores} cores, "
                            f"Python {remote.hello.python}, agent {remote.hello.pid}")
-        self._pinger = Pinger(self._agents.remotes)
 
     def start(self) -> None:
         for line in self._settings.notice.splitlines():
@@ -200,8 +200,6 @@ class _Job:
     def end(self) -> None:
         """End everything on all hosts, and show the last of their output."""
         self._over = True
-        if self._pinger is not None:
-            self._pinger.stop()
         for remote in self._agents.remotes:
             remote.end()
         self._crew.end()
@@ -212,6 +210,8 @@ class _Job:
         self._selector.close()
         if self._observer is not None:
             self._observer.finish()
+        if self._abandoned and self._settings.task_directory is not None:
+            shutil.rmtree(self._settings.task_directory, ignore_errors=True)  # nobody else will
 
     def report(self) -> int:
         """Say what failed first; return the exit code."""
@@ -277,6 +277,7 @@ class _Job:
     def _caller_gone(self) -> None:
         if not os.read(0, 4096):
             self._selector.unregister(0)
+            self._abandoned = True
             self._interrupted(signal.SIGTERM, None)
 
     def _meeting(self) -> dict[str, str]:

@@ -146,11 +146,12 @@ def _plot(path: str, xs: Sequence[object], rates: Sequence[float], label: str, u
         return
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.add_subplot()
-    axes.plot(range(len(xs)), rates, "o-", label="measured")
+    where: list[Any] = list(range(len(xs)) if ideal is None else xs)  # a straight line should look like one
+    axes.plot(where, rates, "o-", label="measured")
     if ideal is not None:
-        axes.plot(range(len(xs)), ideal, ":", color="grey", label="linear")
+        axes.plot(where, ideal, ":", color="grey", label="linear")
         axes.legend()
-    axes.set_xticks(range(len(xs)), [str(x) for x in xs])
+    axes.set_xticks(where, [str(x) for x in xs])
     axes.set(xlabel=label, ylabel=unit, ylim=(0, None))
     figure.savefig(Path(path), dpi=120)
     print(f"hvdrun: wrote {path}", file=sys.stderr)

@@ -87,7 +87,7 @@ class GpuDouble:
     def __init__(self, index: int = 0, meetings: Meetings | None = None, version: int = 22809, gpu: str = "") -> None:
         self.index, self.version = index, version
         self.failure = (NcclErrorDouble, KeyError)
-        self.gpu = gpu or f"GPU-{random.random()}"
+        self.gpu = gpu or f"gpu-{random.random()}"
         self.launches: list[str] = []
         self.graph = False
         self.has_kernels = True

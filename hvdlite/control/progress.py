@@ -16,11 +16,13 @@ from typing import Final
 
 from hvdlite.core.launch_contract import PROGRESS_FILE
 
-_HEAD: Final = struct.Struct("=QQQdd")  # steps, samples, whether samples are counted, seconds blocked, time of the last step
+_HEAD: Final = struct.Struct("=QQQd")  # steps, samples, whether samples are counted, time of the last step
+_BLOCKED: Final = struct.Struct("=dd")  # seconds blocked in waits that are over; since when in one that is not, or 0
 _STEP: Final = struct.Struct("=dd")  # seconds, samples
 KEPT: Final = 4096
 """Steps whose times are kept."""
-_SIZE: Final = _HEAD.size + KEPT * _STEP.size
+_TIMES: Final = _HEAD.size + _BLOCKED.size  # where the steps begin
+_SIZE: Final = _TIMES + KEPT * _STEP.size
 WARM_UP: Final = 3
 """First steps that do not count for the rate."""
 PAUSE: Final = 10.0
@@ -31,7 +33,7 @@ class Progress:
     """A rank's own side."""
 
     def __init__(self) -> None:
-        self.blocked = 0.0  # seconds the script was blocked in waits for collectives, so far
+        self._blocked = 0.0
         self._memory: bytearray | mmap.mmap = bytearray(_SIZE)
         self._steps = self._samples = 0
         self._counts_samples = False
@@ -51,6 +53,17 @@ class Progress:
             os.close(descriptor)
         self._write()
 
+    def block(self) -> float:
+        """The script begins to wait for a collective; return what `unblock` wants."""
+        now = time.monotonic()
+        _BLOCKED.pack_into(self._memory, _HEAD.size, self._blocked, now)
+        return now
+
+    def unblock(self, begun: float) -> None:
+        """It goes on. With several threads that wait, each counts."""
+        self._blocked += time.monotonic() - begun
+        _BLOCKED.pack_into(self._memory, _HEAD.size, self._blocked, 0.0)
+
     def round(self) -> None:
         """An optimizer has stepped; counts as long as nobody counts samples."""
         if not self._counts_samples:
@@ -65,14 +78,14 @@ class Progress:
     def _step(self, samples: int) -> None:
         now = time.monotonic()
         if self._last:
-            _STEP.pack_into(self._memory, _HEAD.size + (self._steps - 1) % KEPT * _STEP.size, now - self._last, samples)
+            _STEP.pack_into(self._memory, _TIMES + (self._steps - 1) % KEPT * _STEP.size, now - self._last, samples)
         self._steps += 1
         self._samples += samples
         self._last = now
         self._write()
 
     def _write(self) -> None:
-        _HEAD.pack_into(self._memory, 0, self._steps, self._samples, self._counts_samples, self.blocked, self._last)
+        _HEAD.pack_into(self._memory, 0, self._steps, self._samples, self._counts_samples, self._last)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,14 +111,17 @@ def read(job_directory: str, rank: int) -> Reading:
     """Return a rank's progress; that of a rank that has not called `init` is empty."""
     try:
         content = (Path(job_directory) / f"{PROGRESS_FILE}.{rank}").read_bytes()
-        steps, samples, counted, blocked, last = _HEAD.unpack_from(content)
+        steps, samples, counted, last = _HEAD.unpack_from(content)
+        blocked, since = _BLOCKED.unpack_from(content, _HEAD.size)
     except (OSError, struct.error):
         return Reading()
     kept = min(max(0, steps - 1), KEPT)
-    times = [_STEP.unpack_from(content, _HEAD.size + index * _STEP.size) for index in range(kept)]
+    times = [_STEP.unpack_from(content, _TIMES + index * _STEP.size) for index in range(kept)]
     if steps - 1 <= KEPT:
         times = times[WARM_UP:]
-    return Reading(steps, samples, bool(counted), blocked, time.monotonic() - last if last else float("inf"), rate_of(times))
+    now = time.monotonic()
+    return Reading(steps, samples, bool(counted), blocked + (now - since if since else 0.0),
+                   now - last if last else float("inf"), rate_of(times))
 
 
 def rate_of(times: list[tuple[float, ...]]) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -80,11 +79,11 @@ class Handle:
             TimeoutError: when it took longer than `timeout` seconds; the collective goes on.
         """
         if not self._done:
-            begun = time.monotonic()
+            begun = self._sleepers.progress.block()
             self._sleepers.add(self)
             acquired = self._lock.acquire(timeout=-1 if timeout is None else timeout)
             self._sleepers.remove(self)
-            self._sleepers.progress.blocked += time.monotonic() - begun
+            self._sleepers.progress.unblock(begun)
             if not acquired:
                 raise TimeoutError(f"'{self.name}' is not complete after {timeout} s")
             self._lock.release()  # for other waiters

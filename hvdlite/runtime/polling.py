@@ -12,8 +12,8 @@ POLL_SECONDS: Final = 200e-6
 """How long an engine is polled before messages are looked for."""
 
 
-def poll(predicate: Callable[[], bool], pause: float, hurried: Callable[[], object], *beside: Callable[[], object]) -> None:
-    """Return when the predicate holds; do what is to be done `beside` now and then, which may raise.
+def poll(predicate: Callable[[], bool], pause: float, hurried: Callable[[], object], look_out: Callable[[], object]) -> None:
+    """Return when the predicate holds; look out for messages meanwhile, which may raise.
 
     Args:
         pause: seconds to sleep between looks, for the script to have the processor.
@@ -28,5 +28,4 @@ def poll(predicate: Callable[[], bool], pause: float, hurried: Callable[[], obje
                 yield_processor()
         else:
             time.sleep(pause)
-        for work in beside:
-            work()
+        look_out()

@@ -14,8 +14,6 @@ Theory of operation
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
 import logging
 import math
 import os
@@ -25,10 +23,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from hvdlite.control.base import ControlPlane, DecisionReceived, Event, PeerLost, ReportReceived
-from hvdlite.core.array import Array, dtype_name
 from hvdlite.core.config import Config
-from hvdlite.core.device import AnyArray, DeviceAccess, device_of
-from hvdlite.core.device import Event as DeviceEvent
+from hvdlite.core.device import DeviceAccess
 from hvdlite.core.errors import (
     DuplicateNameError,
     ForkedProcessError,
@@ -36,17 +32,16 @@ from hvdlite.core.errors import (
     NotInitializedError,
     UnsupportedError,
 )
-from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
-from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.core.world import Hosts, World
 from hvdlite.negotiation.controller import Controller
 from hvdlite.negotiation.coordinator import Coordinator
-from hvdlite.negotiation.messages import Aside, BucketReady, Closing, Decision, FailureNotice, Layout, Report
+from hvdlite.negotiation.messages import Aside, Closing, Decision, FailureNotice, Report
 from hvdlite.planes.base import DevicePlane, Plane
 from hvdlite.runtime.autotune import Autotuner
-from hvdlite.runtime.buckets import BucketEntry, BucketHandle, LearnedBucket, LearnedLayout
-from hvdlite.runtime.calls import Calls, Entry, reducible
+from hvdlite.runtime.buckets import BucketEntry
+from hvdlite.runtime.calls import Entry
 from hvdlite.runtime.chronicle import Chronicle, lane_of
+from hvdlite.runtime.declared import Abandonment, DeclaredSets, Item
 from hvdlite.runtime.execution import Execution, bucket_lane
 from hvdlite.runtime.failures import failure_error
 from hvdlite.runtime.handle import Handle
@@ -67,18 +62,7 @@ class _Ended(Exception):
     """Unwinds the runtime thread once the job has failed; the reason is kept by the runtime."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Abandonment:
-    """A layout that does not describe this rank's set any more."""
-
-    layout: int
-
-
-_Item = Entry | BucketEntry | Closing | _Abandonment | Callable[[], None]
-"""What user threads hand in; a callable is executed by the runtime thread."""
-
-
-class Runtime(Calls):
+class Runtime(DeclaredSets):
     """One rank's engine; made by `runtime.assemble`, shared by all adapters of a process.
 
     Args:
@@ -103,7 +87,7 @@ class Runtime(Calls):
         self._controller = Controller(world.rank)
         self._notes = notes or Notes(world.rank)
         self._notes.speak_through(self._controller.say)
-        self._inbox: deque[_Item] = deque()
+        self._inbox: deque[Item] = deque()
         self._names: set[tuple[int, str]] = set()  # with their process sets
         self._names_lock = threading.Lock()
         self._chronicle = Chronicle(world.rank, plane.name, clock)
@@ -205,60 +189,6 @@ class Runtime(Calls):
         self._control.forget()
         self._plane.close()
 
-    # --- declared sets ---------------------------------------------------------------------------------------------
-
-    def declare(self, name: str, source: AnyArray | None, output: AnyArray, op: ReduceOp, label: str, number: int, *,
-                prescale: float = 1.0, postscale: float = 1.0, strides: tuple[int, ...] = (), cluster: int = 0,
-                process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
-        """Like `allreduce`, of a member of declared set `label` in its round `number` (from 1); never travels eagerly.
-
-        Args:
-            strides: in elements; how `output` lies in the framework's memory. () is row-major.
-            cluster: members with the same one, from 1, are learned as one bucket; 0 leaves that to the coordinator.
-        """
-        request = self._request(name, Collective.ALLREDUCE, reducible(name, source, output, op), output.shape, op=op,
-                                prescale=float(prescale), postscale=float(postscale), absent=source is None, label=label,
-                                round=number, strides=strides, cluster=cluster, process_set=process_set,
-                                device=device_of(output))
-        return self._submit(Entry(request, [source], [output], output, self._sleepers))
-
-    def declare_rows(self, name: str, rows: Array, label: str, number: int, *,
-                     process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
-        """Like `declare`, of a member with a sparse gradient: the result is all ranks' rows, one after the other.
-
-        Ranks that `declare` it without a source contribute none, and get the same result instead of their output.
-
-        Args:
-            rows: 2-D; what a row holds is the caller's business.
-        """
-        request = self._request(name, Collective.ALLGATHER, dtype_name(rows.dtype), rows.shape, label=label, round=number,
-                                process_set=process_set)
-        return self._submit(Entry(request, [rows], [], None, self._sleepers))
-
-    def layout(self, label: str, number: int) -> LearnedLayout | None:
-        """Return the layout by which round `number` of a set is to be reported; None: member by member."""
-        learned = self._work.layouts.get(label)
-        return None if learned is None or number < learned.layout.first_round else learned
-
-    def submit_bucket(self, bucket: LearnedBucket, ready: BucketReady, event: DeviceEvent | None = None) -> BucketHandle:
-        """Every place of a learned bucket is filled. Its memory must not be touched until the handle is done.
-
-        Args:
-            event: on a GPU: after which it is filled.
-        """
-        self._check_usable(bucket.definition.members[0].name)
-        entry = BucketEntry(bucket, ready, self._sleepers, event)
-        self._hand_in(entry)
-        return entry.handle
-
-    def close_round(self, label: str, number: int, process_set: int = GLOBAL_PROCESS_SET_ID) -> None:
-        """All members of a set's round are submitted by this rank; not needed when a bucket said so."""
-        self._hand_in(Closing(label, number, process_set))
-
-    def abandon(self, layout: Layout) -> None:
-        """A layout does not describe this rank's set any more: end it on all ranks."""
-        self._hand_in(_Abandonment(layout.layout))
-
     # --- process sets ----------------------------------------------------------------------------------------------
 
     def members(self, process_set: int) -> tuple[int, ...]:
@@ -337,7 +267,7 @@ class Runtime(Calls):
         if self._leaving:
             raise NotInitializedError(f"'{name}': hvdlite has been shut down; call init() again")
 
-    def _hand_in(self, item: _Item) -> None:
+    def _hand_in(self, item: Item) -> None:
         self._caller = threading.get_ident()
         self._inbox.append(item)
         # The thread clears _awake, then looks into the inbox, then sleeps: whoever sees it awake has been seen.
@@ -412,7 +342,7 @@ class Runtime(Calls):
         if report is not None:
             self._tell(report)
 
-    def _take_over(self, item: _Item) -> None:
+    def _take_over(self, item: Item) -> None:
         match item:
             case Entry(request=request):
                 self._remember(request.name)
@@ -426,7 +356,7 @@ class Runtime(Calls):
                     self._work.split(expanded)
             case Closing():
                 self._controller.close(item)
-            case _Abandonment(layout):
+            case Abandonment(layout):
                 self._controller.abandon(layout)
             case _:
                 item()
@@ -536,13 +466,17 @@ class Runtime(Calls):
 
     def _wait_until(self, predicate: Callable[[], bool], *, pause: float = 0.0) -> None:
         if pause:
-            exchange = functools.partial(self._exchange, within_plan=True, sleep=False)
-            poll(predicate, pause, lambda: self._sleepers, exchange, self._look_out)
+            poll(predicate, pause, lambda: self._sleepers, self._glance)
         while not predicate():
             self._exchange(within_plan=True)
         if self._clock() - self._listened > LISTEN_SECONDS:  # the last to arrive everywhere still hears what is said
             self._exchange(within_plan=True, sleep=False)
             self._say()
+
+    def _glance(self) -> None:
+        """Take in messages in the middle of a plan, without sleeping."""
+        self._exchange(within_plan=True, sleep=False)
+        self._look_out()
 
     # --- the end ---------------------------------------------------------------------------------------------------
 

@@ -184,7 +184,7 @@ class GradientReducer(Generic[Parameter]):
 
     def finish_if_due(self) -> None:
         """Before a step: end a round that is under way, and take part in one if there was none."""
-        if self._rounds == 0 or self._under_way or (self._touched and not self._suspended):
+        if self._members and (self._rounds == 0 or self._under_way or (self._touched and not self._suspended)):
             self.finish()
 
     def stepped(self) -> None:

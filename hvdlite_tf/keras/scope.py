@@ -6,15 +6,13 @@ behaves as always.
 
 from __future__ import annotations
 
-import functools
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import keras
 
 from hvdlite.core.types import ReduceOp
+from hvdlite.training.scopes import Scopes
 from hvdlite_tf.keras.optimizer import distribute_when_used, is_distributed
 
 
@@ -44,36 +42,18 @@ class Mirrored(Protocol):
         """Return a number that is the same on all ranks, and another one in each call."""
 
 
-_local = threading.local()
-_lock = threading.Lock()
-_inside = 0  # scopes that are open, over all threads
-_original: Any = None  # the optimizer class's own __init__, or None when it has none
-
-
 def current() -> Mirrored | None:
     """Return the strategy in whose scope this thread is."""
-    stack: list[Mirrored] = getattr(_local, "stack", [])
-    return stack[-1] if stack else None
+    return _scopes.current()
 
 
-@contextmanager
-def entered(strategy: Mirrored) -> Iterator[None]:
-    """Be in the scope of a strategy; again in the same one is fine.
+def entered(strategy: Mirrored) -> AbstractContextManager[None]:
+    """Return the scope of a strategy; again in the same one is fine.
 
     Raises:
-        RuntimeError: inside another strategy's scope.
+        RuntimeError: inside another strategy's scope, or when another thread is in this one's.
     """
-    other = current()
-    if other is not None and other is not strategy:
-        raise RuntimeError("this is inside the scope of another MirroredStrategy; make one strategy, and use it everywhere")
-    stack: list[Mirrored] = _local.__dict__.setdefault("stack", [])
-    _patch(1)
-    stack.append(strategy)
-    try:
-        yield
-    finally:
-        stack.pop()
-        _patch(-1)
+    return _scopes.entered(strategy)
 
 
 def adopt_optimizer(strategy: Mirrored, optimizer: Any) -> None:
@@ -92,26 +72,9 @@ def adopt_optimizer(strategy: Mirrored, optimizer: Any) -> None:
         inner._distribution_strategy = strategy
 
 
-def _patch(step: int) -> None:
-    global _inside, _original
-    with _lock:
-        _inside += step
-        optimizer = keras.optimizers.Optimizer
-        if _inside == 1 and step == 1:
-            _original = vars(optimizer).get("__init__")
-            optimizer.__init__ = _constructing(optimizer.__init__)
-        elif _inside == 0:
-            if _original is None:
-                del optimizer.__init__
-            else:
-                optimizer.__init__ = _original
+def _constructed(strategy: Mirrored, optimizer: Any) -> None:
+    if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):  # which has its inner one not yet
+        adopt_optimizer(strategy, optimizer)
 
 
-def _constructing(original: Any) -> Any:
-    @functools.wraps(original)
-    def __init__(self: Any, *arguments: Any, **named: Any) -> None:
-        original(self, *arguments, **named)
-        strategy = current()
-        if strategy is not None and not isinstance(self, keras.optimizers.LossScaleOptimizer):
-            adopt_optimizer(strategy, self)
-    return __init__
+_scopes: Scopes[Mirrored] = Scopes({keras.optimizers.Optimizer: _constructed}, "MirroredStrategy")

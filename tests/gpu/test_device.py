@@ -48,7 +48,7 @@ def back(device: Any, array: DeviceArray) -> Any:
 def test_one_nccl_new_enough_and_the_gpu_has_a_name(device: Any) -> None:
     assert len(library.copies()) == 1
     assert device.version >= library.OLDEST
-    assert device.identity().startswith("GPU-") and len(device.identity()) == 36
+    assert device.identity().count(":") == 2, "a PCI bus id"
     assert library.cuda_of_torch() in (12, 13)
 
 

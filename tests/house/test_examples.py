@@ -67,6 +67,18 @@ def test_the_scope_of_a_strategy(small: Path) -> None:
     assert ranks[0].stdout.count("[1]<stdout>") == 0, "only rank 0 prints"
 
 
+def test_a_scope_in_torch(small: Path) -> None:
+    curves = [run("--data-dir", str(small), "--batch-size", "32", "--epochs", "3", "--lr", "0.01", size=size,
+                  script="pytorch_mirrored_scope.py") for size in (1, 2)]
+    for ended, size in zip(curves, (1, 2), strict=True):
+        assert ended.returncode == 0, ended.stderr
+        assert len(accuracies(ended.stdout)) == 3 and accuracies(ended.stdout)[-1] > 0.9
+        assert ended.stdout.count(f"images/s on {size} ranks") == 3, "only rank 0 prints"
+    losses = [[float(found) for found in re.findall(r"test loss ([\d.]+)", ended.stdout)] for ended in curves]
+    assert losses[0] == pytest.approx(losses[1], rel=0.02), "the same initial model, the same batches"
+    assert len((EXAMPLES / "pytorch_mirrored_scope.py").read_text(encoding="utf-8").splitlines()) < 60
+
+
 def test_too_low_an_accuracy_fails(small: Path) -> None:
     ended = run("--data-dir", str(small), "--epochs", "1", "--lr", "0", "--minimum-accuracy", "0.99")
     assert ended.returncode == 1 and "is below 0.99" in ended.stderr

@@ -346,7 +346,7 @@ def _raise(*_: Any) -> None:
 
 
 def test_ranks_on_one_gpu_are_named_unless_it_is_allowed(gpus: Gpus) -> None:
-    one, other = Introduction("a", "GPU-1", 22809), Introduction("b", "GPU-1", 22809)
+    one, other = Introduction("a", "GPU-1", 22809), Introduction("a", "GPU-1", 22809)
     with pytest.raises(HorovodInternalError, match=r"ranks 0 and 3 use the same GPU.*torch.cuda.set_device"):
         check({0: one, 3: other}, shared=False)
     check({0: one, 3: other}, shared=True)

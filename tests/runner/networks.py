@@ -24,8 +24,8 @@ def unavailable() -> str:
     """Return why there can be no hosts here, "" when there can."""
     if os.geteuid() != 0:
         return "needs root, for network namespaces"
-    if shutil.which("ip") is None:
-        return "needs iproute2 (make test as root installs it)"
+    if shutil.which("ip") is None or shutil.which("nft", path="/usr/sbin:/sbin") is None:
+        return "needs iproute2 and nftables (make test as root installs them)"
     if SSHD is None or shutil.which("ssh-keygen") is None:
         return "needs openssh-server (make test as root installs it)"
     tried = subprocess.run(["ip", "netns", "add", "hvdtry"], capture_output=True, text=True, check=False)
@@ -36,7 +36,7 @@ def unavailable() -> str:
 
 
 class Hosts:
-    """Hosts a, b, c, ... at 10.77.0.1, .2, .3 and fd77::1, ...; the launcher is meant to run on a."""
+    """Hosts a, b, c, ... at 10.77.0.1, .2, .3 and fd77::1, ..., known by name to each other; launchers run on a."""
 
     def __init__(self, names: Sequence[str], directory: Path) -> None:
         self.names, self.directory = list(names), directory
@@ -62,6 +62,7 @@ class Hosts:
             sshd.wait()
         for name in self.names:
             subprocess.run(["ip", "netns", "del", self.namespace(name)], capture_output=True, check=False)
+            shutil.rmtree(Path("/etc/netns") / self.namespace(name), ignore_errors=True)
         subprocess.run(["ip", "link", "del", self._bridge], capture_output=True, check=False)
 
     def namespace(self, name: str) -> str:
@@ -155,6 +156,10 @@ class Hosts:
         self._ip("link", "set", self._bridge, "up")
         for name in self.names:
             namespace, port = self.namespace(name), f"{self._tag}{name}p"
+            own = Path("/etc/netns") / namespace  # `ip netns exec` puts what is there over /etc
+            own.mkdir(parents=True)
+            (own / "hosts").write_text("127.0.0.1 localhost\n" + "".join(
+                f"{self.address(each, version)} {each}\n" for each in self.names for version in (4, 6)))
             self._ip("netns", "add", namespace)
             self._ip("link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", namespace)
             self._ip("link", "set", port, "master", self._bridge, "up")
@@ -163,7 +168,8 @@ class Hosts:
                           ["link", "set", "lo", "up"], ["link", "set", "eth0", "up"]):
                 self._ip("-n", namespace, *words)
             self._start_sshd(name)
-        known = "".join(f"{self.address(name)} {(self.directory / f'host_{name}.pub').read_text().rsplit(' ', 1)[0]}\n"
+        known = "".join(f"{name},{self.address(name)},{self.address(name, 6)} "
+                        f"{(self.directory / f'host_{name}.pub').read_text().rsplit(' ', 1)[0]}\n"
                         for name in self.names)
         (self.directory / "known_hosts").write_text(known)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -75,9 +76,6 @@ def test_ranks_are_placed_by_slots_in_the_same_directory_and_environment(network
 
 def test_ipv6_a_hostfile_and_a_launcher_that_takes_no_part(network: Hosts, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("fd77::2 slots=2\nfd77::3 slots=1\n")
-    known = network.directory / "known_hosts"
-    known.write_text(known.read_text() + "".join(line.replace("10.77.0.", "fd77::") + "\n"
-                                                 for line in known.read_text().splitlines()))
     ended = hvdrun(network, "--verbose", "--no-prefix", "--hostfile", str(tmp_path / "hosts"), *PLACE)
     assert ended.returncode == 0, ended.stderr
     assert [line.split()[:2] for line in sorted(ended.stdout.splitlines())] == [["b", "0/3"], ["b", "1/3"], ["c", "2/3"]]
@@ -184,16 +182,85 @@ def test_when_one_address_does_not_work_another_is_used(network: Hosts) -> None:
     assert ended.returncode == 0 and "rank 0 listens at [fd77::1]" in ended.stderr, ended.stderr
 
 
+def mpirun(network: Hosts) -> list[str]:
+    """Return hvdrun's options for the launcher of the MPI library that mpi4py loads here."""
+    asked = subprocess.run([sys.executable, "-c", "from mpi4py import MPI; print(MPI.get_vendor()[0])"], capture_output=True,
+                           text=True, check=False)
+    flavour = asked.stdout.strip()
+    own = Path(sys.executable).with_name("mpiexec")
+    program = shutil.which({"Open MPI": "mpirun.openmpi", "MPICH": str(own) if own.exists() else "mpiexec.hydra"}.get(
+        flavour, "none"))
+    if program is None:
+        pytest.skip(f"mpi4py has {flavour or 'no MPI library'} here, and there is no launcher of it")
+    if flavour == "Open MPI":
+        return ["--mpi", "--mpirun", program, f"--ssh-args={network.ssh_arguments()}"]
+    shell = network.directory / "ssh"  # MPICH takes no arguments for ssh
+    shell.write_text(f'#!/bin/sh\nexec ssh {network.ssh_arguments()} "$@"\n')
+    shell.chmod(0o755)
+    return ["--mpi", "--mpirun", program, "--ssh-args=", f"--mpi-args=-launcher ssh -launcher-exec {shell}"]
+
+
 @pytest.mark.slow
-def test_training_across_uneven_hosts(network: Hosts, small: Path) -> None:
+@pytest.mark.parametrize("plane", ["gloo", "mpi"])
+def test_training_across_uneven_hosts(network: Hosts, small: Path, plane: str) -> None:
     pytest.importorskip("torch")
-    ended = hvdrun(network, "-H", ALL, sys.executable, "examples/pytorch_fashion_mnist.py", "--data-dir", str(small),
-                   "--epochs", "3", "--batch-size", "16", "--minimum-accuracy", "0.9")
+    launcher = mpirun(network) if plane == "mpi" else []
+    ended = hvdrun(network, *launcher, "-H", "a:1,b:2,c:1", "--cpu-operations", plane, "--log-level", "info", sys.executable,
+                   "examples/pytorch_fashion_mnist.py", "--data-dir", str(small), "--epochs", "1", "--batch-size", "16")
     assert ended.returncode == 0 and "on 4 ranks" in ended.stdout, ended.stderr
+    assert f"tensors in host memory travel by {plane}" in ended.stderr, ended.stderr
+
+
+CALL = """
+import sys
+import hvdlite
+
+def work(factor):
+    import socket
+    import numpy as np
+    import hvdlite as hvd
+    hvd.init()
+    if factor == 0 and hvd.rank() == 1:
+        raise KeyError("bad batch")
+    return socket.gethostname(), hvd.local_rank(), factor * int(hvd.allreduce(np.array(1), op=hvd.Sum))
+
+options = ["--ssh-args=" + sys.argv[2]]
+print(hvdlite.run(work, (10,), hosts=sys.argv[1], options=options))
+try:
+    hvdlite.run(work, (0,), hosts=sys.argv[1], options=options)
+except KeyError as error:
+    print("raised", error, str(error.__cause__).splitlines()[0])
+"""
+
+
+def test_a_function_on_several_hosts(network: Hosts) -> None:
+    command = network.command("a", [sys.executable, "-c", CALL, "10.77.0.1:1,10.77.0.2:2", network.ssh_arguments()])
+    ended = subprocess.run(command, env=network.environment(), capture_output=True, text=True, timeout=100, check=False)
+    assert ended.stdout.splitlines() == ["[('a', 0, 30), ('b', 0, 30), ('b', 1, 30)]", "raised 'bad batch' on rank 1:"], (
+        ended.stderr)
+
+
+def test_a_host_that_is_slow_to_come_does_not_lose_the_others(network: Hosts, tmp_path: Path) -> None:
+    slow = fake_python(tmp_path, "import os, time; time.sleep(7 * (os.uname().nodename == 'c'))")
+    ended = hvdrun(network, "-H", "10.77.0.2:1,10.77.0.3:1", "--remote-python", slow, "true")
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_an_interrupt_while_hosts_are_reached(network: Hosts, tmp_path: Path) -> None:
+    slow = fake_python(tmp_path, "import time; time.sleep(1000)")
+    run = Running(network, "-H", "10.77.0.2:1", "--remote-python", slow, "true")
+    while not network.processes("b"):
+        assert run.process.poll() is None
+    run.process.send_signal(signal.SIGINT)
+    assert run.end()[0] == 130
+    for pid in network.processes("b"):  # sshd leaves what does not read its input
+        os.kill(pid, signal.SIGKILL)
 
 
 TRAIN = """
+import subprocess, sys
 import numpy as np, hvdlite as hvd
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True, env={})
 hvd.init()
 for step in range(10**9):
     hvd.allreduce(np.ones(100_000, np.float32), name="gradient")
@@ -202,7 +269,7 @@ for step in range(10**9):
 """
 
 
-def test_a_link_cut_in_mid_training_is_named_on_the_other_hosts(network: Hosts) -> None:
+def test_a_link_cut_in_mid_training_ends_the_job_everywhere(network: Hosts) -> None:
     run = Running(network, "-H", ALL, sys.executable, "-c", TRAIN)
     run.wait_for("ready", 4)
     network.cut("c")
@@ -228,19 +295,6 @@ time.sleep(1000)
 def test_a_failing_rank_is_named_with_its_host(network: Hosts) -> None:
     ended = hvdrun(network, "-H", ALL, sys.executable, "-c", BUSY, "3")
     assert ended.returncode == 7 and "hvdrun: rank 3 on 10.77.0.3 failed first: exit code 7" in ended.stderr
-
-
-def test_a_cut_link_ends_the_job_everywhere(network: Hosts) -> None:
-    run = Running(network, "-H", ALL, sys.executable, "-c", BUSY)
-    run.wait_for("ready", 4)
-    network.cut("c")
-    try:
-        begun = time.monotonic()
-        code, errors = run.end()
-        network.wait_until_empty(max(0.1, 10 - (time.monotonic() - begun)))
-    finally:
-        network.mend("c")
-    assert code == 1 and re.search(r"hvdrun: host 10.77.0.3 was lost: .* \(with ranks 3\)", errors), errors
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
@@ -279,7 +333,7 @@ def test_a_blocked_terminal_does_not_end_the_job(network: Hosts) -> None:
     """The launcher cannot write, so it does not read either; its pings go on, and the ranks wait in their writes."""
     run = Running(network, "--no-prefix", "-H", "10.77.0.2:1", sys.executable, "-c",
                   "import sys\nfor _ in range(300000): print('x' * 99)\nprint('end')")
-    time.sleep(8)
+    time.sleep(6.5)  # longer than a link may be silent
     assert run.process.poll() is None
     out, errors = run.process.communicate(timeout=60)
     assert run.process.returncode == 0 and out.count("\n") == 300001 and out.endswith("end\n"), errors

@@ -295,17 +295,26 @@ with strategy.scope():
 assert is_distributed(inner) and is_distributed(outer) and not is_distributed(elsewhere[0])
 untouched()
 
-# Two threads in scopes of their own, one after the other in the same way on both ranks.
-def train(results, index):
-    with strategy.scope():
-        results[index] = keras.optimizers.SGD(0.1)
-results = {}
-threads = [threading.Thread(target=train, args=(results, index)) for index in range(2)]
+# Two threads at a time have a scope each.
+inside, results, errors = threading.Barrier(2), [], []
+def make(strategy, second):
+    try:
+        with strategy.scope():
+            inside.wait()
+            results.append(keras.optimizers.SGD(0.1))
+            inside.wait()
+            if second:
+                return
+            raises(RuntimeError, "", lambda: other.scope().__enter__())
+    except BaseException as error:
+        errors.append(error)
+        raise
+threads = [threading.Thread(target=make, args=(each, each is other)) for each in (strategy, other)]
 for each in threads:
     each.start()
 for each in threads:
     each.join()
-assert all(is_distributed(optimizer) for optimizer in results.values())
+assert not errors and len(results) == 2 and all(map(is_distributed, results))
 untouched()
 
 # Two models in one scope, and one outside, which trains alone.

@@ -1,4 +1,4 @@
-"""RayExecutor on a real Ray, started on this machine."""
+"""RayExecutor on a real Ray: a cluster of two nodes, both on this machine."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import pytest
 
 ray = pytest.importorskip("ray")
 
+from ray.cluster_utils import Cluster  # noqa: E402
+
 from hvdlite.core.errors import LaunchError, NotInitializedError  # noqa: E402
 from hvdlite.ray import RayExecutor  # noqa: E402
 
@@ -22,9 +24,12 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     before = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith(("HVDLITE_", "HOROVOD_"))}
-    ray.init(num_cpus=4, include_dashboard=False, logging_level="error", log_to_driver=False)
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": False})
+    nodes.add_node(num_cpus=2)
+    ray.init(address=nodes.address, logging_level="error", log_to_driver=False)
     yield
     ray.shutdown()
+    nodes.shutdown()
     os.environ.update(before)
 
 
@@ -51,6 +56,23 @@ def test_ranks_run_functions_again_and_again_and_leave_nothing() -> None:
     assert not Path(results[0][3]).exists()
     with pytest.raises(NotInitializedError, match="start"):
         executor.run(total, [1])
+
+
+def coordinates() -> tuple[int, ...]:
+    import numpy as np
+
+    import hvdlite as hvd
+    hvd.init()
+    total = hvd.allreduce(np.ones(100_000), op=hvd.Sum)
+    return hvd.rank(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size(), int(total[0])
+
+
+def test_ranks_on_two_nodes() -> None:
+    pytest.importorskip("torch")  # for Gloo
+    executor = RayExecutor(num_hosts=2, num_workers_per_host=2)
+    executor.start()
+    assert executor.run(coordinates) == [(0, 0, 2, 0, 2, 4), (1, 1, 2, 0, 2, 4), (2, 0, 2, 1, 2, 4), (3, 1, 2, 1, 2, 4)]
+    executor.shutdown()
 
 
 def test_an_executable_lives_on_each_rank() -> None:

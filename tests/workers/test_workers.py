@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -28,6 +32,23 @@ def test_the_error_that_others_followed_from() -> None:
     own, consequence = KeyError("own"), PeerLostError("rank 1 failed", 1)
     assert workers.first_cause({0: consequence, 1: own}) is own
     assert workers.first_cause({2: consequence, 1: consequence}) is consequence
+
+
+def test_a_directory_goes_with_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    directory = workers.JobDirectory()
+    (Path(directory.path) / "failure.0.json").touch()
+    directory.remove()
+    directory.remove()
+    assert not list(tmp_path.iterdir())
+    code = ("import os, signal; from hvdlite.workers import JobDirectory; made = JobDirectory(); "
+            "print(made.path, flush=True); os.kill(os.getpid(), signal.SIGKILL)")
+    killed = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=False,
+                            env={**os.environ, "TMPDIR": str(tmp_path)})
+    deadline = time.monotonic() + 15
+    while os.path.exists(killed.stdout.strip()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_a_place_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,7 @@ class Device(Protocol):
         """Let the calling thread work with this GPU; once, at its start."""
 
     def identity(self) -> str:
-        """Return what is different for every GPU of a host; beginning with "GPU-" when it is for every GPU there is."""
+        """Return what is different for every GPU of a host."""
 
     def make_event(self) -> int:
         """Return a new event."""
@@ -146,9 +146,7 @@ class CupyDevice:
             _log.warning("a CUDA graph that another thread captures may be spoilt by this one: %s", error)
 
     def identity(self) -> str:
-        properties = self._runtime.getDeviceProperties(self.index)
-        uuid = properties.get("uuid")
-        return f"GPU-{bytes(uuid).hex()}" if uuid else str(self._runtime.deviceGetPCIBusId(self.index))
+        return str(self._runtime.deviceGetPCIBusId(self.index))
 
     def make_event(self) -> int:
         with self._here():
@@ -182,7 +180,7 @@ class CupyDevice:
         with self._here():
             try:  # not from CuPy's pool, which gives memory back in the order of one stream: this is used on several
                 memory = self._cupy.cuda.memory.Memory(rounded)
-            except self._cupy.cuda.memory.OutOfMemoryError as error:
+            except (self._cupy.cuda.memory.OutOfMemoryError, self._runtime.CUDARuntimeError) as error:
                 raise MemoryError(f"{nbytes} bytes on GPU {self.index}: {error}") from None
             pointer = int(memory.ptr)
             self._runtime.memsetAsync(pointer, 0, rounded, self.stream)

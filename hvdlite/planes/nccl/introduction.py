@@ -36,7 +36,7 @@ def check(ranks: Mapping[int, Introduction], *, shared: bool) -> None:
     users: dict[tuple[str, str], int] = {}
     for rank in sorted(ranks):
         host, gpu = ranks[rank].host, ranks[rank].gpu
-        other = users.setdefault(("" if gpu.startswith("GPU-") else host, gpu), rank)
+        other = users.setdefault((host, gpu), rank)
         if other != rank and not shared:
             raise HorovodInternalError(
                 f"ranks {other} and {rank} use the same GPU ({gpu}): call "

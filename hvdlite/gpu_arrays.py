@@ -1,0 +1,107 @@
+"""CuPy's arrays as the runtime's, for `hvdlite.ops` and adapters of frameworks that speak DLPack.
+
+CuPy is not imported here: whoever has one of its arrays has imported it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from hvdlite.core.array import dtype_name
+from hvdlite.core.device import AnyArray, DeviceAccess, DeviceArray
+from hvdlite.core.errors import UnsupportedError
+from hvdlite.core.types import Collective, ReduceOp
+from hvdlite.runtime.handle import Handle, Handles
+
+
+def cupy() -> Any:
+    """Return CuPy when it is imported, else None."""
+    return sys.modules.get("cupy")
+
+
+def is_on_gpu(array: object) -> bool:
+    """Return whether `array` is one of CuPy's."""
+    module = cupy()
+    return module is not None and isinstance(array, module.ndarray)
+
+
+def lend(array: Any, name: str, devices: DeviceAccess | None, collective: Collective, op: ReduceOp | None = None, *,
+         in_place: bool = False) -> DeviceArray:
+    """Describe a CuPy array to the plane for GPUs, ready after what CuPy's current stream has been given.
+
+    Args:
+        in_place: the result is to be in this very array.
+
+    Raises:
+        UnsupportedError: without a plane for GPUs, for what NCCL cannot do, and for an array that is not C-contiguous where
+            it must be.
+    """
+    missing = "this job has no plane for GPUs" if devices is None else devices.missing()
+    if missing or devices is None:
+        raise UnsupportedError(f"'{name}' is on a GPU: {missing}; or pass cupy.asnumpy(array)")
+    if not devices.carries(collective, op, dtype_name(array.dtype)):
+        with_op = "" if op is None else f" with {op.name.capitalize()}"
+        raise UnsupportedError(f"'{name}': NCCL has no {collective.name.lower()} of {array.dtype}{with_op}; pass "
+                               "cupy.asnumpy(array)")
+    if not array.flags.c_contiguous:
+        if in_place:
+            raise UnsupportedError(f"'{name}': the array of shape {list(array.shape)} is not C-contiguous; pass "
+                                   "cupy.ascontiguousarray(...)")
+        array = cupy().ascontiguousarray(array)
+    return _lent(array, devices, cupy().cuda.get_current_stream().ptr)
+
+
+def room(like: DeviceArray) -> DeviceArray:
+    """Return memory for a result of the same shape and dtype."""
+    assert like.empty is not None
+    return like.empty(like.shape)
+
+
+def _lent(array: Any, devices: DeviceAccess, stream: int) -> DeviceArray:
+    def empty(shape: tuple[int, ...]) -> DeviceArray:
+        streams = cupy().cuda
+        # CuPy gives memory back in the order of a stream: the one that the caller works on.
+        with array.device, streams.ExternalStream(stream, array.device.id) if stream else streams.Stream.null:
+            made = cupy().empty(shape, array.dtype)
+        return _lent(made, devices, stream)
+    return devices.lend(int(array.data.ptr), tuple(array.shape), array.dtype, int(array.device.id), stream=stream,
+                        owner=array, empty=empty)
+
+
+class GpuHandle:
+    """A collective on CuPy arrays in flight, like `Handle`: done means launched.
+
+    `wait` makes CuPy's current stream come after the result.
+    """
+
+    __slots__ = ("_handle",)
+
+    def __init__(self, handle: Handle | Handles) -> None:
+        self._handle = handle
+
+    def done(self) -> bool:
+        """Return whether `wait` would not block."""
+        return self._handle.done()
+
+    def wait(self) -> Any:
+        """Wait and return the result, as CuPy arrays; may be called again."""
+        result = self._handle.wait()
+        for completion in self._handle.completions():
+            completion.follow(cupy().cuda.get_current_stream().ptr)
+        return _result(result)
+
+
+def in_flight(handle: Handle | Handles, given: AnyArray | Sequence[AnyArray]) -> Any:
+    """Return what the caller of a collective on `given` gets: the handle itself, unless something is on a GPU."""
+    arrays = given if isinstance(given, (list, tuple)) else [given]
+    return GpuHandle(handle) if any(type(array) is DeviceArray for array in arrays) else handle
+
+
+def _result(result: Any) -> Any:
+    if type(result) is DeviceArray:
+        return result.owner
+    if isinstance(result, (list, tuple)):
+        return type(result)(_result(part) for part in result)
+    return result

@@ -1,0 +1,96 @@
+"""What reducers of gradients hand in: rounds of declared sets, member by member or in learned buckets."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from hvdlite.core.array import Array, dtype_name
+from hvdlite.core.device import AnyArray, device_of
+from hvdlite.core.device import Event as DeviceEvent
+from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
+from hvdlite.core.types import Collective, ReduceOp
+from hvdlite.negotiation.messages import BucketReady, Closing, Layout
+from hvdlite.runtime.buckets import BucketEntry, BucketHandle, LearnedBucket, LearnedLayout
+from hvdlite.runtime.calls import Calls, Entry, reducible
+from hvdlite.runtime.execution import Execution
+from hvdlite.runtime.handle import Handle
+
+
+@dataclasses.dataclass(frozen=True)
+class Abandonment:
+    """A layout that does not describe this rank's set any more."""
+
+    layout: int
+
+
+Item = Entry | BucketEntry | Closing | Abandonment | Callable[[], None]
+"""What user threads hand in; a callable is executed by the runtime thread."""
+
+
+class DeclaredSets(Calls):
+    """The calls that serve declared sets (PROTOCOL rules 7 to 10), beside the collectives.
+
+    Every rank submits each member of a set once a round, with or without a gradient. When a layout has been learned,
+    the members lie in its buckets, and full buckets are submitted instead.
+    """
+
+    _work: Execution
+
+    def _hand_in(self, item: Item) -> None:
+        raise NotImplementedError
+
+    def _check_usable(self, name: str) -> None:
+        raise NotImplementedError
+
+    def declare(self, name: str, source: AnyArray | None, output: AnyArray, op: ReduceOp, label: str, number: int, *,
+                prescale: float = 1.0, postscale: float = 1.0, strides: tuple[int, ...] = (), cluster: int = 0,
+                process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
+        """Like `allreduce`, of a member of declared set `label` in its round `number` (from 1); never travels eagerly.
+
+        Args:
+            strides: in elements; how `output` lies in the framework's memory. () is row-major.
+            cluster: members with the same one, from 1, are learned as one bucket; 0 leaves that to the coordinator.
+        """
+        request = self._request(name, Collective.ALLREDUCE, reducible(name, source, output, op), output.shape, op=op,
+                                prescale=float(prescale), postscale=float(postscale), absent=source is None, label=label,
+                                round=number, strides=strides, cluster=cluster, process_set=process_set,
+                                device=device_of(output))
+        return self._submit(Entry(request, [source], [output], output, self._sleepers))
+
+    def declare_rows(self, name: str, rows: Array, label: str, number: int, *,
+                     process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
+        """Like `declare`, of a member with a sparse gradient: the result is all ranks' rows, one after the other.
+
+        Ranks that `declare` it without a source contribute none, and get the same result instead of their output.
+
+        Args:
+            rows: 2-D; what a row holds is the caller's business.
+        """
+        request = self._request(name, Collective.ALLGATHER, dtype_name(rows.dtype), rows.shape, label=label, round=number,
+                                process_set=process_set)
+        return self._submit(Entry(request, [rows], [], None, self._sleepers))
+
+    def layout(self, label: str, number: int) -> LearnedLayout | None:
+        """Return the layout by which round `number` of a set is to be reported; None: member by member."""
+        learned = self._work.layouts.get(label)
+        return None if learned is None or number < learned.layout.first_round else learned
+
+    def submit_bucket(self, bucket: LearnedBucket, ready: BucketReady, event: DeviceEvent | None = None) -> BucketHandle:
+        """Every place of a learned bucket is filled. Its memory must not be touched until the handle is done.
+
+        Args:
+            event: on a GPU: after which it is filled.
+        """
+        self._check_usable(bucket.definition.members[0].name)
+        entry = BucketEntry(bucket, ready, self._sleepers, event)
+        self._hand_in(entry)
+        return entry.handle
+
+    def close_round(self, label: str, number: int, process_set: int = GLOBAL_PROCESS_SET_ID) -> None:
+        """All members of a set's round are submitted by this rank; not needed when a bucket said so."""
+        self._hand_in(Closing(label, number, process_set))
+
+    def abandon(self, layout: Layout) -> None:
+        """A layout does not describe this rank's set any more: end it on all ranks."""
+        self._hand_in(Abandonment(layout.layout))

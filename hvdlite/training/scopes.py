@@ -1,0 +1,112 @@
+"""Scopes: a thread is inside one or not, and classes tell it meanwhile what it constructs.
+
+Rules
+- A scope belongs to the thread that entered it. What other threads construct is not touched.
+- The same scope may be entered again inside itself; another one may not, nor may two threads be in the same one.
+- A class is patched from the first scope that any thread enters until the last one is left, however it is left. If somebody
+  else patched the class on top of us meanwhile, their patch stays, and ours beneath it does nothing any more.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+Scope = TypeVar("Scope")
+
+
+class Scopes(Generic[Scope]):
+    """The scopes of one framework.
+
+    Args:
+        made: for each class to watch: what to call with the scope and an instance, when a thread inside a scope has gone
+            through the class's `__init__`. (Subclasses may still have something to do.)
+        name: what a scope is called in messages.
+    """
+
+    def __init__(self, made: Mapping[type, Callable[[Scope, Any], None]], name: str) -> None:
+        self._made = made
+        self._name = name
+        self._local = threading.local()
+        self._lock = threading.Lock()
+        self._threads: dict[int, str] = {}  # by a scope's identity: the name of the thread that is inside
+        self._patches: list[_Patch[Scope]] = []
+
+    def current(self) -> Scope | None:
+        """Return the scope that this thread is inside of."""
+        stack = self._stack()
+        return stack[-1] if stack else None
+
+    @contextmanager
+    def entered(self, scope: Scope) -> Iterator[None]:
+        """Be inside a scope.
+
+        Raises:
+            RuntimeError: inside another one, or when another thread is inside this one.
+        """
+        stack = self._stack()
+        if not stack:
+            self._enter(scope)
+        elif stack[-1] is not scope:
+            raise RuntimeError(f"this is inside the scope of another {self._name}; make one for all, or leave its scope "
+                               "first")
+        stack.append(scope)
+        try:
+            yield
+        finally:
+            stack.pop()
+            if not stack:
+                self._leave(scope)
+
+    def _stack(self) -> list[Scope]:
+        stack: list[Scope] = self._local.__dict__.setdefault("stack", [])
+        return stack
+
+    def _enter(self, scope: Scope) -> None:
+        with self._lock:
+            if id(scope) in self._threads:
+                raise RuntimeError(f"thread '{self._threads[id(scope)]}' is inside this {self._name}'s scope; give each "
+                                   "thread its own")
+            if not self._threads:
+                self._patches = [_Patch(self, owner, made) for owner, made in self._made.items()]
+            self._threads[id(scope)] = threading.current_thread().name
+
+    def _leave(self, scope: Scope) -> None:
+        with self._lock:
+            del self._threads[id(scope)]
+            if not self._threads:
+                for patch in self._patches:
+                    patch.undo()
+                self._patches = []
+
+
+class _Patch(Generic[Scope]):
+    """One class's `__init__`, replaced."""
+
+    def __init__(self, scopes: Scopes[Scope], owner: type, made: Callable[[Scope, Any], None]) -> None:
+        self._owner = owner
+        self._own = vars(owner).get("__init__")  # None: inherited
+        self._in_force = True
+        original: Any = owner.__init__  # type: ignore[misc]
+
+        @functools.wraps(original)
+        def __init__(instance: Any, *arguments: Any, **named: Any) -> None:
+            original(instance, *arguments, **named)
+            scope = scopes.current() if self._in_force else None
+            if scope is not None:
+                made(scope, instance)
+
+        self._replacement = __init__
+        owner.__init__ = __init__  # type: ignore[misc]
+
+    def undo(self) -> None:
+        self._in_force = False
+        if vars(self._owner).get("__init__") is not self._replacement:
+            return
+        if self._own is None:
+            del self._owner.__init__  # type: ignore[misc]
+        else:
+            self._owner.__init__ = self._own  # type: ignore[misc]

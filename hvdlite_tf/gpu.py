@@ -1,0 +1,109 @@
+"""TensorFlow's tensors on GPUs, through DLPack and CuPy, in eager mode.
+
+TensorFlow tells nobody on which stream it computes, so the host waits before NCCL reads a tensor, and again before
+TensorFlow reads the result. Inside `tf.function` and in Keras' `fit`, tensors come as host memory (`numpy_function`), and go
+over the plane for that. Nothing here has been run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdlite import api, gpu_arrays
+from hvdlite.core.device import AnyArray, DeviceAccess, DeviceArray
+from hvdlite.core.types import Collective, ReduceOp
+from hvdlite.runtime.handle import Handle, Handles
+from hvdlite.training.array_gradients import aligned_empty
+
+_SHARED = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64", "complex64", "complex128")
+"""What TensorFlow and CuPy both exchange; other dtypes go over the host's memory."""
+_GPU: int = 2
+"""kDLCUDA."""
+
+
+def is_on_gpu(tensor: Any) -> bool:
+    """Return whether an eager tensor is in a GPU's memory (32-bit integers of GPUs' operations are not)."""
+    return isinstance(tensor, tf.Tensor) and "GPU" in (getattr(tensor, "backing_device", "") or "")
+
+
+def devices_for(inputs: Sequence[Any], op: ReduceOp | None) -> DeviceAccess | None:
+    """Return the plane for GPUs when it can take all of these tensors, else None: then they go over the host's memory.
+
+    Args:
+        op: of a reduction; None for what only moves.
+    """
+    if not inputs or not all(map(is_on_gpu, inputs)):
+        return None
+    devices = api.runtime().devices
+    if devices is None or devices.missing():
+        return None
+    collective = Collective.BROADCAST if op is None else Collective.ALLREDUCE
+    names = [each.dtype.name for each in inputs]
+    return devices if all(name in _SHARED and devices.carries(collective, op, name) for name in names) else None
+
+
+def call(function: Callable[..., Sequence[AnyArray]], inputs: Sequence[Any], devices: DeviceAccess) -> list[tf.Tensor]:
+    """Call a function of arrays on tensors in a GPU's memory."""
+    arrays = [as_cupy(each) for each in inputs]
+    synchronise()
+    results = function(*(gpu_arrays.lend(array, "tensor", devices, Collective.BROADCAST) for array in arrays))
+    return [tensor_of(each.owner) if isinstance(each, DeviceArray) else tf.convert_to_tensor(each) for each in results]
+
+
+def synchronise() -> None:
+    """Wait until TensorFlow's streams have done what they were given."""
+    importlib.import_module("cupy").cuda.runtime.deviceSynchronize()
+
+
+def finished(handle: Handle | Handles) -> Any:
+    """Wait until a result is there, on the GPU too."""
+    result = handle.wait()
+    for completion in handle.completions():
+        completion.wait()
+    return result
+
+
+def room(like: AnyArray) -> AnyArray:
+    """Return memory for a result of the same shape and dtype."""
+    return gpu_arrays.room(like) if isinstance(like, DeviceArray) else aligned_empty(like.shape, like.dtype)
+
+
+def copied(array: AnyArray) -> AnyArray:
+    """Return a copy that a collective may overwrite."""
+    out = room(array)
+    if isinstance(array, DeviceArray):
+        assert isinstance(out, DeviceArray)
+        out.owner[...] = array.owner  # type: ignore[index]
+        synchronise()
+    else:
+        assert isinstance(out, np.ndarray)
+        np.copyto(out, array)
+    return out
+
+
+def as_cupy(tensor: Any) -> Any:
+    """Return a CuPy array over a tensor."""
+    return importlib.import_module("cupy").from_dlpack(_Exported(tensor))
+
+
+def tensor_of(array: Any) -> tf.Tensor:
+    """Return a tensor over a CuPy array."""
+    return tf.experimental.dlpack.from_dlpack(array.toDlpack())
+
+
+class _Exported:
+    """A tensor as CuPy wants it: TensorFlow's own export takes no stream."""
+
+    def __init__(self, tensor: Any) -> None:
+        self._tensor = tensor
+
+    def __dlpack__(self, **_: Any) -> Any:
+        return tf.experimental.dlpack.to_dlpack(self._tensor)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return _GPU, int(self._tensor.backing_device.rsplit(":", 1)[1])

@@ -1,0 +1,352 @@
+"""Each rank's share of the global batches that a loader yields.
+
+| the loader | what is shared | who decides the order |
+|---|---|---|
+| DataLoader, map style | the indices of each batch: a rank loads its own samples only | replica 0's sampler |
+| DataLoader, iterable style | the samples of each batch, before they are collated | the dataset: the same on all ranks |
+| DataLoader whose samples are batches, other iterables | the rows of each batch | replica 0's sampler; the iterable |
+
+Replica 0's indices are broadcast some thousands at a time, ahead of what any rank's workers ask for. So any sampler will do,
+and shuffling is what it would be in one process. The other ranks' samplers are advanced too: generators stay in step.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterable, Iterator, Sized
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+
+from hvdlite.core.errors import MismatchError
+from hvdlite.training.shares import share, weight
+from hvdlite_torch.elastic import ElasticSampler
+from hvdlite_torch.replica import Replica
+from hvdlite_torch.rows import rows_of, rows_taken
+from hvdlite_torch.scoped import Holdings
+
+CHUNK = 8192
+"""Indices that are broadcast together, or more."""
+_END: Any = object()
+
+
+class CurrentBatch:
+    """The global batch that a strategy's script is at: the one that it took last from a loop that is not over."""
+
+    def __init__(self, replica: Replica, weigh: Callable[[float], None]) -> None:
+        self._replica, self._weigh = replica, weigh
+        self._loops: list[tuple[object, int]] = []  # loops that are not over, and the rows of their batches
+
+    @property
+    def weight(self) -> float:
+        """What this rank's mean counts in the average of all ranks' means."""
+        return weight(self._loops[-1][1], self._replica.number, self._replica.size) if self._loops else 1.0
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether every rank has the whole batch."""
+        return bool(self._loops) and self._loops[-1][1] < self._replica.size
+
+    def reached(self, loop: object, rows: int) -> None:
+        """A loop has come to its next batch."""
+        self._loops = [entry for entry in self._loops if entry[0] is not loop] + [(loop, rows)]
+        self._weigh(self.weight)
+
+    def over(self, loop: object) -> None:
+        """A loop has ended; others go on where they were."""
+        self._loops = [entry for entry in self._loops if entry[0] is not loop]
+        self._weigh(self.weight)
+
+
+class DistributedLoader:
+    """Yields this rank's share of every global batch; otherwise what it was made from.
+
+    All ranks iterate over it together and as far. Each epoch begins with one small exchange, in which ranks agree what is
+    to be mirrored and check that they have the same data.
+
+    Args:
+        loader: a DataLoader, or an iterable of batches.
+    """
+
+    def __init__(self, loader: Iterable[Any], replica: Replica, holdings: Holdings, current: CurrentBatch) -> None:
+        self._loader, self._replica, self._holdings, self._current = loader, replica, holdings, current
+        self._source: _Source = _Whole(loader)
+        if replica.size > 1:
+            _refuse_shared(loader)
+            self._source = _source(loader, replica)
+
+    def __len__(self) -> int:
+        """Return the number of global batches."""
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_loader" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield this rank's shares of one epoch's batches."""
+        depth = self._agree()
+        loop = object()
+        try:
+            for rows, batch in self._source.batches(depth):
+                self._holdings.mirror_if_due()
+                self._current.reached(loop, rows)
+                yield batch
+        finally:
+            self._current.over(loop)
+
+    def _agree(self) -> int:
+        """Agree on what is to be mirrored; return how many batches some rank's workers load ahead.
+
+        Raises:
+            MismatchError: on all ranks, when they have different data.
+        """
+        if self._replica.size == 1:
+            return 0
+        own = (self._source.facts(), self._source.depth, self._holdings.due)
+        everywhere = self._replica.allgather_object(own, "epoch")
+        for number, (facts, _, _) in enumerate(everywhere):
+            if facts != everywhere[0][0]:
+                raise MismatchError(f"ranks distribute different data: replica 0 has {everywhere[0][0]}, replica {number} "
+                                    f"{facts}")
+        self._holdings.due = any(due for _, _, due in everywhere)
+        return max(depth for _, depth, _ in everywhere)
+
+
+class _Source:
+    """Where shares come from."""
+
+    depth = 0  # batches that are asked for before they are needed
+
+    def facts(self) -> dict[str, Any]:
+        """Return what must be equal on all ranks."""
+        return {}
+
+    def batches(self, depth: int) -> Iterator[tuple[int, Any]]:
+        """Yield one epoch: the rows of each global batch, and this rank's share."""
+        raise NotImplementedError
+
+
+class _Whole(_Source):
+    """Batches of a rank that is alone."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self._loader = loader
+
+    def batches(self, depth: int) -> Iterator[tuple[int, Any]]:
+        return ((1, batch) for batch in self._loader)
+
+
+class _Rows(_Source):
+    """Rows of batches that every rank makes whole."""
+
+    def __init__(self, batches: Iterable[Any], replica: Replica) -> None:
+        self._batches = batches
+        self._shared = ShareOfRows(replica)
+
+    def facts(self) -> dict[str, Any]:
+        return {"batches": _length(self._batches)}
+
+    def batches(self, depth: int) -> Iterator[tuple[int, Any]]:
+        return map(self._shared, self._batches)
+
+
+class _Stream(_Source):
+    """Samples of an iterable dataset, which every rank iterates over."""
+
+    def __init__(self, loader: DataLoader[Any], replica: Replica) -> None:
+        collate: Any = ShareOfRows(replica, loader.collate_fn) if loader.batch_size is None else \
+            ShareOfSamples(replica, loader.collate_fn)
+        self._loader = _remade(loader, collate, batch_size=loader.batch_size, drop_last=loader.drop_last)
+
+    def facts(self) -> dict[str, Any]:
+        return {"samples": _length(self._loader.dataset), "workers": self._loader.num_workers,
+                "batch_size": self._loader.batch_size}
+
+    def batches(self, depth: int) -> Iterator[tuple[int, Any]]:
+        return ((rows, batch) for rows, batch in self._loader)
+
+
+class _Indexed(_Source):
+    """Samples of a map-style dataset, in the order of replica 0's sampler."""
+
+    def __init__(self, loader: DataLoader[Any], replica: Replica) -> None:
+        self._has_batches = loader.batch_sampler is not None or isinstance(loader.sampler, BatchSampler)
+        sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        self._indices = _SharedIndices(sampler, replica, is_shared=self._has_batches)
+        self.depth = loader.num_workers * (loader.prefetch_factor or 0)
+        if not self._has_batches:
+            self._loader = _remade(loader, ShareOfRows(replica, loader.collate_fn), batch_size=None, sampler=self._indices)
+        elif loader.batch_sampler is None:
+            self._loader = _remade(loader, loader.collate_fn, batch_size=None, sampler=self._indices)
+        else:
+            self._loader = _remade(loader, loader.collate_fn, batch_sampler=self._indices)
+
+    def facts(self) -> dict[str, Any]:
+        return {"samples": _length(self._loader.dataset), "batches": _length(self._indices.sampler)}
+
+    def batches(self, depth: int) -> Iterator[tuple[int, Any]]:
+        epoch = self._indices.begin(depth)
+        received = 0
+        loaded = iter(self._loader)
+        while True:
+            epoch.look_ahead(received)
+            item = next(loaded, _END)
+            if item is _END:
+                return
+            received += 1
+            yield (epoch.rows.popleft(), item) if self._has_batches else item
+
+
+class _SharedIndices:
+    """Stands for the sampler in this rank's loader."""
+
+    def __init__(self, sampler: Iterable[Any], replica: Replica, *, is_shared: bool) -> None:
+        self.sampler = sampler
+        self._replica, self._is_shared = replica, is_shared
+        self._epoch: _Epoch | None = None
+
+    def begin(self, depth: int) -> _Epoch:
+        """Begin an epoch; the next iteration is over its indices."""
+        self._epoch = _Epoch(self.sampler, self._replica, depth, self._is_shared)
+        return self._epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        assert self._epoch is not None
+        return iter(self._epoch)
+
+    def __len__(self) -> int:
+        return len(self.sampler)  # type: ignore[arg-type]
+
+
+class _Epoch:
+    """One pass over replica 0's sampler.
+
+    Attributes:
+        rows: of the global batches whose shares were asked for and not received yet.
+    """
+
+    def __init__(self, sampler: Iterable[Any], replica: Replica, depth: int, is_shared: bool) -> None:
+        self.rows: collections.deque[int] = collections.deque()
+        self._sampler, self._replica, self._depth, self._is_shared = sampler, replica, depth, is_shared
+        self._own: Iterator[Any] | None = None  # not before the loader asks, as in one process
+        self._waiting: collections.deque[Any] = collections.deque()
+        self._fetched = 0
+        self._is_over = False
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            if not self._waiting and not self._is_over:
+                self._fetch()
+            if not self._waiting:
+                return
+            indices = self._waiting.popleft()
+            if self._is_shared:
+                self.rows.append(len(indices))
+                indices = indices[share(len(indices), self._replica.number, self._replica.size)]
+            yield indices
+
+    def look_ahead(self, received: int) -> None:
+        """Have what workers will ask for after so many batches.
+
+        Ranks whose workers load ahead differently far must not wait for each other in different steps.
+        """
+        while not self._is_over and self._fetched <= received + self._depth:
+            self._fetch()
+
+    def _fetch(self) -> None:
+        """Take over the next chunk from replica 0."""
+        if self._own is None:
+            self._own = iter(self._sampler)
+        error: BaseException | None = None
+        chunk: list[Any] = []
+        if self._replica.number == 0:
+            try:
+                self._is_over = self._draw(chunk)
+            except Exception as raised:  # everybody hears of it
+                error, self._is_over = raised, True
+        text = f"{type(error).__name__}: {error}" if error is not None else ""
+        chunk, self._is_over, text = self._replica.broadcast_object((chunk, self._is_over, text), "indices")
+        if error is not None:
+            raise error
+        if text:
+            raise RuntimeError(f"replica 0's sampler raised {text}")
+        if self._replica.number > 0:
+            for _ in range(len(chunk) + self._is_over):
+                next(self._own, None)
+        self._waiting.extend(chunk)
+        self._fetched += len(chunk)
+
+    def _draw(self, chunk: list[Any]) -> bool:
+        """Fill a chunk from this rank's sampler; return whether the sampler came to its end."""
+        assert self._own is not None
+        count = 0
+        while len(chunk) <= self._depth or count < CHUNK:
+            item = next(self._own, _END)
+            if item is _END:
+                return True
+            if isinstance(item, (torch.Tensor, np.ndarray)):
+                item = item.tolist()
+            chunk.append(item)
+            count += len(item) if self._is_shared else 1
+        return False
+
+
+class ShareOfSamples:
+    """Collates this rank's share of a batch's samples; returns the batch's rows too."""
+
+    def __init__(self, replica: Replica, collate: Callable[[Any], Any]) -> None:
+        self._number, self._size, self._collate = replica.number, replica.size, collate
+
+    def __call__(self, samples: list[Any]) -> tuple[int, Any]:
+        return len(samples), self._collate(samples[share(len(samples), self._number, self._size)])
+
+
+class ShareOfRows:
+    """Converts this rank's share of a batch; returns the batch's rows too."""
+
+    def __init__(self, replica: Replica, convert: Callable[[Any], Any] = lambda batch: batch) -> None:
+        self._number, self._size, self._convert = replica.number, replica.size, convert
+
+    def __call__(self, batch: Any) -> tuple[int, Any]:
+        rows = rows_of(batch)
+        return rows, self._convert(rows_taken(batch, rows, share(rows, self._number, self._size)))
+
+
+def _source(loader: Iterable[Any], replica: Replica) -> _Source:
+    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+        return _Rows(loader, replica)
+    if isinstance(loader.dataset, IterableDataset):
+        return _Stream(loader, replica)
+    return _Indexed(loader, replica)
+
+
+def _refuse_shared(loader: Any) -> None:
+    """Raise `ValueError` for a loader that gives each rank other samples already."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    for sampler in (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)):
+        if isinstance(sampler, (DistributedSampler, ElasticSampler)) and sampler.num_replicas > 1:
+            raise ValueError(f"the loader's {type(sampler).__name__} shares samples out already; give strategy.distribute "
+                             "one over all of them, with the global batch size (shuffle=True, or a sampler for one process)")
+
+
+def _remade(loader: DataLoader[Any], collate: Callable[[Any], Any] | None, **sampling: Any) -> DataLoader[Any]:
+    """Return a loader like the user's, with another sampler."""
+    return DataLoader(
+        loader.dataset, num_workers=loader.num_workers, collate_fn=collate, pin_memory=loader.pin_memory,
+        timeout=loader.timeout, worker_init_fn=loader.worker_init_fn, multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator, prefetch_factor=loader.prefetch_factor, persistent_workers=loader.persistent_workers,
+        **sampling)
+
+
+def _length(sized: Any) -> int | None:
+    """Return a length, or None where there is none."""
+    if not isinstance(sized, Sized):
+        return None
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError):
+        return None

@@ -1,0 +1,217 @@
+"""`MirroredStrategy`: one replica of the model per rank, in step, without further ado."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from hvdlite import api
+from hvdlite.core.process_set import ProcessSet, global_process_set
+from hvdlite.core.types import ReduceOp
+from hvdlite.runtime.runtime import Runtime
+from hvdlite.training.launching import launch
+from hvdlite.training.scopes import Scopes
+from hvdlite_torch.compression import Compression, Compressor
+from hvdlite_torch.distributed_loader import CurrentBatch, DistributedLoader
+from hvdlite_torch.replica import Replica
+from hvdlite_torch.rows import mapped
+from hvdlite_torch.scoped import Holdings
+
+_OPS = {"SUM": ReduceOp.SUM, "MEAN": ReduceOp.AVERAGE}
+_scopes: Scopes[Holdings] = Scopes({torch.nn.Module: Holdings.add_module, torch.optim.Optimizer: Holdings.add_optimizer},
+                                   "MirroredStrategy")
+
+
+class MirroredStrategy:
+    """One replica of the model per rank, in step: `with strategy.scope():` around what makes modules and optimizers.
+
+    Optimizers that are made in the scope average their gradients over the ranks (see `DistributedOptimizer`). Parameters,
+    buffers and optimizer state become rank 0's: parameters when the optimizer is made, and everything before the first batch
+    of a distributed loader, `run` or step after that, and again after a `load_state_dict` of something made in the scope.
+    Batches are global: `distribute` gives each rank its share, and averages weigh ranks by their samples, so losses are to
+    be means over the batch. Started without a launcher there is one replica, and everything runs as without a strategy.
+
+    A `load_state_dict` is for all ranks; on some only, it counts when it comes before the first batch or step, or between
+    the epochs of a distributed loader. Running statistics of BatchNorm are each rank's own, after the first step.
+
+    Args:
+        devices: how many ranks `launch` starts when no launcher has; a number, or as many as the list is long.
+        scale_learning_rate: multiply learning rates (also of parameter groups that are added) by the number of replicas.
+        sync_batch_norm: make BatchNorm layers of the scope `hvd.SyncBatchNorm`: they normalise the global batch.
+        backward_passes_per_step: like `DistributedOptimizer`'s.
+        compression: like `DistributedOptimizer`'s.
+        process_set: the ranks that have replicas; on others, there is one replica.
+
+    Raises:
+        LaunchError: when there is a launch environment, and ranks cannot meet; `hvd.init()` is called here if need be.
+        UnsupportedError: for an unregistered process set.
+    """
+
+    def __init__(self, devices: int | Sequence[Any] | None = None, *, scale_learning_rate: bool = False,
+                 sync_batch_norm: bool = False, backward_passes_per_step: int = 1,
+                 compression: type[Compressor] = Compression.none, process_set: ProcessSet = global_process_set,
+                 _runtime: Runtime | None = None) -> None:
+        if _runtime is None and not api.is_initialized():
+            api.init()
+        self.devices = devices if isinstance(devices, int) else len(devices or ()) or None
+        self._settings = (scale_learning_rate, sync_batch_norm, backward_passes_per_step, compression)
+        self._replica = Replica(_runtime or api.runtime(), api.set_id(process_set))
+        self._holdings = Holdings(
+            self._replica, process_set, learning_rate_factor=self._replica.size if scale_learning_rate else 1,
+            sync_batch_norm=sync_batch_norm, backward_passes_per_step=backward_passes_per_step, compression=compression)
+        self._current = CurrentBatch(self._replica, self._holdings.weigh)
+
+    def __reduce__(self) -> Any:
+        """A copy in another process, where `launch` brings it, is a strategy of that process's job."""
+        return _of_settings, (self.devices, *self._settings)
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas: of ranks in the process set."""
+        return self._replica.size
+
+    @contextmanager
+    def scope(self) -> Iterator[MirroredStrategy]:
+        """Distribute optimizers that this thread makes inside, and remember modules.
+
+        An optimizer is distributed when `torch.optim.Optimizer.__init__` is over, whichever its class and whoever makes it.
+        While any thread is in a scope, the two classes' `__init__` is ours; afterwards it is theirs again.
+
+        Raises:
+            RuntimeError: inside another strategy's scope, or when another thread is inside this one's.
+        """
+        if (self.devices or 1) > 1 and self._replica.size == 1:
+            warnings.warn(f"MirroredStrategy(devices={self.devices}), but this is the only rank: start the ranks with "
+                          f"strategy.launch(main), or with hvdrun -np {self.devices}", stacklevel=3)
+        with _scopes.entered(self._holdings):
+            yield self
+
+    def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        """Return `fn(*args, **kwargs)`, after mirroring what is due; all ranks call this together."""
+        self._holdings.mirror_if_due()
+        return fn(*args, **(kwargs or {}))
+
+    def mirror(self) -> None:
+        """Give all parameters, buffers and optimizer state of the scope rank 0's values now; all ranks call this together.
+
+        It happens by itself when a loop begins; this is for what nothing tells of, such as running statistics of BatchNorm
+        before an evaluation.
+
+        Raises:
+            MismatchError: on all ranks, when they have not made the same.
+        """
+        self._holdings.mirror()
+
+    def distribute(self, loader: Iterable[Any]) -> DistributedLoader:
+        """Return a loader of this rank's shares of the global batches that `loader` yields; all ranks call this.
+
+        See `distributed_loader` for what is shared how. A batch with fewer rows than there are replicas goes to all of them.
+        The global batch of which a loop took its share last is the current one, until the loop ends.
+
+        Args:
+            loader: a DataLoader over all samples with the global batch size, or an iterable of batches (structures of
+                tensors and arrays).
+
+        Raises:
+            ValueError: when the loader's sampler shares samples out already.
+        """
+        if isinstance(loader, DistributedLoader):
+            return loader
+        return DistributedLoader(loader, self._replica, self._holdings, self._current)
+
+    def reduce(self, op: str | ReduceOp, value: Any, axis: int | None = None) -> Any:
+        """Return the reduction of every replica's value, on all of them; all ranks call this together. Not differentiable.
+
+        Values belong to the current batch: a MEAN weighs replicas by their samples of it, and a SUM counts a batch that all
+        replicas have whole once. So the mean of the losses is the global batch's. Outside of loops over distributed batches,
+        all count alike.
+
+        Args:
+            op: "SUM" or "MEAN", or a `ReduceOp`.
+            value: a tensor, a number, or a structure (dict, list, tuple) of them.
+            axis: reduce over this axis too, whose length may differ between replicas: a MEAN is that of all elements then.
+
+        Returns:
+            A structure like `value`; a float or int for a number. Means of integers are floats.
+
+        Raises:
+            ValueError: for another op, and for an axis with an op other than SUM and MEAN.
+        """
+        operation = _operation(op)
+        if axis is not None and operation not in (ReduceOp.SUM, ReduceOp.AVERAGE):
+            raise ValueError(f"reduce over an axis is for SUM and MEAN, not {operation.name}")
+        return mapped(value, lambda leaf: self._reduced(operation, leaf, axis))
+
+    def gather(self, value: Any, axis: int = 0) -> Any:
+        """Return every replica's value, concatenated along an axis in the order of the global batch, on all replicas.
+
+        Of a batch that all replicas have whole, one copy. All ranks call this together. Not differentiable.
+
+        Args:
+            value: a tensor, or a structure (dict, list, tuple) of them; lengths may differ between replicas along the axis.
+
+        Raises:
+            ValueError: for a scalar.
+            MismatchError: on all ranks, when shapes differ in another axis, or dtypes do.
+        """
+        def gathered(leaf: Any) -> torch.Tensor:
+            tensor = torch.as_tensor(leaf)
+            if tensor.dim() == 0:
+                raise ValueError("gather concatenates tensors of one dimension or more; this one is a scalar")
+            if self._current.is_repeated:
+                return tensor.detach().clone()
+            return torch.cat([part.movedim(0, axis) for part in self._replica.allgather(tensor.movedim(axis, 0))], axis)
+        return mapped(value, gathered)
+
+    def launch(self, main: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        """Call `main` on as many ranks as `devices` said, and return what rank 0's returned; see `hvdlite.run`.
+
+        Among ranks that a launcher has started, and without a number of devices, it is only called here.
+        """
+        return launch(main, args, kwargs, self.devices)
+
+    def _reduced(self, op: ReduceOp, value: Any, axis: int | None) -> Any:
+        tensor = torch.as_tensor(value).detach()
+        averages = op is ReduceOp.AVERAGE
+        if averages and not (tensor.is_floating_point() or tensor.is_complex()):
+            tensor = tensor.to(torch.get_default_dtype())
+        result = tensor
+        if axis is not None:
+            result = self._over_axis(tensor, axis, averages)
+        elif averages and self._current.weight != 1:
+            result = self._replica.allreduce(tensor * self._current.weight, op)
+        elif op is not ReduceOp.SUM or not self._current.is_repeated:
+            result = self._replica.allreduce(tensor, op)
+        return result if isinstance(value, torch.Tensor) else result.item() if result.dim() == 0 else result
+
+    def _over_axis(self, tensor: torch.Tensor, axis: int, averages: bool) -> torch.Tensor:
+        """Return sum or mean over an axis and the replicas; sums are kept in float64, so that no count is rounded."""
+        wide = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64) if averages else tensor
+        sums = wide.sum(axis)
+        if self._current.is_repeated:
+            total, count = sums, torch.tensor(tensor.shape[axis])
+        elif averages:
+            both = torch.cat([sums.reshape(-1), sums.new_tensor([tensor.shape[axis]])])
+            both = self._replica.allreduce(both, ReduceOp.SUM)
+            total, count = both[:-1].reshape(sums.shape), both[-1]
+        else:
+            return self._replica.allreduce(sums, ReduceOp.SUM)
+        return (total / count).to(tensor.dtype) if averages else total
+
+
+def _operation(op: str | ReduceOp) -> ReduceOp:
+    if isinstance(op, str):
+        if op.upper() not in _OPS:
+            raise ValueError(f"reduce takes 'SUM' or 'MEAN', or a ReduceOp, not {op!r}")
+        return _OPS[op.upper()]
+    return ReduceOp(op)
+
+
+def _of_settings(devices: int | None, scale_learning_rate: bool, sync_batch_norm: bool, backward_passes_per_step: int,
+                 compression: type[Compressor]) -> MirroredStrategy:
+    return MirroredStrategy(devices, scale_learning_rate=scale_learning_rate, sync_batch_norm=sync_batch_norm,
+                            backward_passes_per_step=backward_passes_per_step, compression=compression)

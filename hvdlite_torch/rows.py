@@ -1,0 +1,73 @@
+"""Rows of batches: structures of tensors whose first dimension counts samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def rows_of(batch: Any) -> int:
+    """Return how many samples a batch has: the length of the first tensor or array in it.
+
+    Raises:
+        TypeError: when there is none.
+    """
+    for leaf in _leaves(batch):
+        if isinstance(leaf, (torch.Tensor, np.ndarray)) and leaf.ndim > 0:
+            return int(leaf.shape[0])
+    raise TypeError(f"a batch of type {type(batch).__name__} cannot be shared among ranks: there is no tensor in it "
+                    "whose first dimension counts samples. Distribute a DataLoader over single samples, or batches made of "
+                    "tensors, arrays, dicts, lists and tuples")
+
+
+def rows_taken(batch: Any, count: int, rows: slice) -> Any:
+    """Return some samples of a batch of `count`; values that are no tensors stay whole, and so do scalars.
+
+    Raises:
+        ValueError: for a tensor of another length.
+    """
+    def taken(leaf: Any) -> Any:
+        if not isinstance(leaf, (torch.Tensor, np.ndarray)) or leaf.ndim == 0:
+            return leaf
+        if leaf.shape[0] != count:
+            raise ValueError(f"a batch has tensors of {count} and of {leaf.shape[0]} rows: it cannot be shared among ranks")
+        return leaf[rows]
+
+    def of_samples(values: list[Any] | tuple[Any, ...]) -> Any:
+        """Lists with an entry a sample, such as file names, are shared too."""
+        plain = all(isinstance(each, (str, bytes, int, float)) for each in values)
+        return values[rows] if plain and len(values) == count else None
+
+    return mapped(batch, taken, of_samples)
+
+
+def mapped(value: Any, change: Callable[[Any], Any], whole: Callable[[Any], Any] = lambda values: None) -> Any:
+    """Return a structure with every leaf changed.
+
+    Args:
+        whole: is asked about every list and tuple first: what to put in its place, or None to go on inside.
+    """
+    if isinstance(value, Mapping):
+        changed = {key: mapped(item, change, whole) for key, item in value.items()}
+        return changed if type(value) is dict else type(value)(changed)  # type: ignore[call-arg]
+    if isinstance(value, (list, tuple)):
+        instead = whole(value)
+        if instead is not None:
+            return instead
+        items = [mapped(item, change, whole) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return change(value)
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        for item in value.values():
+            yield from _leaves(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _leaves(item)
+    else:
+        yield value

@@ -1,0 +1,358 @@
+"""What is made in a strategy's scope: modules are remembered, optimizers are distributed, all of them are mirrored.
+
+Rules
+- A parameter's gradient is reduced once a backward pass, by the first living optimizer of the scope that has it. Others that
+  have it too share that reduction: their `step` waits for it, their `zero_grad` clears it.
+- Whatever decides that ranks communicate is the same on all of them: an optimizer is made, a batch or a step is the first
+  one after that or after a `load_state_dict`.
+- Modules are known by class and number of construction; what ranks have besides replica 0 stays as it is.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import BatchNorm1d, BatchNorm2d, BatchNorm3d
+from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from hvdlite.core.errors import MismatchError
+from hvdlite.core.process_set import ProcessSet
+from hvdlite_torch.backward import BackwardHooks
+from hvdlite_torch.compression import Compressor
+from hvdlite_torch.optimizer import Distributed, DistributedOptimizer, is_distributed
+from hvdlite_torch.replica import Replica
+from hvdlite_torch.sync_batch_norm import SyncBatchNorm
+
+
+class Holdings:
+    """What was made in one strategy's scope, as long as it lives.
+
+    Args:
+        learning_rate_factor: learning rates are multiplied by it.
+        sync_batch_norm: whether BatchNorm layers become `SyncBatchNorm`.
+
+    Attributes:
+        due: whether something is to be mirrored before the next batch or step.
+    """
+
+    def __init__(self, replica: Replica, process_set: ProcessSet, *, learning_rate_factor: float, sync_batch_norm: bool,
+                 backward_passes_per_step: int, compression: type[Compressor]) -> None:
+        self.due = False
+        self.learning_rate_factor = learning_rate_factor
+        self._replica, self._process_set = replica, process_set
+        self._sync_batch_norm = sync_batch_norm
+        self._passes, self._compression = backward_passes_per_step, compression
+        self._modules: list[tuple[str, weakref.ref[torch.nn.Module]]] = []
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._optimizers: list[tuple[str, weakref.ref[Any]]] = []
+        self._owners = WeakTensorKeyDictionary()  # by parameter: a weak reference to the hooks that hand its gradient over
+        self._weight = 1.0
+        self._weighing: list[Any] = []  # hooks on gradients, while the weight is not 1
+
+    # --- what is made ------------------------------------------------------------------------------------------------
+
+    def add_module(self, module: torch.nn.Module) -> None:
+        """Remember a module, of which only `torch.nn.Module.__init__` is over yet."""
+        kind = type(module).__name__
+        self._modules.append((f"{kind}{self._counts[kind]}", weakref.ref(module)))
+        self._counts[kind] += 1
+        if not isinstance(module, torch.jit.ScriptModule):
+            module.register_load_state_dict_post_hook(_Reloaded(self))
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Distribute an optimizer, of which only `torch.optim.Optimizer.__init__` is over yet; its parameters are mirrored.
+
+        Raises:
+            MismatchError: on all ranks, when their parameters differ in number, shape or dtype.
+        """
+        if is_distributed(optimizer):
+            return
+        self._convert()
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        names = self._agreed_names(parameters)
+        self.scale(optimizer.param_groups)
+        if "lr" in optimizer.defaults:
+            optimizer.defaults["lr"] = optimizer.defaults["lr"] * self.learning_rate_factor
+        number = len(self._optimizers)
+        optimizer._holdings, optimizer._companions = self, []  # type: ignore[attr-defined]
+        DistributedOptimizer(optimizer, list(zip(names, parameters, strict=True)), compression=self._compression,
+                             backward_passes_per_step=self._passes, process_set=self._process_set,
+                             _runtime=self._replica.runtime, _label=f"{self._replica.label}.{number}", _mixin=Mirrored)
+        optimizer.register_step_pre_hook(_before_step)
+        optimizer.register_step_post_hook(_after_step)
+        self._optimizers.append((f"optimizer{number}", weakref.ref(optimizer)))
+        self._replica.broadcast_tensors([each.detach() for each in parameters if not is_lazy(each)], "parameters")
+        self.due = True
+        self._weigh_anew()
+
+    def scale(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Multiply the learning rates that parameter groups have."""
+        if self.learning_rate_factor != 1:
+            for group in groups:
+                if "lr" in group:
+                    group["lr"] = group["lr"] * self.learning_rate_factor
+
+    def owner(self, parameter: torch.Tensor) -> BackwardHooks | None:
+        """Return who hands a parameter's gradient over already."""
+        reference = self._owners.get(parameter)
+        return None if reference is None else reference()
+
+    def own(self, parameter: torch.Tensor, hooks: BackwardHooks) -> None:
+        """Note who hands a parameter's gradient over."""
+        self._owners[parameter] = weakref.ref(hooks)
+
+    def _agreed_names(self, parameters: Sequence[torch.Tensor]) -> list[str]:
+        """Return replica 0's names for an optimizer's parameters."""
+        own = list(zip(self._names(parameters), map(_kind, parameters), strict=True))
+        everywhere = self._replica.allgather_object(own, "optimizer")
+        for number, theirs in enumerate(everywhere):
+            first, others = [kind for _, kind in everywhere[0]], [kind for _, kind in theirs]
+            if first != others:
+                index = next((index for index, (one, other) in enumerate(zip(first, others, strict=False)) if one != other),
+                             min(len(first), len(others)))
+                told = [f"'{each[index][0]}', {_told(each[index][1])}" if index < len(each) else "no more"
+                        for each in (everywhere[0], theirs)]
+                raise MismatchError(f"the optimizers that ranks make in the scope differ at parameter {index}: replica 0 "
+                                    f"has {told[0]}, replica {number} {told[1]}; all ranks must make the same ones, in the "
+                                    "same order")
+        return [name for name, _ in everywhere[0]]
+
+    def _names(self, parameters: Sequence[torch.Tensor]) -> list[str]:
+        """Return parameters' paths in their models, which are made unique where needed."""
+        paths: dict[int, tuple[str, str]] = {}
+        for name, module in self._living_modules():
+            for path, parameter in module.named_parameters():
+                paths.setdefault(id(parameter), (name, path))
+        found = [paths.get(id(parameter), ("noname", str(index))) for index, parameter in enumerate(parameters)]
+        times = collections.Counter(path for _, path in found)
+        return [path if times[path] == 1 and name != "noname" else f"{name}.{path}" for name, path in found]
+
+    # --- mirroring ---------------------------------------------------------------------------------------------------
+
+    def mirror_if_due(self) -> None:
+        """Mirror what has been made or loaded since the last time, if anything; all ranks call this together."""
+        if self.due:
+            self.mirror()
+
+    def mirror(self) -> None:
+        """Give all parameters, buffers and optimizer state replica 0's values; all ranks call this together.
+
+        Raises:
+            MismatchError: on all ranks, when a tensor's shape or dtype differs.
+        """
+        self._convert()
+        self.due = False
+        if self._replica.size == 1:
+            return
+        self._mirror_tensors()
+        known = {name: optimizer for name, reference in self._optimizers if (optimizer := reference()) is not None}
+        for name in self._replica.broadcast_object(list(known), "optimizers"):
+            optimizer = known.get(name)
+            state = self._replica.broadcast_structure(None if optimizer is None else optimizer.state_dict(), "state")
+            if optimizer is not None and self._replica.number > 0:
+                _take(optimizer, state)
+
+    def _mirror_tensors(self) -> None:
+        """Send the tensors that replica 0 knows; elsewhere each is looked for under any of the names it has there."""
+        own = self._tensors()
+        aliases: dict[int, list[str]] = {}
+        for name, tensor in own.items():
+            aliases.setdefault(id(tensor), []).append(name)
+        sent = [own[names[0]].detach() for names in aliases.values() if not is_lazy(own[names[0]])]
+        mine = ([(names, *_kind(own[names[0]])[:2], own[names[0]].device.type) for names in aliases.values()
+                 if not is_lazy(own[names[0]])], any(map(is_lazy, own.values())))
+        listed, is_incomplete = self._replica.broadcast_object(mine, "mirror")
+        targets, taken, problem = [], set(), ""
+        for names, shape, dtype, device in listed:
+            found = next((own[name] for name in names if name in own and id(own[name]) not in taken), None)
+            if found is None:
+                targets.append(torch.empty(shape, dtype=getattr(torch, dtype), device=device))
+                continue
+            taken.add(id(found))
+            targets.append(found.detach())
+            if _kind(found)[:2] != (shape, dtype):
+                problem = problem or (f"'{names[0]}' is {_told((shape, dtype, True))} on replica 0 and "
+                                      f"{_told((*_kind(found)[:2], True))} on replica {self._replica.number}")
+        problems = [text for text in self._replica.allgather_object(problem, "problems") if text]
+        if problems:
+            raise MismatchError(f"{problems[0]}; all ranks must make the same modules in the scope, in the same order")
+        self._replica.broadcast_tensors(targets if self._replica.number else sent, "tensors")
+        self.due = is_incomplete  # lazy parameters have no values before the first forward pass
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """Return what is to be mirrored, by name; a tensor has as many names as there are ways to it."""
+        named: dict[str, torch.Tensor] = {}
+        for name, reference in self._optimizers:
+            if (optimizer := reference()) is not None:
+                for group, settings in enumerate(optimizer.param_groups):
+                    named.update((f"{name}.{group}.{index}", each) for index, each in enumerate(settings["params"]))
+        modules = list(self._living_modules())
+        for name, module in modules:
+            for attribute, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    named[f"{name}.{attribute}"] = tensor
+        for name, module in modules:  # with submodules that were copied or unpickled, so that nothing told of them
+            for path, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+                named.setdefault(f"{name}.{path}", tensor)
+        return {name: tensor for name, tensor in named.items() if tensor.device.type != "meta"}
+
+    def _living_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        self._modules = [entry for entry in self._modules if entry[1]() is not None]
+        for name, reference in self._modules:
+            module = reference()
+            if module is not None and hasattr(module, "_parameters"):
+                yield name, module
+
+    def _convert(self) -> None:
+        """Make BatchNorm layers synchronise, in place, so that whoever has one keeps it."""
+        if not self._sync_batch_norm:
+            return
+        for _, root in self._living_modules():
+            for module in root.modules():
+                if type(module) in (BatchNorm1d, BatchNorm2d, BatchNorm3d, torch.nn.SyncBatchNorm):
+                    module.__class__ = SyncBatchNorm
+                    module.process_set = self._process_set  # type: ignore[assignment]
+
+    # --- weights -----------------------------------------------------------------------------------------------------
+
+    def weigh(self, weight: float) -> None:
+        """Multiply gradients by `weight` from now on, before they are accumulated; nothing is done to them when it is 1."""
+        if weight != self._weight:
+            self._weight = weight
+            self._weigh_anew()
+
+    def _weigh_anew(self) -> None:
+        for hook in self._weighing:
+            hook.remove()
+        self._weighing = []
+        if self._sync_batch_norm:
+            for _, root in self._living_modules():
+                for module in root.modules():
+                    if isinstance(module, SyncBatchNorm):
+                        module.gradient_weight = self._weight
+        if self._weight == 1:
+            return
+        weighed = functools.partial(_weighed, self._weight)
+        parameters = {id(parameter): parameter for _, reference in self._optimizers if (optimizer := reference()) is not None
+                      for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad}
+        self._weighing = [parameter.register_hook(weighed) for parameter in parameters.values()]
+
+
+class Mirrored:
+    """Mixed into an optimizer that is made in a scope, before what `DistributedOptimizer` mixes in."""
+
+    _holdings: Holdings
+    _companions: list[BackwardHooks]  # of other optimizers, which reduce gradients for this one
+    _hooks: BackwardHooks
+    _active: bool
+
+    def _watch(self, parameter: torch.Tensor) -> None:
+        owner = self._holdings.owner(parameter)
+        if owner is not None and owner is not self._hooks:
+            if owner not in self._companions:
+                self._companions.append(owner)
+        elif self._active and parameter.requires_grad:
+            super()._watch(parameter)  # type: ignore[misc]
+            self._holdings.own(parameter, self._hooks)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Like the base class's; the new parameters are mirrored before the next step, and reduced. Call it on all ranks."""
+        self._holdings.scale([param_group])
+        self._holdings.due = True
+        super().add_param_group(param_group)  # type: ignore[misc]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Like the base class's; reductions under way are completed first."""
+        for hooks in self._companions:
+            hooks.reducer.cleared()
+        super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        """Accumulate gradients locally; the first backward pass after it reduces the sums."""
+        stack = ExitStack()
+        stack.enter_context(super().no_sync())  # type: ignore[misc]
+        for hooks in self._companions:
+            stack.enter_context(hooks.reducer.suspended())
+        return stack
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Like the base class's; before the next batch or step, everything is mirrored again. Call it on all ranks."""
+        self._holdings.due = True
+        for hooks in self._companions:
+            hooks.reducer.cleared()
+        return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+
+
+class _Reloaded:
+    """Tells that a module has loaded a checkpoint; copies of the module tell nobody."""
+
+    def __init__(self, holdings: Holdings) -> None:
+        self._holdings = weakref.ref(holdings)
+
+    def __call__(self, module: torch.nn.Module, keys: Any) -> None:
+        holdings = self._holdings()
+        if holdings is not None:
+            holdings.due = True
+
+    def __reduce__(self) -> Any:
+        return _deaf, ()
+
+
+def _deaf() -> Any:
+    return _nothing
+
+
+def _nothing(module: torch.nn.Module, keys: Any) -> None:
+    return
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    assert isinstance(optimizer, Mirrored) and isinstance(optimizer, Distributed)
+    has_closure = bool(args[1:] and args[1] is not None) or kwargs.get("closure") is not None
+    if optimizer._synchronizes and not has_closure:
+        for hooks in optimizer._companions:
+            hooks.reducer.finish_if_due()
+    optimizer._holdings.mirror_if_due()
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    assert isinstance(optimizer, Mirrored)
+    for hooks in optimizer._companions:
+        hooks.reducer.stepped()
+
+
+def _take(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load a state dict, without telling anybody, into the dicts and lists there are: others may hold on to them."""
+    groups, tensors = optimizer.param_groups, optimizer.state
+    super(Distributed, optimizer).load_state_dict(state)  # type: ignore[misc]
+    for group, loaded in zip(groups, optimizer.param_groups, strict=True):
+        if group is not loaded:
+            group.clear()
+            group.update(loaded)
+    optimizer.param_groups = groups
+    if optimizer.state is not tensors:
+        tensors.clear()
+        tensors.update(optimizer.state)
+        optimizer.state = tensors
+
+
+def _kind(tensor: torch.Tensor) -> tuple[tuple[int, ...], str, bool]:
+    """Return what must be equal on all ranks: shape, dtype, and whether it is trained."""
+    return () if is_lazy(tensor) else tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad
+
+
+def _told(kind: tuple[tuple[int, ...], str, bool]) -> str:
+    shape, dtype, is_trained = kind
+    return f"{dtype} {list(shape)}{'' if is_trained else ' (frozen)'}"
+
+
+def _weighed(weight: float, gradient: torch.Tensor) -> torch.Tensor:
+    return gradient * weight

@@ -1,0 +1,129 @@
+"""Agents without a network: the remote shell is a script on this machine. What needs real hosts: test_hosts.py."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdlite.core.errors import ProtocolError
+from hvdlite_runner.guardian import marked_processes
+from hvdlite_runner.messages import MAGIC, End, Exited, Frames, Hello, Output, Ping, Signal, Start, frame
+
+ORDERS = [Ping(), Signal(15), End(), Start([(0, 2, 0, 1, 0, 2)], ["python", "é"], {"A": "b"}, True, b"\0parcel")]
+EVENTS = [Hello("3.11.2", "0.1.0", "a", 8, 77), Output(3, "stderr", b"\xff\n"), Exited(3, -9, False, {"rank": 3}, {})]
+
+
+@given(st.lists(st.sampled_from(ORDERS)), st.lists(st.integers(1, 40), min_size=1))
+def test_orders_survive_any_cut_into_pieces(orders: list[object], sizes: list[int]) -> None:
+    stream, frames, received, position = b"".join(map(frame, orders)), Frames(events=False), [], 0  # type: ignore[arg-type]
+    while position < len(stream):
+        size = sizes[position % len(sizes)]
+        received += frames.feed(stream[position:position + size])
+        position += size
+    assert received == orders
+
+
+@given(st.binary(max_size=200).filter(lambda noise: MAGIC not in noise), st.integers(1, 50))
+def test_what_a_login_shell_writes_is_passed_over(noise: bytes, size: int) -> None:
+    stream = noise + MAGIC + b"".join(map(frame, EVENTS))
+    frames = Frames(events=True)
+    pieces = [stream[start:start + size] for start in range(0, len(stream), size)]
+    assert [event for piece in pieces for event in frames.feed(piece)] == EVENTS
+
+
+@given(st.binary(max_size=300))
+def test_garbage_is_an_error_or_nothing(content: bytes) -> None:
+    try:
+        Frames(events=False).feed(content)
+    except ProtocolError:
+        pass
+
+
+def test_a_frame_that_is_too_long_is_not_waited_for() -> None:
+    with pytest.raises(ProtocolError, match="the limit is"):
+        Frames(events=False).feed(b"\xff\xff\xff\xff")
+
+
+@pytest.fixture
+def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A remote shell to "hosts" that are this machine, each with a host name of its own in HOST."""
+    monkeypatch.setenv("TEST_JOB", tmp_path.name)
+    path = tmp_path / "rsh"
+    path.write_text('#!/bin/sh\nexport HOST="$1"; shift\nexec sh -c "$*"\n')
+    path.chmod(0o755)
+    yield path
+    mark = f"TEST_JOB={tmp_path.name}".encode()
+    for _ in range(150):
+        if not marked_processes(mark):
+            return
+        signal.sigtimedwait([], 0.1)
+    raise AssertionError([Path(f"/proc/{pid}/cmdline").read_bytes() for pid in marked_processes(mark)])
+
+
+def command(shell: Path, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "hvdlite_runner.cli", "--no-prefix", "--remote-shell", str(shell), *arguments]
+
+
+def hvdrun(shell: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HVDLITE_", "HOROVOD_"))}
+    return subprocess.run(command(shell, *arguments), capture_output=True, text=True, timeout=60, check=False,
+                          env={**environment, "OMP_NUM_THREADS": "1"})
+
+
+def test_ranks_of_agents_and_of_the_launcher(shell: Path) -> None:
+    ended = hvdrun(shell, "-H", "localhost:1,b:2", "sh", "-c", "echo ${HOST:-here} $HVDLITE_RANK $HVDLITE_CROSS_RANK; "
+                   "exit $((HVDLITE_RANK / 2 * 5))")
+    assert sorted(ended.stdout.splitlines()) == ["b 1 1", "b 2 0", "here 0 0"]
+    assert ended.returncode == 5 and "hvdrun: rank 2 on b failed first: exit code 5" in ended.stderr
+
+
+def test_threads_are_shared_out_on_each_host(shell: Path) -> None:
+    environment = {**os.environ}
+    environment.pop("OMP_NUM_THREADS", None)
+    ended = subprocess.run(command(shell, "-H", "localhost:1,b:2", "sh", "-c", "echo $OMP_NUM_THREADS"), capture_output=True,
+                           text=True, timeout=60, check=True, env=environment)
+    cores = len(os.sched_getaffinity(0))
+    assert sorted(ended.stdout.split()) == sorted([str(cores), *[str(max(1, cores // 2))] * 2])
+    assert f"OMP_NUM_THREADS={cores} on localhost, {max(1, cores // 2)} on b" in ended.stderr
+
+
+def test_a_rank_that_raises_on_another_host_is_told_with_its_traceback(shell: Path) -> None:
+    ended = hvdrun(shell, "-H", "b:2", sys.executable, "-c", "import hvdlite as hvd\nhvd.init()\n"
+                   "if hvd.rank() == 1:\n    raise KeyError('bad batch')\nhvd.barrier()")
+    assert ended.returncode == 1 and "hvdrun: rank 1 failed first: KeyError: 'bad batch' (exit code 1)" in ended.stderr
+
+
+@pytest.mark.parametrize(("script", "told"), [
+    ("echo oops >&2; exit 3", r"host b cannot be reached by rsh \(exit code 3\): oops"),
+    (r"printf '\0hvdlite agent\0\377\377\377\377'; sleep 100", "host b sent something that is no message"),
+    ("sleep 100", "host b did not start its agent within 2 s"),
+])
+def test_a_remote_shell_that_does_something_else(shell: Path, script: str, told: str) -> None:
+    shell.write_text(f"#!/bin/sh\n{script}\n")
+    ended = hvdrun(shell, "--start-timeout", "2", "-H", "b:1", "true")
+    assert ended.returncode == 2 and re.search(told, ended.stderr), ended.stderr
+
+
+def test_a_remote_shell_that_is_not_there() -> None:
+    ended = hvdrun(Path("/no/rsh"), "-H", "b:1", "true")
+    assert ended.returncode == 2 and "cannot start /no/rsh" in ended.stderr and ended.stderr.count("\n") == 1
+
+
+def test_output_of_every_rank_is_kept_here(shell: Path, tmp_path: Path) -> None:
+    ended = hvdrun(shell, "--output-filename", str(tmp_path / "out"), "--fold", "-H", "b:1,c:1", "echo", "loaded")
+    assert ended.returncode == 0 and ended.stdout == "loaded (x2)\n"
+    assert [(tmp_path / f"out/rank.{rank}/stdout").read_text() for rank in (0, 1)] == ["loaded\n"] * 2
+
+
+def test_only_errors_are_shown_until_a_rank_fails(shell: Path) -> None:
+    ended = hvdrun(shell, "--show", "rank0", "-H", "b:2", "sh", "-c", "echo $HVDLITE_RANK; echo why >&2; exit $HVDLITE_RANK")
+    assert ended.returncode == 1 and ended.stdout.splitlines() == ["0", "1"] and ended.stderr.count("why\n") == 2

@@ -1,0 +1,104 @@
+"""`hvdlite`'s own collectives on CuPy's arrays, with doubles of CuPy and of the GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hvdlite
+from hvdlite import api, gpu_arrays
+from hvdlite.core.errors import UnsupportedError
+from hvdlite.runtime import assemble
+from hvdlite.runtime.runtime import Runtime
+from tests import worlds
+from tests.device_double import Gpus
+
+
+class ArrayDouble(np.ndarray):
+    """Stands for `cupy.ndarray`."""
+
+    @property
+    def data(self) -> Any:  # type: ignore[override]
+        return types.SimpleNamespace(ptr=self.ctypes.data)
+
+    @property
+    def device(self) -> Any:  # type: ignore[override]
+        @contextlib.contextmanager
+        def entered() -> Iterator[None]:
+            yield
+        made = entered()
+        made.id = 0  # type: ignore[attr-defined]
+        return made
+
+
+def on_gpu(values: Any) -> ArrayDouble:
+    return np.array(values).view(ArrayDouble)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpus]:
+    made, real, current = Gpus(), assemble.assemble_threads, threading.local()
+    cuda = types.SimpleNamespace(get_current_stream=lambda: types.SimpleNamespace(ptr=0),
+                                 Stream=types.SimpleNamespace(null=contextlib.nullcontext()))
+    module = types.SimpleNamespace(ndarray=ArrayDouble, cuda=cuda, ascontiguousarray=lambda array: on_gpu(array.copy("C")),
+                                   empty=lambda shape, dtype: np.empty(shape, dtype).view(ArrayDouble))
+    monkeypatch.setitem(sys.modules, "cupy", module)
+    monkeypatch.setattr(worlds, "assemble_threads",
+                        lambda *arguments, **options: real(*arguments, **{"devices": made.plane, **options}))
+    monkeypatch.setattr(api, "_runtime", None)
+    monkeypatch.setattr(hvdlite.ops, "runtime", lambda: current.runtime)
+    monkeypatch.setattr(hvdlite.ops, "rank", lambda: current.runtime.world.rank)
+    monkeypatch.setattr(api, "runtime", lambda: current.runtime)
+    made.current = current  # type: ignore[attr-defined]
+    yield made
+    made.end()
+
+
+def test_every_collective(gpus: Any) -> None:
+    def step(runtime: Runtime) -> None:
+        gpus.current.runtime = runtime
+        rank = runtime.world.rank
+        ones = on_gpu(np.full((4, 3), rank + 1.0, np.float32))
+        result = hvdlite.allreduce(ones, op=hvdlite.Sum)
+        assert isinstance(result, ArrayDouble) and (result == 3).all() and (ones == rank + 1).all()
+        assert (hvdlite.allreduce(ones.T, op=hvdlite.Average) == 1.5).all(), "any strides"
+        mine = on_gpu(ones)
+        assert hvdlite.allreduce_(mine, op=hvdlite.Max) is mine and (mine == 2).all()
+        both = hvdlite.grouped_allreduce([on_gpu(ones), on_gpu([rank])], op=hvdlite.Sum)
+        assert all(isinstance(each, ArrayDouble) for each in both) and both[1].tolist() == [1]
+        mixed = hvdlite.grouped_allreduce([on_gpu(ones), np.full(2, rank)], op=hvdlite.Sum)
+        assert isinstance(mixed[0], ArrayDouble) and mixed[1].tolist() == [1, 1]
+        assert hvdlite.allgather(on_gpu([[rank]] * (rank + 1))).tolist() == [[0], [1], [1]]
+        assert (hvdlite.broadcast(ones, 1) == 2).all() and (ones == rank + 1).all()
+        assert hvdlite.reducescatter(on_gpu([1.0, 2.0]), op=hvdlite.Sum).tolist() == [2.0 * (rank + 1)]
+        received, rows = hvdlite.alltoall(on_gpu([10 * rank, 10 * rank + 1]), [1, 1])
+        assert received.tolist() == [rank, 10 + rank] and rows.tolist() == [1, 1]
+        gathered = hvdlite.gather(on_gpu([rank]), 0)
+        assert gathered is None if rank else gathered.tolist() == [0, 1]
+        assert hvdlite.scatter(on_gpu([5 + rank, 6 + rank]), 1).tolist() == [6 + rank]
+        reduced = hvdlite.reduce(on_gpu([rank + 1.0]), 1, op=hvdlite.Sum)
+        assert reduced is None if rank == 0 else reduced.tolist() == [3.0]
+        if rank == 0:
+            hvdlite.send(on_gpu([7]), 1, "p")
+        else:
+            assert hvdlite.recv(on_gpu([0]), 0, "p").tolist() == [7]
+        handle = hvdlite.allreduce_async(on_gpu(ones), op=hvdlite.Sum)
+        assert (hvdlite.synchronize(handle) == 3).all() and hvdlite.poll(handle)
+        with pytest.raises(UnsupportedError, match="not C-contiguous"):
+            hvdlite.allreduce_(ones.T, op=hvdlite.Sum)
+        with pytest.raises(UnsupportedError, match=r"NCCL has no allreduce of int16 with Sum.*asnumpy"):
+            hvdlite.allreduce(on_gpu(np.ones(2, np.int16)), op=hvdlite.Sum)
+    worlds.threads(2, step)
+    assert "allReduce" in gpus.made[0].launches
+
+
+def test_without_a_plane_for_gpus(gpus: Any) -> None:
+    with pytest.raises(UnsupportedError, match=r"no plane for GPUs; or pass cupy.asnumpy"):
+        gpu_arrays.lend(on_gpu([1.0]), "x", None, hvdlite.core.types.Collective.ALLREDUCE)

@@ -1,0 +1,52 @@
+"""TensorFlow's tensors the way of DLPack, with doubles of CuPy and of the GPU: who waits, and what goes which way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+tf = pytest.importorskip("tensorflow")
+
+import hvdlite_tf as hvd  # noqa: E402
+from hvdlite import api  # noqa: E402
+from hvdlite.runtime.runtime import Runtime  # noqa: E402
+from hvdlite_tf import gpu  # noqa: E402
+from tests import worlds  # noqa: E402
+from tests.device_double import Gpus  # noqa: E402
+from tests.runtime.test_gpu_arrays import gpus as gpus  # noqa: E402
+from tests.runtime.test_gpu_arrays import on_gpu  # noqa: E402
+
+
+@pytest.fixture
+def waits(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    counted: list[int] = []
+    monkeypatch.setattr(gpu, "is_on_gpu", lambda tensor: isinstance(tensor, tf.Tensor))
+    monkeypatch.setattr(gpu, "as_cupy", lambda tensor: on_gpu(tensor.numpy()))
+    monkeypatch.setattr(gpu, "tensor_of", lambda array: tf.constant(np.asarray(array)))
+    monkeypatch.setattr(gpu, "synchronise", lambda: counted.append(1))
+    yield counted
+
+
+def test_eager_collectives_wait_for_tensorflow_and_for_nccl(gpus: Any, waits: list[int]) -> None:
+    def step(runtime: Runtime) -> None:
+        gpus.current.runtime = runtime
+        rank = runtime.world.rank
+        assert api.runtime() is runtime
+        ones = tf.fill([3, 2], rank + 1.0)
+        assert (hvd.allreduce(ones, op=hvd.Sum).numpy() == 3).all()
+        both = hvd.grouped_allreduce([ones, tf.constant([rank])], op=hvd.Sum)
+        assert (both[0].numpy() == 3).all() and both[1].numpy().tolist() == [1]
+        assert hvd.allgather(tf.fill([rank + 1], rank)).numpy().tolist() == [0, 1, 1]
+        assert (hvd.broadcast(ones, 1).numpy() == 2).all()
+        assert hvd.reducescatter(tf.constant([1.0, 2.0]), op=hvd.Sum).numpy().tolist() == [2.0 * (rank + 1)]
+        assert hvd.alltoall(tf.constant([10 * rank, 10 * rank + 1])).numpy().tolist() == [rank, 10 + rank]
+        received, rows = hvd.alltoall(tf.range(3), tf.constant([1, 2]))
+        assert rows.numpy().tolist() == [1 + rank] * 2 and len(received) == 2 * (1 + rank)
+        # bfloat16 is not exchanged, int16 not reduced: over the host's memory.
+        assert (hvd.allreduce(tf.fill([2], tf.constant(rank + 1, tf.bfloat16)), op=hvd.Sum).numpy() == 3).all()
+        assert (hvd.allreduce(tf.fill([2], tf.constant(rank + 1, tf.int16)), op=hvd.Sum).numpy() == 3).all()
+    worlds.threads(2, step)
+    assert waits and {"allReduce", "broadcast"} <= set(gpus.made[0].launches)

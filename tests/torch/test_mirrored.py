@@ -1,0 +1,879 @@
+"""`MirroredStrategy`: ranks that train on shares of global batches equal one process, and scopes leave nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.utils.data import (  # noqa: E402  # noqa: E402
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    TensorDataset,
+    get_worker_info,
+)
+
+from hvdlite.core.errors import MismatchError  # noqa: E402
+from hvdlite.core.process_set import ProcessSet  # noqa: E402
+from hvdlite.core.types import ReduceOp  # noqa: E402
+from hvdlite.runtime.runtime import Runtime  # noqa: E402
+from hvdlite.training.gradient_reducer import GradientOrderError  # noqa: E402
+from hvdlite_torch import MirroredStrategy  # noqa: E402
+from hvdlite_torch.optimizer import is_distributed  # noqa: E402
+from tests.worlds import processes, threads  # noqa: E402
+
+SAMPLES = 101
+
+
+class Net(torch.nn.Module):
+    def __init__(self, seed: int = 3) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+
+    def forward(self, x: Any) -> Any:
+        return self.layers(x)
+
+
+def dataset(samples: int = SAMPLES) -> TensorDataset:
+    generator = torch.Generator().manual_seed(5)
+    return TensorDataset(torch.randn(samples, 6, generator=generator), torch.randn(samples, 3, generator=generator))
+
+
+def weights(model: Any) -> list[Any]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=1e-3),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+}
+
+
+def train(model: Any, optimizer: Any, batches: Any, epochs: int, clip: bool,
+          reduce: Callable[[Any], Any] = lambda loss: loss) -> list[float]:
+    curve = []
+    for _ in range(epochs):
+        for x, y in batches:
+            optimizer.zero_grad()
+            loss = torch.nn.functional.mse_loss(model(x), y)
+            loss.backward()
+            if clip:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+            curve.append(float(reduce(loss.detach())))
+    return curve
+
+
+def assert_close(ours: list[Any], theirs: list[Any]) -> None:
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("size", "samples", "batch"), [
+    pytest.param(2, 101, 16, id="uneven"), pytest.param(3, 101, 16, id="uneven on 3"),
+    pytest.param(2, 5, 16, id="dataset below a batch"), pytest.param(3, 11, 2, id="batch below the ranks"),
+    pytest.param(3, 20, 6, id="2 rows left for 3")])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_ranks_with_the_global_batch_equal_one_process(kind: str, size: int, samples: int, batch: int) -> None:
+    """Tolerance 1e-4: sums of float32 in another order."""
+    epochs = -(-24 // -(-samples // batch))
+    clip = kind == "sgd"
+    alone = Net()
+    loader = DataLoader(dataset(samples), batch, shuffle=True, generator=torch.Generator().manual_seed(7))
+    expected = train(alone, OPTIMIZERS[kind](alone.parameters()), loader, epochs, clip)
+    assert len(expected) >= 20
+
+    def step(runtime: Runtime) -> tuple[list[float], list[Any]]:
+        strategy = MirroredStrategy(_runtime=runtime)
+        with strategy.scope():
+            model = Net(seed=runtime.world.rank)  # rank 0's counts
+            if runtime.world.rank == 0:
+                model.load_state_dict(Net().state_dict())
+            optimizer = OPTIMIZERS[kind](model.parameters())
+        seed = 7 if runtime.world.rank == 0 else 8  # rank 0's order counts
+        shuffled = DataLoader(dataset(samples), batch, shuffle=True, generator=torch.Generator().manual_seed(seed))
+        batches = strategy.distribute(shuffled)
+        assert len(batches) == len(shuffled) and batches.batch_size == batch
+        curve = train(model, optimizer, batches, epochs, clip, lambda loss: strategy.reduce("MEAN", loss))
+        return curve, weights(model)
+
+    results = threads(size, step)
+    for curve, ours in results:
+        assert curve == pytest.approx(expected, rel=1e-4)
+        assert all(torch.equal(mine, first) for mine, first in zip(ours, results[0][1], strict=True)), "ranks differ"
+        assert_close(ours, weights(alone))
+
+
+def test_gradients_are_weighed_before_they_are_accumulated() -> None:
+    batches = [dataset(rows)[:] for rows in (8, 7, 5, 3, 8, 1)]
+    alone = Net()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for index, (x, y) in enumerate(batches):
+        torch.nn.functional.mse_loss(alone(x), y).backward()
+        if index % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def step(runtime: Runtime) -> None:
+        for passes in (1, 2):
+            strategy = MirroredStrategy(backward_passes_per_step=passes, _runtime=runtime)
+            with strategy.scope():
+                model = Net()
+                mine = torch.optim.SGD(model.parameters(), lr=0.1)
+            for index, (x, y) in enumerate(strategy.distribute(batches)):
+                with mine.no_sync() if passes == 1 and index % 2 == 0 else contextlib.nullcontext():
+                    torch.nn.functional.mse_loss(model(x), y).backward()
+                if index % 2:
+                    mine.step()
+                    mine.zero_grad()
+            assert_close(weights(model), weights(alone))
+            assert not strategy._holdings._weighing, "even batches cost nothing, nor does what comes after a loop"
+    threads(2, step)
+
+
+# --- loaders -----------------------------------------------------------------------------------------------------------
+
+
+class Reversed(Sampler):
+    """A sampler with randomness of its own, of which nobody knows."""
+
+    def __init__(self, length: int, seed: int) -> None:
+        self.length, self.random = length, np.random.default_rng(seed)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.random.permutation(self.length).tolist())
+
+    def __len__(self) -> int:
+        return self.length
+
+
+class Squares(Dataset):
+    def __init__(self, length: int) -> None:
+        self.length, self.loaded = length, 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        self.loaded += 1
+        return {"number": index, "square": torch.tensor([index ** 2]), "name": f"sample {index}"}
+
+
+class Stream(IterableDataset):
+    """Workers take turns, as documented by torch."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        for index in range(first, self.length, step):
+            yield {"number": index, "square": torch.tensor([index ** 2]), "name": f"sample {index}"}
+
+
+def block(numbers: Any) -> dict[str, Any]:
+    return {"number": numbers, "square": (numbers ** 2)[:, None], "name": [f"sample {each}" for each in numbers.tolist()]}
+
+
+class Blocks(IterableDataset):
+    """An iterable dataset whose items are batches."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for begin in range(0, 37, 8):
+            yield block(torch.arange(begin, min(37, begin + 8)))
+
+
+class BlocksByIndex(Dataset):
+    """A map-style dataset whose items are batches."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> Any:
+        return list(Blocks())[index]
+
+
+class SquaresByList(Squares):
+    """A dataset that is asked for a whole batch of samples at once."""
+
+    def __getitem__(self, index: Any) -> Any:
+        self.loaded += len(index)
+        return block(torch.tensor(index))
+
+
+LOADERS: dict[str, Callable[[int], Any]] = {
+    "sequential": lambda rank: DataLoader(Squares(37), 8),
+    "shuffled": lambda rank: DataLoader(Squares(37), 8, shuffle=True, generator=torch.Generator().manual_seed(rank)),
+    "drop_last": lambda rank: DataLoader(Squares(37), 8, shuffle=True, drop_last=True,
+                                         generator=torch.Generator().manual_seed(rank)),
+    "own sampler": lambda rank: DataLoader(Squares(37), 8, sampler=Reversed(37, rank)),
+    "own batch sampler": lambda rank: DataLoader(Squares(37), batch_sampler=BatchSampler(Reversed(37, rank), 10, False)),
+    "lists of indices": lambda rank: DataLoader(SquaresByList(37), batch_size=None,
+                                                sampler=BatchSampler(Reversed(37, rank), 8, False)),
+    "batches by index": lambda rank: DataLoader(BlocksByIndex(), batch_size=None, shuffle=True,
+                                                generator=torch.Generator().manual_seed(rank)),
+    "stream": lambda rank: DataLoader(Stream(37), 8),
+    "stream of batches": lambda rank: DataLoader(Blocks(), batch_size=None),
+    "list": lambda rank: list(Blocks()),
+}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("kind", LOADERS)
+def test_every_sample_once_an_epoch(kind: str, size: int) -> None:
+    def step(runtime: Runtime) -> list[list[list[int]]]:
+        strategy = MirroredStrategy(_runtime=runtime)
+        own = LOADERS[kind](runtime.world.rank)
+        loader = strategy.distribute(own)
+        assert strategy.distribute(loader) is loader
+        epochs = []
+        for _ in range(3):
+            shares = []
+            for batch in loader:
+                numbers = batch["number"].tolist()
+                assert batch["square"].tolist() == [[number ** 2] for number in numbers]
+                assert batch["name"] == [f"sample {number}" for number in numbers]
+                assert sorted(strategy.gather(batch["number"]).tolist()) == sorted(
+                    {each for theirs in strategy._replica.allgather_object(numbers, "test") for each in theirs})
+                shares.append(numbers)
+            assert len(shares) == len(own) if not isinstance(getattr(own, "dataset", None), IterableDataset) else True
+            epochs.append(shares)
+        if isinstance(getattr(own, "dataset", None), Squares):
+            loaded = sum(len(numbers) for shares in epochs for numbers in shares)
+            assert own.dataset.loaded == loaded, "a rank loads its share only"
+        return epochs
+
+    ranks = threads(size, step)
+    orders = []
+    for epoch in range(3):
+        shares = [rank[epoch] for rank in ranks]
+        assert all(len(parts[0]) - len(parts[-1]) in (0, 1) for parts in zip(*shares, strict=True))
+        seen = [number for parts in zip(*shares, strict=True) for part in parts for number in part]
+        expected = 32 if kind == "drop_last" else 37
+        assert len(seen) == len(set(seen)) == expected
+        orders.append(seen)
+    shuffles = kind in ("shuffled", "drop_last", "own sampler", "own batch sampler", "lists of indices", "batches by index")
+    assert (orders[0] != orders[1] != orders[2]) == shuffles
+
+
+def test_samplers_without_an_end_and_longer_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hvdlite_torch.distributed_loader.CHUNK", 20)
+
+    class Endless(Sampler):
+        def __iter__(self) -> Iterator[int]:
+            generator = torch.Generator().manual_seed(1)
+            while True:
+                yield int(torch.randint(37, (), generator=generator))
+
+    def step(runtime: Runtime) -> list[list[int]]:
+        strategy = MirroredStrategy(_runtime=runtime)
+        shares = []
+        for batch in strategy.distribute(DataLoader(Squares(37), 8, sampler=Endless())):
+            shares.append(batch["number"].tolist())
+            if len(shares) == 50:
+                break
+        assert strategy._current.weight == 1
+        return shares
+
+    expected = list(zip(range(50), DataLoader(Squares(37), 8, sampler=Endless()), strict=False))
+    for (_, batch), first, second in zip(expected, *threads(2, step), strict=True):
+        assert batch["number"].tolist() == first + second
+
+
+def test_a_generator_is_used_as_in_one_process() -> None:
+    """So a script that shuffles with the global generator has the order that it has without a strategy."""
+    def numbers(loader: Any) -> list[list[int]]:
+        return [batch["number"].tolist() for _ in range(2) for batch in loader]
+
+    generator = torch.Generator().manual_seed(3)
+    expected = numbers(DataLoader(Squares(37), 8, shuffle=True, generator=generator))
+    state = generator.get_state()
+
+    def step(runtime: Runtime) -> list[list[int]]:
+        own = torch.Generator().manual_seed(3)
+        strategy = MirroredStrategy(_runtime=runtime)
+        shares = numbers(strategy.distribute(DataLoader(Squares(37), 8, shuffle=True, generator=own)))
+        assert torch.equal(own.get_state(), state), "on every rank"
+        return shares
+    first, second = threads(2, step)
+    assert [one + two for one, two in zip(first, second, strict=True)] == expected
+
+
+def test_loaders_that_cannot_be_shared_say_so() -> None:
+    def step(runtime: Runtime) -> None:
+        rank = runtime.world.rank
+        strategy = MirroredStrategy(_runtime=runtime)
+        with pytest.raises(ValueError, match="DistributedSampler shares samples out already"):
+            strategy.distribute(DataLoader(Squares(8), 2, sampler=DistributedSampler(Squares(8), 2, rank)))
+        with pytest.raises(MismatchError, match=r"replica 0 has .*'samples': 8.* replica 1 .*'samples': 9"):
+            next(iter(strategy.distribute(DataLoader(Squares(8 + rank), 2))))
+        with pytest.raises(TypeError, match="no tensor in it"):
+            next(iter(strategy.distribute([object()])))
+        with pytest.raises(ValueError, match="of 4 and of 3 rows"):
+            next(iter(strategy.distribute([(torch.ones(4), torch.ones(3))])))
+
+        class Failing(Sampler):
+            def __iter__(self) -> Iterator[int]:
+                yield 1
+                if rank == 0:
+                    raise OSError("no more")
+                yield 2
+        with pytest.raises(Exception, match="no more") as caught:
+            next(iter(strategy.distribute(DataLoader(Squares(8), 2, sampler=Failing()))))
+        assert isinstance(caught.value, OSError) == (rank == 0)
+    threads(2, step)
+
+
+def test_structures_keep_their_types() -> None:
+    from collections import namedtuple
+    Pair = namedtuple("Pair", ["x", "y"])
+
+    def step(runtime: Runtime) -> None:
+        strategy = MirroredStrategy(_runtime=runtime)
+        others = {"array": np.arange(4), "names": ["a", "b", "c", "d"], "scale": torch.tensor(2.0), "k": 3}
+        batch = Pair(torch.arange(4), others)
+        (mine,) = strategy.distribute([batch])
+        begin = 2 * runtime.world.rank
+        assert isinstance(mine, Pair) and mine.x.tolist() == [begin, begin + 1]
+        assert mine.y["array"].tolist() == [begin, begin + 1] and mine.y["names"] == ["abcd"[begin], "abcd"[begin + 1]]
+        assert mine.y["scale"] == 2 and mine.y["k"] == 3
+    threads(2, step)
+
+
+# --- reduce and gather -------------------------------------------------------------------------------------------------
+
+
+def test_reduce_and_gather() -> None:
+    def step(runtime: Runtime) -> None:
+        rank = runtime.world.rank
+        strategy = MirroredStrategy(_runtime=runtime)
+        assert strategy.num_replicas_in_sync == 3
+        assert strategy.reduce("SUM", torch.tensor(rank)) == 3 and strategy.reduce("mean", rank) == 1.0
+        both = strategy.reduce(ReduceOp.MAX, {"a": [torch.tensor([rank, -rank])], "b": (float(rank),)})
+        assert both["a"][0].tolist() == [2, 0] and both["b"] == (2.0,)
+        uneven = torch.arange(float(rank + 1))[:, None].expand(-1, 2)  # [0], [0, 1], [0, 1, 2]
+        torch.testing.assert_close(strategy.reduce("MEAN", uneven, axis=0), torch.full((2,), 4 / 6))
+        torch.testing.assert_close(strategy.reduce("SUM", uneven, axis=0), torch.full((2,), 4.0))
+        assert strategy.reduce("MEAN", torch.tensor([1, 2]), axis=0) == 1.5
+        for op in ("PRODUCE", "MIN"):
+            with pytest.raises(ValueError, match="'SUM' or 'MEAN'"):
+                strategy.reduce(op, 1)
+        with pytest.raises(ValueError, match="over an axis"):
+            strategy.reduce(ReduceOp.MAX, torch.ones(2), axis=0)
+        assert strategy.gather(torch.full((rank, 1), rank)).tolist() == [[1], [2], [2]]
+        assert strategy.gather((torch.full((1, rank), rank).bfloat16(),), axis=1)[0].tolist() == [[1, 2, 2]]
+        assert strategy.gather(torch.tensor([rank == 1]), axis=-1).tolist() == [False, True, False]
+        with pytest.raises(ValueError, match="scalar"):
+            strategy.gather(torch.tensor(1))
+        with pytest.raises(MismatchError, match=r"replica 0 has float32 \(1, 1\), replica 1 float32 \(1, 2\)"):
+            strategy.gather(torch.ones(1, rank + 1))
+        for (x,) in strategy.distribute([(torch.arange(7.0),), (torch.arange(2.0),)]):  # 3 + 2 + 2 rows; all of both rows
+            rows = 7 if len(x) != 2 or strategy._current.weight != 1 else 2
+            assert strategy.reduce("SUM", len(x)) == rows
+            assert strategy.reduce("SUM", x, axis=0) == sum(range(rows))
+            assert strategy.reduce("MEAN", x.mean()) == pytest.approx((rows - 1) / 2)
+            assert strategy.reduce("MEAN", x, axis=0) == pytest.approx((rows - 1) / 2)
+            assert strategy.gather(x).tolist() == list(range(rows))
+    threads(3, step)
+
+
+def test_ranks_outside_of_the_process_set_have_one_replica() -> None:
+    def step(runtime: Runtime) -> None:
+        rank = runtime.world.rank
+        pair = ProcessSet([0, 2])
+        pair.register(runtime.add_process_set((0, 2)).wait(), rank)
+        strategy = MirroredStrategy(process_set=pair, _runtime=runtime)
+        with strategy.scope():
+            model = Net(seed=rank)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        assert strategy.num_replicas_in_sync == (1 if rank == 1 else 2)
+        start = weights(Net(seed=1 if rank == 1 else 0))
+        assert all(torch.equal(mine, other) for mine, other in zip(weights(model), start, strict=True))
+        rows = [len(x) for x, _ in strategy.distribute(DataLoader(dataset(10), 4))]
+        assert rows == ([4, 4, 2] if rank == 1 else [2, 2, 1])
+        train(model, optimizer, strategy.distribute(DataLoader(dataset(10), 4)), 2, clip=False)
+        assert strategy.reduce("SUM", rank) == (1 if rank == 1 else 2)
+    threads(3, step)
+
+
+# --- scopes ------------------------------------------------------------------------------------------------------------
+
+
+def patched() -> bool:
+    return hasattr(torch.optim.Optimizer.__init__, "__wrapped__") or hasattr(torch.nn.Module.__init__, "__wrapped__")
+
+
+def test_a_scope_leaves_nothing_behind() -> None:
+    def step(runtime: Runtime) -> None:
+        originals = vars(torch.optim.Optimizer)["__init__"], vars(torch.nn.Module)["__init__"]
+        strategy, other = MirroredStrategy(_runtime=runtime), MirroredStrategy(_runtime=runtime)
+        with pytest.raises(KeyError), strategy.scope():
+            kept = torch.optim.SGD(Net().parameters(), lr=0.1)
+            with strategy.scope() as again:
+                assert again is strategy and patched()
+            assert is_distributed(torch.optim.SGD(Net().parameters(), lr=0.1))
+            with pytest.raises(RuntimeError, match="another MirroredStrategy"), other.scope():
+                pass
+            with pytest.raises(ValueError, match="learning rate"):
+                torch.optim.SGD(Net().parameters(), lr=-1.0)
+            with pytest.raises(ValueError, match="LBFGS"):  # after the base class's part
+                torch.optim.LBFGS([{"params": [part]} for part in Net().parameters()])
+            raise KeyError("the script's own")
+        assert (vars(torch.optim.Optimizer)["__init__"], vars(torch.nn.Module)["__init__"]) == originals
+        assert is_distributed(kept), "what was made is whole"
+        assert not is_distributed(torch.optim.SGD(Net().parameters(), lr=0.1))
+        with other.scope():
+            assert is_distributed(torch.optim.SGD(Net().parameters(), lr=0.1))
+        assert not patched()
+    threads(1, step)
+
+
+def test_somebody_elses_patch_survives_ours() -> None:
+    def step(runtime: Runtime) -> None:
+        original = torch.nn.Module.__init__
+        strategy = MirroredStrategy(_runtime=runtime)
+        calls = []
+        try:
+            with strategy.scope():
+                ours = torch.nn.Module.__init__
+
+                def theirs(self: Any, *arguments: Any, **named: Any) -> None:
+                    calls.append(type(self))
+                    ours(self, *arguments, **named)
+                torch.nn.Module.__init__ = theirs
+            assert torch.nn.Module.__init__ is theirs
+            with strategy.scope():
+                known = len(strategy._holdings._modules)
+                module = torch.nn.Linear(1, 1)
+                assert len(strategy._holdings._modules) == known + 1, "it is remembered once"
+            assert torch.nn.Module.__init__ is theirs
+            torch.nn.Linear(1, 1)
+            assert len(strategy._holdings._modules) == known + 1 and calls == [torch.nn.Linear] * 2
+            del module
+        finally:
+            torch.nn.Module.__init__ = original
+    threads(1, step)
+
+
+def test_two_threads_with_a_scope_each_and_one_without() -> None:
+    """Ranks are threads here already; each of them trains two models on two more threads."""
+    def step(runtime: Runtime) -> None:
+        strategies = [MirroredStrategy(_runtime=runtime) for _ in range(2)]
+        meeting = threading.Barrier(3, timeout=30)
+        models: dict[int, Any] = {}
+        failures: list[BaseException] = []
+
+        def body(number: int) -> None:
+            try:
+                strategy = strategies[number]
+                with strategy.scope():
+                    meeting.wait()
+                    models[number] = Net(seed=10 * number + runtime.world.rank)
+                    optimizer = OPTIMIZERS["sgd"](models[number].parameters())
+                    meeting.wait()
+                    train(models[number], optimizer, strategy.distribute(DataLoader(dataset(), 16)), 2, clip=False)
+                meeting.wait()
+            except BaseException as error:
+                failures.append(error)
+                meeting.abort()
+        workers = [threading.Thread(target=body, args=(number,)) for number in range(2)]
+        for worker in workers:
+            worker.start()
+        meeting.wait()
+        assert not is_distributed(torch.optim.SGD(Net().parameters(), lr=0.1)), "this thread is in no scope"
+        with pytest.raises(RuntimeError, match=r"thread 'Thread-.*' is inside"), strategies[0].scope():
+            pass
+        meeting.wait()
+        meeting.wait()
+        for worker in workers:
+            worker.join(30)
+        assert not failures, failures
+        for number, model in models.items():
+            alone = Net(seed=10 * number)
+            train(alone, OPTIMIZERS["sgd"](alone.parameters()), DataLoader(dataset(), 16), 2, clip=False)
+            assert_close(weights(model), weights(alone))
+    threads(2, step)
+    assert not patched()
+
+
+class Made:
+    """An optimizer and a scheduler that a library makes."""
+
+    def __init__(self, model: Any) -> None:
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 0.02, total_steps=20)
+
+
+def test_two_models_several_optimizers_and_schedulers_in_one_scope() -> None:
+    def step(runtime: Runtime | None) -> list[list[Any]]:
+        strategy = MirroredStrategy(_runtime=runtime) if runtime is not None else None
+        with strategy.scope() if strategy is not None else contextlib.nullcontext():
+            first, second = Net(1), Net(2)
+            made = Made(first)
+            halves = [torch.optim.SGD(second.layers[0].parameters(), lr=0.1, momentum=0.9),
+                      torch.optim.Adam(second.layers[2].parameters(), lr=0.01)]
+            halving = torch.optim.lr_scheduler.StepLR(halves[0], 2, 0.5)
+        if strategy is not None:
+            assert all(is_distributed(optimizer) for optimizer in (made.optimizer, *halves))
+            assert made.optimizer._parameter_names[first.layers[0].weight] == "layers.0.weight"
+        loader: Any = DataLoader(dataset(37), 8)
+        for x, y in loader if strategy is None else strategy.distribute(loader):
+            for optimizer in (made.optimizer, *halves):
+                optimizer.zero_grad()
+            torch.nn.functional.mse_loss(first(x) + second(x), y).backward()
+            for optimizer in (made.optimizer, *halves):
+                optimizer.step()
+            made.scheduler.step()
+            halving.step()
+        return [weights(first), weights(second)]
+    expected = step(None)
+    for ours in threads(2, step):
+        for mine, theirs in zip(ours, expected, strict=True):
+            assert_close(mine, theirs)
+
+
+class Sharpness(torch.optim.Optimizer):
+    """An optimizer around another one for the same parameters, as sharpness-aware minimisation is written."""
+
+    def __init__(self, parameters: Any, base: Any, rho: float = 0.05, **settings: Any) -> None:
+        super().__init__(parameters, {"rho": rho, **settings})
+        self.base = base(self.param_groups, **settings)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def climb(self) -> None:
+        norm = torch.cat([each.grad.reshape(-1) for group in self.param_groups for each in group["params"]]).norm()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["climbed"] = parameter.grad * (0.05 / norm)
+                parameter.add_(self.state[parameter]["climbed"])
+        self.zero_grad()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(self.state[parameter].pop("climbed"))
+        self.base.step()
+        self.zero_grad()
+
+
+def test_several_optimizers_with_the_same_parameters_reduce_once() -> None:
+    def sharpness(runtime: Runtime | None) -> list[Any]:
+        strategy = MirroredStrategy(_runtime=runtime) if runtime is not None else None
+        with strategy.scope() if strategy is not None else contextlib.nullcontext():
+            model = Net()
+            optimizer = Sharpness(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        loader: Any = DataLoader(dataset(37), 8)
+        for x, y in loader if strategy is None else strategy.distribute(loader):
+            torch.nn.functional.mse_loss(model(x), y).backward()
+            optimizer.climb()
+            torch.nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            scheduler.step()
+            assert optimizer.base.param_groups is optimizer.param_groups, "mirroring loads into what there is"
+        return weights(model)
+
+    def stages(runtime: Runtime | None) -> list[Any]:
+        """The second optimizer takes over, while something still holds on to the first."""
+        strategy = MirroredStrategy(_runtime=runtime) if runtime is not None else None
+        model: Any = None
+        held = []
+        for stage in range(2):
+            with strategy.scope() if strategy is not None else contextlib.nullcontext():
+                model = Net() if model is None else model
+                optimizer = torch.optim.SGD(model.parameters() if stage else model.layers[0].parameters(), lr=0.1)
+            held.append(optimizer)
+            loader: Any = DataLoader(dataset(37), 8)
+            for x, y in loader if strategy is None else strategy.distribute(loader):
+                optimizer.zero_grad(set_to_none=False)
+                torch.nn.functional.mse_loss(model(x), y).backward()
+                optimizer.step()
+        return weights(model)
+
+    for function in (sharpness, stages):
+        expected = function(None)
+        for ours in threads(2, function):
+            assert_close(ours, expected)
+
+
+# --- mirroring ---------------------------------------------------------------------------------------------------------
+
+
+class Normal(torch.nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.norm, self.last = torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3)
+        self.register_buffer("offset", torch.randn(3))
+        self.frozen = torch.nn.Parameter(torch.randn(3), requires_grad=False)
+
+    def forward(self, x: Any) -> Any:
+        return self.last(self.norm(self.first(x))) + self.offset * self.frozen
+
+
+def everything(model: Any, optimizer: Any) -> list[Any]:
+    state = [value for entry in optimizer.state_dict()["state"].values() for value in entry.values() if value is not None]
+    return [*(value.clone() for value in model.state_dict().values()), *map(torch.as_tensor, copy.deepcopy(state)),
+            torch.tensor(optimizer.param_groups[0]["lr"])]
+
+
+@pytest.mark.parametrize("where", ["in the scope", "after it", "rank 0 alone", "between epochs, rank 0 alone", "later"])
+@pytest.mark.parametrize("loop", ["distributed", "by hand", "run"])
+def test_a_checkpoint_is_mirrored_before_the_next_step(where: str, loop: str) -> None:
+    saved_model = Normal(99)
+    saved_optimizer = torch.optim.Adam(saved_model.parameters(), lr=0.5)
+    train(saved_model, saved_optimizer, DataLoader(dataset(24), 8), 1, clip=False)
+    saved = copy.deepcopy((saved_model.state_dict(), saved_optimizer.state_dict()))
+    if where.startswith("between") and loop != "distributed":
+        pytest.skip("ranks agree about that at the beginning of a distributed epoch only")
+
+    def step(runtime: Runtime) -> list[Any]:
+        rank = runtime.world.rank
+        strategy = MirroredStrategy(_runtime=runtime)
+
+        def load() -> None:
+            if rank == 0:
+                model.load_state_dict(saved[0])
+                optimizer.load_state_dict(saved[1])
+            elif "alone" not in where:  # something else, which loses
+                model.load_state_dict(Normal(5).state_dict())
+        with strategy.scope():
+            model = Normal(rank)
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.1 + rank)
+            if where == "in the scope":
+                load()
+        if where in ("after it", "rank 0 alone"):
+            load()
+        if where.startswith("between") or where == "later":
+            train(model, optimizer, strategy.distribute(DataLoader(dataset(16), 8)), 1, clip=False)
+            load()
+        if loop == "distributed":
+            next(iter(strategy.distribute(DataLoader(dataset(8), 8))))
+        elif loop == "run":
+            assert strategy.run(lambda value, more: value + more, (1,), {"more": 2}) == 3
+        else:
+            for parameter in model.parameters():
+                parameter.grad = None
+            optimizer.step()  # nobody has a gradient: nothing moves
+        return everything(model, optimizer)
+
+    expected = everything(*_loaded(saved))
+    for ours in threads(2, step):
+        assert len(ours) == len(expected)
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(ours, expected, strict=True))
+
+
+def _loaded(saved: Any) -> tuple[Any, Any]:
+    model = Normal(0)
+    optimizer = torch.optim.Adam(model.parameters())
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    return model, optimizer
+
+
+def test_ranks_that_make_different_things_are_told() -> None:
+    def step(runtime: Runtime) -> None:
+        rank = runtime.world.rank
+        strategy = MirroredStrategy(_runtime=runtime)
+        with strategy.scope():
+            layer = torch.nn.Linear(2, 2 + rank)
+            told = r"replica 0 has 'weight', float32 \[2, 2\], replica 1 'weight', float32 \[3, 2\]"
+            with pytest.raises(MismatchError, match=told):
+                torch.optim.SGD(layer.parameters(), lr=0.1)
+            del layer
+            if rank == 0:
+                probe = torch.nn.Linear(2, 2)  # on one rank only: that alone is nobody's fault
+                values = probe.weight.detach().clone()
+            model = Net(seed=rank)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        train(model, optimizer, strategy.distribute(DataLoader(dataset(16), 8)), 1, clip=False)
+        if rank == 0:
+            assert torch.equal(probe.weight, values)
+        alone = Net(seed=0)
+        train(alone, torch.optim.SGD(alone.parameters(), lr=0.1), DataLoader(dataset(16), 8), 1, clip=False)
+        assert_close(weights(model), weights(alone))
+        with strategy.scope():
+            buffer = torch.nn.BatchNorm1d(3 + rank)
+        told = r"'BatchNorm1d0.*' is float32 \[3\] on replica 0 and float32 \[4\] on replica 1"
+        with pytest.raises(MismatchError, match=told):
+            strategy.mirror()
+        del buffer
+    threads(2, step)
+
+
+def test_copies_of_modules_and_of_the_strategy() -> None:
+    def step(runtime: Runtime) -> None:
+        rank = runtime.world.rank
+        strategy = MirroredStrategy(_runtime=runtime)
+        with strategy.scope():
+            model = Net(seed=rank)
+            average = torch.optim.swa_utils.AveragedModel(model)  # holds a copy that no constructor told of
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        strategy.mirror()
+        assert_close(weights(average.module), weights(Net(seed=0)))
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        copies = copy.deepcopy(model), torch.load(file, weights_only=False)
+        assert not strategy._holdings.due
+        for each in copies:
+            each.load_state_dict(Net(seed=5).state_dict())
+        assert not strategy._holdings.due, "copies are not in the scope"
+        model.layers[0].load_state_dict(copies[0].layers[0].state_dict())
+        assert strategy._holdings.due
+        strategy.mirror()
+        assert is_distributed(optimizer)
+    threads(2, step)
+
+
+def test_parameters_without_values_yet_are_mirrored_when_they_have_some() -> None:
+    def step(runtime: Runtime) -> list[Any]:
+        strategy = MirroredStrategy(_runtime=runtime)
+        torch.manual_seed(runtime.world.rank)
+        with strategy.scope():
+            model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.LazyLinear(3))
+            optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+        for x, y in strategy.distribute(DataLoader(dataset(16), 8)):
+            torch.nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+        return weights(model)
+    first, second = threads(2, step)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(first, second, strict=True))
+
+
+def test_learning_rates_are_scaled_when_asked() -> None:
+    def step(runtime: Runtime) -> None:
+        for scales in (False, True):
+            strategy = MirroredStrategy(scale_learning_rate=scales, _runtime=runtime)
+            factor = 3 if scales else 1
+            expected = [0.1 * factor, 0.25 * factor, 0.1 * factor]
+            with strategy.scope():
+                model = Net()
+                groups = [{"params": model.layers[0].parameters()}, {"params": [model.layers[2].weight], "lr": 0.25}]
+                optimizer = torch.optim.SGD(groups, lr=0.1)
+            optimizer.add_param_group({"params": [model.layers[2].bias]})
+            assert [group["lr"] for group in optimizer.param_groups] == pytest.approx(expected)
+            train(model, optimizer, strategy.distribute(DataLoader(dataset(16), 8)), 2, clip=False)
+            alone = Net()
+            groups = [{"params": [parameter], "lr": lr} for parameter, lr in zip(
+                (alone.layers[0].weight, alone.layers[0].bias, alone.layers[2].weight, alone.layers[2].bias),
+                (expected[0], *expected), strict=True)]
+            train(alone, torch.optim.SGD(groups), DataLoader(dataset(16), 8), 2, clip=False)
+            assert_close(weights(model), weights(alone))
+    threads(3, step)
+
+
+def test_a_second_backward_says_what_to_do() -> None:
+    def step(runtime: Runtime) -> None:
+        strategy = MirroredStrategy(_runtime=runtime)
+        with strategy.scope():
+            model = Net()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x, y = dataset(8)[:]
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        with pytest.raises(GradientOrderError, match=r"layers\.\d\.\w+.*no_sync"):
+            torch.nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    threads(2, step)
+
+
+# --- processes ---------------------------------------------------------------------------------------------------------
+
+
+def test_workers_streams_and_synchronised_batch_norm_in_processes() -> None:
+    processes(2, """
+        import torch
+        import hvdlite_torch as hvd
+        from tests.torch.test_mirrored import Normal, Squares, Stream, dataset, train, weights, assert_close
+        from torch.utils.data import DataLoader
+        torch.set_num_threads(1)
+        strategy = hvd.MirroredStrategy(sync_batch_norm=True)
+        rank = hvd.rank()
+
+        for workers in (1, 2 + rank):  # ranks may have different numbers of workers
+            own = DataLoader(Squares(41), 4, shuffle=True, num_workers=workers, persistent_workers=True)
+            loader = strategy.distribute(own)
+            orders = []
+            for epoch in range(2):
+                shares = [batch["number"] for batch in loader]
+                assert len(shares) == 11
+                orders.append(strategy.gather(torch.cat(shares)).tolist())
+                assert len(orders[-1]) == 42 and set(orders[-1]) == set(range(41))  # 41 = 10 * 4 + 1: a row for both
+            assert orders[0] != orders[1]
+            del loader, own
+        stream = strategy.distribute(DataLoader(Stream(41), 5, num_workers=2, prefetch_factor=3))
+        for epoch in range(2):
+            seen = [number for batch in stream for number in strategy.gather(batch["number"]).tolist()]
+            assert sorted(seen) == list(range(41)), seen
+        try:
+            list(strategy.distribute(DataLoader(Stream(41), 5, num_workers=rank)))
+        except hvd.MismatchError as error:
+            assert "'workers': 0" in str(error) and "'workers': 1" in str(error), error
+        else:
+            raise SystemExit("streams of different workers are different")
+
+        with strategy.scope():
+            model = Normal(rank)
+            bare = torch.nn.BatchNorm1d(4)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        assert type(model.norm) is hvd.SyncBatchNorm and type(bare) is hvd.SyncBatchNorm
+        curve = train(model, optimizer, strategy.distribute(DataLoader(dataset(37), 8)), 5, False,
+                      lambda loss: strategy.reduce("MEAN", loss))
+        alone = Normal(0)
+        plain = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+        expected = train(alone, plain, DataLoader(dataset(37), 8), 5, False)
+        assert len(curve) == 25
+        assert max(abs(mine - theirs) for mine, theirs in zip(curve, expected)) < 1e-4, (curve, expected)
+        torch.testing.assert_close(model.norm.running_var, alone.norm.running_var, rtol=1e-4, atol=1e-5)
+        assert_close(weights(model), weights(alone))
+    """, timeout=150)
+
+
+def test_alone_and_launched() -> None:
+    (alone,) = processes(1, """
+        import warnings
+        import torch
+        import hvdlite_torch as hvd
+
+        def main(strategy, start):
+            torch.set_num_threads(1)
+            with strategy.scope():
+                model = torch.nn.Linear(2, 1)
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for x, in strategy.distribute([(torch.arange(6.0).reshape(3, 2) + start,)]):
+                model(x).mean().backward()
+                optimizer.step()
+            return strategy.num_replicas_in_sync, strategy.reduce("SUM", hvd.rank()), model.weight.tolist()
+
+        if __name__ == "__main__":
+            strategy = hvd.MirroredStrategy(devices=2)
+            assert strategy.num_replicas_in_sync == 1
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                first = main(strategy, start=1.0)
+            assert "hvdrun -np 2" in str(caught[0].message)
+            assert first[:2] == (1, 0)
+            assert strategy.launch(main, (strategy,), {"start": 1.0})[:2] == (2, 1)
+            assert hvd.MirroredStrategy().launch(main, (hvd.MirroredStrategy(), 1.0))[:2] == (1, 0)
+            print("fine")
+    """, timeout=150)
+    assert "fine" in alone.stdout
