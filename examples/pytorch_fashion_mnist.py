@@ -32,6 +32,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--checkpoint", help="write the model here after every epoch; go on from it when it exists")
     parser.add_argument("--limit", type=int, help="use only so many training images")
     parser.add_argument("--minimum-accuracy", type=float, default=0.0, help="fail below this")
+    parser.add_argument("--cpu", action="store_true", help="leave GPUs alone")
     parser.add_argument("--seed", type=int, default=42)
     return parser.parse_args()
 
@@ -74,13 +75,22 @@ def batches(dataset: TensorDataset, batch_size: int, workers: int, shuffle: bool
     return loader, sampler
 
 
+def gpu_or_cpu(cpu: bool) -> torch.device:
+    """Return this rank's own GPU when there is one for each rank of the host, else the CPU."""
+    if cpu or torch.cuda.device_count() < hvd.local_size():
+        return torch.device("cpu")
+    torch.cuda.set_device(hvd.local_rank())
+    return torch.device("cuda", hvd.local_rank())
+
+
 def evaluate(model: Net, loader: DataLoader, samples: int) -> tuple[float, float]:
     """Return loss and accuracy over all ranks' shares of the test set."""
     model.eval()
+    device = next(model.parameters()).device
     sums = torch.zeros(3)  # loss, correct, seen (the sampler pads shares to equal length)
     with torch.no_grad():
         for x, y in loader:
-            output = model(x)
+            output = model(x.to(device)).cpu()
             sums += torch.tensor([functional.cross_entropy(output, y, reduction="sum").item(),
                                   (output.argmax(1) == y).sum().item(), len(y)])
     loss, correct, seen = hvd.allreduce(sums, op=hvd.Sum, name="test").tolist()
@@ -103,7 +113,8 @@ def main() -> None:
     train_loader, train_sampler = batches(train_set, args.batch_size, args.workers, shuffle=True)
     test_loader, _ = batches(test_set, 1000, 0, shuffle=False)
 
-    model = Net()
+    device = gpu_or_cpu(args.cpu)
+    model = Net().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr * hvd.size(), momentum=args.momentum)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(),
                                          compression=getattr(hvd.Compression, args.compression))
@@ -113,7 +124,7 @@ def main() -> None:
 
     first_epoch = 0
     if args.checkpoint and hvd.rank() == 0 and os.path.exists(args.checkpoint):
-        saved = torch.load(args.checkpoint)
+        saved = torch.load(args.checkpoint, map_location=device)
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         warmup.load_state_dict(saved["warmup"])
@@ -130,7 +141,7 @@ def main() -> None:
         started, seen = time.perf_counter(), 0
         for step, (x, y) in enumerate(train_loader, 1):
             optimizer.zero_grad()
-            functional.cross_entropy(model(x), y).backward()
+            functional.cross_entropy(model(x.to(device)), y.to(device)).backward()
             optimizer.step()
             warmup.step()
             hvd.record_step(len(y))  # for hvdrun --monitor, --scaling and --sweep

@@ -90,6 +90,7 @@ def shutdown() -> None:
         _users = max(0, _users - 1)
         if _runtime is not None and _users == 0:
             _runtime.shutdown()
+            _runtime.progress.withdraw()
             _runtime = None
 
 

@@ -50,7 +50,7 @@ def lend(array: Any, name: str, devices: DeviceAccess | None, collective: Collec
             raise UnsupportedError(f"'{name}': the array of shape {list(array.shape)} is not C-contiguous; pass "
                                    "cupy.ascontiguousarray(...)")
         array = cupy().ascontiguousarray(array)
-    return _lent(array, devices, cupy().cuda.get_current_stream().ptr)
+    return _lent(array, devices, cupy().cuda.get_current_stream())
 
 
 def room(like: DeviceArray) -> DeviceArray:
@@ -59,15 +59,13 @@ def room(like: DeviceArray) -> DeviceArray:
     return like.empty(like.shape)
 
 
-def _lent(array: Any, devices: DeviceAccess, stream: int) -> DeviceArray:
+def _lent(array: Any, devices: DeviceAccess, stream: Any) -> DeviceArray:
     def empty(shape: tuple[int, ...]) -> DeviceArray:
-        streams = cupy().cuda
-        # CuPy gives memory back in the order of a stream: the one that the caller works on.
-        with array.device, streams.ExternalStream(stream, array.device.id) if stream else streams.Stream.null:
+        with array.device, stream:  # CuPy gives memory back in the order of a stream: the one that the caller works on
             made = cupy().empty(shape, array.dtype)
         return _lent(made, devices, stream)
-    return devices.lend(int(array.data.ptr), tuple(array.shape), array.dtype, int(array.device.id), stream=stream,
-                        owner=array, empty=empty)
+    return devices.lend(int(array.data.ptr), tuple(array.shape), array.dtype, int(array.device.id),
+                        stream=int(stream.ptr), owner=array, empty=empty)
 
 
 class GpuHandle:

@@ -66,7 +66,7 @@ _HOMES = {
     "functions": ["allgather_object", "broadcast_global_variables", "broadcast_object", "broadcast_object_fn",
                   "broadcast_variables"],
     "gradient_tape": ["DistributedGradientTape", "PartialDistributedGradientTape"],
-    "mirrored": ["MirroredStrategy"],
+    "keras.tf_mirrored": ["MirroredStrategy"],
     "keras.optimizer": ["DistributedOptimizer", "PartialDistributedOptimizer"],
     "sync_batch_norm": ["SyncBatchNormalization"],
     "keras": ["keras"],

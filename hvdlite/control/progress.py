@@ -53,6 +53,12 @@ class Progress:
             os.close(descriptor)
         self._write()
 
+    def withdraw(self) -> None:
+        """From now on nobody reads it; what was written last stays in the file."""
+        memory, self._memory = self._memory, bytearray(self._memory)
+        if isinstance(memory, mmap.mmap):
+            memory.close()
+
     def block(self) -> float:
         """The script begins to wait for a collective; return what `unblock` wants."""
         now = time.monotonic()

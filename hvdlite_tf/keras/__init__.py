@@ -83,7 +83,7 @@ __all__ = [
 ]
 
 if _keras.backend.backend() == "tensorflow":
-    from hvdlite_tf.mirrored import MirroredStrategy
+    from hvdlite_tf.keras.tf_mirrored import MirroredStrategy
 else:
     from hvdlite_tf.keras.mirrored import MirroredStrategy  # type: ignore[assignment]
 

@@ -64,6 +64,7 @@ def share_even_alone():
 """
 
 
-def run(size: int, body: str, timeout: float = 120.0, environment: dict[str, str] | None = None) -> list[Ended]:
+def run(size: int, body: str, timeout: float = 85.0, environment: dict[str, str] | None = None) -> list[Ended]:
     """Run a step on `size` ranks; one that fails fails the test, with its output."""
-    return processes(size, HEAD + textwrap.dedent(body), timeout=timeout, environment=environment)
+    return processes(size, HEAD + textwrap.dedent(body), timeout=timeout,
+                     environment={"HVDLITE_START_TIMEOUT": "80", **(environment or {})})

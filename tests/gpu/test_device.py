@@ -31,7 +31,7 @@ def device() -> Iterator[Any]:
 def on_gpu(device: Any, array: Any, shift: int = 0) -> DeviceArray:
     import cupy
     room = device.allocate(array.nbytes + 512)
-    memory = room.part(shift * array.itemsize, array.size, array.dtype)
+    memory = room.part(shift, array.size, array.dtype)
     cupy.cuda.runtime.memcpy(memory.pointer, array.ctypes.data, array.nbytes, cupy.cuda.runtime.memcpyHostToDevice)
     memory.owner = room
     return memory

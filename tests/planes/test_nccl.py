@@ -538,5 +538,24 @@ def test_the_real_library_without_a_gpu() -> None:
     with pytest.raises(cupy.cuda.nccl.NcclError) as caught:
         device.communicator(1, first, 0)
     assert "NCCL_ERROR_UNHANDLED_CUDA_ERROR" in device.explain(None, caught.value)
+    # A communicator that was never made says so: the arguments themselves are as CuPy wants them.
+    none, runtime = cupy.cuda.nccl.NcclCommunicator.__new__(cupy.cuda.nccl.NcclCommunicator), cupy.cuda.runtime
+    for call in (lambda: none.allReduce(256, 512, 10, 7, 0, 0), lambda: none.reduce(256, 512, 10, 7, 0, 1, 0),
+                 lambda: none.broadcast(256, 512, 10, 1, 0, 0), lambda: none.reduceScatter(256, 512, 10, 7, 0, 0),
+                 lambda: none.allGather(256, 512, 10, 1, 0), lambda: none.send(256, 10, 1, 0, 0),
+                 lambda: none.recv(256, 10, 1, 0, 0), none.check_async_error):
+        with pytest.raises(cupy.cuda.nccl.NcclError, match="invalid argument"):
+            call()
+    for call in (lambda: device.make_event(), lambda: device._runtime.eventRecord(1, 0), lambda: device.passed(1),
+                 lambda: runtime.streamWaitEvent(0, 1), lambda: device.capturing(0), lambda: device.copy(1, 2, 3, 0),
+                 lambda: runtime.memsetAsync(1, 0, 1, 0), lambda: runtime.deviceGetPCIBusId(0),
+                 lambda: runtime.streamCreateWithPriority(runtime.streamNonBlocking, -5)):
+        device.index = 0
+        with pytest.raises(cupy.cuda.runtime.CUDARuntimeError):
+            call()
+    place = DeviceArray(256, (2, 3, 4), SUPPORTED_DTYPES["bfloat16"], 0, strides=(12, 1, 3))
+    assert device._view(place).strides == (24, 2, 6)
+    device._streams = {}
+    assert device._foreign(4096).ptr == 4096
     with pytest.raises(cupy.cuda.runtime.CUDARuntimeError):
         CupyDevice(0, 0, {})

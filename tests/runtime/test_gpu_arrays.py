@@ -38,6 +38,12 @@ class ArrayDouble(np.ndarray):
         return made
 
 
+class StreamDouble(contextlib.nullcontext):  # type: ignore[type-arg]
+    """Stands for CuPy's current stream."""
+
+    ptr = 0
+
+
 def on_gpu(values: Any) -> ArrayDouble:
     return np.array(values).view(ArrayDouble)
 
@@ -45,8 +51,7 @@ def on_gpu(values: Any) -> ArrayDouble:
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpus]:
     made, real, current = Gpus(), assemble.assemble_threads, threading.local()
-    cuda = types.SimpleNamespace(get_current_stream=lambda: types.SimpleNamespace(ptr=0),
-                                 Stream=types.SimpleNamespace(null=contextlib.nullcontext()))
+    cuda = types.SimpleNamespace(get_current_stream=StreamDouble)
     module = types.SimpleNamespace(ndarray=ArrayDouble, cuda=cuda, ascontiguousarray=lambda array: on_gpu(array.copy("C")),
                                    empty=lambda shape, dtype: np.empty(shape, dtype).view(ArrayDouble))
     monkeypatch.setitem(sys.modules, "cupy", module)

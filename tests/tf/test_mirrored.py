@@ -227,7 +227,8 @@ np.testing.assert_allclose(curve, expected, rtol=1e-3, atol=1e-5)
 same(model, reference)
 
 # The rest of the interface.
-assert isinstance(strategy, tf.distribute.Strategy)
+import hvdlite_tf
+assert isinstance(strategy, tf.distribute.Strategy) and hvdlite_tf.MirroredStrategy is hvd.MirroredStrategy
 with strategy.scope():
     assert tf.distribute.get_strategy() is strategy and tf.distribute.in_cross_replica_context()
 def replica():
@@ -396,6 +397,11 @@ with strategy.scope():
     one = normalized(hvdlite_tf.SyncBatchNormalization())
 same(one, normalized(keras.layers.BatchNormalization()), 1e-3)
 """)
+
+
+@ON_TENSORFLOW
+def test_the_strategy_alone() -> None:
+    run(1, "import hvdlite_tf\nassert hvdlite_tf.MirroredStrategy().num_replicas_in_sync == 1")
 
 
 def test_without_a_launcher_there_is_one_replica_and_launch_starts_more() -> None:

@@ -211,7 +211,7 @@ class NcclPlane:
             warm = self._staging.get(4096)
             lease.communicator.allReduce(warm, warm, 1024, DTYPES["float32"], collectives.SUM, device.stream)
         except device.failure as error:
-            raise self._error(device, None, what, error) from None
+            raise self._error(device, None, what, error) from error
         _log.info("rank %d: %s on GPU %d", self._rank, what, device.index)
         return lease
 
@@ -228,7 +228,7 @@ class NcclPlane:
             what = f"{response.collective.name.lower()} of '{response.names[0]}'"
             if len(response.names) > 1:
                 what += f" and {len(response.names) - 1} more"
-            raise self._error(device, communicator, what, error) from None
+            raise self._error(device, communicator, what, error) from error
 
     def _check(self) -> None:
         """Raise the error that a communicator met while nobody was calling it."""
@@ -238,7 +238,7 @@ class NcclPlane:
                 lease.communicator.check_async_error()
             except device.failure as error:
                 what = f"work under way between ranks {list(self._sets.get(number, ()))}"
-                raise self._error(device, lease.communicator, what, error) from None
+                raise self._error(device, lease.communicator, what, error) from error
 
     def _error(self, device: Device, communicator: Any, what: str, error: Exception) -> HorovodInternalError:
         return HorovodInternalError(f"rank {self._rank}: NCCL failed in {what} on GPU {device.index}: "
