@@ -57,8 +57,8 @@ class Bench:
             os.sched_setaffinity(0, {cores[hvd.local_rank()]})
         torch.set_num_threads(1)
         if hvd.size() > 1:
-            dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{os.environ['BENCH_PORT']}", rank=hvd.rank(),
-                                    world_size=hvd.size())
+            meeting = f"tcp://{os.environ.get('BENCH_HOST', '127.0.0.1')}:{os.environ['BENCH_PORT']}"
+            dist.init_process_group("gloo", init_method=meeting, rank=hvd.rank(), world_size=hvd.size())
         return cls(arguments, mpi, _horovod())
 
     def interleave(self, contenders: Mapping[str, Callable[[], None]], *, warmup: int = 3) -> dict[str, list[float]]:

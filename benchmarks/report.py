@@ -108,7 +108,7 @@ def _planes(rows: Rows, ranks: int) -> list[str]:
 
 def _hierarchical(rows: Rows, ranks: int) -> list[str]:
     plane = rows[0]["case"].partition(", ")[2]
-    return [f"## Two simulated hosts of {ranks // 2} ranks, {plane}, beside all ranks at once", "",
+    return [f"## Two hosts of {ranks // 2} ranks, {plane}, beside all ranks at once", "",
             *_compared(rows, "size", 1e6, "us")]
 
 

@@ -161,14 +161,17 @@ class HierarchicalPlane:
             region = group.next_region((high - low) * reduction.dtype.itemsize)
             slots = [group.slot(index, region, reduction.dtype)[:high - low] for index in range(group.size)]
             begin, end = storeys.own_slice(low, high, reduction.dtype)
-            if sources is not None:
-                for start, stop, part in sources.parts(low, high, reduction.chunk):
-                    reduction.place(part, slots[group.index][start - low:stop - low])
+            own = None if sources is None else sources.single(begin, end) if begin < end else None
+            if sources is not None:  # the own slice stays private where it lies in one piece
+                for first, last in ((low, begin), (end, high)) if own is not None else ((low, high),):
+                    for start, stop, part in sources.parts(first, last, reduction.chunk):
+                        reduction.place(part, slots[group.index][start - low:stop - low])
             group.barrier(wait_until)
             if begin < end:
-                terms = [slots[index][begin - low:end - low] for index in contributors]
+                terms = [reduction.placed(own) if own is not None and index == group.index
+                         else slots[index][begin - low:end - low] for index in contributors]
                 self._sum(storeys, reduction, response, terms, slots[group.index][begin - low:end - low],
-                          group.index not in contributors[2:], wait_until)
+                          own is not None or group.index not in contributors[2:], wait_until)
             group.barrier(wait_until)
             if outputs is not None:
                 self._collect(storeys, slots, outputs, low, high, reduction.dtype)

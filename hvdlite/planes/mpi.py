@@ -35,7 +35,7 @@ from hvdlite.planes.arithmetic import Casts
 from hvdlite.planes.base import WaitUntil
 from hvdlite.planes.engine import EnginePlane, explained
 
-PAUSE: Final = 50e-6
+PAUSE: Final = 200e-6
 """Seconds between tests while the script computes."""
 LIMIT = 1 << 30
 """Bytes of one call."""
