@@ -10,8 +10,9 @@ VERSION = re.search(r'__version__ = "([^"]+)"', (HERE / "hvdlite/_version.py").r
 AUTOTUNE = ["optuna>=3.6"]
 RAY, SPARK, PLOT = ["ray>=2.9"], ["pyspark>=3.4"], ["matplotlib>=3.7"]
 LIGHTNING = ["torch>=2.1", "lightning>=2.2"]
-TEST = [*AUTOTUNE, *LIGHTNING, *RAY, *SPARK, *PLOT, "pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.5", "hypothesis>=6.100", "ruff>=0.6",
-        "mypy>=1.11", "import-linter>=2.1", "nbclient>=0.10", "ipykernel>=6", "mpi4py>=4", "mpich>=4.2"]
+TEST = [*AUTOTUNE, *LIGHTNING, *RAY, *SPARK, *PLOT, "pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.5",
+        "hypothesis>=6.100", "ruff>=0.6", "mypy>=1.11", "import-linter>=2.1", "nbclient>=0.10", "ipykernel>=6",
+        "mpi4py>=4", "mpich>=4.2"]
 
 setup(
     name="hvdlite",
