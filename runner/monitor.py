@@ -17,6 +17,7 @@ from typing import Any, Final, Protocol
 
 from hvdlite.control import progress
 from hvdlite.core.launch_contract import REPORT_SOCKET
+from hvdlite.core.socket_paths import fitting
 from hvdlite_runner.messages import Progress
 from hvdlite_runner.output import numbers
 
@@ -79,7 +80,8 @@ def _who_waits(path: Path) -> str:
     """Ask rank 0; "" when it has no answer at once."""
     with contextlib.suppress(OSError, ValueError, KeyError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
         asking.settimeout(_ASK_SECONDS)
-        asking.connect(str(path))
+        with fitting(str(path)) as short:
+            asking.connect(short)
         parts = []
         while part := asking.recv(1 << 16):
             parts.append(part)

@@ -11,6 +11,7 @@ from pathlib import Path
 from hvdlite.control.witness import Witness
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.launch_contract import PROCESSES_FILE, REPORT_SOCKET
+from hvdlite.core.socket_paths import fitting
 from hvdlite_runner.crew import DIRECTORY_PREFIX
 
 PATIENCE = 8.0
@@ -64,7 +65,8 @@ def find_job(job: str) -> Path:
 def _ask(path: str) -> str:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(PATIENCE)
-        connection.connect(path)
+        with fitting(path) as short:
+            connection.connect(short)
         parts = []
         while part := connection.recv(1 << 16):
             parts.append(part)

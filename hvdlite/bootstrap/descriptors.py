@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hvdlite.core.errors import LaunchError
+from hvdlite.core.socket_paths import fitting
 
 RETRY_SECONDS = 0.01
 _LIMIT = 250  # descriptors in one message (the kernel's limit is 253)
@@ -22,7 +23,8 @@ def give(path: str, descriptors: Sequence[int], receivers: int, timeout: float) 
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         Path(path).unlink(missing_ok=True)  # left by a job that was killed while its ranks met
-        listener.bind(path)
+        with fitting(path) as short:
+            listener.bind(short)
         try:
             listener.listen(receivers)
             listener.settimeout(timeout)
@@ -50,7 +52,8 @@ def take(path: str, timeout: float) -> list[int]:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.settimeout(timeout)
             try:
-                sock.connect(path)
+                with fitting(path) as short:
+                    sock.connect(short)
                 return _received(sock)
             except (FileNotFoundError, ConnectionRefusedError) as error:
                 if time.monotonic() > deadline:

@@ -20,6 +20,7 @@ from typing import Any
 from hvdlite.control.codec import Hello, Welcome
 from hvdlite.control.wire import Connection, challenge_as_client, challenge_as_server
 from hvdlite.core.errors import HvdliteError, LaunchError, ProtocolError
+from hvdlite.core.socket_paths import fitting
 from hvdlite.negotiation.messages import Message
 
 HALF_OPEN_LIMIT = 64
@@ -86,7 +87,11 @@ def listen(address: Address) -> socket.socket:
 
 def _bind(listener: socket.socket, address: Address, target: Any) -> None:
     """Bind to the address, or to all of this host's where that one says nothing about how others reach it."""
-    if not address.path and is_loopback(target[0]) and not is_loopback(address.host):  # Debian: 127.0.1.1 is my name
+    if address.path:
+        with fitting(address.path) as path:
+            listener.bind(path)
+        return
+    if is_loopback(target[0]) and not is_loopback(address.host):  # Debian: 127.0.1.1 is my name
         listener.bind(("", address.port))
         return
     try:
@@ -95,6 +100,14 @@ def _bind(listener: socket.socket, address: Address, target: Any) -> None:
         if error.errno != errno.EADDRNOTAVAIL:
             raise
         listener.bind(("", address.port))  # translated on the way: a service's address, say
+
+
+def _connect(sock: socket.socket, address: Address, target: Any) -> None:
+    if not address.path:
+        sock.connect(target)
+        return
+    with fitting(address.path) as path:
+        sock.connect(path)
 
 
 def is_loopback(host: str) -> bool:
@@ -273,7 +286,7 @@ def _connected(address: Address, deadline: float) -> socket.socket:
             sock = socket.socket(family, socket.SOCK_STREAM)
             try:
                 sock.settimeout(max(0.1, min(CONNECT_SECONDS, deadline - time.monotonic())))
-                sock.connect(target)
+                _connect(sock, address, target)
                 if not address.path:
                     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 return sock

@@ -16,6 +16,7 @@ from typing import Final
 from hvdlite.control.meeting import check_same_user
 from hvdlite.core.errors import HvdliteError
 from hvdlite.core.launch_contract import REPORT_SOCKET
+from hvdlite.core.socket_paths import fitting
 from hvdlite.runtime.lookout import ANSWER_SECONDS, Receiver
 from hvdlite.runtime.stalls import StallReport
 
@@ -37,7 +38,8 @@ class ReportDesk:
         self._path = str(Path(directory) / REPORT_SOCKET)
         self._demand = demand
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(self._path)
+        with fitting(self._path) as path:
+            self._listener.bind(path)
         self._listener.listen(8)
         threading.Thread(target=self._serve, name="hvdlite-reports", daemon=True).start()
 

@@ -360,3 +360,14 @@ def test_a_reader_that_goes_away_does_not_end_the_job() -> None:
     run.wait_for("line")
     run.process.stdout.close()
     assert run.process.wait(60) == 6
+
+
+def test_a_long_temporary_directory_is_no_obstacle(tmp_path: Path) -> None:
+    directory = tmp_path / ("long" * 40)
+    directory.mkdir()
+    ended = subprocess.run([sys.executable, "-m", "hvdlite_runner.cli", "-np", "2", sys.executable, "-c",
+                            "import hvdlite as hvd; hvd.init(); hvd.barrier(); hvd.shutdown()"],
+                           env={**os.environ, "TMPDIR": str(directory)}, capture_output=True, text=True, timeout=60,
+                           check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert not list(directory.iterdir())

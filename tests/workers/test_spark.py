@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -34,6 +35,7 @@ def test_without_a_context() -> None:
 
 @pytest.fixture(scope="module")
 def spark() -> Iterator[None]:
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # else Spark takes the python3 that it finds first
     builder = pyspark.sql.SparkSession.builder.master("local[3]").config("spark.ui.enabled", "false")
     session = builder.config("spark.driver.bindAddress", "127.0.0.1").config("spark.driver.host", "127.0.0.1").getOrCreate()
     session.sparkContext.setLogLevel("OFF")
