@@ -167,3 +167,12 @@ def processes(size: int, source: str, *, timeout: float = 60.0, environment: dic
     for rank in ended:
         assert rank.code == 0, f"rank {rank.rank} ended with {rank.code}\n{rank.stdout}\n{rank.stderr}"
     return ended
+
+
+OTHERS_MEMORY = ("mpich_shm", "vader_", "sm_segment", "plasma", "ray", "torch_", "sem.")
+"""How files in /dev/shm begin that other libraries make, maybe in a test that runs at the same time."""
+
+
+def shared_memory() -> set[str]:
+    """Return the files in /dev/shm that a job of ours could have left."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(OTHERS_MEMORY)}

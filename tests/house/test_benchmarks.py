@@ -21,7 +21,7 @@ SMALL = ["--rounds", "1", "--seconds", "0.001", "--short"]
 
 
 @pytest.mark.parametrize(("script", "ranks", "options"), [
-    ("collectives", 2, SMALL), ("gradients", 2, SMALL), ("training", 2, SMALL), ("training", 1, SMALL),
+    ("collectives", 2, SMALL), ("gradients", 2, SMALL), ("training", 2, SMALL),
     ("idle", 2, ["--idle-seconds", "0.1"]), ("planes", 2, SMALL),
 ])
 def test_it_runs_and_records(script: str, ranks: int, options: list[str], tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from hvdlite_runner.guardian import marked_processes
+from tests.worlds import shared_memory
 
 PYTHON = sys.executable
 
@@ -40,7 +41,7 @@ def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     monkeypatch.delenv("HVDLITE_TEST_MARK_")
     monkeypatch.setenv("TEST_JOB", tmp_path.name)
     tempfile.tempdir = None
-    shared = set(os.listdir("/dev/shm"))
+    shared = shared_memory()
     yield
     tempfile.tempdir = None
     deadline = time.monotonic() + 15
@@ -51,7 +52,7 @@ def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     while (directories := list(tmp_path.glob("hvdlite-*"))) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not directories
-    assert set(os.listdir("/dev/shm")) == shared
+    assert shared_memory() == shared
 
 
 def test_every_line_has_its_rank() -> None:

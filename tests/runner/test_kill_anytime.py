@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from hvdlite_runner.guardian import marked_processes
+from tests.worlds import shared_memory
 
 pytest.importorskip("torch")
 
@@ -47,7 +48,7 @@ def test_a_rank_killed_at_any_moment(seed: int, tmp_path: Path, monkeypatch: pyt
     chance = random.Random(seed)
     size, tag = chance.choice([2, 3]), f"kill-{os.getpid()}-{seed}"
     victim, delay = chance.randrange(size), chance.choice([0.0, chance.uniform(0, 4)])
-    shared = set(os.listdir("/dev/shm"))
+    shared = shared_memory()
     run = subprocess.Popen([sys.executable, "-m", "hvdlite_runner.cli", "-np", str(size), sys.executable, "-c", SCRIPT],
                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                            env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path), "TEST_JOB": tag,
@@ -76,4 +77,4 @@ def test_a_rank_killed_at_any_moment(seed: int, tmp_path: Path, monkeypatch: pyt
     print(f"size {size}, victim {victim}, training {training}, over after {took:.2f} s")
     assert not marked_processes(f"TEST_JOB={tag}".encode()), "a process was left behind"
     assert not list(tmp_path.glob("*hvdlite*")), "a file of ours was left behind"  # torch leaves caches of its own
-    assert set(os.listdir("/dev/shm")) == shared
+    assert shared_memory() == shared

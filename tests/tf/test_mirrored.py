@@ -56,7 +56,8 @@ adam = lambda: keras.optimizers.Adam(0.01, clipnorm=0.05)
 def test_fit_evaluate_and_predict_equal_one_process(backend: str) -> None:
     run(2, COMMON + """
 weights = rng.uniform(0.5, 2, 101).astype("float32")
-for make, options in ((sgd, {}), (adam, {}), (lambda: "sgd", {}), (sgd, {"run_eagerly": True})):
+ways = [(adam, {}), (sgd, {"run_eagerly": True}), (lambda: "sgd", {"steps_per_execution": 3})]
+for make, options in ways if keras.backend.backend() == "tensorflow" else ways[:1]:
     one, other = mirrored(make, **options), compiled(make, **options)
     arguments = dict(batch_size=10, epochs=3, shuffle=False, verbose=0)  # the last batch has one sample, or 11 for two ranks
     same_history(one.fit(X, Y, validation_split=0.1, **arguments), other.fit(X, Y, validation_split=0.1, **arguments))
@@ -80,7 +81,7 @@ raises(ValueError, "equally many", lambda: shuffled.fit(X, Y[:50], verbose=0))
 """, KERAS_BACKEND=backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS[:2])
 def test_datasets_of_every_kind_are_shared_out(backend: str) -> None:
     run(2, COMMON + """
 class Batches(keras.utils.PyDataset):
