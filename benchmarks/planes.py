@@ -44,12 +44,17 @@ class Bare:
         self._plane.open_set(0, tuple(range(hvd.size())))
         self._count = 0
 
-    def allreduce(self, values: Array) -> None:
-        self._count += 1
+    def allreduce(self, values: Array) -> Work:
+        """Return what reduces an array, as it was negotiated before."""
         everybody = tuple(range(hvd.size()))
         response = Response(names=("x",), collective=Collective.ALLREDUCE, dtype="float32", op=ReduceOp.SUM,
                             contributors=everybody, elements=values.size)
-        self._plane.execute(Plan(self._count, everybody, response, [values], [values]), self._wait_until)
+
+        def work() -> None:
+            self._count += 1
+            self._plane.execute(Plan(self._count, everybody, response, [values], [values]), self._wait_until)
+
+        return work
 
     def close(self) -> None:
         self._plane.close()
@@ -80,7 +85,7 @@ def competitions(bench: Bench, nbytes: int, bare: dict[str, Bare]) -> Iterator[t
         raw["raw mpi4py"] = lambda: bench.mpi.Allreduce(MPI.IN_PLACE, theirs)
     for name, plane in bare.items():
         library = {"gloo": "raw gloo", "mpi": "raw mpi4py"}[name]
-        yield name, {"hvdlite": lambda plane=plane: plane.allreduce(ours), library: raw[library]}
+        yield name, {"hvdlite": plane.allreduce(ours), library: raw[library]}
     yield f"job, {runtime().plane_name}", {"hvdlite": lambda: hvd.allreduce_(mine, op=hvd.Sum, name="x"), **raw}
 
 

@@ -165,12 +165,17 @@ class _Work:
                  casts: Casts, wait_until: WaitUntil) -> None:
         self._plan, self._response, self._link, self._wait_until = plan, plan.response, link, wait_until
         self._index, self._size = index, len(plan.ranks)
-        self._root = plan.ranks.index(plan.response.root_rank) if plan.response.root_rank in plan.ranks else -1
         self._dtype = SUPPORTED_DTYPES[plan.response.dtype]
-        self._scratch, self._casts = scratch, casts
-        self._chunk = chunk // self._dtype.itemsize
-        self._contributors = [plan.ranks.index(rank) for rank in plan.response.contributors]
-        self._contributes = bool(plan.sources) and index in self._contributors
+        self._scratch, self._casts, self._chunk = scratch, casts, chunk
+        self._contributes = bool(plan.sources) and plan.ranks[index] in plan.response.contributors
+
+    @property
+    def _root(self) -> int:
+        return self._plan.ranks.index(self._response.root_rank)
+
+    @property
+    def _contributors(self) -> list[int]:
+        return [self._plan.ranks.index(rank) for rank in self._response.contributors]
 
     # --- reductions ------------------------------------------------------------------------------------------------
 
@@ -211,7 +216,7 @@ class _Work:
         for index, total in enumerate(self._response.rows):
             if not total:
                 continue
-            adaptive = AdaptiveSum(self._response, self._dtype, self._chunk, self._casts)
+            adaptive = AdaptiveSum(self._response, self._dtype, self._chunk // self._dtype.itemsize, self._casts)
             source = Concatenation(self._plan.sources[index:index + 1]) if self._contributes else None
             output = Concatenation(self._plan.outputs[index:index + 1]) if self._plan.outputs and receives else None
             bounds = slice_bounds(0, total, self._size, self._dtype)
@@ -222,7 +227,7 @@ class _Work:
             self._combine(adaptive, slices, output, 0, bounds)
 
     def _reduction(self) -> Reduction:
-        return Reduction(self._response, self._dtype, self._size, self._chunk, self._casts)
+        return Reduction(self._response, self._dtype, self._size, self._chunk // self._dtype.itemsize, self._casts)
 
     def _native(self) -> bool:
         nbytes = self._total() * self._dtype.itemsize
@@ -267,13 +272,14 @@ class _Work:
         if sources is not None:
             values = reduction.placed(sources.contiguous(low, bounds[-1]))
         mine = bounds[self._index + 1] - bounds[self._index]
-        received = self._scratch(mine * len(self._contributors), self._dtype)
-        out_bounds = [0, *itertools.accumulate(mine if rank in self._contributors else 0 for rank in range(self._size))]
+        contributors = self._contributors
+        received = self._scratch(mine * len(contributors), self._dtype)
+        out_bounds = [0, *itertools.accumulate(mine if rank in contributors else 0 for rank in range(self._size))]
         largest = max(end - begin for begin, end in itertools.pairwise(bounds))
-        most = max(relative[-1], largest * len(self._contributors))
+        most = max(relative[-1], largest * len(contributors))
         self._link.exchange(values, relative if sources is not None else [0] * (self._size + 1), received, out_bounds, most,
                             self._wait_until)
-        return [received[at * mine:(at + 1) * mine] for at in range(len(self._contributors))]
+        return [received[at * mine:(at + 1) * mine] for at in range(len(contributors))]
 
     def _combine(self, reduction: Reduction | AdaptiveSum, slices: list[Array], outputs: Concatenation | None, low: int,
                  bounds: Sequence[int]) -> None:

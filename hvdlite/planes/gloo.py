@@ -33,10 +33,11 @@ from hvdlite.planes.engine import EnginePlane, explained
 ABORT_SECONDS: Final = 2.0
 """How long Gloo gets to end what was aborted."""
 
-_SUMMED_AS = {"int8": "int8", "uint8": "uint8", "int32": "int32", "uint32": "int32", "int64": "int64", "uint64": "int64",
-              "float32": "float32", "float64": "float64", "complex64": "float32", "complex128": "float64"}
+_SUMMED_AS = {np.dtype(name): np.dtype(other) for name, other in {
+    "int8": "int8", "uint8": "uint8", "int32": "int32", "uint32": "int32", "int64": "int64", "uint64": "int64",
+    "float32": "float32", "float64": "float64", "complex64": "float32", "complex128": "float64"}.items()}
 """What Gloo adds up, and as what: integers of the same width wrap in the same way, complex numbers are two floats."""
-_COMPARED = ("int8", "uint8", "int32", "int64")
+_COMPARED = frozenset(map(np.dtype, ("int8", "uint8", "int32", "int64")))
 
 
 def missing() -> str:
@@ -68,7 +69,7 @@ def _connect(rank: int, swap: Swap, wake: Callable[[], None], address: str, time
     store = _store_class()(lambda text: swap(f"gloo.{number}.{ranks}", ranks, text, wait_until), ranks.index(rank))
     options = gloo._Options()
     options._timeout = datetime.timedelta(seconds=timeout)
-    options._threads = 1
+    options._threads = 2
     is_name = not set(address) <= set("0123456789abcdef.:%")
     options._devices = [gloo.create_device(interface=address) if is_name else gloo.create_device(hostname=address)]
     try:
@@ -123,22 +124,24 @@ class GlooLink:
         self._pid = os.getpid()
         self._begun = 0  # pieces of work in Gloo's hands
         self._done: list[Any] = []  # those of them that are over
-        self._torch = importlib.import_module("torch")
+        self._tensor = importlib.import_module("torch").from_numpy  # over the same memory
         self._distributed = importlib.import_module("torch.distributed")
+        self._reductions: dict[ReduceOp, Any] = {}
 
     def reduces(self, collective: Collective, op: ReduceOp, dtype: np.dtype[np.generic], nbytes: int) -> bool:
         if collective is Collective.REDUCESCATTER or op is ReduceOp.ADASUM:
             return False
         if op is ReduceOp.SUM:
-            return dtype.name in _SUMMED_AS
+            return dtype in _SUMMED_AS
         if op is ReduceOp.PRODUCT:
-            return dtype.kind in "iuf" and dtype.name in _SUMMED_AS
-        return dtype.name in _COMPARED  # of floats it would lose NaNs
+            return dtype.kind in "iuf" and dtype in _SUMMED_AS
+        return dtype in _COMPARED  # of floats it would lose NaNs
 
     def allreduce(self, values: Array, op: ReduceOp, wait_until: WaitUntil) -> None:
-        options = self._distributed.AllreduceOptions()
-        options.reduceOp = self._op(op)
-        self._run(lambda tensor: self._group.allreduce([tensor], options), _addable(values, op), wait_until)
+        if op not in self._reductions:
+            self._reductions[op] = self._distributed.AllreduceOptions()
+            self._reductions[op].reduceOp = self._op(op)
+        self._run(lambda tensor: self._group.allreduce([tensor], self._reductions[op]), _addable(values, op), wait_until)
 
     def reduce(self, values: Array, op: ReduceOp, root: int, wait_until: WaitUntil) -> None:
         options = self._distributed.ReduceOptions()
@@ -225,17 +228,13 @@ class GlooLink:
         self._done.append(future)
         self._wake()
 
-    def _tensor(self, values: Array) -> Any:
-        """Return a tensor over the same memory."""
-        return self._torch.from_numpy(values)
-
     def _op(self, op: ReduceOp) -> Any:
         return getattr(self._distributed.ReduceOp, op.name)
 
 
 def _addable(values: Array, op: ReduceOp) -> Array:
     """Return the same memory as a dtype that Gloo knows."""
-    return values.view(_SUMMED_AS[values.dtype.name]) if op in (ReduceOp.SUM, ReduceOp.PRODUCT) else values
+    return values.view(_SUMMED_AS[values.dtype]) if op in (ReduceOp.SUM, ReduceOp.PRODUCT) else values
 
 
 def _keep_for_ever(thing: Any) -> None:
