@@ -1,5 +1,7 @@
 """The control plane's contract: small messages between rank 0 and the others, and one place to wait.
 
+On several hosts the first rank of each, its leader, speaks with rank 0, and the others of that host with their leader.
+
 A rank has exactly one place where its runtime thread blocks: `wait`. It returns when a message arrived, when a peer was
 lost, or when somebody rang this rank's bell (a user thread with work, or a peer that arrived at a barrier). So a wait
 in the middle of a collective notices a dead peer like any other wait.
@@ -11,7 +13,7 @@ import ctypes
 import dataclasses
 from typing import Protocol
 
-from hvdlite.negotiation.messages import Decision, Report
+from hvdlite.negotiation.messages import Decision, HostReport, Report
 
 yield_processor = ctypes.CDLL(None).sched_yield
 """Let another thread run, the script's above all; unlike `os.sched_yield` before Python 3.13 it releases the GIL."""
@@ -23,6 +25,14 @@ class ReportReceived:
 
     rank: int
     report: Report
+
+
+@dataclasses.dataclass(frozen=True)
+class HostReportReceived:
+    """The leader of the host of `ranks` told the coordinator something (only on rank 0)."""
+
+    ranks: tuple[int, ...]
+    report: HostReport
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +50,22 @@ class PeerLost:
     reason: str
 
 
-Event = ReportReceived | DecisionReceived | PeerLost
+Event = ReportReceived | HostReportReceived | DecisionReceived | PeerLost
 
 
 class ControlPlane(Protocol):
-    """A star around rank 0. All methods but `wake` belong to the runtime thread."""
+    """A star around rank 0. All methods but `wake` belong to the runtime thread.
+
+    Attributes:
+        above: the rank through which this one speaks with rank 0: its host's leader, or rank 0 itself.
+        below: the ranks that speak with rank 0 through this one. They need it until they have left.
+    """
+
+    @property
+    def above(self) -> int: ...
+
+    @property
+    def below(self) -> frozenset[int]: ...
 
     def send_report(self, report: Report) -> None:
         """Send to rank 0; never blocks. Not called on rank 0."""

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from hvdlite.core.errors import ProtocolError
-from hvdlite.negotiation.messages import Decision, Message, Report
+from hvdlite.negotiation.messages import Decision, HostReport, Message, Report
 
 
 class Hello(Message, frozen=True):
@@ -34,6 +34,7 @@ class Welcome(Message, frozen=True):
     reached_at: str = ""  # rank 0's IP address, as most other hosts know it; "" when there are none
     clock: float = 0.0  # rank 0's monotonic clock, in seconds
     lacks: tuple[tuple[str, str], ...] = ()  # engines that some rank cannot use, and why
+    led: bool = False  # whether each host's first rank speaks for all of its ranks from here on
     refusal: str = ""
     epoch: int = 0
 
@@ -52,10 +53,12 @@ class Kind(enum.IntEnum):
     REPORT = 3
     DECISION = 4
     HEARTBEAT = 5
+    HOST_REPORT = 6
 
 
 _TYPES: dict[Kind, type[Message]] = {
     Kind.HELLO: Hello, Kind.WELCOME: Welcome, Kind.REPORT: Report, Kind.DECISION: Decision, Kind.HEARTBEAT: Heartbeat,
+    Kind.HOST_REPORT: HostReport,
 }
 _KINDS = {kind_type: kind for kind, kind_type in _TYPES.items()}
 _DECODERS: dict[Kind, msgspec.msgpack.Decoder[Any]] = {

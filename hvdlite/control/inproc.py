@@ -37,6 +37,9 @@ class _Mailbox:
 class InprocControl:
     """Like `StarControl`, between threads."""
 
+    above = 0
+    below: frozenset[int] = frozenset()
+
     def __init__(self, rank: int, mailboxes: Sequence[_Mailbox]) -> None:
         self._rank = rank
         self._mailboxes = mailboxes

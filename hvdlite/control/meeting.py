@@ -122,14 +122,17 @@ def reached_at(connections: Iterable[Connection]) -> str:
     return max(addresses, key=addresses.count, default="")
 
 
-def receive_ranks(listener: socket.socket, address: Address, own: Hello, *, timeout: float,
-                  frame_limit: int) -> tuple[dict[int, Connection], Welcome]:
+def receive_ranks(listener: socket.socket, address: Address, own: Hello, *, timeout: float, frame_limit: int,
+                  led: bool = False) -> tuple[dict[int, Connection], Welcome]:
     """On rank 0: wait for all other ranks and welcome them.
+
+    Args:
+        led: whether hosts are to have leaders, when there are several.
 
     Raises:
         LaunchError: when some have not come within `timeout` seconds, naming them, or one does not fit.
     """
-    reception = _Reception(own, address, frame_limit)
+    reception = _Reception(own, address, frame_limit, led)
     deadline = time.monotonic() + timeout
     while len(reception.connections) < own.size - 1 and not reception.refusal:
         listener.settimeout(max(0.0, min(0.1, deadline - time.monotonic())))
@@ -180,12 +183,13 @@ def join(address: Address, own: Hello, *, timeout: float, frame_limit: int) -> t
 class _Reception:
     """Admits ranks; each handshake runs in a short-lived thread, so a silent stranger delays nobody."""
 
-    def __init__(self, own: Hello, address: Address, frame_limit: int) -> None:
+    def __init__(self, own: Hello, address: Address, frame_limit: int, led: bool) -> None:
         self.connections: dict[int, Connection] = {}
         self.refusal = ""
         self._own = own
         self._address = address
         self._frame_limit = frame_limit
+        self._led = led
         self._hellos = {own.rank: own}
         self._lock = threading.Lock()
         self._places = threading.BoundedSemaphore(HALF_OPEN_LIMIT)
@@ -201,7 +205,7 @@ class _Reception:
             ranks = [self._hellos[rank] for rank in range(self._own.size)]
         return Welcome(tuple(hello.pid for hello in ranks), tuple(hello.host for hello in ranks),
                        tuple(hello.testimony for hello in ranks), reached_at(self.connections.values()), time.monotonic(),
-                       _lacks(ranks), epoch=self._own.epoch)
+                       _lacks(ranks), self._led and len({hello.host for hello in ranks}) > 1, epoch=self._own.epoch)
 
     def _greet(self, sock: socket.socket) -> None:
         try:

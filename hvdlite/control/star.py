@@ -1,10 +1,14 @@
 """The control plane between processes: a star of stream sockets around rank 0, one bell a rank, one pidfd a peer.
 
+On one host all ranks are connected to rank 0. On several, each host's leader is, and the host's others to their leader;
+see `control/leading.py`.
+
 How a death is seen (PROTOCOL rules 20, 21)
 - On one host by pidfd: the kernel says so at once, even when a forked worker still holds the socket. Elsewhere by the
   end of the connection or by silence (heartbeats travel on TCP connections only, so an idle local job uses no CPU).
 - Rank 0 reports what it sees to everybody. Another rank that sees a peer die waits for rank 0's word first, because
-  only that names the origin, and declares the death itself after `GRACE` seconds.
+  only that names the origin, and declares the death itself after `GRACE` seconds; at once where the word would have come
+  through the dead one.
 - A peer is only declared dead when its socket has been read empty: its last message may explain it.
 """
 
@@ -15,12 +19,12 @@ import select
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
-from hvdlite.control.base import DecisionReceived, Event, PeerLost, ReportReceived, yield_processor
+from hvdlite.control.base import DecisionReceived, Event, HostReportReceived, PeerLost, ReportReceived, yield_processor
 from hvdlite.control.codec import Heartbeat
 from hvdlite.control.doorbell import Doorbell
 from hvdlite.control.wire import Connection
 from hvdlite.core.errors import ProtocolError
-from hvdlite.negotiation.messages import Decision, Message, Report
+from hvdlite.negotiation.messages import Decision, HostReport, Message, Report
 
 GRACE = 0.5
 """Seconds a rank waits for rank 0's account of a death that it has seen itself."""
@@ -32,14 +36,21 @@ class StarControl:
     """One rank's end of the star.
 
     Args:
-        connections: on rank 0 one for each other rank; elsewhere only `{0: ...}`.
+        connections: on rank 0 one for each rank that speaks with it; elsewhere one to the rank above.
         bells: the bells of the ranks on this host, by rank, this rank's included.
         pids: process ids of the other ranks on this host.
+        above: see `ControlPlane`.
+        hosts: on rank 0: the ranks for which a leader speaks, its own included, by leader.
     """
 
+    below: frozenset[int] = frozenset()
+
     def __init__(self, rank: int, connections: Mapping[int, Connection], bells: Mapping[int, Doorbell],
-                 pids: Mapping[int, int], *, heartbeat_timeout: float) -> None:
+                 pids: Mapping[int, int], *, heartbeat_timeout: float, above: int = 0,
+                 hosts: Mapping[int, tuple[int, ...]] | None = None) -> None:
+        self.above = above
         self._rank = rank
+        self._hosts = dict(hosts or {})
         self._connections = dict(connections)
         self._bells = dict(bells)
         self._bell = bells[rank]
@@ -63,7 +74,7 @@ class StarControl:
             self._read(peer)  # a decision may have come right behind the welcome
 
     def send_report(self, report: Report) -> None:
-        self._send(0, report)
+        self._send(self.above, report)
 
     def send_decision(self, decision: Decision) -> None:
         for peer in list(self._connections):
@@ -185,12 +196,15 @@ class StarControl:
                 self._events.append(event)
 
     def _event(self, peer: int, message: Message) -> Event | None:
-        if isinstance(message, Report) and self._rank == 0:
-            return ReportReceived(peer, message)
-        if isinstance(message, Decision) and peer == 0:
-            return DecisionReceived(message)
-        if isinstance(message, Heartbeat):
-            return None
+        match message:
+            case Heartbeat():
+                return None
+            case Report() if self._rank == 0 and peer not in self._hosts:
+                return ReportReceived(peer, message)
+            case HostReport() if peer in self._hosts:
+                return HostReportReceived(self._hosts[peer], message)
+            case Decision() if self._rank != 0 and peer == self.above:
+                return DecisionReceived(message)
         return PeerLost(peer, f"it sent a {type(message).__name__} out of place")
 
     def _send(self, peer: int, message: Message) -> None:
@@ -233,7 +247,7 @@ class StarControl:
 
     def _suspect(self, peer: int, reason: str) -> None:
         """Declare a death: at once where nobody knows better, else after the grace for rank 0's word."""
-        if self._rank == 0 or peer == 0:
+        if self._rank == 0 or peer == self.above:
             self._declare(peer, reason)
         else:
             self._suspects.setdefault(peer, time.monotonic() + GRACE)

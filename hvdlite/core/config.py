@@ -148,7 +148,8 @@ class Config:
         512 * KIB, _size, "up to this many bytes every rank reduces everything: one barrier less",
         tunable=(16 * KIB, 4 * MIB))
     control: str = knob(
-        "auto", _control, "how ranks speak to rank 0: unix (one host only), tcp, or auto: by Unix socket where they can")
+        "auto", _control, "how ranks speak to rank 0: unix (one host only), tcp (each by itself), or auto: by Unix socket "
+        "on a host, and between hosts by TCP, one rank of each for all of them")
     cpu_operations: str = knob(
         "auto", _cpu_operations, "what carries tensors in host memory: shm, mpi, gloo, hierarchical (shm within hosts, mpi "
         "or gloo between them), or auto; HVDLITE_LOG_LEVEL=info tells why", CPU_OPERATIONS=_same)

@@ -21,7 +21,7 @@ import msgspec
 from hvdlite.core.errors import ProtocolError
 from hvdlite.core.types import ROOTED, Collective
 from hvdlite.negotiation.agreement import disagreement, named_ranks, reconciled
-from hvdlite.negotiation.buckets import BucketSizes, DeclaredSets, Ranks
+from hvdlite.negotiation.buckets import BucketSizes, BucketWaiting, DeclaredSets, Ranks
 from hvdlite.negotiation.fusion import fuse, payload_bytes, response_to
 from hvdlite.negotiation.messages import (
     Account,
@@ -134,6 +134,8 @@ class Coordinator:
             if single.epoch == self.epoch:
                 self._receive(rank, single, now)
         self._take_sets(ranks, report, now)
+        for rank, reason in report.lost:
+            self.lose(rank, reason)
 
     def fail(self, failure: FailureNotice) -> None:
         """End the job for `failure`, unless it ends already."""
@@ -173,17 +175,14 @@ class Coordinator:
         for bucket in self._sets.waiting():
             if now - bucket.since >= after and not bucket.warned:
                 bucket.warned = True
-                members = bucket.bucket.members
-                name = members[0].name + (f"' and {len(members) - 1} more of '{members[0].label}" if members[1:] else "")
-                found.append(_stall(name, now - bucket.since, bucket.ranks, bucket.bucket.response.contributors))
+                found.append(_bucket_stall(bucket, now))
         return found
 
     def waiting(self, now: float) -> list[Stall]:
         """Return all that waits for some ranks, however short."""
         tensors = [_stall(name, now - tensor.since, tensor.requests, self._process_sets[number])
                    for (number, name, _), tensor in self._table.waiting().items()]
-        return tensors + [_stall(bucket.bucket.members[0].name, now - bucket.since, bucket.ranks,
-                                 bucket.bucket.response.contributors) for bucket in self._sets.waiting()]
+        return tensors + [_bucket_stall(bucket, now) for bucket in self._sets.waiting()]
 
     def missing(self, now: float, after: float) -> set[int]:
         """Return the ranks for which something has waited at least `after` seconds."""
@@ -443,6 +442,12 @@ class Coordinator:
             self._refuse(request, ErrorKind.LEFT, f"'{request.name}' needs {needed}, but "
                          f"{named_ranks(sorted(self._left.intersection(members)))} left the job normally "
                          "(script ended, or shutdown() called)")
+
+
+def _bucket_stall(waiting: BucketWaiting, now: float) -> Stall:
+    first, *more = waiting.bucket.members
+    name = first.name + (f"' and {len(more)} more of '{first.label}" if more else "")
+    return _stall(name, now - waiting.since, waiting.ranks, waiting.bucket.response.contributors)
 
 
 def _stall(name: str, waited: float, submitted: Iterable[int], everybody: Iterable[int]) -> Stall:

@@ -9,6 +9,8 @@ Rules kept here
 - A closed round goes up after everything that belongs to it, so it waits while a bucket of the round is held back.
 - When a layout is evicted, what was held back of its buckets goes up rank by rank: some rank of the host will never
   report that bucket. The leader sees the eviction before any of its ranks applies it, because decisions pass through it.
+- When a rank of the host is asked for an account, what is held back goes up rank by rank too: somebody waits for one of
+  them, and a stall report is to name that one.
 """
 
 from __future__ import annotations
@@ -39,10 +41,12 @@ class Leader:
         self._closed: dict[Closing, int] = {}  # how many ranks closed a round; likewise
         self._layouts: dict[int, Layout] = {}  # in use
         self._sets: dict[int, tuple[str, int]] = {}  # bucket -> its set and process set, as long as a rank may name it
+        self._opened: dict[tuple[int, int], int] = {}  # (bucket, round) that goes up rank by rank -> ranks yet to report it
         self._ended: list[tuple[int, Layout]] = []  # evicted by that decision, which some rank has not applied
         self._singles: list[tuple[int, Report]] = []  # to go up; likewise below
         self._buckets: list[BucketReady] = []
         self._closings: list[Closing] = []
+        self._lost: list[tuple[int, str]] = []
 
     def receive(self, rank: int, report: Report) -> None:
         """Take in what a rank of the host says."""
@@ -55,14 +59,23 @@ class Leader:
                 self._close(Closing(label, ready.round, process_set))
             if any(bucket.bucket == ready.bucket for _, layout in self._ended for bucket in layout.buckets):
                 self._pass_on(rank, ready)
+            elif (ready.bucket, ready.round) in self._opened:
+                self._pass_on(rank, ready)
+                self._count_down(ready.bucket, ready.round, 1)
             else:
                 self._hold(rank, ready)
         for closing in report.closings:
             self._close(closing)
         self._forget()
 
+    def lose(self, rank: int, reason: str) -> None:
+        """A rank of the host is gone; whether it had left, the coordinator knows."""
+        self._lost.append((rank, reason))
+
     def watch(self, decision: Decision) -> None:
         """Take in a decision on its way to the host's ranks, before they get it."""
+        if not set(self.ranks).isdisjoint(decision.inquiries):
+            self._open()
         for layout in decision.learned:
             self._sets.update((bucket.bucket, (layout.label, bucket.response.process_set)) for bucket in layout.buckets)
             self._layouts[layout.layout] = layout
@@ -72,6 +85,7 @@ class Leader:
             for bucket in ended.buckets:
                 for rank, ready in self._held.pop(bucket.bucket, {}).items():
                     self._pass_on(rank, ready)
+                self._opened = {key: count for key, count in self._opened.items() if key[0] != bucket.bucket}
         for response in decision.responses:
             if response.error is ErrorKind.NONE and response.collective is Collective.ADD_PROCESS_SET:
                 self._process_sets.add(response.splits)
@@ -81,11 +95,13 @@ class Leader:
     def report(self) -> HostReport | None:
         """Return what is to go up, or None."""
         closings = [closing for closing in self._closings if not self._holds_back(closing)]
-        if not (self._singles or self._buckets or closings):
+        if not (self._singles or self._buckets or closings or self._lost):
             return None
-        report = HostReport(min(self._applied.values()), tuple(self._singles), tuple(self._buckets), tuple(closings))
+        report = HostReport(min(self._applied.values()), tuple(self._singles), tuple(self._buckets), tuple(closings),
+                            tuple(self._lost))
         self._singles.clear()
         self._buckets.clear()
+        self._lost.clear()
         self._closings = [closing for closing in self._closings if closing not in closings]
         return report
 
@@ -93,10 +109,26 @@ class Leader:
         """Fail when something is held back that all ranks have said."""
         assert all(0 < len(held) < self._count(self._sets[bucket][1]) for bucket, held in self._held.items())
         assert all(0 < count < self._count(closing.process_set) for closing, count in self._closed.items())
+        assert all(count > 0 for count in self._opened.values())
+        assert self._held.keys().isdisjoint(bucket for bucket, _ in self._opened)
 
     def _pass_on(self, rank: int, ready: BucketReady) -> None:
         alone = msgspec.structs.replace(ready, closes=False)  # that is counted here
         self._singles.append((rank, Report(self.epoch, self._applied[rank], buckets=(alone,))))
+
+    def _open(self) -> None:
+        """Let go of everything that is held back."""
+        for bucket, held in self._held.items():
+            for rank, ready in held.items():
+                self._pass_on(rank, ready)
+                self._opened.setdefault((bucket, ready.round), self._count(self._sets[bucket][1]))
+            self._count_down(bucket, ready.round, len(held))
+        self._held.clear()
+
+    def _count_down(self, bucket: int, round: int, reported: int) -> None:
+        self._opened[bucket, round] -= reported
+        if not self._opened[bucket, round]:
+            del self._opened[bucket, round]
 
     def _forget(self) -> None:
         """Drop what no rank of the host can name any more."""

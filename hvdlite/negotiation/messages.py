@@ -145,6 +145,7 @@ class HostReport(Message, frozen=True):
     reports: tuple[tuple[int, Report], ...] = ()  # by rank; without buckets and closings, but for evicted buckets
     buckets: tuple[BucketReady, ...] = ()  # of all its ranks; `missing` is what all of them miss
     closings: tuple[Closing, ...] = ()  # of all its ranks
+    lost: tuple[tuple[int, str], ...] = ()  # ranks whose end it has seen, and what it saw
 
 
 class ErrorKind(enum.IntEnum):

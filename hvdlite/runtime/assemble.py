@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import os
 import shutil
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from hvdlite.bootstrap.environments import Place, check_directory
 from hvdlite.control.codec import Hello, Welcome
 from hvdlite.control.doorbell import Doorbell
 from hvdlite.control.inproc import InprocControl
+from hvdlite.control.leading import LeaderControl
 from hvdlite.control.meeting import Address, host_identity, join, listen, reached_at, receive_ranks
 from hvdlite.control.star import StarControl
 from hvdlite.control.wire import Connection
@@ -32,6 +34,7 @@ from hvdlite.core.world import Hosts, World
 from hvdlite.memory.shared import SharedMemory, anonymous_file
 from hvdlite.negotiation.buckets import BucketSizes
 from hvdlite.negotiation.coordinator import Coordinator, Policy
+from hvdlite.negotiation.leader import Leader
 from hvdlite.planes.arithmetic import Casts
 from hvdlite.planes.base import DevicePlane, Plane, Swap
 from hvdlite.planes.eager import reduce_payloads
@@ -101,19 +104,18 @@ def assemble(place: Place, config: Config, casts: Casts, testimony: tuple[int, i
         return assemble_threads(1, config, casts=casts, devices=gpus(place, config, environment or {}))[0]
     check_directory(place.job_directory, make=place.owns_directory)
     try:
-        connections, welcome = _meet(place, config, testimony)
+        direct, welcome = _meet(place, config, testimony)
         hosts = Hosts.of(welcome.hosts)
         world = _checked(place, hosts)
         local = hosts.around(world.rank)
-        bells, memory = _shared(place, local, config)
+        bells, memory, inside = _shared(place, local, config, led=welcome.led)
     finally:
         if place.owns_directory and place.world.local_rank == 0:
             shutil.rmtree(place.job_directory, ignore_errors=True)
     pids = {rank: welcome.pids[rank] for rank in local}
-    control = StarControl(world.rank, connections, bells, {rank: pid for rank, pid in pids.items() if rank != world.rank},
-                          heartbeat_timeout=config.heartbeat_timeout)
+    address = config.gloo_interface or _address_for_others(direct, welcome)
+    control = _control(world.rank, hosts, direct, inside, bells, pids, config, led=welcome.led)
     notes = Notes(world.rank)
-    address = config.gloo_interface or _address_for_others(connections, welcome)
     planes = HostPlanes(world.rank, hosts, config, casts, memory, control, notes.swap, address, place.communicator)
     choice = choose(config.cpu_operations, hosts, dict(welcome.lacks))
     if world.rank == 0:
@@ -186,7 +188,7 @@ def _meet(place: Place, config: Config, testimony: tuple[int, int]) -> tuple[Map
     with contextlib.closing(listen(address)) as listener:
         try:
             connections, welcome = receive_ranks(listener, address, own, timeout=config.start_timeout,
-                                                 frame_limit=config.frame_limit)
+                                                 frame_limit=config.frame_limit, led=config.control != "tcp")
             return connections, msgspec.structs.replace(welcome, clock=0.0)
         finally:
             if address.path:
@@ -231,18 +233,60 @@ def _common_clock(welcome: Welcome) -> Callable[[], float]:
     return lambda: time.monotonic() + offset
 
 
-def _shared(place: Place, local: Sequence[int], config: Config) -> tuple[dict[int, Doorbell], SharedMemory]:
-    """Make (the host's first rank) or receive (the others) the host's shared memory and one bell a rank."""
-    rank = place.world.rank
+def _shared(place: Place, local: Sequence[int], config: Config, *,
+            led: bool) -> tuple[dict[int, Doorbell], SharedMemory, dict[int, Connection]]:
+    """Make (the host's first rank) or receive (the others) the host's shared memory, one bell a rank and, when the hosts are
+    led, a connection between the first rank and each other one.
+    """
+    rank, (leader, *others) = place.world.rank, local
     path = str(Path(place.job_directory) / "memory.sock")
-    if rank == local[0]:
+    pairs = [socket.socketpair() for _ in others] if led and rank == leader else []
+    if rank == leader:
         bells = [Doorbell() for _ in local]
         file = anonymous_file()
-        if len(local) > 1:
-            give(path, [file, *(descriptor for bell in bells for descriptor in bell.descriptors)], len(local) - 1,
+        if others:
+            ends = [theirs.fileno() for _, theirs in pairs]
+            give(path, [file, *ends, *(descriptor for bell in bells for descriptor in bell.descriptors)], len(others),
                  config.start_timeout)
-        return dict(zip(local, bells, strict=True)), SharedMemory(file, rank)
+        for _, theirs in pairs:
+            theirs.close()
+        inside = {other: Connection(ours, frame_limit=config.frame_limit)
+                  for other, (ours, _) in zip(others, pairs, strict=led)}
+        return dict(zip(local, bells, strict=True)), SharedMemory(file, rank), inside
     file, *rest = take(path, config.start_timeout)
+    if led:
+        sockets = [socket.socket(fileno=rest.pop(0)) for _ in others]
+        inside = {leader: Connection(sockets.pop(others.index(rank)), frame_limit=config.frame_limit)}
+        for theirs in sockets:
+            theirs.close()
+    else:
+        inside = {}
     each = len(rest) // len(local)
     received = [Doorbell(rest[start:start + each]) for start in range(0, len(rest), each)]
-    return dict(zip(local, received, strict=True)), SharedMemory(file, rank)
+    return dict(zip(local, received, strict=True)), SharedMemory(file, rank), inside
+
+
+def _control(rank: int, hosts: Hosts, direct: Mapping[int, Connection], inside: Mapping[int, Connection],
+             bells: Mapping[int, Doorbell], pids: Mapping[int, int], config: Config, *, led: bool) -> StarControl:
+    """Return this rank's end of the star.
+
+    Args:
+        direct: connections between rank 0 and each other rank; those that are not needed are closed.
+        inside: those between a host's leader and each other rank of it.
+    """
+    others = {other: pid for other, pid in pids.items() if other != rank}
+    if not led:
+        return StarControl(rank, direct, bells, others, heartbeat_timeout=config.heartbeat_timeout)
+    groups = {group[0]: group for group in hosts.groups}
+    kept = {peer: link for peer, link in direct.items() if rank in groups and (rank or peer in groups)}
+    for peer in direct.keys() - kept.keys():
+        direct[peer].close()
+    links = {**kept, **inside}
+    local = hosts.around(rank)
+    leads = rank in groups
+    if rank and leads and others:
+        return LeaderControl(Leader(local, sum(map(len, hosts.groups))), links, bells, others,
+                             heartbeat_timeout=config.heartbeat_timeout)
+    spoken_for = {} if rank else {leader: group for leader, group in groups.items() if leader and len(group) > 1}
+    return StarControl(rank, links, bells, others, heartbeat_timeout=config.heartbeat_timeout,
+                       above=0 if leads else local[0], hosts=spoken_for)

@@ -25,6 +25,8 @@ _log = logging.getLogger("hvdlite")
 
 ANSWER_SECONDS: Final = 2.0
 """How long a rank gets to answer."""
+LEADER_SECONDS: Final = 5.0
+"""How much longer a rank waits for its leader than that does for rank 0: so it hears that rank 0 is silent, if it is."""
 LOOKS: Final = 4
 """How often one looks during the shortest of the times."""
 
@@ -118,7 +120,7 @@ class Lookout:
         inquest = self._inquest
         if inquest and (now >= inquest.until or inquest.asked <= coordinator.accounts.keys() | self._silent.keys()):
             self._inquest = None
-            acted = self._finish(inquest) or acted
+            acted = self._finish(inquest, now) or acted
         return acted
 
     def _find_stalls(self, now: float) -> bool:
@@ -185,11 +187,13 @@ class Lookout:
         self._inquest.ends_job |= ends_job
         return bool(ask)
 
-    def _finish(self, inquest: _Inquest) -> bool:
+    def _finish(self, inquest: _Inquest, now: float) -> bool:
         """Make the report; return whether it ends the job."""
+        waiting = {stall.name: stall for stall in self._coordinator.waiting(now)}
+        stalls = [waiting.get(stall.name, stall) for stall in inquest.stalls]  # leaders have said by now whom they wait for
         standings = {rank: self._standing(rank) for rank in sorted(inquest.asked)}
-        stories = {stall.name: story for stall in inquest.stalls if (story := self._story(stall.name))}
-        report = StallReport(inquest.stalls, standings, stories)
+        stories = {stall.name: story for stall in stalls if (story := self._story(stall.name))}
+        report = StallReport(stalls, standings, stories)
         for receiver in inquest.receivers:
             receiver(report)
         if inquest.ends_job and report.missing:
@@ -210,12 +214,14 @@ class Patience:
     """Every rank's own.
 
     Args:
+        above: the rank through which rank 0 is asked, and answers.
         after: seconds of waiting after which to ask; 0 turns it off.
         lost: seconds without an answer after which rank 0 is given up; 0 is never.
     """
 
-    def __init__(self, rank: int, after: float, lost: float, witness: Witness | None) -> None:
-        self._rank, self._after, self._lost, self._witness = rank, after or math.inf, lost or math.inf, witness
+    def __init__(self, rank: int, above: int, after: float, lost: float, witness: Witness | None) -> None:
+        self._rank, self._above, self._witness = rank, above, witness
+        self._after, self._lost = after or math.inf, (lost or math.inf) + (LEADER_SECONDS if above else 0.0)
         self._since = math.inf  # since when it waits without a word from rank 0; infinite while it does not
         self._asked = math.inf  # when it asked rank 0, without an answer
         self._warned = False
@@ -226,7 +232,7 @@ class Patience:
         self._since = self._asked = math.inf
         if self._warned:
             self._warned = False
-            _log.warning("rank %d: rank 0 answers again", self._rank)
+            _log.warning("rank %d: rank %d answers again", self._rank, self._above)
 
     def look(self, now: float, waits: bool, partners: Iterable[int], partners_since: float) -> Aside | None:
         """Return what is to be told to rank 0, if anything.
@@ -249,17 +255,19 @@ class Patience:
             self._asked = now
         elif now - self._asked >= ANSWER_SECONDS and not self._warned:
             self._warned = True
-            _log.warning("rank %d: rank 0 has not answered for %.0f s: %s", self._rank, now - self._asked, self._rank_0())
+            leads = ", which speaks with rank 0 for this host," if self._above else ""
+            _log.warning("rank %d: rank %d%s has not answered for %.0f s: %s", self._rank, self._above, leads,
+                         now - self._asked, self._state())
         return Aside(asks=asks, held_up_by=held_up_by) if asks or held_up_by else None
 
     def gave_up(self, now: float) -> str:
-        """Return why rank 0 is lost, or ""."""
+        """Return why the rank above is lost, or ""."""
         if now - self._asked < self._lost:
             return ""
-        return f"it has not answered for {now - self._asked:.0f} s (HVDLITE_HEARTBEAT_TIMEOUT): {self._rank_0()}"
+        return f"it has not answered for {now - self._asked:.0f} s (HVDLITE_HEARTBEAT_TIMEOUT): {self._state()}"
 
-    def _rank_0(self) -> str:
-        stacks = self._witness.stacks(0) if self._witness else ""
+    def _state(self) -> str:
+        stacks = self._witness.stacks(self._above) if self._witness else ""
         place = place_in(stacks)
-        return ((self._witness.state(0) if self._witness else "") or "its process is stopped, or something in it holds "
-                "Python's lock") + (f"; it is in {place}" if place else "")
+        return ((self._witness.state(self._above) if self._witness else "") or "its process is stopped, or something in it "
+                "holds Python's lock") + (f"; it is in {place}" if place else "")

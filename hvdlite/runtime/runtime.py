@@ -20,9 +20,9 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
-from hvdlite.control.base import ControlPlane, DecisionReceived, Event, PeerLost, ReportReceived
+from hvdlite.control.base import ControlPlane, DecisionReceived, Event, HostReportReceived, PeerLost, ReportReceived
 from hvdlite.core.config import Config
 from hvdlite.core.device import DeviceAccess
 from hvdlite.core.errors import (
@@ -35,7 +35,7 @@ from hvdlite.core.errors import (
 from hvdlite.core.world import Hosts, World
 from hvdlite.negotiation.controller import Controller
 from hvdlite.negotiation.coordinator import Coordinator
-from hvdlite.negotiation.messages import Aside, Closing, Decision, FailureNotice, Report
+from hvdlite.negotiation.messages import Aside, BucketReady, Closing, Decision, FailureNotice, HostReport, Report
 from hvdlite.planes.base import DevicePlane, Plane
 from hvdlite.runtime.autotune import Autotuner
 from hvdlite.runtime.buckets import BucketEntry
@@ -102,7 +102,7 @@ class Runtime(DeclaredSets):
                       config.heartbeat_timeout)
         self._lookout = None if coordinator is None else Lookout(coordinator, times, witness, self._deliver, self.story)
         self._autotuner = None if coordinator is None or not config.autotune else Autotuner(config, coordinator, clock)
-        self._patience = Patience(world.rank, config.silence_check_seconds, config.heartbeat_timeout, witness)
+        self._patience = Patience(world.rank, control.above, config.silence_check_seconds, config.heartbeat_timeout, witness)
         self._look_seconds = min(LOOK_SECONDS, times.look / LOOKS)
         self._next_look = -math.inf
         self._listened = clock()  # when messages were last taken in
@@ -151,8 +151,8 @@ class Runtime(DeclaredSets):
     def shutdown(self) -> None:
         """Leave the job: pending handles fail, work already agreed on is finished for the others' sake.
 
-        Rank 0 serves until all others have left too, at most `shutdown_timeout` seconds, and logs whom it waits for.
-        Idempotent. A forked child's copy does nothing.
+        Rank 0 serves until all others have left too, and the leader of a host until its host's have, at most
+        `shutdown_timeout` seconds; then it logs whom it waits for. Idempotent. A forked child's copy does nothing.
         """
         if self.in_child or self._leaving:
             return
@@ -298,8 +298,10 @@ class Runtime(DeclaredSets):
             self._close()
 
     def _finished(self) -> bool:
-        """Whether this rank has left and, on rank 0, everybody else has too."""
-        return self._left and (self._coordinator is None or len(self._coordinator.left) == self.world.size)
+        """Whether this rank has left, and so have those who need it: on rank 0 everybody, on a leader its host's."""
+        if self._coordinator is not None:
+            return self._left and len(self._coordinator.left) == self.world.size
+        return self._left and self._departed >= self._control.below
 
     def _exchange(self, *, within_plan: bool = False, sleep: bool = True) -> None:
         """Say what is new, take in what others say, and sleep when there is nothing else to do.
@@ -397,7 +399,7 @@ class Runtime(DeclaredSets):
             self._controller.say(aside)
             self._say()
         if lost := self._patience.gave_up(now):
-            self._end(FailureNotice(0, "lost", lost))
+            self._give_up(FailureNotice(self._control.above, "lost", lost))
         if lookout is not None and lookout.look(now):
             self._decide()
             return 0.0  # the decision is to be applied before sleeping
@@ -408,8 +410,10 @@ class Runtime(DeclaredSets):
             case DecisionReceived(decision):
                 self._patience.heard()
                 self._accept(decision)
-            case ReportReceived(rank, report) if self._coordinator is not None:
+            case ReportReceived(rank, report):
                 self._hear(rank, report)
+            case HostReportReceived(ranks, merged):
+                self._hear_host(ranks, merged)
             case PeerLost(rank, reason) if self._coordinator is not None:
                 self._coordinator.lose(rank, reason)
             case PeerLost(rank, reason) if rank not in self._departed:
@@ -419,15 +423,32 @@ class Runtime(DeclaredSets):
         """On rank 0: take in what a rank, this one included, reports."""
         assert self._coordinator is not None
         self._coordinator.receive(rank, report, self._clock())
+        self._heed(rank, report)
+
+    def _hear_host(self, ranks: Sequence[int], merged: HostReport) -> None:
+        """Like `_hear`, of what a leader passes on."""
+        assert self._coordinator is not None
+        self._coordinator.receive_host(tuple(ranks), merged, self._clock())
+        for rank, report in merged.reports:
+            self._heed(rank, report)
+        for rank in ranks:
+            self._trace_ready(rank, merged.buckets)
+
+    def _heed(self, rank: int, report: Report) -> None:
+        """What is not the coordinator's business in a report."""
         if report.aside is not None:
             self._next_look = -math.inf  # it may be what the lookout waits for
         if self._chronicle.tracing:
             for request in report.requests:
                 self._chronicle.ready_elsewhere(rank, lane_of(request.process_set, request.name))
-            for ready in report.buckets:
-                self._chronicle.ready_elsewhere(rank, bucket_lane(ready.bucket))
+        self._trace_ready(rank, report.buckets)
         if self._timeline is not None and (report.aside is not None or report.leaving):
             self._timeline.hear(rank, () if report.aside is None else report.aside.trace, report.leaving)
+
+    def _trace_ready(self, rank: int, buckets: Sequence[BucketReady]) -> None:
+        if self._chronicle.tracing:
+            for ready in buckets:
+                self._chronicle.ready_elsewhere(rank, bucket_lane(ready.bucket))
 
     def _accept(self, decision: Decision) -> None:
         """Queue a decision; what it says of ranks counts at once, even in the middle of a plan."""
@@ -528,7 +549,10 @@ class Runtime(DeclaredSets):
         return self._failure or HorovodInternalError(_SHUT_DOWN)
 
     def _missing_leavers(self) -> str:
-        if self._coordinator is None:
+        if self._coordinator is not None:
+            missing = sorted(set(range(self.world.size)) - self._coordinator.left)
+        elif self._left:
+            missing = sorted(self._control.below - self._departed)
+        else:
             return " for rank 0 to confirm"
-        missing = sorted(set(range(self.world.size)) - self._coordinator.left)
         return f" for ranks {missing} to leave"

@@ -22,7 +22,11 @@ def concatenated(response: Response, payloads: Sequence[bytes], size: int) -> by
 
 
 class Simulation:
-    """A world whose messages a test moves one by one."""
+    """A world whose messages a test moves one by one.
+
+    Args:
+        hosts: the ranks of each host that has a leader; the others speak for themselves.
+    """
 
     def __init__(self, size: int, threshold: int = 1 << 20, *, sizes: BucketSizes | None = None,
                  layouts: int = 64, hosts: Sequence[Sequence[int]] = ()) -> None:
@@ -44,7 +48,7 @@ class Simulation:
         if report is None:
             return
         report = msgspec.msgpack.decode(_encode(report), type=Report)
-        if self.leaders:
+        if rank in self.leader_of:
             self.leader_of[rank].receive(rank, report)
             self._lead(self.leader_of[rank])
         else:
@@ -58,7 +62,7 @@ class Simulation:
 
     def hear(self, rank: int) -> None:
         """Let the coordinator receive one report of `rank`, without deciding yet."""
-        if self.leaders:
+        if rank in self.leader_of:
             leader = self.leader_of[rank]
             queue = self.host_up[self.leaders.index(leader)]
             if queue:
@@ -72,12 +76,13 @@ class Simulation:
         decision = self.coordinator.decide()
         if decision is not None:
             decision = msgspec.msgpack.decode(_encode(decision), type=Decision)
-            for queue in self.host_down or self.down:
+            alone = [queue for rank, queue in enumerate(self.down) if rank not in self.leader_of]
+            for queue in self.host_down + alone:
                 queue.append(decision)
 
     def apply(self, rank: int) -> list[Instruction]:
         """Let a rank apply one decision; return what it is told to do."""
-        if self.leaders and not self.down[rank]:
+        if rank in self.leader_of and not self.down[rank]:
             leader = self.leader_of[rank]
             queue = self.host_down[self.leaders.index(leader)]
             if queue:

@@ -142,6 +142,9 @@ class Reducer:
         self.answers[-1][name] = (error, contributors)
 
 
+INQUIRE = 6
+
+
 def run(simulation: Simulation, reducers: list[Reducer], schedule: list[int]) -> None:
     """Interleave as the schedule says, then in turn until everything is over."""
     size = simulation.size
@@ -155,6 +158,8 @@ def run(simulation: Simulation, reducers: list[Reducer], schedule: list[int]) ->
             simulation.hear(rank)
         elif action == 4:
             simulation.decide()
+        elif action == INQUIRE:
+            simulation.coordinator.inquire([rank])
         else:
             for instruction in simulation.apply(rank):
                 reducers[rank].follow(instruction)
@@ -165,7 +170,7 @@ def run(simulation: Simulation, reducers: list[Reducer], schedule: list[int]) ->
         if all(reducer.over for reducer in reducers):
             return
         for rank in range(size):
-            for action in range(6):
+            for action in range(INQUIRE):
                 do(rank, action)
     raise AssertionError(f"something waits for ever: {[reducer.waiting for reducer in reducers]}")
 
@@ -192,8 +197,16 @@ def stories(draw: st.DrawFn) -> tuple[int, list[list[Round]], list[int], int]:
                 del members[name]
             missing = draw(st.frozensets(st.sampled_from(names), max_size=2))
             rounds[rank].append(Round(members, missing & members.keys()))
-    schedule = draw(st.lists(st.integers(0, size * 6 - 1), max_size=150))
+    schedule = draw(st.lists(st.integers(0, size * (INQUIRE + 1) - 1), max_size=150))
     return size, rounds, schedule, draw(st.sampled_from([0, 16, 1000]))
+
+
+def led(size: int, per_host: int, first_too: bool) -> list[range]:
+    """Return the ranks of each host with a leader; that of rank 0, the coordinator, has none unless `first_too`."""
+    if not per_host:
+        return []
+    hosts = [range(first, min(first + per_host, size)) for first in range(0, size, per_host)]
+    return hosts if first_too else hosts[1:]
 
 
 def expected(rounds: list[Round], name: str) -> tuple[ErrorKind, tuple[int, ...]]:
@@ -203,13 +216,12 @@ def expected(rounds: list[Round], name: str) -> tuple[ErrorKind, tuple[int, ...]
     return ErrorKind.NONE, tuple(rank for rank, each in enumerate(rounds) if name not in each.missing)
 
 
-@given(stories(), st.sampled_from([0, 1, 2, 3]))
+@given(stories(), st.sampled_from([0, 1, 2, 3]), st.booleans())
 @settings(deadline=None, max_examples=400)
 def test_every_member_of_every_round_is_answered_once_and_alike(
-        story: tuple[int, list[list[Round]], list[int], int], per_host: int) -> None:
+        story: tuple[int, list[list[Round]], list[int], int], per_host: int, first_too: bool) -> None:
     size, rounds, schedule, threshold = story
-    hosts = [range(first, min(first + per_host, size)) for first in range(0, size, per_host)] if per_host else []
-    simulation = Simulation(size, threshold, hosts=hosts)
+    simulation = Simulation(size, threshold, hosts=led(size, per_host, first_too))
     rng = random.Random(len(schedule))
     reducers = [Reducer(simulation, rank, rounds[rank], rng) for rank in range(size)]
     run(simulation, reducers, schedule)
@@ -232,15 +244,14 @@ def test_every_member_of_every_round_is_answered_once_and_alike(
 
 
 @given(st.lists(st.integers(0, 7), min_size=1, max_size=4), st.integers(0, 1 << 30), st.sampled_from([0, 1, 2]),
-       st.sampled_from([0, 1000]))
+       st.booleans(), st.sampled_from([0, 1000]))
 @settings(deadline=None, max_examples=200)
-def test_ranks_with_fewer_rounds_join_and_the_others_go_on(counts: list[int], seed: int, per_host: int,
+def test_ranks_with_fewer_rounds_join_and_the_others_go_on(counts: list[int], seed: int, per_host: int, first_too: bool,
                                                            threshold: int) -> None:
     """Ranks play different numbers of rounds, with a member changing now and then, and join; then all play two more."""
     size = len(counts)
     rng = random.Random(seed)
-    hosts = [range(first, min(first + per_host, size)) for first in range(0, size, per_host)] if per_host else []
-    simulation = Simulation(size, threshold, hosts=hosts)
+    simulation = Simulation(size, threshold, hosts=led(size, per_host, first_too))
     story = [Round({"a": 10 + rng.randrange(10) // 9, "b": 20, "c": 30}) for _ in range(8)]
     reducers = [Reducer(simulation, rank, story[:counts[rank]], rng) for rank in range(size)]
     joining: set[int] = set()
@@ -279,13 +290,14 @@ def test_ranks_with_fewer_rounds_join_and_the_others_go_on(counts: list[int], se
     assert simulation.failures == [None] * size
 
 
-@given(st.integers(2, 4), st.integers(0, 3), st.integers(0, 200), st.integers(0, 1 << 30), st.booleans())
+@given(st.integers(2, 4), st.integers(0, 3), st.integers(0, 200), st.integers(0, 1 << 30), st.sampled_from([0, 2]),
+       st.booleans())
 @settings(deadline=None, max_examples=150)
-def test_a_rank_that_leaves_at_any_time_ends_all_waiting(size: int, leaver: int, steps: int, seed: int,
-                                                         hosts: bool) -> None:
+def test_a_rank_that_leaves_at_any_time_ends_all_waiting(size: int, leaver: int, steps: int, seed: int, per_host: int,
+                                                         first_too: bool) -> None:
     leaver %= size
     rng = random.Random(seed)
-    simulation = Simulation(size, hosts=[range(2), range(2, size)][:1 + (size > 2)] if hosts else [])
+    simulation = Simulation(size, hosts=led(size, per_host, first_too))
     rounds = [Round({"a": 10, "b": 20, "c": 30})] * 6
     reducers = [Reducer(simulation, rank, list(rounds), rng) for rank in range(size)]
     for turn in range(2000):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from pathlib import Path
 
@@ -58,7 +59,7 @@ ENDLESS = """
 """
 
 
-@pytest.mark.parametrize(("hosts", "victim"), [((2, 2), 3), ((1, 1), 0)])
+@pytest.mark.parametrize(("hosts", "victim"), [((2, 2), 3), ((2, 2), 2), ((1, 3), 0), ((1, 1), 0)])
 def test_a_death_on_another_host_is_named_by_all(hosts: tuple[int, ...], victim: int) -> None:
     with Processes(sum(hosts), ENDLESS, hosts=hosts) as world:
         for rank in range(sum(hosts)):
@@ -71,6 +72,75 @@ def test_a_death_on_another_host_is_named_by_all(hosts: tuple[int, ...], victim:
         assert rank.code == (-9 if rank.rank == victim else 1), rank
     assert all(f"rank {victim} " in rank.stderr.splitlines()[-1] for rank in ended if rank.rank != victim)
     assert took < 15, "no time limit is tested, but that no timeout was waited for"
+
+
+@pytest.mark.parametrize("victim", [2, 3])
+def test_an_exception_on_another_host_is_everybodys_cause(victim: int) -> None:
+    """Rank 2 leads rank 3."""
+    with Processes(4, f"""
+        import hvdlite as hvd, numpy as np
+        hvd.init()
+        for step in range(10**9):
+            hvd.allreduce(np.ones(40_000), name="x")
+            if step == 5 and hvd.rank() == {victim}:
+                raise KeyError("no such column")
+    """, hosts=(2, 2)) as world:
+        ended = world.wait(30)
+    for rank in ended:
+        assert rank.code == 1 and "no such column" in rank.stderr, rank
+        assert rank.rank == victim or f"rank {victim} failed with KeyError" in rank.stderr, rank
+
+
+@pytest.mark.parametrize("victim", [2, 0])
+def test_a_rank_that_stops_answering_is_named_by_all(victim: int) -> None:
+    """Rank 2, which speaks for rank 3, or rank 0, to whom it speaks."""
+    loaded = ENDLESS.replace("import hvdlite as hvd", "import torch, hvdlite as hvd")  # not while the others wait for a beat
+    with Processes(4, loaded, hosts=(2, 2), environment={
+            "HVDLITE_HEARTBEAT_TIMEOUT": "3", "HVDLITE_SILENCE_CHECK_SECONDS": "1"}) as world:
+        for rank in range(4):
+            world.wait_for(rank, "moving")
+        world.kill(victim, signal.SIGSTOP)
+        for rank in range(4):
+            if rank != victim:
+                world.ranks[rank].wait(40)
+        world.kill(victim)
+        ended = world.wait(20)
+    assert all(f"rank {victim} " in rank.stderr.splitlines()[-1] for rank in ended if rank.rank != victim), ended
+
+
+def test_a_leader_that_leaves_first_still_speaks_for_its_host() -> None:
+    processes(4, """
+        import hvdlite as hvd, numpy as np
+        hvd.init()
+        others = hvd.add_process_set([0, 1, 3])
+        hvd.barrier()
+        if hvd.rank() != 2:
+            for step in range(20):
+                assert hvd.allreduce(np.full(100, step), op=hvd.Sum, process_set=others)[0] == 3 * step
+        hvd.shutdown()
+    """, hosts=(2, 2))
+
+
+def test_the_stall_report_names_the_one_whom_a_host_waits_for() -> None:
+    """Rank 2 has reported the bucket to its leader, itself, which holds it back for rank 3."""
+    with Processes(4, """
+        import time, torch, hvdlite_torch as hvd
+        hvd.init()
+        model = torch.nn.Linear(30, 40)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+        for step in range(6):
+            if step == 5 and hvd.rank() == 3:
+                time.sleep(600)
+            optimizer.zero_grad()
+            model(torch.randn(8, 30)).square().mean().backward()
+            optimizer.step()
+    """, hosts=(2, 2), environment={"HVDLITE_STALL_CHECK_TIME_SECONDS": "1"}) as world:
+        world.wait_for(0, "waited", stream="stderr")
+        world.wait_for(0, "time.sleep(600)", stream="stderr")
+        for rank in range(4):
+            world.kill(rank)
+        told = world.wait(20)[0].stderr
+    assert "submitted by ranks [0, 1, 2], not yet by ranks [3]" in told
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -108,8 +178,9 @@ def test_gloo_leaves_the_scripts_own_process_group_alone(tmp_path: Path) -> None
     processes(2, BESIDE_THE_SCRIPTS_OWN, environment={"HVDLITE_CPU_OPERATIONS": "gloo", "MEETING": str(tmp_path / "meet")})
 
 
-def test_training_between_hosts_gives_the_same_parameters() -> None:
-    """Learned buckets, broadcast and the eager lane, on uneven hosts, with 16-bit gradients."""
+@pytest.mark.parametrize("control", ["auto", "tcp"])
+def test_training_between_hosts_gives_the_same_parameters(control: str) -> None:
+    """Learned buckets, broadcast and the eager lane, on uneven hosts with and without leaders, with 16-bit gradients."""
     ended = processes(3, """
         import torch, hvdlite_torch as hvd
         hvd.init()
@@ -126,5 +197,5 @@ def test_training_between_hosts_gives_the_same_parameters() -> None:
         assert len(set(hvd.allgather_object(total))) == 1
         print(repr(total))
         hvd.shutdown()
-    """, hosts=(1, 2))
+    """, hosts=(1, 2), environment={"HVDLITE_CONTROL": control})
     assert len({rank.stdout for rank in ended}) == 1

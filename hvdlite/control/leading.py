@@ -1,0 +1,70 @@
+"""The end of the star of a host's leader: it speaks with rank 0 for the ranks of its host.
+
+Reports of the host's ranks, its own included, are merged by `negotiation.leader` and go up as one; decisions go down as they
+come. Both happen while this rank's runtime thread waits, in the middle of a plan too, and are no events to it.
+
+How a failure travels (PROTOCOL rule 20)
+- The end of a rank of this host goes up, and comes back as rank 0's decision, like what rank 0 saw itself.
+- When this rank is the first to know of a failure, because rank 0 itself is lost for instance, it tells its host: nobody
+  else can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from hvdlite.control.base import Event
+from hvdlite.control.doorbell import Doorbell
+from hvdlite.control.star import StarControl
+from hvdlite.control.wire import Connection
+from hvdlite.negotiation.leader import Leader
+from hvdlite.negotiation.messages import Decision, Message, Report
+
+
+class LeaderControl(StarControl):
+    """Like `StarControl`.
+
+    Args:
+        connections: to rank 0 and to each other rank of the host.
+    """
+
+    def __init__(self, leader: Leader, connections: Mapping[int, Connection], bells: Mapping[int, Doorbell],
+                 pids: Mapping[int, int], *, heartbeat_timeout: float) -> None:
+        rank, *others = leader.ranks
+        self._leader = leader
+        self.below = frozenset(others)
+        super().__init__(rank, connections, bells, pids, heartbeat_timeout=heartbeat_timeout)
+        self._pass_up()
+
+    def send_report(self, report: Report) -> None:
+        self._leader.receive(self._rank, report)
+        self._pass_up()
+        if report.failure is not None:
+            self._pass_down(Decision(report.epoch, 0, failure=report.failure))
+
+    def _handle(self, ready: Iterable[tuple[int, int]]) -> None:
+        super()._handle(ready)
+        self._pass_up()
+
+    def _event(self, peer: int, message: Message) -> Event | None:
+        if isinstance(message, Report) and peer in self.below:
+            self._leader.receive(peer, message)
+            return None
+        if isinstance(message, Decision) and peer == self.above:
+            self._leader.watch(message)
+            self._pass_down(message)
+        return super()._event(peer, message)
+
+    def _suspect(self, peer: int, reason: str) -> None:
+        if peer in self.below:
+            self._leader.lose(peer, reason)
+        super()._suspect(peer, reason)
+
+    def _pass_up(self) -> None:
+        report = self._leader.report()
+        if report is not None:
+            self._send(self.above, report)
+
+    def _pass_down(self, decision: Decision) -> None:
+        for peer in self.below:
+            self._send(peer, decision)
