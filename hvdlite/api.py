@@ -19,12 +19,15 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
+import numpy as np
+
+from hvdlite.bootstrap.mpi import least_member
 from hvdlite.control.witness import testify
 from hvdlite.core import launch_contract
 from hvdlite.core.array import Array
 from hvdlite.core.config import Config
 from hvdlite.core.errors import NotInitializedError, PeerLostError, UnsupportedError
-from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID, ProcessSet, global_process_set
+from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
 from hvdlite.core.world import World
 from hvdlite.planes.arithmetic import Casts
@@ -206,8 +209,23 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     if made.process_set_id is not None:
         raise UnsupportedError(f"{made} is registered already")
     current = runtime()
+    if made.mpi_comm is not None:
+        return _add_split(made, current)
     made.register(current.add_process_set(made.ranks or ()).wait(), current.world.rank)
     return made
+
+
+def _add_split(own: ProcessSet, current: Runtime) -> ProcessSet:
+    """Register the communicators that the ranks are in; each is known by its least rank."""
+    rank = current.world.rank
+    least = least_member(own.mpi_comm, rank)
+    everybodys = current.allgather(current.unnamed("process_set", "split"), np.array([least])).wait().tolist()
+    parts = {each: [member for member, other in enumerate(everybodys) if other == each]
+             for each in sorted(set(everybodys)) if each >= 0}
+    numbers = {each: current.add_process_set(members).wait() for each, members in parts.items()}
+    own.ranks = parts.get(least, [])
+    own.register(numbers.get(least), rank, list(numbers.values()))
+    return own
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
@@ -216,9 +234,10 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     Raises:
         MismatchError: when ranks name different sets; on work that was still under way in the set.
     """
-    if process_set.process_set_id in (None, GLOBAL_PROCESS_SET_ID):
+    if not process_set.registered_ids:
         return False
-    runtime().remove_process_set(set_id(process_set)).wait()
+    for number in process_set.registered_ids:
+        runtime().remove_process_set(number).wait()
     process_set.register(None, None)
     return True
 

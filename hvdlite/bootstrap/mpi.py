@@ -57,6 +57,15 @@ def told(communicator: Any, text: bytes, root: int = 0) -> bytes:
     return message.tobytes()
 
 
+def least_member(communicator: Any, rank: int) -> int:
+    """Return the least of the members' ranks in the job, all of which call this; -1 for MPI's null communicator."""
+    if not communicator:
+        return -1
+    ranks = np.empty(communicator.Get_size(), np.int64)
+    communicator.Allgather(np.array([rank], np.int64), ranks)
+    return int(ranks.min())
+
+
 def address_towards(names: list[str]) -> str:
     """Return this host's IP address on the way to other hosts, given all ranks' host names; loopback if it has none."""
     for name in dict.fromkeys(name for name in names if name != socket.gethostname()):

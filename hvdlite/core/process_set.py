@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 GLOBAL_PROCESS_SET_ID = 0
 
@@ -11,24 +12,29 @@ class ProcessSet:
     """Some ranks of the job, for collectives among them only; made usable by `hvd.add_process_set` or `hvd.init`.
 
     Args:
-        ranks: their numbers in the job, in any order, each once.
+        ranks: their numbers in the job, in any order, each once. Or an mpi4py communicator, each rank the one that it is in:
+            so the parts of a split are registered at once.
 
     Attributes:
-        process_set_id: a number that is the same on all ranks; None while the set is not registered.
-        ranks: the members, ascending.
+        process_set_id: a number that is the same on all its ranks; None while the set is not registered.
+        ranks: the members, ascending; those of a communicator once it is registered, and none in MPI's null communicator.
+        mpi_comm: the communicator, or None.
+        registered_ids: its own and those of the other parts of the split.
 
     Raises:
         ValueError: for ranks that are not distinct non-negative integers.
     """
 
-    def __init__(self, ranks: Iterable[int]) -> None:
-        given = list(ranks)
+    def __init__(self, ranks: Iterable[int] | Any) -> None:
+        self.mpi_comm = ranks if hasattr(ranks, "Get_group") else None
+        given = [] if self.mpi_comm is not None else list(ranks)
         if any(not isinstance(rank, int) or isinstance(rank, bool) or rank < 0 for rank in given):
             raise ValueError(f"a process set is made of ranks (integers from 0), not {given}")
         if len(set(given)) != len(given):
             raise ValueError(f"a process set holds each rank once, not {given}")
         self.process_set_id: int | None = None
         self.ranks: list[int] | None = sorted(given)
+        self.registered_ids: tuple[int, ...] = ()
         self._own_rank: int | None = None
 
     def size(self) -> int | None:
@@ -51,9 +57,10 @@ class ProcessSet:
         """Return whether this process is a member; None while the set is not registered."""
         return None if self.process_set_id is None or self.ranks is None else self._own_rank in self.ranks
 
-    def register(self, process_set_id: int | None, own_rank: int | None) -> None:
+    def register(self, process_set_id: int | None, own_rank: int | None, registered_ids: Sequence[int] = ()) -> None:
         """Take the id under which the set is known from now on, or None when it is not known any more."""
         self.process_set_id, self._own_rank = process_set_id, own_rank
+        self.registered_ids = tuple(registered_ids) or (() if process_set_id is None else (process_set_id,))
 
     def __repr__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"

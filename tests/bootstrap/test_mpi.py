@@ -57,6 +57,36 @@ def test_all_ranks_or_some(mpi: Mpi, script: str, how: str, plane: str) -> None:
         assert ranks == [[order[rank], 2, order[rank], 2, 0, 1, (2, 4)[rank % 2], on] for rank in range(4)]
 
 
+SPLIT = """
+import numpy as np
+import hvdlite as hvd
+from hvdlite import api
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+halves = hvd.ProcessSet(world.Split(world.rank % 2, -world.rank))
+pair = hvd.ProcessSet(world.Split(0 if world.rank in (1, 2) else MPI.UNDEFINED, world.rank))
+assert halves.size() is None
+hvd.init(world, process_sets=[halves, pair])
+mine = [rank for rank in range(4) if rank % 2 == world.rank % 2]
+assert halves.included() and halves.ranks == mine and halves.size() == 2 and halves.rank() == world.rank // 2, halves
+assert hvd.allreduce(np.full(3, world.rank), op=hvd.Sum, process_set=halves)[0] == sum(mine)
+assert (pair.ranks, pair.included()) == (([1, 2], True) if world.rank in (1, 2) else ([], None)), pair
+if pair.included():
+    assert hvd.allreduce(np.full(3, 1), op=hvd.Sum, process_set=pair)[0] == 2
+assert len(api.process_set_ids_and_ranks()) == 4
+assert hvd.remove_process_set(halves) and hvd.remove_process_set(pair) and not hvd.remove_process_set(halves)
+assert list(api.process_set_ids_and_ranks()) == [0]
+hvd.shutdown()
+"""
+
+
+@pytest.mark.parametrize("mpi", MPIS[:1])
+def test_the_parts_of_a_split_are_process_sets(mpi: Mpi, tmp_path: Path) -> None:
+    (tmp_path / "split.py").write_text(SPLIT)
+    ended = mpiexec(mpi, 4, [str(tmp_path / "split.py")])
+    assert ended.returncode == 0, ended.stderr
+
+
 @pytest.mark.parametrize("mpi", MPIS[:1])
 @pytest.mark.parametrize("plane", ["hierarchical", "gloo"])
 def test_several_hosts(mpi: Mpi, script: str, plane: str) -> None:

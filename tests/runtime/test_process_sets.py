@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -186,15 +187,17 @@ def test_process_sets_on_processes_through_the_public_interface() -> None:
     """)
 
 
-def test_a_rank_that_dies_while_a_set_is_removed_is_named() -> None:
+def test_a_rank_that_dies_while_a_set_is_removed_is_named(tmp_path: Path) -> None:
     with Processes(3, """
-        import os, signal, time, numpy as np, hvdlite as hvd
+        import os, signal, sys, time, numpy as np, hvdlite as hvd
         hvd.init()
         own = hvd.add_process_set([0, 1])
         if hvd.rank() < 2:
             hvd.allreduce(np.ones(50_000), process_set=own)
-        hvd.barrier()  # or rank 0 may not have its result yet
+        open(f"{sys.argv[1]}.{hvd.rank()}", "w").close()
         if hvd.rank() == 1:
+            while not all(os.path.exists(f"{sys.argv[1]}.{other}") for other in (0, 2)):  # they have their results
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
         begun = time.monotonic()
         try:
@@ -202,6 +205,6 @@ def test_a_rank_that_dies_while_a_set_is_removed_is_named() -> None:
         except hvd.PeerLostError as error:
             assert error.rank == 1 and time.monotonic() - begun < 10, error
             print("named")
-    """) as world:
+    """, arguments=[str(tmp_path / "ready")]) as world:
         for ended in world.wait(20):
             assert ended.rank == 1 or (ended.code == 0 and "named" in ended.stdout), ended
