@@ -51,7 +51,10 @@ class BackwardHooks:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
             if self.on_begin is not None:
                 self.on_begin()
-        self.hand_over(parameter)
+        if self.weight != 1.0:
+            self.hand_over(parameter)
+        else:
+            self._reducer.hand_over(parameter)
 
     def hand_over(self, parameter: torch.Tensor) -> None:
         """Hand a gradient over now, times the weight."""

@@ -94,6 +94,11 @@ class Seat:
     context: Any  # what the compressor needs to undo its work; None when nothing is compressed
     dtype: torch.dtype  # of the view
     on_gpu: bool = False
+    home_dtype: torch.dtype = dataclasses.field(init=False)  # kept: asking a tensor costs, and is done for every gradient
+    shape: torch.Size = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.home_dtype, self.shape = self.home.dtype, self.home.shape
 
     @classmethod
     def over(cls, place: Array, context: Any) -> Seat:
@@ -200,13 +205,13 @@ class TorchGradients:
         homes, values, fits = [], [], []
         for parameter, seat in pairs:
             gradient = parameter.grad
-            fitting: torch.Tensor | None = None
-            if gradient is not None and not seat.holds(gradient):
-                fitting = self._fitting(parameter, gradient, seat)
-                if fitting is not None:
+            copied = gradient is not None and not seat.holds(gradient)
+            if copied:
+                gradient = self._fitting(parameter, gradient, seat)
+                if gradient is not None:
                     homes.append(seat.home)
-                    values.append(fitting)
-            fits.append(gradient is not None and (fitting is not None or seat.holds(gradient)))
+                    values.append(gradient)
+            fits.append(gradient is not None)
         if homes:
             torch._foreach_copy_(homes, values)
         for (parameter, _), fit in zip(pairs, fits, strict=True):
@@ -249,17 +254,16 @@ class TorchGradients:
         return mark() is parameter.grad
 
     def _fitting(self, parameter: torch.Tensor, gradient: torch.Tensor, seat: Seat) -> torch.Tensor | None:
-        """Return what is to be copied into the seat; None when it does not fit."""
-        if self.is_sparse(parameter):
-            return None
+        """Return what is to be copied into the seat; None when it does not fit. Called for every gradient of every step."""
         if gradient.layout is not torch.strided:
+            if self.is_sparse(parameter):
+                return None
             gradient = contiguous(self._gradient(parameter), "gradient")
         if gradient.requires_grad:
             gradient = gradient.detach()
         if self._compression is not Compressor:
             gradient, seat.context = self._compression.compress(gradient)
-        home = seat.home
-        return gradient if gradient.dtype is home.dtype and gradient.shape == home.shape else None
+        return gradient if gradient.dtype is seat.home_dtype and gradient.shape == seat.shape else None
 
     def _gradient(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the parameter's gradient, densified for good when that is wanted."""
