@@ -6,8 +6,6 @@ An allreduce is cut into as many slices as the smallest host has ranks in the pr
     across     sums it with the rank i of every other host, through the engine
     gather     puts the result where the host's others copy it from
 
-A tensor longer than a staging slot is reduced and gathered piece by piece, and crosses at once: wires like long messages.
-
 so hosts may have different numbers of ranks: where there are more, the rest only helps inside. Broadcast and allgather take
 the same ways. What else there is, and Adasum, goes through the engine between all ranks; a process set within one host,
 through shared memory alone.
@@ -19,7 +17,6 @@ Rules (PROTOCOL rules 11, 17)
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -144,11 +141,7 @@ class HierarchicalPlane:
                 for term in terms:
                     piece = term[start:start + reduction.chunk]
                     reduction.place(piece, piece)
-            wide = accumulator_dtype(reduction.dtype)
-            sums = terms[0] if wide == reduction.dtype else np.empty(end - begin, wide)
-            reduction.accumulate(terms, sums)
-            self._across(storeys, sums, response, wait_until)
-            reduction.conclude(sums, terms[0])
+            self._sum(storeys, reduction, response, terms, terms[0], True, wait_until)
             for term in terms[1:]:
                 np.copyto(term, terms[0])
         storeys.group.barrier(wait_until)
@@ -161,14 +154,13 @@ class HierarchicalPlane:
         sources = Concatenation(plan.sources) if plan.sources and self._rank in response.contributors else None
         outputs = Concatenation(plan.outputs) if plan.outputs else None
         total = sources.size if sources else outputs.size if outputs else response.elements
-        per_piece = group.segment.slot // reduction.dtype.itemsize
-        pieces = [(low, min(low + per_piece, total)) for low in range(0, total, per_piece)]
-        owned = [storeys.own_slice(low, high, reduction.dtype) for low, high in pieces]
-        ends = [0, *itertools.accumulate(end - begin for begin, end in owned)]
-        sums = np.empty(ends[-1], accumulator_dtype(reduction.dtype))  # of this host, then of all, of this rank's slices
         contributors = [group.ranks.index(rank) for rank in response.contributors if rank in group.ranks]
-        for (low, high), (begin, end), at in zip(pieces, owned, ends[:-1], strict=True):
-            slots = self._staging(group, low, high, reduction.dtype)
+        per_piece = group.segment.slot // reduction.dtype.itemsize
+        for low in range(0, total, per_piece):
+            high = min(low + per_piece, total)
+            region = group.next_region((high - low) * reduction.dtype.itemsize)
+            slots = [group.slot(index, region, reduction.dtype)[:high - low] for index in range(group.size)]
+            begin, end = storeys.own_slice(low, high, reduction.dtype)
             own = None if sources is None else sources.single(begin, end) if begin < end else None
             if sources is not None:  # the own slice stays private where it lies in one piece
                 for first, last in ((low, begin), (end, high)) if own is not None else ((low, high),):
@@ -178,26 +170,21 @@ class HierarchicalPlane:
             if begin < end:
                 terms = [reduction.placed(own) if own is not None and index == group.index
                          else slots[index][begin - low:end - low] for index in contributors]
-                reduction.accumulate(terms, sums[at:at + end - begin])
-        self._across(storeys, sums, response, wait_until)
-        for (low, high), (begin, end), at in zip(pieces, owned, ends[:-1], strict=True):
-            slots = self._staging(group, low, high, reduction.dtype)
-            reduction.conclude(sums[at:at + end - begin], slots[group.index][begin - low:end - low])
+                self._sum(storeys, reduction, response, terms, slots[group.index][begin - low:end - low],
+                          own is not None or group.index not in contributors[2:], wait_until)
             group.barrier(wait_until)
             if outputs is not None:
                 self._collect(storeys, slots, outputs, low, high, reduction.dtype)
 
-    @staticmethod
-    def _staging(group: Group, low: int, high: int, dtype: np.dtype[np.generic]) -> list[Array]:
-        """Return the slots of the host's ranks in the next region, with room for elements low..high."""
-        region = group.next_region((high - low) * dtype.itemsize)
-        return [group.slot(index, region, dtype)[:high - low] for index in range(group.size)]
-
-    def _across(self, storeys: _Storeys, sums: Array, response: Response, wait_until: WaitUntil) -> None:
-        """Reduce this rank's slices over the hosts, in place."""
-        if sums.size:
-            op = ReduceOp.SUM if response.op is ReduceOp.AVERAGE else response.op
-            self._engine.execute(storeys.plan(Collective.ALLREDUCE, sums, op=op), wait_until)
+    def _sum(self, storeys: _Storeys, reduction: Reduction, response: Response, terms: Sequence[Array], out: Array,
+             in_place: bool, wait_until: WaitUntil) -> None:
+        """Reduce a slice over this host's terms, then over the hosts: in `out` itself, if its memory is no later term."""
+        wide = accumulator_dtype(reduction.dtype)
+        total = out if in_place and wide == reduction.dtype else np.empty(out.size, wide)
+        reduction.accumulate(terms, total)
+        op = ReduceOp.SUM if response.op is ReduceOp.AVERAGE else response.op
+        self._engine.execute(storeys.plan(Collective.ALLREDUCE, total, op=op), wait_until)
+        reduction.conclude(total, out)
 
     def _broadcast(self, storeys: _Storeys, root: int, source: Concatenation | None, outputs: Concatenation | None, low: int,
                    end: int, response: Response, in_place: bool, wait_until: WaitUntil) -> None:
