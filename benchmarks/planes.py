@@ -3,9 +3,9 @@
     mpi, gloo      the plane itself, without the negotiation before it, beside mpi4py's Allreduce and torch.distributed
     job            the whole way through `hvd.allreduce_`, on the plane that HVDLITE_CPU_OPERATIONS names, beside the same
 
-`run.py` starts it under mpiexec; for the hierarchical plane on two hosts of two ranks, where the raw libraries show what
-the engine does between all ranks at once: the flat way. With Gloo these hosts are network namespaces with a gigabit
-between them; with MPI they are simulated by MPICH, and nothing is slower between them than inside.
+`run.py` starts it under mpiexec; and for two hosts of two ranks, where the whole way by the hierarchical plane is to be
+compared with the whole way by its engine between all ranks at once, the flat way. With Gloo these hosts are network
+namespaces with a gigabit between them; with MPI they are simulated by MPICH, and nothing is slower between them than inside.
 """
 
 from __future__ import annotations

@@ -106,15 +106,15 @@ def _planes(rows: Rows, ranks: int) -> list[str]:
     return text
 
 
-def _hierarchical(rows: Rows, ranks: int) -> list[str]:
+def _two_hosts(rows: Rows, ranks: int) -> list[str]:
     plane = rows[0]["case"].partition(", ")[2]
-    return [f"## Two hosts of {ranks // 2} ranks, {plane}, beside all ranks at once", "",
+    return [f"## Two hosts of {ranks // 2} ranks: the whole way by {plane}, beside the bare libraries", "",
             *_compared(rows, "size", 1e6, "us")]
 
 
-_TABLES = {"planes": _planes, "hierarchical_mpi": _hierarchical, "hierarchical_gloo": _hierarchical,
-           "collectives": _collectives, "gradients": _gradients, "training": _training, "idle": _idle,
-           "control_scale": _control_scale}
+_TABLES = {"planes": _planes, "collectives": _collectives, "gradients": _gradients, "training": _training, "idle": _idle,
+           "control_scale": _control_scale,
+           **{f"two_hosts_{engine}_{plane}": _two_hosts for engine in ("mpi", "gloo") for plane in (engine, "hierarchical")}}
 
 
 def _plot(recorded: dict[str, Any], results: Path) -> None:

@@ -54,12 +54,13 @@ def variables(**more: str) -> dict[str, str]:
             "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])}
 
 
-def run_on_two_hosts(script: str, ranks: int, *options: str, record: Path, rate: str = "1gbit") -> None:
+def run_on_two_hosts(script: str, ranks: int, *options: str, record: Path, rate: str = "1gbit",
+                     environment: Mapping[str, str] | None = None) -> None:
     """Run one script on two hosts of half the ranks each: network namespaces with a wire of that rate. Needs root."""
     hosts = Hosts((tuple(range(ranks // 2)), tuple(range(ranks // 2, ranks))))
     print(f"\n== {script}, {ranks} ranks on two hosts, {rate} between them", flush=True)
     shared = variables(HVDLITE_SECRET=secrets.token_hex(), HVDLITE_COORDINATOR=f"10.78.0.1:{free_port()}",
-                       BENCH_HOST="10.78.0.1", GLOO_SOCKET_IFNAME="bench0")
+                       BENCH_HOST="10.78.0.1", GLOO_SOCKET_IFNAME="bench0", **(environment or {}))
     command = [sys.executable, str(HERE / f"{script}.py"), *options, "--record", str(record)]
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other, two_hosts(rate) as namespaces:
         started = []
@@ -128,10 +129,13 @@ def main() -> None:
         run(script, ranks, *options, record=arguments.results / f"{script}-{ranks}.json")
     run("planes", 2, *rounds, *short, record=arguments.results / "planes-2.json")
     if not arguments.short:
-        run("planes", 4, *rounds, "--job", record=arguments.results / "hierarchical_mpi-4.json",
-            environment={"HVDLITE_CPU_OPERATIONS": "hierarchical", "MPIR_CVAR_NUM_CLIQUES": "2"})
+        for plane in ("mpi", "hierarchical"):
+            run("planes", 4, *rounds, "--job", record=arguments.results / f"two_hosts_mpi_{plane}-4.json",
+                environment={"HVDLITE_CPU_OPERATIONS": plane, "MPIR_CVAR_NUM_CLIQUES": "2"})
         if os.geteuid() == 0 and shutil.which("tc"):
-            run_on_two_hosts("planes", 4, *rounds, "--job", record=arguments.results / "hierarchical_gloo-4.json")
+            for plane in ("gloo", "hierarchical"):
+                run_on_two_hosts("planes", 4, *rounds, "--job", record=arguments.results / f"two_hosts_gloo_{plane}-4.json",
+                                 environment={"HVDLITE_CPU_OPERATIONS": plane})
     report.write(arguments.results)
     print(f"\nwrote {arguments.results}/README.md")
 
