@@ -44,9 +44,10 @@ _users = 0  # init() calls that no shutdown() has answered yet
 _hooks_installed = False
 _testimony: tuple[int, int] | None = None  # where this process writes its stacks
 _casts = Casts.of_numpy()
+_process_sets: set[ProcessSet] = set()  # registered with the runtime, and meaningless after it
 
 
-def init(comm: object = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
+def init(comm: object = None, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None) -> None:
     """Join the job described by the environment; alone (size 1) when there is none.
 
     Idempotent: further calls share the runtime, and as many `shutdown()` calls end it.
@@ -54,8 +55,8 @@ def init(comm: object = None, process_sets: Sequence[ProcessSet] | str | None = 
     Args:
         comm: the job's ranks: None or [] for all, an mpi4py communicator (it is duplicated), or a list of ranks that has
             this one; the list's first is rank 0 then. Further calls ignore it.
-        process_sets: sets to register at once, the same on all ranks; more can be added later (Horovod's "dynamic" is
-            always on, and accepted).
+        process_sets: sets to register at once, or their ranks; the same on all ranks. More can be added later (Horovod's
+            "dynamic" is always on, and accepted).
 
     Raises:
         LaunchError: when the launch environment is incomplete or the ranks cannot meet.
@@ -82,12 +83,15 @@ def init(comm: object = None, process_sets: Sequence[ProcessSet] | str | None = 
             _answer_signal(config.report_signal)
         _users += 1
     for process_set in () if process_sets is None or isinstance(process_sets, str) else process_sets:
-        if process_set.process_set_id is None:
+        if not isinstance(process_set, ProcessSet) or process_set.process_set_id is None:
             add_process_set(process_set)
 
 
 def shutdown() -> None:
-    """Leave the job when this answers the last `init()`; rank 0 waits for the others to leave too."""
+    """Leave the job when this answers the last `init()`; rank 0 waits for the others to leave too.
+
+    Process sets are not registered any more; they can be again after another `init()`.
+    """
     global _runtime, _users
     with _lock:
         _users = max(0, _users - 1)
@@ -95,6 +99,9 @@ def shutdown() -> None:
             _runtime.shutdown()
             _runtime.progress.withdraw()
             _runtime = None
+            for process_set in _process_sets:
+                process_set.register(None, None)
+            _process_sets.clear()
 
 
 def runtime() -> Runtime:
@@ -210,12 +217,14 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         raise UnsupportedError(f"{made} is registered already")
     current = runtime()
     if made.mpi_comm is not None:
-        return _add_split(made, current)
-    made.register(current.add_process_set(made.ranks or ()).wait(), current.world.rank)
+        _register_split(made, current)
+    else:
+        made.register(current.add_process_set(made.ranks or ()).wait(), current.world.rank)
+    _process_sets.add(made)
     return made
 
 
-def _add_split(own: ProcessSet, current: Runtime) -> ProcessSet:
+def _register_split(own: ProcessSet, current: Runtime) -> None:
     """Register the communicators that the ranks are in; each is known by its least rank."""
     rank = current.world.rank
     least = least_member(own.mpi_comm, rank)
@@ -225,7 +234,6 @@ def _add_split(own: ProcessSet, current: Runtime) -> ProcessSet:
     numbers = {each: current.add_process_set(members).wait() for each, members in parts.items()}
     own.ranks = parts.get(least, [])
     own.register(numbers.get(least), rank, list(numbers.values()))
-    return own
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
@@ -239,20 +247,18 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     for number in process_set.registered_ids:
         runtime().remove_process_set(number).wait()
     process_set.register(None, None)
+    _process_sets.discard(process_set)
     return True
-
-
-def process_set_ids_and_ranks() -> dict[int, list[int]]:
-    """Return the members of every registered process set, by id."""
-    return {number: list(ranks) for number, ranks in runtime().process_sets().items()}
 
 
 def set_id(process_set: ProcessSet) -> int:
     """Return the id of a registered process set.
 
     Raises:
-        UnsupportedError: when it is not registered.
+        UnsupportedError: when it is not registered, or something else.
     """
+    if not isinstance(process_set, ProcessSet):
+        raise UnsupportedError(f"process_set must be what hvd.add_process_set returns, not {process_set!r}")
     if process_set.process_set_id is None:
         raise UnsupportedError(f"{process_set} is not registered; call hvd.add_process_set on all ranks first")
     return process_set.process_set_id

@@ -15,6 +15,11 @@ class ReduceOp(enum.IntEnum):
     MAX = 4
     PRODUCT = 5
 
+    @classmethod
+    def _missing_(cls, value: object) -> ReduceOp:
+        names = ", ".join(f"hvd.{op.name.capitalize()}" for op in cls)
+        raise ValueError(f"op must be one of {names}, not {value!r}")
+
 
 class Collective(enum.IntEnum):
     """The operations that ranks negotiate."""

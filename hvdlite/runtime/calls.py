@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -312,10 +313,13 @@ class Calls:
             if rows % size:
                 raise UnsupportedError(f"'{name}': {rows} rows cannot be shared equally by {size} ranks; pass splits")
             splits = [rows // size] * size
-        given = tuple(int(count) for count in splits)
+        try:
+            given = tuple(map(operator.index, splits))
+        except TypeError:
+            given = (-1,)
         if len(given) != size or min(given, default=0) < 0 or sum(given) > rows:
-            raise UnsupportedError(f"'{name}': splits {list(given)} must be {size} numbers from 0, one for each rank of the "
-                                   f"set, with a sum of at most {rows}, the number of rows")
+            raise UnsupportedError(f"'{name}': splits {list(splits)} must be {size} whole numbers from 0, one for each rank "
+                                   f"of the set, with a sum of at most {rows}, the number of rows")
         request = self._request(name, Collective.ALLTOALL, dtype, array.shape, splits=given, process_set=process_set,
                                 device=device_of(array))
         return self._submit(Entry(request, [array], [], None, self._sleepers))

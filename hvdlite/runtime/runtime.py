@@ -20,7 +20,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from hvdlite.control.base import ControlPlane, DecisionReceived, Event, HostReportReceived, PeerLost, ReportReceived
 from hvdlite.core.config import Config
@@ -195,10 +195,6 @@ class Runtime(DeclaredSets):
         if process_set not in self._work.process_sets:
             raise UnsupportedError(f"there is no process set {process_set}; it was removed, or never added")
         return self._work.process_sets[process_set]
-
-    def process_sets(self) -> Mapping[int, tuple[int, ...]]:
-        """Return the members of every process set, by id."""
-        return self._work.process_sets.items()
 
     def _find_set(self, members: tuple[int, ...]) -> int | None:
         return self._work.process_sets.find(members)

@@ -131,7 +131,8 @@ def test_bad_alltoall_and_scalars() -> None:
     def step(runtime: Runtime) -> None:
         cases: list[tuple[Any, str]] = [
             (lambda: runtime.alltoall("x", np.ones(3)), "3 rows cannot be shared equally by 2 ranks"),
-            (lambda: runtime.alltoall("x", np.ones(3), [1]), "must be 2 numbers"),
+            (lambda: runtime.alltoall("x", np.ones(3), [1]), "must be 2 whole numbers"),
+            (lambda: runtime.alltoall("x", np.ones(3), [1.5, 1.5]), r"splits \[1.5, 1.5\] must be 2 whole"),
             (lambda: runtime.alltoall("x", np.ones(3), [2, 2]), "at most 3"),
             (lambda: runtime.alltoall("x", np.ones(3), [-1, 1]), "from 0"),
             (lambda: runtime.alltoall("x", np.array(1.0)), "scalar"),
@@ -183,6 +184,18 @@ def test_process_sets_on_processes_through_the_public_interface() -> None:
         assert hvd.remove_process_set(low) and low.process_set_id is None and not hvd.remove_process_set(low)
         assert not hvd.remove_process_set(hvd.global_process_set)
         assert hvd.global_process_set.size() == 4
+        hvd.shutdown()
+        assert even.process_set_id is odd.process_set_id is None
+        hvd.init(process_sets=[odd, even, [0, 1, 3]])  # in another order
+        assert (odd.process_set_id, even.process_set_id) == (1, 2)
+        assert (hvd.allreduce(np.full(3, rank), op=hvd.Sum, process_set=mine) == (2 if rank % 2 == 0 else 4)).all()
+        for wrong, told in ((hvd.ProcessSet([0]), "is not registered"), ([0, 2], "not [0, 2]"), (1, "not 1")):
+            try:
+                hvd.allreduce(np.ones(1), process_set=wrong)
+            except ValueError as error:
+                assert told in str(error), error
+            else:
+                raise SystemExit("no error")
         hvd.shutdown()
     """)
 

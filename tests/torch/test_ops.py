@@ -113,7 +113,7 @@ def test_every_error_condition_of_horovod_reaches_every_rank_and_the_job_goes_on
             "scalar": lambda: hvd.reducescatter(torch.tensor(1.0)),
             "not registered": lambda: hvd.allreduce(ones, process_set=hvd.ProcessSet([0])),
             "root_rank 7": lambda: hvd.broadcast(ones, 7),
-            "must be 2 numbers": lambda: hvd.alltoall(ones, splits=[1, 1, 1]),
+            "must be 2 whole numbers": lambda: hvd.alltoall(ones, splits=[1, 1, 1]),
             "at most 4": lambda: hvd.alltoall(ones, splits=[3, 3]),
             "cannot be shared equally": lambda: hvd.alltoall(torch.ones(3)),
             "bool has no Sum": lambda: hvd.allreduce(torch.ones(2, dtype=torch.bool), op=hvd.Sum),
