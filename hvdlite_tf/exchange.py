@@ -13,6 +13,7 @@ from hvdlite import api
 from hvdlite.core.array import Array
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
+from hvdlite.training.arguments import check_compression, factors
 from hvdlite.training.array_gradients import ArrayReducer
 from hvdlite.training.groups import clusters
 from hvdlite_tf.compression import Compression, Compressor
@@ -91,18 +92,16 @@ class Exchange:
     def __init__(self, frontend: str, *, compression: type[Compressor] = Compression.none, sparse_as_dense: bool = False,
                  op: ReduceOp = ReduceOp.AVERAGE, gradient_predivide_factor: float = 1.0,
                  process_set: ProcessSet = global_process_set, groups: Any = None) -> None:
+        op = ReduceOp(op)
         if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
-            raise ValueError(f"gradients are reduced with op Average or Sum, not {ReduceOp(op).name.capitalize()}")
-        if gradient_predivide_factor <= 0:
-            raise ValueError(f"gradient_predivide_factor must be positive, not {gradient_predivide_factor}")
-        if gradient_predivide_factor != 1.0 and op is not ReduceOp.AVERAGE:
-            raise ValueError(f"gradient_predivide_factor={gradient_predivide_factor} needs op=Average")
+            raise ValueError(f"gradients are reduced with op Average or Sum, not {op.name.capitalize()}")
+        check_compression(compression)
+        self._prescale, self._postscale = factors(op, gradient_predivide_factor)
         number = api.set_id(process_set)
         self._runtime, self.process_set = api.runtime(), number
         self.label = self._runtime.label(frontend, number)
         self.size = len(self._runtime.members(number))
         self._op, self._compression, self._sparse_as_dense = op, compression, sparse_as_dense
-        self._prescale, self._postscale = 1.0 / gradient_predivide_factor, gradient_predivide_factor
         self._usual_samples: int | None = None
         self._groups = groups
         self._clusters: dict[int, int] | None = clusters(groups, ())

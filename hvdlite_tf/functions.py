@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -22,11 +22,16 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int, process_set: P
 
     Raises:
         MismatchError: on all ranks, when a shape or dtype differs between them.
+        ValueError: for what is no variable.
     """
     del inplace
-    own = [getattr(variable, "value", variable) if not isinstance(variable, tf.Variable) else variable
-           for variable in variables]
-    broadcast_([variable for variable in own if isinstance(variable, tf.Variable)], root_rank, process_set=process_set)
+    given = list(variables) if isinstance(variables, Iterable) else [variables]
+    own = [getattr(variable, "value", variable) if not isinstance(variable, tf.Variable) else variable for variable in given]
+    for variable, mine in zip(given, own, strict=True):
+        if not isinstance(mine, tf.Variable):
+            raise ValueError("broadcast_variables takes variables, such as model.variables, and no "
+                             f"{type(variable).__name__}; for values there is hvd.broadcast")
+    broadcast_(own, root_rank, process_set=process_set)
 
 
 def broadcast_global_variables(root_rank: int) -> None:

@@ -10,8 +10,10 @@ import tensorflow as tf
 
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
+from hvdlite.training.arguments import chosen_groups
 from hvdlite_tf.compression import Compression, Compressor
 from hvdlite_tf.gradients import GradientExchange
+from hvdlite_tf.local_layers import local_variables
 
 
 class _Tape:
@@ -101,11 +103,19 @@ def DistributedGradientTape(gradtape: tf.GradientTape, device_dense: str = "", d
         groups: gradients that are reduced together: a number of groups, or a list of lists of sources.
         process_set: the ranks that share gradients.
         scale_local_gradients: divide gradients of local sources (`register_local_source`) by the number of ranks.
+
+    Raises:
+        ValueError: for something else than a tape, one that is distributed already included; for other invalid arguments
+            when gradients are asked for.
     """
     del device_dense, device_sparse
+    if isinstance(gradtape, _Tape):
+        raise ValueError("this tape is distributed already: its gradients are reduced once")
+    if not hasattr(gradtape, "gradient"):
+        raise ValueError(f"DistributedGradientTape takes a tf.GradientTape, not {type(gradtape).__name__}")
     return _Tape(gradtape, scale_local_gradients, compression=compression, sparse_as_dense=sparse_as_dense, op=op,
                  gradient_predivide_factor=gradient_predivide_factor, process_set=process_set,
-                 groups=groups if groups is not None else num_groups or None)
+                 groups=chosen_groups(groups, num_groups))
 
 
 def PartialDistributedGradientTape(gradtape: tf.GradientTape, *arguments: Any, local_layers: Any = None,
@@ -113,12 +123,12 @@ def PartialDistributedGradientTape(gradtape: tf.GradientTape, *arguments: Any, l
     """Like `DistributedGradientTape`; the variables of some layers are left to this rank.
 
     Args:
-        local_layers: a layer or a list of layers.
+        local_layers: a layer or a list of layers, which have been built.
+
+    Raises:
+        ValueError: for what is not a layer, or has not been built.
     """
     tape = DistributedGradientTape(gradtape, *arguments, **named)
-    layers: Sequence[Any] = () if local_layers is None else local_layers if isinstance(local_layers, (list, tuple)) \
-        else [local_layers]
-    for layer in layers:
-        for variable in layer.trainable_variables:
-            tape.register_local_source(variable)
+    for variable in local_variables(local_layers):
+        tape.register_local_source(variable)
     return tape

@@ -16,6 +16,7 @@ import torch
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.runtime.runtime import Runtime
+from hvdlite.training.arguments import check_passes
 from hvdlite_torch import cuda
 from hvdlite_torch.compression import Compressor
 from hvdlite_torch.framework import contiguous, lent
@@ -77,6 +78,7 @@ class DistributedAdasum:
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change how many backward passes are accumulated before each step."""
+        check_passes(passes)
         self._passes, self._passes_done = passes, 0
 
     def _parameters(self) -> Iterator[torch.Tensor]:

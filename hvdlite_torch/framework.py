@@ -23,8 +23,11 @@ def contiguous(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """Return a contiguous tensor with `tensor`'s values, sharing its memory when it is contiguous itself.
 
     Raises:
-        UnsupportedError: for a tensor on an accelerator that is not an NVIDIA GPU, or a sparse one.
+        UnsupportedError: for something else, a tensor on an accelerator that is not an NVIDIA GPU, or a sparse one.
     """
+    if not isinstance(tensor, torch.Tensor):
+        raise UnsupportedError(f"'{name}' must be a torch.Tensor, not {type(tensor).__name__} (for arrays there is "
+                               "`import hvdlite as hvd`)")
     if tensor.device.type not in ("cpu", "cuda"):
         raise UnsupportedError(f"'{name}' is on {tensor.device}, and only NVIDIA's GPUs (cuda) have a data plane; move "
                                "it to the CPU")

@@ -52,12 +52,23 @@ class TorchHandle:
 
 def poll(handle: TorchHandle) -> bool:
     """Return whether `synchronize(handle)` would not block."""
-    return handle.done()
+    return _checked(handle).done()
 
 
 def synchronize(handle: TorchHandle) -> Any:
-    """Wait for an asynchronous call and return its result, or raise its error; may be called again."""
-    return handle.wait()
+    """Wait for an asynchronous call and return its result, or raise its error; may be called again.
+
+    Raises:
+        ValueError: for something that is no handle.
+    """
+    return _checked(handle).wait()
+
+
+def _checked(handle: TorchHandle) -> TorchHandle:
+    if not isinstance(handle, TorchHandle):
+        raise ValueError(f"this takes what hvd.allreduce_async and the like return, not {type(handle).__name__}; what "
+                         "sparse_allreduce_async returns is called")
+    return handle
 
 
 def allreduce_async_(tensor: torch.Tensor, average: bool | None = None, name: str | None = None,
@@ -157,9 +168,10 @@ def sparse_allreduce_async(tensor: torch.Tensor, name: str, op: ReduceOp = Avera
     Raises:
         UnsupportedError: for a tensor that is not sparse COO, or another op; otherwise like `allgather`.
     """
+    op = ReduceOp(op)
     if tensor.layout is not torch.sparse_coo or op not in (Average, Sum):
         raise UnsupportedError(f"'{name}': sparse_allreduce_async takes sparse COO tensors and Average or Sum, not "
-                               f"{tensor.layout} and {ReduceOp(op).name.capitalize()}")
+                               f"{tensor.layout} and {op.name.capitalize()}")
     mine = tensor.detach().coalesce()
     indices = allgather_async(mine.indices().t(), f"{name}.indices", process_set)
     values = allgather_async(mine.values(), f"{name}.values", process_set)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
@@ -16,6 +15,7 @@ from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID, ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
+from hvdlite.training.arguments import WRAPPED, check_compression, check_passes, chosen_groups, factors
 from hvdlite.training.gradient_reducer import GradientReducer
 from hvdlite.training.groups import clusters
 from hvdlite.training.hooked_reducer import HookedReducer
@@ -64,7 +64,7 @@ def DistributedOptimizer(
         named_parameters: names for messages and matching; `model.named_parameters()`. Default: numbered.
         compression: `Compression.none`, `.fp16` or `.bf16`: dtype on the wire for float32 and float64 gradients.
         backward_passes_per_step: gradients accumulated (summed) locally before each reduction.
-        op: Average, Sum, Min, Max or Adasum (which combines what each rank's step did, see `adasum_optimizer`).
+        op: Average, Sum, Product, Min, Max or Adasum (which combines what each rank's step did, see `adasum_optimizer`).
         gradient_predivide_factor: for Average: divide by this before the sum and by size/this after it, against overflow.
         num_groups: deprecated; use `groups`.
         groups: gradients that are reduced together: a number of groups, or a list of lists of parameters.
@@ -75,24 +75,22 @@ def DistributedOptimizer(
             travels.
 
     Raises:
-        ValueError: for invalid arguments; parameters without a name or with the same name are listed.
+        ValueError: for invalid arguments, and an optimizer that is wrapped already; parameters without a name or with the
+            same name are listed.
         UnsupportedError: for an unregistered process set.
         NotImplementedError: for Adasum on some of the ranks.
         NotInitializedError: before `init()`.
     """
     runtime = _runtime if _runtime is not None else api.runtime()
-    op = ReduceOp(op)
-    if num_groups:
-        warnings.warn("num_groups is deprecated; use groups", DeprecationWarning, stacklevel=2)
-        groups = num_groups if groups is None else groups
-    _check_passes(backward_passes_per_step)
-    if gradient_predivide_factor <= 0:
-        raise ValueError(f"gradient_predivide_factor must be positive, not {gradient_predivide_factor}")
-    if gradient_predivide_factor != 1.0 and op is not ReduceOp.AVERAGE:
-        raise ValueError(f"gradient_predivide_factor={gradient_predivide_factor} needs op=Average, "
-                         f"not {op.name.capitalize()}")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"DistributedOptimizer takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
     if is_distributed(optimizer):
-        raise ValueError("this optimizer is distributed already")
+        raise ValueError(WRAPPED)
+    op = ReduceOp(op)
+    groups = chosen_groups(groups, num_groups)
+    check_passes(backward_passes_per_step)
+    check_compression(compression)
+    prescale, postscale = factors(op, gradient_predivide_factor)
     names = _names(optimizer, named_parameters)
     numbers = clusters(groups, list(names))
     base = type(optimizer)
@@ -106,12 +104,15 @@ def DistributedOptimizer(
                                   or gradient_predivide_factor != 1.0):
         raise ValueError("comm_hook decides itself how gradients are averaged: leave op, compression, groups and "
                          "gradient_predivide_factor at their defaults")
+    if isinstance(comm_hook, type):
+        name = getattr(comm_hook, "__name__", "")
+        raise ValueError(f"comm_hook takes an instance with state of its own, such as {name}(), not the class")
     number = api.set_id(process_set)
     label = _label if _label is not None else runtime.label("torch", number)
     make: type[GradientReducer[torch.Tensor]] = GradientReducer if comm_hook is None else HookedReducer
     framework = _framework(runtime, compression, sparse_as_dense, names)
-    reducer = make(runtime, framework, label, op=op, prescale=1.0 / gradient_predivide_factor,
-                   postscale=gradient_predivide_factor, passes=backward_passes_per_step, process_set=number)
+    reducer = make(runtime, framework, label, op=op, prescale=prescale, postscale=postscale, passes=backward_passes_per_step,
+                   process_set=number)
     if comm_hook is not None and isinstance(reducer, HookedReducer):
         reducer.use(functools.partial(reduce_round, comm_hook, Exchange(runtime, f"{label}.hook", number)))
     bases = (Distributed, base) if _mixin is None else (_mixin, Distributed, base)
@@ -225,7 +226,7 @@ class Distributed:
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change how many backward passes are accumulated before each reduction."""
-        _check_passes(passes)
+        check_passes(passes)
         self._reducer.set_passes(passes)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -249,11 +250,6 @@ def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
         optimizer._check_replicas()
 
 
-def _check_passes(passes: int) -> None:
-    if passes <= 0:
-        raise ValueError(f"backward_passes_per_step must be at least 1, not {passes}")
-
-
 def _number(group: int, index: int) -> str:
     return f"noname.{group}.{index}"
 
@@ -264,7 +260,7 @@ def _names(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.Te
                   for index, parameter in enumerate(group["params"])}
     if named is None:
         return parameters
-    pairs = list(named)
+    pairs = list(named) if isinstance(named, Iterable) else [named]
     if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
         raise ValueError("named_parameters must be (name, parameter) pairs, such as model.named_parameters()")
     seen: set[str] = set()
@@ -274,6 +270,7 @@ def _names(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.Te
     given = {parameter: name for name, parameter in pairs}
     unnamed = [f"group {number}" for parameter, number in parameters.items() if parameter not in given]
     if unnamed:
-        raise ValueError(f"{len(unnamed)} of the optimizer's parameters have no name in named_parameters "
-                         f"(group.index): {', '.join(name.removeprefix('group noname.') for name in unnamed[:10])}")
+        raise ValueError(f"{len(unnamed)} of the optimizer's parameters have no name in named_parameters (group.index): "
+                         f"{', '.join(name.removeprefix('group noname.') for name in unnamed[:10])}; pass "
+                         "model.named_parameters() of the very model whose parameters the optimizer has, or leave it out")
     return {parameter: given[parameter] for parameter in parameters}

@@ -22,8 +22,8 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
     """Overwrite tensors with rank `root_rank`'s, in place.
 
     Args:
-        params: a `state_dict()`, or `named_parameters()`, or a list of tensors. Entries that are not tensors are skipped
-            when all ranks have them alike (a `state_dict` may hold such).
+        params: a `state_dict()`, or `named_parameters()`, or a list of tensors. Entries of a dict that are not tensors are
+            left alone.
 
     Raises:
         ValueError: for anything else.
@@ -152,11 +152,11 @@ def _named(params: Mapping[str, Any] | Iterable[Any]) -> list[tuple[str, torch.T
     if isinstance(params, Mapping):
         return [(name, value) for name, value in sorted(params.items()) if isinstance(value, torch.Tensor)]
     named = []
-    for index, entry in enumerate(params):
+    for index, entry in enumerate(params if isinstance(params, Iterable) else [params]):
         name, value = entry if isinstance(entry, tuple) and len(entry) == 2 else (str(index), entry)
         if not isinstance(value, torch.Tensor):
-            raise ValueError(f"broadcast_parameters takes a dict, named parameters or tensors, not {type(value).__name__} "
-                             f"(entry {name})")
+            raise ValueError("tensors are given as a state_dict(), as named_parameters() or as a list, with no "
+                             f"{type(value).__name__} in it (entry {name})")
         named.append((name, value))
     return named
 

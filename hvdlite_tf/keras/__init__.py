@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable as _Iterable
 from typing import Any
 
 import keras as _keras
@@ -91,8 +92,17 @@ _install()
 
 
 def broadcast_variables(variables: Any, root_rank: int) -> None:
-    """Overwrite Keras variables (`model.variables`) with rank `root_rank`'s."""
-    _broadcast_variables(list(variables), root_rank)
+    """Overwrite Keras variables (`model.variables`) with rank `root_rank`'s.
+
+    Raises:
+        ValueError: for what is no variable.
+    """
+    given = list(variables) if isinstance(variables, _Iterable) else [variables]
+    for variable in given:
+        if not isinstance(variable, _keras.Variable):
+            raise ValueError("broadcast_variables takes variables, such as model.variables, and no "
+                             f"{type(variable).__name__}; for values there is hvd.broadcast")
+    _broadcast_variables(given, root_rank)
 
 
 def broadcast_global_variables(root_rank: int) -> None:

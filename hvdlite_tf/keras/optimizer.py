@@ -16,9 +16,11 @@ import keras
 from hvdlite import api
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
+from hvdlite.training.arguments import WRAPPED, check_passes, chosen_groups
 from hvdlite_tf.compression import Compression, Compressor
 from hvdlite_tf.exchange import Exchange, counting
 from hvdlite_tf.keras.exchange import exchange as make_exchange
+from hvdlite_tf.local_layers import local_variables
 
 
 class _Distributed:
@@ -119,14 +121,13 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, device_dense: 
         raise ValueError(f"DistributedOptimizer takes a Keras 3 optimizer, not {type(optimizer).__name__}")
     inner = getattr(optimizer, "inner_optimizer", None)
     if is_distributed(optimizer) or is_distributed(inner):
-        raise ValueError("this optimizer is distributed already")
-    if backward_passes_per_step < 1:
-        raise ValueError(f"backward_passes_per_step must be at least 1, not {backward_passes_per_step}")
+        raise ValueError(WRAPPED)
+    check_passes(backward_passes_per_step)
     if backward_passes_per_step > 1:
         optimizer.gradient_accumulation_steps = backward_passes_per_step
     arguments = {"compression": compression, "sparse_as_dense": sparse_as_dense, "op": op,
                  "gradient_predivide_factor": gradient_predivide_factor, "process_set": process_set,
-                 "groups": groups if groups is not None else num_groups or None}
+                 "groups": chosen_groups(groups, num_groups)}
     summed = 1 if average_aggregated_gradients else backward_passes_per_step
     _wrap(optimizer if inner is None else inner, arguments, scale_local_gradients, summed)  # hooks.py has more on scaling
     return optimizer
@@ -139,15 +140,11 @@ def PartialDistributedOptimizer(optimizer: Any, *arguments: Any, local_layers: A
         local_layers: a layer or a list of layers, which have been built.
 
     Raises:
-        ValueError: for what is not a layer.
+        ValueError: for what is not a layer, or has not been built.
     """
-    layers = [] if local_layers is None else local_layers if isinstance(local_layers, (list, tuple)) else [local_layers]
-    for layer in layers:
-        if not isinstance(layer, keras.layers.Layer):
-            raise ValueError(f"local_layers holds Keras layers, not {type(layer).__name__}")
+    local = frozenset(map(id, local_variables(local_layers)))
     wrapped = DistributedOptimizer(optimizer, *arguments, **named)
-    object.__setattr__(getattr(wrapped, "inner_optimizer", wrapped), "_hvdlite_local",
-                       frozenset(id(variable) for layer in layers for variable in layer.trainable_variables))
+    object.__setattr__(getattr(wrapped, "inner_optimizer", wrapped), "_hvdlite_local", local)
     return wrapped
 
 

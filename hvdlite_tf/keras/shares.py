@@ -39,8 +39,10 @@ def as_arrays(*structures: Any) -> tuple[Any, ...]:
     """Return data as NumPy arrays, without the trailing structures that are None.
 
     Raises:
-        ValueError: when they do not have equally many samples.
+        ValueError: when there are none, or they do not have equally many samples.
     """
+    if all(structure is None for structure in structures):
+        raise ValueError("there is no data: give arrays")
     given = structures[:max(index for index, structure in enumerate(structures) if structure is not None) + 1]
     arrays = keras.tree.map_structure(_as_array, tuple(given))
     lengths = {len(leaf) for leaf in keras.tree.flatten(arrays) if leaf is not None}

@@ -24,7 +24,8 @@ from hvdlite.core.types import Collective
 from hvdlite.planes.selection import operations
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-SOURCES = [path for folder in ("hvdlite", "hvdlite_torch", "runner") for path in (ROOT / folder).rglob("*.py")]
+FOLDERS = ("hvdlite", "hvdlite_torch", "hvdlite_tf", "runner")
+SOURCES = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
 
 
 def test_importing_needs_no_framework_and_no_engine() -> None:
@@ -152,6 +153,15 @@ def test_links_lead_somewhere() -> None:
     for page in (ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")):
         for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
             assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_the_page_of_the_architecture_names_every_file() -> None:
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    table = "\n".join(line for line in page.splitlines() if line.startswith("|"))
+    for path in SOURCES:
+        folders = path.relative_to(ROOT).parts[1:-1]
+        is_named = any(f"{folder}/" in table for folder in folders) or re.search(rf"\b{path.stem}\b", table)
+        assert path.stem.startswith("_") or is_named, path
 
 
 def test_files_fit_a_sitting() -> None:

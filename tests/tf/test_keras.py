@@ -89,6 +89,11 @@ raises(ValueError, "distributed already",
        lambda: hvd.DistributedOptimizer(hvd.DistributedOptimizer(keras.optimizers.SGD())))
 raises(ValueError, "Average or Sum", lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(), op=hvd.Max))
 raises(ValueError, "Keras 3 optimizer", lambda: hvd.DistributedOptimizer("sgd"))
+raises(ValueError, "not 'sum'", lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(), op="sum"))
+raises(ValueError, "hvd.Compression.none", lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(), compression="fp16"))
+raises(ValueError, "not 1.5", lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(), backward_passes_per_step=1.5))
+raises(ValueError, "no Sequential", lambda: hvd.broadcast_variables(make(1), 0))
+raises(ValueError, "no ndarray", lambda: hvd.broadcast_variables([np.ones(2)], 0))
 raises(RuntimeError, "BroadcastGlobalVariablesCallback", lambda: hvd.broadcast_global_variables(0))
 """)
 
@@ -116,6 +121,8 @@ model.fit(shares(8, X), shares(8, Y), batch_size=8, verbose=0, shuffle=False)
 kernels = hvd.allgather_object([variable.numpy() for variable in model.trainable_variables])
 assert (kernels[0][0] == kernels[1][0]).all() and (kernels[0][2] != kernels[1][2]).any()
 raises(ValueError, "Keras layers", lambda: hvd.PartialDistributedOptimizer(keras.optimizers.SGD(), local_layers=[1]))
+raises(ValueError, "build the model first",
+       lambda: hvd.PartialDistributedOptimizer(keras.optimizers.SGD(), local_layers=keras.layers.Dense(2)))
 
 def normalized(shared):
     keras.utils.set_random_seed(1)

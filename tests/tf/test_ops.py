@@ -72,6 +72,13 @@ def test_every_collective_eager_and_in_a_graph() -> None:
                lambda: tf.function(lambda x: hvd.allreduce(x, name="uneven"))(tf.ones(2 + rank)))
         raises(NotImplementedError, "IndexedSlices", lambda: hvd.allreduce(slices, op=hvd.Max))
         raises(RuntimeError, "broadcast_variables", lambda: hvd.broadcast_global_variables(0))
+        for wrong, told in ((variable.numpy(), "no float"), ([variable, np.ones(2)], "no ndarray"), ([x], "Tensor")):
+            raises(ValueError, told, lambda: hvd.broadcast_variables(wrong, 0))
+        tape = tf.GradientTape()
+        twice = hvd.DistributedGradientTape(tape)
+        raises(ValueError, "distributed already", lambda: hvd.DistributedGradientTape(twice))
+        raises(ValueError, "not NoneType", lambda: hvd.DistributedGradientTape(None))
+        raises(ValueError, "Keras layers", lambda: hvd.PartialDistributedGradientTape(tape, local_layers="x"))
         raises(ValueError, "cannot be compiled by XLA", lambda: tf.function(hvd.allreduce, jit_compile=True)(tf.ones(3)))
         assert hvd.allreduce(tf.ones(1), op=hvd.Sum).numpy() == [2]
         assert int(hvd.join()) in (0, 1)

@@ -117,6 +117,11 @@ def test_every_error_condition_of_horovod_reaches_every_rank_and_the_job_goes_on
             "at most 4": lambda: hvd.alltoall(ones, splits=[3, 3]),
             "cannot be shared equally": lambda: hvd.alltoall(torch.ones(3)),
             "bool has no Sum": lambda: hvd.allreduce(torch.ones(2, dtype=torch.bool), op=hvd.Sum),
+            "must be a torch.Tensor, not ndarray": lambda: hvd.broadcast_(ones.numpy(), 0),
+            "not 'sum'": lambda: hvd.allreduce(ones, op="sum"),
+            "not Tensor": lambda: hvd.synchronize(ones),
+            "not NoneType": lambda: hvd.poll(None),
+            "no Linear in it (entry 0)": lambda: hvd.broadcast_parameters(torch.nn.Linear(1, 1), 0),
         }
         for told, call in here.items():
             raises(ValueError, told, call)
@@ -168,7 +173,7 @@ def test_state_travels() -> None:
         assert everywhere[0] == everywhere[1]
         hvd.broadcast_parameters(model.named_parameters(), root_rank=1)
         hvd.broadcast_parameters(list(model.parameters()), root_rank=1)
-        raises(ValueError, "not str", lambda: hvd.broadcast_parameters(["a"], root_rank=0))
+        raises(ValueError, "no str in it", lambda: hvd.broadcast_parameters(["a"], root_rank=0))
         for make in (lambda p: torch.optim.SGD(p, lr=0.1 + rank, momentum=0.9), lambda p: torch.optim.Adam(p, lr=0.1 + rank),
                      lambda p: torch.optim.LBFGS(p, lr=0.1 + rank)):
             optimizer = make(model.parameters())

@@ -1,0 +1,20 @@
+"""Layers whose variables are left to each rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def local_variables(layers: Any) -> list[Any]:
+    """Return the trainable variables of a layer, or of a list of layers; none for None.
+
+    Raises:
+        ValueError: for what is not a layer, or has no variables yet.
+    """
+    given = [] if layers is None else layers if isinstance(layers, (list, tuple)) else [layers]
+    for layer in given:
+        if not hasattr(layer, "trainable_variables"):
+            raise ValueError(f"local_layers holds Keras layers, not {type(layer).__name__}")
+        if not getattr(layer, "built", True):
+            raise ValueError(f"layer '{layer.name}' of local_layers has no variables yet: build the model first")
+    return [variable for layer in given for variable in layer.trainable_variables]
