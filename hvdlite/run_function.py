@@ -25,7 +25,7 @@ from typing import IO, Any, Final, TextIO
 import cloudpickle
 
 from hvdlite.core.errors import LaunchError, PeerLostError, ProtocolError
-from hvdlite.core.launch_contract import CAUSE_FILE, KEY_FILE, RESULT_FILE, TASK_FILE
+from hvdlite.core.launch_contract import CAUSE_FILE, KEY_FILE, RESULT_FILE, TASK_FILE, write_privately
 
 _DIGEST: Final = hashlib.sha256
 _MAC_BYTES: Final = 32
@@ -118,13 +118,6 @@ def verified(signed: bytes, key: bytes, purpose: str) -> bytes:
 def _pickled(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bytes:
     """Return the call; the module search path goes ahead, because unpickling may import."""
     return bytes(cloudpickle.dumps((sys.path, cloudpickle.dumps((func, tuple(args), kwargs)))))
-
-
-def write_privately(path: Path, content: bytes) -> None:
-    """Make a file that only this user can read."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
 
 
 def _launch(command: Sequence[str], environ: Mapping[str, str]) -> tuple[int, str]:

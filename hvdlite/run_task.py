@@ -10,8 +10,8 @@ from pathlib import Path
 
 import cloudpickle
 
-from hvdlite.core.launch_contract import JOB_DIRECTORY, RANK, RESULT_FILE, SECRET, TASK_FILE
-from hvdlite.run_function import sign, verified, write_privately
+from hvdlite.core.launch_contract import JOB_DIRECTORY, RANK, RESULT_FILE, SECRET, TASK_FILE, write_privately
+from hvdlite.run_function import sign, verified
 
 
 def main(environ: Mapping[str, str]) -> None:

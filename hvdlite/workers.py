@@ -46,7 +46,7 @@ class JobDirectory:
     """A directory where the ranks of this host meet; gone when this process calls `remove`, or ends in any way."""
 
     def __init__(self) -> None:
-        self.path = tempfile.mkdtemp(prefix="hvdlite-job-")  # mode 0700
+        self.path = tempfile.mkdtemp(prefix=launch_contract.DIRECTORY_PREFIX)  # mode 0700
         self._janitor = subprocess.Popen([sys.executable, "-S", "-E", "-c", _JANITOR, self.path], stdin=subprocess.PIPE,
                                          start_new_session=True)
 

@@ -21,9 +21,11 @@ from typing import Final
 from hvdlite._version import __version__
 from hvdlite.core.errors import ProtocolError
 from hvdlite_runner import monitor, survey
+from hvdlite_runner.commands import cores
 from hvdlite_runner.crew import POLL_WITHOUT_PIDFD, Crew
 from hvdlite_runner.messages import (
     MAGIC,
+    SILENCE,
     AskFacts,
     AskProbe,
     AskProgress,
@@ -45,9 +47,8 @@ from hvdlite_runner.messages import (
     Start,
     frame,
 )
+from hvdlite_runner.shells import PROBLEM_CODE
 
-SILENCE: Final = 5.0
-"""Seconds without an order or a ping after which the link counts as cut."""
 _LOOK: Final = 1.0
 _FULL, _EMPTY = 4 << 20, 1 << 20  # bytes waiting for the launcher: stop listening to the ranks, go on
 
@@ -79,8 +80,7 @@ class Agent:
         self._crew.prepare()
         self._wake_for_signals()
         try:
-            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-            self._tell(Hello(platform.python_version(), __version__, socket.gethostname(), cores, os.getpid()))
+            self._tell(Hello(platform.python_version(), __version__, socket.gethostname(), cores(), os.getpid()))
             while not self._over:
                 wait = POLL_WITHOUT_PIDFD if self._crew.needs_polling() else _LOOK
                 for key, _ in self._selector.select(wait):
@@ -191,7 +191,7 @@ def main() -> None:
         Agent(orders, events, os.environ).run()
     except ProtocolError as error:
         print(f"hvdlite: the launcher's orders cannot be read: {error}", file=sys.stderr)
-        raise SystemExit(96) from None
+        raise SystemExit(PROBLEM_CODE) from None
 
 
 if __name__ == "__main__":

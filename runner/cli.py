@@ -13,15 +13,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hvdlite.core.config import Config, environment_name
+from hvdlite.core.config import Config, environment_name, file_knobs
 from hvdlite.core.errors import ConfigError, LaunchError
 from hvdlite_runner import allocations, mpirun, placement, scaling
 from hvdlite_runner.commands import CommandError, resolve_command
 from hvdlite_runner.doctor import examine
-from hvdlite_runner.job import LOCAL, JobSettings, run_job
+from hvdlite_runner.job import JobSettings, run_job
 from hvdlite_runner.monitor import Monitor
 from hvdlite_runner.options import HOROVOD_FLAGS, MEANINGLESS_FLAGS, USAGE_ERROR, parser
-from hvdlite_runner.placement import Host
+from hvdlite_runner.placement import LOCAL, Host
 from hvdlite_runner.report import show_report
 from hvdlite_runner.shells import Shell
 
@@ -159,7 +159,7 @@ def _hosts(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[lis
 
 
 def _with_here(hosts: Sequence[Host], environ: Mapping[str, str]) -> list[Host]:
-    """Return the hosts with this machine called "localhost"."""
+    """Return the hosts with this machine called `LOCAL`."""
     here = environ.get("SLURMD_NODENAME")  # a node's name in Slurm need not be one for the network
     return placement.unify_local(hosts, lambda name: name == here or placement.is_local(name))
 
@@ -202,7 +202,7 @@ def knob_environment(options: argparse.Namespace) -> dict[str, str]:
         value = getattr(options, f"horovod_{knob}")
         if value is not None and given[knob] is None:
             given[knob] = f"{value}M" if metavar == "MB" else value
-    for name in ("timeline", "stall_report_file", "autotune_log_file", "config_file"):  # the ranks may be elsewhere
+    for name in file_knobs():  # the ranks may be elsewhere
         if given[name]:
             given[name] = os.path.abspath(given[name])
     return {environment_name(name): value for name, value in given.items() if value is not None}

@@ -16,15 +16,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
-from hvdlite.core.launch_contract import RESULT_FILE, TASK_FILE, FailureRecord
+from hvdlite.core.launch_contract import DIRECTORY_PREFIX, RESULT_FILE, TASK_FILE, FailureRecord, write_privately
 from hvdlite.core.world import World
 from hvdlite_runner import commands, monitor
 from hvdlite_runner.messages import Event, Exited, Output, Refused, Result, Start, Started
 from hvdlite_runner.placement import cores_for
 from hvdlite_runner.processes import Guardian, RankProcess, kill
 
-DIRECTORY_PREFIX: Final = "hvdlite-job-"
-"""Of a job's directory; the process id of its launcher, or agent, follows."""
 END_PATIENCE: Final = 5.0
 """Seconds to go on killing what is left."""
 DRAIN: Final = 1.0
@@ -54,7 +52,7 @@ class Crew:
         self._asked = False  # whether the ranks have been asked to end
 
     def prepare(self) -> None:
-        """Make the job's directory and its guardian."""
+        """Make the job's directory, by whose name this process is known, and its guardian."""
         self.directory = tempfile.mkdtemp(prefix=f"{DIRECTORY_PREFIX}{os.getpid()}-")  # mode 0700
         self._guardian = Guardian(self.directory)
 
@@ -67,7 +65,7 @@ class Crew:
         """Start ranks, or tell why they cannot be started; `stop` is asked before each one."""
         worlds = [World(*each) for each in order.worlds]
         if order.parcel:
-            _write_privately(Path(self.directory) / TASK_FILE, order.parcel)
+            write_privately(Path(self.directory) / TASK_FILE, order.parcel)
         cores = sorted(os.sched_getaffinity(0)) if order.bind and hasattr(os, "sched_getaffinity") else []
         for world in worlds:
             if stop():
@@ -180,9 +178,3 @@ class Crew:
             path = Path(self.directory) / f"{RESULT_FILE}.{rank}"
             if path.exists():
                 self._tell(Result(rank, path.read_bytes()))
-
-
-def _write_privately(path: Path, content: bytes) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)

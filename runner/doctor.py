@@ -12,11 +12,10 @@ from hvdlite.core.errors import LaunchError
 from hvdlite_runner import survey
 from hvdlite_runner.agents import Agents
 from hvdlite_runner.messages import AskFacts, AskRoute, AskSpeed, Event, Facts, Routed, Speed
-from hvdlite_runner.placement import Host
+from hvdlite_runner.placement import LOCAL, Host
 from hvdlite_runner.remote import Remote, greeting
 from hvdlite_runner.shells import CONNECT_SECONDS, Shell
 
-LOCAL: Final = "localhost"
 _FACTS_SECONDS: Final = 120.0  # importing frameworks from a cold disk
 _SMALL: Final = {"files": (1024, "", "each rank opens some hundred files and sockets: ulimit -n 65536"),
                  "memlock": (1 << 26, "infiniband", "InfiniBand locks memory: ulimit -l unlimited"),

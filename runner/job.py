@@ -31,7 +31,7 @@ from hvdlite_runner.crew import END_PATIENCE, POLL_WITHOUT_PIDFD, Crew
 from hvdlite_runner.failures import Exit
 from hvdlite_runner.messages import AskProgress, Event, Exited, Output, Progress, Refused, Result, Start, Started
 from hvdlite_runner.output import Console, numbers
-from hvdlite_runner.placement import Group
+from hvdlite_runner.placement import LOCAL, Group
 from hvdlite_runner.remote import Remote, greeting
 from hvdlite_runner.shells import Shell
 
@@ -43,7 +43,6 @@ KILL_AFTER = 1.5
 """Seconds between SIGTERM and SIGKILL after a failure."""
 INTERRUPT_PATIENCE = 5.0
 """Seconds between the user's signal and SIGKILL."""
-LOCAL = "localhost"
 _LOOK = 1.0  # seconds between looks at silent hosts, and between samples of the ranks' progress
 
 
@@ -51,7 +50,7 @@ _LOOK = 1.0  # seconds between looks at silent hosts, and between samples of the
 class JobSettings:
     """What to run and how to show it."""
 
-    groups: Sequence[Group]  # one a host, in rank order; the launcher's own host is called "localhost"
+    groups: Sequence[Group]  # one a host, in rank order; the launcher's own host is called `LOCAL`
     command: Sequence[str]
     environment: Mapping[str, str]  # on top of what is inherited
     shell: Shell = dataclasses.field(default_factory=Shell)
@@ -68,7 +67,6 @@ class JobSettings:
     fold: bool = False
     bind: bool = False
     verbose: bool = False
-    monitor: bool = False
     task_directory: str | None = None  # of `hvdlite.run`: a function to hand to the ranks, and where its results go
     notice: str = ""  # what the user should know; said once, when the ranks are started
 

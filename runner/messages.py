@@ -16,6 +16,10 @@ import msgspec
 from hvdlite.core.errors import ProtocolError
 
 MAGIC = b"\0hvdlite agent\0"
+PING_SECONDS = 1.0
+"""How often the launcher says that it is still there, when it has nothing else to say."""
+SILENCE = 5.0
+"""Seconds without a sign of life after which either side counts the other as lost."""
 FRAME_LIMIT = 1 << 30
 """Longest frame, in bytes: a function's arguments or results."""
 _LENGTH = struct.Struct("!I")
@@ -171,7 +175,7 @@ class Speed(Message, frozen=True):
 
 
 class Progress(Message, frozen=True):
-    """The answer to `AskProgress`: by rank; see `monitor.Sample`."""
+    """The answer to `AskProgress`: by rank; see `monitor.look`."""
 
     ranks: dict[int, dict[str, Any]]
     waits: str = ""  # who waits for whom, where rank 0 is asked

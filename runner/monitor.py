@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 import os
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping
@@ -17,9 +15,10 @@ from typing import Any, Final, Protocol
 
 from hvdlite.control import progress
 from hvdlite.core.launch_contract import REPORT_SOCKET
-from hvdlite.core.socket_paths import fitting
 from hvdlite_runner.messages import Progress
 from hvdlite_runner.output import numbers
+from hvdlite_runner.placement import LOCAL
+from hvdlite_runner.report import ask
 
 WAITING: Final = 2.0
 """Seconds without a step after which rank 0 is asked who waits for whom."""
@@ -78,14 +77,8 @@ def resident(pid: int) -> int:
 
 def _who_waits(path: Path) -> str:
     """Ask rank 0; "" when it has no answer at once."""
-    with contextlib.suppress(OSError, ValueError, KeyError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
-        asking.settimeout(_ASK_SECONDS)
-        with fitting(str(path)) as short:
-            asking.connect(short)
-        parts = []
-        while part := asking.recv(1 << 16):
-            parts.append(part)
-        return "\n".join(waits_of(json.loads(b"".join(parts))["report"]))
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        return "\n".join(waits_of(ask(path, _ASK_SECONDS)["report"]))
     return ""
 
 
@@ -190,7 +183,7 @@ class Monitor:
         """Take in what a host's ranks have done; the launcher's own host comes last in each round."""
         self._now |= event.ranks
         self._waits = event.waits or self._waits
-        if host != "localhost":
+        if host != LOCAL:
             return
         now = self._clock()
         if self._now and now - self._when >= 0.9:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.metadata
+import difflib
 import sys
 from typing import Any, Final, NoReturn
 
+from hvdlite._version import __version__
 from hvdlite.core.config import Config
 
 USAGE_ERROR: Final = 2
@@ -44,7 +45,10 @@ class _Parser(argparse.ArgumentParser):
     """Errors are one line, not a page of usage."""
 
     def error(self, message: str) -> NoReturn:
-        print(f"hvdrun: {message}; see hvdrun --help", file=sys.stderr)
+        unknown = [word.partition("=")[0] for word in message.partition("unrecognized arguments: ")[2].split()]
+        near = difflib.get_close_matches(unknown[0], self._option_string_actions, n=1) if unknown else []
+        hint = f"; did you mean {near[0]}?" if near else "; see hvdrun --help"
+        print(f"hvdrun: {message}{hint}", file=sys.stderr)
         raise SystemExit(USAGE_ERROR)
 
 
@@ -52,8 +56,8 @@ def parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
     result = _Parser("hvdrun", usage="hvdrun -np N [options] command [argument ...]", allow_abbrev=False,
                      description="Start N ranks of a training command, here or on several hosts, and end them together.")
-    result.add_argument("-v", "--version", action="version", version=importlib.metadata.version("hvdlite"))
-    result.add_argument("-np", "--num-proc", dest="np", type=_positive, metavar="N",
+    result.add_argument("-v", "--version", action="version", version=__version__)
+    result.add_argument("-np", "-n", "--num-proc", dest="np", type=_positive, metavar="N",
                         help="number of ranks; default: one on each slot")
     result.add_argument("--bind", action="store_true", help="bind each rank to its share of its host's cores")
     result.add_argument("--horovod-compat", action="store_true", help="let `import horovod...` in the script give hvdlite")

@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.world import Hosts, World
 
-LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+LOCAL = "localhost"
+"""What the launcher's own host is called."""
+LOCAL_NAMES = frozenset({LOCAL, "127.0.0.1", "::1"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,8 +115,8 @@ def place(size: int | None, hosts: Sequence[Host]) -> list[Group]:
 
 
 def unify_local(hosts: Sequence[Host], local: Callable[[str], bool]) -> list[Host]:
-    """Return the hosts with every name of this machine replaced by "localhost", so that its ranks share a host."""
-    return merged(Host("localhost", host.slots) if local(host.name) else host for host in hosts)
+    """Return the hosts with every name of this machine replaced by `LOCAL`, so that its ranks share a host."""
+    return merged(Host(LOCAL, host.slots) if local(host.name) else host for host in hosts)
 
 
 def is_local(name: str) -> bool:

@@ -16,14 +16,11 @@ from typing import Final
 
 from hvdlite._version import __version__
 from hvdlite.core.errors import ProtocolError
-from hvdlite_runner.messages import End, Event, Frames, Hello, Order, Over, Ping, Signal, Start, frame
+from hvdlite_runner.messages import PING_SECONDS, SILENCE, End, Event, Frames, Hello, Order, Over, Ping, Signal, Start, frame
 from hvdlite_runner.placement import Host
 from hvdlite_runner.shells import Shell, explain, forwarded
 
-PING_SECONDS: Final = 1.0
 _CLOSE_SECONDS: Final = 2.0  # for a remote shell whose agent has ended: srun tells its controller
-SILENCE: Final = 5.0
-"""Seconds without a sign of life after which the launcher counts a host as lost."""
 
 
 class Remote:

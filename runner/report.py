@@ -7,12 +7,12 @@ import os
 import socket
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from hvdlite.control.witness import Witness
 from hvdlite.core.errors import LaunchError
-from hvdlite.core.launch_contract import PROCESSES_FILE, REPORT_SOCKET
+from hvdlite.core.launch_contract import DIRECTORY_PREFIX, PROCESSES_FILE, REPORT_SOCKET
 from hvdlite.core.socket_paths import fitting
-from hvdlite_runner.crew import DIRECTORY_PREFIX
 
 PATIENCE = 8.0
 """Seconds to wait for rank 0, which itself gives the ranks some to answer."""
@@ -31,7 +31,7 @@ def show_report(job: str, *, as_json: bool = False) -> int:
     """
     directory = find_job(job)
     try:
-        answer = json.loads(_ask(str(directory / REPORT_SOCKET)))
+        answer = ask(directory / REPORT_SOCKET, PATIENCE)
     except (OSError, ValueError) as error:
         witness = Witness.read(str(directory / PROCESSES_FILE))
         ranks = {rank: {"state": witness.state(rank), "stacks": witness.stacks(rank)} for rank in witness.ranks}
@@ -62,12 +62,19 @@ def find_job(job: str) -> Path:
     return next(iter(running.values()))
 
 
-def _ask(path: str) -> str:
+def ask(path: Path, patience: float) -> dict[str, Any]:
+    """Return what rank 0 answers at its socket: the "text" and the "report".
+
+    Raises:
+        OSError: when there is no answer within so many seconds.
+        ValueError: when it is none.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(PATIENCE)
-        with fitting(path) as short:
+        connection.settimeout(patience)
+        with fitting(str(path)) as short:
             connection.connect(short)
         parts = []
         while part := connection.recv(1 << 16):
             parts.append(part)
-        return b"".join(parts).decode()
+    answer: dict[str, Any] = json.loads(b"".join(parts))
+    return answer

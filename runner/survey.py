@@ -21,6 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
+from hvdlite_runner.commands import cores
+
 PROBE_SECONDS: Final = 3.0
 """How long a port may take to answer."""
 _ANY_PORT: Final = 9  # of a datagram that is never sent: only the route is wanted
@@ -185,7 +187,7 @@ def facts(environ: Mapping[str, str]) -> dict[str, Any]:
     """Return what is installed and configured on this host; only strings, numbers, lists and dictionaries."""
     found: dict[str, Any] = {
         "hostname": socket.gethostname(), "python": platform.python_version(), "executable": sys.executable,
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "cores": cores(),
         "interfaces": {name: addresses for name, addresses in interfaces().items() if addresses},
         "ssh": _first_line(["ssh", "-V"]), "limits": limits(), "gpus": gpus(),
         "infiniband": sorted(os.listdir("/sys/class/infiniband")) if os.path.isdir("/sys/class/infiniband") else [],

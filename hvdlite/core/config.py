@@ -17,22 +17,39 @@ from hvdlite.core.errors import ConfigError
 KIB, MIB = 1 << 10, 1 << 20
 
 
-def _positive(kind: type[int] | type[float]) -> Callable[[str], float]:
+def _at_least(least: int, kind: type[int] | type[float] = int) -> Callable[[str], float]:
     def parse(text: str) -> float:
         value = kind(text)
-        if value < 0:
-            raise ValueError("must not be negative")
+        if value < least:
+            raise ValueError(f"must be at least {least}" if least else "must not be negative")
         return value
     return parse
+
+
+def _one_of(*words: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text.lower() not in words:
+            raise ValueError(f"must be {', '.join(words[:-1])} or {words[-1]}")
+        return text.lower()
+    return parse
+
+
+def _text(text: str) -> str:
+    return text
+
+
+def _file(text: str) -> str:
+    """Like `_text`; the knob names a file."""
+    return text
 
 
 def _size(text: str) -> int:
     """Parse a number of bytes, with an optional suffix K, M or G (powers of 1024)."""
     scale = {"K": KIB, "M": MIB, "G": KIB * MIB}.get(text[-1:].upper(), 1)
-    value = int(text[:-1] if scale > 1 else text)
-    if value < 0:
-        raise ValueError("must not be negative")
-    return value * scale
+    number = (text[:-1] if scale > 1 else text).strip()
+    if not number.isdecimal():
+        raise ValueError("must be a number of bytes, with K, M or G behind it or without")
+    return int(number) * scale
 
 
 def _level(text: str) -> str:
@@ -43,37 +60,11 @@ def _level(text: str) -> str:
     return name
 
 
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError("must be at least 1")
-    return value
-
-
-def _count_or_zero(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise ValueError("must not be negative")
-    return value
-
-
 def _flag(text: str) -> bool:
     value = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
     if text.lower() not in value:
         raise ValueError("must be 1 or 0 (or true, false, yes, no, on, off)")
     return value[text.lower()]
-
-
-def _control(text: str) -> str:
-    if text not in ("auto", "unix", "tcp"):
-        raise ValueError("must be auto, unix or tcp")
-    return text
-
-
-def _cpu_operations(text: str) -> str:
-    if text.lower() not in ("auto", "shm", "mpi", "gloo", "hierarchical"):
-        raise ValueError("must be auto, shm, mpi, gloo or hierarchical")
-    return text.lower()
 
 
 def _signal(text: str) -> int:
@@ -132,13 +123,13 @@ class Config:
     bucket_edge: int = knob(
         4 * MIB, _size, "largest first and largest last bucket of a set of gradients, in bytes",
         tunable=(64 * KIB, 32 * MIB))
-    bucket_layouts: int = knob(64, _count, "sets of gradients whose buckets are remembered at a time")
+    bucket_layouts: int = knob(64, _at_least(1), "sets of gradients whose buckets are remembered at a time")
     gradient_as_bucket_view: bool = knob(True, _flag, "whether reduced gradients are views of their bucket's shared memory")
     join_divides_by_active: bool = knob(
         False, _flag, "whether Average divides by the ranks that have not joined, instead of by all")
     eager_limit: int = knob(8 * KIB, _size, "up to this many bytes a tensor travels inside its control message")
     spin_microseconds: int = knob(
-        80, _count_or_zero, "how long the runtime thread looks for news before it sleeps, while the script is blocked in "
+        80, _at_least(0), "how long the runtime thread looks for news before it sleeps, while the script is blocked in "
         "a wait; 0 turns that off")
     shm_slot: int = knob(4 * MIB, _size, "staging memory of one rank in the shm plane, in bytes (two are used)")
     shm_chunk: int = knob(
@@ -148,57 +139,62 @@ class Config:
         512 * KIB, _size, "up to this many bytes every rank reduces everything: one barrier less",
         tunable=(16 * KIB, 4 * MIB))
     control: str = knob(
-        "auto", _control, "how ranks speak to rank 0: unix (one host only), tcp (each by itself), or auto: by Unix socket "
+        "auto", _one_of("auto", "unix", "tcp"),
+        "how ranks speak to rank 0: unix (one host only), tcp (each by itself), or auto: by Unix socket "
         "on a host, and between hosts by TCP, one rank of each for all of them")
     cpu_operations: str = knob(
-        "auto", _cpu_operations, "what carries tensors in host memory: shm, mpi, gloo, hierarchical (shm within hosts, mpi "
+        "auto", _one_of("auto", "shm", "mpi", "gloo", "hierarchical"),
+        "what carries tensors in host memory: shm, mpi, gloo, hierarchical (shm within hosts, mpi "
         "or gloo between them), or auto; HVDLITE_LOG_LEVEL=info tells why", CPU_OPERATIONS=_same)
     gloo_interface: str = knob(
-        "", _same, "name or IP address of the network interface by which Gloo reaches other hosts; by default the one that "
+        "", _text, "name or IP address of the network interface by which Gloo reaches other hosts; by default the one that "
         "leads to rank 0", GLOO_IFACE=_same)
     gloo_timeout: float = knob(
-        300.0, _positive(float), "seconds after which Gloo gives up an operation between ranks that are all alive",
+        300.0, _at_least(0, float), "seconds after which Gloo gives up an operation between ranks that are all alive",
         GLOO_TIMEOUT_SECONDS=_same)
     shared_gpu: bool = knob(
         False, _flag, "whether several ranks may use one GPU; for tests, NCCL before 2.30 also needs another NCCL_HOSTID "
         "for each rank")
-    start_timeout: float = knob(60.0, _positive(float), "seconds to wait for all ranks in init()", START_TIMEOUT=_same)
-    shutdown_timeout: float = knob(60.0, _positive(float), "seconds rank 0 waits in shutdown() for the others to leave")
+    start_timeout: float = knob(
+        60.0, _at_least(0, float), "seconds to wait for all ranks in init()", START_TIMEOUT=_same)
+    shutdown_timeout: float = knob(60.0, _at_least(0, float), "seconds rank 0 waits in shutdown() for the others to leave")
     stall_check_time_seconds: float = knob(
-        60.0, _positive(float), "warn when a tensor waits this long for other ranks; 0 turns it off",
+        60.0, _at_least(0, float), "warn when a tensor waits this long for other ranks; 0 turns it off",
         STALL_CHECK_DISABLE=_off, STALL_CHECK_TIME_SECONDS=_same)
     stall_shutdown_time_seconds: float = knob(
-        0.0, _positive(float), "end the job when a tensor has waited this long for other ranks, with the report as the "
+        0.0, _at_least(0, float), "end the job when a tensor has waited this long for other ranks, with the report as the "
         "error; 0 is never", STALL_SHUTDOWN_TIME_SECONDS=_same)
-    stall_report_file: str = knob("", _same, "where rank 0 also writes each stall report, as JSON")
+    stall_report_file: str = knob("", _file, "where rank 0 also writes each stall report, as JSON")
     silence_check_seconds: float = knob(
-        3.0, _positive(float), "ask a rank whether it is still there when others have waited this long for it; 0 turns it "
-        "off")
+        3.0, _at_least(0, float), "ask a rank whether it is still there when others have waited this long for it; 0 turns "
+        "it off")
     report_signal: int = knob(
         0, _signal, "signal upon which any rank makes rank 0 report who waits for whom; none by default")
     traceback_signal: int = knob(
         _TRACEBACK_SIGNAL, _signal, "signal by which rank 0 gets the stacks of a rank that does not answer; 0 turns it "
         "off")
-    timeline: str = knob("", _same, "file of a timeline of all ranks, in Chrome's trace format", TIMELINE=_unless_dynamic)
+    timeline: str = knob("", _file, "file of a timeline of all ranks, in Chrome's trace format", TIMELINE=_unless_dynamic)
     timeline_mark_cycles: bool = knob(False, _flag, "whether the timeline shows decisions", TIMELINE_MARK_CYCLES=_same)
     deterministic: bool = knob(
         False, _flag, "whether the same run gives the same bits on every plane: what travels together depends on names, "
         "not on timing")
     replica_check_steps: int = knob(
-        0, _count_or_zero, "compare the parameters of all ranks after every so many steps of an optimizer; 0 is never")
+        0, _at_least(0), "compare the parameters of all ranks after every so many steps of an optimizer; 0 is never")
     autotune: bool = knob(
         False, _flag, "whether to search for the best sizes of fused responses and buckets while training", AUTOTUNE=_same)
-    autotune_log_file: str = knob("", _same, "where rank 0 writes what it tried, as CSV", AUTOTUNE_LOG=_same)
-    autotune_warmup_samples: int = knob(3, _count_or_zero, "samples that are not counted", AUTOTUNE_WARMUP_SAMPLES=_same)
-    autotune_steps_per_sample: int = knob(10, _count, "training steps in one sample", AUTOTUNE_STEPS_PER_SAMPLE=_same)
+    autotune_log_file: str = knob("", _file, "where rank 0 writes what it tried, as CSV", AUTOTUNE_LOG=_same)
+    autotune_warmup_samples: int = knob(3, _at_least(0), "samples that are not counted", AUTOTUNE_WARMUP_SAMPLES=_same)
+    autotune_steps_per_sample: int = knob(
+        10, _at_least(1), "training steps in one sample", AUTOTUNE_STEPS_PER_SAMPLE=_same)
     autotune_max_samples: int = knob(
-        20, _count, "after how many settings the best one is kept", AUTOTUNE_BAYES_OPT_MAX_SAMPLES=_same)
+        20, _at_least(1), "after how many settings the best one is kept", AUTOTUNE_BAYES_OPT_MAX_SAMPLES=_same)
     heartbeat_timeout: float = knob(
-        60.0, _positive(float), "seconds without a sign of life after which a rank that is waited for, or on TCP, is lost")
+        60.0, _at_least(0, float), "seconds without a sign of life after which a rank that is waited for, or on TCP, is "
+        "lost")
     frame_limit: int = knob(64 * MIB, _size, "longest control message accepted, in bytes")
     log_level: str = knob("WARNING", _level, "least severe message logged", LOG_LEVEL=_same)
     log_hide_time: bool = knob(False, _flag, "whether logged lines go without the time", LOG_HIDE_TIME=_same)
-    config_file: str = knob("", _same, "YAML file with knobs by name, or in the sections of Horovod's")
+    config_file: str = knob("", _file, "YAML file with knobs by name, or in the sections of Horovod's")
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str], **arguments: object) -> Config:
@@ -235,6 +231,11 @@ def tunable(config: Config) -> dict[str, tuple[int, int]]:
     """Return the knobs that autotune may change, with their bounds: those that still have their defaults."""
     return {field.name: field.metadata["tunable"] for field in dataclasses.fields(config)
             if field.metadata["tunable"] and getattr(config, field.name) == field.default}
+
+
+def file_knobs() -> list[str]:
+    """Return the knobs that name a file."""
+    return [field.name for field in dataclasses.fields(Config) if field.metadata["parse"] is _file]
 
 
 def environment_name(knob_name: str) -> str:

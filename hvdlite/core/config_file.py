@@ -25,13 +25,13 @@ HOROVOD_KEYS: dict[str, tuple[str, str]] = {
     "autotune.warmup_samples": ("autotune_warmup_samples", "{}"),
     "autotune.steps_per_sample": ("autotune_steps_per_sample", "{}"),
     "autotune.bayes_opt_max_samples": ("autotune_max_samples", "{}"),
+    "library_options.gloo_timeout_seconds": ("gloo_timeout", "{}"),
 }
 """Horovod's keys that mean a knob: its name, and how the value is written."""
 MEANINGLESS = frozenset({
     "params.cycle_time_ms", "params.cache_capacity", "params.hierarchical_allreduce", "params.hierarchical_allgather",
     "params.torus_allreduce", "autotune.gaussian_process_noise", "library_options.mpi_threads_disable",
-    "library_options.num_nccl_streams", "library_options.thread_affinity", "library_options.gloo_timeout_seconds",
-    "controller",
+    "library_options.num_nccl_streams", "library_options.thread_affinity", "controller",
 })
 """Horovod's keys that mean nothing here: there is no cycle, no cache to size, and no choice of that kind."""
 

@@ -23,6 +23,8 @@ CROSS_RANK = "HVDLITE_CROSS_RANK"
 CROSS_SIZE = "HVDLITE_CROSS_SIZE"
 JOB_DIRECTORY = "HVDLITE_JOB_DIRECTORY"
 """A directory of mode 0700 on this host where the ranks meet; the launcher makes and removes it."""
+DIRECTORY_PREFIX = "hvdlite-job-"
+"""How the names of such directories begin, among other temporary ones."""
 SECRET = "HVDLITE_SECRET"
 """The job's key, hexadecimal; only needed when ranks speak over TCP."""
 SECRET_FILE = "HVDLITE_SECRET_FILE"
@@ -51,6 +53,13 @@ COORDINATES = {
     CROSS_RANK: "cross_rank", CROSS_SIZE: "cross_size",
 }
 CONTRACT_VARIABLES = frozenset(COORDINATES) | {JOB_DIRECTORY, SECRET, SECRET_FILE, COORDINATOR}
+
+
+def write_privately(path: Path, content: bytes) -> None:
+    """Make a file that only this user can read."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
 
 
 def rank_environment(world: World, job_directory: str | None) -> dict[str, str]:

@@ -107,12 +107,13 @@ def test_a_config_file_by_names_and_in_horovods_sections(tmp_path: Path) -> None
     file = tmp_path / "knobs.yaml"
     file.write_text("fusion_threshold: 2M\nshm-slot: 1M\ndeterministic: true\ntimeline: {filename: /tmp/t.json}\n"
                     "params: {fusion_threshold_mb: 7, cycle_time_ms: 3}\nstall_check: {enabled: false}\n"
+                    "library_options: {gloo_timeout_seconds: 7, num_nccl_streams: 2}\n"
                     "logging: {level: info, with_timestamp: false}\n")
     environment = {"HVDLITE_CONFIG_FILE": str(file), "HVDLITE_SHM_SLOT": "3M"}
     config = Config.from_environment(environment)
     assert (config.fusion_threshold, config.shm_slot, config.deterministic) == (2 << 20, 3 << 20, True)
     assert (config.timeline, config.stall_check_time_seconds, config.log_level) == ("/tmp/t.json", 0, "INFO")
-    assert config.log_hide_time
+    assert config.log_hide_time and config.gloo_timeout == 7.0
     for content, told in (("fusion_treshold: 1", "unknown key fusion_treshold; did you mean fusion_threshold"),
                           ("shm_slot: big", "knobs.yaml: shm_slot='big' is not valid"), ("[1, 2", "not valid YAML"),
                           ("- 1", "must hold keys and values")):
@@ -144,7 +145,8 @@ def test_knobs_are_read_with_their_aliases_and_precedence() -> None:
     assert Config.from_environment(both).fusion_threshold == 8
     assert Config.from_environment(both, fusion_threshold=9).fusion_threshold == 9
     assert Config.from_environment({"HVDLITE_LOG_LEVEL": "trace"}).log_level == "DEBUG"
-    for name, value in (("FUSION_THRESHOLD", "-1"), ("LOG_LEVEL", "loud"), ("CONTROL", "smoke"), ("SHM_SLOT", "")):
+    for name, value in (("FUSION_THRESHOLD", "-1"), ("LOG_LEVEL", "loud"), ("CONTROL", "smoke"), ("SHM_SLOT", ""),
+                        ("SHM_CHUNK", "3Q"), ("BUCKET_LAYOUTS", "0")):
         with pytest.raises(ConfigError, match=f"HVDLITE_{name}"):
             Config.from_environment({f"HVDLITE_{name}": value})
 

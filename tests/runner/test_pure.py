@@ -315,3 +315,11 @@ def test_horovods_other_names_of_knobs() -> None:
     assert given["HVDLITE_AUTOTUNE"] == "1" and given["HVDLITE_AUTOTUNE_MAX_SAMPLES"] == "7"
     assert given["HVDLITE_AUTOTUNE_LOG_FILE"] == os.path.abspath("a.csv") and given["HVDLITE_TIMELINE_MARK_CYCLES"] == "1"
     assert given["PYTHONPATH"].split(os.pathsep)[0].endswith("hvdlite/horovod_compat/path")
+
+
+def test_an_option_that_does_not_exist_is_told_with_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
+    for given, told in (("--fusion-treshold", "did you mean --fusion-threshold?"), ("--qqqqqqqq", "see hvdrun --help")):
+        with pytest.raises(SystemExit) as ended:
+            parser().parse_args(["-np", "2", f"{given}=3", "sh"])
+        assert ended.value.code == 2 and told in capsys.readouterr().err
+    assert parser().parse_args(["-n", "2", "sh"]).np == 2
