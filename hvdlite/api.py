@@ -278,6 +278,16 @@ def reduce_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:
     return Average if op is None else ReduceOp(op)
 
 
+def negotiated_name(adapter: str, kind: str, name: str | None, process_set: ProcessSet) -> str:
+    """Return the name under which a frontend's collective is negotiated: Horovod's, or by the order of calls without one."""
+    return runtime().unnamed(adapter, kind, set_id(process_set)) if name is None else f"{kind}.{name}"
+
+
+def member_names(base: str, count: int) -> list[str]:
+    """Return Horovod's names for the members of a group."""
+    return [f"{base}_{index}of{count}" for index in range(1, count + 1)]
+
+
 def transfer_name(adapter: str, name: str | None, sender: int, receiver: int) -> str:
     """Return the name under which a tensor from one rank to another is negotiated."""
     way = f"{sender}to{receiver}"

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from hvdlite import gpu_arrays
-from hvdlite.api import rank, reduce_op, runtime, set_id, transfer_name
+from hvdlite.api import member_names, rank, reduce_op, runtime, set_id, transfer_name
 from hvdlite.core.array import Array
 from hvdlite.core.device import AnyArray, DeviceArray
 from hvdlite.core.process_set import ProcessSet, global_process_set
@@ -145,7 +145,7 @@ def grouped_reducescatter(arrays: Sequence[ArrayLike], name: str | None = None, 
                           prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                           process_set: ProcessSet = global_process_set) -> list[Array]:
     """Like `reducescatter`, of several arrays at once."""
-    names = _member_names(name, "grouped_reducescatter", len(arrays), process_set)
+    names = member_names(_name(name, "grouped_reducescatter", process_set), len(arrays))
     handles = [reducescatter_async(array, each, op, prescale_factor, postscale_factor, process_set)
                for array, each in zip(arrays, names, strict=True)]
     return [_result(handle) for handle in handles]
@@ -201,7 +201,7 @@ def allgather(array: ArrayLike, name: str | None = None, process_set: ProcessSet
 def grouped_allgather(arrays: Sequence[ArrayLike], name: str | None = None,
                       process_set: ProcessSet = global_process_set) -> list[Array]:
     """Like `allgather`, of several arrays at once."""
-    names = _member_names(name, "grouped_allgather", len(arrays), process_set)
+    names = member_names(_name(name, "grouped_allgather", process_set), len(arrays))
     handles = [allgather_async(array, each, process_set) for array, each in zip(arrays, names, strict=True)]
     return [_result(handle) for handle in handles]
 
@@ -325,12 +325,6 @@ def _grouped(sources: Sequence[AnyArray], outputs: Sequence[AnyArray], average: 
                                           process_set=set_id(process_set))
     flying: Handles = gpu_arrays.in_flight(handles, sources)
     return flying
-
-
-def _member_names(name: str | None, kind: str, count: int, process_set: ProcessSet) -> list[str]:
-    """Return Horovod's names for the members of a group."""
-    base = _name(name, kind, process_set)
-    return [f"{base}_{index}of{count}" for index in range(1, count + 1)]
 
 
 def _name(name: str | None, kind: str, process_set: ProcessSet) -> str:

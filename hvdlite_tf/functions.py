@@ -48,8 +48,8 @@ def broadcast_object(obj: Any, root_rank: int = 0, session: Any = None, name: st
                      process_set: ProcessSet = global_process_set) -> Any:
     """Return rank `root_rank`'s picklable object on every rank."""
     _no_session(session)
-    return objects.broadcast_object(api.runtime(), obj, root_rank, _name("broadcast_object", name, process_set),
-                                    api.set_id(process_set))
+    name = api.negotiated_name("tf", "broadcast_object", name, process_set)
+    return objects.broadcast_object(api.runtime(), obj, root_rank, name, api.set_id(process_set))
 
 
 def broadcast_object_fn(root_rank: int = 0, session: Any = None, name: str | None = None,
@@ -62,14 +62,10 @@ def allgather_object(obj: Any, session: Any = None, name: str | None = None,
                      process_set: ProcessSet = global_process_set) -> list[Any]:
     """Return every rank's picklable object, in rank order."""
     _no_session(session)
-    return objects.allgather_object(api.runtime(), obj, _name("allgather_object", name, process_set),
-                                    api.set_id(process_set))
+    name = api.negotiated_name("tf", "allgather_object", name, process_set)
+    return objects.allgather_object(api.runtime(), obj, name, api.set_id(process_set))
 
 
 def _no_session(session: Any) -> None:
     if session is not None:
         raise NotImplementedError("sessions are TensorFlow 1's; leave the session out")
-
-
-def _name(kind: str, name: str | None, process_set: ProcessSet) -> str:
-    return api.runtime().unnamed("tf", kind, api.set_id(process_set)) if name is None else f"{kind}.{name}"

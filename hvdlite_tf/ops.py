@@ -113,8 +113,8 @@ def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = Fa
 def grouped_allgather(tensors: Sequence[Any], name: str | None = None, ignore_name_scope: bool = False,
                       process_set: ProcessSet = global_process_set) -> list[tf.Tensor]:
     """Like `allgather`, of several tensors."""
-    return [allgather(tensor, None if name is None else f"{name}_{index}of{len(tensors)}", ignore_name_scope, process_set)
-            for index, tensor in enumerate(tensors, 1)]
+    names = [None] * len(tensors) if name is None else api.member_names(name, len(tensors))
+    return [allgather(tensor, each, ignore_name_scope, process_set) for tensor, each in zip(tensors, names, strict=True)]
 
 
 def broadcast(tensor: Any, root_rank: int, name: str | None = None, ignore_name_scope: bool = False,
@@ -247,9 +247,9 @@ def _number(value: Any) -> tf.Tensor:
 
 
 def _name(kind: str, name: str | None, tensor: Any, process_set: ProcessSet) -> str:
-    if name is not None:
-        return f"{kind}.{name}"
-    return api.runtime().unnamed("tf", kind, api.set_id(process_set)) if tf.executing_eagerly() else graph_name(kind, tensor)
+    if name is None and not tf.executing_eagerly():
+        return graph_name(kind, tensor)
+    return api.negotiated_name("tf", kind, name, process_set)
 
 
 def _any_rows(tensor: tf.Tensor) -> tf.TensorShape:

@@ -5,6 +5,7 @@ Names follow Horovod: a tensor called "x" is negotiated as "allreduce.x"; unname
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from hvdlite_torch.framework import as_tensor, contiguous, lent
 
 Average, Sum, Adasum = api.Average, api.Sum, api.Adasum
 Min, Max, Product = api.Min, api.Max, api.Product
+_name = functools.partial(api.negotiated_name, "torch")
 
 
 class TorchHandle:
@@ -206,8 +208,8 @@ def grouped_allgather_async(tensors: Sequence[torch.Tensor], name: str | None = 
                             process_set: ProcessSet = global_process_set) -> TorchHandle:
     """Like `grouped_allgather`, returning one handle at once; not differentiable."""
     base = _name("grouped_allgather", name, process_set)
-    return _many([_gathered(tensor, member, process_set) for tensor, member in zip(tensors, _members(base, tensors),
-                                                                                   strict=True)])
+    members = api.member_names(base, len(tensors))
+    return _many([_gathered(tensor, member, process_set) for tensor, member in zip(tensors, members, strict=True)])
 
 
 def grouped_allgather(tensors: Sequence[torch.Tensor], name: str | None = None,
@@ -215,7 +217,7 @@ def grouped_allgather(tensors: Sequence[torch.Tensor], name: str | None = None,
     """Like `allgather`, of several tensors. Differentiable."""
     base = _name("grouped_allgather", name, process_set)
     return [_Allgather.apply(tensor, member, process_set, horovod_gradient)
-            for tensor, member in zip(tensors, _members(base, tensors), strict=True)]
+            for tensor, member in zip(tensors, api.member_names(base, len(tensors)), strict=True)]
 
 
 def reducescatter_async(tensor: torch.Tensor, name: str | None = None, op: ReduceOp = Average,
@@ -254,7 +256,7 @@ def grouped_reducescatter_async(tensors: Sequence[torch.Tensor], name: str | Non
     """Like `grouped_reducescatter`, returning one handle at once; not differentiable."""
     base = _name("grouped_reducescatter", name, process_set)
     return _many([_reducescatter(tensor, member, op, prescale_factor, postscale_factor, process_set)
-                  for tensor, member in zip(tensors, _members(base, tensors), strict=True)])
+                  for tensor, member in zip(tensors, api.member_names(base, len(tensors)), strict=True)])
 
 
 def grouped_reducescatter(tensors: Sequence[torch.Tensor], name: str | None = None,
@@ -266,7 +268,7 @@ def grouped_reducescatter(tensors: Sequence[torch.Tensor], name: str | None = No
     pairs = [compression.compress(tensor) for tensor in tensors]
     return [compression.decompress(_Reducescatter.apply(tensor, member, ReduceOp(op), prescale_factor, postscale_factor,
                                                         process_set, True), context)
-            for (tensor, context), member in zip(pairs, _members(base, tensors), strict=True)]
+            for (tensor, context), member in zip(pairs, api.member_names(base, len(tensors)), strict=True)]
 
 
 def alltoall_async(tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | None = None, name: str | None = None,
@@ -519,11 +521,6 @@ def _split_list(splits: Sequence[int] | torch.Tensor | None) -> list[int] | None
     return splits.tolist() if isinstance(splits, torch.Tensor) else None if splits is None else list(splits)
 
 
-def _members(base: str, tensors: Sequence[torch.Tensor]) -> list[str]:
-    """Return Horovod's names for the members of a group."""
-    return [f"{base}_{index}of{len(tensors)}" for index in range(1, len(tensors) + 1)]
-
-
 def _many(handles: Sequence[TorchHandle]) -> TorchHandle:
     return TorchHandle(Handles([handle._handle for handle in handles]), lambda _: [handle.wait() for handle in handles])
 
@@ -560,7 +557,3 @@ def _written(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             output.copy_(target)
     return output
-
-
-def _name(kind: str, name: str | None, process_set: ProcessSet) -> str:
-    return api.runtime().unnamed("torch", kind, api.set_id(process_set)) if name is None else f"{kind}.{name}"

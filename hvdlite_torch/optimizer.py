@@ -238,9 +238,18 @@ class Distributed:
 
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     assert isinstance(optimizer, Distributed)
-    has_closure = bool(args[1:] and args[1] is not None) or kwargs.get("closure") is not None  # args[0] is the optimizer
-    if optimizer._active and optimizer._synchronizes and not has_closure:  # a closure runs backward() itself
+    if optimizer._active and reads_gradients(optimizer, args, kwargs):
         optimizer._reducer.finish_if_due()
+
+
+def reads_gradients(optimizer: Distributed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a step with these arguments needs final gradients: a closure runs backward() itself.
+
+    Args:
+        args: of `step`, the optimizer first.
+    """
+    has_closure = bool(args[1:] and args[1] is not None) or kwargs.get("closure") is not None
+    return optimizer._synchronizes and not has_closure
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,13 @@ def mapped(value: Any, change: Callable[[Any], Any], whole: Callable[[Any], Any]
     """
     if isinstance(value, Mapping):
         changed = {key: mapped(item, change, whole) for key, item in value.items()}
-        return changed if type(value) is dict else type(value)(changed)  # type: ignore[call-arg]
+        if type(value) is dict:
+            return changed
+        if not isinstance(value, MutableMapping):
+            return type(value)(changed)  # type: ignore[call-arg]
+        result = copy.copy(value)  # with what else there is, such as a factory of defaults
+        result.update(changed)
+        return result
     if isinstance(value, (list, tuple)):
         instead = whole(value)
         if instead is not None:

@@ -27,7 +27,7 @@ from hvdlite.core.errors import MismatchError
 from hvdlite.core.process_set import ProcessSet
 from hvdlite_torch.backward import BackwardHooks
 from hvdlite_torch.compression import Compressor
-from hvdlite_torch.optimizer import Distributed, DistributedOptimizer, is_distributed
+from hvdlite_torch.optimizer import Distributed, DistributedOptimizer, is_distributed, reads_gradients
 from hvdlite_torch.replica import Replica
 from hvdlite_torch.sync_batch_norm import SyncBatchNorm
 
@@ -316,8 +316,7 @@ def _nothing(module: torch.nn.Module, keys: Any) -> None:
 
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     assert isinstance(optimizer, Mirrored) and isinstance(optimizer, Distributed)
-    has_closure = bool(args[1:] and args[1] is not None) or kwargs.get("closure") is not None
-    if optimizer._synchronizes and not has_closure:
+    if reads_gradients(optimizer, args, kwargs):
         for hooks in optimizer._companions:
             hooks.reducer.finish_if_due()
     optimizer._holdings.mirror_if_due()

@@ -15,6 +15,7 @@ from hvdlite.training import objects, replicas
 from hvdlite_torch import cuda
 from hvdlite_torch.framework import contiguous, lent, on_host
 from hvdlite_torch.ops import broadcast_async_
+from hvdlite_torch.rows import mapped
 
 
 def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: int,
@@ -64,12 +65,25 @@ def _broadcast_state(runtime: Runtime, optimizer: torch.optim.Optimizer, root_ra
 def broadcast_structure(runtime: Runtime, value: Any, root_rank: int, name: str,
                         process_set: int = GLOBAL_PROCESS_SET_ID) -> Any:
     """Return the root's structure of dicts, lists, tuples, tensors and objects; the others' `value` is ignored."""
-    tensors: list[torch.Tensor] = []
-    structure = objects.broadcast_object(runtime, _without_tensors(value, tensors), root_rank, f"{name}.structure",
-                                         process_set)
-    if runtime.world.rank != root_rank:
-        tensors = []
-        value = _with_tensors(structure, tensors)
+    tensors: list[torch.Tensor] = []  # in the order in which they come in the structure, on all ranks
+
+    def taken_out(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        tensors.append(leaf)
+        return _Placeholder(leaf)
+
+    def put_in(leaf: Any) -> Any:
+        if not isinstance(leaf, _Placeholder):
+            return leaf
+        tensors.append(torch.zeros(leaf.shape, dtype=getattr(torch, leaf.dtype), device=leaf.device))
+        return tensors[-1]
+
+    is_root = runtime.world.rank == root_rank
+    structure = objects.broadcast_object(runtime, mapped(value, taken_out) if is_root else None, root_rank,
+                                         f"{name}.structure", process_set)
+    if not is_root:
+        value = mapped(structure, put_in)
     broadcast_tensors(runtime, tensors, root_rank, name, process_set)
     return value
 
@@ -106,14 +120,14 @@ def broadcast_tensors(runtime: Runtime, tensors: Sequence[torch.Tensor], root_ra
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None,
                      process_set: ProcessSet = global_process_set) -> Any:
     """Return rank `root_rank`'s picklable object on every rank."""
-    return objects.broadcast_object(api.runtime(), obj, root_rank, _object_name("broadcast_object", name, process_set),
-                                    api.set_id(process_set))
+    name = api.negotiated_name("torch", "broadcast_object", name, process_set)
+    return objects.broadcast_object(api.runtime(), obj, root_rank, name, api.set_id(process_set))
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
     """Return every rank's picklable object, in rank order."""
-    return objects.allgather_object(api.runtime(), obj, _object_name("allgather_object", name, process_set),
-                                    api.set_id(process_set))
+    name = api.negotiated_name("torch", "allgather_object", name, process_set)
+    return objects.allgather_object(api.runtime(), obj, name, api.set_id(process_set))
 
 
 class _Placeholder:
@@ -122,30 +136,6 @@ class _Placeholder:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape, self.dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
         self.device = tensor.device.type
-
-
-def _without_tensors(value: Any, found: list[torch.Tensor]) -> Any:
-    """Return `value` with placeholders for tensors, which are appended to `found` in order."""
-    if isinstance(value, torch.Tensor):
-        found.append(value)
-        return _Placeholder(value)
-    if isinstance(value, dict):
-        return {key: _without_tensors(item, found) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_without_tensors(item, found) for item in value)
-    return value
-
-
-def _with_tensors(value: Any, made: list[torch.Tensor]) -> Any:
-    """Undo `_without_tensors` with new tensors, which are appended to `made` in the same order."""
-    if isinstance(value, _Placeholder):
-        made.append(torch.zeros(value.shape, dtype=getattr(torch, value.dtype), device=value.device))
-        return made[-1]
-    if isinstance(value, dict):
-        return {key: _with_tensors(item, made) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_with_tensors(item, made) for item in value)
-    return value
 
 
 def _named(params: Mapping[str, Any] | Iterable[Any]) -> list[tuple[str, torch.Tensor]]:
@@ -159,7 +149,3 @@ def _named(params: Mapping[str, Any] | Iterable[Any]) -> list[tuple[str, torch.T
                              f"{type(value).__name__} in it (entry {name})")
         named.append((name, value))
     return named
-
-
-def _object_name(kind: str, name: str | None, process_set: ProcessSet) -> str:
-    return api.runtime().unnamed("torch", kind, api.set_id(process_set)) if name is None else f"{kind}.{name}"
