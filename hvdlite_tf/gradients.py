@@ -18,8 +18,8 @@ import tensorflow as tf
 from hvdlite.core.array import Array
 from hvdlite.core.types import ReduceOp
 from hvdlite.training.bucket_round import SMALL
+from hvdlite.training.exchange import Exchange, samples, scaled
 from hvdlite_tf.arrays import run
-from hvdlite_tf.exchange import Exchange, samples, scaled
 
 
 class GradientExchange(Exchange):

@@ -9,9 +9,10 @@ import keras
 import numpy as np
 
 from hvdlite import api
-from hvdlite.core.array import BFLOAT16, Array
+from hvdlite.core.array import Array
 from hvdlite.core.types import ReduceOp
-from hvdlite_tf.exchange import Exchange, samples, scaled
+from hvdlite.training.exchange import Exchange, samples, scaled
+from hvdlite_tf.compression import Compression
 
 
 class ArrayExchange(Exchange):
@@ -50,6 +51,7 @@ class ArrayExchange(Exchange):
 
 def exchange(**arguments: Any) -> Exchange:
     """Return what reduces gradients on the backend that Keras uses."""
+    arguments.setdefault("compression", Compression.none)
     backend = keras.backend.backend()
     if backend == "tensorflow":
         from hvdlite_tf.gradients import GradientExchange
@@ -76,8 +78,9 @@ def call(function: Callable[[Sequence[Array]], Sequence[Array]], tensors: Sequen
         return list(io_callback(lambda *arrays: list(function([np.asarray(each, order="C") for each in arrays])), shapes,
                                 *tensors))
     if backend == "torch":
-        return [_torch_tensor(array, tensor) for array, tensor in
-                zip(function([_torch_array(tensor) for tensor in tensors]), tensors, strict=True)]
+        from hvdlite_torch.framework import as_tensor, on_host
+        results = function([on_host(tensor, "gradient") for tensor in tensors])
+        return [as_tensor(array).to(tensor.device) for array, tensor in zip(results, tensors, strict=True)]
     return [keras.ops.convert_to_tensor(array) for array in function([np.asarray(tensor) for tensor in tensors])]
 
 
@@ -99,17 +102,3 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int, name: str = "k
         handle.wait()
         if runtime.world.rank != root_rank:
             variable.assign(array)
-
-
-def _torch_array(tensor: Any) -> Array:
-    import torch
-    dense = tensor.detach().to("cpu").contiguous()
-    result: Array = dense.view(torch.int16).numpy().view(BFLOAT16) if dense.dtype is torch.bfloat16 else dense.numpy()
-    return result
-
-
-def _torch_tensor(array: Array, like: Any) -> Any:
-    import torch
-    tensor = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16) if array.dtype == BFLOAT16 \
-        else torch.from_numpy(array)
-    return tensor.to(like.device)

@@ -16,9 +16,9 @@ import numpy as np
 
 from hvdlite import api
 from hvdlite.core.types import ReduceOp
+from hvdlite.training.exchange import counting
 from hvdlite.training.objects import allgather_object, broadcast_object
 from hvdlite.training.shares import share
-from hvdlite_tf.exchange import counting
 from hvdlite_tf.keras import shares
 from hvdlite_tf.keras.callbacks import BroadcastGlobalVariablesCallback
 from hvdlite_tf.keras.scope import Mirrored
@@ -26,6 +26,8 @@ from hvdlite_tf.keras.scope import Mirrored
 WRITERS = (keras.callbacks.ModelCheckpoint, keras.callbacks.CSVLogger, keras.callbacks.TensorBoard,
            keras.callbacks.RemoteMonitor, keras.callbacks.BackupAndRestore, keras.callbacks.ProgbarLogger)
 """Callbacks that only rank 0 has."""
+METHODS = ("fit", "evaluate", "predict", "train_step", "train_on_batch", "test_on_batch", "_get_metrics_result_or_logs")
+"""Methods of a model that `MirroredModel` stands in for, by a method of the same name."""
 _DEFAULT_BATCH = 32
 
 
@@ -34,8 +36,7 @@ def adopt_model(strategy: Mirrored, model: Any) -> None:
     if vars(model).get("_hvdlite_strategy") is strategy:
         return
     mirrored = MirroredModel(strategy, model)
-    for name in ("fit", "evaluate", "predict", "train_step", "train_on_batch", "test_on_batch",
-                 "_get_metrics_result_or_logs"):
+    for name in METHODS:
         object.__setattr__(model, name, _standing_in(mirrored.original[name], getattr(mirrored, name)))
     object.__setattr__(model, "_hvdlite_strategy", strategy)
 
@@ -50,8 +51,7 @@ class MirroredModel:
     def __init__(self, strategy: Mirrored, model: Any) -> None:
         self._strategy, self._model = strategy, model
         self.original: dict[str, Callable[..., Any]] = {
-            name: getattr(model, name) for name in ("fit", "evaluate", "predict", "train_step", "train_on_batch",
-                                                    "test_on_batch", "_get_metrics_result_or_logs")}
+            name: getattr(model, name) for name in METHODS}
         self._fitting = False
 
     def fit(self, *arguments: Any, **named: Any) -> Any:
@@ -143,8 +143,9 @@ class MirroredModel:
 
     def _on_batch(self, name: str, arguments: Any, named: Any) -> Any:
         given = self._bound(name, arguments, named)
-        _, arrays = self._data(given, "x", "y", "sample_weight")
-        assert arrays is not None
+        x, arrays = self._data(given, "x", "y", "sample_weight")
+        if arrays is None:
+            raise ValueError(f"{name} takes the arrays of one batch, not {type(x).__name__}")
         rows = share(shares.rows_of(arrays), self._strategy.rank, self._strategy.num_replicas_in_sync)
         x, y, weights = (*shares.rows_taken(arrays, rows), None, None)[:3]
         self._fitting = True

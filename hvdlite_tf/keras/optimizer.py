@@ -17,8 +17,8 @@ from hvdlite import api
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
 from hvdlite.training.arguments import WRAPPED, check_passes, chosen_groups
+from hvdlite.training.exchange import Exchange, counting
 from hvdlite_tf.compression import Compression, Compressor
-from hvdlite_tf.exchange import Exchange, counting
 from hvdlite_tf.keras.exchange import exchange as make_exchange
 from hvdlite_tf.local_layers import local_variables
 

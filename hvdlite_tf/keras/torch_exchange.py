@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from hvdlite.training.exchange import samples
 from hvdlite.training.gradient_reducer import GradientReducer
-from hvdlite_tf.exchange import samples
 from hvdlite_tf.keras.exchange import ArrayExchange
 from hvdlite_torch import Compression
 from hvdlite_torch.backward import BackwardHooks

@@ -1,4 +1,9 @@
-"""What every way of exchanging a step's gradients has in common. Importable without TensorFlow."""
+"""Gradients that are values: what every way of exchanging a step's has in common, and how ranks count by their samples.
+
+A rank's gradients are means over its samples. They are multiplied by samples / the usual number before the reduction; the
+same weight is reduced along with them as one gradient more, and the result is divided by its mean. So no rank needs to know
+the global batch, and both factors are 1, and skipped, when all ranks have the usual number.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +21,6 @@ from hvdlite.core.types import ReduceOp
 from hvdlite.training.arguments import check_compression, factors
 from hvdlite.training.array_gradients import ArrayReducer
 from hvdlite.training.groups import clusters
-from hvdlite_tf.compression import Compression, Compressor
 
 _samples: ContextVar[Any] = ContextVar("hvdlite_samples", default=None)
 
@@ -73,8 +77,8 @@ class Exchange:
 
     Args:
         frontend: first part of its label.
-        compression: dtype on the wire.
-        sparse_as_dense: densify IndexedSlices.
+        compression: the framework's compressor: dtype on the wire.
+        sparse_as_dense: densify sparse gradients.
         op: Average or Sum.
         gradient_predivide_factor: for Average: divide by this before the sum, and by size/this after it.
         process_set: the ranks that share gradients; on others gradients stay what they are.
@@ -89,9 +93,9 @@ class Exchange:
         ValueError: for another op, for a predivision of what is not averaged, and for groups of anything else.
     """
 
-    def __init__(self, frontend: str, *, compression: type[Compressor] = Compression.none, sparse_as_dense: bool = False,
-                 op: ReduceOp = ReduceOp.AVERAGE, gradient_predivide_factor: float = 1.0,
-                 process_set: ProcessSet = global_process_set, groups: Any = None) -> None:
+    def __init__(self, frontend: str, *, compression: Any, sparse_as_dense: bool = False, op: ReduceOp = ReduceOp.AVERAGE,
+                 gradient_predivide_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+                 groups: Any = None) -> None:
         op = ReduceOp(op)
         if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
             raise ValueError(f"gradients are reduced with op Average or Sum, not {op.name.capitalize()}")
@@ -104,9 +108,8 @@ class Exchange:
         self._op, self._compression, self._sparse_as_dense = op, compression, sparse_as_dense
         self._usual_samples: int | None = None
         self._groups = groups
-        self._clusters: dict[int, int] | None = clusters(groups, ())
-        if isinstance(groups, int):
-            self._clusters = None
+        checked = clusters(groups, ())
+        self._clusters = None if isinstance(groups, int) else checked  # None: until the variables are known
         self._reducers: dict[bool, ArrayReducer] = {}
 
     @property
