@@ -13,20 +13,19 @@ from hvdlite import api
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
-from hvdlite.training.launching import launch
 from hvdlite.training.scopes import Scopes
+from hvdlite.training.strategies import Launching, reduction
 from hvdlite_torch.compression import Compression, Compressor
 from hvdlite_torch.distributed_loader import CurrentBatch, DistributedLoader
 from hvdlite_torch.replica import Replica
 from hvdlite_torch.rows import mapped
 from hvdlite_torch.scoped import Holdings
 
-_OPS = {"SUM": ReduceOp.SUM, "MEAN": ReduceOp.AVERAGE}
 _scopes: Scopes[Holdings] = Scopes({torch.nn.Module: Holdings.add_module, torch.optim.Optimizer: Holdings.add_optimizer},
                                    "MirroredStrategy")
 
 
-class MirroredStrategy:
+class MirroredStrategy(Launching):
     """One replica of the model per rank, in step: `with strategy.scope():` around what makes modules and optimizers.
 
     Optimizers that are made in the scope average their gradients over the ranks (see `DistributedOptimizer`). Parameters,
@@ -49,6 +48,7 @@ class MirroredStrategy:
     Raises:
         LaunchError: when there is a launch environment, and ranks cannot meet; `hvd.init()` is called here if need be.
         UnsupportedError: for an unregistered process set.
+        ValueError: for devices that are neither counted nor listed.
     """
 
     def __init__(self, devices: int | Sequence[Any] | None = None, *, scale_learning_rate: bool = False,
@@ -57,7 +57,7 @@ class MirroredStrategy:
                  _runtime: Runtime | None = None) -> None:
         if _runtime is None and not api.is_initialized():
             api.init()
-        self.devices = devices if isinstance(devices, int) else len(devices or ()) or None
+        super().__init__(devices)
         self._settings = (scale_learning_rate, sync_batch_norm, backward_passes_per_step, compression)
         self._replica = Replica(_runtime or api.runtime(), api.set_id(process_set))
         self._holdings = Holdings(
@@ -141,7 +141,7 @@ class MirroredStrategy:
         Raises:
             ValueError: for another op, and for an axis with an op other than SUM and MEAN.
         """
-        operation = _operation(op)
+        operation = reduction(op)
         if axis is not None and operation not in (ReduceOp.SUM, ReduceOp.AVERAGE):
             raise ValueError(f"reduce over an axis is for SUM and MEAN, not {operation.name}")
         return mapped(value, lambda leaf: self._reduced(operation, leaf, axis))
@@ -166,13 +166,6 @@ class MirroredStrategy:
                 return tensor.detach().clone()
             return torch.cat([part.movedim(0, axis) for part in self._replica.allgather(tensor.movedim(axis, 0))], axis)
         return mapped(value, gathered)
-
-    def launch(self, main: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Call `main` on as many ranks as `devices` said, and return what rank 0's returned; see `hvdlite.run`.
-
-        Among ranks that a launcher has started, and without a number of devices, it is only called here.
-        """
-        return launch(main, args, kwargs, self.devices)
 
     def _reduced(self, op: ReduceOp, value: Any, axis: int | None) -> Any:
         tensor = torch.as_tensor(value).detach()
@@ -201,14 +194,6 @@ class MirroredStrategy:
         else:
             return self._replica.allreduce(sums, ReduceOp.SUM)
         return (total / count).to(tensor.dtype) if averages else total
-
-
-def _operation(op: str | ReduceOp) -> ReduceOp:
-    if isinstance(op, str):
-        if op.upper() not in _OPS:
-            raise ValueError(f"reduce takes 'SUM' or 'MEAN', or a ReduceOp, not {op!r}")
-        return _OPS[op.upper()]
-    return ReduceOp(op)
 
 
 def _of_settings(devices: int | None, scale_learning_rate: bool, sync_batch_norm: bool, backward_passes_per_step: int,

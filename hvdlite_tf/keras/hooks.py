@@ -80,7 +80,7 @@ def _checking(original: Any) -> Any:
 def _strategy_of(model: Any) -> scope.Mirrored | None:
     """Return the strategy in whose scope a TensorFlow model was made."""
     strategy = getattr(model, "_distribute_strategy", None)
-    return strategy if hasattr(strategy, "has_local_input") else None
+    return strategy if isinstance(strategy, scope.Mirrored) else None
 
 
 def _holds_distributed(optimizer: Any) -> bool:

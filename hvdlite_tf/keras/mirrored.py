@@ -11,14 +11,12 @@ import numpy as np
 
 from hvdlite import api, ops
 from hvdlite.core.types import ReduceOp
-from hvdlite.training.launching import launch
-from hvdlite.training.objects import allgather_object, broadcast_object
+from hvdlite.training.objects import allgather_object
+from hvdlite.training.strategies import reduction
 from hvdlite_tf.keras import scope
 
-_REDUCE = {"SUM": ReduceOp.SUM, "MEAN": ReduceOp.AVERAGE}
 
-
-class MirroredStrategy:
+class MirroredStrategy(scope.Mirrored):
     """One replica of the model per rank, in step: `with strategy.scope():` around what makes and compiles it.
 
     Batches given to `fit`, `evaluate` and `predict` are global, and so are their results. Without a launcher there is one
@@ -34,26 +32,7 @@ class MirroredStrategy:
     def __init__(self, devices: int | Sequence[str] | None = None, cross_device_ops: Any = None, *,
                  scale_learning_rate: bool = False) -> None:
         del cross_device_ops
-        if not api.is_initialized():
-            api.init()
-        runtime = api.runtime()
-        self.rank, self._size = runtime.world.rank, runtime.world.size
-        self.devices = devices if isinstance(devices, int) else len(devices or ()) or None
-        self.gradient_op = ReduceOp.AVERAGE
-        self.scales_learning_rate = scale_learning_rate
-        self.has_local_input = False
-        self._seed = int(broadcast_object(runtime, int(np.random.default_rng().integers(1 << 30)), 0,
-                                          runtime.unnamed("keras", "strategy_seed")))
-
-    @property
-    def num_replicas_in_sync(self) -> int:
-        """How many ranks there are."""
-        return self._size
-
-    def next_seed(self) -> int:
-        """Return a number that is the same on all ranks, and another one in each call."""
-        self._seed += 1
-        return self._seed
+        super().__init__("keras", devices, ReduceOp.AVERAGE, scale_learning_rate)
 
     @contextmanager
     def scope(self) -> Iterator[MirroredStrategy]:
@@ -66,20 +45,21 @@ class MirroredStrategy:
         return fn(*args, **(kwargs or {}))
 
     def reduce(self, reduce_op: Any, value: Any, axis: int | None = None) -> Any:
-        """Return the sum or mean of a value over all ranks, as a NumPy array.
+        """Return the sum or mean of a value over all ranks, as a NumPy array; means of integers are floats.
 
         Args:
             reduce_op: "SUM" or "MEAN".
             axis: reduce this dimension too; the mean is then over all ranks' elements.
+
+        Raises:
+            ValueError: for another op.
         """
-        op = str(getattr(reduce_op, "value", reduce_op)).upper()
-        if op not in _REDUCE:
-            raise ValueError(f'reduce_op must be "SUM" or "MEAN", not {reduce_op!r}')
-        array = keras.ops.convert_to_numpy(value)
+        op, array = reduction(reduce_op), np.asarray(keras.ops.convert_to_numpy(value))
         if axis is None:
-            return ops.allreduce(array, op=_REDUCE[op])
+            averages_integers = op is ReduceOp.AVERAGE and array.dtype.kind in "biu"
+            return ops.allreduce(array.astype(keras.config.floatx()) if averages_integers else array, op=op)
         total = ops.allreduce(array.sum(axis), op=ReduceOp.SUM)
-        return total if op == "SUM" else total / ops.allreduce(np.array(array.shape[axis]), op=ReduceOp.SUM)
+        return total if op is ReduceOp.SUM else total / ops.allreduce(np.array(array.shape[axis]), op=ReduceOp.SUM)
 
     def gather(self, value: Any, axis: int) -> Any:
         """Return all ranks' values concatenated along a dimension, as a NumPy array."""
@@ -90,10 +70,3 @@ class MirroredStrategy:
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """Return this rank's value, alone in a tuple."""
         return (value,)
-
-    def launch(self, main: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Call `main` on as many ranks as `devices` said, and return what rank 0's returned.
-
-        Among ranks that a launcher has started, and without a number of devices, it is only called here.
-        """
-        return launch(main, args, kwargs, self.devices)

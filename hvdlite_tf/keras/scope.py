@@ -6,40 +6,59 @@ behaves as always.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import keras
+import numpy as np
 
+from hvdlite import api
 from hvdlite.core.types import ReduceOp
+from hvdlite.training.objects import broadcast_object
 from hvdlite.training.scopes import Scopes
+from hvdlite.training.strategies import Launching
 from hvdlite_tf.keras.optimizer import distribute_when_used, is_distributed
 
 
-class Mirrored(Protocol):
-    """What the scope and the models need of a strategy.
+class Mirrored(Launching):
+    """What the strategies of all backends have in common, and what the scope and the models need of one.
+
+    Args:
+        adapter: names the strategies of a backend.
+        gradient_op: how gradients are reduced: Sum where Keras divides the loss by the number of replicas, else Average.
+        scale_learning_rate: whether to multiply learning rates by the number of replicas.
 
     Attributes:
         rank, num_replicas_in_sync: this rank's number among how many.
-        gradient_op: how gradients are reduced: Sum where Keras divides the loss by the number of replicas, else Average.
-        scales_learning_rate: whether to multiply learning rates by the number of replicas.
+        gradient_op, scales_learning_rate: as above.
         has_local_input: whether datasets hold this rank's share only, at the moment.
+        scope: returns the context of the strategy.
     """
 
-    rank: int
-    gradient_op: ReduceOp
-    scales_learning_rate: bool
+    scope: Callable[[], Any]
 
-    has_local_input: bool
+    def __init__(self, adapter: str, devices: int | Sequence[str] | None, gradient_op: ReduceOp,
+                 scale_learning_rate: bool) -> None:
+        super().__init__(devices)
+        if not api.is_initialized():
+            api.init()
+        runtime = api.runtime()
+        self.rank, self._size = runtime.world.rank, runtime.world.size
+        self.gradient_op, self.scales_learning_rate = gradient_op, scale_learning_rate
+        self.has_local_input = False
+        self._seed = int(broadcast_object(runtime, int(np.random.default_rng().integers(1 << 30)), 0,
+                                          runtime.unnamed(adapter, "strategy_seed")))
 
     @property
-    def num_replicas_in_sync(self) -> int: ...
-
-    def scope(self) -> Any:
-        """Return the context of the strategy."""
+    def num_replicas_in_sync(self) -> int:
+        """How many ranks there are."""
+        return self._size
 
     def next_seed(self) -> int:
         """Return a number that is the same on all ranks, and another one in each call."""
+        self._seed += 1
+        return self._seed
 
 
 def current() -> Mirrored | None:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute import values
 from tensorflow.python.distribute.one_device_strategy import OneDeviceExtended
@@ -20,17 +19,15 @@ from tensorflow.python.distribute.one_device_strategy import OneDeviceExtended
 from hvdlite import api
 from hvdlite.core.errors import MismatchError
 from hvdlite.core.types import ReduceOp
-from hvdlite.training.launching import launch
-from hvdlite.training.objects import allgather_object, broadcast_object
+from hvdlite.training.objects import allgather_object
+from hvdlite.training.strategies import reduction
 from hvdlite_tf import ops
 from hvdlite_tf.functions import broadcast_variables
 from hvdlite_tf.keras import scope
 from hvdlite_tf.keras.shares import shared_dataset
 
-_REDUCE = {tf.distribute.ReduceOp.SUM: ReduceOp.SUM, tf.distribute.ReduceOp.MEAN: ReduceOp.AVERAGE}
 
-
-class MirroredStrategy(tf.distribute.Strategy):  # type: ignore[misc]
+class MirroredStrategy(scope.Mirrored, tf.distribute.Strategy):  # type: ignore[misc]
     """One replica of the model per rank, in step: `with strategy.scope():` around what makes and compiles it.
 
     Batches are global: each rank takes its share of what is given to `fit` and of what `experimental_distribute_dataset`
@@ -53,27 +50,13 @@ class MirroredStrategy(tf.distribute.Strategy):  # type: ignore[misc]
     def __init__(self, devices: int | Sequence[str] | None = None, cross_device_ops: Any = None, *,
                  scale_learning_rate: bool = False) -> None:
         del cross_device_ops
-        if not api.is_initialized():
-            api.init()
-        world = api.runtime().world
-        self.rank, self._size = world.rank, world.size
-        self.devices = devices if isinstance(devices, int) else len(devices or ()) or None
-        self.gradient_op = ReduceOp.SUM
-        self.scales_learning_rate = scale_learning_rate
-        self.has_local_input = False
+        scope.Mirrored.__init__(self, "tf", devices, ReduceOp.SUM, scale_learning_rate)
         gpus = tf.config.list_logical_devices("GPU")
-        device = gpus[world.local_rank % len(gpus)].name if gpus else "/device:CPU:0"
-        super().__init__(_Extended(self, device))
-        self._seed = int(broadcast_object(api.runtime(), int(np.random.default_rng().integers(1 << 30)), 0,
-                                          api.runtime().unnamed("tf", "strategy_seed")))
+        device = gpus[api.local_rank() % len(gpus)].name if gpus else "/device:CPU:0"
+        tf.distribute.Strategy.__init__(self, _Extended(self, device))
         from tensorflow.python.eager import context
         if context.global_seed() is None:
             tf.random.set_seed(self._seed)
-
-    def next_seed(self) -> int:
-        """Return a number that is the same on all ranks, and another one in each call."""
-        self._seed += 1
-        return self._seed
 
     @contextmanager
     def _entered(self) -> Iterator[MirroredStrategy]:
@@ -92,13 +75,6 @@ class MirroredStrategy(tf.distribute.Strategy):  # type: ignore[misc]
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
         """Return the sum or mean of a value over all ranks, and over a dimension of it where `axis` says so."""
         return super().reduce(reduce_op, value, axis)
-
-    def launch(self, main: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        """Call `main` on as many ranks as `devices` said, and return what rank 0's returned.
-
-        Among ranks that a launcher has started, and without a number of devices, it is only called here.
-        """
-        return launch(main, args, kwargs, self.devices)
 
 
 class _ReplicaContext(tf.distribute.ReplicaContext):  # type: ignore[misc]
@@ -182,8 +158,7 @@ class _Extended(OneDeviceExtended):  # type: ignore[misc]
         del destinations, options
         if isinstance(value, values.SyncOnReadVariable):
             value = value.values[0]
-        return ops.allreduce(tf.convert_to_tensor(value) if not isinstance(value, tf.IndexedSlices) else value,
-                             op=_REDUCE[reduce_op])
+        return ops.allreduce(_ready(reduce_op, value), op=reduction(reduce_op))
 
     def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> Any:
         return self._replica_ctx_all_reduce(reduce_op, [value for value, _ in value_destination_pairs], options)
@@ -193,8 +168,7 @@ class _Extended(OneDeviceExtended):  # type: ignore[misc]
         flat = tf.nest.flatten(value)
         if not flat:
             return value
-        reduced = ops.grouped_allreduce([each if isinstance(each, tf.IndexedSlices) else tf.convert_to_tensor(each)
-                                         for each in flat], op=_REDUCE[reduce_op])
+        reduced = ops.grouped_allreduce([_ready(reduce_op, each) for each in flat], op=reduction(reduce_op))
         return tf.nest.pack_sequence_as(value, reduced)
 
     def _replica_ctx_update(self, var: Any, fn: Any, args: Any = (), kwargs: Any = None, group: bool = True) -> Any:
@@ -243,3 +217,11 @@ class _Extended(OneDeviceExtended):  # type: ignore[misc]
     @property
     def should_save_summary(self) -> bool:
         return self._mirrored.rank == 0
+
+
+def _ready(reduce_op: Any, value: Any) -> Any:
+    """Return a value as a tensor or slices; one of integers that are to be averaged as floats, as in TensorFlow."""
+    if isinstance(value, tf.IndexedSlices):
+        return value
+    tensor = tf.convert_to_tensor(value)
+    return tf.cast(tensor, tf.float64) if reduction(reduce_op) is ReduceOp.AVERAGE and tensor.dtype.is_integer else tensor

@@ -293,7 +293,7 @@ with strategy.scope():
     thread.start()
     thread.join()
     other = hvd.MirroredStrategy()
-    raises(RuntimeError, "", lambda: other.scope().__enter__())
+    raises(RuntimeError, "scope of another MirroredStrategy", lambda: other.scope().__enter__())
 assert is_distributed(inner) and is_distributed(outer) and not is_distributed(elsewhere[0])
 untouched()
 
@@ -307,7 +307,7 @@ def make(strategy, second):
             inside.wait()
             if second:
                 return
-            raises(RuntimeError, "", lambda: other.scope().__enter__())
+            raises(RuntimeError, "another MirroredStrategy", lambda: other.scope().__enter__())
     except BaseException as error:
         errors.append(error)
         raise
@@ -339,6 +339,13 @@ with strategy.scope():
 reference = compiled(sgd, 1)
 same_history(*(each.fit(X, Y, batch_size=10, epochs=2, shuffle=False, verbose=0) for each in (model, reference)), 0.05)
 same(model, reference)
+
+assert float(strategy.reduce("MEAN", rank)) == 0.5 and float(strategy.reduce("sum", rank)) == 1.0
+assert float(strategy.reduce("MEAN", np.arange(2 + rank), axis=0)) == 0.8
+raises(ValueError, "AVG", lambda: strategy.reduce("AVG", rank))
+for wrong in ("2", 0, []):
+    raises(ValueError, "devices must be", lambda: hvd.MirroredStrategy(wrong))
+raises(ValueError, "there is no data", lambda: one.train_on_batch(None))
 
 scaled = hvd.MirroredStrategy(scale_learning_rate=True)
 with scaled.scope():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import io
@@ -13,16 +14,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch.utils.data import (  # noqa: E402  # noqa: E402
-    DataLoader,
-    TensorDataset,
-)
+from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
 from hvdlite.core.errors import MismatchError  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite.training.gradient_reducer import GradientOrderError  # noqa: E402
 from hvdlite_torch import MirroredStrategy  # noqa: E402
 from hvdlite_torch.optimizer import is_distributed  # noqa: E402
+from hvdlite_torch.rows import mapped  # noqa: E402
 from tests.worlds import processes, threads  # noqa: E402
 
 SAMPLES = 101
@@ -505,6 +504,22 @@ def test_learning_rates_are_scaled_when_asked() -> None:
             train(alone, torch.optim.SGD(groups), DataLoader(dataset(16), 8), 2, clip=False)
             assert_close(weights(model), weights(alone))
     threads(3, step)
+
+
+def test_devices_are_counted_or_listed() -> None:
+    def step(runtime: Runtime) -> None:
+        assert [MirroredStrategy(given, _runtime=runtime).devices for given in (None, 3, ["a", "b"])] == [None, 3, 2]
+        for wrong in ("2", 0, [], 1.5):
+            with pytest.raises(ValueError, match="devices must be a number of ranks from 1"):
+                MirroredStrategy(wrong, _runtime=runtime)
+    threads(1, step)
+
+
+def test_structures_keep_what_they_are() -> None:
+    lists = collections.defaultdict(list, {"x": torch.ones(2)})
+    doubled = mapped({"a": lists, "b": (torch.ones(1), [3])}, lambda leaf: leaf * 2)
+    assert doubled["a"].default_factory is list and doubled["a"]["x"].tolist() == [2, 2] and doubled["b"][1] == [6]
+    assert lists["x"].tolist() == [1, 1]
 
 
 def test_a_second_backward_says_what_to_do() -> None:

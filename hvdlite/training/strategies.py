@@ -1,0 +1,55 @@
+"""What strategies of all frontends have in common: starting ranks from inside a script, and the names of reductions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hvdlite import api
+from hvdlite.core.types import ReduceOp
+from hvdlite.run_function import run
+
+_OPS = {"SUM": ReduceOp.SUM, "MEAN": ReduceOp.AVERAGE}
+
+
+class Launching:
+    """Base of strategies.
+
+    Args:
+        devices: how many ranks `launch` starts when no launcher has; a number, or as many as the list is long.
+
+    Attributes:
+        devices: that number, or None.
+
+    Raises:
+        ValueError: for anything else.
+    """
+
+    def __init__(self, devices: int | Sequence[Any] | None) -> None:
+        count = len(devices) if isinstance(devices, (list, tuple)) else devices
+        if count is not None and (not isinstance(count, int) or count < 1):
+            raise ValueError(f"devices must be a number of ranks from 1, or a list of devices, not {devices!r}")
+        self.devices = count
+
+    def launch(self, main: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        """Call `main` on as many new ranks as `devices` said, and return what rank 0's call returned; see `hvdlite.run`.
+
+        Among ranks that a launcher has started, and without a number of devices, it is only called here.
+        """
+        if self.devices in (None, 1) or api.runtime().world.size > 1:
+            return main(*args, **(kwargs or {}))
+        return run(main, args, kwargs, np=self.devices)[0]
+
+
+def reduction(op: Any) -> ReduceOp:
+    """Return the reduction that a strategy's `reduce` is asked for: "SUM" or "MEAN" in any case, or a `ReduceOp`.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    name = getattr(op, "value", op)  # TensorFlow's are enums of these words
+    if isinstance(name, str):
+        if name.upper() not in _OPS:
+            raise ValueError(f"reduce takes 'SUM' or 'MEAN', or a ReduceOp, not {op!r}")
+        return _OPS[name.upper()]
+    return ReduceOp(op)
