@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdlite.core.array import BFLOAT16, Array
+from hvdlite.core.array import ALIGNMENT, BFLOAT16, Array
 from hvdlite.core.types import ReduceOp
-from hvdlite.training.array_gradients import ALIGNMENT
 from hvdlite_tf import gpu
 
 Function = Callable[..., Sequence[Any]]

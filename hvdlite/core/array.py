@@ -17,6 +17,8 @@ from hvdlite.core.types import ReduceOp
 Array = NDArray[Any]
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+ALIGNMENT = 64
+"""Bytes: a cache line, which two ranks never both write; and where memory must begin for TensorFlow not to copy it."""
 
 SUPPORTED_DTYPES: dict[str, np.dtype[np.generic]] = {
     **{name: np.dtype(name) for name in (
@@ -75,6 +77,15 @@ def identity(op: ReduceOp, dtype: np.dtype[np.generic]) -> Any:
 def accumulator_dtype(dtype: np.dtype[np.generic]) -> np.dtype[np.generic]:
     """Return the dtype in which values of `dtype` are summed: float32 for 16-bit floats, else `dtype` itself."""
     return _FLOAT32 if dtype in _NARROW_FLOATS else dtype
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Return an uninitialised array whose memory begins at a multiple of `ALIGNMENT`."""
+    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    room = np.empty(nbytes + ALIGNMENT, np.uint8)
+    begin = -room.ctypes.data % ALIGNMENT
+    result: Array = room[begin:begin + nbytes].view(dtype).reshape(shape)
+    return result
 
 
 def flat(array: Array) -> Array:

@@ -7,13 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from hvdlite.core.array import Array
+from hvdlite.core.array import Array, aligned_empty
 from hvdlite.core.types import Collective
 from hvdlite.planes.arithmetic import Casts
 from hvdlite.planes.base import FusionBuffer, Plan, WaitUntil
 from hvdlite.planes.eager import reduced
-
-ALIGNMENT = 64
 
 
 class Table:
@@ -80,10 +78,10 @@ class LoopbackPlane:
 
 
 def aligned_zeros(nbytes: int) -> Array:
-    """Return private zero bytes that begin at a multiple of `ALIGNMENT`."""
-    room = np.zeros(nbytes + ALIGNMENT, np.uint8)
-    begin = -room.ctypes.data % ALIGNMENT
-    return room[begin:begin + nbytes]
+    """Return private zero bytes that begin at a multiple of `core.array.ALIGNMENT`."""
+    memory = aligned_empty((nbytes,), np.dtype(np.uint8))
+    memory.fill(0)
+    return memory
 
 
 Results = Sequence[Array | None]

@@ -29,15 +29,12 @@ from typing import Protocol
 
 import numpy as np
 
-from hvdlite.core.array import SUPPORTED_DTYPES, Array
+from hvdlite.core.array import ALIGNMENT, SUPPORTED_DTYPES, Array
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.negotiation.messages import Response
 from hvdlite.planes.adasum import AdaptiveSum
 from hvdlite.planes.arithmetic import Casts, Reduction
 from hvdlite.planes.base import FusionBuffer, Part, Plan, WaitUntil
-
-ALIGNMENT = 64
-"""Bytes; slices begin at multiples of it, so two owners never write one cache line."""
 
 
 class StagingSegment(Protocol):
@@ -366,7 +363,7 @@ class _Piece:
 
 
 def slice_bounds(low: int, high: int, size: int, dtype: np.dtype[np.generic]) -> list[int]:
-    """Return where the ranks' slices of elements low..high begin, and where the last one ends."""
+    """Return where the ranks' slices of elements low..high begin, in whole cache lines, and where the last one ends."""
     step = ALIGNMENT // dtype.itemsize
     share = -(-(high - low) // (size * step)) * step
     return [min(low + rank * share, high) for rank in range(size + 1)]

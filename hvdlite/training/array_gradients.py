@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite.core.array import Array, dtype_name
+from hvdlite.core.array import Array, aligned_empty, dtype_name
 from hvdlite.core.device import AnyArray, Completion, Event
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
@@ -16,9 +16,6 @@ from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.framework import Loan, Shape
 from hvdlite.training.gradient_reducer import GradientReducer
-
-ALIGNMENT = 64
-"""Bytes; TensorFlow takes an array without copying only when it begins at a multiple of it."""
 
 
 class Slot:
@@ -32,15 +29,6 @@ class Slot:
     shape: tuple[int, ...] | None = None
     dtype: np.dtype[Any] = np.dtype("float32")
     array: Array | None = None
-
-
-def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Return an uninitialised array whose memory begins at a multiple of `ALIGNMENT` bytes."""
-    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    room = np.empty(nbytes + ALIGNMENT, np.uint8)
-    begin = -room.ctypes.data % ALIGNMENT
-    result: Array = room[begin:begin + nbytes].view(dtype).reshape(shape)
-    return result
 
 
 class ArrayGradients:
