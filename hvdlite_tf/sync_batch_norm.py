@@ -16,10 +16,10 @@ from hvdlite_tf.ops import Sum, allreduce
 class SyncBatchNormalization(keras.layers.BatchNormalization):
     """Like Keras' `BatchNormalization`, with mean and variance of the batches of all ranks, which may differ in size.
 
-    One allreduce a layer and direction. Layers must be called in the same order on all ranks.
+    Two small allreduces a layer and direction. Layers must be called in the same order on all ranks.
 
     Args:
-        process_set: the ranks that share statistics.
+        process_set: the ranks that share statistics; on others it is ordinary batch normalization.
         named: as for Keras' layer; not `synchronized`.
     """
 
@@ -29,15 +29,18 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
 
     def _moments(self, inputs: Any, mask: Any) -> Any:
         mean, variance = super()._moments(inputs, mask)
-        if len(api.runtime().members(api.set_id(self._process_set))) == 1:
+        members = api.runtime().members(api.set_id(self._process_set))
+        if len(members) == 1 or api.rank() not in members:
             return mean, variance
         if mask is None:
             count = tf.cast(tf.size(inputs) / tf.size(mean), mean.dtype)
         else:
             count = tf.reduce_sum(tf.cast(tf.broadcast_to(mask[..., tf.newaxis], tf.shape(inputs)), mean.dtype)) \
                 / tf.cast(tf.size(mean), mean.dtype)
-        own = tf.concat([mean * count, (variance + tf.square(mean)) * count, [count]], 0)
-        total = allreduce(own, op=Sum, name=f"sync_batch_norm.{self.path}", process_set=self._process_set)
-        channels = mean.shape[0]
-        mean = total[:channels] / total[-1]
-        return mean, total[channels:2 * channels] / total[-1] - tf.square(mean)
+        name, rows = f"sync_batch_norm.{self.path}", mean.shape[0]
+        sums = allreduce(tf.concat([mean * count, [count]], 0), op=Sum, name=name, process_set=self._process_set)
+        total = sums[rows:]
+        overall = sums[:rows] / total
+        # Squares about the mean of all ranks, not about zero: nothing is lost when the mean is large.
+        squares = (variance + tf.square(mean - overall)) * count
+        return overall, allreduce(squares, op=Sum, name=f"{name}.squares", process_set=self._process_set) / total

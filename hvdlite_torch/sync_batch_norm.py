@@ -17,7 +17,7 @@ from hvdlite_torch.framework import lent
 class SyncBatchNorm(_BatchNorm):
     """Like `torch.nn.BatchNorm*d`, with mean and variance of the batches of all ranks, which may differ in size.
 
-    Two small allreduces a layer, one forward and one backward. Layers must be called in the same order on all ranks. In
+    Three small allreduces a layer, two forward and one backward. Layers must be called in the same order on all ranks. In
     evaluation, and alone, it is ordinary batch normalization.
 
     Args:

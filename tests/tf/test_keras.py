@@ -137,6 +137,14 @@ one, other = normalized(True), normalized(False)
 close(one, other)
 for mine, theirs in zip(one.non_trainable_variables, other.non_trainable_variables):
     np.testing.assert_allclose(mine.numpy(), theirs.numpy(), atol=1e-4)
+large = 1000 + rng.normal(size=(16, 3))  # nothing of the variance is lost beside the mean
+mine = slice(8 * rank, 8 * rank + 8)
+expected = (large - large.mean(0)) / np.sqrt(large.var(0) + 1e-3)
+layer = hvdlite_tf.SyncBatchNormalization()
+np.testing.assert_allclose(layer(large[mine].astype("float32"), training=True).numpy(), expected[mine], atol=5e-3)
+own = hvd.add_process_set([1])
+alone = hvdlite_tf.SyncBatchNormalization(process_set=own)(large[mine].astype("float32"), training=True)
+assert abs(alone.numpy().mean()) < 1e-3  # ordinary normalization of its own batch, on the member and on the other rank
 """)
 
 
