@@ -9,10 +9,11 @@ HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "([^"]+)"', (HERE / "hvdlite/_version.py").read_text(encoding="utf-8")).group(1)
 AUTOTUNE = ["optuna>=3.6"]
 RAY, SPARK, PLOT = ["ray>=2.9"], ["pyspark>=3.4"], ["matplotlib>=3.7"]
-LIGHTNING = ["torch>=2.1", "lightning>=2.2"]
-TEST = [*AUTOTUNE, *LIGHTNING, *RAY, *SPARK, *PLOT, "pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.5",
-        "hypothesis>=6.100", "ruff>=0.6", "mypy>=1.11", "import-linter>=2.1", "nbclient>=0.10", "ipykernel>=6",
-        "mpi4py>=4", "mpich>=4.2"]
+TORCH, MPI = ["torch>=2.1"], ["mpi4py>=4"]
+LIGHTNING = [*TORCH, "lightning>=2.2"]
+BENCH = [*MPI, "mpich>=4.2", *PLOT]
+TEST = [*AUTOTUNE, *LIGHTNING, *RAY, *SPARK, *BENCH, "pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.5",
+        "hypothesis>=6.100", "ruff>=0.6", "mypy>=1.11", "import-linter>=2.1", "nbclient>=0.10", "ipykernel>=6"]
 
 setup(
     name="hvdlite",
@@ -27,13 +28,13 @@ setup(
                                       "hvdlite_tf.*"]), "hvdlite_runner"],
     package_dir={"hvdlite_runner": "runner"},
     package_data={"hvdlite": ["py.typed", "horovod_compat/path/horovod/__init__.py"],
-                  "hvdlite_torch": ["py.typed"], "hvdlite_runner": ["py.typed"]},
+                  "hvdlite_torch": ["py.typed"], "hvdlite_tf": ["py.typed"], "hvdlite_runner": ["py.typed"]},
     install_requires=["numpy>=1.24", "ml_dtypes>=0.4", "msgspec>=0.18", "cloudpickle>=2.2", "pyyaml>=6"],
     extras_require={
-        "torch": ["torch>=2.1"],
+        "torch": TORCH,
         "lightning": LIGHTNING,
         "tensorflow": ["tensorflow>=2.16", "keras>=3"],
-        "mpi": ["mpi4py>=4"],
+        "mpi": MPI,
         # NVRTC compiles the kernels; torch for the same CUDA version brings it, and NCCL, too.
         "nccl-cuda12": ["cupy-cuda12x>=13", "nvidia-nccl-cu12>=2.26.2", "nvidia-cuda-nvrtc-cu12"],
         "nccl-cuda13": ["cupy-cuda13x>=13.6", "nvidia-nccl-cu13>=2.27.7", "nvidia-cuda-nvrtc>=13,<14"],
@@ -41,7 +42,7 @@ setup(
         "ray": RAY,
         "spark": SPARK,
         "plot": PLOT,
-        "bench": ["mpi4py>=4", "mpich>=4.2", "matplotlib>=3.7"],
+        "bench": BENCH,
         "dev": TEST,
     },
     entry_points={"console_scripts": ["hvdrun = hvdlite_runner.cli:main"]},

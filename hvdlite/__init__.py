@@ -1,62 +1,11 @@
 """hvdlite: data-parallel training with Horovod's programming model, in pure Python.
 
-`import hvdlite as hvd` works on NumPy arrays; `hvdlite_torch` on PyTorch tensors and optimizers.
+`import hvdlite as hvd` works on NumPy and CuPy arrays; `hvdlite_torch` on PyTorch tensors and optimizers; `hvdlite_tf` and
+`hvdlite_tf.keras` on those of TensorFlow and Keras.
 """
 
-from hvdlite._version import __version__
-from hvdlite.api import (
-    Adasum,
-    Average,
-    Max,
-    Min,
-    Product,
-    Sum,
-    add_process_set,
-    cross_rank,
-    cross_size,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    rank,
-    record_step,
-    remove_process_set,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-    story,
-)
-from hvdlite.built import (
-    ccl_built,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-)
-from hvdlite.core.errors import (
-    ConfigError,
-    DuplicateNameError,
-    HorovodInternalError,
-    HvdliteError,
-    LaunchError,
-    MismatchError,
-    NotInitializedError,
-    PeerFailedError,
-    PeerLeftError,
-    PeerLostError,
-    ReplicaMismatchError,
-    StallError,
-    UnsupportedError,
-)
-from hvdlite.core.process_set import ProcessSet, global_process_set
-from hvdlite.core.types import ReduceOp
+from hvdlite import frontend
+from hvdlite.frontend import *
 from hvdlite.ops import (
     allgather,
     allgather_async,
@@ -66,7 +15,6 @@ from hvdlite.ops import (
     allreduce_async_,
     alltoall,
     alltoall_async,
-    barrier,
     broadcast,
     broadcast_,
     broadcast_async,
@@ -93,16 +41,10 @@ from hvdlite.ops import (
 from hvdlite.run_function import run
 
 __all__ = [
-    "Adasum", "Average", "ConfigError", "DuplicateNameError", "HorovodInternalError", "HvdliteError", "LaunchError",
-    "Max", "Min", "MismatchError", "NotInitializedError", "PeerFailedError", "PeerLeftError", "PeerLostError",
-    "ProcessSet", "Product", "ReduceOp", "ReplicaMismatchError", "StallError", "Sum", "UnsupportedError",
-    "__version__", "add_process_set", "allgather", "allgather_async", "allreduce", "allreduce_", "allreduce_async",
-    "allreduce_async_", "alltoall", "alltoall_async", "barrier", "broadcast", "broadcast_", "broadcast_async",
-    "broadcast_async_", "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built", "gather",
-    "global_process_set", "gloo_built", "gloo_enabled", "grouped_allgather", "grouped_allreduce",
-    "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter", "init",
-    "is_homogeneous", "is_initialized", "join", "local_rank", "local_size", "mpi_built", "mpi_enabled",
-    "mpi_threads_supported", "nccl_built", "poll", "rank", "record_step", "recv", "recv_async", "reduce", "reducescatter",
-    "reducescatter_async", "remove_process_set", "rocm_built", "run", "scatter", "send", "send_async", "shutdown", "size",
-    "start_timeline", "stop_timeline", "story", "synchronize",
+    "allgather", "allgather_async", "allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "alltoall",
+    "alltoall_async", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "gather", "grouped_allgather",
+    "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_",
+    "grouped_reducescatter", "join", "poll", "recv", "recv_async", "reduce", "reducescatter", "reducescatter_async",
+    "run", "scatter", "send", "send_async", "synchronize",
 ]
+__all__ += frontend.__all__

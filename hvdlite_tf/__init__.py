@@ -5,58 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from hvdlite import (
-    Adasum,
-    Average,
-    ConfigError,
-    DuplicateNameError,
-    HorovodInternalError,
-    HvdliteError,
-    LaunchError,
-    Max,
-    Min,
-    MismatchError,
-    NotInitializedError,
-    PeerFailedError,
-    PeerLeftError,
-    PeerLostError,
-    ProcessSet,
-    Product,
-    ReduceOp,
-    ReplicaMismatchError,
-    StallError,
-    Sum,
-    UnsupportedError,
-    __version__,
-    add_process_set,
-    barrier,
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    global_process_set,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    record_step,
-    remove_process_set,
-    rocm_built,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-    story,
-)
+from hvdlite import frontend
+from hvdlite.frontend import *
 from hvdlite_tf.compression import Compression
 
 _HOMES = {
@@ -75,19 +25,14 @@ _HOMES = {
 _WHERE = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
-    "Adasum", "Average", "Compression", "ConfigError", "DistributedGradientTape", "DistributedOptimizer",
-    "DuplicateNameError", "HorovodInternalError", "HvdliteError", "LaunchError", "Max", "Min", "MirroredStrategy",
-    "MismatchError", "NotInitializedError", "PartialDistributedGradientTape", "PartialDistributedOptimizer",
-    "PeerFailedError", "PeerLeftError", "PeerLostError", "ProcessSet", "Product", "ReduceOp", "ReplicaMismatchError",
-    "StallError", "Sum", "SyncBatchNormalization", "UnsupportedError", "__version__", "add_process_set", "allgather",
-    "allgather_object", "allreduce", "alltoall", "barrier", "broadcast", "broadcast_", "broadcast_global_variables",
-    "broadcast_object", "broadcast_object_fn", "broadcast_variables", "ccl_built", "cross_rank", "cross_size",
-    "cuda_built", "ddl_built", "global_process_set", "gloo_built", "gloo_enabled", "grouped_allgather",
-    "grouped_allreduce", "grouped_reducescatter", "init", "is_homogeneous", "is_initialized", "join", "keras",
-    "local_rank", "local_rank_op", "local_size", "local_size_op", "mpi_built", "mpi_enabled", "mpi_threads_supported",
-    "nccl_built", "process_set_included_op", "rank", "rank_op", "record_step", "reducescatter", "remove_process_set",
-    "rocm_built", "shutdown", "size", "size_op", "start_timeline", "stop_timeline", "story",
+    "Compression", "DistributedGradientTape", "DistributedOptimizer", "MirroredStrategy",
+    "PartialDistributedGradientTape", "PartialDistributedOptimizer", "SyncBatchNormalization", "allgather",
+    "allgather_object", "allreduce", "alltoall", "broadcast", "broadcast_", "broadcast_global_variables",
+    "broadcast_object", "broadcast_object_fn", "broadcast_variables", "grouped_allgather", "grouped_allreduce",
+    "grouped_reducescatter", "join", "keras", "local_rank_op", "local_size_op", "process_set_included_op", "rank_op",
+    "reducescatter", "size_op",
 ]
+__all__ += frontend.__all__
 
 
 def __getattr__(name: str) -> Any:

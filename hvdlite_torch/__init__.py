@@ -1,61 +1,14 @@
 """hvdlite for PyTorch: `import hvdlite_torch as hvd`."""
 
-from hvdlite import (
-    HorovodInternalError,
-    HvdliteError,
-    MismatchError,
-    NotInitializedError,
-    PeerFailedError,
-    PeerLeftError,
-    PeerLostError,
-    ProcessSet,
-    ReduceOp,
-    ReplicaMismatchError,
-    StallError,
-    __version__,
-    add_process_set,
-    barrier,
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    global_process_set,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_homogeneous,
-    is_initialized,
-    join,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    record_step,
-    remove_process_set,
-    rocm_built,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-    story,
-)
 from hvdlite import api as _api
+from hvdlite import frontend, join
+from hvdlite.frontend import *
 from hvdlite_torch import comm_hooks, elastic
 from hvdlite_torch.compression import Compression
 from hvdlite_torch.framework import narrow as _narrow
 from hvdlite_torch.framework import widen as _widen
 from hvdlite_torch.mirrored import MirroredStrategy
 from hvdlite_torch.ops import (
-    Adasum,
-    Average,
-    Max,
-    Min,
-    Product,
-    Sum,
     allgather,
     allgather_async,
     allreduce,
@@ -102,18 +55,13 @@ from hvdlite_torch.sync_batch_norm import SyncBatchNorm
 _api.offer_casts(_widen, _narrow)
 
 __all__ = [
-    "Adasum", "Average", "Compression", "DistributedOptimizer", "HorovodInternalError", "HvdliteError", "Max",
-    "Min", "MirroredStrategy", "MismatchError", "NotInitializedError", "PeerFailedError", "PeerLeftError", "PeerLostError",
-    "ProcessSet", "Product", "ReduceOp", "ReplicaMismatchError", "StallError", "Sum", "SyncBatchNorm",
-    "__version__", "add_process_set", "allgather", "allgather_async", "allgather_object", "allreduce", "allreduce_",
-    "allreduce_async", "allreduce_async_", "alltoall", "alltoall_async", "barrier", "broadcast", "broadcast_",
-    "broadcast_async", "broadcast_async_", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters",
-    "ccl_built", "check_replicas", "comm_hooks", "cross_rank", "cross_size", "cuda_built", "ddl_built", "elastic",
-    "gather", "global_process_set", "gloo_built", "gloo_enabled", "grouped_allgather", "grouped_allgather_async",
-    "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_",
-    "grouped_reducescatter", "grouped_reducescatter_async", "init", "is_homogeneous", "is_initialized", "join",
-    "local_rank", "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "poll", "rank",
-    "record_step", "recv", "recv_async", "reduce", "reducescatter", "reducescatter_async", "remove_process_set",
-    "rocm_built", "scatter", "send", "send_async", "shutdown", "size", "sparse_allreduce_async", "start_timeline",
-    "stop_timeline", "story", "synchronize",
+    "Compression", "DistributedOptimizer", "MirroredStrategy", "SyncBatchNorm", "allgather", "allgather_async",
+    "allgather_object", "allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "alltoall", "alltoall_async",
+    "broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "broadcast_object", "broadcast_optimizer_state",
+    "broadcast_parameters", "check_replicas", "comm_hooks", "elastic", "gather", "grouped_allgather",
+    "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async",
+    "grouped_allreduce_async_", "grouped_reducescatter", "grouped_reducescatter_async", "join", "poll", "recv",
+    "recv_async", "reduce", "reducescatter", "reducescatter_async", "scatter", "send", "send_async",
+    "sparse_allreduce_async", "synchronize",
 ]
+__all__ += frontend.__all__

@@ -169,6 +169,16 @@ def processes(size: int, source: str, *, timeout: float = 60.0, environment: dic
     return ended
 
 
+RAISES = """
+def raises(kind, text, call):
+    try:
+        call()
+    except kind as error:
+        assert text in str(error), error
+    else:
+        raise AssertionError(f"no {kind}")
+"""
+"""For sources that run as ranks, where there is no pytest."""
 OTHERS_MEMORY = ("mpich_shm", "vader_", "sm_segment", "plasma", "ray", "torch_", "sem.")
 """How files in /dev/shm begin that other libraries make, maybe in a test that runs at the same time."""
 

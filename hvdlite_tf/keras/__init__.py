@@ -7,61 +7,10 @@ from typing import Any
 
 import keras as _keras
 
-from hvdlite import (
-    Adasum,
-    Average,
-    ConfigError,
-    DuplicateNameError,
-    HorovodInternalError,
-    HvdliteError,
-    LaunchError,
-    Max,
-    Min,
-    MismatchError,
-    NotInitializedError,
-    PeerFailedError,
-    PeerLeftError,
-    PeerLostError,
-    ProcessSet,
-    Product,
-    ReduceOp,
-    ReplicaMismatchError,
-    StallError,
-    Sum,
-    UnsupportedError,
-    __version__,
-    add_process_set,
-    barrier,
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    global_process_set,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_homogeneous,
-    is_initialized,
-    join,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    record_step,
-    remove_process_set,
-    rocm_built,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-    story,
-)
 from hvdlite import api as _api
+from hvdlite import frontend, join
 from hvdlite import ops as _ops
+from hvdlite.frontend import *
 from hvdlite.training import objects as _objects
 from hvdlite_tf.compression import Compression
 from hvdlite_tf.keras import callbacks
@@ -71,17 +20,11 @@ from hvdlite_tf.keras.models import load_model
 from hvdlite_tf.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
 
 __all__ = [
-    "Adasum", "Average", "Compression", "ConfigError", "DistributedOptimizer", "DuplicateNameError",
-    "HorovodInternalError", "HvdliteError", "LaunchError", "Max", "Min", "MirroredStrategy", "MismatchError",
-    "NotInitializedError", "PartialDistributedOptimizer", "PeerFailedError", "PeerLeftError", "PeerLostError",
-    "ProcessSet", "Product", "ReduceOp", "ReplicaMismatchError", "StallError", "Sum", "UnsupportedError",
-    "__version__", "add_process_set", "allgather", "allgather_object", "allreduce", "barrier", "broadcast",
-    "broadcast_global_variables", "broadcast_object", "broadcast_variables", "callbacks", "ccl_built", "cross_rank",
-    "cross_size", "cuda_built", "ddl_built", "global_process_set", "gloo_built", "gloo_enabled", "init",
-    "is_homogeneous", "is_initialized", "join", "load_model", "local_rank", "local_size", "mpi_built", "mpi_enabled",
-    "mpi_threads_supported", "nccl_built", "rank", "record_step", "reducescatter", "remove_process_set", "rocm_built",
-    "shutdown", "size", "start_timeline", "stop_timeline", "story",
+    "Compression", "DistributedOptimizer", "MirroredStrategy", "PartialDistributedOptimizer", "allgather",
+    "allgather_object", "allreduce", "broadcast", "broadcast_global_variables", "broadcast_object",
+    "broadcast_variables", "callbacks", "join", "load_model", "reducescatter",
 ]
+__all__ += frontend.__all__
 
 if _keras.backend.backend() == "tensorflow":
     from hvdlite_tf.keras.tf_mirrored import MirroredStrategy

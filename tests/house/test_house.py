@@ -35,6 +35,7 @@ def test_importing_needs_no_framework_and_no_engine() -> None:
 
 
 def test_public_names_exist_and_are_listed() -> None:
+    """What all frontends offer stands in one list, `hvdlite.frontend`."""
     torch = importlib.import_module("hvdlite_torch") if _has("torch") else None
     keras = importlib.import_module("hvdlite_tf.keras") if _has("tensorflow") else None
     for module in filter(None, (hvdlite, torch, keras)):
@@ -44,6 +45,7 @@ def test_public_names_exist_and_are_listed() -> None:
         listed = {name for name, value in vars(module).items() if not name.startswith("_") and not inspect.ismodule(value)}
         listed -= {"Any", "annotations"}
         assert listed <= set(module.__all__), listed - set(module.__all__)
+        assert set(hvdlite.frontend.__all__) <= set(module.__all__)
 
 
 def _has(package: str) -> bool:
@@ -63,10 +65,12 @@ def test_tensorflows_names_exist_or_say_what_is_missing() -> None:
 
 
 def test_every_public_function_is_documented() -> None:
-    for name in hvdlite.__all__:
-        value = getattr(hvdlite, name)
-        if inspect.isfunction(value) or inspect.isclass(value):
-            assert inspect.getdoc(value), name
+    packages = ["hvdlite", *["hvdlite_torch"] * _has("torch"), *["hvdlite_tf", "hvdlite_tf.keras"] * _has("tensorflow")]
+    for module in map(importlib.import_module, packages):
+        for name in module.__all__:
+            value = getattr(module, name)
+            if inspect.isfunction(value) or inspect.isclass(value):
+                assert inspect.getdoc(value), f"{module.__name__}.{name}"
 
 
 def test_every_error_is_documented_and_tested() -> None:
@@ -178,6 +182,6 @@ def test_the_wheel_is_pure_and_complete(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     assert wheel.name.endswith("-py3-none-any.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
-    assert {"hvdlite/py.typed", "hvdlite_torch/py.typed", "hvdlite_runner/cli.py", "hvdlite_runner/guardian.py",
-            "hvdlite/runtime/runtime.py"} <= names
+    assert {"hvdlite/py.typed", "hvdlite_torch/py.typed", "hvdlite_tf/py.typed", "hvdlite_tf/keras/scope.py",
+            "hvdlite_runner/cli.py", "hvdlite_runner/guardian.py", "hvdlite/runtime/runtime.py"} <= names
     assert not any(name.startswith(("tests/", "runner/", "examples/")) for name in names)

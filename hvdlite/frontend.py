@@ -1,0 +1,67 @@
+"""What every frontend offers as it is, beside its own collectives and optimizers: `from hvdlite.frontend import *`."""
+
+from hvdlite._version import __version__
+from hvdlite.api import (
+    Adasum,
+    Average,
+    Max,
+    Min,
+    Product,
+    Sum,
+    add_process_set,
+    cross_rank,
+    cross_size,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    record_step,
+    remove_process_set,
+    shutdown,
+    size,
+    start_timeline,
+    stop_timeline,
+    story,
+)
+from hvdlite.built import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
+from hvdlite.core.errors import (
+    ConfigError,
+    DuplicateNameError,
+    HorovodInternalError,
+    HvdliteError,
+    LaunchError,
+    MismatchError,
+    NotInitializedError,
+    PeerFailedError,
+    PeerLeftError,
+    PeerLostError,
+    ReplicaMismatchError,
+    StallError,
+    UnsupportedError,
+)
+from hvdlite.core.process_set import ProcessSet, global_process_set
+from hvdlite.core.types import ReduceOp
+from hvdlite.ops import barrier
+
+__all__ = [
+    "Adasum", "Average", "ConfigError", "DuplicateNameError", "HorovodInternalError", "HvdliteError", "LaunchError",
+    "Max", "Min", "MismatchError", "NotInitializedError", "PeerFailedError", "PeerLeftError", "PeerLostError",
+    "ProcessSet", "Product", "ReduceOp", "ReplicaMismatchError", "StallError", "Sum", "UnsupportedError", "__version__",
+    "add_process_set", "barrier", "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built",
+    "global_process_set", "gloo_built", "gloo_enabled", "init", "is_homogeneous", "is_initialized", "local_rank",
+    "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "rank", "record_step",
+    "remove_process_set", "rocm_built", "shutdown", "size", "start_timeline", "stop_timeline", "story",
+]
