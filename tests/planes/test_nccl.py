@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import threading
 import time
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,7 +26,7 @@ from hvdlite.planes.nccl.watcher import Lease, abort
 from hvdlite.runtime import assemble
 from hvdlite.runtime.runtime import Runtime
 from tests import worlds
-from tests.device_double import GpuDouble, Gpus, Meetings, NcclErrorDouble, plane
+from tests.device_double import CommunicatorDouble, GpuDouble, Gpus, Meetings, NcclErrorDouble, plane
 
 SUM, AVERAGE = ReduceOp.SUM, ReduceOp.AVERAGE
 
@@ -266,9 +267,13 @@ def test_a_graph_capture_and_a_second_gpu_are_refused_at_the_call(gpus: Gpus) ->
         gpus.lend(runtime, values)
         with pytest.raises(UnsupportedError, match="cannot also use GPU 1"):
             runtime.devices.lend(values.ctypes.data, (3,), values.dtype, 1, stream=0, owner=values)
+        before = allreduce(gpus, runtime, "before", values)
+        before.wait()
         gpus.made[0].graph = True
         with pytest.raises(UnsupportedError, match="CUDA graph"):
             gpus.lend(runtime, values)
+        with pytest.raises(UnsupportedError, match="CUDA graph"):
+            before.completion.follow(0)
         gpus.made[0].graph = False
         allreduce(gpus, runtime, "x", values).wait()
     worlds.threads(1, step)
@@ -295,6 +300,104 @@ def test_without_kernels_copies_still_work_and_factors_say_what_is_missing(gpus:
 
 
 # --- failures and the end ------------------------------------------------------------------------------------------------
+
+
+def test_a_joined_rank_stays_until_what_it_helped_with_is_done(gpus: Gpus) -> None:
+    values = [np.full(10, rank + 1.0) for rank in range(3)]
+
+    def step(runtime: Runtime) -> None:
+        rank = runtime.world.rank
+        first = allreduce(gpus, runtime, "first", np.ones(2))
+        first.wait()
+        first.completion.wait()
+        if rank == 2:
+            gpu = gpus.made[rank]
+            gpu.hold(gpu.stream)
+            threading.Timer(0.3, gpu.release, [gpu.stream]).start()  # it has nothing left to do by then, but to help
+        else:
+            allreduce(gpus, runtime, "x", values[rank]).wait()
+        runtime.join().wait()
+    worlds.threads(3, step)
+    assert all((each == 3).all() for each in values[:2]), "it ended its communicators before its part was done"
+
+
+def _scattered(gpus: Gpus, runtime: Runtime, process_set: int = 0) -> Any:
+    """Let rank 0 send to rank 1, whose GPU comes to it later; return rank 1's result."""
+    first = allreduce(gpus, runtime, "first", np.ones(2), process_set=process_set)
+    first.wait()
+    first.completion.wait()
+    gpu = gpus.made[runtime.world.rank]
+    if runtime.world.rank == 1:
+        gpu.hold(gpu.stream)
+    handle = runtime.scatter("s", gpus.lend(runtime, np.full(4, 7.0)), 0, process_set=process_set)
+    return handle.wait().owner
+
+
+def test_what_is_on_its_way_arrives_although_the_sender_is_done_and_leaves(gpus: Gpus,
+                                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    results: dict[int, Any] = {}
+
+    def linger(seconds: float) -> None:
+        gpu = gpus.made[1]
+        gpu.release(gpu.stream)
+        spin(lambda: bool((results[1] == 7).all()))
+
+    def step(runtime: Runtime) -> None:
+        results[runtime.world.rank] = _scattered(gpus, runtime)
+        runtime.barrier("all").wait()
+        monkeypatch.setattr("hvdlite.planes.nccl.plane.time", types.SimpleNamespace(sleep=linger))
+    worlds.threads(2, step)
+    assert (results[1] == 7).all()
+
+
+def test_ranks_of_a_removed_set_wait_for_each_others_gpus(gpus: Gpus) -> None:
+    def step(runtime: Runtime) -> None:
+        rank = runtime.world.rank
+        number = runtime.add_process_set([0, 1]).wait()
+        if rank < 2:
+            result = _scattered(gpus, runtime, number)
+            if rank == 1:
+                gpu = gpus.made[rank]
+                threading.Timer(0.2, gpu.release, [gpu.stream]).start()
+        runtime.remove_process_set(number).wait()
+        assert rank != 1 or (result == 7).all(), "the sender ended the communicator when its own part was done"
+    worlds.threads(3, step)
+
+
+def test_communicators_end_only_when_nobody_looks_at_them(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, ended, real = threading.Event(), threading.Event(), CommunicatorDouble.abort
+    late: list[bool] = []
+
+    def check(communicator: CommunicatorDouble) -> None:
+        looks.set()
+        time.sleep(0.2)
+        late.append(ended.is_set())
+
+    def abort(communicator: CommunicatorDouble) -> None:
+        ended.set()
+        real(communicator)
+    monkeypatch.setattr(CommunicatorDouble, "check_async_error", check)
+    monkeypatch.setattr(CommunicatorDouble, "abort", abort)
+
+    def step(runtime: Runtime) -> None:
+        allreduce(gpus, runtime, "first", np.ones(2)).wait()
+        gpu = gpus.made[0]
+        gpu.hold(gpu.stream)
+        allreduce(gpus, runtime, "x", np.ones(2)).wait()
+        assert looks.wait(20)
+        runtime.fail("Done", "the test ends here", "")
+    worlds.threads(1, step)
+    assert late and not any(late), "NCCL was asked about a communicator while it was being freed"
+
+
+def test_no_memory_says_where(gpus: Gpus) -> None:
+    def step(runtime: Runtime) -> None:
+        allreduce(gpus, runtime, "first", np.ones(2)).wait()
+        gpus.made[runtime.world.rank].memory = 1 << 16
+        arrays = [gpus.lend(runtime, np.ones(1 << 14)) for _ in range(2)]
+        with pytest.raises(HorovodInternalError, match=r"rank \d: out of memory in allreduce of 'g'.* on GPU 0"):
+            runtime.grouped_allreduce("g", arrays, arrays, SUM).wait()
+    worlds.threads(2, step)
 
 
 def test_what_nccl_says_reaches_all_ranks_with_the_rank_that_met_it(gpus: Gpus) -> None:
@@ -549,13 +652,11 @@ def test_the_real_library_without_a_gpu() -> None:
     for call in (lambda: device.make_event(), lambda: device._runtime.eventRecord(1, 0), lambda: device.passed(1),
                  lambda: runtime.streamWaitEvent(0, 1), lambda: device.capturing(0), lambda: device.copy(1, 2, 3, 0),
                  lambda: runtime.memsetAsync(1, 0, 1, 0), lambda: runtime.deviceGetPCIBusId(0),
+                 lambda: runtime.eventCreateWithFlags(runtime.eventDisableTiming), lambda: cupy.cuda.memory.Memory(256),
                  lambda: runtime.streamCreateWithPriority(runtime.streamNonBlocking, -5)):
         device.index = 0
         with pytest.raises(cupy.cuda.runtime.CUDARuntimeError):
             call()
-    place = DeviceArray(256, (2, 3, 4), SUPPORTED_DTYPES["bfloat16"], 0, strides=(12, 1, 3))
-    assert device._view(place).strides == (24, 2, 6)
-    device._streams = {}
-    assert device._foreign(4096).ptr == 4096
+    assert issubclass(cupy.cuda.driver.CUDADriverError, RuntimeError)
     with pytest.raises(cupy.cuda.runtime.CUDARuntimeError):
         CupyDevice(0, 0, {})
