@@ -31,7 +31,7 @@ class CudaGradients(TorchGradients):
     def __init__(self, compression: type[Compressor], sparse_as_dense: bool, as_view: bool, devices: DeviceAccess) -> None:
         super().__init__(compression, sparse_as_dense, as_view, devices)
         self._casts = compression in _PLAIN
-        self._streams: set[int] = set()  # on which gradients were made since a bucket was last filled
+        self._streams: set[int] = set()  # on which gradients were made since buckets were last waited for
         self._index = 0  # of the GPU
 
     def note(self, parameter: torch.Tensor) -> None:
@@ -53,6 +53,7 @@ class CudaGradients(TorchGradients):
     def fill_all(self, pairs: Sequence[tuple[torch.Tensor, Seat]]) -> list[bool]:
         if not pairs[0][1].on_gpu:  # a bucket is in one place
             return super().fill_all(pairs)
+        others = self._join_streams()  # also for what lies in its seat already
         homes, values, fits = [], [], []
         for parameter, seat in pairs:
             gradient = parameter.grad
@@ -66,6 +67,8 @@ class CudaGradients(TorchGradients):
             fits.append(fit)
         if homes:
             self._copy(homes, values)
+            if others:
+                cuda.outlive(values)
         for (parameter, _), fit in zip(pairs, fits, strict=True):
             if fit:
                 parameter.grad = None
@@ -114,7 +117,16 @@ class CudaGradients(TorchGradients):
         return marks
 
     def follow(self, completion: Completion) -> None:
-        completion.follow(cuda.current_stream(completion.device))
+        super().follow(completion)
+        self._streams.clear()
+
+    def _join_streams(self) -> bool:
+        """Let the current stream come after all streams that made gradients; return whether there are others."""
+        stream = cuda.current_stream(self._index)
+        others = self._streams - {stream}
+        for other in others:
+            self._devices.join(stream, other)
+        return bool(others)
 
     def _fitting_value(self, parameter: torch.Tensor, gradient: torch.Tensor, seat: Seat) -> torch.Tensor | None:
         """Return what is to be copied, and cast, into the seat; None when it does not fit."""
@@ -134,12 +146,6 @@ class CudaGradients(TorchGradients):
     def _copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Copy tensors on the current stream, cast to the targets' dtypes."""
         stream = cuda.current_stream(self._index)
-        others = self._streams - {stream}
-        if others:  # autograd has used several streams: theirs first, and no memory back to them before we are done
-            for other in others:
-                self._devices.join(stream, other)
-            cuda.outlive(sources)
-        self._streams.clear()
         alike: dict[tuple[torch.dtype, torch.dtype], list[Pair]] = {}
         rest: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         for target, source in zip(targets, sources, strict=True):
