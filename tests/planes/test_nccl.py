@@ -20,7 +20,7 @@ from hvdlite.core.errors import HorovodInternalError, MismatchError, Unsupported
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.planes.base import WaitUntil
 from hvdlite.planes.launch_thread import LaunchThread
-from hvdlite.planes.nccl import library
+from hvdlite.planes.nccl import kernels, library
 from hvdlite.planes.nccl.introduction import Introduction, check
 from hvdlite.planes.nccl.watcher import Lease, abort
 from hvdlite.runtime import assemble
@@ -53,6 +53,14 @@ def allreduce(gpus: Gpus, runtime: Runtime, name: str, values: Any, op: ReduceOp
               **options: Any) -> Any:
     array = gpus.lend(runtime, values, stream)
     return runtime.allreduce(name, array, array, op, **options)
+
+
+def begun(gpus: Gpus, runtime: Runtime, process_set: int = 0) -> GpuDouble:
+    """Return this rank's GPU, after a first collective has made the communicator and is done."""
+    first = allreduce(gpus, runtime, "first", np.ones(2), process_set=process_set)
+    first.wait()
+    first.completion.wait()
+    return gpus.made[runtime.world.rank]
 
 
 # --- through the runtime: negotiation, fusion and the host's plane beside it ---------------------------------------------
@@ -189,11 +197,7 @@ def test_the_host_waits_for_the_launch_only(gpus: Gpus) -> None:
     held, checked = threading.Barrier(2), threading.Barrier(2)
 
     def step(runtime: Runtime) -> None:
-        rank = runtime.world.rank
-        first = allreduce(gpus, runtime, "first", np.ones(2))
-        first.wait()
-        first.completion.wait()
-        gpu = gpus.made[rank]
+        rank, gpu = runtime.world.rank, begun(gpus, runtime)
         mine = gpu.make_stream()
         gpu.hold(gpu.stream)
         held.wait()
@@ -233,9 +237,7 @@ def test_what_the_producer_has_not_finished_is_waited_for_on_the_gpu(gpus: Gpus)
 
 def test_memory_is_held_until_somebody_follows_or_the_work_is_done(gpus: Gpus) -> None:
     def step(runtime: Runtime) -> None:
-        first = allreduce(gpus, runtime, "first", np.ones(2))
-        first.wait()
-        gpu = gpus.made[runtime.world.rank]
+        gpu = begun(gpus, runtime)
         gpu.hold(gpu.stream)
         alive = []
         for follows in (True, False):
@@ -306,12 +308,8 @@ def test_a_joined_rank_stays_until_what_it_helped_with_is_done(gpus: Gpus) -> No
     values = [np.full(10, rank + 1.0) for rank in range(3)]
 
     def step(runtime: Runtime) -> None:
-        rank = runtime.world.rank
-        first = allreduce(gpus, runtime, "first", np.ones(2))
-        first.wait()
-        first.completion.wait()
+        rank, gpu = runtime.world.rank, begun(gpus, runtime)
         if rank == 2:
-            gpu = gpus.made[rank]
             gpu.hold(gpu.stream)
             threading.Timer(0.3, gpu.release, [gpu.stream]).start()  # it has nothing left to do by then, but to help
         else:
@@ -323,10 +321,7 @@ def test_a_joined_rank_stays_until_what_it_helped_with_is_done(gpus: Gpus) -> No
 
 def _scattered(gpus: Gpus, runtime: Runtime, process_set: int = 0) -> Any:
     """Let rank 0 send to rank 1, whose GPU comes to it later; return rank 1's result."""
-    first = allreduce(gpus, runtime, "first", np.ones(2), process_set=process_set)
-    first.wait()
-    first.completion.wait()
-    gpu = gpus.made[runtime.world.rank]
+    gpu = begun(gpus, runtime, process_set)
     if runtime.world.rank == 1:
         gpu.hold(gpu.stream)
     handle = runtime.scatter("s", gpus.lend(runtime, np.full(4, 7.0)), 0, process_set=process_set)
@@ -380,8 +375,7 @@ def test_communicators_end_only_when_nobody_looks_at_them(gpus: Gpus, monkeypatc
     monkeypatch.setattr(CommunicatorDouble, "abort", abort)
 
     def step(runtime: Runtime) -> None:
-        allreduce(gpus, runtime, "first", np.ones(2)).wait()
-        gpu = gpus.made[0]
+        gpu = begun(gpus, runtime)
         gpu.hold(gpu.stream)
         allreduce(gpus, runtime, "x", np.ones(2)).wait()
         assert looks.wait(20)
@@ -392,8 +386,7 @@ def test_communicators_end_only_when_nobody_looks_at_them(gpus: Gpus, monkeypatc
 
 def test_no_memory_says_where(gpus: Gpus) -> None:
     def step(runtime: Runtime) -> None:
-        allreduce(gpus, runtime, "first", np.ones(2)).wait()
-        gpus.made[runtime.world.rank].memory = 1 << 16
+        begun(gpus, runtime).memory = 1 << 16
         arrays = [gpus.lend(runtime, np.ones(1 << 14)) for _ in range(2)]
         with pytest.raises(HorovodInternalError, match=r"rank \d: out of memory in allreduce of 'g'.* on GPU 0"):
             runtime.grouped_allreduce("g", arrays, arrays, SUM).wait()
@@ -413,9 +406,7 @@ def test_what_nccl_says_reaches_all_ranks_with_the_rank_that_met_it(gpus: Gpus) 
 
 def test_an_error_in_work_under_way_ends_the_job_naming_the_rank(gpus: Gpus) -> None:
     def step(runtime: Runtime) -> None:
-        first = allreduce(gpus, runtime, "first", np.ones(2))
-        first.wait()
-        gpu = gpus.made[runtime.world.rank]
+        gpu = begun(gpus, runtime)
         gpu.hold(gpu.stream)
         handle = allreduce(gpus, runtime, "x", np.ones(3))
         handle.wait()
@@ -617,6 +608,13 @@ def test_settings_that_cannot_work_are_refused() -> None:
         library.load({"NCCL_COMM_BLOCKING": "0"})
 
 
+def test_cupy_that_blocks_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = {"cupy": types.SimpleNamespace(__version__="13.6.0"), "cupy.cuda.nccl": types.SimpleNamespace(available=True)}
+    monkeypatch.setattr(library.importlib, "import_module", modules.__getitem__)
+    with pytest.raises(HorovodInternalError, match=r"CuPy 13.6.0 is too old; 14 is the oldest.*pip install 'hvdlite\[nccl"):
+        library.load({})
+
+
 def test_the_real_library_without_a_gpu() -> None:
     """CuPy and NCCL load, ids are made, and errors come with NCCL's text, on any machine that has them installed."""
     pytest.importorskip("cupy", reason="needs CuPy")
@@ -658,5 +656,8 @@ def test_the_real_library_without_a_gpu() -> None:
         with pytest.raises(cupy.cuda.runtime.CUDARuntimeError):
             call()
     assert issubclass(cupy.cuda.driver.CUDADriverError, RuntimeError)
+    function, (table,) = cupy.cuda.Function.__new__(cupy.cuda.Function), kernels.tables([(256, 512, 10)], 1024)
+    with pytest.raises(cupy.cuda.runtime.CUDARuntimeError):  # and not a TypeError: a table is an argument by value
+        device._start(types.SimpleNamespace(kernel=function), 1, table, 0)
     with pytest.raises(cupy.cuda.runtime.CUDARuntimeError):
         CupyDevice(0, 0, {})

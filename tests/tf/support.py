@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import textwrap
 
-from tests.worlds import Ended, processes
+from tests.worlds import RAISES, Ended, processes
 
 ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1",
                "CUDA_VISIBLE_DEVICES": "", "TF_ENABLE_ONEDNN_OPTS": "0", "JAX_PLATFORMS": "cpu"}
-HEAD = """
-def raises(kind, text, call):
-    try:
-        call()
-    except kind as error:
-        assert text in str(error), error
-    else:
-        raise AssertionError(f"no {kind}")
-"""
 
 
 def run(size: int, body: str, timeout: float = 150.0, **environment: str) -> list[Ended]:
-    return processes(size, HEAD + textwrap.dedent(body), timeout=timeout, environment={**ENVIRONMENT, **environment})
+    return processes(size, RAISES + textwrap.dedent(body), timeout=timeout, environment={**ENVIRONMENT, **environment})

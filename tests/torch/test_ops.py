@@ -10,21 +10,14 @@ pytest.importorskip("torch")
 from hvdlite.core.array import BFLOAT16
 from hvdlite.planes import arithmetic
 from hvdlite_torch import framework
-from tests.worlds import processes
+from tests.worlds import RAISES, processes
 
-HEAD = """
+HEAD = RAISES + """
 import torch, warnings
 import hvdlite_torch as hvd
 hvd.init()
 rank, size = hvd.rank(), hvd.size()
 total = sum(range(size))
-def raises(kind, text, call):
-    try:
-        call()
-    except kind as error:
-        assert text in str(error), error
-    else:
-        raise AssertionError(f"no {kind.__name__}")
 """
 
 
