@@ -408,7 +408,7 @@ def _reduced(values: list[Any], op: int) -> Any:
 
 def plane(rank: int, swap: Any, wake: Callable[[], None], gpu: GpuDouble, **options: Any) -> NcclPlane:
     """Return the real plane over a double of a GPU."""
-    return NcclPlane(rank, "host", swap, wake, lambda index: gpu, lambda: "", **{"linger": 0.0, **options})
+    return NcclPlane(rank, "host", swap, wake, lambda index: gpu, lambda: "", **{"parting": 0.0, **options})
 
 
 class Gpus:

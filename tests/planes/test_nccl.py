@@ -328,21 +328,32 @@ def _scattered(gpus: Gpus, runtime: Runtime, process_set: int = 0) -> Any:
     return handle.wait().owner
 
 
-def test_what_is_on_its_way_arrives_although_the_sender_is_done_and_leaves(gpus: Gpus,
-                                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_on_its_way_arrives_although_the_sender_is_done_and_leaves(gpus: Gpus) -> None:
+    gpus.options["parting"] = 20.0
     results: dict[int, Any] = {}
-
-    def linger(seconds: float) -> None:
-        gpu = gpus.made[1]
-        gpu.release(gpu.stream)
-        spin(lambda: bool((results[1] == 7).all()))
 
     def step(runtime: Runtime) -> None:
         results[runtime.world.rank] = _scattered(gpus, runtime)
-        runtime.barrier("all").wait()
-        monkeypatch.setattr("hvdlite.planes.nccl.plane.time", types.SimpleNamespace(sleep=linger))
+        if runtime.world.rank == 1:
+            gpu = gpus.made[1]
+            threading.Timer(0.3, gpu.release, [gpu.stream]).start()
     worlds.threads(2, step)
-    assert (results[1] == 7).all()
+    assert (results[1] == 7).all(), "the sender ended the communicator when its own part was done"
+
+
+def test_who_leaves_long_before_the_others_does_not_wait_for_them(gpus: Gpus, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "hvdlite")
+    gpus.options["parting"] = 0.2
+    left = threading.Event()
+
+    def step(runtime: Runtime) -> None:
+        begun(gpus, runtime)
+        if runtime.world.rank == 1:
+            runtime.shutdown()
+            left.set()
+        assert left.wait(20)
+    worlds.threads(2, step)
+    assert "rank 1: left without the others' GPUs: TimeoutError" in caplog.text
 
 
 def test_ranks_of_a_removed_set_wait_for_each_others_gpus(gpus: Gpus) -> None:

@@ -8,9 +8,10 @@ Theory of operation
   full, can block for as long as another rank is missing. The runtime thread waits for it as for everything: interruptibly.
 - A communicator is made when its process set has its first tensor on a GPU: by then the script has chosen its GPU. The ranks
   exchange introductions over the control plane, which is also the barrier before NCCL's own meeting.
-- The end is an abort, always: `ncclCommDestroy` waits for other ranks. Work under way is waited for first, unless the job
-  failed; and a little longer, because NCCL's own threads may still be sending what this rank's kernels gave them, and an
-  abort stops them too. When a process set is removed, its ranks wait for each other instead.
+- The end is an abort, always: `ncclCommDestroy` waits for other ranks. Unless the job failed, all work is waited for first,
+  the other ranks' too: an abort stops NCCL's threads, which may still be sending what this rank's kernels gave them, and
+  frees memory that other GPUs may still use (nccl issue 863). When a process set is removed, its ranks tell each other. At
+  the end nobody listens any more, so the GPUs meet in a last all-reduce: who gets out of it knows that all are in it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from hvdlite.planes.nccl import collectives, library
 from hvdlite.planes.nccl.collectives import DTYPES, Launch, Staging
 from hvdlite.planes.nccl.device import CupyDevice, Device, EventPool, PooledEvent, check_not_captured
 from hvdlite.planes.nccl.introduction import Introduction, check
-from hvdlite.planes.nccl.watcher import Launched, Lease, Watcher, abort
+from hvdlite.planes.nccl.watcher import LOOK_SECONDS, Launched, Lease, Watcher, abort
 
 _log = logging.getLogger("hvdlite")
 
@@ -42,8 +43,10 @@ DRAIN_SECONDS: Final = 30.0
 """How long `close` waits for work under way."""
 ABORT_SECONDS: Final = 10.0
 """How long `close` waits for communicators to come back from their abort."""
-LINGER_SECONDS: Final = 0.2
-"""How long `close` leaves NCCL's threads after this rank's last kernel, if there are other ranks."""
+PARTING_SECONDS: Final = 2.0
+"""How long `close` waits for the other ranks' GPUs; a rank that leaves long before or after them waits in vain."""
+LINGER_SECONDS: Final = 0.1
+"""How long `close` leaves them to get out of the last all-reduce."""
 _INTRODUCTION: Final = msgspec.msgpack.Decoder(Introduction)
 
 MakeDevice = Callable[[int | None], Device]
@@ -60,18 +63,18 @@ class NcclPlane:
         make_device: opens the GPU.
         missing: says why there is none, or "".
         shared_gpu: whether several ranks may use one.
-        linger: see `LINGER_SECONDS`.
+        parting: see `PARTING_SECONDS`; 0 is not to wait.
     """
 
     name = "nccl"
 
     def __init__(self, rank: int, host: str, swap: Swap, wake: Callable[[], None], make_device: MakeDevice,
                  missing: Callable[[], str] = library.missing, *, shared_gpu: bool = False,
-                 linger: float = LINGER_SECONDS) -> None:
+                 parting: float = PARTING_SECONDS) -> None:
         self._rank, self._host, self._swap, self._make_device, self._missing = rank, host, swap, make_device, missing
         self._thread = LaunchThread(f"hvdlite-nccl-{rank}", wake, lambda: self._opened(None).enter())
         self._report: Callable[[Exception], None] = lambda error: None
-        self._shared_gpu, self._linger = shared_gpu, linger
+        self._shared_gpu, self._parting = shared_gpu, parting
         self._opening = threading.Lock()
         self._device: Device | None = None
         self._events: EventPool | None = None
@@ -173,8 +176,8 @@ class NcclPlane:
         if failure is None and not self._watcher.drain(DRAIN_SECONDS):
             _log.warning("rank %d: reductions are still under way on GPU %d after %.0f s; they are given up", self._rank,
                          device.index, DRAIN_SECONDS)
-        elif failure is None and any(len(lease.ranks) > 1 for lease in leases):
-            time.sleep(self._linger)
+        elif failure is None and self._parting:
+            self._part(device, [lease for lease in leases if len(lease.ranks) > 1])
         self._leases = {}
         self._watcher.end(failure)
         self._watcher.pause()
@@ -184,6 +187,34 @@ class NcclPlane:
         if stuck:
             _log.error("rank %d: %d NCCL communicators did not end within %.0f s; leave this process to free GPU %d",
                        self._rank, stuck, ABORT_SECONDS, device.index)
+
+    def _part(self, device: Device, leases: Sequence[Lease]) -> None:
+        """Wait until the GPUs of all ranks have done what they were given, or for a while."""
+        deadline = time.monotonic() + self._parting
+
+        def wait_until(predicate: Callable[[], bool], *, pause: float = 0.0) -> None:
+            while not predicate():
+                if time.monotonic() > deadline:
+                    raise TimeoutError
+                time.sleep(LOOK_SECONDS / 2)
+
+        def meet() -> PooledEvent:
+            memory = self._staging.get(4)
+            for lease in leases:  # in the order in which they were made, which is the same on all ranks
+                lease.communicator.allReduce(memory, memory, 1, DTYPES["float32"], collectives.SUM, device.stream)
+            assert self._events is not None
+            return self._events.record(device.stream)
+
+        if not leases:
+            return
+        troubles: tuple[type[Exception], ...] = (TimeoutError, *device.failure)
+        try:
+            event = self._thread.run(meet, wait_until)
+            wait_until(lambda: device.passed(event.handle))
+        except troubles as error:
+            _log.info("rank %d: left without the others' GPUs: %s %s", self._rank, type(error).__name__, error)
+        else:
+            time.sleep(LINGER_SECONDS)
 
     # --- inside ---------------------------------------------------------------------------------------------------------
 
