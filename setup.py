@@ -36,8 +36,8 @@ setup(
         "tensorflow": ["tensorflow>=2.16", "keras>=3"],
         "mpi": MPI,
         # NVRTC compiles the kernels; torch for the same CUDA version brings it, and NCCL, too.
-        "nccl-cuda12": ["cupy-cuda12x>=13", "nvidia-nccl-cu12>=2.26.2", "nvidia-cuda-nvrtc-cu12"],
-        "nccl-cuda13": ["cupy-cuda13x>=13.6", "nvidia-nccl-cu13>=2.27.7", "nvidia-cuda-nvrtc>=13,<14"],
+        "nccl-cuda12": ["cupy-cuda12x>=14", "nvidia-nccl-cu12>=2.26.2", "nvidia-cuda-nvrtc-cu12"],
+        "nccl-cuda13": ["cupy-cuda13x>=14", "nvidia-nccl-cu13>=2.27.7", "nvidia-cuda-nvrtc>=13,<14"],
         "autotune": AUTOTUNE,
         "ray": RAY,
         "spark": SPARK,

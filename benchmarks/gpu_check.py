@@ -165,7 +165,7 @@ def run_tests(check: Check, limit: float) -> Record:
         report = where / "report.xml"
         command = [sys.executable, "-m", "pytest", check.tests, "-q", "-rs", f"--junitxml={report}",
                    "-p", "no:cacheprovider", *(["-n", "2"] if util.find_spec("xdist") else []),
-                   *(["--timeout", "100"] if util.find_spec("pytest_timeout") else ["-o", "timeout=0"])]
+                   *(["--timeout", "100"] if util.find_spec("pytest_timeout") else ["-o", "addopts="])]  # "timeout" is its
         process = Running(command, where / "log", environment())
         (code,) = wait([process], limit)
         log = process.log()

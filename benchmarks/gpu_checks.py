@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import os
 import signal
 import statistics
@@ -42,6 +43,7 @@ def environment(sheet: Sheet) -> None:
         sheet.note("NCCL's files", sorted(library.copies()))
     with sheet.part("device"):
         from hvdlite.planes.nccl.device import CupyDevice
+        from hvdlite.planes.nccl.kernels import source_code
         device = CupyDevice(gpu.index, 0, {})
         device.enter()
         sheet.add("identity", device.identity())
@@ -50,7 +52,7 @@ def environment(sheet: Sheet) -> None:
         for source, target, arithmetic in (("float32", "float32", False), ("float32", "bfloat16", False),
                                            ("float16", "float32", True)):
             began = time.perf_counter()
-            kernel = device._kernel(source, target, arithmetic)
+            kernel = device._kernel((source, target, arithmetic), functools.partial(source_code, source, target, arithmetic))
             sheet.add(f"compiling {source} to {target}", 1e3 * (time.perf_counter() - began), "ms")
             sheet.note(f"kernel {source} {target} {arithmetic}", str(getattr(kernel, "attributes", kernel)))
     with sheet.part("communicator"):
@@ -115,7 +117,7 @@ def pack(sheet: Sheet) -> None:
         with torch.cuda.stream(stream):
             for turn in range(repeats + 5):
                 begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                torch.cuda._sleep(400_000)  # so that the launch is not in the figure
+                torch.cuda._sleep(4_000_000)  # some 2 ms, so that launching is not in the figure
                 begin.record(stream)
                 began = time.perf_counter()
                 work()

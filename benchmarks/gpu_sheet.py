@@ -45,10 +45,13 @@ class Sheet:
 def one_gpu_each() -> Any:
     """Choose this rank's GPU; several ranks on one are hosts of their own to NCCL, which then speaks TCP."""
     import torch
-    if torch.cuda.device_count() < SIZE:
+    gpus = torch.cuda.device_count()
+    if not gpus:
+        raise RuntimeError(f"torch {torch.__version__} sees no GPU")
+    if gpus < SIZE:
         os.environ.update(NCCL_HOSTID=f"r{RANK}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1", NCCL_ALGO="Ring",
                           NCCL_PROTO="Simple", NCCL_MAX_CTAS="2", HVDLITE_SHARED_GPU="1")
-    torch.cuda.set_device(RANK % torch.cuda.device_count())
+    torch.cuda.set_device(RANK % gpus)
     return torch.device("cuda", torch.cuda.current_device())
 
 

@@ -50,7 +50,7 @@ def lend(array: Any, name: str, devices: DeviceAccess | None, collective: Collec
             raise UnsupportedError(f"'{name}': the array of shape {list(array.shape)} is not C-contiguous; pass "
                                    "cupy.ascontiguousarray(...)")
         array = cupy().ascontiguousarray(array)
-    return _lent(array, devices, cupy().cuda.get_current_stream())
+    return _lent(array, devices, cupy().cuda.get_current_stream(int(array.device.id)))
 
 
 def room(like: DeviceArray) -> DeviceArray:
@@ -87,7 +87,7 @@ class GpuHandle:
         """Wait and return the result, as CuPy arrays; may be called again."""
         result = self._handle.wait()
         for completion in self._handle.completions():
-            completion.follow(cupy().cuda.get_current_stream().ptr)
+            completion.follow(cupy().cuda.get_current_stream(completion.device).ptr)
         return _result(result)
 
 

@@ -3,6 +3,9 @@
 TensorFlow tells nobody on which stream it computes, so the host waits before NCCL reads a tensor, and again before
 TensorFlow reads the result. Inside `tf.function` and in Keras' `fit`, tensors come as host memory (`numpy_function`), and go
 over the plane for that. Nothing here has been run on a GPU yet.
+
+TensorFlow numbers the GPUs that it was told to see (`tf.config.set_visible_devices`), CUDA and CuPy all of them; DLPack
+carries TensorFlow's number.
 """
 
 from __future__ import annotations
@@ -50,13 +53,16 @@ def devices_for(inputs: Sequence[Any], op: ReduceOp | None) -> DeviceAccess | No
 def call(function: Callable[..., Sequence[AnyArray]], inputs: Sequence[Any], devices: DeviceAccess) -> list[tf.Tensor]:
     """Call a function of arrays on tensors in a GPU's memory."""
     arrays = [as_cupy(each) for each in inputs]
-    synchronise()
-    results = function(*(gpu_arrays.lend(array, "tensor", devices, Collective.BROADCAST) for array in arrays))
-    return [tensor_of(each.owner) if isinstance(each, DeviceArray) else tf.convert_to_tensor(each) for each in results]
+    own = own_number(inputs[0])
+    with arrays[0].device:
+        synchronise()
+        results = function(*(gpu_arrays.lend(array, "tensor", devices, Collective.BROADCAST) for array in arrays))
+    return [tensor_of(renumbered(each.owner, own)) if isinstance(each, DeviceArray) else tf.convert_to_tensor(each)
+            for each in results]
 
 
 def synchronise() -> None:
-    """Wait until TensorFlow's streams have done what they were given."""
+    """Wait until TensorFlow's streams have done what they were given, on CuPy's current GPU."""
     importlib.import_module("cupy").cuda.runtime.deviceSynchronize()
 
 
@@ -88,7 +94,28 @@ def copied(array: AnyArray) -> AnyArray:
 
 def as_cupy(tensor: Any) -> Any:
     """Return a CuPy array over a tensor."""
-    return importlib.import_module("cupy").from_dlpack(_Exported(tensor))
+    return renumbered(importlib.import_module("cupy").from_dlpack(_Exported(tensor)), number(tensor))
+
+
+def renumbered(array: Any, number: int) -> Any:
+    """Return a CuPy array over the same memory that gives its GPU another number."""
+    if array.device.id == number:
+        return array
+    cupy = importlib.import_module("cupy")
+    memory = cupy.cuda.UnownedMemory(array.data.ptr, array.nbytes, array, number)
+    return cupy.ndarray(array.shape, array.dtype, cupy.cuda.MemoryPointer(memory, 0))
+
+
+def own_number(tensor: Any) -> int:
+    """Return TensorFlow's number of the device that a tensor is on."""
+    return int(tensor.backing_device.rsplit(":", 1)[1])
+
+
+def number(tensor: Any) -> int:
+    """Return CUDA's number of the GPU that a tensor is on."""
+    visible = tf.config.get_visible_devices("GPU")
+    seen = visible[min(own_number(tensor), len(visible) - 1)]  # one GPU can be several to TensorFlow
+    return int(seen.name.rsplit(":", 1)[1])
 
 
 def tensor_of(array: Any) -> tf.Tensor:
@@ -106,4 +133,4 @@ class _Exported:
         return tf.experimental.dlpack.to_dlpack(self._tensor)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return _GPU, int(self._tensor.backing_device.rsplit(":", 1)[1])
+        return _GPU, number(self._tensor)

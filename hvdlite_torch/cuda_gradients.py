@@ -17,7 +17,7 @@ import torch
 from hvdlite.core.device import AnyArray, Completion, DeviceAccess, DeviceArray, Event, Pair
 from hvdlite_torch import cuda
 from hvdlite_torch.compression import BF16Compressor, Compressor, FP16Compressor
-from hvdlite_torch.framework import Seat, TorchGradients, contiguous
+from hvdlite_torch.framework import Seat, TorchGradients, contiguous, fill_seats
 
 _PLAIN = (Compressor, FP16Compressor, BF16Compressor)
 """Compressors that a kernel can stand in for: they cast."""
@@ -31,7 +31,7 @@ class CudaGradients(TorchGradients):
     def __init__(self, compression: type[Compressor], sparse_as_dense: bool, as_view: bool, devices: DeviceAccess) -> None:
         super().__init__(compression, sparse_as_dense, as_view, devices)
         self._casts = compression in _PLAIN
-        self._streams: set[int] = set()  # on which gradients were made since a bucket was last filled
+        self._streams: set[int] = set()  # on which gradients were made since buckets were last waited for
         self._index = 0  # of the GPU
 
     def note(self, parameter: torch.Tensor) -> None:
@@ -53,23 +53,13 @@ class CudaGradients(TorchGradients):
     def fill_all(self, pairs: Sequence[tuple[torch.Tensor, Seat]]) -> list[bool]:
         if not pairs[0][1].on_gpu:  # a bucket is in one place
             return super().fill_all(pairs)
-        homes, values, fits = [], [], []
-        for parameter, seat in pairs:
-            gradient = parameter.grad
-            fit = gradient is not None
-            if gradient is not None and not (seat.context is None and seat.holds(gradient)):
-                value = self._fitting_value(parameter, gradient, seat)
-                fit = value is not None
-                if value is not None:
-                    homes.append(seat.home)
-                    values.append(value)
-            fits.append(fit)
-        if homes:
+        others = self._join_streams()  # also for what lies in its seat already
+
+        def copy(homes: list[torch.Tensor], values: list[torch.Tensor]) -> None:
             self._copy(homes, values)
-        for (parameter, _), fit in zip(pairs, fits, strict=True):
-            if fit:
-                parameter.grad = None
-        return fits
+            if others:  # their memory goes back to streams that are not behind this
+                cuda.outlive(values)
+        return fill_seats(pairs, self._fitting_value, copy)
 
     def fill_with(self, seat: Seat, value: Any) -> None:
         with torch.no_grad():
@@ -114,32 +104,35 @@ class CudaGradients(TorchGradients):
         return marks
 
     def follow(self, completion: Completion) -> None:
-        completion.follow(cuda.current_stream(completion.device))
+        super().follow(completion)
+        self._streams.clear()
+
+    def _join_streams(self) -> bool:
+        """Let the current stream come after all streams that made gradients; return whether there are others."""
+        stream = cuda.current_stream(self._index)
+        others = self._streams - {stream}
+        for other in others:
+            self._devices.join(stream, other)
+        return bool(others)
 
     def _fitting_value(self, parameter: torch.Tensor, gradient: torch.Tensor, seat: Seat) -> torch.Tensor | None:
         """Return what is to be copied, and cast, into the seat; None when it does not fit."""
-        if self.is_sparse(parameter):
-            return None
         if gradient.layout is not torch.strided:
+            if self.is_sparse(parameter):
+                return None
             gradient = contiguous(self._gradient(parameter), "gradient")
         if gradient.requires_grad:
             gradient = gradient.detach()
         if not self._casts:
             gradient, seat.context = self._compression.compress(gradient)
-        elif gradient.dtype is not (seat.context or seat.home.dtype):
+        elif gradient.dtype is not (seat.context or seat.home_dtype):
             return None
-        home = seat.home
-        return gradient if gradient.shape == home.shape and (self._casts or gradient.dtype is home.dtype) else None
+        fits = gradient.shape == seat.shape and (self._casts or gradient.dtype is seat.home_dtype)
+        return gradient if fits else None
 
     def _copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Copy tensors on the current stream, cast to the targets' dtypes."""
         stream = cuda.current_stream(self._index)
-        others = self._streams - {stream}
-        if others:  # autograd has used several streams: theirs first, and no memory back to them before we are done
-            for other in others:
-                self._devices.join(stream, other)
-            cuda.outlive(sources)
-        self._streams.clear()
         alike: dict[tuple[torch.dtype, torch.dtype], list[Pair]] = {}
         rest: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         for target, source in zip(targets, sources, strict=True):

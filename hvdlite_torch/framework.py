@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -205,22 +205,7 @@ class TorchGradients:
         return True
 
     def fill_all(self, pairs: Sequence[tuple[torch.Tensor, Seat]]) -> list[bool]:
-        homes, values, fits = [], [], []
-        for parameter, seat in pairs:
-            gradient = parameter.grad
-            copied = gradient is not None and not seat.holds(gradient)
-            if copied:
-                gradient = self._fitting(parameter, gradient, seat)
-                if gradient is not None:
-                    homes.append(seat.home)
-                    values.append(gradient)
-            fits.append(gradient is not None)
-        if homes:
-            torch._foreach_copy_(homes, values)
-        for (parameter, _), fit in zip(pairs, fits, strict=True):
-            if fit:
-                parameter.grad = None
-        return fits
+        return fill_seats(pairs, self._fitting, torch._foreach_copy_)
 
     def fill_with(self, seat: Seat, value: Any) -> None:
         seat.home.fill_(value)
@@ -280,6 +265,32 @@ class TorchGradients:
         compressed, context = self._compression.compress(values)
         dense = cuda.carried(contiguous(compressed, "gradient"), self._devices, Collective.ALLREDUCE)
         return Loan(parameter, lent(dense, "gradient", self._devices), dense, context)
+
+
+def fill_seats(pairs: Sequence[tuple[torch.Tensor, Seat]],
+               fitting: Callable[[torch.Tensor, torch.Tensor, Seat], torch.Tensor | None],
+               copy: Callable[[list[torch.Tensor], list[torch.Tensor]], object]) -> list[bool]:
+    """Put gradients into their seats; see `training.Framework.fill_all`.
+
+    Args:
+        fitting: returns what is to be copied for a parameter's gradient; None when it does not fit its seat.
+        copy: copies all that is to be copied into the seats.
+    """
+    homes, values, fits = [], [], []
+    for parameter, seat in pairs:
+        gradient = parameter.grad
+        if gradient is not None and (seat.context is not None or not seat.holds(gradient)):
+            gradient = fitting(parameter, gradient, seat)
+            if gradient is not None:
+                homes.append(seat.home)
+                values.append(gradient)
+        fits.append(gradient is not None)
+    if homes:
+        copy(homes, values)
+    for (parameter, _), fit in zip(pairs, fits, strict=True):
+        if fit:
+            parameter.grad = None
+    return fits
 
 
 def as_tensor(array: AnyArray) -> torch.Tensor:

@@ -3,8 +3,8 @@
 What it keeps of the real thing is the order of things. Every stream is a thread that works late, after a random moment, so
 whoever forgets to wait for an event reads old values. Events stand for what they stood for when they were waited for. A
 communicator's collective meets the other ranks when its stream comes to it, not when it is called, and reads the memory
-then. Stream 0 is the framework's own: what is launched on it (and what torch computes on the CPU) is done at once, and to
-wait on it is to block.
+then; what it sent and nobody has taken yet is lost when it is aborted. Stream 0 is the framework's own: what is launched on
+it (and what torch computes on the CPU) is done at once, and to wait on it is to block.
 """
 
 from __future__ import annotations
@@ -82,15 +82,17 @@ class GpuDouble:
         launches: the names of what was launched, in order.
         graph: whether the framework's stream is being captured.
         has_kernels: whether `move` works.
+        memory: how many bytes can be allocated at once; None is any number.
     """
 
     def __init__(self, index: int = 0, meetings: Meetings | None = None, version: int = 22809, gpu: str = "") -> None:
         self.index, self.version = index, version
-        self.failure = (NcclErrorDouble, KeyError)
+        self.failure = (NcclErrorDouble, MemoryError, KeyError)
         self.gpu = gpu or f"gpu-{random.random()}"
         self.launches: list[str] = []
         self.graph = False
         self.has_kernels = True
+        self.memory: int | None = None
         self.error: Exception | None = None
         self._meetings = meetings or Meetings()
         self._marks: dict[int, threading.Event] = {}
@@ -156,10 +158,15 @@ class GpuDouble:
         return self.graph
 
     def allocate(self, nbytes: int) -> DeviceArray:
-        room = np.zeros(nbytes + 512, np.uint8)
+        if self.memory is not None and nbytes > self.memory:
+            raise MemoryError(f"{nbytes} bytes on GPU {self.index}: there are {self.memory}")
+        room = np.full(nbytes + 512, 0xA5, np.uint8)
         begin = -room.ctypes.data % 256
         self._rooms.append(room)  # cudaFree waits until nobody uses the memory any more; here it is kept
         return DeviceArray(room.ctypes.data + begin, (nbytes,), np.dtype(np.uint8), self.index, room)
+
+    def clear(self, array: DeviceArray) -> None:
+        view(array.pointer, array.nbytes, np.dtype(np.uint8))[...] = 0
 
     def copy(self, source: int, target: int, nbytes: int, stream: int) -> None:
         self.launch(stream, "copy", lambda: ctypes.memmove(target, source, nbytes))  # type: ignore[arg-type,return-value]
@@ -378,6 +385,8 @@ class CommunicatorDouble:
         self.ended = True
         with self._meeting.changed:
             self._meeting.aborted = True
+            for key in [key for key in self._meeting.sent if key[0] == self._rank]:
+                del self._meeting.sent[key]
             self._meeting.changed.notify_all()
 
 
@@ -399,7 +408,7 @@ def _reduced(values: list[Any], op: int) -> Any:
 
 def plane(rank: int, swap: Any, wake: Callable[[], None], gpu: GpuDouble, **options: Any) -> NcclPlane:
     """Return the real plane over a double of a GPU."""
-    return NcclPlane(rank, "host", swap, wake, lambda index: gpu, lambda: "", **options)
+    return NcclPlane(rank, "host", swap, wake, lambda index: gpu, lambda: "", **{"parting": 0.0, **options})
 
 
 class Gpus:

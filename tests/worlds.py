@@ -27,6 +27,16 @@ from hvdlite.runtime.runtime import Runtime
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parent.parent
+RAISES = """
+def raises(kind, text, call):
+    try:
+        call()
+    except kind as error:
+        assert text in str(error), error
+    else:
+        raise AssertionError(f"no {kind.__name__}")
+"""
+"""For sources: check that a call fails as it should."""
 
 
 def threads(size: int, step: Callable[[Runtime], T], *, timeout: float = 60.0, **config: object) -> list[T]:

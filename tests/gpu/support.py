@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import textwrap
 
-from tests.worlds import Ended, processes
+from tests.worlds import RAISES, Ended, processes
 
-HEAD = """
+HEAD = RAISES + """
 import os, sys
 RANK = os.environ["HVDLITE_RANK"]
 import torch
@@ -21,14 +21,6 @@ rank, size = hvd.rank(), hvd.size()
 torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
 gpu = torch.device("cuda", torch.cuda.current_device())
 torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-
-def raises(kind, text, call):
-    try:
-        call()
-    except kind as error:
-        assert text in str(error), error
-    else:
-        raise AssertionError(f"no {kind.__name__}")
 
 def net(seed=3, wide=64):
     torch.manual_seed(seed)

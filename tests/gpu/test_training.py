@@ -152,15 +152,15 @@ def test_nothing_waits_for_the_gpu_in_a_step() -> None:
     torch.cuda.synchronize()
     from torch.profiler import ProfilerActivity, profile
     torch.cuda.set_sync_debug_mode("error")
+    from benchmarks.gpu_training import STEPS, is_wait, names_within
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
-        for x, y in data[8:]:
-            step(model, optimizer, x, y)
+        with torch.profiler.record_function(STEPS):
+            for x, y in data[8:]:
+                step(model, optimizer, x, y)
         torch.cuda.set_sync_debug_mode("default")
-    names = [event.name for event in trace.events()]
-    waits = [name for name in names if "ynchronize" in name or name in ("cudaMemcpy", "cudaFree", "cudaMalloc")]
-    # The profiler itself synchronises once when it ends.
-    assert len([name for name in waits if name != "cudaDeviceSynchronize"]) == 0, waits
-    assert waits.count("cudaDeviceSynchronize") <= 1, waits
+    names = names_within(trace.events())
+    assert any(name.startswith("cu") for name in names), "the profiler saw no calls of CUDA's"
+    assert not [name for name in names if is_wait(name)]
     assert optimizer._reducer._seating is not None
     hvd.shutdown()
     """)

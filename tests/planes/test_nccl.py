@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import threading
 import time
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,13 +20,13 @@ from hvdlite.core.errors import HorovodInternalError, MismatchError, Unsupported
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.planes.base import WaitUntil
 from hvdlite.planes.launch_thread import LaunchThread
-from hvdlite.planes.nccl import library
+from hvdlite.planes.nccl import kernels, library
 from hvdlite.planes.nccl.introduction import Introduction, check
 from hvdlite.planes.nccl.watcher import Lease, abort
 from hvdlite.runtime import assemble
 from hvdlite.runtime.runtime import Runtime
 from tests import worlds
-from tests.device_double import GpuDouble, Gpus, Meetings, NcclErrorDouble, plane
+from tests.device_double import CommunicatorDouble, GpuDouble, Gpus, Meetings, NcclErrorDouble, plane
 
 SUM, AVERAGE = ReduceOp.SUM, ReduceOp.AVERAGE
 
@@ -52,6 +53,14 @@ def allreduce(gpus: Gpus, runtime: Runtime, name: str, values: Any, op: ReduceOp
               **options: Any) -> Any:
     array = gpus.lend(runtime, values, stream)
     return runtime.allreduce(name, array, array, op, **options)
+
+
+def begun(gpus: Gpus, runtime: Runtime, process_set: int = 0) -> GpuDouble:
+    """Return this rank's GPU, after a first collective has made the communicator and is done."""
+    first = allreduce(gpus, runtime, "first", np.ones(2), process_set=process_set)
+    first.wait()
+    first.completion.wait()
+    return gpus.made[runtime.world.rank]
 
 
 # --- through the runtime: negotiation, fusion and the host's plane beside it ---------------------------------------------
@@ -188,11 +197,7 @@ def test_the_host_waits_for_the_launch_only(gpus: Gpus) -> None:
     held, checked = threading.Barrier(2), threading.Barrier(2)
 
     def step(runtime: Runtime) -> None:
-        rank = runtime.world.rank
-        first = allreduce(gpus, runtime, "first", np.ones(2))
-        first.wait()
-        first.completion.wait()
-        gpu = gpus.made[rank]
+        rank, gpu = runtime.world.rank, begun(gpus, runtime)
         mine = gpu.make_stream()
         gpu.hold(gpu.stream)
         held.wait()
@@ -232,9 +237,7 @@ def test_what_the_producer_has_not_finished_is_waited_for_on_the_gpu(gpus: Gpus)
 
 def test_memory_is_held_until_somebody_follows_or_the_work_is_done(gpus: Gpus) -> None:
     def step(runtime: Runtime) -> None:
-        first = allreduce(gpus, runtime, "first", np.ones(2))
-        first.wait()
-        gpu = gpus.made[runtime.world.rank]
+        gpu = begun(gpus, runtime)
         gpu.hold(gpu.stream)
         alive = []
         for follows in (True, False):
@@ -266,9 +269,13 @@ def test_a_graph_capture_and_a_second_gpu_are_refused_at_the_call(gpus: Gpus) ->
         gpus.lend(runtime, values)
         with pytest.raises(UnsupportedError, match="cannot also use GPU 1"):
             runtime.devices.lend(values.ctypes.data, (3,), values.dtype, 1, stream=0, owner=values)
+        before = allreduce(gpus, runtime, "before", values)
+        before.wait()
         gpus.made[0].graph = True
         with pytest.raises(UnsupportedError, match="CUDA graph"):
             gpus.lend(runtime, values)
+        with pytest.raises(UnsupportedError, match="CUDA graph"):
+            before.completion.follow(0)
         gpus.made[0].graph = False
         allreduce(gpus, runtime, "x", values).wait()
     worlds.threads(1, step)
@@ -297,6 +304,106 @@ def test_without_kernels_copies_still_work_and_factors_say_what_is_missing(gpus:
 # --- failures and the end ------------------------------------------------------------------------------------------------
 
 
+def test_a_joined_rank_stays_until_what_it_helped_with_is_done(gpus: Gpus) -> None:
+    values = [np.full(10, rank + 1.0) for rank in range(3)]
+
+    def step(runtime: Runtime) -> None:
+        rank, gpu = runtime.world.rank, begun(gpus, runtime)
+        if rank == 2:
+            gpu.hold(gpu.stream)
+            threading.Timer(0.3, gpu.release, [gpu.stream]).start()  # it has nothing left to do by then, but to help
+        else:
+            allreduce(gpus, runtime, "x", values[rank]).wait()
+        runtime.join().wait()
+    worlds.threads(3, step)
+    assert all((each == 3).all() for each in values[:2]), "it ended its communicators before its part was done"
+
+
+def _scattered(gpus: Gpus, runtime: Runtime, process_set: int = 0) -> Any:
+    """Let rank 0 send to rank 1, whose GPU comes to it later; return rank 1's result."""
+    gpu = begun(gpus, runtime, process_set)
+    if runtime.world.rank == 1:
+        gpu.hold(gpu.stream)
+    handle = runtime.scatter("s", gpus.lend(runtime, np.full(4, 7.0)), 0, process_set=process_set)
+    return handle.wait().owner
+
+
+def test_what_is_on_its_way_arrives_although_the_sender_is_done_and_leaves(gpus: Gpus) -> None:
+    gpus.options["parting"] = 20.0
+    results: dict[int, Any] = {}
+
+    def step(runtime: Runtime) -> None:
+        results[runtime.world.rank] = _scattered(gpus, runtime)
+        if runtime.world.rank == 1:
+            gpu = gpus.made[1]
+            threading.Timer(0.3, gpu.release, [gpu.stream]).start()
+    worlds.threads(2, step)
+    assert (results[1] == 7).all(), "the sender ended the communicator when its own part was done"
+
+
+def test_who_leaves_long_before_the_others_does_not_wait_for_them(gpus: Gpus, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "hvdlite")
+    gpus.options["parting"] = 0.2
+    left = threading.Event()
+
+    def step(runtime: Runtime) -> None:
+        begun(gpus, runtime)
+        if runtime.world.rank == 1:
+            runtime.shutdown()
+            left.set()
+        assert left.wait(20)
+    worlds.threads(2, step)
+    assert "rank 1: left without the others' GPUs: TimeoutError" in caplog.text
+
+
+def test_ranks_of_a_removed_set_wait_for_each_others_gpus(gpus: Gpus) -> None:
+    def step(runtime: Runtime) -> None:
+        rank = runtime.world.rank
+        number = runtime.add_process_set([0, 1]).wait()
+        if rank < 2:
+            result = _scattered(gpus, runtime, number)
+            if rank == 1:
+                gpu = gpus.made[rank]
+                threading.Timer(0.2, gpu.release, [gpu.stream]).start()
+        runtime.remove_process_set(number).wait()
+        assert rank != 1 or (result == 7).all(), "the sender ended the communicator when its own part was done"
+    worlds.threads(3, step)
+
+
+def test_communicators_end_only_when_nobody_looks_at_them(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, ended, real = threading.Event(), threading.Event(), CommunicatorDouble.abort
+    late: list[bool] = []
+
+    def check(communicator: CommunicatorDouble) -> None:
+        looks.set()
+        time.sleep(0.2)
+        late.append(ended.is_set())
+
+    def abort(communicator: CommunicatorDouble) -> None:
+        ended.set()
+        real(communicator)
+    monkeypatch.setattr(CommunicatorDouble, "check_async_error", check)
+    monkeypatch.setattr(CommunicatorDouble, "abort", abort)
+
+    def step(runtime: Runtime) -> None:
+        gpu = begun(gpus, runtime)
+        gpu.hold(gpu.stream)
+        allreduce(gpus, runtime, "x", np.ones(2)).wait()
+        assert looks.wait(20)
+        runtime.fail("Done", "the test ends here", "")
+    worlds.threads(1, step)
+    assert late and not any(late), "NCCL was asked about a communicator while it was being freed"
+
+
+def test_no_memory_says_where(gpus: Gpus) -> None:
+    def step(runtime: Runtime) -> None:
+        begun(gpus, runtime).memory = 1 << 16
+        arrays = [gpus.lend(runtime, np.ones(1 << 14)) for _ in range(2)]
+        with pytest.raises(HorovodInternalError, match=r"rank \d: out of memory in allreduce of 'g'.* on GPU 0"):
+            runtime.grouped_allreduce("g", arrays, arrays, SUM).wait()
+    worlds.threads(2, step)
+
+
 def test_what_nccl_says_reaches_all_ranks_with_the_rank_that_met_it(gpus: Gpus) -> None:
     gpus.meetings.refuses = "NCCL_ERROR_SYSTEM_ERROR: no route"
 
@@ -310,9 +417,7 @@ def test_what_nccl_says_reaches_all_ranks_with_the_rank_that_met_it(gpus: Gpus) 
 
 def test_an_error_in_work_under_way_ends_the_job_naming_the_rank(gpus: Gpus) -> None:
     def step(runtime: Runtime) -> None:
-        first = allreduce(gpus, runtime, "first", np.ones(2))
-        first.wait()
-        gpu = gpus.made[runtime.world.rank]
+        gpu = begun(gpus, runtime)
         gpu.hold(gpu.stream)
         handle = allreduce(gpus, runtime, "x", np.ones(3))
         handle.wait()
@@ -514,6 +619,13 @@ def test_settings_that_cannot_work_are_refused() -> None:
         library.load({"NCCL_COMM_BLOCKING": "0"})
 
 
+def test_cupy_that_blocks_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = {"cupy": types.SimpleNamespace(__version__="13.6.0"), "cupy.cuda.nccl": types.SimpleNamespace(available=True)}
+    monkeypatch.setattr(library.importlib, "import_module", modules.__getitem__)
+    with pytest.raises(HorovodInternalError, match=r"CuPy 13.6.0 is too old; 14 is the oldest.*pip install 'hvdlite\[nccl"):
+        library.load({})
+
+
 def test_the_real_library_without_a_gpu() -> None:
     """CuPy and NCCL load, ids are made, and errors come with NCCL's text, on any machine that has them installed."""
     pytest.importorskip("cupy", reason="needs CuPy")
@@ -549,13 +661,14 @@ def test_the_real_library_without_a_gpu() -> None:
     for call in (lambda: device.make_event(), lambda: device._runtime.eventRecord(1, 0), lambda: device.passed(1),
                  lambda: runtime.streamWaitEvent(0, 1), lambda: device.capturing(0), lambda: device.copy(1, 2, 3, 0),
                  lambda: runtime.memsetAsync(1, 0, 1, 0), lambda: runtime.deviceGetPCIBusId(0),
+                 lambda: runtime.eventCreateWithFlags(runtime.eventDisableTiming), lambda: cupy.cuda.memory.Memory(256),
                  lambda: runtime.streamCreateWithPriority(runtime.streamNonBlocking, -5)):
         device.index = 0
         with pytest.raises(cupy.cuda.runtime.CUDARuntimeError):
             call()
-    place = DeviceArray(256, (2, 3, 4), SUPPORTED_DTYPES["bfloat16"], 0, strides=(12, 1, 3))
-    assert device._view(place).strides == (24, 2, 6)
-    device._streams = {}
-    assert device._foreign(4096).ptr == 4096
+    assert issubclass(cupy.cuda.driver.CUDADriverError, RuntimeError)
+    function, (table,) = cupy.cuda.Function.__new__(cupy.cuda.Function), kernels.tables([(256, 512, 10)], 1024)
+    with pytest.raises(cupy.cuda.runtime.CUDARuntimeError):  # and not a TypeError: a table is an argument by value
+        device._start(types.SimpleNamespace(kernel=function), 1, table, 0)
     with pytest.raises(cupy.cuda.runtime.CUDARuntimeError):
         CupyDevice(0, 0, {})

@@ -1,4 +1,4 @@
-"""The CUDA kernel, compiled for the host: the same source, block by block and thread by thread."""
+"""The CUDA kernels, compiled for the host: the same source, block by block and thread by thread."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import ctypes
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from hvdlite.core.array import BFLOAT16, SUPPORTED_DTYPES, identity
+from hvdlite.core.device import DeviceArray
+from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.types import ReduceOp
 from hvdlite.planes.nccl import kernels
 from hvdlite.planes.nccl.kernels import NOTHING, Arithmetic
@@ -34,8 +35,8 @@ static unsigned short host_to_float16(float x) {
     _Float16 y = (_Float16)x; unsigned short bits; __builtin_memcpy(&bits, &y, 2); return bits; }
 """
 _MAIN = """
-extern "C" int table_size() { return (int)sizeof(Table); }
-extern "C" void run(const Table* table, int blocks, int threads) {
+extern "C" int table_size() { return (int)sizeof(TABLE); }
+extern "C" void run(const TABLE* table, int blocks, int threads) {
     for (blockIdx.x = 0; blockIdx.x < (unsigned)blocks; blockIdx.x++)
         for (threadIdx.x = 0; threadIdx.x < (unsigned)threads; threadIdx.x++) NAME(*table);
 }
@@ -45,30 +46,28 @@ Move = Callable[..., None]
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, str, bool], Any]]:
-    made: dict[tuple[str, str, bool], Any] = {}
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, str], Any]]:
+    made: dict[str, Any] = {}
     directory = tmp_path_factory.mktemp("kernels")
 
-    def compile_for(source: str, target: str, arithmetic: bool) -> Any:
-        key = (source, target, arithmetic)
-        if key not in made:
-            name = f"{source}_{target}_{arithmetic}"
-            path = directory / f"{name}.cpp"
-            code = kernels.source_code(*key)
-            path.write_text(_HOST + code + _MAIN.replace("NAME", kernels.NAME), encoding="utf-8")
-            library = Path(directory) / f"{name}.so"
+    def compile_for(code: str, table: str = "Table") -> Any:
+        if code not in made:
+            path = directory / f"{len(made)}.cpp"
+            main = _MAIN.replace("NAME", kernels.NAME).replace("TABLE", table)
+            path.write_text(_HOST + code + main, encoding="utf-8")
+            library = path.with_suffix(".so")
             assert COMPILER is not None
             subprocess.run([COMPILER, "-O0", "-std=c++17", "-w", "-shared", "-fPIC", "-o", str(library), str(path)],
                            check=True)
-            made[key] = ctypes.CDLL(str(library))
-        return made[key]
+            made[code] = ctypes.CDLL(str(library))
+        return made[code]
     yield compile_for
 
 
 def move(compiled: Any, pairs: list[tuple[int, int, int]], source: str, target: str, arithmetic: Arithmetic = NOTHING,
          filler: int = 0) -> int:
     """Do what `CupyDevice.move` does; return the number of launches."""
-    library = compiled(source, target, not arithmetic.nothing)
+    library = compiled(kernels.source_code(source, target, not arithmetic.nothing))
     assert library.table_size() == kernels.TABLE.itemsize
     launches = 0
     for table in kernels.tables(pairs, kernels.chunk(source, target), arithmetic, filler):
@@ -153,8 +152,26 @@ def test_many_arrays_take_as_few_launches_as_tables_fit(compiled: Any) -> None:
     assert not list(kernels.tables([], 1024))
 
 
+@pytest.mark.parametrize(("shape", "strides"), [
+    ((2, 3, 4), (12, 1, 3)), ((5, 1, 7, 3), (21, 21, 1, 7)), ((300, 70), (1, 300)), ((4,), (1,)), ((), ()),
+    ((3, 0), (1, 3))])
+def test_layouts_become_row_major(compiled: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    for name in ("uint8", "bfloat16", "float32", "int64", "complex128"):
+        values = np.arange(max(1, int(np.prod(shape))) * 2).astype(np.float32).astype(SUPPORTED_DTYPES[name])
+        out = np.zeros(int(np.prod(shape)), values.dtype)
+        library = compiled(kernels.arranging_code(values.itemsize), "Layout")
+        assert library.table_size() == kernels.LAYOUT.itemsize
+        source = DeviceArray(values.ctypes.data, shape, values.dtype, 0, strides=strides)
+        table, blocks = kernels.layout(source, DeviceArray(out.ctypes.data, shape, values.dtype, 0))
+        library.run(ctypes.c_void_p(table.ctypes.data), blocks, kernels.THREADS)
+        expected = np.lib.stride_tricks.as_strided(values, shape, tuple(step * values.itemsize for step in strides))
+        assert out.tobytes() == np.ascontiguousarray(expected).tobytes(), name
+    with pytest.raises(UnsupportedError, match="17 dimensions"):
+        kernels.layout(DeviceArray(0, (1,) * 17, values.dtype, 0, strides=(1,) * 17), source)
+
+
 def test_the_table_fits_the_parameters_of_every_cuda_version() -> None:
-    assert kernels.TABLE.itemsize <= 4096 - 8
+    assert max(kernels.TABLE.itemsize, kernels.LAYOUT.itemsize) <= 4096 - 8
 
 
 def test_large_arrays_have_the_right_number_of_blocks() -> None:
@@ -175,6 +192,7 @@ def test_nvrtc_takes_the_source(pair: tuple[str, str], arithmetic: bool) -> None
         nvrtc.getVersion()
     except Exception as error:  # CuPy raises many kinds
         pytest.skip(f"needs NVRTC: {error}")
-    program = compiler._NVRTCProgram(kernels.source_code(*pair, arithmetic), "kernel.cu")
-    binary, _ = program.compile(("-arch=sm_90", "--std=c++17"))
-    assert kernels.NAME.encode() in binary
+    for code in (kernels.source_code(*pair, arithmetic), kernels.arranging_code(SUPPORTED_DTYPES[pair[0]].itemsize)):
+        program = compiler._NVRTCProgram(code, "kernel.cu")
+        binary, _ = program.compile(("-arch=sm_90", "--std=c++17"))
+        assert kernels.NAME.encode() in binary

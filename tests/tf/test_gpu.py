@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,28 @@ from tests import worlds  # noqa: E402
 from tests.device_double import Gpus  # noqa: E402
 from tests.runtime.test_gpu_arrays import gpus as gpus  # noqa: E402
 from tests.runtime.test_gpu_arrays import on_gpu  # noqa: E402
+
+
+def test_tensorflow_numbers_only_the_gpus_that_it_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`tf.config.set_visible_devices(gpus[hvd.local_rank()], "GPU")`, as every Horovod script says."""
+    seen = [types.SimpleNamespace(name=f"/physical_device:GPU:{index}") for index in (3,)]
+    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: seen)
+    tensor = types.SimpleNamespace(backing_device="/job:localhost/replica:0/task:0/device:GPU:0")
+    assert gpu.own_number(tensor) == 0 and gpu.number(tensor) == 3
+    assert gpu._Exported(tensor).__dlpack_device__() == (2, 3), "CuPy makes that GPU its current one for a while"
+    second = types.SimpleNamespace(backing_device="/job:localhost/replica:0/task:0/device:GPU:1")
+    assert gpu.number(second) == 3, "one GPU, divided"
+    seen.append(types.SimpleNamespace(name="/physical_device:GPU:5"))
+    assert gpu.number(second) == 5
+
+
+def test_arrays_are_renumbered_without_a_copy() -> None:
+    cupy = pytest.importorskip("cupy", reason="needs CuPy")
+    memory = cupy.cuda.UnownedMemory(4096, 24, None, 0)
+    array = cupy.ndarray((2, 3), cupy.float32, cupy.cuda.MemoryPointer(memory, 0))
+    there = gpu.renumbered(array, 3)
+    assert (there.device.id, there.data.ptr, there.shape, there.dtype) == (3, 4096, (2, 3), array.dtype)
+    assert gpu.renumbered(array, 0) is array
 
 
 @pytest.fixture

@@ -83,7 +83,8 @@ def test_gradients_are_aligned_views_of_the_gpus_memory(gpus: Gpus) -> None:
     threads(2, step)
 
 
-def test_gradients_from_several_streams_are_waited_for(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("to_none", [True, False], ids=["copied in", "in place"])
+def test_gradients_from_several_streams_are_waited_for(gpus: Gpus, to_none: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     streams = threading.local()
     monkeypatch.setattr(cuda, "current_stream", lambda index: getattr(streams, "now", 0))
     outlived: list[int] = []
@@ -100,13 +101,40 @@ def test_gradients_from_several_streams_are_waited_for(gpus: Gpus, monkeypatch: 
             parameter.register_hook(lambda _, own=parameter: setattr(streams, "now", other if own is parameters[-1] else 0))
         real = gpu.wait
         monkeypatch.setattr(gpu, "wait", lambda stream, event: (noted.append(stream), real(stream, event))[1])
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=to_none)
         torch.nn.functional.mse_loss(model(torch.ones(4, 6)), torch.ones(4, 3)).backward()
         streams.now = 0
         assert noted[0] == 0, "the stream that packs waits for the other one first"
         optimizer.step()
     threads(2, step)
-    assert outlived == [4, 4]
+    assert outlived == ([4, 4] if to_none else [])
+
+
+def test_every_bucket_waits_for_all_streams_that_made_gradients(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = threading.local()
+    monkeypatch.setattr(cuda, "current_stream", lambda index: getattr(streams, "now", 0))
+    outlived: list[int] = []
+    monkeypatch.setattr(cuda, "outlive", lambda tensors: outlived.append(len(tensors)))
+
+    def step(runtime: Runtime) -> None:
+        model = net()
+        parameters = list(model.parameters())
+        optimizer = wrapped(runtime, model, groups=[[parameters[0], parameters[2]], [parameters[1], parameters[3]]])
+        settle(runtime, model, optimizer)
+        gpu = gpus.made[runtime.world.rank]
+        other = gpu.make_stream()
+        for index, parameter in enumerate(parameters):  # one gradient of each bucket is made elsewhere
+            parameter.register_hook(lambda _, own=index: setattr(streams, "now", other if own > 1 else 0))
+        noted: list[int] = []
+        real = gpu.wait
+        monkeypatch.setattr(gpu, "wait", lambda stream, event: (noted.append(stream), real(stream, event))[1])
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(torch.ones(4, 6)), torch.ones(4, 3)).backward()
+        streams.now = 0
+        assert [stream for stream in noted if stream != gpu.stream][:2] == [0, 0], "both buckets' packing"
+        optimizer.step()
+    threads(2, step)
+    assert outlived == [2, 2, 2, 2], "memory of another stream is kept until it is packed"
 
 
 def test_without_kernels_torch_copies(gpus: Gpus) -> None:

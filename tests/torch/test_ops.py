@@ -14,7 +14,7 @@ from hvdlite.planes import arithmetic
 from hvdlite_torch import framework
 from tests.worlds import RAISES, processes
 
-HEAD = """
+HEAD = RAISES + """
 import torch, warnings
 import hvdlite_torch as hvd
 hvd.init()

@@ -18,7 +18,7 @@ from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.negotiation.messages import Response
 from hvdlite.planes.base import Plan
 from hvdlite.planes.nccl.device import Communicator, Device
-from hvdlite.planes.nccl.kernels import NOTHING, Arithmetic, bits
+from hvdlite.planes.nccl.kernels import NEEDED, NOTHING, Arithmetic, bits
 
 ALIGNMENT: Final = 256
 """Bytes; tensors begin at multiples of it in the staging buffer."""
@@ -134,8 +134,7 @@ class Reduction:
         if not pairs or launch.device.move(pairs, self.dtype, self.dtype, launch.stream, arithmetic, self._filler):
             return
         if not arithmetic.nothing or not all(pair[0] for pair in pairs):
-            raise HorovodInternalError("factors, and ranks without a contribution, need CUDA kernels, which cannot be "
-                                       "compiled here: install NVRTC (pip install 'cupy-cuda12x[ctk]', or 13x)")
+            raise HorovodInternalError(f"factors, and ranks without a contribution, {NEEDED}")
         for source, target, count in pairs:
             launch.device.copy(source, target, count * self.width, launch.stream)
 

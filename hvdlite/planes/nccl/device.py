@@ -9,14 +9,15 @@ import ctypes
 import importlib
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final, Protocol
 
 import numpy as np
 
-from hvdlite.core.array import SUPPORTED_DTYPES
+from hvdlite.core.array import SUPPORTED_DTYPES, Array
 from hvdlite.core.device import DeviceArray, Pair
+from hvdlite.core.errors import HorovodInternalError, UnsupportedError
 from hvdlite.planes.nccl import kernels, library
 from hvdlite.planes.nccl.kernels import NOTHING, Arithmetic
 
@@ -29,6 +30,8 @@ _HIGHEST_PRIORITY: Final = -5
 """CUDA takes a number beyond its range as the nearest one."""
 _NOT_READY: Final = 600
 """cudaErrorNotReady."""
+_CAPTURE_FAULTS: Final = range(900, 909)
+"""cudaErrorStreamCapture...: a capture is under way that the question itself concerns, or it is spoilt."""
 
 
 class Communicator(Protocol):
@@ -54,7 +57,7 @@ class Device(Protocol):
     Attributes:
         stream: the plane's own: non-blocking, of the highest priority.
         version: NCCL's, as a code.
-        failure: the exceptions that mean trouble with CUDA or NCCL.
+        failure: the exceptions that mean trouble with CUDA or NCCL, or that there is no memory.
     """
 
     index: int
@@ -84,17 +87,24 @@ class Device(Protocol):
         """Return whether what is launched on a stream goes into a CUDA graph instead."""
 
     def allocate(self, nbytes: int) -> DeviceArray:
-        """Return bytes of new memory, zeroed, aligned to 256; may wait for the GPU.
+        """Return bytes of new memory, aligned to 256, with anything in it.
 
         Raises:
             MemoryError: when there is not enough.
         """
 
+    def clear(self, array: DeviceArray) -> None:
+        """Fill a dense array with zeros; waits for what was launched on the plane's stream so far."""
+
     def copy(self, source: int, target: int, nbytes: int, stream: int) -> None:
         """Copy bytes."""
 
     def arrange(self, source: DeviceArray, target: DeviceArray, stream: int) -> None:
-        """Copy elements between two layouts of one shape."""
+        """Copy an array of any strides to a row-major one.
+
+        Raises:
+            HorovodInternalError: without kernels.
+        """
 
     def move(self, pairs: Sequence[Pair], source: str, target: str, stream: int, arithmetic: Arithmetic = NOTHING,
              filler: int = 0) -> bool:
@@ -125,16 +135,16 @@ class CupyDevice:
         cupy = library.load(environment)
         self._cupy, self._runtime = cupy, cupy.cuda.runtime
         self._nccl = importlib.import_module("cupy.cuda.nccl")
-        # KeyError: a status of NCCL that CuPy does not know.
-        self.failure: tuple[type[Exception], ...] = (self._nccl.NcclError, self._runtime.CUDARuntimeError, KeyError)
+        # Kernels are the driver's. KeyError: a status of NCCL that CuPy does not know.
+        self.failure: tuple[type[Exception], ...] = (self._nccl.NcclError, self._runtime.CUDARuntimeError,
+                                                     cupy.cuda.driver.CUDADriverError, MemoryError, KeyError)
         self.version: int = self._nccl.get_version()
         self.index: int = local_rank % self._runtime.getDeviceCount() if index is None else index
         before = self._runtime.getDevice()
         with cupy.cuda.Device(self.index):
             self.stream = self._runtime.streamCreateWithPriority(self._runtime.streamNonBlocking, _HIGHEST_PRIORITY)
         self._runtime.setDevice(before)
-        self._compiled: dict[tuple[str, str, bool], Any] = {}
-        self._streams: dict[int, Any] = {}
+        self._compiled: dict[tuple[Any, ...], Any] = {}
         self._kernels_work = True
 
     def enter(self) -> None:
@@ -173,7 +183,14 @@ class CupyDevice:
         return bool(status == 0)
 
     def capturing(self, stream: int) -> bool:
-        return bool(self._runtime.streamIsCapturing(stream))
+        try:
+            return bool(self._runtime.streamIsCapturing(stream))
+        except self._runtime.CUDARuntimeError as error:
+            if error.status in _CAPTURE_FAULTS:
+                return True
+            raise
+        except RuntimeError:  # CuPy's word for a capture that is spoilt
+            return True
 
     def allocate(self, nbytes: int) -> DeviceArray:
         rounded = max(256, -(-nbytes // 256) * 256)
@@ -182,37 +199,40 @@ class CupyDevice:
                 memory = self._cupy.cuda.memory.Memory(rounded)
             except (self._cupy.cuda.memory.OutOfMemoryError, self._runtime.CUDARuntimeError) as error:
                 raise MemoryError(f"{nbytes} bytes on GPU {self.index}: {error}") from None
-            pointer = int(memory.ptr)
-            self._runtime.memsetAsync(pointer, 0, rounded, self.stream)
+        return DeviceArray(int(memory.ptr), (nbytes,), np.dtype(np.uint8), self.index, memory)
+
+    def clear(self, array: DeviceArray) -> None:
+        with self._here():
+            self._runtime.memsetAsync(array.pointer, 0, array.nbytes, self.stream)
             self._runtime.streamSynchronize(self.stream)
-        return DeviceArray(pointer, (nbytes,), np.dtype(np.uint8), self.index, memory)
 
     def copy(self, source: int, target: int, nbytes: int, stream: int) -> None:
         self._runtime.memcpyAsync(target, source, nbytes, self._runtime.memcpyDeviceToDevice, stream)
 
     def arrange(self, source: DeviceArray, target: DeviceArray, stream: int) -> None:
-        with self._here(), self._on(stream):
-            self._cupy.copyto(self._view(target), self._view(source))
+        width = source.dtype.itemsize
+        kernel = self._kernel(("layouts", width), lambda: kernels.arranging_code(width))
+        if kernel is None:
+            raise HorovodInternalError(f"gradients in another order than row-major {kernels.NEEDED}")
+        table, blocks = kernels.layout(source, target)
+        self._start(kernel, blocks, table, stream)
 
     def move(self, pairs: Sequence[Pair], source: str, target: str, stream: int, arithmetic: Arithmetic = NOTHING,
              filler: int = 0) -> bool:
-        kernel = self._kernel(source, target, not arithmetic.nothing)
+        calculates = not arithmetic.nothing
+        kernel = self._kernel((source, target, calculates), lambda: kernels.source_code(source, target, calculates))
         if kernel is None:
             return False
-        with self._here(), self._on(stream):
-            for table in kernels.tables(pairs, kernels.chunk(source, target), arithmetic, filler):
-                entry = table[0]
-                kernel((int(entry["first"][entry["entries"]]),), (kernels.THREADS,), (table,))
+        for table in kernels.tables(pairs, kernels.chunk(source, target), arithmetic, filler):
+            entry = table[0]
+            self._start(kernel, int(entry["first"][entry["entries"]]), table, stream)
         return True
 
     def unique_id(self) -> bytes:
-        given = self._nccl.get_unique_id()
-        return given if isinstance(given, bytes) else bytes(byte & 0xFF for byte in given)  # CuPy 13: a tuple of chars
+        return bytes(self._nccl.get_unique_id())
 
     def communicator(self, size: int, unique_id: bytes, rank: int) -> Communicator:
-        major = int(self._cupy.__version__.split(".")[0])
-        given = unique_id if major >= 14 else tuple(byte - 256 if byte > 127 else byte for byte in unique_id)
-        return self._nccl.NcclCommunicator(size, given, rank)  # type: ignore[no-any-return]
+        return self._nccl.NcclCommunicator(size, unique_id, rank)  # type: ignore[no-any-return]
 
     @contextmanager
     def group(self) -> Any:
@@ -241,37 +261,15 @@ class CupyDevice:
         finally:
             self._runtime.setDevice(before)
 
-    def _on(self, stream: int) -> Any:
-        """Return a context in which CuPy launches on a stream."""
-        known = self._streams.get(stream)
-        if known is None:
-            known = self._streams[stream] = self._foreign(stream)
-        return known
+    def _start(self, kernel: Any, blocks: int, table: Array, stream: int) -> None:
+        """Launch a kernel; its table goes with it by value."""
+        with self._here():  # the stream is given along: to make it CuPy's current one for a while costs more
+            kernel.kernel((blocks,), (kernels.THREADS,), (table,), 0, _Handle(stream))
 
-    def _foreign(self, stream: int) -> Any:
-        """Return CuPy's object for a stream that is not its own."""
-        streams = self._cupy.cuda.Stream
-        if not stream:
-            return streams.null
-        if hasattr(streams, "from_external"):  # CuPy 14
-            return streams.from_external(_ForeignStream(stream))
-        return self._cupy.cuda.ExternalStream(stream, self.index)
-
-    def _view(self, array: DeviceArray) -> Any:
-        """Return a CuPy array over an array's memory; its dtype only has the right width."""
-        width = array.dtype.itemsize
-        dtype = np.dtype(np.complex128) if width == 16 else np.dtype(f"u{width}")
-        memory = self._cupy.cuda.UnownedMemory(array.pointer, array.nbytes, array.owner, self.index)
-        pointer = self._cupy.cuda.MemoryPointer(memory, 0)
-        strides = tuple(step * width for step in array.strides) or None
-        return self._cupy.ndarray(array.shape, dtype, pointer, strides)
-
-    def _kernel(self, source: str, target: str, arithmetic: bool) -> Any:
+    def _kernel(self, key: tuple[Any, ...], code: Callable[[], str]) -> Any:
         """Return the compiled kernel; None when there is no compiler for it."""
-        key = (source, target, arithmetic)
         if key not in self._compiled and self._kernels_work:
-            code = kernels.source_code(source, target, arithmetic)
-            kernel = self._cupy.RawKernel(code, kernels.NAME, options=("--std=c++17",))
+            kernel = self._cupy.RawKernel(code(), kernels.NAME, options=("--std=c++17",))
             try:
                 with self._here():
                     kernel.compile()
@@ -284,14 +282,25 @@ class CupyDevice:
         return self._compiled.get(key)
 
 
-class _ForeignStream:
-    """A stream as the CUDA stream protocol has it."""
+class _Handle:
+    """A stream as CuPy's kernels want it."""
 
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
+    __slots__ = ("ptr",)
 
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._handle
+    def __init__(self, ptr: int) -> None:
+        self.ptr = ptr
+
+
+def check_not_captured(device: Device, stream: int) -> None:
+    """Raise when what is launched on a stream goes into a CUDA graph.
+
+    Raises:
+        UnsupportedError: saying what can be captured.
+    """
+    if device.capturing(stream):
+        raise UnsupportedError("a collective cannot become part of a CUDA graph: ranks agree on it while it runs. "
+                               "Capture the model only (torch.cuda.make_graphed_callables), and leave backward hooks, "
+                               "collectives and optimizer.step() outside")
 
 
 class EventPool:

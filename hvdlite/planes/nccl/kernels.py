@@ -1,4 +1,4 @@
-"""One CUDA kernel that copies, casts, scales or fills many arrays at once.
+"""CUDA kernels: one that copies, casts, scales or fills many arrays at once, and one that rearranges an array.
 
 A launch gets its table of arrays by value, as a kernel parameter (below the 4 KiB that every CUDA version takes), so there
 is no table to upload and none to keep alive. A block finds its array by bisection over the arrays' first blocks: large and
@@ -16,19 +16,26 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from hvdlite.core.array import BFLOAT16, SUPPORTED_DTYPES, Array
-from hvdlite.core.device import Pair
+from hvdlite.core.device import DeviceArray, Pair
+from hvdlite.core.errors import UnsupportedError
 
 ENTRIES = 128
 THREADS = 256
 UNROLL = 4
 NAME = "hvdlite_move"
+DIMENSIONS = 16
+NEEDED = "need CUDA kernels, which cannot be compiled here: install NVRTC (pip install 'cupy-cuda12x[ctk]', or 13x)"
 
 TABLE = np.dtype([
     ("source", np.uint64, ENTRIES), ("target", np.uint64, ENTRIES), ("count", np.int64, ENTRIES),
     ("first", np.int32, ENTRIES + 1), ("entries", np.int32), ("factor", np.float64), ("divisor", np.int64),
     ("filler", np.uint64)])
 """Laid out as `struct Table` below; `first[i]` is the first block of array i, `first[entries]` the number of blocks."""
+LAYOUT = np.dtype([("source", np.uint64), ("target", np.uint64), ("count", np.int64), ("dimensions", np.int64),
+                   ("shape", np.int64, DIMENSIONS), ("strides", np.int64, DIMENSIONS)])
+"""Laid out as `struct Layout` below; strides are the source's, in elements."""
 
+_UNITS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
 _STORED = {"int8": "signed char", "uint8": "unsigned char", "int16": "short", "uint16": "unsigned short", "int32": "int",
            "uint32": "unsigned int", "int64": "long long", "uint64": "unsigned long long", "float16": "unsigned short",
            "bfloat16": "unsigned short", "float32": "float", "float64": "double"}
@@ -59,7 +66,7 @@ def source_code(source: str, target: str, arithmetic: bool) -> str:
     """Return the CUDA source of the kernel from one dtype to another; without arithmetic and cast it copies bits."""
     if source == target and not arithmetic:
         width = SUPPORTED_DTYPES[source].itemsize
-        unsigned = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}[width]
+        unsigned = _UNITS[width]
         stored, loaded, value = (unsigned, unsigned), "x", "x"
         wide, length = unsigned, 16 // width
     else:
@@ -77,6 +84,28 @@ def source_code(source: str, target: str, arithmetic: bool) -> str:
         length = 16 // max(SUPPORTED_DTYPES[source].itemsize, SUPPORTED_DTYPES[target].itemsize)
     return _SOURCE.format(entries=ENTRIES, threads=THREADS, unroll=UNROLL, source=stored[0], target=stored[1], wide=wide,
                           length=length, loaded=loaded, value=value, name=NAME)
+
+
+def arranging_code(width: int) -> str:
+    """Return the CUDA source of the kernel that makes arrays row-major, whose elements have so many bytes."""
+    part = min(width, 8)
+    return _ARRANGING.format(dimensions=DIMENSIONS, threads=THREADS, name=NAME, unit=_UNITS[part], parts=width // part)
+
+
+def layout(source: DeviceArray, target: DeviceArray) -> tuple[Array, int]:
+    """Return the table of that kernel, and its grid.
+
+    Raises:
+        UnsupportedError: for more than 16 dimensions.
+    """
+    if source.ndim > DIMENSIONS:
+        raise UnsupportedError(f"an array of {source.ndim} dimensions is not row-major; at most {DIMENSIONS} are rearranged")
+    table = np.zeros(1, LAYOUT)
+    entry = table[0]
+    entry["source"], entry["target"], entry["count"], entry["dimensions"] = (
+        source.pointer, target.pointer, source.size, source.ndim)
+    entry["shape"][:source.ndim], entry["strides"][:source.ndim] = source.shape, source.strides
+    return table, -(-source.size // THREADS)
 
 
 def chunk(source: str, target: str) -> int:
@@ -202,5 +231,24 @@ extern "C" __global__ void __launch_bounds__({threads}) {name}(const __grid_cons
     }}
     const long long i = count - count % {length} + thread;
     if (i < count) to[i] = convert(table, from[i]);
+}}
+"""
+
+_ARRANGING = """
+struct Layout {{
+    unsigned long long source, target;
+    long long count, dimensions, shape[{dimensions}], strides[{dimensions}];
+}};
+struct Element {{ {unit} parts[{parts}]; }};
+
+extern "C" __global__ void __launch_bounds__({threads}) {name}(const __grid_constant__ Layout layout) {{
+    const long long i = (long long)blockIdx.x * {threads} + threadIdx.x;
+    if (i >= layout.count) return;
+    long long rest = i, from = 0;
+    for (int d = (int)layout.dimensions - 1; d >= 0; d--) {{
+        from += rest % layout.shape[d] * layout.strides[d];
+        rest /= layout.shape[d];
+    }}
+    ((Element*)layout.target)[i] = ((const Element*)layout.source)[from];
 }}
 """

@@ -18,6 +18,8 @@ _log = logging.getLogger("hvdlite")
 
 OLDEST = 21801
 """NCCL 2.18.1, the oldest that CuPy's wheels take."""
+OLDEST_CUPY = 14
+"""Before it, CuPy keeps Python's lock while it records an event, which blocks when the GPU's queue is full."""
 HANGS_IN_ABORT = range(22500, 22602)
 """NCCL 2.25.1's `ncclCommAbort` hangs (pytorch issue 149153); mended in 2.26.2."""
 
@@ -71,6 +73,9 @@ def load(environment: Mapping[str, str]) -> Any:
         raise HorovodInternalError(f"CuPy cannot be imported: {error}. {_advice()}") from None
     if not nccl.available:
         raise HorovodInternalError("CuPy finds no libnccl.so.2 (CUPY_DEBUG_LIBRARY_LOAD=1 shows where it looks). "
+                                   f"{_advice()}")
+    if int(cupy.__version__.split(".")[0]) < OLDEST_CUPY:
+        raise HorovodInternalError(f"CuPy {cupy.__version__} is too old; {OLDEST_CUPY} is the oldest that works. "
                                    f"{_advice()}")
     check(nccl.get_version(), copies())
     return cupy

@@ -8,8 +8,10 @@ Theory of operation
   full, can block for as long as another rank is missing. The runtime thread waits for it as for everything: interruptibly.
 - A communicator is made when its process set has its first tensor on a GPU: by then the script has chosen its GPU. The ranks
   exchange introductions over the control plane, which is also the barrier before NCCL's own meeting.
-- The end is an abort, always: `ncclCommDestroy` waits for other ranks. Work under way is waited for first, unless the job
-  failed.
+- The end is an abort, always: `ncclCommDestroy` waits for other ranks. Unless the job failed, all work is waited for first,
+  the other ranks' too: an abort stops NCCL's threads, which may still be sending what this rank's kernels gave them, and
+  frees memory that other GPUs may still use (nccl issue 863). When a process set is removed, its ranks tell each other. At
+  the end nobody listens any more, so the GPUs meet in a last all-reduce: who gets out of it knows that all are in it.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -30,9 +33,9 @@ from hvdlite.planes.base import FusionBuffer, Plan, Swap, WaitUntil
 from hvdlite.planes.launch_thread import LaunchThread
 from hvdlite.planes.nccl import collectives, library
 from hvdlite.planes.nccl.collectives import DTYPES, Launch, Staging
-from hvdlite.planes.nccl.device import CupyDevice, Device, EventPool, PooledEvent
+from hvdlite.planes.nccl.device import CupyDevice, Device, EventPool, PooledEvent, check_not_captured
 from hvdlite.planes.nccl.introduction import Introduction, check
-from hvdlite.planes.nccl.watcher import Launched, Lease, Watcher, abort
+from hvdlite.planes.nccl.watcher import LOOK_SECONDS, Launched, Lease, Watcher, abort
 
 _log = logging.getLogger("hvdlite")
 
@@ -40,6 +43,10 @@ DRAIN_SECONDS: Final = 30.0
 """How long `close` waits for work under way."""
 ABORT_SECONDS: Final = 10.0
 """How long `close` waits for communicators to come back from their abort."""
+PARTING_SECONDS: Final = 2.0
+"""How long `close` waits for the other ranks' GPUs; a rank that leaves long before or after them waits in vain."""
+LINGER_SECONDS: Final = 0.1
+"""How long `close` leaves them to get out of the last all-reduce."""
 _INTRODUCTION: Final = msgspec.msgpack.Decoder(Introduction)
 
 MakeDevice = Callable[[int | None], Device]
@@ -56,16 +63,18 @@ class NcclPlane:
         make_device: opens the GPU.
         missing: says why there is none, or "".
         shared_gpu: whether several ranks may use one.
+        parting: see `PARTING_SECONDS`; 0 is not to wait.
     """
 
     name = "nccl"
 
     def __init__(self, rank: int, host: str, swap: Swap, wake: Callable[[], None], make_device: MakeDevice,
-                 missing: Callable[[], str] = library.missing, *, shared_gpu: bool = False) -> None:
+                 missing: Callable[[], str] = library.missing, *, shared_gpu: bool = False,
+                 parting: float = PARTING_SECONDS) -> None:
         self._rank, self._host, self._swap, self._make_device, self._missing = rank, host, swap, make_device, missing
         self._thread = LaunchThread(f"hvdlite-nccl-{rank}", wake, lambda: self._opened(None).enter())
         self._report: Callable[[Exception], None] = lambda error: None
-        self._shared_gpu = shared_gpu
+        self._shared_gpu, self._parting = shared_gpu, parting
         self._opening = threading.Lock()
         self._device: Device | None = None
         self._events: EventPool | None = None
@@ -93,11 +102,7 @@ class NcclPlane:
         return DeviceArray(pointer, shape, dtype, device, owner, self.ready(stream), empty)
 
     def ready(self, stream: int) -> PooledEvent:
-        device = self._opened(None)
-        if device.capturing(stream):
-            raise UnsupportedError("a collective cannot become part of a CUDA graph: ranks agree on it while it runs. "
-                                   "Capture the model only (torch.cuda.make_graphed_callables), and leave backward hooks, "
-                                   "collectives and optimizer.step() outside")
+        check_not_captured(self._opened(None), stream)
         assert self._events is not None
         return self._events.record(stream)
 
@@ -120,7 +125,10 @@ class NcclPlane:
         number = plan.response.process_set
         if number not in self._leases:
             self._meet(number, plan.ranks, wait_until)
-        return self._thread.run(lambda: self._launch(device, plan), wait_until)
+        launched = self._thread.run(lambda: self._launch(device, plan), wait_until)
+        if not plan.outputs:  # having joined: no entry holds anything, but the others need this rank until it is done
+            launched.holding(None)
+        return launched
 
     def open_set(self, number: int, ranks: tuple[int, ...]) -> None:
         self._sets[number] = ranks  # its communicator is made when it is needed
@@ -131,6 +139,8 @@ class NcclPlane:
         if lease is not None:
             device = self._opened(None)
             self._thread.run(lambda: self._watcher.drain(DRAIN_SECONDS), wait_until)
+            self._swap(f"nccl.{number}.end", lease.ranks, b"", wait_until)
+            self._watcher.pause()
             self._thread.run(lambda: abort([lease], device, ABORT_SECONDS), wait_until)
 
     def fusion_buffer(self, nbytes: int, ranks: tuple[int, ...], wait_until: WaitUntil) -> FusionBuffer | None:
@@ -138,7 +148,7 @@ class NcclPlane:
         if self._rank not in ranks:
             return None
         device = self._opened(None)
-        return FusionBuffer(self._thread.run(lambda: device.allocate(nbytes), wait_until))
+        return FusionBuffer(self._thread.run(lambda: _cleared(device, nbytes), wait_until))
 
     def row_major(self, place: DeviceArray) -> DeviceArray:
         """Return a copy of a place of other strides, which may be used after the launches so far."""
@@ -163,17 +173,48 @@ class NcclPlane:
         if self._device is None or self._pid != os.getpid():  # a forked child must not call CUDA
             return
         device, leases = self._device, list(self._leases.values())
-        self._leases = {}
         if failure is None and not self._watcher.drain(DRAIN_SECONDS):
             _log.warning("rank %d: reductions are still under way on GPU %d after %.0f s; they are given up", self._rank,
                          device.index, DRAIN_SECONDS)
+        elif failure is None and self._parting:
+            self._part(device, [lease for lease in leases if len(lease.ranks) > 1])
+        self._leases = {}
         self._watcher.end(failure)
+        self._watcher.pause()
         if failure is None:
             self._thread.end(DRAIN_SECONDS)
         stuck = abort(leases, device, ABORT_SECONDS)
         if stuck:
             _log.error("rank %d: %d NCCL communicators did not end within %.0f s; leave this process to free GPU %d",
                        self._rank, stuck, ABORT_SECONDS, device.index)
+
+    def _part(self, device: Device, leases: Sequence[Lease]) -> None:
+        """Wait until the GPUs of all ranks have done what they were given, or for a while."""
+        deadline = time.monotonic() + self._parting
+
+        def wait_until(predicate: Callable[[], bool], *, pause: float = 0.0) -> None:
+            while not predicate():
+                if time.monotonic() > deadline:
+                    raise TimeoutError
+                time.sleep(LOOK_SECONDS / 2)
+
+        def meet() -> PooledEvent:
+            memory = self._staging.get(4)
+            for lease in leases:  # in the order in which they were made, which is the same on all ranks
+                lease.communicator.allReduce(memory, memory, 1, DTYPES["float32"], collectives.SUM, device.stream)
+            assert self._events is not None
+            return self._events.record(device.stream)
+
+        if not leases:
+            return
+        troubles: tuple[type[Exception], ...] = (TimeoutError, *device.failure)
+        try:
+            event = self._thread.run(meet, wait_until)
+            wait_until(lambda: device.passed(event.handle))
+        except troubles as error:
+            _log.info("rank %d: left without the others' GPUs: %s %s", self._rank, type(error).__name__, error)
+        else:
+            time.sleep(LINGER_SECONDS)
 
     # --- inside ---------------------------------------------------------------------------------------------------------
 
@@ -206,7 +247,7 @@ class NcclPlane:
     def _make(self, device: Device, ranks: tuple[int, ...], unique_id: bytes) -> Lease:
         what = f"making a communicator of ranks {list(ranks)}"
         try:
-            lease = Lease(device.communicator(len(ranks), unique_id, ranks.index(self._rank)))
+            lease = Lease(device.communicator(len(ranks), unique_id, ranks.index(self._rank)), ranks)
             # The first call of a kind connects the ranks, which blocks; better here than in a training step.
             warm = self._staging.get(4096)
             lease.communicator.allReduce(warm, warm, 1024, DTYPES["float32"], collectives.SUM, device.stream)
@@ -233,16 +274,25 @@ class NcclPlane:
     def _check(self) -> None:
         """Raise the error that a communicator met while nobody was calling it."""
         device = self._opened(None)
-        for number, lease in list(self._leases.items()):
+        for lease in list(self._leases.values()):
             try:
                 lease.communicator.check_async_error()
             except device.failure as error:
-                what = f"work under way between ranks {list(self._sets.get(number, ()))}"
+                what = f"work under way between ranks {list(lease.ranks)}"
                 raise self._error(device, lease.communicator, what, error) from error
 
     def _error(self, device: Device, communicator: Any, what: str, error: Exception) -> HorovodInternalError:
+        if isinstance(error, MemoryError):
+            return HorovodInternalError(f"rank {self._rank}: out of memory in {what}: {error}")
         return HorovodInternalError(f"rank {self._rank}: NCCL failed in {what} on GPU {device.index}: "
                                     f"{device.explain(communicator, error)}; NCCL_DEBUG=INFO tells more")
+
+
+def _cleared(device: Device, nbytes: int) -> DeviceArray:
+    """Return zeroed memory: nobody writes the gaps between a bucket's tensors, and they are reduced with them."""
+    memory = device.allocate(nbytes)
+    device.clear(memory)
+    return memory
 
 
 def _ready_events(plan: Plan) -> set[int]:

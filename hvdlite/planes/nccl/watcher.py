@@ -11,12 +11,14 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from hvdlite.core.errors import HorovodInternalError
-from hvdlite.planes.nccl.device import Communicator, Device, PooledEvent
+from hvdlite.planes.nccl.device import Communicator, Device, PooledEvent, check_not_captured
 
 _log = logging.getLogger("hvdlite")
 
 LOOK_SECONDS: Final = 0.01
 """Between two looks at work under way. Nobody waits for a look: it frees what nobody fetches, and sees errors."""
+LOOKING_SECONDS: Final = 1.0
+"""What a look never takes, unless it hangs."""
 _FIRST_NAP, _LONGEST_NAP = 20e-6, 1e-3
 
 
@@ -45,6 +47,7 @@ class Launched:
 
     def follow(self, stream: int) -> None:
         self._watcher.raise_failure()
+        check_not_captured(self._device, stream)
         self._device.wait(stream, self.event.handle)
         self.held = None
 
@@ -74,6 +77,7 @@ class Watcher:
         self._pending: deque[Launched] = deque()
         self._failure: HorovodInternalError | None = None
         self._news = threading.Condition()
+        self._looking = threading.Lock()
         self._over = False
         self._thread = threading.Thread(target=self._run, name="hvdlite-nccl-watcher", daemon=True)
         self._started = False
@@ -103,6 +107,11 @@ class Watcher:
             self._failure = self._failure or failure
             self._news.notify()
 
+    def pause(self) -> None:
+        """Return when no look is under way that began before: then communicators that later looks do not find may end."""
+        if self._looking.acquire(timeout=LOOKING_SECONDS):
+            self._looking.release()
+
     def raise_failure(self) -> None:
         """Raise what went wrong, if anything did."""
         if self._failure is not None:
@@ -129,15 +138,20 @@ class Watcher:
     def _look(self) -> None:
         while self._pending and self._pending[0].passed():
             self._pending.popleft().held = None
-        if self._pending:
-            self._check()
+        with self._looking:
+            if self._pending and not self._over:
+                self._check()
 
 
 class Lease:
-    """A communicator that garbage collection cannot end: CuPy would call `ncclCommDestroy`, which waits for other ranks."""
+    """A communicator that garbage collection cannot end: CuPy would call `ncclCommDestroy`, which waits for other ranks.
 
-    def __init__(self, communicator: Communicator) -> None:
-        self.communicator = communicator
+    Args:
+        ranks: between which it is.
+    """
+
+    def __init__(self, communicator: Communicator, ranks: tuple[int, ...] = ()) -> None:
+        self.communicator, self.ranks = communicator, ranks
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicator))
 
     def end(self) -> None:
