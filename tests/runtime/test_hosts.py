@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.worlds import Processes, processes
+from tests.worlds import TORCH, Processes, processes
 
 pytest.importorskip("torch")
 
@@ -43,7 +43,7 @@ COLLECTIVES = """
     ((1, 3), ["0 1 0 2 False", "0 3 1 2 False", "1 3 0 1 False", "2 3 0 1 False"]),
 ])
 def test_everything_works_between_hosts(hosts: tuple[int, ...], told: list[str]) -> None:
-    ended = processes(sum(hosts), COLLECTIVES, hosts=hosts)
+    ended = processes(sum(hosts), COLLECTIVES, hosts=hosts, imported=TORCH)
     assert [rank.stdout.strip() for rank in ended] == told
 
 
@@ -60,7 +60,7 @@ ENDLESS = """
 
 @pytest.mark.parametrize(("hosts", "victim"), [((2, 2), 3), ((1, 1), 0)])
 def test_a_death_on_another_host_is_named_by_all(hosts: tuple[int, ...], victim: int) -> None:
-    with Processes(sum(hosts), ENDLESS, hosts=hosts) as world:
+    with Processes(sum(hosts), ENDLESS, hosts=hosts, imported=TORCH) as world:
         for rank in range(sum(hosts)):
             world.wait_for(rank, "moving")
         killed = time.monotonic()
@@ -75,7 +75,7 @@ def test_a_death_on_another_host_is_named_by_all(hosts: tuple[int, ...], victim:
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_death_under_gloo_on_one_host(victim: int) -> None:
-    with Processes(3, ENDLESS, environment={"HVDLITE_CPU_OPERATIONS": "gloo"}) as world:
+    with Processes(3, ENDLESS, environment={"HVDLITE_CPU_OPERATIONS": "gloo"}, imported=TORCH) as world:
         for rank in range(3):
             world.wait_for(rank, "moving")
         world.kill(victim)
@@ -86,13 +86,12 @@ def test_a_death_under_gloo_on_one_host(victim: int) -> None:
 
 
 BESIDE_THE_SCRIPTS_OWN = """
-    import os
     import numpy as np, torch, torch.distributed as dist
     import hvdlite as hvd
     hvd.init()
     assert not dist.is_initialized()
     assert hvd.allreduce(np.full(100_000, hvd.rank()), op=hvd.Sum)[0] == 1
-    dist.init_process_group("gloo", init_method=f"file://{os.environ['MEETING']}", rank=hvd.rank(), world_size=2)
+    dist.init_process_group("gloo", init_method="file://MEETING", rank=hvd.rank(), world_size=2)
     mine = torch.ones(1000)
     for step in range(20):
         dist.all_reduce(mine)
@@ -105,7 +104,8 @@ BESIDE_THE_SCRIPTS_OWN = """
 
 
 def test_gloo_leaves_the_scripts_own_process_group_alone(tmp_path: Path) -> None:
-    processes(2, BESIDE_THE_SCRIPTS_OWN, environment={"HVDLITE_CPU_OPERATIONS": "gloo", "MEETING": str(tmp_path / "meet")})
+    processes(2, BESIDE_THE_SCRIPTS_OWN.replace("MEETING", str(tmp_path / "meet")),
+              environment={"HVDLITE_CPU_OPERATIONS": "gloo"}, imported=TORCH)
 
 
 def test_training_between_hosts_gives_the_same_parameters() -> None:
@@ -126,5 +126,5 @@ def test_training_between_hosts_gives_the_same_parameters() -> None:
         assert len(set(hvd.allgather_object(total))) == 1
         print(repr(total))
         hvd.shutdown()
-    """, hosts=(1, 2))
+    """, hosts=(1, 2), imported=TORCH)
     assert len({rank.stdout for rank in ended}) == 1

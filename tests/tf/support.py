@@ -19,5 +19,11 @@ def raises(kind, text, call):
 """
 
 
+def imported(backend: str) -> list[str]:
+    """Return what a rank begins with whose Keras is on a backend."""
+    return [backend, "keras"]
+
+
 def run(size: int, body: str, timeout: float = 150.0, **environment: str) -> list[Ended]:
-    return processes(size, HEAD + textwrap.dedent(body), timeout=timeout, environment={**ENVIRONMENT, **environment})
+    return processes(size, HEAD + textwrap.dedent(body), timeout=timeout, environment={**ENVIRONMENT, **environment},
+                     imported=imported(environment.get("KERAS_BACKEND", "tensorflow")))

@@ -10,7 +10,7 @@ pytest.importorskip("torch")
 from hvdlite.core.array import BFLOAT16
 from hvdlite.planes import arithmetic
 from hvdlite_torch import framework
-from tests.worlds import processes
+from tests.worlds import TORCH, processes
 
 HEAD = """
 import torch, warnings
@@ -30,7 +30,7 @@ def raises(kind, text, call):
 
 def run(size: int, body: str) -> None:
     import textwrap
-    processes(size, HEAD + textwrap.dedent(body))
+    processes(size, HEAD + textwrap.dedent(body), imported=TORCH)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
