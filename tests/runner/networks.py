@@ -29,10 +29,11 @@ def unavailable() -> str:
         return "needs iproute2 and nftables (make test as root installs them)"
     if SSHD is None or shutil.which("ssh-keygen") is None:
         return "needs openssh-server (make test as root installs it)"
-    tried = subprocess.run(["ip", "netns", "add", "hvdtry"], capture_output=True, text=True, check=False)
+    name = f"hvdtry{os.getpid()}"  # test processes ask at the same time
+    tried = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
     if tried.returncode != 0:
         return f"network namespaces are not allowed here: {tried.stderr.strip()}"
-    subprocess.run(["ip", "netns", "del", "hvdtry"], check=False)
+    subprocess.run(["ip", "netns", "del", name], check=False)
     return ""
 
 

@@ -23,6 +23,7 @@ PLACE = [sys.executable, "-c", "import hvdlite as hvd, numpy as np\nhvd.init()\n
 ENVIRONMENT = {**{name: value for name, value in os.environ.items() if not name.startswith(("HVDLITE_", "HOROVOD_"))},
                "OMP_NUM_THREADS": "1"}
 WHY_NO_SLURM = slurm_daemons.unavailable()
+pytestmark = pytest.mark.xdist_group("slurm")
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="the example needs torch")
 
 

@@ -13,7 +13,7 @@ from hvdlite.core.errors import ConfigError
 from hvdlite.negotiation.buckets import BucketSizes
 from hvdlite.negotiation.coordinator import Coordinator, Policy
 from hvdlite.runtime.autotune import SAMPLES, SETTLING_ROUNDS, Autotuner
-from tests.worlds import processes
+from tests.worlds import TORCH, processes
 
 pytest.importorskip("optuna")
 
@@ -74,6 +74,6 @@ def test_training_goes_on_with_equal_replicas_while_settings_change(tmp_path: Pa
             optimizer.zero_grad()
             model(torch.randn(4, 300)).square().mean().backward()
             optimizer.step()
-    """, environment=environment)
+    """, environment=environment, imported=TORCH)
     rows = list(csv.DictReader(log.open()))
     assert len(rows) == 5 and len({row["bucket_size"] for row in rows}) > 1 and all(float(row["score"]) > 0 for row in rows)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.worlds import Processes, processes
+from tests.worlds import TORCH, Processes, processes
 
 pytest.importorskip("torch")
 
@@ -44,7 +44,7 @@ COLLECTIVES = """
     ((1, 3), ["0 1 0 2 False", "0 3 1 2 False", "1 3 0 1 False", "2 3 0 1 False"]),
 ])
 def test_everything_works_between_hosts(hosts: tuple[int, ...], told: list[str]) -> None:
-    ended = processes(sum(hosts), COLLECTIVES, hosts=hosts)
+    ended = processes(sum(hosts), COLLECTIVES, hosts=hosts, imported=TORCH)
     assert [rank.stdout.strip() for rank in ended] == told
 
 
@@ -61,7 +61,7 @@ ENDLESS = """
 
 @pytest.mark.parametrize(("hosts", "victim"), [((2, 2), 3), ((2, 2), 2), ((1, 3), 0), ((1, 1), 0)])
 def test_a_death_on_another_host_is_named_by_all(hosts: tuple[int, ...], victim: int) -> None:
-    with Processes(sum(hosts), ENDLESS, hosts=hosts) as world:
+    with Processes(sum(hosts), ENDLESS, hosts=hosts, imported=TORCH) as world:
         for rank in range(sum(hosts)):
             world.wait_for(rank, "moving")
         killed = time.monotonic()
@@ -84,7 +84,7 @@ def test_an_exception_on_another_host_is_everybodys_cause(victim: int) -> None:
             hvd.allreduce(np.ones(40_000), name="x")
             if step == 5 and hvd.rank() == {victim}:
                 raise KeyError("no such column")
-    """, hosts=(2, 2)) as world:
+    """, hosts=(2, 2), imported=TORCH) as world:
         ended = world.wait(30)
     for rank in ended:
         assert rank.code == 1 and "no such column" in rank.stderr, rank
@@ -94,8 +94,7 @@ def test_an_exception_on_another_host_is_everybodys_cause(victim: int) -> None:
 @pytest.mark.parametrize("victim", [2, 0])
 def test_a_rank_that_stops_answering_is_named_by_all(victim: int) -> None:
     """Rank 2, which speaks for rank 3, or rank 0, to whom it speaks."""
-    loaded = ENDLESS.replace("import hvdlite as hvd", "import torch, hvdlite as hvd")  # not while the others wait for a beat
-    with Processes(4, loaded, hosts=(2, 2), environment={
+    with Processes(4, ENDLESS, hosts=(2, 2), imported=TORCH, environment={
             "HVDLITE_HEARTBEAT_TIMEOUT": "3", "HVDLITE_SILENCE_CHECK_SECONDS": "1"}) as world:
         for rank in range(4):
             world.wait_for(rank, "moving")
@@ -118,7 +117,7 @@ def test_a_leader_that_leaves_first_still_speaks_for_its_host() -> None:
             for step in range(20):
                 assert hvd.allreduce(np.full(100, step), op=hvd.Sum, process_set=others)[0] == 3 * step
         hvd.shutdown()
-    """, hosts=(2, 2))
+    """, hosts=(2, 2), imported=TORCH)
 
 
 def test_the_stall_report_names_the_one_whom_a_host_waits_for() -> None:
@@ -134,7 +133,7 @@ def test_the_stall_report_names_the_one_whom_a_host_waits_for() -> None:
             optimizer.zero_grad()
             model(torch.randn(8, 30)).square().mean().backward()
             optimizer.step()
-    """, hosts=(2, 2), environment={"HVDLITE_STALL_CHECK_TIME_SECONDS": "1"}) as world:
+    """, hosts=(2, 2), environment={"HVDLITE_STALL_CHECK_TIME_SECONDS": "1"}, imported=TORCH) as world:
         world.wait_for(0, "waited", stream="stderr")
         world.wait_for(0, "time.sleep(600)", stream="stderr")
         for rank in range(4):
@@ -145,7 +144,7 @@ def test_the_stall_report_names_the_one_whom_a_host_waits_for() -> None:
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_death_under_gloo_on_one_host(victim: int) -> None:
-    with Processes(3, ENDLESS, environment={"HVDLITE_CPU_OPERATIONS": "gloo"}) as world:
+    with Processes(3, ENDLESS, environment={"HVDLITE_CPU_OPERATIONS": "gloo"}, imported=TORCH) as world:
         for rank in range(3):
             world.wait_for(rank, "moving")
         world.kill(victim)
@@ -156,13 +155,12 @@ def test_a_death_under_gloo_on_one_host(victim: int) -> None:
 
 
 BESIDE_THE_SCRIPTS_OWN = """
-    import os
     import numpy as np, torch, torch.distributed as dist
     import hvdlite as hvd
     hvd.init()
     assert not dist.is_initialized()
     assert hvd.allreduce(np.full(100_000, hvd.rank()), op=hvd.Sum)[0] == 1
-    dist.init_process_group("gloo", init_method=f"file://{os.environ['MEETING']}", rank=hvd.rank(), world_size=2)
+    dist.init_process_group("gloo", init_method="file://MEETING", rank=hvd.rank(), world_size=2)
     mine = torch.ones(1000)
     for step in range(20):
         dist.all_reduce(mine)
@@ -175,7 +173,8 @@ BESIDE_THE_SCRIPTS_OWN = """
 
 
 def test_gloo_leaves_the_scripts_own_process_group_alone(tmp_path: Path) -> None:
-    processes(2, BESIDE_THE_SCRIPTS_OWN, environment={"HVDLITE_CPU_OPERATIONS": "gloo", "MEETING": str(tmp_path / "meet")})
+    processes(2, BESIDE_THE_SCRIPTS_OWN.replace("MEETING", str(tmp_path / "meet")),
+              environment={"HVDLITE_CPU_OPERATIONS": "gloo"}, imported=TORCH)
 
 
 @pytest.mark.parametrize("control", ["auto", "tcp"])
@@ -197,5 +196,5 @@ def test_training_between_hosts_gives_the_same_parameters(control: str) -> None:
         assert len(set(hvd.allgather_object(total))) == 1
         print(repr(total))
         hvd.shutdown()
-    """, hosts=(1, 2), environment={"HVDLITE_CONTROL": control})
+    """, hosts=(1, 2), environment={"HVDLITE_CONTROL": control}, imported=TORCH)
     assert len({rank.stdout for rank in ended}) == 1

@@ -252,7 +252,7 @@ def test_a_job_directory_open_to_others_is_refused(tmp_path) -> None:  # type: i
 
 
 @pytest.mark.slow
-def test_a_hundred_thousand_small_collectives_leave_nothing_behind() -> None:
+def test_sixty_thousand_small_collectives_leave_nothing_behind() -> None:
     processes(2, """
         import gc, os, threading, numpy as np, hvdlite as hvd
         hvd.init()
@@ -263,7 +263,7 @@ def test_a_hundred_thousand_small_collectives_leave_nothing_behind() -> None:
             return (int(open("/proc/self/statm").read().split()[1]) * 4096, len(os.listdir("/proc/self/fd")),
                     threading.active_count())
 
-        for count in range(100_000):
+        for count in range(60_000):
             match count % 4:
                 case 0:
                     hvd.allreduce_(value, op=hvd.Max)
@@ -274,10 +274,10 @@ def test_a_hundred_thousand_small_collectives_leave_nothing_behind() -> None:
                 case 3:
                     handles = [hvd.allreduce_async(value, name=name) for name in "ab"]
                     hvd.synchronize(handles[0]), hvd.synchronize(handles[1])
-            if count == 20_000:
+            if count == 10_000:
                 before = held()
         after = held()
-        assert after[0] - before[0] < 4e6 and after[1] <= before[1] and after[2] == before[2], (before, after)
+        assert after[0] - before[0] < 2.5e6 and after[1] <= before[1] and after[2] == before[2], (before, after)
         hvd.shutdown()
     """, timeout=170)
 

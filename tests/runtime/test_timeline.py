@@ -17,7 +17,7 @@ from hvdlite.core.types import ReduceOp
 from hvdlite.negotiation.messages import TraceEvent
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.runtime.timeline import TimelineFile
-from tests.worlds import Processes, processes, threads
+from tests.worlds import TORCH, Processes, processes, threads
 
 
 def lanes(path: Path) -> dict[tuple[int, str], list[dict[str, Any]]]:
@@ -103,7 +103,7 @@ def test_a_timeline_by_knob_holds_buckets_too(tmp_path: Path) -> None:
             model(torch.ones(2, 10)).sum().backward()
             optimizer.step()
         hvd.shutdown()
-    """, environment={"HOROVOD_TIMELINE": str(path)})
+    """, environment={"HOROVOD_TIMELINE": str(path)}, imported=TORCH)
     found = lanes(path)
     for rank in range(2):
         buckets = [name for each, name in found if each == rank and name.startswith("bucket.")]

@@ -10,5 +10,11 @@ ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_NUM_INTRAOP_THREADS": "1", "TF_N
                "CUDA_VISIBLE_DEVICES": "", "TF_ENABLE_ONEDNN_OPTS": "0", "JAX_PLATFORMS": "cpu"}
 
 
+def imported(backend: str) -> list[str]:
+    """Return what a rank begins with whose Keras is on a backend."""
+    return [backend, "keras"]
+
+
 def run(size: int, body: str, timeout: float = 150.0, **environment: str) -> list[Ended]:
-    return processes(size, RAISES + textwrap.dedent(body), timeout=timeout, environment={**ENVIRONMENT, **environment})
+    return processes(size, RAISES + textwrap.dedent(body), timeout=timeout, environment={**ENVIRONMENT, **environment},
+                     imported=imported(environment.get("KERAS_BACKEND", "tensorflow")))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import subprocess
@@ -13,10 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.tf.support import ENVIRONMENT
+from tests.tf.support import ENVIRONMENT, imported
 from tests.worlds import ROOT, Processes
-
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed")
 
 FIT = """
     import os, signal, sys
@@ -39,7 +36,7 @@ FIT = """
 @pytest.mark.parametrize(("fault", "told"), [("raise", "rank 1 failed with RuntimeError: out of paper"),
                                              ("kill", "rank 1 was lost")])
 def test_the_others_end_soon_and_say_why(fault: str, told: str) -> None:
-    with Processes(2, FIT, environment=ENVIRONMENT, arguments=[fault]) as world:
+    with Processes(2, FIT, environment=ENVIRONMENT, arguments=[fault], imported=imported("tensorflow")) as world:
         world.wait_for(1, "there")
         begun = time.monotonic()
         assert world.ranks[0].wait(30) != 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -9,20 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-tf = pytest.importorskip("tensorflow")
+import hvdlite_tf as hvd
+from hvdlite import api
+from hvdlite.runtime.runtime import Runtime
+from tests import worlds
+from tests.device_double import Gpus
+from tests.runtime.test_gpu_arrays import gpus as gpus
+from tests.runtime.test_gpu_arrays import on_gpu
 
-import hvdlite_tf as hvd  # noqa: E402
-from hvdlite import api  # noqa: E402
-from hvdlite.runtime.runtime import Runtime  # noqa: E402
-from hvdlite_tf import gpu  # noqa: E402
-from tests import worlds  # noqa: E402
-from tests.device_double import Gpus  # noqa: E402
-from tests.runtime.test_gpu_arrays import gpus as gpus  # noqa: E402
-from tests.runtime.test_gpu_arrays import on_gpu  # noqa: E402
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed")
 
 
-def test_tensorflow_numbers_only_the_gpus_that_it_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorflow_numbers_only_the_gpus_that_it_sees(tf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """`tf.config.set_visible_devices(gpus[hvd.local_rank()], "GPU")`, as every Horovod script says."""
+    from hvdlite_tf import gpu
     seen = [types.SimpleNamespace(name=f"/physical_device:GPU:{index}") for index in (3,)]
     monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: seen)
     tensor = types.SimpleNamespace(backing_device="/job:localhost/replica:0/task:0/device:GPU:0")
@@ -36,6 +38,7 @@ def test_tensorflow_numbers_only_the_gpus_that_it_sees(monkeypatch: pytest.Monke
 
 def test_arrays_are_renumbered_without_a_copy() -> None:
     cupy = pytest.importorskip("cupy", reason="needs CuPy")
+    from hvdlite_tf import gpu
     memory = cupy.cuda.UnownedMemory(4096, 24, None, 0)
     array = cupy.ndarray((2, 3), cupy.float32, cupy.cuda.MemoryPointer(memory, 0))
     there = gpu.renumbered(array, 3)
@@ -44,7 +47,14 @@ def test_arrays_are_renumbered_without_a_copy() -> None:
 
 
 @pytest.fixture
-def waits(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def tf() -> Any:
+    """TensorFlow, imported by the one test process that needs it: all of them collect this file."""
+    return importlib.import_module("tensorflow")
+
+
+@pytest.fixture
+def waits(gpus: Gpus, tf: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    from hvdlite_tf import gpu
     counted: list[int] = []
     monkeypatch.setattr(gpu, "is_on_gpu", lambda tensor: isinstance(tensor, tf.Tensor))
     monkeypatch.setattr(gpu, "as_cupy", lambda tensor: on_gpu(tensor.numpy()))
@@ -53,7 +63,7 @@ def waits(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     yield counted
 
 
-def test_eager_collectives_wait_for_tensorflow_and_for_nccl(gpus: Any, waits: list[int]) -> None:
+def test_eager_collectives_wait_for_tensorflow_and_for_nccl(gpus: Any, tf: Any, waits: list[int]) -> None:
     def step(runtime: Runtime) -> None:
         gpus.current.runtime = runtime
         rank = runtime.world.rank

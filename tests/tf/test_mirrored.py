@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 
 from tests.tf.support import run
-
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("keras") is None, reason="Keras is not installed")
-BACKENDS = [pytest.param(name, marks=pytest.mark.skipif(importlib.util.find_spec(name) is None, reason="not installed"))
-            for name in ("tensorflow", "torch", "jax")]
-ON_TENSORFLOW = pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed")
 
 COMMON = """
 import os, sys
@@ -52,7 +45,7 @@ adam = lambda: keras.optimizers.Adam(0.01, clipnorm=0.05)
 """
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["tensorflow", "torch", "jax"])
 def test_fit_evaluate_and_predict_equal_one_process(backend: str) -> None:
     run(2, COMMON + """
 weights = rng.uniform(0.5, 2, 101).astype("float32")
@@ -81,7 +74,7 @@ raises(ValueError, "equally many", lambda: shuffled.fit(X, Y[:50], verbose=0))
 """, KERAS_BACKEND=backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS[:2])
+@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
 def test_datasets_of_every_kind_are_shared_out(backend: str) -> None:
     run(2, COMMON + """
 class Batches(keras.utils.PyDataset):
@@ -164,7 +157,6 @@ assert [epoch for epoch, _ in printed] == [2, 3]
 """)
 
 
-@ON_TENSORFLOW
 def test_the_tutorials_custom_loop() -> None:
     run(2, COMMON + """
 import tensorflow as tf
@@ -243,8 +235,7 @@ for wrap in (lambda function: function, tf.function):
     assert gathered.numpy().tolist() == [[1, 2], [2, 2]]
 rows = tf.reshape(tf.range(2.0 + 2 * rank), (1 + rank, 2))  # one row on rank 0, two on rank 1
 assert strategy.reduce("SUM", tf.constant(1.0 + rank)).numpy() == 3
-assert strategy.reduce("MEAN", rows, axis=0).numpy().tolist() == [2 / 3, 5 / 3] or \
-    np.allclose(strategy.reduce("MEAN", rows, axis=0), [2 / 3, 5 / 3])
+np.testing.assert_allclose(strategy.reduce("MEAN", rows, axis=0), [2 / 3, 5 / 3], rtol=1e-6)
 assert strategy.gather(rows, axis=0).shape == (3, 2)
 assert strategy.gather(tf.ones((2, 1 + rank)), axis=1).shape == (2, 3)
 assert strategy.experimental_local_results(rows)[0] is rows
@@ -266,7 +257,7 @@ assert float(whole_epoch(strategy.experimental_distribute_dataset(tf.data.Datase
 """)
 
 
-@pytest.mark.parametrize("backend", BACKENDS[:2])
+@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
 def test_the_scope_leaves_nothing_behind(backend: str) -> None:
     run(2, COMMON + """
 import threading
@@ -407,7 +398,6 @@ same(one, normalized(keras.layers.BatchNormalization()), 1e-3)
 """)
 
 
-@ON_TENSORFLOW
 def test_the_strategy_alone() -> None:
     run(1, "import hvdlite_tf\nassert hvdlite_tf.MirroredStrategy().num_replicas_in_sync == 1")
 

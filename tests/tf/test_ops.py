@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 
 from tests.tf.support import run
-
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed")
 
 
 def test_every_collective_eager_and_in_a_graph() -> None:

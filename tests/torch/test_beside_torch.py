@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite_torch import DistributedOptimizer  # noqa: E402
 from tests.torch.test_optimizer import OPTIMIZERS, batches, net, share, train, weights  # noqa: E402
-from tests.worlds import processes, threads  # noqa: E402
+from tests.worlds import TORCH, processes, threads  # noqa: E402
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
@@ -53,7 +53,7 @@ def test_compiled_models_and_steps_train_like_plain_ones() -> None:
         for compiled in (run(True), run(True, step_too=True)):
             for mine, theirs in zip(compiled, plain):
                 torch.testing.assert_close(mine, theirs)
-    """, timeout=120)
+    """, timeout=120, imported=TORCH)
 
 
 def test_the_profiler_shows_where_gradients_are_waited_for() -> None:

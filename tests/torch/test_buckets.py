@@ -18,7 +18,7 @@ from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite_torch import Compression, DistributedOptimizer  # noqa: E402
 from tests import worlds  # noqa: E402
 from tests.torch.test_optimizer import net, share, train, weights  # noqa: E402
-from tests.worlds import processes, threads  # noqa: E402
+from tests.worlds import TORCH, processes, threads  # noqa: E402
 
 
 def by_bucket(optimizer: Any) -> bool:
@@ -120,6 +120,7 @@ def test_the_same_bits_as_without_buckets(kind: str, size: int) -> None:
                 assert torch.equal(mine, same), "ranks differ"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_same_bits_in_shared_memory(size: int) -> None:
     outputs = []
@@ -134,7 +135,8 @@ def test_the_same_bits_in_shared_memory(size: int) -> None:
                 history = story(api.runtime(), kind)
                 digest = hashlib.sha256(b"".join(each.numpy().tobytes() for step in history for each in step))
                 print(kind, digest.hexdigest())
-        """, environment={"HVDLITE_BUCKET_SIZE": bucket_size, "HVDLITE_BUCKET_EDGE": "100"}, timeout=120)
+        """, environment={"HVDLITE_BUCKET_SIZE": bucket_size, "HVDLITE_BUCKET_EDGE": "100"}, timeout=120,
+            imported=TORCH)
         outputs += [rank.stdout for rank in ended]
     assert len(set(outputs)) == 1 and outputs[0].count("\n") == len(KINDS)
 
@@ -160,7 +162,7 @@ def test_nobody_touches_a_gradient_between_backward_and_step() -> None:
                 assert (parameter.grad == wanted).all(), (turn, parameter.grad[:3])
             hvd.barrier()
         assert optimizer._reducer._seating is not None
-    """)
+    """, imported=TORCH)
 
 
 def changes_dtype(model: Any, optimizer: Any, rank: int) -> None:
@@ -326,7 +328,7 @@ def test_gradients_outlive_shutdown() -> None:
         gc.collect()
         assert (model.weight.grad == 1).all()
         model.weight.grad.mul_(2)
-    """)
+    """, imported=TORCH)
 
 
 def test_no_memory_on_one_rank_means_no_buckets_on_all(caplog: pytest.LogCaptureFixture) -> None:
@@ -378,5 +380,5 @@ def test_optimizers_that_come_and_go_leave_no_memory_behind() -> None:
             if turn == 9:
                 before = resident()
         assert resident() - before < 40e6, (before, resident())
-    """, environment={"HVDLITE_BUCKET_LAYOUTS": "3"})
+    """, environment={"HVDLITE_BUCKET_LAYOUTS": "3"}, imported=TORCH)
     gc.collect()

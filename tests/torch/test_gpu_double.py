@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import types
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -22,8 +23,8 @@ from tests.torch.test_buckets import settle, wrapped  # noqa: E402
 from tests.torch.test_optimizer import net, train  # noqa: E402
 from tests.worlds import threads  # noqa: E402
 
-ELSEWHERE = ("processes", "threads_are_the_same")
-"""Parts of names of tests that start processes."""
+SIZE = pytest.mark.parametrize("size", [3]).mark
+"""One number of ranks is enough: what these tests show at others is what the runtime does, and it is the same here."""
 
 
 @pytest.fixture(autouse=True)
@@ -37,8 +38,11 @@ def _again() -> None:
     """Collect the tests of other files that run on threads."""
     for module in (test_optimizer, test_buckets):
         for name, test in vars(module).items():
-            if name.startswith("test_") and "processes" not in test.__code__.co_names:
-                globals()[f"{name}_on_a_gpu"] = test
+            if name.startswith("test_") and name != "test_bad_arguments" and "processes" not in test.__code__.co_names:
+                again = types.FunctionType(test.__code__, test.__globals__, f"{name}_on_a_gpu", closure=test.__closure__)
+                again.pytestmark = [SIZE if mark.args[:1] == ("size",) else mark for mark in getattr(test, "pytestmark", [])]
+                again.__annotations__ = test.__annotations__
+                globals()[again.__name__] = again
 
 
 _again()

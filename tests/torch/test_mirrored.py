@@ -22,7 +22,7 @@ from hvdlite.training.gradient_reducer import GradientOrderError  # noqa: E402
 from hvdlite_torch import MirroredStrategy  # noqa: E402
 from hvdlite_torch.optimizer import is_distributed  # noqa: E402
 from hvdlite_torch.rows import mapped  # noqa: E402
-from tests.worlds import processes, threads  # noqa: E402
+from tests.worlds import TORCH, processes, threads  # noqa: E402
 
 SAMPLES = 101
 
@@ -566,5 +566,5 @@ def test_alone_and_launched() -> None:
             assert strategy.launch(main, (strategy,), {"start": 1.0})[:2] == (2, 1)
             assert hvd.MirroredStrategy().launch(main, (hvd.MirroredStrategy(), 1.0))[:2] == (1, 0)
             print("fine")
-    """, timeout=150)
+    """, timeout=150, imported=TORCH)
     assert "fine" in alone.stdout

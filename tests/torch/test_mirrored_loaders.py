@@ -27,7 +27,7 @@ from hvdlite.core.types import ReduceOp  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite_torch import MirroredStrategy  # noqa: E402
 from tests.torch.test_mirrored import Net, dataset, train, weights  # noqa: E402
-from tests.worlds import processes, threads  # noqa: E402
+from tests.worlds import TORCH, processes, threads  # noqa: E402
 
 Pair = namedtuple("Pair", ["x", "y"])
 
@@ -339,4 +339,4 @@ def test_workers_streams_and_synchronised_batch_norm_in_processes() -> None:
         assert max(abs(mine - theirs) for mine, theirs in zip(curve, expected)) < 1e-4, (curve, expected)
         torch.testing.assert_close(model.norm.running_var, alone.norm.running_var, rtol=1e-4, atol=1e-5)
         assert_close(weights(model), weights(alone))
-    """, timeout=150)
+    """, timeout=150, imported=TORCH)

@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 from hvdlite.core.array import BFLOAT16
 from hvdlite.planes import arithmetic
 from hvdlite_torch import framework
-from tests.worlds import RAISES, processes
+from tests.worlds import RAISES, TORCH, processes
 
 HEAD = RAISES + """
 import torch, warnings
@@ -24,7 +24,7 @@ total = sum(range(size))
 
 
 def run(size: int, body: str) -> None:
-    processes(size, HEAD + RAISES + textwrap.dedent(body))
+    processes(size, HEAD + textwrap.dedent(body), imported=TORCH)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

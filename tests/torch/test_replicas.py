@@ -12,7 +12,7 @@ import hvdlite_torch as hvd  # noqa: E402
 from hvdlite.core.errors import ReplicaMismatchError  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite.training.replicas import check_replicas  # noqa: E402
-from tests.worlds import processes, threads  # noqa: E402
+from tests.worlds import TORCH, processes, threads  # noqa: E402
 
 
 def test_what_differs_is_named_with_its_ranks() -> None:
@@ -69,7 +69,7 @@ def test_the_public_call() -> None:
             raise SystemExit("random weights were the same")
         hvd.broadcast_parameters(model.state_dict(), 0)
         hvd.check_replicas(model.named_parameters())
-    """)
+    """, imported=TORCH)
 
 
 def layouts(**config: Any) -> list[list[tuple[str, ...]]]:

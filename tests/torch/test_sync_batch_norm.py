@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.worlds import processes
+from tests.worlds import TORCH, processes
 
 torch = pytest.importorskip("torch")
 
@@ -64,4 +64,4 @@ def test_it_equals_one_rank_with_the_whole_batch(size: int) -> None:
         layer = hvd.SyncBatchNorm(3, process_set=own)
         x = torch.randn(4, 3)
         torch.testing.assert_close(layer(x), torch.nn.BatchNorm1d(3)(x))
-    """)
+    """, imported=TORCH)

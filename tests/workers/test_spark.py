@@ -16,8 +16,8 @@ import hvdlite.spark  # noqa: E402
 from hvdlite.core.errors import LaunchError, PeerLostError  # noqa: E402
 from hvdlite.run_function import RankTraceback  # noqa: E402
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("java") is None, reason="needs a Java runtime (make test as "
-                                                   "root installs it)")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("spark"), pytest.mark.skipif(
+    shutil.which("java") is None, reason="needs a Java runtime (make test as root installs it)")]
 
 
 def total(value: int, name: str = "") -> tuple[int, int, int, str]:
