@@ -45,6 +45,8 @@ _STORED = {"int8": "signed char", "uint8": "unsigned char", "int16": "short", "u
 class Arithmetic:
     """What happens to each value on its way; nothing by default. Integers are truncated toward zero.
 
+    CuPy compiles with -ftz=true: float32 values below 1.2e-38 become zero. Where nothing happens, bits are copied.
+
     Attributes:
         factor: by what it is multiplied.
         divisor: by what it is divided.
