@@ -28,16 +28,6 @@ from tests import warm
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parent.parent
-RAISES = """
-def raises(kind, text, call):
-    try:
-        call()
-    except kind as error:
-        assert text in str(error), error
-    else:
-        raise AssertionError(f"no {kind.__name__}")
-"""
-"""For sources: check that a call fails as it should."""
 TORCH = ("torch", "torch._dynamo")
 """What ranks with torch can begin with: the first optimizer imports the latter."""
 
