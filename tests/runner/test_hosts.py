@@ -17,7 +17,7 @@ import pytest
 from tests.runner.networks import Hosts, unavailable
 
 WHY_NOT = unavailable()
-pytestmark = [pytest.mark.xdist_group("hosts"), pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 

@@ -39,13 +39,13 @@ def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setenv("HVDLITE_TEST_MARK_", "")
     monkeypatch.delenv("HVDLITE_TEST_MARK_")
-    monkeypatch.setenv("TEST_JOB", tmp_path.name)
+    monkeypatch.setenv("TEST_JOB", str(tmp_path))  # names alone are the same in every test process
     tempfile.tempdir = None
     shared = shared_memory()
     yield
     tempfile.tempdir = None
     deadline = time.monotonic() + 15
-    mark = f"TEST_JOB={tmp_path.name}".encode()
+    mark = f"TEST_JOB={tmp_path}".encode()
     while (left := marked_processes(mark)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not left, [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left]
@@ -210,7 +210,7 @@ def test_a_killed_rank_is_named_first(victim: int) -> None:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_the_users_signals_end_every_rank(number: int, code: int) -> None:
-    run = Running("-np", "2", PYTHON, "-c", TRAIN, "wait", "0")
+    run = Running("-np", "2", PYTHON, "-c", TRAIN, "wait", "0", before=lambda: signal.signal(number, signal.SIG_DFL))
     run.wait_for("ready")
     run.process.send_signal(number)
     assert run.end()[0] == code

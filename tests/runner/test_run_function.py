@@ -23,11 +23,11 @@ from hvdlite_runner.guardian import marked_processes
 def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in [name for name in os.environ if name.startswith(("HVDLITE_", "HOROVOD_"))]:
         monkeypatch.delenv(name)
-    monkeypatch.setenv("TEST_JOB", tmp_path.name)
+    monkeypatch.setenv("TEST_JOB", str(tmp_path))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     yield
     monkeypatch.delenv("TEST_JOB")
-    assert not marked_processes(f"TEST_JOB={tmp_path.name}".encode())
+    assert not marked_processes(f"TEST_JOB={tmp_path}".encode())
 
 
 def test_results_come_in_rank_order(capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,7 +110,7 @@ def test_the_job_ends_with_its_caller(tmp_path: Path) -> None:
     caller.kill()
     caller.wait()
     for _ in range(150):
-        if not marked_processes(f"TEST_JOB={tmp_path.name}".encode()) and not list(tmp_path.glob("hvdlite-*")):
+        if not marked_processes(f"TEST_JOB={tmp_path}".encode()) and not list(tmp_path.glob("hvdlite-*")):
             return
         signal.sigtimedwait([], 0.1)
     raise AssertionError("ranks are left")

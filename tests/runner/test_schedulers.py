@@ -23,7 +23,7 @@ PLACE = [sys.executable, "-c", "import hvdlite as hvd, numpy as np\nhvd.init()\n
 ENVIRONMENT = {**{name: value for name, value in os.environ.items() if not name.startswith(("HVDLITE_", "HOROVOD_"))},
                "OMP_NUM_THREADS": "1"}
 WHY_NO_SLURM = slurm_daemons.unavailable()
-pytestmark = pytest.mark.xdist_group("slurm")
+pytestmark = pytest.mark.slow
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="the example needs torch")
 
 
@@ -50,7 +50,6 @@ def launcher(flavour: str) -> list[str]:
 
 
 @needs_torch
-@pytest.mark.slow
 def test_the_example_under_srun(slurm: Slurm, small: Path) -> None:
     ended = slurm.run("srun", "--ntasks=2", *EXAMPLE, str(small))
     assert ended.returncode == 0 and "on 2 ranks" in ended.stdout, ended.stderr
@@ -93,7 +92,6 @@ def test_srun_with_an_interface_for_mpi_counts_as_srun(slurm: Slurm) -> None:
 
 
 @needs_torch
-@pytest.mark.slow
 @pytest.mark.parametrize("flavour", ["Open MPI", "MPICH"])
 def test_the_example_under_mpirun(flavour: str, small: Path) -> None:
     ended = run(*launcher(flavour), *EXAMPLE, str(small))
@@ -115,7 +113,6 @@ def test_mpi_that_is_not_there() -> None:
 
 
 @needs_torch
-@pytest.mark.slow
 def test_the_example_under_torchrun(small: Path) -> None:
     ended = run(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *EXAMPLE[1:], str(small))
     assert ended.returncode == 0 and "on 2 ranks" in ended.stdout, ended.stderr

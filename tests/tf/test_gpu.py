@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -18,8 +17,6 @@ from tests import worlds
 from tests.device_double import Gpus
 from tests.runtime.test_gpu_arrays import gpus as gpus
 from tests.runtime.test_gpu_arrays import on_gpu
-
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed")
 
 
 def test_tensorflow_numbers_only_the_gpus_that_it_sees(tf: Any, monkeypatch: pytest.MonkeyPatch) -> None:

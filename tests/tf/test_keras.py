@@ -59,6 +59,11 @@ def test_fit_equals_one_process_with_the_global_batch() -> None:
     run(2, COMMON + OPTIMIZERS + """
 for name, optimizer in make_optimizers.items():
     close(fit(optimizer(), True), fit(optimizer(), False))
+""")
+
+
+def test_fit_with_every_option_equals_one_process_or_is_refused() -> None:
+    run(2, COMMON + OPTIMIZERS + """
 close(fit(make_optimizers["adam"](), True, options=dict(steps_per_execution=3)), fit(make_optimizers["adam"](), False))
 close(fit(make_optimizers["adam"](), True, options=dict(run_eagerly=True)), fit(make_optimizers["adam"](), False))
 for averages in (True, False):  # Horovod sums what accumulates, unless it is told to average

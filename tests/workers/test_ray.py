@@ -18,7 +18,7 @@ from ray.cluster_utils import Cluster  # noqa: E402
 from hvdlite.core.errors import LaunchError, NotInitializedError  # noqa: E402
 from hvdlite.ray import RayExecutor  # noqa: E402
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -16,7 +16,7 @@ import hvdlite.spark  # noqa: E402
 from hvdlite.core.errors import LaunchError, PeerLostError  # noqa: E402
 from hvdlite.run_function import RankTraceback  # noqa: E402
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("spark"), pytest.mark.skipif(
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(
     shutil.which("java") is None, reason="needs a Java runtime (make test as root installs it)")]
 
 
@@ -35,12 +35,14 @@ def test_without_a_context() -> None:
 
 @pytest.fixture(scope="module")
 def spark() -> Iterator[None]:
+    interrupted = signal.getsignal(signal.SIGINT)  # Spark's own handler would stay, without its Spark
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # else Spark takes the python3 that it finds first
     builder = pyspark.sql.SparkSession.builder.master("local[3]").config("spark.ui.enabled", "false")
     session = builder.config("spark.driver.bindAddress", "127.0.0.1").config("spark.driver.host", "127.0.0.1").getOrCreate()
     session.sparkContext.setLogLevel("OFF")
     yield
     session.stop()
+    signal.signal(signal.SIGINT, interrupted)
 
 
 def test_results_in_rank_order_and_processes_that_can_be_used_again(spark: None) -> None:
