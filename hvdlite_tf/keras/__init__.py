@@ -6,13 +6,16 @@ from collections.abc import Iterable as _Iterable
 from typing import Any
 
 import keras as _keras
+import numpy as _np
 
 from hvdlite import api as _api
 from hvdlite import frontend, join
 from hvdlite import ops as _ops
+from hvdlite.core.array import SUPPORTED_DTYPES as _SUPPORTED_DTYPES
 from hvdlite.frontend import *
 from hvdlite.training import objects as _objects
 from hvdlite_tf.compression import Compression
+from hvdlite_tf.compression import Compressor as _Compressor
 from hvdlite_tf.keras import callbacks
 from hvdlite_tf.keras.exchange import broadcast_variables as _broadcast_variables
 from hvdlite_tf.keras.hooks import install as _install
@@ -71,9 +74,13 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
 
 
 def allreduce(value: Any, name: str | None = None, average: bool | None = None, prescale_factor: float = 1.0,
-              postscale_factor: float = 1.0, op: ReduceOp | None = None) -> Any:
+              postscale_factor: float = 1.0, op: ReduceOp | None = None,
+              compression: type[_Compressor] = Compression.none) -> Any:
     """Return the reduction of a value (anything NumPy takes, eager tensors included) over all ranks, as an array."""
-    return _ops.allreduce(value, average, name, op, prescale_factor, postscale_factor)
+    array = _np.asarray(value)
+    target = compression.target_for(array.dtype.name)
+    sent = array if target is None else array.astype(_SUPPORTED_DTYPES[target])
+    return _ops.allreduce(sent, average, name, op, prescale_factor, postscale_factor).astype(array.dtype, copy=False)
 
 
 def allgather(value: Any, name: str | None = None) -> Any:
