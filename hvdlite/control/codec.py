@@ -20,7 +20,7 @@ class Hello(Message, frozen=True):
     host: str  # equal for ranks that share a kernel and a process table
     version: str
     testimony: tuple[int, int] = (-1, 0)  # where it writes its stacks; see `control.witness`
-    planes: str = "auto"  # HVDLITE_CPU_OPERATIONS
+    settings: tuple[tuple[str, str], ...] = ()  # knobs in which no two ranks may differ, and their values
     lacks: tuple[tuple[str, str], ...] = ()  # engines that it cannot use, and why
     epoch: int = 0
 

@@ -241,9 +241,10 @@ class _Reception:
             elif hello.version != self._own.version:
                 self.refusal = (f"rank {hello.rank} runs hvdlite {hello.version}, rank 0 runs {self._own.version}; "
                                 "install the same version everywhere")
-            elif hello.planes != self._own.planes:
-                self.refusal = (f"rank {hello.rank} has HVDLITE_CPU_OPERATIONS={hello.planes}, rank 0 {self._own.planes}; "
-                                "set the same everywhere")
+            elif hello.settings != self._own.settings:
+                (name, theirs), (_, ours) = next(pair for pair in zip(hello.settings, self._own.settings, strict=True)
+                                                 if pair[0] != pair[1])
+                self.refusal = f"rank {hello.rank} has {name}={theirs}, rank 0 {ours}; set the same everywhere"
             self._hellos[hello.rank] = hello
             self.connections[hello.rank] = connection
 

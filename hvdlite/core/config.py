@@ -85,15 +85,16 @@ Translate = Callable[[str], str | None]
 
 
 def knob(default: Any, parse: Callable[[str], Any], text: str, *, tunable: tuple[int, int] | None = None,
-         **horovod: Translate) -> Any:
+         alike: bool = False, **horovod: Translate) -> Any:
     """Declare a knob.
 
     Args:
+        alike: ranks that differ in it cannot work together; they find out when they meet.
         tunable: between what autotune looks for a better value, on a logarithmic scale.
         horovod: the Horovod variables read as aliases (without their prefix), first ones first.
     """
     return dataclasses.field(default=default, metadata={"parse": parse, "help": text, "tunable": tunable,
-                                                        "horovod": horovod})
+                                                        "alike": alike, "horovod": horovod})
 
 
 def _same(text: str) -> str:
@@ -131,12 +132,13 @@ class Config:
     spin_microseconds: int = knob(
         80, _at_least(0), "how long the runtime thread looks for news before it sleeps, while the script is blocked in "
         "a wait; 0 turns that off")
-    shm_slot: int = knob(4 * MIB, _size, "staging memory of one rank in the shm plane, in bytes (two are used)")
+    shm_slot: int = knob(
+        4 * MIB, _size, "staging memory of one rank in the shm plane, in bytes (two are used)", alike=True)
     shm_chunk: int = knob(
         512 * KIB, _size, "bytes reduced per NumPy call in the shm plane (one GIL release each)",
         tunable=(64 * KIB, 4 * MIB))
     shm_direct: int = knob(
-        512 * KIB, _size, "up to this many bytes every rank reduces everything: one barrier less",
+        512 * KIB, _size, "up to this many bytes every rank reduces everything: one barrier less", alike=True,
         tunable=(16 * KIB, 4 * MIB))
     control: str = knob(
         "auto", _one_of("auto", "unix", "tcp"),
@@ -145,7 +147,7 @@ class Config:
     cpu_operations: str = knob(
         "auto", _one_of("auto", "shm", "mpi", "gloo", "hierarchical"),
         "what carries tensors in host memory: shm, mpi, gloo, hierarchical (shm within hosts, mpi "
-        "or gloo between them), or auto; HVDLITE_LOG_LEVEL=info tells why", CPU_OPERATIONS=_same)
+        "or gloo between them), or auto; HVDLITE_LOG_LEVEL=info tells why", alike=True, CPU_OPERATIONS=_same)
     gloo_interface: str = knob(
         "", _text, "name or IP address of the network interface by which Gloo reaches other hosts; by default the one that "
         "leads to rank 0", GLOO_IFACE=_same)
@@ -231,6 +233,12 @@ def tunable(config: Config) -> dict[str, tuple[int, int]]:
     """Return the knobs that autotune may change, with their bounds: those that still have their defaults."""
     return {field.name: field.metadata["tunable"] for field in dataclasses.fields(config)
             if field.metadata["tunable"] and getattr(config, field.name) == field.default}
+
+
+def alike(config: Config) -> tuple[tuple[str, str], ...]:
+    """Return the knobs in which no two ranks may differ: their environment variables, and what they are here."""
+    return tuple((environment_name(field.name), str(getattr(config, field.name))) for field in dataclasses.fields(config)
+                 if field.metadata["alike"])
 
 
 def file_knobs() -> list[str]:

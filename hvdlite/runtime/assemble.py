@@ -26,7 +26,7 @@ from hvdlite.control.meeting import Address, host_identity, join, listen, reache
 from hvdlite.control.star import StarControl
 from hvdlite.control.wire import Connection
 from hvdlite.control.witness import Witness
-from hvdlite.core.config import Config
+from hvdlite.core.config import Config, alike
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.launch_contract import PROCESSES_FILE
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
@@ -180,7 +180,7 @@ def _meet(place: Place, config: Config, testimony: tuple[int, int]) -> tuple[Map
     host = f"{host_identity()}:{place.job_directory}"
     no_mpi = "" if place.communicator is not None else place.without_mpi or "the job was not started with mpirun"
     lacks = tuple((name, reason) for name, reason in {"mpi": no_mpi, "gloo": gloo_missing()}.items() if reason)
-    own = Hello(world.rank, world.size, os.getpid(), host, __version__, testimony, config.cpu_operations, lacks)
+    own = Hello(world.rank, world.size, os.getpid(), host, __version__, testimony, alike(config), lacks)
     address = _address(place, config)
     if world.rank != 0:
         connection, welcome = join(address, own, timeout=config.start_timeout, frame_limit=config.frame_limit)

@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from hvdlite.control.codec import Hello
@@ -15,10 +16,11 @@ from hvdlite.control.meeting import Address, join, listen, receive_ranks
 from hvdlite.core.errors import LaunchError
 
 LIMIT = 1 << 16
+SETTINGS = (("HVDLITE_SHM_SLOT", "4096"), ("HVDLITE_CPU_OPERATIONS", "auto"))
 
 
 def hello(rank: int, size: int = 3, version: str = "1") -> Hello:
-    return Hello(rank, size, 1000 + rank, "host", version)
+    return Hello(rank, size, 1000 + rank, "host", version, settings=SETTINGS)
 
 
 def meet(address: Address, hellos: list[Hello], timeout: float = 10.0, stranger: Any = None) -> list[Any]:
@@ -73,6 +75,8 @@ def test_a_missing_rank_is_named_on_all_ranks(address: Address) -> None:
 @pytest.mark.parametrize(("other", "told"), [
     (Hello(1, 3, 1, "host", "1", epoch=2), "membership epoch 2"),
     (hello(1, size=4), "rank 1 of 4"), (hello(0), "rank 0 of 3"), (hello(1, version="2"), "runs hvdlite 2"),
+    (msgspec.structs.replace(hello(1), settings=(SETTINGS[0], ("HVDLITE_CPU_OPERATIONS", "gloo"))),
+     "rank 1 has HVDLITE_CPU_OPERATIONS=gloo, rank 0 auto"),
 ])
 def test_a_rank_that_does_not_fit_is_refused_everywhere(address: Address, other: Hello, told: str) -> None:
     for error in meet(address, [hello(0), other]):
