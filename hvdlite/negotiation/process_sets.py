@@ -6,7 +6,7 @@ the ranks, so nobody has to be told.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 
@@ -61,6 +61,3 @@ class ProcessSetTable:
     def _pair(self, number: int) -> tuple[int, ...]:
         return divmod(-1 - number, self._size)
 
-    def items(self) -> Mapping[int, tuple[int, ...]]:
-        """Return all sets by id."""
-        return dict(self._ranks)
