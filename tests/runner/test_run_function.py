@@ -119,7 +119,8 @@ def test_the_job_ends_with_its_caller(tmp_path: Path) -> None:
 def test_an_interrupt_ends_the_job_and_is_raised(tmp_path: Path) -> None:
     script = ("import hvdlite, time\ndef work():\n    print('ready', flush=True)\n    time.sleep(1000)\n"
               "try:\n    hvdlite.run(work, np=2)\nexcept KeyboardInterrupt:\n    print('interrupted')")
-    caller = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    caller = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True,
+                              preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # a shell's `&` ignores it
     assert caller.stdout is not None
     while "ready" not in caller.stdout.readline():
         pass
