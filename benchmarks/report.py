@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -98,8 +99,8 @@ def _control_scale(rows: Rows, ranks: int) -> list[str]:
     return text
 
 
-def _planes(rows: Rows, ranks: int) -> list[str]:
-    text = [f"## Planes beside the libraries they stand on, {ranks} ranks"]
+def _planes(rows: Rows, ranks: int, under: str = "MPICH") -> list[str]:
+    text = [f"## Planes beside the libraries they stand on, {ranks} ranks, {under}"]
     for case in dict.fromkeys(row["case"] for row in rows):
         named = [{"bytes": row["bytes"], "seconds": row["seconds"]} for row in rows if row["case"] == case]
         text += ["", f"### {case}", "", *_compared(named, "size", 1e6, "us")]
@@ -112,8 +113,8 @@ def _two_hosts(rows: Rows, ranks: int) -> list[str]:
             *_compared(rows, "size", 1e6, "us")]
 
 
-_TABLES = {"planes": _planes, "collectives": _collectives, "gradients": _gradients, "training": _training, "idle": _idle,
-           "control_scale": _control_scale,
+_TABLES = {"planes": _planes, "planes_openmpi": functools.partial(_planes, under="Open MPI"), "collectives": _collectives,
+           "gradients": _gradients, "training": _training, "idle": _idle, "control_scale": _control_scale,
            **{f"two_hosts_{engine}_{plane}": _two_hosts for engine in ("mpi", "gloo") for plane in (engine, "hierarchical")}}
 
 
