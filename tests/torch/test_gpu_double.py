@@ -87,12 +87,17 @@ def test_gradients_are_aligned_views_of_the_gpus_memory(gpus: Gpus) -> None:
     threads(2, step)
 
 
+def several_streams(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.local, list[int]]:
+    """Return what holds each thread's current stream as `now`, and how many tensors outlived their stream, by call."""
+    streams, outlived = threading.local(), list[int]()
+    monkeypatch.setattr(cuda, "current_stream", lambda index: getattr(streams, "now", 0))
+    monkeypatch.setattr(cuda, "outlive", lambda tensors: outlived.append(len(tensors)))
+    return streams, outlived
+
+
 @pytest.mark.parametrize("to_none", [True, False], ids=["copied in", "in place"])
 def test_gradients_from_several_streams_are_waited_for(gpus: Gpus, to_none: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    streams = threading.local()
-    monkeypatch.setattr(cuda, "current_stream", lambda index: getattr(streams, "now", 0))
-    outlived: list[int] = []
-    monkeypatch.setattr(cuda, "outlive", lambda tensors: outlived.append(len(tensors)))
+    streams, outlived = several_streams(monkeypatch)
 
     def step(runtime: Runtime) -> None:
         model = net()
@@ -115,10 +120,7 @@ def test_gradients_from_several_streams_are_waited_for(gpus: Gpus, to_none: bool
 
 
 def test_every_bucket_waits_for_all_streams_that_made_gradients(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    streams = threading.local()
-    monkeypatch.setattr(cuda, "current_stream", lambda index: getattr(streams, "now", 0))
-    outlived: list[int] = []
-    monkeypatch.setattr(cuda, "outlive", lambda tensors: outlived.append(len(tensors)))
+    streams, outlived = several_streams(monkeypatch)
 
     def step(runtime: Runtime) -> None:
         model = net()

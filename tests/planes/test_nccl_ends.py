@@ -1,0 +1,287 @@
+"""How the NCCL plane fails and ends, over a double of GPUs and NCCL: deaths, errors, aborts, leaving early and late."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdlite.core.errors import HorovodInternalError
+from hvdlite.core.types import ReduceOp
+from hvdlite.planes.base import WaitUntil
+from hvdlite.planes.launch_thread import LaunchThread
+from hvdlite.planes.nccl.introduction import Introduction, check
+from hvdlite.planes.nccl.watcher import Lease, abort
+from hvdlite.runtime.runtime import Runtime
+from tests import worlds
+from tests.device_double import CommunicatorDouble, GpuDouble, Gpus, Meetings, NcclErrorDouble
+from tests.planes.test_nccl import allreduce, begun, spin
+from tests.planes.test_nccl import gpus as gpus
+
+SUM, AVERAGE = ReduceOp.SUM, ReduceOp.AVERAGE
+
+
+def test_a_joined_rank_stays_until_what_it_helped_with_is_done(gpus: Gpus) -> None:
+    values = [np.full(10, rank + 1.0) for rank in range(3)]
+
+    def step(runtime: Runtime) -> None:
+        rank, gpu = runtime.world.rank, begun(gpus, runtime)
+        if rank == 2:
+            gpu.hold(gpu.stream)
+            threading.Timer(0.3, gpu.release, [gpu.stream]).start()  # it has nothing left to do by then, but to help
+        else:
+            allreduce(gpus, runtime, "x", values[rank]).wait()
+        runtime.join().wait()
+    worlds.threads(3, step)
+    assert all((each == 3).all() for each in values[:2]), "it ended its communicators before its part was done"
+
+
+def _scattered(gpus: Gpus, runtime: Runtime, process_set: int = 0) -> Any:
+    """Let rank 0 send to rank 1, whose GPU comes to it later; return rank 1's result."""
+    gpu = begun(gpus, runtime, process_set)
+    if runtime.world.rank == 1:
+        gpu.hold(gpu.stream)
+    handle = runtime.scatter("s", gpus.lend(runtime, np.full(4, 7.0)), 0, process_set=process_set)
+    return handle.wait().owner
+
+
+def test_what_is_on_its_way_arrives_although_the_sender_is_done_and_leaves(gpus: Gpus) -> None:
+    gpus.options["parting"] = 20.0
+    results: dict[int, Any] = {}
+
+    def step(runtime: Runtime) -> None:
+        results[runtime.world.rank] = _scattered(gpus, runtime)
+        if runtime.world.rank == 1:
+            gpu = gpus.made[1]
+            threading.Timer(0.3, gpu.release, [gpu.stream]).start()
+    worlds.threads(2, step)
+    assert (results[1] == 7).all(), "the sender ended the communicator when its own part was done"
+
+
+def test_who_leaves_long_before_the_others_does_not_wait_for_them(gpus: Gpus, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "hvdlite")
+    gpus.options["parting"] = 0.2
+    left = threading.Event()
+
+    def step(runtime: Runtime) -> None:
+        begun(gpus, runtime)
+        if runtime.world.rank == 1:
+            runtime.shutdown()
+            left.set()
+        assert left.wait(20)
+    worlds.threads(2, step)
+    assert "rank 1: left without the others' GPUs: TimeoutError" in caplog.text
+
+
+def test_ranks_of_a_removed_set_wait_for_each_others_gpus(gpus: Gpus) -> None:
+    def step(runtime: Runtime) -> None:
+        rank = runtime.world.rank
+        number = runtime.add_process_set([0, 1]).wait()
+        if rank < 2:
+            result = _scattered(gpus, runtime, number)
+            if rank == 1:
+                gpu = gpus.made[rank]
+                threading.Timer(0.2, gpu.release, [gpu.stream]).start()
+        runtime.remove_process_set(number).wait()
+        assert rank != 1 or (result == 7).all(), "the sender ended the communicator when its own part was done"
+    worlds.threads(3, step)
+
+
+def test_communicators_end_only_when_nobody_looks_at_them(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, ended, real = threading.Event(), threading.Event(), CommunicatorDouble.abort
+    late: list[bool] = []
+
+    def check(communicator: CommunicatorDouble) -> None:
+        looks.set()
+        time.sleep(0.2)
+        late.append(ended.is_set())
+
+    def abort(communicator: CommunicatorDouble) -> None:
+        ended.set()
+        real(communicator)
+    monkeypatch.setattr(CommunicatorDouble, "check_async_error", check)
+    monkeypatch.setattr(CommunicatorDouble, "abort", abort)
+
+    def step(runtime: Runtime) -> None:
+        gpu = begun(gpus, runtime)
+        gpu.hold(gpu.stream)
+        allreduce(gpus, runtime, "x", np.ones(2)).wait()
+        assert looks.wait(20)
+        runtime.fail("Done", "the test ends here", "")
+    worlds.threads(1, step)
+    assert late and not any(late), "NCCL was asked about a communicator while it was being freed"
+
+
+def test_no_memory_says_where(gpus: Gpus) -> None:
+    def step(runtime: Runtime) -> None:
+        begun(gpus, runtime).memory = 1 << 16
+        arrays = [gpus.lend(runtime, np.ones(1 << 14)) for _ in range(2)]
+        with pytest.raises(HorovodInternalError, match=r"rank \d: out of memory in allreduce of 'g'.* on GPU 0"):
+            runtime.grouped_allreduce("g", arrays, arrays, SUM).wait()
+    worlds.threads(2, step)
+
+
+def test_what_nccl_says_reaches_all_ranks_with_the_rank_that_met_it(gpus: Gpus) -> None:
+    gpus.meetings.refuses = "NCCL_ERROR_SYSTEM_ERROR: no route"
+
+    def step(runtime: Runtime) -> str:
+        with pytest.raises(HorovodInternalError) as caught:
+            allreduce(gpus, runtime, "x", np.ones(3)).wait(20)
+        return str(caught.value)
+    for text in worlds.threads(2, step):
+        assert "NCCL failed in making a communicator of ranks [0, 1] on GPU 0" in text and "no route" in text
+
+
+def test_an_error_in_work_under_way_ends_the_job_naming_the_rank(gpus: Gpus) -> None:
+    def step(runtime: Runtime) -> None:
+        gpu = begun(gpus, runtime)
+        gpu.hold(gpu.stream)
+        handle = allreduce(gpus, runtime, "x", np.ones(3))
+        handle.wait()
+        if runtime.world.rank == 1:
+            gpu.error = NcclErrorDouble("NCCL_ERROR_REMOTE: a cable was pulled")
+        with pytest.raises(HorovodInternalError, match=r"rank 1.*a cable was pulled"):
+            while True:
+                handle.completion.follow(gpu.make_stream())
+                allreduce(gpus, runtime, "y", np.ones(3)).wait(20)
+        gpu.error = None
+        gpu.release(gpu.stream)
+    with pytest.raises(HorovodInternalError):  # the world's own shutdown tells it again
+        worlds.threads(2, step)
+        raise HorovodInternalError
+
+
+def test_a_rank_that_dies_while_a_communicator_is_made_is_an_error_on_the_others(gpus: Gpus) -> None:
+    def step(runtime: Runtime) -> None:
+        if runtime.world.rank == 0:
+            with pytest.raises(HorovodInternalError, match="rank 1"):
+                allreduce(gpus, runtime, "x", np.ones(3)).wait(20)
+        else:
+            runtime._devices._meet = _raise  # type: ignore[union-attr]
+            with pytest.raises(HorovodInternalError):
+                allreduce(gpus, runtime, "x", np.ones(3)).wait(20)
+    worlds.threads(2, step)
+
+
+def _raise(*_: Any) -> None:
+    raise HorovodInternalError("it stopped")
+
+
+def test_ranks_on_one_gpu_are_named_unless_it_is_allowed(gpus: Gpus) -> None:
+    one, other = Introduction("a", "GPU-1", 22809), Introduction("a", "GPU-1", 22809)
+    with pytest.raises(HorovodInternalError, match=r"ranks 0 and 3 use the same GPU.*torch.cuda.set_device"):
+        check({0: one, 3: other}, shared=False)
+    check({0: one, 3: other}, shared=True)
+    check({0: Introduction("a", "0000:01", 22809), 1: Introduction("b", "0000:01", 22809)}, shared=False)
+    with pytest.raises(HorovodInternalError, match=r"rank 0 has NCCL 2.28.9 and rank 1 has 2.27.3"):
+        check({0: one, 1: Introduction("a", "GPU-2", 22703)}, shared=False)
+    gpus.options["shared_gpu"] = False
+    real = gpus.plane
+
+    def same(rank: int, swap: Any, wake: Any) -> Any:
+        made = real(rank, swap, wake)
+        gpus.made[-1].gpu = "GPU-7"
+        return made
+    gpus.plane = same  # type: ignore[method-assign]
+
+    def step(runtime: Runtime) -> None:
+        with pytest.raises(HorovodInternalError, match="ranks 0 and 1 use the same GPU"):
+            allreduce(gpus, runtime, "x", np.ones(3)).wait(20)
+    worlds.threads(2, step)
+
+
+def test_nobody_but_an_abort_ends_a_communicator() -> None:
+    class Communicator:
+        aborted = False
+
+        def abort(self) -> None:
+            self.aborted = True
+
+    communicator = Communicator()
+    watch, lease = weakref.ref(communicator), Lease(communicator)  # type: ignore[arg-type]
+    del communicator
+    lease_again, lease = lease, None  # type: ignore[assignment]
+    communicator = lease_again.communicator  # type: ignore[assignment]
+    del lease_again
+    gc.collect()
+    assert watch() is not None
+    again = Lease(communicator)  # type: ignore[arg-type]
+    again.end()
+    assert communicator.aborted
+    del communicator, again
+    gc.collect()
+    assert watch() is not None, "one of two leases has not ended"
+
+
+def test_aborts_run_side_by_side_and_a_stuck_one_is_left_behind() -> None:
+    gpu, stuck, both = GpuDouble(), threading.Event(), threading.Barrier(3)
+
+    class Communicator:
+        def __init__(self, hangs: bool) -> None:
+            self.hangs = hangs
+
+        def abort(self) -> None:
+            both.wait(10)  # neither waits for the other
+            if self.hangs:
+                stuck.wait(20)
+
+    leases = [Lease(Communicator(hangs)) for hangs in (False, False, True)]  # type: ignore[arg-type]
+    began = time.monotonic()
+    assert abort(leases, gpu, 0.5) == 1
+    assert time.monotonic() - began < 10
+    stuck.set()
+    gpu.end()
+
+
+def test_work_under_way_is_finished_before_the_end(gpus: Gpus) -> None:
+    results = [np.full(10, rank + 1.0) for rank in range(2)]
+
+    def step(runtime: Runtime) -> None:
+        allreduce(gpus, runtime, "x", results[runtime.world.rank]).wait()
+    worlds.threads(2, step)
+    assert all((result == 3).all() for result in results), "shutdown() came after the launch, and must not undo it"
+
+
+def test_a_call_that_does_not_return_is_abandoned() -> None:
+    stuck, ended = threading.Event(), []
+
+    class JobEndedError(Exception):
+        pass
+
+    def gives_up(predicate: Callable[[], bool]) -> None:
+        if not predicate():
+            raise JobEndedError
+    thread = LaunchThread("test", lambda: ended.append(1), lambda: None)
+    with pytest.raises(JobEndedError):
+        thread.run(lambda: stuck.wait(20), gives_up)
+    assert not thread.end(0.05)
+    stuck.set()
+    assert thread.end(10) and ended
+
+    wait: WaitUntil = spin
+    other = LaunchThread("test", lambda: None)
+    assert other.run(lambda: 7, wait) == 7
+    with pytest.raises(ZeroDivisionError):
+        other.run(lambda: 1 // 0, wait)
+    assert other.end(10)
+    broken = LaunchThread("test", lambda: None, lambda: _raise())
+    with pytest.raises(HorovodInternalError, match="it stopped"):
+        broken.run(lambda: 7, wait)
+
+
+def test_the_communicators_id_is_made_once(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[bytes] = []
+    real = Meetings.new_id
+    monkeypatch.setattr(Meetings, "new_id", lambda self: made.append(real(self)) or made[-1])
+
+    def step(runtime: Runtime) -> None:
+        for index in range(3):
+            allreduce(gpus, runtime, f"x{index}", np.ones(3)).wait()
+    worlds.threads(3, step)
+    assert len(made) == 1, "every id is a listening thread in NCCL"
