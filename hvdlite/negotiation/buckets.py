@@ -25,17 +25,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from hvdlite.core.array import SUPPORTED_DTYPES
+from hvdlite.core.array import ALIGNMENT, GPU_ALIGNMENT, SUPPORTED_DTYPES
 from hvdlite.core.device import CPU
 from hvdlite.core.errors import ProtocolError
 from hvdlite.negotiation.fusion import fusion_key, payload_bytes, response_to
 from hvdlite.negotiation.messages import Bucket, BucketReady, BucketRelease, Closing, Layout, Request
 from hvdlite.negotiation.process_sets import ProcessSetTable
 
-ALIGNMENT = 64
-"""Bytes; members begin at multiples of it within a bucket, so that vector code and cache lines meet them aligned."""
-GPU_ALIGNMENT = 256
-"""The same in a bucket on a GPU."""
 _MOST_PATIENCE = 64
 Ranks = tuple[int, ...]
 """Who says something: one rank, or all ranks of a host when their leader has merged it."""

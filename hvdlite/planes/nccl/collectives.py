@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from hvdlite.core.array import SUPPORTED_DTYPES, check_reducible, identity
+from hvdlite.core.array import GPU_ALIGNMENT, SUPPORTED_DTYPES, check_reducible, identity
 from hvdlite.core.device import DeviceArray, Pair
 from hvdlite.core.errors import HorovodInternalError, UnsupportedError
 from hvdlite.core.types import Collective, ReduceOp
@@ -20,8 +20,6 @@ from hvdlite.planes.base import Plan
 from hvdlite.planes.nccl.device import Communicator, Device
 from hvdlite.planes.nccl.kernels import NEEDED, NOTHING, Arithmetic, bits
 
-ALIGNMENT: Final = 256
-"""Bytes; tensors begin at multiples of it in the staging buffer."""
 BYTES: Final = 1
 """ncclUint8."""
 SUM, PRODUCT, MAXIMUM, MINIMUM, MEAN = range(5)
@@ -198,7 +196,7 @@ def _placed(work: Launch, sizes: Sequence[int], width: int, elements: int) -> tu
 
     One after the other without gaps where a rank has joined: it knows nothing but their sum.
     """
-    step = ALIGNMENT // width if work.response.contributors == work.plan.ranks else 1
+    step = GPU_ALIGNMENT // width if work.response.contributors == work.plan.ranks else 1
     ends = list(itertools.accumulate(-(-size // step) * step for size in sizes))
     return (ends[-1] if ends else elements), [0, *ends[:-1]] if ends else []
 
