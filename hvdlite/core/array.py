@@ -18,8 +18,8 @@ Array = NDArray[Any]
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 ALIGNMENT = 64
-"""Bytes: a cache line, which two ranks never both write; and where memory must begin for TensorFlow not to copy it. Members of
-a bucket begin at multiples of it.
+"""Bytes: a cache line, which two ranks never both write; and where memory must begin for TensorFlow not to copy it.
+Members of a bucket begin at multiples of it.
 """
 GPU_ALIGNMENT = 256
 """The same on a GPU, for buckets and the staging buffer: vector loads, and what CUDA's own allocations have."""
