@@ -98,7 +98,8 @@ def _member(requests: Mapping[int, Request]) -> Request:
     """Return the member as all ranks know it; laid out row-major when they lay it out differently."""
     first = next(iter(requests.values()))
     agreed = all(request.strides == first.strides for request in requests.values())
-    return msgspec.structs.replace(first, absent=False, strides=first.strides if agreed else (), round=0)
+    return msgspec.structs.replace(first, absent=False, strides=first.strides if agreed else (), round=0, step=0,
+                                  in_step=False)
 
 
 def _bucket(number: int, members: Sequence[Request], ranks: Ranks) -> Bucket:
@@ -117,7 +118,8 @@ def expand(bucket: Bucket, ready: BucketReady) -> Iterator[Request]:
     """Yield the requests that a reported bucket stands for."""
     missing = frozenset(ready.missing)
     for index, member in enumerate(bucket.members):
-        yield msgspec.structs.replace(member, absent=index in missing, round=ready.round)
+        yield msgspec.structs.replace(member, absent=index in missing, round=ready.round, step=ready.step,
+                                      in_step=ready.in_step)
 
 
 @dataclasses.dataclass

@@ -17,6 +17,7 @@ from hvdlite.core.types import Collective
 from hvdlite.negotiation.buckets import expand
 from hvdlite.negotiation.messages import (
     Aside,
+    Blocked,
     Bucket,
     BucketReady,
     BucketRelease,
@@ -76,6 +77,7 @@ class Controller:
         self._closings: list[Closing] = []
         self._aside: Aside | None = None
         self._joined = False
+        self._blocked: Blocked | None = None
         self._leaving = False
         self._failure: FailureNotice | None = None
         self._unsaid = False
@@ -126,6 +128,10 @@ class Controller:
             aside = msgspec.structs.replace(self._aside, **news)
         self._aside, self._unsaid = aside, True
 
+    def block(self, blocked: Blocked) -> None:
+        """Threads of this rank have been blocked for long."""
+        self._blocked, self._unsaid = blocked, True
+
     def leave(self) -> None:
         """This rank will submit nothing more."""
         self._leaving = self._unsaid = True
@@ -145,8 +151,8 @@ class Controller:
         if not self._unsaid:
             return None
         report = Report(self.epoch, self.applied, tuple(self._requests), tuple(self._ready), tuple(self._stale),
-                        tuple(self._closings), self._aside, self._leaving, self._failure)
-        self._aside = None
+                        tuple(self._closings), self._aside, self._leaving, self._failure, self._blocked)
+        self._aside = self._blocked = None
         for said in (self._requests, self._ready, self._stale, self._closings):
             said.clear()
         self._unsaid = False

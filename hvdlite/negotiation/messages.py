@@ -51,6 +51,8 @@ class Request(Message, frozen=True):
     round: int = 0  # of that set, counted from 1
     strides: tuple[int, ...] = ()  # how this rank lays a declared member out, in elements; () is row-major
     cluster: int = 0  # members of a declared set with the same one, from 1, share a bucket
+    step: int = 0  # of a declared set: how many steps its optimizer has made, since all ranks have last joined
+    in_step: bool = False  # of a declared set: this rank takes part from within its optimizer's step
 
     @property
     def key(self) -> Key:
@@ -73,6 +75,17 @@ class BucketReady(Message, frozen=True):
     round: int  # of the declared set, as in `Request`
     missing: tuple[int, ...] = ()  # indices of members without a gradient here; their places hold the op's identity
     closes: bool = False  # it was the set's last bucket of the round on this rank
+    step: int = 0  # likewise
+    in_step: bool = False  # likewise
+
+
+class Wait(Message, frozen=True):
+    """What a thread of a rank has been blocked on for long: one tensor, or a round of a declared set."""
+
+    process_set: int
+    name: str  # the tensor's, or the set's label
+    round: int = 0  # 0 for a tensor
+    deferrable: bool = False  # the coordinator may end this wait (`Decision.deferred`)
 
 
 class FailureNotice(Message, frozen=True):
@@ -124,6 +137,13 @@ class Aside(Message, frozen=True):
     notes: tuple[Note, ...] = ()
 
 
+class Blocked(Message, frozen=True):
+    """A rank's threads have been blocked in waits for long. An answer to what they wait for makes that void."""
+
+    waits: tuple[Wait, ...]  # one for each blocked thread; empty when a wait was interrupted
+    entirely: bool = True  # no other thread of the rank has ever called hvdlite
+
+
 class Report(Message, frozen=True):
     """What one rank tells the coordinator."""
 
@@ -136,6 +156,7 @@ class Report(Message, frozen=True):
     aside: Aside | None = None
     leaving: bool = False  # this rank will submit nothing more
     failure: FailureNotice | None = None
+    blocked: Blocked | None = None  # replaces what it said of this before; after everything else
 
 
 class HostReport(Message, frozen=True):
@@ -180,6 +201,7 @@ class Response(Message, frozen=True):
     error_text: str = ""
     result: bytes | None = None  # eager lane: the result itself
     device: str = "cpu"  # where the tensors are, as in the requests
+    behind: tuple[int, ...] = ()  # of a declared set: ranks that took part from within their step, when others did not
 
 
 class Bucket(Message, frozen=True):
@@ -206,6 +228,7 @@ class BucketRelease(Message, frozen=True):
 
     bucket: int
     nobody: tuple[int, ...] = ()  # members to which no rank contributed; they keep what they have
+    behind: tuple[int, ...] = ()  # as in `Response`
 
 
 class Decision(Message, frozen=True):
@@ -224,3 +247,4 @@ class Decision(Message, frozen=True):
     tuned: tuple[tuple[str, int], ...] = ()  # knobs that have these values from here on, before anything else
     notes: tuple[Note, ...] = ()  # for whom they are for
     failure: FailureNotice | None = None
+    deferred: tuple[int, ...] = ()  # ranks whose deferrable waits end here, unfinished

@@ -32,10 +32,11 @@ from hvdlite.core.errors import (
     NotInitializedError,
     UnsupportedError,
 )
+from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.world import Hosts, World
 from hvdlite.negotiation.controller import Controller
 from hvdlite.negotiation.coordinator import Coordinator
-from hvdlite.negotiation.messages import Aside, BucketReady, Closing, Decision, FailureNotice, HostReport, Report
+from hvdlite.negotiation.messages import Aside, BucketReady, Closing, Decision, FailureNotice, HostReport, Report, Wait
 from hvdlite.planes.base import DevicePlane, Plane
 from hvdlite.runtime.autotune import Autotuner
 from hvdlite.runtime.buckets import BucketEntry
@@ -109,6 +110,7 @@ class Runtime(DeclaredSets):
         self._recent: deque[str] = deque(maxlen=RECENT)  # names of the last collectives
         self._count = 0  # of them, since the beginning
         self._caller = threading.get_ident()  # the thread that last called one
+        self._callers: set[int] = set()  # all threads that ever did
         self._report_wanted = False
         self._mark_cycles = False  # in the timeline
         self._desk: ReportDesk | None = None
@@ -236,7 +238,7 @@ class Runtime(DeclaredSets):
         self._check_usable("timeline")
         timeline = self._timeline
         if timeline is not None:
-            order = timeline.order(path, Handle("timeline", self._sleepers))
+            order = timeline.order(path, Handle("timeline", self._sleepers, Wait(GLOBAL_PROCESS_SET_ID, "timeline")))
             self._hand_in(lambda: timeline.change(order))
             order.handle.wait()
 
@@ -265,12 +267,16 @@ class Runtime(DeclaredSets):
 
     def _hand_in(self, item: Item) -> None:
         self._caller = threading.get_ident()
+        self._callers.add(self._caller)
         self._inbox.append(item)
         # The thread clears _awake, then looks into the inbox, then sleeps: whoever sees it awake has been seen.
         if not self._awake:
             self._control.wake()
         if self._ended.is_set():
             self._fail_inbox()  # the thread ended between the caller's check and the append
+
+    def _tell_blocked(self) -> None:
+        self._hand_in(lambda: self._controller.block(self._sleepers.blocked(self._callers)))
 
     def _about_to_sleep(self) -> None:
         if self._spin and not self._awake:
@@ -454,6 +460,8 @@ class Runtime(DeclaredSets):
             self._controller.say(Aside(account=account(self._caller, tuple(self._recent), begun, waiting)))
         self._departed.update(decision.left)
         self._notes.take_in(decision.notes)
+        if self.world.rank in decision.deferred:
+            self._sleepers.defer()
         if decision.failure is not None:
             self._end(decision.failure)
         self._decisions.append(decision)
