@@ -35,10 +35,13 @@ from hvdlite.negotiation.messages import (
     HostReport,
     Key,
     Layout,
+    LayoutStale,
     Note,
+    RankReport,
     Report,
     Request,
     Response,
+    Saying,
 )
 from hvdlite.negotiation.process_sets import ProcessSetTable
 from hvdlite.negotiation.readiness import ReadinessTable
@@ -130,10 +133,11 @@ class Coordinator:
     def receive_host(self, ranks: Ranks, report: HostReport, now: float) -> None:
         """Take in what the leader of the host of `ranks` passes on; a host does so for ever, or never."""
         self._note_applied(ranks, report.applied)
-        for rank, single in report.reports:
-            if single.epoch == self.epoch:
-                self._receive(rank, single, now)
-        self._take_sets(ranks, report, now)
+        for said in report.said:
+            if not isinstance(said, RankReport):
+                self._hear(ranks, (said,), now)
+            elif said.report.epoch == self.epoch:
+                self._receive(said.rank, said.report, now)
         for rank, reason in report.lost:
             self.lose(rank, reason)
 
@@ -198,6 +202,10 @@ class Coordinator:
         """Return "alive", "joined" or "left"."""
         return "left" if rank in self._left else "joined" if rank in self._joined else "alive"
 
+    def closed_by(self, label: str, number: int) -> frozenset[int]:
+        """See `DeclaredSets.closed_by`."""
+        return self._sets.closed_by(label, number)
+
     def tune(self, settings: Mapping[str, int], now: float) -> None:
         """Give knobs new values, on all ranks at the next decision; layouts are learned anew when their sizes change."""
         self._tuned.extend(settings.items())
@@ -233,14 +241,7 @@ class Coordinator:
             self.fail(report.failure)
         if report.aside is not None:
             self._take_aside(rank, report.aside)
-        try:
-            for layout in report.stale:
-                self._evict(layout, now)
-            for request in report.requests:
-                self._take(rank, request, now)
-        except ProtocolError as error:
-            self.fail(FailureNotice(rank, "ProtocolError", str(error)))
-        self._take_sets((rank,), report, now)
+        self._hear((rank,), report.said, now)
         if report.leaving and rank not in self._left:
             self._left.add(rank)
             self._leaving.append(rank)
@@ -255,12 +256,19 @@ class Coordinator:
         self._notes.extend(aside.notes)
         self.report_wanted |= aside.wants_report
 
-    def _take_sets(self, ranks: Ranks, report: Report | HostReport, now: float) -> None:
+    def _hear(self, ranks: Ranks, what: Iterable[Saying], now: float) -> None:
+        """Take in what a rank said, or all ranks of a host alike, in its order."""
         try:
-            for ready in report.buckets:
-                self._take_bucket(ranks, ready, now)
-            for closing in report.closings:
-                self._close(self._process_sets.among(closing.process_set, ranks), closing)
+            for said in what:
+                if isinstance(said, BucketReady):
+                    self._take_bucket(ranks, said, now)
+                elif isinstance(said, Request):
+                    for rank in ranks:
+                        self._take(rank, said, now)
+                elif isinstance(said, LayoutStale):
+                    self._evict(said.layout, now)
+                else:
+                    self._close(ranks, said)
         except ProtocolError as error:
             self.fail(FailureNotice(ranks[0], "ProtocolError", str(error)))
 
@@ -335,7 +343,7 @@ class Coordinator:
             self._close(ranks, closing)
 
     def _close(self, ranks: Ranks, closing: Closing) -> None:
-        if not self._sets.close(ranks, closing):
+        if closing.process_set not in self._process_sets or not self._sets.close(ranks, closing):
             return
         self.rounds += 1
         for requests in self._table.take_if(lambda request: request.label == closing.label
@@ -412,12 +420,13 @@ class Coordinator:
             request = next(iter(requests.values()))
             self._refuse(request, ErrorKind.MISMATCH, f"'{request.name}' was under way on {named_ranks(sorted(requests))} "
                          f"when process set {number} was removed; wait for everything on a set before removing it")
+        self._sets.remove(number)
         self._process_sets.remove(number)
 
     def _refuse(self, request: Request, kind: ErrorKind, text: str) -> None:
         self._refused.append(Response(names=(request.name,), collective=request.collective, dtype=request.dtype,
                                       process_set=request.process_set, round=request.round, error=kind, error_text=text))
-        if request.label:
+        if request.label and request.process_set in self._process_sets:
             self._sets.spoil(request)
 
     def _refuse_unshared(self, request: Request, requests: dict[int, Request]) -> None:
