@@ -25,7 +25,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     """Base of all messages: immutable, compact on the wire, validated when decoded."""
 
 
-class Request(Message, frozen=True):
+class Request(Message, frozen=True, tag=1):
     """One tensor, or one group of tensors, that is ready on one rank.
 
     Every field must agree between the ranks of the process set but `absent`, `strides`, `splits`, `payload` and, for
@@ -60,15 +60,15 @@ class Request(Message, frozen=True):
         return self.process_set, self.name, self.round
 
 
-class Closing(Message, frozen=True):
-    """This rank has reported every member that it has of a declared set in a round."""
+class Closing(Message, frozen=True, tag=3):
+    """This rank has reported every member that it has of a declared set in a round. Saying so again changes nothing."""
 
     label: str
     round: int
     process_set: int = GLOBAL_PROCESS_SET_ID
 
 
-class BucketReady(Message, frozen=True):
+class BucketReady(Message, frozen=True, tag=2):
     """All members of a learned bucket are in their places on this rank."""
 
     bucket: int
@@ -86,6 +86,16 @@ class Wait(Message, frozen=True):
     name: str  # the tensor's, or the set's label
     round: int = 0  # 0 for a tensor
     deferrable: bool = False  # the coordinator may end this wait (`Decision.deferred`)
+
+
+class LayoutStale(Message, frozen=True, tag=4):
+    """A layout does not describe this rank's declared set any more."""
+
+    layout: int
+
+
+Saying = Request | BucketReady | Closing | LayoutStale
+"""What a rank says about tensors. The tags (positive integers) are what tells them apart on the wire."""
 
 
 class FailureNotice(Message, frozen=True):
@@ -149,23 +159,27 @@ class Report(Message, frozen=True):
 
     epoch: int  # membership epoch; a report of another epoch is dropped
     applied: int  # the last decision this rank has applied
-    requests: tuple[Request, ...] = ()
-    buckets: tuple[BucketReady, ...] = ()
-    stale: tuple[int, ...] = ()  # layouts that no longer describe this rank's set
-    closings: tuple[Closing, ...] = ()  # after the requests
+    said: tuple[Saying, ...] = ()  # in the order in which this rank said it
     aside: Aside | None = None
-    leaving: bool = False  # this rank will submit nothing more
+    leaving: bool = False  # this rank will submit nothing more, after what it says here
     failure: FailureNotice | None = None
     blocked: Blocked | None = None  # replaces what it said of this before; after everything else
+
+
+class RankReport(Message, frozen=True, tag=5):
+    """What one rank of a host said, and not all of them alike; its leader passes it on."""
+
+    rank: int
+    report: Report
 
 
 class HostReport(Message, frozen=True):
     """What the leader of a host passes on: what all its ranks said alike as one, the rest rank by rank."""
 
     applied: int  # the least of its ranks
-    reports: tuple[tuple[int, Report], ...] = ()  # by rank; without buckets and closings, but for evicted buckets
-    buckets: tuple[BucketReady, ...] = ()  # of all its ranks; `missing` is what all of them miss
-    closings: tuple[Closing, ...] = ()  # of all its ranks
+    # In the order in which it was said. All ranks of the host that are in the process set said what is not in a
+    # `RankReport`, which stands where the last of them said it; a bucket's `missing` is what all of them miss.
+    said: tuple[RankReport | BucketReady | Closing, ...] = ()
     lost: tuple[tuple[int, str], ...] = ()  # ranks whose end it has seen, and what it saw
 
 

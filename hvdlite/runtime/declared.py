@@ -10,7 +10,7 @@ from hvdlite.core.device import AnyArray, device_of
 from hvdlite.core.device import Event as DeviceEvent
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import Collective, ReduceOp
-from hvdlite.negotiation.messages import BucketReady, Closing, Layout
+from hvdlite.negotiation.messages import BucketReady, Closing, Layout, LayoutStale
 from hvdlite.runtime.buckets import BucketEntry, BucketHandle, LearnedBucket, LearnedLayout
 from hvdlite.runtime.calls import Calls, Entry, reducible
 from hvdlite.runtime.execution import Execution
@@ -27,14 +27,7 @@ class Moment:
     in_step: bool = False  # it is in one
 
 
-@dataclasses.dataclass(frozen=True)
-class Abandonment:
-    """A layout that does not describe this rank's set any more."""
-
-    layout: int
-
-
-Item = Entry | BucketEntry | Closing | Abandonment | Callable[[], None]
+Item = Entry | BucketEntry | Closing | LayoutStale | Callable[[], None]
 """What user threads hand in; a callable is executed by the runtime thread."""
 
 
@@ -103,4 +96,4 @@ class DeclaredSets(Calls):
 
     def abandon(self, layout: Layout) -> None:
         """A layout does not describe this rank's set any more: end it on all ranks."""
-        self._hand_in(Abandonment(layout.layout))
+        self._hand_in(LayoutStale(layout.layout))

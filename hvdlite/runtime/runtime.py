@@ -36,13 +36,26 @@ from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.world import Hosts, World
 from hvdlite.negotiation.controller import Controller
 from hvdlite.negotiation.coordinator import Coordinator
-from hvdlite.negotiation.messages import Aside, BucketReady, Closing, Decision, FailureNotice, HostReport, Report, Wait
+from hvdlite.negotiation.messages import (
+    Aside,
+    BucketReady,
+    Closing,
+    Decision,
+    FailureNotice,
+    HostReport,
+    LayoutStale,
+    RankReport,
+    Report,
+    Request,
+    Saying,
+    Wait,
+)
 from hvdlite.planes.base import DevicePlane, Plane
 from hvdlite.runtime.autotune import Autotuner
 from hvdlite.runtime.buckets import BucketEntry
 from hvdlite.runtime.calls import Entry
 from hvdlite.runtime.chronicle import Chronicle, lane_of
-from hvdlite.runtime.declared import Abandonment, DeclaredSets, Item
+from hvdlite.runtime.declared import DeclaredSets, Item
 from hvdlite.runtime.execution import Execution, bucket_lane
 from hvdlite.runtime.failures import failure_error
 from hvdlite.runtime.handle import Handle
@@ -360,7 +373,7 @@ class Runtime(DeclaredSets):
                     self._work.split(expanded)
             case Closing():
                 self._controller.close(item)
-            case Abandonment(layout):
+            case LayoutStale(layout):
                 self._controller.abandon(layout)
             case _:
                 item()
@@ -431,26 +444,27 @@ class Runtime(DeclaredSets):
         """Like `_hear`, of what a leader passes on."""
         assert self._coordinator is not None
         self._coordinator.receive_host(tuple(ranks), merged, self._clock())
-        for rank, report in merged.reports:
-            self._heed(rank, report)
-        for rank in ranks:
-            self._trace_ready(rank, merged.buckets)
+        for said in merged.said:
+            if isinstance(said, RankReport):
+                self._heed(said.rank, said.report)
+            else:
+                for rank in ranks:
+                    self._trace_ready(rank, (said,))
 
     def _heed(self, rank: int, report: Report) -> None:
         """What is not the coordinator's business in a report."""
         if report.aside is not None:
             self._next_look = -math.inf  # it may be what the lookout waits for
-        if self._chronicle.tracing:
-            for request in report.requests:
-                self._chronicle.ready_elsewhere(rank, lane_of(request.process_set, request.name))
-        self._trace_ready(rank, report.buckets)
+        self._trace_ready(rank, report.said)
         if self._timeline is not None and (report.aside is not None or report.leaving):
             self._timeline.hear(rank, () if report.aside is None else report.aside.trace, report.leaving)
 
-    def _trace_ready(self, rank: int, buckets: Sequence[BucketReady]) -> None:
-        if self._chronicle.tracing:
-            for ready in buckets:
-                self._chronicle.ready_elsewhere(rank, bucket_lane(ready.bucket))
+    def _trace_ready(self, rank: int, what: Sequence[Saying]) -> None:
+        for said in what if self._chronicle.tracing else ():
+            if isinstance(said, Request):
+                self._chronicle.ready_elsewhere(rank, lane_of(said.process_set, said.name))
+            elif isinstance(said, BucketReady):
+                self._chronicle.ready_elsewhere(rank, bucket_lane(said.bucket))
 
     def _accept(self, decision: Decision) -> None:
         """Queue a decision; what it says of ranks counts at once, even in the middle of a plan."""
