@@ -164,6 +164,9 @@ class Coordinator:
             return None
         self._sequence += 1
         responses = (*self._refused, *fuse(self._ready, 0 if self._policy.deterministic else self._policy.fusion_threshold))
+        if self.blocked:
+            for response in responses:
+                self.blocked.answered(response.process_set, response.names)
         decision = Decision(self.epoch, self._sequence, tuple(self._learned), tuple(self._released), tuple(self._evicted),
                             responses, tuple(self._inquiries), tuple(self._leaving), tuple(self._questioners),
                             self._timeline, tuple(self._tuned), tuple(self._notes), failure, deferred)
