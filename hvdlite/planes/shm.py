@@ -44,6 +44,9 @@ class StagingSegment(Protocol):
     slot: int
     arrivals: Array
 
+    @property
+    def fence(self) -> Callable[[], None] | None: ...
+
     def staging(self, index: int, region: int) -> Array: ...
 
     def reserve(self, region: int, nbytes: int) -> None: ...
