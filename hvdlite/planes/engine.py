@@ -2,7 +2,8 @@
 
 A `Link` is such a library's group of processes for one process set. What it can reduce itself is given to it in place: in
 the bucket, in a single tensor's output, or in a buffer into which several tensors are packed. The rest (16-bit floats, whose
-sums are kept in float32, minima of floats, whose NaNs libraries lose, and Adasum) is reduced by slices:
+sums are kept in float32, averages of integers, whose sums may not fit into their dtype, minima of floats, whose NaNs
+libraries lose, and Adasum) is reduced by slices:
 
     exchange   every rank sends each other rank the slice that it owns, in the tensor's own dtype
     combine    every rank reduces its slice over all contributors in rank order, as all planes do it
@@ -230,6 +231,8 @@ class _Work:
         return Reduction(self._response, self._dtype, self._size, self._chunk // self._dtype.itemsize, self._casts)
 
     def _native(self) -> bool:
+        if self._response.op is ReduceOp.AVERAGE and self._dtype.kind in "iu":
+            return False  # a library's sum wraps
         nbytes = self._total() * self._dtype.itemsize
         return self._link.reduces(self._response.collective, self._engine_op(), self._dtype, nbytes)
 
