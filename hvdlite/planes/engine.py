@@ -14,6 +14,7 @@ which moves as many bytes as a ring does. Every rank gets the same bits; what th
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -147,10 +148,11 @@ class EnginePlane:
         self._chunk = settings.get("shm_chunk", self._chunk)
 
     def close(self) -> None:
-        for link in self._links.values():
-            link.close()
-        self._links.clear()
-        self._disconnect()
+        with contextlib.ExitStack() as closing:  # all of it, even when a link raises
+            closing.callback(self._disconnect)
+            for link in self._links.values():
+                closing.callback(link.close)
+            self._links.clear()
 
     def _scratch(self, count: int, dtype: np.dtype[np.generic]) -> Array:
         """Return memory for this plan, the same every time it is asked for."""

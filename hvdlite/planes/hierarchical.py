@@ -18,6 +18,7 @@ Rules (PROTOCOL rules 11, 17)
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -121,11 +122,12 @@ class HierarchicalPlane:
         self._engine.tune(settings)
 
     def close(self) -> None:
-        self._engine.close()
-        for storeys in self._sets.values():
-            storeys.group.segment.close()
-        self._sets.clear()
-        self._inside.close()
+        with contextlib.ExitStack() as closing:  # the engine first, and the rest even when it raises
+            closing.callback(self._inside.close)
+            for storeys in self._sets.values():
+                closing.callback(storeys.group.segment.close)
+            closing.callback(self._engine.close)
+            self._sets.clear()
 
     def _reduction(self, storeys: _Storeys, response: Response) -> Reduction:
         dtype = SUPPORTED_DTYPES[response.dtype]
