@@ -103,19 +103,12 @@ class Execution:
         for instruction in instructions:
             self._follow(instruction)
 
-    def close(self, error: HorovodInternalError, *, failed: bool) -> None:
-        """Fail what is under way, and give up the planes.
-
-        Args:
-            failed: whether the job ends early.
-        """
+    def fail(self, error: HorovodInternalError) -> None:
+        """Fail what is under way."""
         for entry in list(self._entries.values()):
             self._release(entry).abandon(error)
         for bucket in self._buckets.values():
             bucket.abandon(error)
-        self._plane.close()
-        if self._devices is not None:
-            self._devices.close(error if failed else None)
 
     def _open_pairs(self, decision: Decision) -> None:
         """Let the plane open the process sets of two ranks when they first need it; all ranks do so at the same decision."""
