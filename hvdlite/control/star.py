@@ -24,6 +24,7 @@ from hvdlite.control.codec import Heartbeat
 from hvdlite.control.doorbell import Doorbell
 from hvdlite.control.wire import Connection
 from hvdlite.core.errors import ProtocolError
+from hvdlite.core.file_limit import EXHAUSTED
 from hvdlite.negotiation.messages import Decision, HostReport, Message, Report
 
 GRACE = 0.5
@@ -140,7 +141,9 @@ class StarControl:
             except ProcessLookupError:
                 self._suspect(peer, "its process had ended before the job started")
                 continue
-            except OSError:
+            except OSError as error:
+                if error.errno in EXHAUSTED:
+                    raise
                 continue  # not permitted here: the end of the connection has to do
             watched[descriptor] = peer
             self._poller.register(descriptor, select.POLLIN)

@@ -25,6 +25,7 @@ import numpy as np
 
 from hvdlite.core.array import Array
 from hvdlite.core.errors import LaunchError
+from hvdlite.core.file_limit import descriptors_for
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.planes.arithmetic import Casts
 from hvdlite.planes.base import Swap, WaitUntil
@@ -73,7 +74,8 @@ def _connect(rank: int, swap: Swap, wake: Callable[[], None], address: str, time
     is_name = not set(address) <= set("0123456789abcdef.:%")
     options._devices = [gloo.create_device(interface=address) if is_name else gloo.create_device(hostname=address)]
     try:
-        group = gloo(store, ranks.index(rank), len(ranks), options)
+        with descriptors_for(len(ranks) + 8, f"Gloo, which connects each of {len(ranks)} ranks with each other one,"):
+            group = gloo(store, ranks.index(rank), len(ranks), options)
     except RuntimeError as error:
         if store.failure is not None:
             raise store.failure from None

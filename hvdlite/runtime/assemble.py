@@ -28,6 +28,7 @@ from hvdlite.control.wire import Connection
 from hvdlite.control.witness import Witness
 from hvdlite.core.config import Config, alike
 from hvdlite.core.errors import LaunchError
+from hvdlite.core.file_limit import descriptors_for
 from hvdlite.core.launch_contract import PROCESSES_FILE
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.world import Hosts, World
@@ -55,7 +56,6 @@ DevicePlaneMaker = Callable[[int, Swap, Callable[[], None]], DevicePlane]
 
 SAME_CLOCK_SECONDS: Final = 0.05
 """Two clocks that differ by less when the ranks meet are one: what is seen is how long the welcome took."""
-
 _log = logging.getLogger("hvdlite")
 
 
@@ -108,13 +108,16 @@ def assemble(place: Place, config: Config, casts: Casts, testimony: tuple[int, i
         hosts = Hosts.of(welcome.hosts)
         world = _checked(place, hosts)
         local = hosts.around(world.rank)
-        bells, memory, inside = _shared(place, local, config, led=welcome.led)
+        pids = {rank: welcome.pids[rank] for rank in local}
+        # For each rank of the host: a bell, a process to watch and, where this rank leads, a connection's two ends.
+        leads = welcome.led and world.rank == local[0]
+        with descriptors_for((4 if leads else 2) * len(local), f"rank {world.rank}, one of {len(local)} on its host,"):
+            bells, memory, inside = _shared(place, local, config, led=welcome.led)
+            control = _control(world.rank, hosts, direct, inside, bells, pids, config, led=welcome.led)
     finally:
         if place.owns_directory and place.world.local_rank == 0:
             shutil.rmtree(place.job_directory, ignore_errors=True)
-    pids = {rank: welcome.pids[rank] for rank in local}
     address = config.gloo_interface or _address_for_others(direct, welcome)
-    control = _control(world.rank, hosts, direct, inside, bells, pids, config, led=welcome.led)
     notes = Notes(world.rank)
     planes = HostPlanes(world.rank, hosts, config, casts, memory, control, notes.swap, address, place.communicator)
     choice = choose(config.cpu_operations, hosts, dict(welcome.lacks))
@@ -245,22 +248,15 @@ def _shared(place: Place, local: Sequence[int], config: Config, *,
         bells = [Doorbell() for _ in local]
         file = anonymous_file()
         if others:
-            ends = [theirs.fileno() for _, theirs in pairs]
-            give(path, [file, *ends, *(descriptor for bell in bells for descriptor in bell.descriptors)], len(others),
-                 config.start_timeout)
+            give(path, [file, *(descriptor for bell in bells for descriptor in bell.descriptors)],
+                 [[theirs.fileno()] for _, theirs in pairs] if led else [[] for _ in others], config.start_timeout)
         for _, theirs in pairs:
             theirs.close()
         inside = {other: Connection(ours, frame_limit=config.frame_limit)
                   for other, (ours, _) in zip(others, pairs, strict=led)}
         return dict(zip(local, bells, strict=True)), SharedMemory(file, rank), inside
-    file, *rest = take(path, config.start_timeout)
-    if led:
-        sockets = [socket.socket(fileno=rest.pop(0)) for _ in others]
-        inside = {leader: Connection(sockets.pop(others.index(rank)), frame_limit=config.frame_limit)}
-        for theirs in sockets:
-            theirs.close()
-    else:
-        inside = {}
+    file, *rest = take(path, others.index(rank), config.start_timeout)
+    inside = {leader: Connection(socket.socket(fileno=rest.pop()), frame_limit=config.frame_limit)} if led else {}
     each = len(rest) // len(local)
     received = [Doorbell(rest[start:start + each]) for start in range(0, len(rest), each)]
     return dict(zip(local, received, strict=True)), SharedMemory(file, rank), inside
