@@ -37,7 +37,7 @@ from hvdlite.negotiation.buckets import BucketSizes
 from hvdlite.negotiation.coordinator import Coordinator, Policy
 from hvdlite.negotiation.leader import Leader
 from hvdlite.planes.arithmetic import Casts
-from hvdlite.planes.base import DevicePlane, Plane, Swap
+from hvdlite.planes.base import DevicePlane, Plane
 from hvdlite.planes.eager import reduce_payloads
 from hvdlite.planes.gloo import gloo_plane
 from hvdlite.planes.gloo import missing as gloo_missing
@@ -51,7 +51,7 @@ from hvdlite.runtime.notes import Notes
 from hvdlite.runtime.runtime import Runtime
 
 PlaneWrapper = Callable[[int, Plane], Plane]
-DevicePlaneMaker = Callable[[int, Swap, Callable[[], None]], DevicePlane]
+DevicePlaneMaker = Callable[[int, Notes, Callable[[], None]], DevicePlane]
 """Make the plane for GPUs of a rank, with what lets it meet the others, and what wakes its runtime thread."""
 
 SAME_CLOCK_SECONDS: Final = 0.05
@@ -79,14 +79,14 @@ def assemble_threads(size: int, config: Config, wrap: PlaneWrapper = lambda rank
         plane = wrap(rank, LoopbackPlane(rank, table, control.ring, casts))
         notes = Notes(rank)
         runtimes.append(Runtime(world, config, control, plane, coordinator_for(world, config), notes=notes,
-                                devices=None if devices is None else devices(rank, notes.swap, control.wake)))
+                                devices=None if devices is None else devices(rank, notes, control.wake)))
     return runtimes
 
 
 def gpus(place: Place, config: Config, environment: Mapping[str, str]) -> DevicePlaneMaker:
     """Return what makes the plane for this process's GPU, which is neither loaded nor looked for before it is used."""
-    return lambda rank, swap, wake: of_this_machine(rank, place.world.local_rank, host_identity(), swap, wake, environment,
-                                                    shared_gpu=config.shared_gpu)
+    return lambda rank, notes, wake: of_this_machine(rank, place.world.local_rank, host_identity(), notes, wake, environment,
+                                                     shared_gpu=config.shared_gpu)
 
 
 def assemble(place: Place, config: Config, casts: Casts, testimony: tuple[int, int] = (-1, 0),
@@ -119,14 +119,14 @@ def assemble(place: Place, config: Config, casts: Casts, testimony: tuple[int, i
             shutil.rmtree(place.job_directory, ignore_errors=True)
     address = config.gloo_interface or _address_for_others(direct, welcome)
     notes = Notes(world.rank)
-    planes = HostPlanes(world.rank, hosts, config, casts, memory, control, notes.swap, address, place.communicator)
+    planes = HostPlanes(world.rank, hosts, config, casts, memory, control, notes, address, place.communicator)
     choice = choose(config.cpu_operations, hosts, dict(welcome.lacks))
     if world.rank == 0:
         _log.info("%s", choice)
     plane = planes.make(choice)
     plane.open_set(GLOBAL_PROCESS_SET_ID, tuple(range(world.size)))
     witness = Witness(pids, {rank: welcome.testimonies[rank] for rank in local})
-    devices = gpus(place, config, environment or {})(world.rank, notes.swap, control.wake)
+    devices = gpus(place, config, environment or {})(world.rank, notes, control.wake)
     runtime = Runtime(world, config, control, plane, coordinator_for(world, config), witness, _common_clock(welcome), notes,
                       hosts, devices)
     if not place.owns_directory:
@@ -143,7 +143,7 @@ class HostPlanes:
 
     Attributes:
         memory: the host's shared file.
-        swap: lets planes of different ranks connect.
+        notes: let planes of different ranks connect.
         address: at which other hosts reach this one: an IP address or a network interface.
         communicator: MPI's, of all ranks; None without MPI.
     """
@@ -154,7 +154,7 @@ class HostPlanes:
     casts: Casts
     memory: SharedMemory
     control: StarControl
-    swap: Swap
+    notes: Notes
     address: str
     communicator: Any
 
@@ -174,7 +174,7 @@ class HostPlanes:
         config = self.config
         if name == "mpi":
             return mpi_plane(self.communicator, chunk=config.shm_chunk, casts=self.casts)
-        return gloo_plane(self.rank, self.swap, self.control.wake, self.address, timeout=config.gloo_timeout,
+        return gloo_plane(self.rank, self.notes, self.control.wake, self.address, timeout=config.gloo_timeout,
                           chunk=config.shm_chunk, casts=self.casts)
 
 

@@ -22,7 +22,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from hvdlite.control.base import ControlPlane, DecisionReceived, Event, HostReportReceived, PeerLost, ReportReceived
+from hvdlite.control.base import (
+    ControlPlane,
+    DecisionReceived,
+    Event,
+    HostReportReceived,
+    LetterReceived,
+    PeerLost,
+    ReportReceived,
+)
 from hvdlite.core.config import Config
 from hvdlite.core.device import DeviceAccess
 from hvdlite.core.errors import (
@@ -35,7 +43,7 @@ from hvdlite.core.errors import (
 from hvdlite.core.world import Hosts, World
 from hvdlite.negotiation.controller import Controller
 from hvdlite.negotiation.coordinator import Coordinator
-from hvdlite.negotiation.messages import Aside, BucketReady, Closing, Decision, FailureNotice, HostReport, Report
+from hvdlite.negotiation.messages import Aside, BucketReady, Closing, Decision, FailureNotice, HostReport, Letter, Report
 from hvdlite.planes.base import DevicePlane, Plane
 from hvdlite.runtime.autotune import Autotuner
 from hvdlite.runtime.buckets import BucketEntry
@@ -86,7 +94,7 @@ class Runtime(DeclaredSets):
         self._spin = config.spin_microseconds * 1e-6
         self._controller = Controller(world.rank)
         self._notes = notes or Notes(world.rank)
-        self._notes.speak_through(self._controller.say)
+        self._notes.speak_through(self._controller.say, self._order, lambda: self._thread.ident)
         self._inbox: deque[Item] = deque()
         self._names: set[tuple[int, str]] = set()  # with their process sets
         self._names_lock = threading.Lock()
@@ -272,6 +280,11 @@ class Runtime(DeclaredSets):
         if self._ended.is_set():
             self._fail_inbox()  # the thread ended between the caller's check and the append
 
+    def _order(self, action: Callable[[], None]) -> None:
+        """Let the runtime thread do something; callable from any thread."""
+        self._inbox.append(action)
+        self._control.wake()
+
     def _about_to_sleep(self) -> None:
         if self._spin and not self._awake:
             self._control.wake()  # it may sleep already, since before the caller did
@@ -376,9 +389,24 @@ class Runtime(DeclaredSets):
         if self._autotuner is not None:
             self._autotuner.look()
         decision = self._coordinator.decide()
+        self._send_letters()
         if decision is not None:
             self._control.send_decision(decision)
             self._accept(decision)
+
+    def _send_letters(self) -> None:
+        """On rank 0: tell single ranks what concerns them alone, before the decision to which it belongs."""
+        assert self._coordinator is not None
+        letters = self._coordinator.letters()
+        if letters:
+            self._control.send_letters(letters)
+            for letter in letters:
+                if letter.rank == 0:
+                    self._read(letter)
+
+    def _read(self, letter: Letter) -> None:
+        self._work.take_columns(letter.columns)
+        self._notes.take_in(letter.notes)
 
     def _look_out(self) -> float | None:
         """Notice what has waited long; return when to look again, in seconds, or None while nothing waits."""
@@ -406,6 +434,8 @@ class Runtime(DeclaredSets):
             case DecisionReceived(decision):
                 self._patience.heard()
                 self._accept(decision)
+            case LetterReceived(letter):
+                self._read(letter)
             case ReportReceived(rank, report):
                 self._hear(rank, report)
             case HostReportReceived(ranks, merged):
@@ -453,7 +483,6 @@ class Runtime(DeclaredSets):
             begun = self._count - len(self._recent) + 1
             self._controller.say(Aside(account=account(self._caller, tuple(self._recent), begun, waiting)))
         self._departed.update(decision.left)
-        self._notes.take_in(decision.notes)
         if decision.failure is not None:
             self._end(decision.failure)
         self._decisions.append(decision)
@@ -522,6 +551,7 @@ class Runtime(DeclaredSets):
         if self._failure is None and not self._left:
             self._failure = HorovodInternalError("the runtime thread ended unexpectedly; see the log")
         self._control.flush(FLUSH_SECONDS)
+        self._notes.close(self._last_word())
         self._work.close(self._last_word(), failed=self._failure is not None)
         self._control.close()
         if self._desk is not None:
