@@ -108,6 +108,7 @@ def assemble(place: Place, config: Config, casts: Casts, testimony: tuple[int, i
         hosts = Hosts.of(welcome.hosts)
         world = _checked(place, hosts)
         local = hosts.around(world.rank)
+        address = config.gloo_interface or _address_for_others(direct, welcome)
         pids = {rank: welcome.pids[rank] for rank in local}
         # For each rank of the host: a bell, a process to watch and, where this rank leads, a connection's two ends.
         leads = welcome.led and world.rank == local[0]
@@ -117,7 +118,6 @@ def assemble(place: Place, config: Config, casts: Casts, testimony: tuple[int, i
     finally:
         if place.owns_directory and place.world.local_rank == 0:
             shutil.rmtree(place.job_directory, ignore_errors=True)
-    address = config.gloo_interface or _address_for_others(direct, welcome)
     notes = Notes(world.rank)
     planes = HostPlanes(world.rank, hosts, config, casts, memory, control, notes, address, place.communicator)
     choice = choose(config.cpu_operations, hosts, dict(welcome.lacks))
