@@ -32,6 +32,7 @@ from hvdlite.core.file_limit import descriptors_for
 from hvdlite.core.launch_contract import PROCESSES_FILE
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.world import Hosts, World
+from hvdlite.memory import fence
 from hvdlite.memory.shared import SharedMemory, anonymous_file
 from hvdlite.negotiation.buckets import BucketSizes
 from hvdlite.negotiation.coordinator import Coordinator, Policy
@@ -243,23 +244,27 @@ def _shared(place: Place, local: Sequence[int], config: Config, *,
     """
     rank, (leader, *others) = place.world.rank, local
     path = str(Path(place.job_directory) / "memory.sock")
+    fenced = fence.is_needed()
     pairs = [socket.socketpair() for _ in others] if led and rank == leader else []
     if rank == leader:
         bells = [Doorbell() for _ in local]
         file = anonymous_file()
+        fences = [fence.fence_file()] if fenced else []
         if others:
-            give(path, [file, *(descriptor for bell in bells for descriptor in bell.descriptors)],
-                 [[theirs.fileno()] for _, theirs in pairs] if led else [[] for _ in others], config.start_timeout)
+            rings = [descriptor for bell in bells for descriptor in bell.descriptors]
+            give(path, [file, *fences, *rings], [[theirs.fileno()] for _, theirs in pairs] if led else [[] for _ in others],
+                 config.start_timeout)
         for _, theirs in pairs:
             theirs.close()
         inside = {other: Connection(ours, frame_limit=config.frame_limit)
                   for other, (ours, _) in zip(others, pairs, strict=led)}
-        return dict(zip(local, bells, strict=True)), SharedMemory(file, rank), inside
+        return dict(zip(local, bells, strict=True)), SharedMemory(file, rank, *map(fence.Fence, fences)), inside
     file, *rest = take(path, others.index(rank), config.start_timeout)
+    memory = SharedMemory(file, rank, fence.Fence(rest.pop(0)) if fenced else None)
     inside = {leader: Connection(socket.socket(fileno=rest.pop()), frame_limit=config.frame_limit)} if led else {}
     each = len(rest) // len(local)
     received = [Doorbell(rest[start:start + each]) for start in range(0, len(rest), each)]
-    return dict(zip(local, received, strict=True)), SharedMemory(file, rank), inside
+    return dict(zip(local, received, strict=True)), memory, inside
 
 
 def _control(rank: int, hosts: Hosts, direct: Mapping[int, Connection], inside: Mapping[int, Connection],
