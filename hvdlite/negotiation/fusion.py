@@ -30,6 +30,7 @@ def response_to(requests: Mapping[int, Request], members: Sequence[int]) -> Resp
         contributors=tuple(sorted(rank for rank, request in requests.items() if not request.absent)),
         elements=math.prod(first.shape) if first.collective not in (*_GATHERS, Collective.ALLTOALL) else 0,
         rows=_rows(requests, members), row_elements=math.prod(first.shape[1:]), device=first.device,
+        behind=behind({rank: request.in_step for rank, request in requests.items()}) if first.label else (),
     )
 
 
@@ -40,6 +41,16 @@ def columns(requests: Mapping[int, Request], members: Sequence[int]) -> list[Col
     starts = table.cumsum(axis=1) - table
     return [Column(first.process_set, first.name, tuple(rows), tuple(begin))
             for rows, begin in zip(table.T.tolist(), starts.T.tolist(), strict=True)]
+
+
+def behind(in_step: Mapping[int, bool]) -> tuple[int, ...]:
+    """Return the ranks that take part in a round from within their optimizer's step, unless all do.
+
+    Args:
+        in_step: by rank.
+    """
+    ranks = tuple(sorted(rank for rank, is_in_step in in_step.items() if is_in_step))
+    return ranks if len(ranks) < len(in_step) else ()
 
 
 def even_rows(rows: int, parts: int) -> tuple[int, ...]:
@@ -99,7 +110,7 @@ def fusion_key(response: Response) -> tuple[object, ...]:
     """Return what must be equal for two responses to be executed as one."""
     return (response.collective, response.dtype, response.op, response.root_rank, response.prescale,
             response.postscale, response.process_set, response.round, response.divisor, response.contributors,
-            response.device)
+            response.device, response.behind)
 
 
 def _merged(group: list[Response]) -> Response:

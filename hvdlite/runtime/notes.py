@@ -30,19 +30,19 @@ class Notes:
         self._received: dict[Wanted, bytes] = {}
         self._failure: HorovodInternalError | None = None
         self._say: Callable[[Aside], None] = lambda aside: None
-        self._hand_in: Callable[[Callable[[], None]], None] = lambda action: action()
-        self._thread = threading.get_ident
+        self._hand_in: Callable[[Callable[[], None]], None] = lambda action: None
+        self._wake: Callable[[], None] = lambda: None
+        self._thread = 0  # the runtime's, once it has published something
 
     def speak_through(self, say: Callable[[Aside], None], hand_in: Callable[[Callable[[], None]], None],
-                      thread: Callable[[], int | None]) -> None:
+                      wake: Callable[[], None]) -> None:
         """Let what is published from now on travel.
 
         Args:
             say: sends an aside; only the runtime thread calls it.
-            hand_in: lets the runtime thread call something, from any thread.
-            thread: identifies the runtime thread.
+            hand_in: lets the runtime thread call something when it is awake; from any thread, like `wake`.
         """
-        self._say, self._hand_in, self._thread = say, hand_in, thread  # type: ignore[assignment]
+        self._say, self._hand_in, self._wake = say, hand_in, wake
 
     def take_in(self, notes: Iterable[Note]) -> None:
         """A letter brought notes."""
@@ -58,6 +58,7 @@ class Notes:
             self._arrived.notify_all()
 
     def publish(self, label: str, text: bytes) -> None:
+        self._thread = threading.get_ident()
         self._say(Aside(notes=(Note(label, self._rank, text),)))
 
     def withdraw(self, label: str) -> None:
@@ -66,11 +67,12 @@ class Notes:
     def fetch(self, label: str, sender: int, wait_until: WaitUntil) -> bytes:
         wanted = Wanted(label, sender)
         aside = Aside(wanted=(wanted,))
-        if threading.get_ident() == self._thread():
+        if threading.get_ident() == self._thread:
             self._say(aside)
             wait_until(lambda: wanted in self._received)
         else:
             self._hand_in(lambda: self._say(aside))
+            self._wake()
             with self._arrived:
                 self._arrived.wait_for(lambda: wanted in self._received or self._failure is not None)
         with self._arrived:
