@@ -109,7 +109,7 @@ class Leader:
                 self._opened = {key: count for key, count in self._opened.items() if key[0] != bucket.bucket}
         for response in decision.responses:
             if response.error is ErrorKind.NONE and response.collective is Collective.ADD_PROCESS_SET:
-                self._process_sets.add(response.splits)
+                self._process_sets.add(response.members)
             elif response.error is ErrorKind.NONE and response.collective is Collective.REMOVE_PROCESS_SET:
                 self._remove_set(response.rows[0])
 
