@@ -153,7 +153,13 @@ class TorchGradients:
     Args:
         as_view: whether reduced gradients are views of their buckets, where the compression allows it.
         devices: the plane for tensors on GPUs; without it they go over host memory.
+
+    Attributes:
+        unseen_sparse_dims: how many dimensions of a densified gradient are to be sparse afterwards, where this rank has had
+            none of its own.
     """
+
+    unseen_sparse_dims = 0
 
     def __init__(self, compression: type[Compressor], sparse_as_dense: bool, as_view: bool = True,
                  devices: DeviceAccess | None = None) -> None:
@@ -303,7 +309,7 @@ class TorchGradients:
 
     def _restored_dims(self, parameter: torch.Tensor) -> int:
         """Return how many dimensions of the reduced gradient are to be sparse, as in the gradient that came in."""
-        return self._sparse_dims_of.get(id(parameter), 0) if self._sparse_as_dense else 0
+        return self._sparse_dims_of.get(id(parameter), self.unseen_sparse_dims) if self._sparse_as_dense else 0
 
     def _fitting(self, parameter: torch.Tensor, gradient: torch.Tensor, seat: Seat) -> torch.Tensor | None:
         """Return what is to be copied into the seat; None when it does not fit. Called for every gradient of every step."""

@@ -133,6 +133,8 @@ class Controller:
             news = {field: value for field, value in msgspec.structs.asdict(aside).items() if value not in (None, False, ())}
             news["trace"] = self._aside.trace + aside.trace
             news["notes"] = self._aside.notes + aside.notes
+            news["wanted"] = self._aside.wanted + aside.wanted
+            news["withdrawn"] = self._aside.withdrawn + aside.withdrawn
             aside = msgspec.structs.replace(self._aside, **news)
         self._aside, self._unsaid = aside, True
 

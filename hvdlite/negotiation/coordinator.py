@@ -14,6 +14,7 @@ Rules kept here
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
@@ -23,13 +24,14 @@ from hvdlite.core.types import ROOTED, Collective
 from hvdlite.negotiation.agreement import disagreement, named_ranks, reconciled
 from hvdlite.negotiation.buckets import BucketSizes, BucketWaiting, DeclaredSets, Ranks
 from hvdlite.negotiation.deadlock import BlockedRanks
-from hvdlite.negotiation.fusion import fuse, payload_bytes, response_to
+from hvdlite.negotiation.fusion import columns, fuse, payload_bytes, response_to
 from hvdlite.negotiation.messages import (
     Account,
     Aside,
     BucketReady,
     BucketRelease,
     Closing,
+    Column,
     Decision,
     ErrorKind,
     FailureNotice,
@@ -37,7 +39,7 @@ from hvdlite.negotiation.messages import (
     Key,
     Layout,
     LayoutStale,
-    Note,
+    Letter,
     RankReport,
     Report,
     Request,
@@ -45,6 +47,7 @@ from hvdlite.negotiation.messages import (
     Saying,
     Wait,
 )
+from hvdlite.negotiation.post_office import PostOffice
 from hvdlite.negotiation.process_sets import ProcessSetTable
 from hvdlite.negotiation.readiness import ReadinessTable
 
@@ -113,7 +116,8 @@ class Coordinator:
         self._questioners: list[int] = []  # ranks that asked whether rank 0 is there
         self._timeline: bool | None = None  # to be told
         self._tuned: list[tuple[str, int]] = []
-        self._notes: list[Note] = []
+        self._post = PostOffice()
+        self._columns: defaultdict[int, list[Column]] = defaultdict(list)  # by rank; not told yet
         self.rounds = 0  # of declared sets, over on all ranks
         self.reduced_bytes = 0  # on each rank, since the beginning
         self.accounts: dict[int, Account] = {}  # what ranks answered when they were last asked
@@ -161,20 +165,31 @@ class Coordinator:
         failure = None if self._failure_told else self._failure
         deferred = tuple(self.blocked.to_defer())
         news = (self._learned, self._released, self._suspended, self._evicted, self._ready, self._refused, self._inquiries,
-                self._leaving, self._questioners, self._tuned, self._notes)
+                self._leaving, self._questioners, self._tuned)
         if not (any(news) or failure or deferred or self._timeline is not None):
             return None
         self._sequence += 1
         responses = (*self._refused, *fuse(self._ready, 0 if self._policy.deterministic else self._policy.fusion_threshold))
+        if self.blocked:
+            for response in responses:
+                self.blocked.answered(response.process_set, response.names)
         decision = Decision(self.epoch, self._sequence, tuple(self._learned), tuple(self._released),
                             tuple(self._suspended), tuple(self._evicted), responses, tuple(self._inquiries),
-                            tuple(self._leaving), tuple(self._questioners), self._timeline, tuple(self._tuned),
-                            tuple(self._notes), failure, deferred)
+                            tuple(self._leaving), tuple(self._questioners), self._timeline, tuple(self._tuned), failure,
+                            deferred)
         for said in news:
             said.clear()
         self._timeline = None
         self._failure_told = self._failure is not None
         return decision
+
+    def letters(self) -> tuple[Letter, ...]:
+        """Return what is to be told to single ranks, in their order, before the decision that was returned last."""
+        notes = self._post.deliver()
+        letters = tuple(Letter(rank, tuple(self._columns.get(rank, ())), notes.get(rank, ()))
+                        for rank in sorted({*notes, *self._columns}))
+        self._columns.clear()
+        return letters
 
     def stalls(self, now: float, after: float) -> list[Stall]:
         """Return the tensors that have waited at least `after` seconds and were not returned before."""
@@ -275,7 +290,7 @@ class Coordinator:
         if aside.asks:
             self._questioners.append(rank)
         self.suspects.update(aside.held_up_by)
-        self._notes.extend(aside.notes)
+        self._post.take(rank, aside)
         self.report_wanted |= aside.wants_report
 
     def _hear(self, ranks: Ranks, what: Iterable[Saying], now: float) -> None:
@@ -341,6 +356,9 @@ class Coordinator:
         response = response_to(requests, members)
         if self._joined and self._policy.join_divides_by_active:
             response = msgspec.structs.replace(response, divisor=len(requests))
+        if request.collective is Collective.ALLTOALL:
+            for rank, column in zip(members, columns(requests, members), strict=True):
+                self._columns[rank].append(column)
         nbytes = payload_bytes(request)
         self._ready.append((self._answered(response, requests), nbytes))
         if request.collective is Collective.ALLREDUCE:
@@ -415,7 +433,7 @@ class Coordinator:
         """Attach the result when the ranks sent their tensors along (the eager lane), or the coordinator makes it itself."""
         if response.collective is Collective.ADD_PROCESS_SET:
             members = next(iter(requests.values())).members
-            return msgspec.structs.replace(response, rows=(self._process_sets.add(members),), splits=members)
+            return msgspec.structs.replace(response, rows=(self._process_sets.add(members),), members=members)
         if response.collective is Collective.JOIN:
             return msgspec.structs.replace(response, rows=(next(reversed(self._joined)),))
         if response.collective is Collective.REMOVE_PROCESS_SET:

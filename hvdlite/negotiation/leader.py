@@ -126,7 +126,7 @@ class Leader:
             if response.collective is Collective.JOIN:
                 self._end_join(response)
             elif response.error is ErrorKind.NONE and response.collective is Collective.ADD_PROCESS_SET:
-                self._process_sets.add(response.splits)
+                self._process_sets.add(response.members)
             elif response.error is ErrorKind.NONE and response.collective is Collective.REMOVE_PROCESS_SET:
                 self._remove_set(response.rows[0])
 

@@ -35,6 +35,7 @@ from hvdlite.negotiation.messages import Response
 from hvdlite.planes.adasum import AdaptiveSum
 from hvdlite.planes.arithmetic import Casts, Reduction
 from hvdlite.planes.base import FusionBuffer, Part, Plan, WaitUntil
+from hvdlite.planes.shm_barrier import Barrier
 
 
 class StagingSegment(Protocol):
@@ -42,6 +43,9 @@ class StagingSegment(Protocol):
 
     slot: int
     arrivals: Array
+
+    @property
+    def fence(self) -> Callable[[], None] | None: ...
 
     def staging(self, index: int, region: int) -> Array: ...
 
@@ -212,10 +216,12 @@ class ShmPlane:
         source = plan.sources[0] if plan.sources else np.empty(0, dtype)
         output = plan.outputs[0] if plan.outputs else None
         assert source is not None
+        if plan.exchange is not None:
+            source = source[:sum(plan.exchange.sent) * plan.response.row_elements]  # rows beyond stay here
         moves = _MOVES[plan.response.collective](plan)
-        longest = max((end for _, _, _, end in moves), default=0)
+        longest = _longest(plan.response, moves)
         per_piece = group.segment.slot // dtype.itemsize
-        sends = any(sender == group.index for sender, _, _, _ in moves)
+        sends = plan.exchange is not None or any(sender == group.index for sender, _, _, _ in moves)
         taken = 0  # where the next rows go in the output
         places = []
         for sender, receiver, begin, end in moves:
@@ -235,14 +241,16 @@ class ShmPlane:
 
 
 class Group:
-    """One process set's memory, and this rank's place in it; indices count the set's ranks."""
+    """One process set's memory, and this rank's place in it; indices count the set's ranks.
+
+    Attributes:
+        barrier: of the set's ranks.
+    """
 
     def __init__(self, rank: int, ranks: tuple[int, ...], segment: StagingSegment, ring: Callable[[int], None]) -> None:
         self.ranks, self.segment = ranks, segment
         self.index, self.size = ranks.index(rank), len(ranks)
-        self._others = [other for other in ranks if other != rank]
-        self._ring = ring
-        self._barriers = 0
+        self.barrier = Barrier(rank, ranks, segment, ring)
         self._pieces = 0
 
     def next_region(self, nbytes: int) -> int:
@@ -266,15 +274,6 @@ class Group:
         for index in range(self.size):
             result += self.slot(index, region, values.dtype)[:values.size]
         return result.reshape(values.shape)
-
-    def barrier(self, wait_until: WaitUntil) -> None:
-        """Wait until every rank of the set has come here as often as this one."""
-        self._barriers += 1
-        arrivals, due = self.segment.arrivals, self._barriers
-        arrivals[self.index] = due
-        for rank in self._others:
-            self._ring(rank)
-        wait_until(lambda: bool((arrivals >= due).all()))
 
 
 class _Piece:
@@ -396,13 +395,18 @@ def _send_moves(plan: Plan) -> list[Move]:
 
 
 def _alltoall_moves(plan: Plan) -> list[Move]:
-    size, per_row = len(plan.ranks), plan.response.row_elements
-    moves: list[Move] = []
-    for sender in range(size):
-        splits = plan.response.splits[sender * size:(sender + 1) * size]
-        ends = list(itertools.accumulate(count * per_row for count in splits))
-        moves += [(sender, receiver, end - splits[receiver] * per_row, end) for receiver, end in enumerate(ends)]
-    return moves
+    """Only what this rank gets: who gets the rest is not its business."""
+    assert plan.exchange is not None
+    per_row = plan.response.row_elements
+    return [(sender, None, start * per_row, (start + rows) * per_row) for sender, (rows, start)
+            in enumerate(zip(plan.exchange.received, plan.exchange.starts, strict=True))]
+
+
+def _longest(response: Response, moves: Sequence[Move]) -> int:
+    """Return how many elements the rank that stages most has to stage; the same on all ranks."""
+    if response.collective is Collective.ALLTOALL:
+        return response.rows[0] * response.row_elements
+    return max((end for _, _, _, end in moves), default=0)
 
 
 _MOVES: dict[Collective, Callable[[Plan], list[Move]]] = {

@@ -22,7 +22,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from hvdlite.control.base import ControlPlane, DecisionReceived, Event, HostReportReceived, PeerLost, ReportReceived
+from hvdlite.control.base import (
+    ControlPlane,
+    DecisionReceived,
+    Event,
+    HostReportReceived,
+    LetterReceived,
+    PeerLost,
+    ReportReceived,
+)
 from hvdlite.core.config import Config
 from hvdlite.core.device import DeviceAccess
 from hvdlite.core.errors import (
@@ -44,6 +52,7 @@ from hvdlite.negotiation.messages import (
     FailureNotice,
     HostReport,
     LayoutStale,
+    Letter,
     RankReport,
     Report,
     Request,
@@ -100,8 +109,8 @@ class Runtime(DeclaredSets):
         self._spin = config.spin_microseconds * 1e-6
         self._controller = Controller(world.rank)
         self._notes = notes or Notes(world.rank)
-        self._notes.speak_through(self._controller.say)
         self._inbox: deque[Item] = deque()
+        self._notes.speak_through(self._controller.say, self._inbox.append, control.wake)
         self._names: set[tuple[int, str]] = set()  # with their process sets
         self._names_lock = threading.Lock()
         self._chronicle = Chronicle(world.rank, plane.name, clock)
@@ -395,9 +404,17 @@ class Runtime(DeclaredSets):
         if self._autotuner is not None:
             self._autotuner.look()
         decision = self._coordinator.decide()
+        if letters := self._coordinator.letters():
+            self._control.send_letters(letters)
+            if letters[0].rank == 0:
+                self._read(letters[0])
         if decision is not None:
             self._control.send_decision(decision)
             self._accept(decision)
+
+    def _read(self, letter: Letter) -> None:
+        self._work.take_columns(letter.columns)
+        self._notes.take_in(letter.notes)
 
     def _look_out(self) -> float | None:
         """Notice what has waited long; return when to look again, in seconds, or None while nothing waits."""
@@ -425,6 +442,8 @@ class Runtime(DeclaredSets):
             case DecisionReceived(decision):
                 self._patience.heard()
                 self._accept(decision)
+            case LetterReceived(letter):
+                self._read(letter)
             case ReportReceived(rank, report):
                 self._hear(rank, report)
             case HostReportReceived(ranks, merged):
@@ -473,7 +492,6 @@ class Runtime(DeclaredSets):
             begun = self._count - len(self._recent) + 1
             self._controller.say(Aside(account=account(self._caller, tuple(self._recent), begun, waiting)))
         self._departed.update(decision.left)
-        self._notes.take_in(decision.notes)
         if self.world.rank in decision.deferred:
             self._sleepers.defer()
         if decision.failure is not None:
@@ -541,17 +559,29 @@ class Runtime(DeclaredSets):
         raise _Ended
 
     def _close(self) -> None:
+        """Close every part, whatever others raise; in the end nobody waits for this thread any more."""
         if self._failure is None and not self._left:
             self._failure = HorovodInternalError("the runtime thread ended unexpectedly; see the log")
-        self._control.flush(FLUSH_SECONDS)
-        self._work.close(self._last_word(), failed=self._failure is not None)
-        self._control.close()
-        if self._desk is not None:
-            self._desk.close()
-        if self._timeline is not None:
-            self._timeline.close(self._chronicle.take_trace(), self._last_word())
-        self._ended.set()
-        self._fail_inbox()
+        parts: list[Callable[[], object]] = [
+            lambda: self._control.flush(FLUSH_SECONDS), lambda: self._notes.close(self._last_word()),
+            lambda: self._work.fail(self._last_word()), self._plane.close]
+        devices, desk, timeline = self._devices, self._desk, self._timeline
+        if devices is not None:
+            parts.append(lambda: devices.close(self._failure))
+        parts.append(self._control.close)
+        if desk is not None:
+            parts.append(desk.close)
+        if timeline is not None:
+            parts.append(lambda: timeline.close(self._chronicle.take_trace(), self._last_word()))
+        try:
+            for close in parts:
+                try:
+                    close()
+                except Exception:
+                    _log.exception("rank %d: a part of the runtime could not be closed", self.world.rank)
+        finally:
+            self._ended.set()
+            self._fail_inbox()
 
     def _fail_inbox(self) -> None:
         """Fail what nobody will take out of the inbox any more; callable from any thread."""
