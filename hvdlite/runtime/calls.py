@@ -18,8 +18,9 @@ from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import ROOTED, Collective, ReduceOp
 from hvdlite.core.world import World
-from hvdlite.negotiation.messages import Request, Response
+from hvdlite.negotiation.messages import Request, Response, Wait
 from hvdlite.negotiation.process_sets import pair
+from hvdlite.planes.base import Exchange
 from hvdlite.runtime.handle import Handle, Handles, Sleepers
 
 
@@ -35,7 +36,7 @@ class Entry:
         self.outputs: list[AnyArray | None] = self.sources if outputs is sources else [
             None if output is None else flattened(output) for output in outputs]
         self._result = result  # what the handle returns
-        self.handle = Handle(request.name, sleepers)
+        self.handle = Handle(request.name, sleepers, Wait(request.process_set, request.label or request.name, request.round))
         self._abandoned = False
 
     @property
@@ -43,13 +44,13 @@ class Entry:
         """What must be unique among the entries of a rank: the process set and the name."""
         return self.request.process_set, self.request.name
 
-    def prepare(self, response: Response, rank: int, ranks: Sequence[int]) -> None:
+    def prepare(self, response: Response, rank: int, ranks: Sequence[int], exchange: Exchange | None) -> None:
         """Allocate an output whose size only the response tells.
 
         Args:
             rank: this rank; `ranks` are the members of the process set.
+            exchange: of an alltoall.
         """
-        index, size = ranks.index(rank), len(ranks)
         match response.collective:
             case Collective.ALLGATHER if self.request.collective is not Collective.ALLGATHER:
                 self._follow(response)
@@ -60,9 +61,10 @@ class Entry:
             case Collective.GATHER:
                 self.outputs = [None]
             case Collective.REDUCESCATTER | Collective.SCATTER:
-                self._allocate(response.rows[index])
+                self._allocate(response.rows[ranks.index(rank)])
             case Collective.ALLTOALL:
-                received = np.array(response.splits[index::size], np.int64)
+                assert exchange is not None
+                received = np.array(exchange.received, np.int64)
                 self._allocate(int(received.sum()))
                 self._result = (self._result, received)
             case Collective.ADD_PROCESS_SET | Collective.JOIN:
@@ -96,6 +98,7 @@ class Entry:
         if completion is not None:
             completion = completion.holding((self.sources, self.outputs))
         if not self._abandoned:
+            self.handle.behind = response.behind
             self.handle._complete(self._result, response.contributors, completion)
 
     def fail(self, error: Exception) -> None:
@@ -120,7 +123,7 @@ class Calls:
 
     def __init__(self, eager_limit: int) -> None:
         self._eager_limit = eager_limit
-        self._sleepers = Sleepers(self._about_to_sleep)
+        self._sleepers = Sleepers(self._about_to_sleep, self._tell_blocked)
         self._counters: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
         self._labels: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
         self._counters_lock = threading.Lock()
@@ -130,6 +133,9 @@ class Calls:
         raise NotImplementedError
 
     def _about_to_sleep(self) -> None:
+        raise NotImplementedError
+
+    def _tell_blocked(self) -> None:
         raise NotImplementedError
 
     @property

@@ -22,7 +22,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from hvdlite.control.base import ControlPlane, DecisionReceived, Event, HostReportReceived, PeerLost, ReportReceived
+from hvdlite.control.base import (
+    ControlPlane,
+    DecisionReceived,
+    Event,
+    HostReportReceived,
+    LetterReceived,
+    PeerLost,
+    ReportReceived,
+)
 from hvdlite.core.config import Config
 from hvdlite.core.device import DeviceAccess
 from hvdlite.core.errors import (
@@ -32,16 +40,31 @@ from hvdlite.core.errors import (
     NotInitializedError,
     UnsupportedError,
 )
+from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.world import Hosts, World
 from hvdlite.negotiation.controller import Controller
 from hvdlite.negotiation.coordinator import Coordinator
-from hvdlite.negotiation.messages import Aside, BucketReady, Closing, Decision, FailureNotice, HostReport, Report
+from hvdlite.negotiation.messages import (
+    Aside,
+    BucketReady,
+    Closing,
+    Decision,
+    FailureNotice,
+    HostReport,
+    LayoutStale,
+    Letter,
+    RankReport,
+    Report,
+    Request,
+    Saying,
+    Wait,
+)
 from hvdlite.planes.base import DevicePlane, Plane
 from hvdlite.runtime.autotune import Autotuner
 from hvdlite.runtime.buckets import BucketEntry
 from hvdlite.runtime.calls import Entry
 from hvdlite.runtime.chronicle import Chronicle, lane_of
-from hvdlite.runtime.declared import Abandonment, DeclaredSets, Item
+from hvdlite.runtime.declared import DeclaredSets, Item
 from hvdlite.runtime.execution import Execution, bucket_lane
 from hvdlite.runtime.failures import failure_error
 from hvdlite.runtime.handle import Handle
@@ -86,8 +109,8 @@ class Runtime(DeclaredSets):
         self._spin = config.spin_microseconds * 1e-6
         self._controller = Controller(world.rank)
         self._notes = notes or Notes(world.rank)
-        self._notes.speak_through(self._controller.say)
         self._inbox: deque[Item] = deque()
+        self._notes.speak_through(self._controller.say, self._inbox.append, control.wake)
         self._names: set[tuple[int, str]] = set()  # with their process sets
         self._names_lock = threading.Lock()
         self._chronicle = Chronicle(world.rank, plane.name, clock)
@@ -109,6 +132,7 @@ class Runtime(DeclaredSets):
         self._recent: deque[str] = deque(maxlen=RECENT)  # names of the last collectives
         self._count = 0  # of them, since the beginning
         self._caller = threading.get_ident()  # the thread that last called one
+        self._callers: set[int] = set()  # all threads that ever did
         self._report_wanted = False
         self._mark_cycles = False  # in the timeline
         self._desk: ReportDesk | None = None
@@ -240,7 +264,7 @@ class Runtime(DeclaredSets):
         self._check_usable("timeline")
         timeline = self._timeline
         if timeline is not None:
-            order = timeline.order(path, Handle("timeline", self._sleepers))
+            order = timeline.order(path, Handle("timeline", self._sleepers, Wait(GLOBAL_PROCESS_SET_ID, "timeline")))
             self._hand_in(lambda: timeline.change(order))
             order.handle.wait()
 
@@ -269,12 +293,16 @@ class Runtime(DeclaredSets):
 
     def _hand_in(self, item: Item) -> None:
         self._caller = threading.get_ident()
+        self._callers.add(self._caller)
         self._inbox.append(item)
         # The thread clears _awake, then looks into the inbox, then sleeps: whoever sees it awake has been seen.
         if not self._awake:
             self._control.wake()
         if self._ended.is_set():
             self._fail_inbox()  # the thread ended between the caller's check and the append
+
+    def _tell_blocked(self) -> None:
+        self._hand_in(lambda: self._controller.block(self._sleepers.blocked(self._callers)))
 
     def _about_to_sleep(self) -> None:
         if self._spin and not self._awake:
@@ -358,7 +386,7 @@ class Runtime(DeclaredSets):
                     self._work.split(expanded)
             case Closing():
                 self._controller.close(item)
-            case Abandonment(layout):
+            case LayoutStale(layout):
                 self._controller.abandon(layout)
             case _:
                 item()
@@ -380,9 +408,17 @@ class Runtime(DeclaredSets):
         if self._autotuner is not None:
             self._autotuner.look()
         decision = self._coordinator.decide()
+        if letters := self._coordinator.letters():
+            self._control.send_letters(letters)
+            if letters[0].rank == 0:
+                self._read(letters[0])
         if decision is not None:
             self._control.send_decision(decision)
             self._accept(decision)
+
+    def _read(self, letter: Letter) -> None:
+        self._work.take_columns(letter.columns)
+        self._notes.take_in(letter.notes)
 
     def _look_out(self) -> float | None:
         """Notice what has waited long; return when to look again, in seconds, or None while nothing waits."""
@@ -410,6 +446,8 @@ class Runtime(DeclaredSets):
             case DecisionReceived(decision):
                 self._patience.heard()
                 self._accept(decision)
+            case LetterReceived(letter):
+                self._read(letter)
             case ReportReceived(rank, report):
                 self._hear(rank, report)
             case HostReportReceived(ranks, merged):
@@ -429,26 +467,27 @@ class Runtime(DeclaredSets):
         """Like `_hear`, of what a leader passes on."""
         assert self._coordinator is not None
         self._coordinator.receive_host(tuple(ranks), merged, self._clock())
-        for rank, report in merged.reports:
-            self._heed(rank, report)
-        for rank in ranks:
-            self._trace_ready(rank, merged.buckets)
+        for said in merged.said:
+            if isinstance(said, RankReport):
+                self._heed(said.rank, said.report)
+            else:
+                for rank in ranks:
+                    self._trace_ready(rank, (said,))
 
     def _heed(self, rank: int, report: Report) -> None:
         """What is not the coordinator's business in a report."""
         if report.aside is not None:
             self._next_look = -math.inf  # it may be what the lookout waits for
-        if self._chronicle.tracing:
-            for request in report.requests:
-                self._chronicle.ready_elsewhere(rank, lane_of(request.process_set, request.name))
-        self._trace_ready(rank, report.buckets)
+        self._trace_ready(rank, report.said)
         if self._timeline is not None and (report.aside is not None or report.leaving):
             self._timeline.hear(rank, () if report.aside is None else report.aside.trace, report.leaving)
 
-    def _trace_ready(self, rank: int, buckets: Sequence[BucketReady]) -> None:
-        if self._chronicle.tracing:
-            for ready in buckets:
-                self._chronicle.ready_elsewhere(rank, bucket_lane(ready.bucket))
+    def _trace_ready(self, rank: int, what: Sequence[Saying]) -> None:
+        for said in what if self._chronicle.tracing else ():
+            if isinstance(said, Request):
+                self._chronicle.ready_elsewhere(rank, lane_of(said.process_set, said.name))
+            elif isinstance(said, BucketReady):
+                self._chronicle.ready_elsewhere(rank, bucket_lane(said.bucket))
 
     def _accept(self, decision: Decision) -> None:
         """Queue a decision; what it says of ranks counts at once, even in the middle of a plan."""
@@ -457,7 +496,8 @@ class Runtime(DeclaredSets):
             begun = self._count - len(self._recent) + 1
             self._controller.say(Aside(account=account(self._caller, tuple(self._recent), begun, waiting)))
         self._departed.update(decision.left)
-        self._notes.take_in(decision.notes)
+        if self.world.rank in decision.deferred:
+            self._sleepers.defer()
         if decision.failure is not None:
             self._end(decision.failure)
         self._decisions.append(decision)
@@ -523,17 +563,29 @@ class Runtime(DeclaredSets):
         raise _Ended
 
     def _close(self) -> None:
+        """Close every part, whatever others raise; in the end nobody waits for this thread any more."""
         if self._failure is None and not self._left:
             self._failure = HorovodInternalError("the runtime thread ended unexpectedly; see the log")
-        self._control.flush(FLUSH_SECONDS)
-        self._work.close(self._last_word(), failed=self._failure is not None)
-        self._control.close()
-        if self._desk is not None:
-            self._desk.close()
-        if self._timeline is not None:
-            self._timeline.close(self._chronicle.take_trace(), self._last_word())
-        self._ended.set()
-        self._fail_inbox()
+        parts: list[Callable[[], object]] = [
+            lambda: self._control.flush(FLUSH_SECONDS), lambda: self._notes.close(self._last_word()),
+            lambda: self._work.fail(self._last_word()), self._plane.close]
+        devices, desk, timeline = self._devices, self._desk, self._timeline
+        if devices is not None:
+            parts.append(lambda: devices.close(self._failure))
+        parts.append(self._control.close)
+        if desk is not None:
+            parts.append(desk.close)
+        if timeline is not None:
+            parts.append(lambda: timeline.close(self._chronicle.take_trace(), self._last_word()))
+        try:
+            for close in parts:
+                try:
+                    close()
+                except Exception:
+                    _log.exception("rank %d: a part of the runtime could not be closed", self.world.rank)
+        finally:
+            self._ended.set()
+            self._fail_inbox()
 
     def _fail_inbox(self) -> None:
         """Fail what nobody will take out of the inbox any more; callable from any thread."""

@@ -7,16 +7,27 @@ from collections.abc import Iterator
 
 import pytest
 
-from hvdlite.control.base import DecisionReceived, PeerLost
+from hvdlite.control.base import DecisionReceived, LetterReceived, PeerLost
 from hvdlite.control.doorbell import Doorbell
 from hvdlite.control.leading import LeaderControl
 from hvdlite.control.star import GRACE
 from hvdlite.control.wire import Connection
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.leader import Leader
-from hvdlite.negotiation.messages import Decision, FailureNotice, HostReport, Message, Report, Request
+from hvdlite.negotiation.messages import (
+    Decision,
+    FailureNotice,
+    HostReport,
+    Letter,
+    Letters,
+    Message,
+    Note,
+    RankReport,
+    Report,
+    Request,
+)
 
-SAYS = Report(0, 0, requests=(Request("x", Collective.ALLREDUCE, "float32", (1,)),))
+SAYS = Report(0, 0, (Request("x", Collective.ALLREDUCE, "float32", (1,)),))
 
 
 class Host:
@@ -48,9 +59,25 @@ def host() -> Iterator[Host]:
 def test_reports_go_up_and_are_no_events(host: Host) -> None:
     host.rank_3.send(SAYS)
     assert host.control.wait(5.0) == []
-    assert host.said(host.rank_0) == HostReport(0, ((3, SAYS),))
+    assert host.said(host.rank_0) == HostReport(0, (RankReport(3, SAYS),))
     host.control.send_report(SAYS)
-    assert host.said(host.rank_0) == HostReport(0, ((2, SAYS),))
+    assert host.said(host.rank_0) == HostReport(0, (RankReport(2, SAYS),))
+
+
+def test_letters_go_to_their_ranks_only_and_before_what_follows(host: Host) -> None:
+    mine, theirs = Letter(2, notes=(Note("x", 0, b"2"),)), Letter(3, notes=(Note("x", 0, b"3"),))
+    host.rank_0.send(Letters((mine, theirs)))
+    host.rank_0.send(Decision(0, 1))
+    events = host.control.wait(5.0)
+    while len(events) < 2:
+        events += host.control.wait(5.0)
+    assert events == [LetterReceived(mine), DecisionReceived(Decision(0, 1))]
+    host.rank_3.socket.settimeout(5.0)
+    received: list[Message] = []
+    while len(received) < 2:
+        host.rank_3.socket.recv(1, socket.MSG_PEEK)
+        received += host.rank_3.receive()
+    assert received == [Letters((theirs,)), Decision(0, 1)]
 
 
 def test_decisions_go_down(host: Host) -> None:
@@ -71,7 +98,7 @@ def test_a_death_goes_up_behind_the_last_word(host: Host) -> None:
     host.control.wait(5.0)
     first = host.said(host.rank_0)
     if isinstance(first, HostReport) and not first.lost:  # the end was read after the word
-        assert first.reports == ((3, SAYS),)
+        assert first.said == (RankReport(3, SAYS),)
         host.control.wait(5.0)
         first = host.said(host.rank_0)
     assert isinstance(first, HostReport) and [rank for rank, _ in first.lost] == [3]

@@ -11,7 +11,7 @@ from hvdlite.negotiation.buckets import BucketSizes
 from hvdlite.negotiation.controller import Controller, Instruction
 from hvdlite.negotiation.coordinator import Coordinator, Policy
 from hvdlite.negotiation.leader import Leader
-from hvdlite.negotiation.messages import Decision, FailureNotice, HostReport, Report, Response
+from hvdlite.negotiation.messages import Decision, FailureNotice, HostReport, Letter, Report, Response
 
 _encode = msgspec.msgpack.encode
 
@@ -39,6 +39,7 @@ class Simulation:
         self.controllers = [Controller(rank) for rank in range(size)]
         self.up: list[deque[Report]] = [deque() for _ in range(size)]
         self.down: list[deque[Decision]] = [deque() for _ in range(size)]
+        self.letters: list[list[Letter]] = [[] for _ in range(size)]
         self.plans: list[list[Instruction]] = [[] for _ in range(size)]
         self.failures: list[FailureNotice | None] = [None] * size
         self.now = 0.0
@@ -60,20 +61,25 @@ class Simulation:
         if merged is not None:
             self.host_up[self.leaders.index(leader)].append(msgspec.msgpack.decode(_encode(merged), type=HostReport))
 
-    def hear(self, rank: int) -> None:
-        """Let the coordinator receive one report of `rank`, without deciding yet."""
+    def hear(self, rank: int) -> bool:
+        """Let the coordinator receive a report of `rank` or its leader, without deciding yet; return whether it did."""
         if rank in self.leader_of:
             leader = self.leader_of[rank]
             queue = self.host_up[self.leaders.index(leader)]
             if queue:
                 self.coordinator.receive_host(leader.ranks, queue.popleft(), self.now)
                 self.coordinator.check_invariants()
+                return True
         elif self.up[rank]:
             self.coordinator.receive(rank, self.up[rank].popleft(), self.now)
             self.coordinator.check_invariants()
+            return True
+        return False
 
     def decide(self) -> None:
         decision = self.coordinator.decide()
+        for letter in self.coordinator.letters():
+            self.letters[letter.rank].append(msgspec.msgpack.decode(_encode(letter), type=Letter))
         if decision is not None:
             decision = msgspec.msgpack.decode(_encode(decision), type=Decision)
             alone = [queue for rank, queue in enumerate(self.down) if rank not in self.leader_of]
@@ -104,9 +110,10 @@ class Simulation:
         for _ in range(3):
             for rank in range(self.size):
                 self.say(rank)
-                while self.up[rank]:
-                    self.hear(rank)
+                while self.hear(rank):
+                    pass
             self.decide()
             for rank in range(self.size):
-                while self.down[rank]:
+                while self.down[rank] or (rank in self.leader_of
+                                          and self.host_down[self.leaders.index(self.leader_of[rank])]):
                     self.apply(rank)

@@ -18,9 +18,9 @@ import pytest
 
 from hvdlite.core.array import SUPPORTED_DTYPES, Array, identity
 from hvdlite.core.types import Collective, ReduceOp
-from hvdlite.negotiation.fusion import even_rows
-from hvdlite.negotiation.messages import Response
-from hvdlite.planes.base import Part, Plan, Plane, WaitUntil
+from hvdlite.negotiation.fusion import columns, even_rows
+from hvdlite.negotiation.messages import Request, Response
+from hvdlite.planes.base import Exchange, Part, Plan, Plane, WaitUntil
 from tests.planes import under_mpi
 from tests.planes.makers import gloo, hierarchical, hierarchical_mpi, loopback, mpi, shm, shm_fenced
 from tests.planes.nccl_double import nccl
@@ -77,9 +77,10 @@ def executor(rank: int, size: int, plane: Plane, wait_until: WaitUntil, barrier:
     counts: dict[int, int] = {}
 
     def execute(response: Response, sources: list[Array | None], outputs: list[Array | None],
-                part: Part | None = None, ranks: tuple[int, ...] = tuple(range(size))) -> None:
+                part: Part | None = None, ranks: tuple[int, ...] = tuple(range(size)),
+                exchange: Exchange | None = None) -> None:
         number = counts[response.process_set] = counts.get(response.process_set, 0) + 1
-        plane.execute(Plan(number, ranks, response, sources, outputs, part), wait_until)
+        plane.execute(Plan(number, ranks, response, sources, outputs, part, exchange), wait_until)
 
     execute.wait_until, execute.barrier = wait_until, barrier  # type: ignore[attr-defined]
     execute.fusion_buffer, execute.plane = plane.fusion_buffer, plane  # type: ignore[attr-defined]
@@ -114,9 +115,19 @@ def model(op: ReduceOp, inputs: list[Array], size: int) -> Array:
     total = wide[0].copy()
     for term in wide[1:]:
         total = {ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum}.get(op, np.add)(total, term)
+    if op is ReduceOp.AVERAGE and dtype.kind in "iu":
+        return mean(inputs, size)
     if op is ReduceOp.AVERAGE:
-        total = np.trunc(total / size) if dtype.kind in "iu" else total / total.dtype.type(size)
+        total = total / total.dtype.type(size)
     return total.astype(dtype)
+
+
+def mean(inputs: list[Array], size: int) -> Array:
+    """The mean of integers, truncated toward zero: no sum of them overflows."""
+    wide = np.int64 if inputs[0].itemsize < 8 else object
+    total = sum(array.astype(wide) for array in inputs)
+    down = np.array(total // size, wide)
+    return (down + ((down < 0) & (down * size != total))).astype(inputs[0].dtype)
 
 
 def in_any_order(make_planes: Any, size: int) -> bool:
@@ -275,13 +286,57 @@ def test_the_identity_changes_no_bit(make_planes: Any, family: str) -> None:
     run_cases(make_planes, 2, step)
 
 
-def test_integer_average_truncates_toward_zero(make_planes: Any) -> None:
-    def step(rank: int, execute: Any) -> None:
-        mine = np.array([-7, 7, -6, 0, 2**62], np.int64)
-        mine[:3] += rank  # sums -13, 15, -11
-        execute(allreduce("int64", ReduceOp.AVERAGE, 2), [mine], [mine])
-        assert mine.tolist()[:4] == [-6, 7, -5, 0]
-    run(make_planes, 2, step)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_averages_of_integers_are_exact_where_their_sum_overflows(make_planes: Any, size: int) -> None:
+    """The means of a dtype's limits and of values beside them, by every way a reduction takes."""
+    def step(rank: int, execute: Any) -> int:
+        found = [dtype for dtype, op in reductions(execute, "integers", size) if op is ReduceOp.AVERAGE]
+        for dtype in found:
+            kind, limits = SUPPORTED_DTYPES[dtype], np.iinfo(dtype)
+            near = [limits.min, limits.min + 1, limits.max - 1, limits.max]
+            buffer = execute.fusion_buffer(3 * 65_536, tuple(range(size)))
+            for count in (8, 20_000):
+                inputs = [np.array([near[0], near[3], near[other % 4], near[-other % 4], other], kind).repeat(count)
+                          for other in range(size)]
+                mine, expected = inputs[rank], mean(inputs, size)
+                total = len(mine)
+                with case(dtype, count):
+                    out = np.empty_like(mine)
+                    execute(allreduce(dtype, ReduceOp.AVERAGE, size), [mine], [out])
+                    assert out.tolist() == expected.tolist()
+                    parts = [out[:count], out[count:]]
+                    out[...] = 1
+                    execute(allreduce(dtype, ReduceOp.AVERAGE, size, names=("a", "b")), [mine[:count], mine[count:]], parts)
+                    assert out.tolist() == expected.tolist(), "fused"
+                    root = size - 1
+                    execute(response(Collective.REDUCE, size, [], dtype=dtype, op=ReduceOp.AVERAGE, root_rank=root),
+                            [mine], [out if rank == root else None])
+                    assert rank != root or out.tolist() == expected.tolist(), "reduce"
+                    rows = even_rows(total, size)
+                    own, begin = np.empty(rows[rank], kind), sum(rows[:rank])
+                    scattered = response(Collective.REDUCESCATTER, size, list(rows), dtype=dtype, op=ReduceOp.AVERAGE)
+                    execute(msgspec.structs.replace(scattered, row_elements=1), [mine], [own])
+                    assert own.tolist() == expected[begin:begin + len(own)].tolist(), "reducescatter"
+                    if mine.nbytes <= 65_536:
+                        memory = buffer.own[65_536:131_072].view(kind)
+                        memory[:total], memory[total:] = mine, 0
+                        execute.barrier()
+                        execute(allreduce(dtype, ReduceOp.AVERAGE, size), [memory], [memory], Part(buffer, 65_536, 131_072))
+                        assert memory[:total].tolist() == expected.tolist(), "a bucket"
+        return len(found)
+    run_cases(make_planes, size, step)
+
+
+def test_factors_of_averaged_integers_truncate_each_value_and_the_mean(make_planes: Any) -> None:
+    def step(rank: int, execute: Any) -> int:
+        found = [dtype for dtype, op in reductions(execute, "integers", 2) if op is ReduceOp.AVERAGE]
+        for dtype in found:
+            mine = np.array([5, 100] if rank else [2, 27], dtype)  # halved: 2 + 1 and 50 + 13, whose means are 1 and 31
+            execute(allreduce(dtype, ReduceOp.AVERAGE, 2, prescale=0.5, postscale=2.5), [mine], [mine])
+            with case(dtype):
+                assert mine.tolist() == [2, 77]
+        return len(found)
+    run_cases(make_planes, 2, step)
 
 
 def test_sixteen_bit_floats_are_summed_in_float32(make_planes: Any) -> None:
@@ -348,7 +403,10 @@ def test_reducescatter_gives_each_rank_its_rows(make_planes: Any, size: int, dty
             split = even_rows(rows, size)
             for op in (ReduceOp.SUM, ReduceOp.AVERAGE):
                 out = np.empty(split[rank] * 3, kind)
-                execute(response(Collective.REDUCESCATTER, size, list(split), dtype=dtype, op=op), [inputs[rank]], [out])
+                one = response(Collective.REDUCESCATTER, size, list(split), dtype=dtype, op=op)
+                if not execute.carries(one):
+                    continue
+                execute(one, [inputs[rank]], [out])
                 begin = sum(split[:rank]) * 3
                 with case(rows, op.name):
                     check_equal(out, model(op, inputs, size)[begin:begin + out.size], in_any_order(make_planes, size))
@@ -386,17 +444,44 @@ def test_gather_and_scatter_at_every_root(make_planes: Any, size: int) -> None:
     run(make_planes, size, step)
 
 
+def exchange(splits: list[list[int]], rank: int) -> Exchange:
+    """Return what a rank knows of an alltoall, of everybody's splits."""
+    requests = {sender: Request("x", Collective.ALLTOALL, "uint8", (sum(row), 3), splits=tuple(row))
+                for sender, row in enumerate(splits) if row}
+    column = columns(requests, range(len(splits)))[rank]
+    return Exchange(tuple(splits[rank]) or (0,) * len(splits), column.rows, column.starts)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_alltoall_with_a_rank_that_has_joined(make_planes: Any, size: int) -> None:
+    """It gets rows that nobody keeps."""
+    def step(rank: int, execute: Any) -> None:
+        splits = [[sender + receiver + 1 for receiver in range(size)] if sender != 1 else [] for sender in range(size)]
+        active = [sender for sender in range(size) if sender != 1]
+        most = max(map(sum, splits)), max(sum(splits[sender][receiver] for sender in active) for receiver in range(size))
+        told = msgspec.structs.replace(response(Collective.ALLTOALL, size, most, dtype="uint8"), contributors=tuple(active))
+        if rank == 1:
+            execute(told, [], [], exchange=exchange(splits, rank))
+            return
+        mine = np.concatenate([np.full(count * 3, 10 * rank + receiver, np.uint8)
+                               for receiver, count in enumerate(splits[rank])])
+        out = np.empty(sum(splits[sender][rank] for sender in active) * 3, np.uint8)
+        execute(told, [mine], [out], exchange=exchange(splits, rank))
+        assert out.tolist() == [10 * sender + rank for sender in active for _ in range(splits[sender][rank] * 3)]
+    run(make_planes, size, step)
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_alltoall_with_splits(make_planes: Any, size: int) -> None:
     def step(rank: int, execute: Any) -> None:
         for scale in (0, 1, 4000):
             splits = [[(2 * sender + 3 * receiver) % 4 * scale for receiver in range(size)] for sender in range(size)]
-            rows = [sum(row) + 1 for row in splits]  # one row stays where it is
-            mine = np.concatenate([np.full(count * 3, 10 * rank + receiver, np.uint8)
+            mine = np.concatenate([np.full(count * 3, 10 * rank + receiver, np.uint8)  # one row stays where it is
                                    for receiver, count in enumerate([*splits[rank], 1])])
             out = np.empty(sum(row[rank] for row in splits) * 3, np.uint8)
-            everything = tuple(count for row in splits for count in row)
-            execute(response(Collective.ALLTOALL, size, rows, dtype="uint8", splits=everything), [mine], [out])
+            wants = exchange(splits, rank)
+            most = max(map(sum, splits)), max(map(sum, zip(*splits, strict=True)))
+            execute(response(Collective.ALLTOALL, size, most, dtype="uint8"), [mine], [out], exchange=wants)
             wanted = [10 * sender + rank for sender in range(size) for _ in range(splits[sender][rank] * 3)]
             with case(splits):
                 assert out.tolist() == wanted
