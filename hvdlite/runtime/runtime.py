@@ -207,11 +207,15 @@ class Runtime(DeclaredSets):
         self._desk = ReportDesk(directory, self.demand_report)
 
     def close_in_child(self) -> None:
-        """In a forked child: close every descriptor, so that the parent's death is not hidden by it."""
+        """In a forked child: close every descriptor, so that the parent's death is not hidden by it.
+
+        What is shared with the parent is left as it is: its pages (`memory.shared`), its connections, what it published.
+        """
         if self._desk is not None:
             self._desk.forget()
         self._control.forget()
         self._plane.close()
+        self.progress.withdraw()
 
     # --- process sets ----------------------------------------------------------------------------------------------
 
