@@ -64,11 +64,16 @@ def take(path: str, timeout: float) -> list[int]:
 def _received(sock: socket.socket) -> list[int]:
     count = int.from_bytes(sock.recv(4, socket.MSG_WAITALL), "little")
     received: list[int] = []
-    while len(received) < count:
-        mark, descriptors, _, _ = socket.recv_fds(sock, 1, _LIMIT)
-        if not mark:
-            raise LaunchError("rank 0 ended while it shared its memory")
-        for descriptor in descriptors:
-            os.set_inheritable(descriptor, False)
-        received += descriptors
+    try:
+        while len(received) < count:
+            mark, descriptors, _, _ = socket.recv_fds(sock, 1, _LIMIT)
+            received += descriptors
+            if not mark:
+                raise LaunchError("rank 0 ended while it shared its memory")
+            for descriptor in descriptors:
+                os.set_inheritable(descriptor, False)
+    except BaseException:
+        for descriptor in received:
+            os.close(descriptor)
+        raise
     return received

@@ -133,6 +133,15 @@ def receive_ranks(listener: socket.socket, address: Address, own: Hello, *, time
         LaunchError: when some have not come within `timeout` seconds, naming them, or one does not fit.
     """
     reception = _Reception(own, address, frame_limit, led)
+    try:
+        return reception.connections, _welcomed(reception, listener, address, own, timeout)
+    except BaseException:
+        for connection in reception.connections.values():
+            connection.close()
+        raise
+
+
+def _welcomed(reception: _Reception, listener: socket.socket, address: Address, own: Hello, timeout: float) -> Welcome:
     deadline = time.monotonic() + timeout
     while len(reception.connections) < own.size - 1 and not reception.refusal:
         listener.settimeout(max(0.0, min(0.1, deadline - time.monotonic())))
@@ -150,10 +159,8 @@ def receive_ranks(listener: socket.socket, address: Address, own: Hello, *, time
     for connection in reception.connections.values():
         connection.send(welcome)
     if reception.refusal:
-        for connection in reception.connections.values():
-            connection.close()
         raise LaunchError(reception.refusal)
-    return reception.connections, welcome
+    return welcome
 
 
 def join(address: Address, own: Hello, *, timeout: float, frame_limit: int) -> tuple[Connection, Welcome]:
