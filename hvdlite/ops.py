@@ -40,10 +40,11 @@ def allreduce(array: ArrayLike, average: bool | None = None, name: str | None = 
         array: bool (Min, Max only), integer, float16/32/64, bfloat16 or complex (no Min, Max); any shape.
         average: deprecated; use `op`.
         name: the same on all ranks; unnamed calls are matched by their order.
-        op: Average (default), Sum, Product, Min, Max or Adasum (floating point only; see `hvdlite.planes.adasum`). Integer
-            averages are truncated toward zero; 16-bit floats are accumulated in float32.
-        prescale_factor: factor on every rank's values before the reduction.
-        postscale_factor: factor on the result.
+        op: Average (default), Sum, Product, Min, Max or Adasum (floating point only; see `hvdlite.planes.adasum`). Average
+            of integers is the exact mean, truncated toward zero; Sum and Product of integers wrap. 16-bit floats are
+            accumulated in float32.
+        prescale_factor: factor on every rank's values before the reduction; integers are truncated toward zero after it.
+        postscale_factor: factor on the result, likewise.
         process_set: the ranks that take part.
 
     Raises:

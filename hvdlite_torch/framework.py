@@ -153,7 +153,13 @@ class TorchGradients:
     Args:
         as_view: whether reduced gradients are views of their buckets, where the compression allows it.
         devices: the plane for tensors on GPUs; without it they go over host memory.
+
+    Attributes:
+        unseen_sparse_dims: how many dimensions of a densified gradient are to be sparse afterwards, where this rank has had
+            none of its own.
     """
+
+    unseen_sparse_dims = 0
 
     def __init__(self, compression: type[Compressor], sparse_as_dense: bool, as_view: bool = True,
                  devices: DeviceAccess | None = None) -> None:
@@ -241,7 +247,7 @@ class TorchGradients:
         return fill_seats(pairs, self._fitting, torch._foreach_copy_)
 
     def fill_with(self, parameter: torch.Tensor, seat: Seat, value: Any) -> bool:
-        if not self._is_free(parameter, seat):
+        if not (self._is_free(parameter, seat) and self._suits(parameter, seat)):
             return False
         with torch.no_grad():
             seat.home.fill_(value)
@@ -293,9 +299,17 @@ class TorchGradients:
             self._as_view = False
         return False
 
+    def _suits(self, parameter: torch.Tensor, seat: Seat) -> bool:
+        """Return whether a seat is right for the parameter as it is now, which has no gradient."""
+        dtype = parameter.dtype
+        if self._compression is not Compressor:
+            sample, seat.context = self._compression.compress(parameter.detach().new_empty(0))
+            dtype = sample.dtype
+        return dtype is seat.dtype and parameter.shape == seat.shape
+
     def _restored_dims(self, parameter: torch.Tensor) -> int:
         """Return how many dimensions of the reduced gradient are to be sparse, as in the gradient that came in."""
-        return self._sparse_dims_of.get(id(parameter), 0) if self._sparse_as_dense else 0
+        return self._sparse_dims_of.get(id(parameter), self.unseen_sparse_dims) if self._sparse_as_dense else 0
 
     def _fitting(self, parameter: torch.Tensor, gradient: torch.Tensor, seat: Seat) -> torch.Tensor | None:
         """Return what is to be copied into the seat; None when it does not fit. Called for every gradient of every step."""

@@ -117,6 +117,7 @@ def DistributedOptimizer(
     label = _label if _label is not None else runtime.label("torch", number)
     make: type[GradientReducer[torch.Tensor]] = GradientReducer if comm_hook is None else HookedReducer
     framework = _framework(runtime, compression, sparse_as_dense, names)
+    framework.unseen_sparse_dims = int(isinstance(optimizer, torch.optim.SparseAdam))  # it takes no dense ones
     reducer = make(runtime, framework, label, op=op, prescale=prescale, postscale=postscale, passes=backward_passes_per_step,
                    process_set=number, wait_in=_chosen_wait(wait_in, runtime))
     if comm_hook is not None and isinstance(reducer, HookedReducer):

@@ -52,6 +52,12 @@ class BlockedRanks:
         self._blocked[rank] = blocked
         self._is_new = True
 
+    def answered(self, process_set: int, names: Collection[str]) -> None:
+        """Tensors are answered: a wait for one of them is over, and the name may be used again."""
+        for rank, blocked in list(self._blocked.items()):
+            if any(not wait.round and wait.process_set == process_set and wait.name in names for wait in blocked.waits):
+                del self._blocked[rank]
+
     def to_defer(self) -> list[int]:
         """Return the stuck ranks that have a deferrable wait; they count as going on from now on."""
         if not self._is_new:

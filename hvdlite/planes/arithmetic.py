@@ -2,6 +2,12 @@
 
 Rule (PROTOCOL rule 11): every element is accumulated in ascending rank order, in the accumulator dtype, and finished by
 the same two operations, so the bits do not depend on the plane, on fusion or on who does the work.
+
+Integers. Average is the exact mean, truncated toward zero. The mean fits into the dtype, but the sum may not fit, not even
+into 64 bits. So each value x is split into quotient and remainder, x = q n + r with 0 <= r < n, and both are added up in
+64 bits; the mean, rounded down, is sum(q) + sum(r) // n. The sum of the quotients may leave the range by up to n: it wraps,
+and wraps back. Sum and Product wrap as NumPy's do. Factors are applied in float64, to each value and to the result, which
+are then truncated toward zero; a value that does not fit into the dtype is undefined, as in C.
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ _UFUNCS: dict[ReduceOp, np.ufunc] = {
     ReduceOp.SUM: np.add, ReduceOp.AVERAGE: np.add, ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum,
     ReduceOp.PRODUCT: np.multiply,
 }
+_INT64, _UINT64 = np.dtype(np.int64), np.dtype(np.uint64)
 
 
 @dataclasses.dataclass
@@ -52,12 +59,18 @@ class Reduction:
     def __init__(self, response: Response, dtype: np.dtype[np.generic], size: int, chunk: int, casts: Casts) -> None:
         self.dtype = dtype
         self.chunk = max(1, chunk)
-        self._widen, self._narrow = casts.widen, casts.narrow
         self._op, self._combine = response.op, _UFUNCS[response.op]
         self._divisor = (response.divisor or size) if response.op is ReduceOp.AVERAGE else 1
         self._prescale, self._postscale = response.prescale, response.postscale
-        self._wide = accumulator_dtype(dtype) != dtype
-        self._scratch = np.empty((2, self.chunk), np.float32) if self._wide else None
+        self._widen, self._narrow = casts.widen, casts.narrow
+        self._accumulator = accumulator_dtype(dtype)
+        self._split = self._divisor > 1 and dtype.kind in "iu"  # accumulators have two rows: quotients and remainders
+        if self._split:
+            self._accumulator = _UINT64 if dtype == _UINT64 else _INT64
+            self._widen, self._narrow = self._split_up, self._merge
+        self._wide = self._split or self._accumulator != dtype
+        rows = (2, self.chunk) if self._split else (self.chunk,)
+        self._scratch = np.empty((2, *rows), self._accumulator) if self._wide else None
 
     def place(self, source: Array, out: Array) -> None:
         """Copy `source` to `out` (flat, same length, possibly the same memory), multiplied by the prescale factor."""
@@ -84,19 +97,31 @@ class Reduction:
             for start in range(0, out.size, self.chunk):
                 piece = slice(start, min(start + self.chunk, out.size))
                 part = out[piece]
-                total = part if self._scratch is None else self._scratch[0][:part.size]
+                total = part if self._scratch is None else self._scratch[0][..., :part.size]
                 self._sum([source[piece] for source in sources], total)
                 self.conclude(total, part)
 
+    def total(self, out: Array, *, in_place: bool) -> Array:
+        """Return a flat array for `accumulate`, whose sum over several of them is an accumulator too.
+
+        Args:
+            out: where the result will go.
+            in_place: whether `out` itself may be it, where its dtype will do.
+        """
+        if in_place and not self._wide:
+            return out
+        return np.empty(out.size * (2 if self._split else 1), self._accumulator)
+
     def accumulate(self, sources: Sequence[Array], total: Array) -> None:
-        """Like `combine`, into an array of the accumulator dtype that `conclude` finishes; the identity of no sources."""
+        """Like `combine`, into what `total` returned and `conclude` finishes; the identity of no sources."""
         if not sources:
             total[...] = identity(self._op, total.dtype)
             return
+        rows = self._rows(total)
         with np.errstate(all="ignore"):
-            for start in range(0, total.size, self.chunk):
-                piece = slice(start, min(start + self.chunk, total.size))
-                self._sum([source[piece] for source in sources], total[piece])
+            for start in range(0, rows.shape[-1], self.chunk):
+                piece = slice(start, min(start + self.chunk, rows.shape[-1]))
+                self._sum([source[piece] for source in sources], rows[..., piece])
 
     def conclude(self, total: Array, out: Array) -> None:
         """Turn what `accumulate` made into a result, which may be the same array; overwrites `total`."""
@@ -105,6 +130,11 @@ class Reduction:
                 np.copyto(out, total)
             return
         with np.errstate(all="ignore"):
+            if self._split:
+                self._narrow(self._rows(total), out)
+                if self._postscale != 1.0:
+                    self._scaled(out, self._postscale, out)
+                return
             if self._divisor > 1:
                 _divide(total, self._divisor)
             if not self._wide:
@@ -117,6 +147,9 @@ class Reduction:
                 np.multiply(total, np.float32(self._postscale), out=total)
             self._narrow(total, out)
 
+    def _rows(self, total: Array) -> Array:
+        return total.reshape(2, -1) if self._split else total
+
     def _sum(self, sources: Sequence[Array], total: Array) -> None:
         if not self._wide:
             if len(sources) == 1:
@@ -127,36 +160,48 @@ class Reduction:
                 self._combine(total, source, out=total)
             return
         assert self._scratch is not None
-        term = self._scratch[1][:total.size]
+        term = self._scratch[1][..., :total.shape[-1]]
         self._widen(sources[0], total)
         for source in sources[1:]:
             self._widen(source, term)
             self._combine(total, term, out=total)
 
+    def _split_up(self, source: Array, out: Array) -> None:
+        """Write the quotients of integers by the divisor, rounded down, to `out[0]`, and the remainders to `out[1]`."""
+        quotients, remainders = out
+        divisor = self._accumulator.type(self._divisor)
+        np.copyto(remainders, source)
+        np.floor_divide(remainders, divisor, out=quotients)
+        np.subtract(remainders, quotients * divisor, out=remainders)
+
+    def _merge(self, total: Array, out: Array) -> None:
+        """Write the means, truncated toward zero, to `out`."""
+        quotients, remainders = total
+        divisor = self._accumulator.type(self._divisor)
+        carried = remainders // divisor
+        np.add(quotients, carried, out=quotients)  # the mean rounded down
+        if self.dtype.kind == "i":
+            inexact = remainders != carried * divisor
+            np.add(quotients, inexact & (quotients < 0), out=quotients)
+        np.copyto(out, quotients, casting="unsafe")
+
     def _scaled(self, source: Array, factor: float, out: Array) -> None:
-        kind = self.dtype.kind
-        if self._wide:
+        if self.dtype.kind in "iu":
+            with np.errstate(invalid="ignore"):
+                np.copyto(out, np.trunc(source.astype(np.float64) * factor), casting="unsafe")
+        elif self._wide:
             wide = np.empty(source.size, np.float32)
             self._widen(source, wide)
             np.multiply(wide, np.float32(factor), out=wide)
             self._narrow(wide, out)
-        elif kind in "iu":  # truncation toward zero, as a C cast does
-            np.copyto(out, np.trunc(source.astype(np.float64) * factor), casting="unsafe")
         else:
             np.multiply(source, source.dtype.type(factor), out=out)
 
 
 def _divide(values: Array, divisor: int) -> None:
-    """Divide in place: exactly and toward zero for integers."""
+    """Divide in place, anything but integers."""
     if values.dtype.kind == "f" and divisor & (divisor - 1) == 0:  # the same bits as a division, several times faster
         np.multiply(values, values.dtype.type(1.0 / divisor), out=values)
-        return
-    if values.dtype.kind == "u":
-        np.floor_divide(values, values.dtype.type(divisor), out=values)
-    elif values.dtype.kind == "i":
-        negative_inexact = (values < 0) & (np.remainder(values, values.dtype.type(divisor)) != 0)
-        np.floor_divide(values, values.dtype.type(divisor), out=values)
-        np.add(values, negative_inexact.astype(values.dtype), out=values)
     else:
         np.divide(values, values.dtype.type(divisor), out=values)
 

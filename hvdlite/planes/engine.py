@@ -2,7 +2,8 @@
 
 A `Link` is such a library's group of processes for one process set. What it can reduce itself is given to it in place: in
 the bucket, in a single tensor's output, or in a buffer into which several tensors are packed. The rest (16-bit floats, whose
-sums are kept in float32, minima of floats, whose NaNs libraries lose, and Adasum) is reduced by slices:
+sums are kept in float32, averages of integers, whose sums may not fit into their dtype, minima of floats, whose NaNs
+libraries lose, and Adasum) is reduced by slices:
 
     exchange   every rank sends each other rank the slice that it owns, in the tensor's own dtype
     combine    every rank reduces its slice over all contributors in rank order, as all planes do it
@@ -13,6 +14,7 @@ which moves as many bytes as a ring does. Every rank gets the same bits; what th
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -146,10 +148,11 @@ class EnginePlane:
         self._chunk = settings.get("shm_chunk", self._chunk)
 
     def close(self) -> None:
-        for link in self._links.values():
-            link.close()
-        self._links.clear()
-        self._disconnect()
+        with contextlib.ExitStack() as closing:  # all of it, even when a link raises
+            closing.callback(self._disconnect)
+            for link in self._links.values():
+                closing.callback(link.close)
+            self._links.clear()
 
     def _scratch(self, count: int, dtype: np.dtype[np.generic]) -> Array:
         """Return memory for this plan, the same every time it is asked for."""
@@ -230,6 +233,8 @@ class _Work:
         return Reduction(self._response, self._dtype, self._size, self._chunk // self._dtype.itemsize, self._casts)
 
     def _native(self) -> bool:
+        if self._response.op is ReduceOp.AVERAGE and self._dtype.kind in "iu":
+            return False  # a library's sum wraps
         nbytes = self._total() * self._dtype.itemsize
         return self._link.reduces(self._response.collective, self._engine_op(), self._dtype, nbytes)
 

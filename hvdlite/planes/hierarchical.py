@@ -11,18 +11,20 @@ the same ways; a small allgather crosses once a host, between the first ranks of
 goes through the engine between all ranks; a process set within one host, through shared memory alone.
 
 Rules (PROTOCOL rules 11, 17)
-- Average divides once, after the sum across hosts; 16-bit floats cross as float32.
+- Average divides once, after the sum across hosts; 16-bit floats cross as float32, averages of integers as `Reduction`
+  accumulates them.
 - Staging slots are used as in `planes/shm.py`: regions alternate, and a barrier of the host lies between two uses.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from hvdlite.core.array import SUPPORTED_DTYPES, Array, accumulator_dtype, dtype_name
+from hvdlite.core.array import SUPPORTED_DTYPES, Array, dtype_name
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.core.world import Hosts
 from hvdlite.negotiation.messages import Response
@@ -123,11 +125,12 @@ class HierarchicalPlane:
         self._engine.tune(settings)
 
     def close(self) -> None:
-        self._engine.close()
-        for storeys in self._sets.values():
-            storeys.group.segment.close()
-        self._sets.clear()
-        self._inside.close()
+        with contextlib.ExitStack() as closing:  # the engine first, and the rest even when it raises
+            closing.callback(self._inside.close)
+            for storeys in self._sets.values():
+                closing.callback(storeys.group.segment.close)
+            closing.callback(self._engine.close)
+            self._sets.clear()
 
     def _reduction(self, storeys: _Storeys, response: Response) -> Reduction:
         dtype = SUPPORTED_DTYPES[response.dtype]
@@ -182,8 +185,7 @@ class HierarchicalPlane:
     def _sum(self, storeys: _Storeys, reduction: Reduction, response: Response, terms: Sequence[Array], out: Array,
              in_place: bool, wait_until: WaitUntil) -> None:
         """Reduce a slice over this host's terms, then over the hosts: in `out` itself, if its memory is no later term."""
-        wide = accumulator_dtype(reduction.dtype)
-        total = out if in_place and wide == reduction.dtype else np.empty(out.size, wide)
+        total = reduction.total(out, in_place=in_place)
         reduction.accumulate(terms, total)
         op = ReduceOp.SUM if response.op is ReduceOp.AVERAGE else response.op
         self._engine.execute(storeys.plan(Collective.ALLREDUCE, total, op=op), wait_until)

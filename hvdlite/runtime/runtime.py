@@ -559,18 +559,29 @@ class Runtime(DeclaredSets):
         raise _Ended
 
     def _close(self) -> None:
+        """Close every part, whatever others raise; in the end nobody waits for this thread any more."""
         if self._failure is None and not self._left:
             self._failure = HorovodInternalError("the runtime thread ended unexpectedly; see the log")
-        self._control.flush(FLUSH_SECONDS)
-        self._notes.close(self._last_word())
-        self._work.close(self._last_word(), failed=self._failure is not None)
-        self._control.close()
-        if self._desk is not None:
-            self._desk.close()
-        if self._timeline is not None:
-            self._timeline.close(self._chronicle.take_trace(), self._last_word())
-        self._ended.set()
-        self._fail_inbox()
+        parts: list[Callable[[], object]] = [
+            lambda: self._control.flush(FLUSH_SECONDS), lambda: self._notes.close(self._last_word()),
+            lambda: self._work.fail(self._last_word()), self._plane.close]
+        devices, desk, timeline = self._devices, self._desk, self._timeline
+        if devices is not None:
+            parts.append(lambda: devices.close(self._failure))
+        parts.append(self._control.close)
+        if desk is not None:
+            parts.append(desk.close)
+        if timeline is not None:
+            parts.append(lambda: timeline.close(self._chronicle.take_trace(), self._last_word()))
+        try:
+            for close in parts:
+                try:
+                    close()
+                except Exception:
+                    _log.exception("rank %d: a part of the runtime could not be closed", self.world.rank)
+        finally:
+            self._ended.set()
+            self._fail_inbox()
 
     def _fail_inbox(self) -> None:
         """Fail what nobody will take out of the inbox any more; callable from any thread."""

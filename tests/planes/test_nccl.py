@@ -308,6 +308,8 @@ def test_what_it_carries() -> None:
             assert access.carries(collective, None, dtype)
     reduces = {dtype for dtype in SUPPORTED_DTYPES if access.carries(Collective.ALLREDUCE, SUM, dtype)}
     assert reduces == set(SUPPORTED_DTYPES) - {"bool", "int16", "uint16"}
+    means = {dtype for dtype in SUPPORTED_DTYPES if access.carries(Collective.REDUCESCATTER, ReduceOp.AVERAGE, dtype)}
+    assert means == {"float16", "bfloat16", "float32", "float64", "complex64", "complex128"}, "sums of integers wrap"
     assert access.carries(Collective.ALLREDUCE, ReduceOp.MAX, "bool")
     assert not access.carries(Collective.ALLREDUCE, ReduceOp.PRODUCT, "complex64")
     assert not access.carries(Collective.ALLREDUCE, ReduceOp.ADASUM, "float32")

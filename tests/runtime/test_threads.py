@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
+import tempfile
 import threading
 from typing import Any
 
 import numpy as np
 import pytest
 
+from hvdlite.core.config import Config
 from hvdlite.core.errors import (
     DuplicateNameError,
     HorovodInternalError,
@@ -20,6 +23,8 @@ from hvdlite.core.errors import (
     UnsupportedError,
 )
 from hvdlite.core.types import ReduceOp
+from hvdlite.planes.base import Plane
+from hvdlite.runtime.assemble import assemble_threads
 from hvdlite.runtime.runtime import Runtime
 from tests.worlds import threads
 
@@ -229,3 +234,39 @@ def test_two_user_threads_of_one_rank() -> None:
         for worker in workers:
             worker.join()
     threads(2, step)
+
+
+class FailsToClose:
+    """A plane whose `close` raises, as a library may."""
+
+    def __init__(self, plane: Plane) -> None:
+        self._plane = plane
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plane, name)
+
+    def close(self) -> None:
+        raise OSError("the library cannot be closed")
+
+
+@pytest.mark.parametrize("ends", ["fail", "shutdown"])
+def test_a_plane_that_cannot_be_closed_leaves_nobody_waiting(ends: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Handles fail, calls raise, and the other parts are closed."""
+    runtime, other = assemble_threads(2, Config(shutdown_timeout=10.0), wrap=lambda rank, plane: FailsToClose(plane))
+    with tempfile.TemporaryDirectory() as directory:
+        runtime.open_desk(directory)
+        runtime.start()
+        other.start()
+        pending = runtime.allreduce("x", np.ones(3), np.ones(3), ReduceOp.SUM)
+        if ends == "fail":
+            runtime.fail("ValueError", "the script fails", "")
+        leaving = threading.Thread(target=other.shutdown)
+        leaving.start()
+        runtime.shutdown()
+        leaving.join(30)
+        assert not os.listdir(directory), "the report desk is open"
+    with pytest.raises(HorovodInternalError):
+        pending.wait()
+    with pytest.raises(HorovodInternalError):
+        runtime.allreduce("y", np.ones(3), np.ones(3), ReduceOp.SUM).wait()
+    assert "the library cannot be closed" in caplog.text

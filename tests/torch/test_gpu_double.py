@@ -198,6 +198,7 @@ def test_operations_on_tensors(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> N
         assert rank == 0 or (place == 1).all()
         # What NCCL cannot do goes over the host's memory.
         assert (hvd.allreduce(torch.full((3,), rank + 1, dtype=torch.int16), op=hvd.Sum) == 3).all()
+        assert (hvd.allreduce(torch.full((3,), 126 + rank, dtype=torch.int8)) == 126).all(), "an average"
         assert hvd.allreduce(ones, op=hvd.Adasum).shape == (4, 3)
         leaf = ones.clone().requires_grad_()
         hvd.allreduce(leaf, op=hvd.Sum).sum().backward()

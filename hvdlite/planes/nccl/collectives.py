@@ -40,6 +40,8 @@ def carries(collective: Collective, op: ReduceOp | None, dtype: str) -> bool:
         return True
     if op is ReduceOp.ADASUM or (_PARTS.get(dtype, dtype) not in DTYPES):
         return False
+    if op is ReduceOp.AVERAGE and SUPPORTED_DTYPES[dtype].kind in "iu":
+        return False  # ncclAvg divides a sum that may have wrapped
     try:
         check_reducible(dtype, op, "it")
     except UnsupportedError:
