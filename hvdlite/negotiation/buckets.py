@@ -15,6 +15,8 @@ Rules (PROTOCOL rules 6, 10; docs/decisions/0005)
 - A member missing on a rank does not break a bucket: its place there holds the op's identity. So an id always means
   "all places are filled", and an expanded id contributes every member that it does not list as missing.
 - Ranks are never more than one round apart in a set: a round ends for a rank when all its members are answered.
+- A set that a rank has dropped (`Retired`: its optimizer is gone) ends its layout and learns no other, because no round can
+  become complete. When all ranks have dropped it, it is forgotten; its label is never used again.
 - A set that keeps going stale is learned again ever more rarely: after 1, 2, 4, ... complete rounds.
 """
 
@@ -29,7 +31,7 @@ from hvdlite.core.array import ALIGNMENT, GPU_ALIGNMENT, SUPPORTED_DTYPES
 from hvdlite.core.device import CPU
 from hvdlite.core.errors import ProtocolError
 from hvdlite.negotiation.fusion import behind, fusion_key, payload_bytes, response_to
-from hvdlite.negotiation.messages import Bucket, BucketReady, BucketRelease, Closing, Layout, Request, Response
+from hvdlite.negotiation.messages import Bucket, BucketReady, BucketRelease, Closing, Layout, Request, Response, Retired
 from hvdlite.negotiation.process_sets import ProcessSetTable
 
 _MOST_PATIENCE = 64
@@ -135,6 +137,7 @@ class _Set:
     evictions: int = 0
     order: dict[str, int] = dataclasses.field(default_factory=dict)  # by `arrange`; empty: ready order counts
     patience: int = 1  # complete rounds still to see before learning
+    retired: set[int] = dataclasses.field(default_factory=set)  # ranks without it; never all ranks
 
 
 @dataclasses.dataclass
@@ -227,7 +230,7 @@ class DeclaredSets:
         declared = self._sets[label]
         ready, spoiled = declared.ready, declared.spoiled
         declared.ready, declared.spoiled = {}, False
-        if declared.layout is not None or spoiled or not ready or not self._limits.middle:
+        if declared.layout is not None or declared.retired or spoiled or not ready or not self._limits.middle:
             return None, []
         declared.patience -= 1
         if declared.patience > 0:
@@ -339,6 +342,26 @@ class DeclaredSets:
     def remove(self, process_set: int) -> None:
         """A process set ends; its layouts are evicted already."""
         self._sets = {label: declared for label, declared in self._sets.items() if declared.process_set != process_set}
+
+    def in_use(self, label: str) -> int | None:
+        """Return the layout of a set, if it has one."""
+        declared = self._sets.get(label)
+        return None if declared is None or declared.layout is None else declared.layout.layout
+
+    def retire(self, rank: int, retired: Retired) -> bool:
+        """A rank takes part in no further round of a set, which has no layout; return whether now no rank does."""
+        declared = self._sets.setdefault(retired.label, _Set(retired.process_set))
+        declared.retired.add(rank)
+        return len(declared.retired) == len(self._process_sets[retired.process_set])
+
+    def drop(self, label: str) -> None:
+        """Forget a set without a layout."""
+        del self._sets[label]
+
+    @property
+    def labels(self) -> frozenset[str]:
+        """The sets that are remembered."""
+        return frozenset(self._sets)
 
     def retune(self, limits: BucketSizes) -> None:
         """Cut sets differently from now on; layouts in use stay as they are."""
