@@ -56,6 +56,7 @@ from hvdlite.negotiation.messages import (
     RankReport,
     Report,
     Request,
+    Retired,
     Saying,
     Wait,
 )
@@ -302,6 +303,13 @@ class Runtime(DeclaredSets):
         if self._ended.is_set():
             self._fail_inbox()  # the thread ended between the caller's check and the append
 
+    def _slip_in(self, item: Item) -> None:
+        """Like `_hand_in`, in the middle of anything: takes no lock but the bell's, which its holder may take again."""
+        if not (self.in_child or self._leaving or self._ended.is_set()):
+            self._inbox.append(item)
+            if not self._awake:
+                self._control.wake()
+
     def _tell_blocked(self) -> None:
         self._hand_in(lambda: self._controller.block(self._sleepers.blocked(self._callers)))
 
@@ -389,6 +397,8 @@ class Runtime(DeclaredSets):
                 self._controller.close(item)
             case LayoutStale(layout):
                 self._controller.abandon(layout)
+            case Retired():
+                self._controller.retire(item)
             case _:
                 item()
 
