@@ -25,7 +25,7 @@ from hvdlite.bootstrap.mpi import least_member
 from hvdlite.control.witness import testify
 from hvdlite.core import launch_contract
 from hvdlite.core.array import Array
-from hvdlite.core.config import Config
+from hvdlite.core.config import Config, environment_name
 from hvdlite.core.errors import NotInitializedError, PeerLostError, UnsupportedError
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
@@ -44,6 +44,7 @@ _users = 0  # init() calls that no shutdown() has answered yet
 _hooks_installed = False
 _testimony: tuple[int, int] | None = None  # where this process writes its stacks
 _casts = Casts.of_numpy()
+_defaults: dict[str, str] = {}  # environment variables of knobs, as if they were set when they are not
 _process_sets: set[ProcessSet] = set()  # registered with the runtime, and meaningless after it
 
 
@@ -86,7 +87,7 @@ def init(comm: object = None, process_sets: Sequence[ProcessSet | Sequence[int]]
 
 def _started(comm: object) -> Runtime:
     """Return a runtime that is running, with all that the environment asks for; nothing is left of one that fails."""
-    config = Config.from_environment(os.environ)
+    config = Config.from_environment({**_defaults, **os.environ})
     place = enter(comm, os.environ, os.getppid(), config)
     _configure_logging(config, place.world)
     made = assemble(place, config, _casts, _testify(config), os.environ)
@@ -268,6 +269,11 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     process_set.register(None, None)
     _process_sets.discard(process_set)
     return True
+
+
+def set_default(knob: str, value: str) -> None:
+    """Let a knob have this value from the next `init` on, unless an argument or the environment gives it another."""
+    _defaults[environment_name(knob)] = value
 
 
 def set_id(process_set: ProcessSet) -> int:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from hvdlite.training.gradient_reducer import GradientReducer
-from hvdlite_torch import cuda
+from hvdlite_torch import cuda, unfinal
+from hvdlite_torch.unfinal import get_grad
 
 _graph_task = torch._C._current_graph_task_id
 
@@ -18,7 +19,8 @@ _graph_task = torch._C._current_graph_task_id
 class BackwardHooks:
     """Hands gradients over as they are accumulated, and waits for the round before `backward()` returns.
 
-    Hooks do not keep this object alive, and end with it. When *every* watched parameter lies inside
+    Where the wait is left for later, by choice or because it was deferred, gradients are guarded until the round is over:
+    reading one ends it. Hooks do not keep this object alive, and end with it. When *every* watched parameter lies inside
     `torch.utils.checkpoint(..., use_reentrant=True)`, nothing marks the end of the outer backward pass: then the round is
     the reducer's to finish.
 
@@ -31,6 +33,7 @@ class BackwardHooks:
         self._reducer = reducer
         self._task = -1  # the autograd run whose end we already wait for
         self._hooks: list[Any] = []
+        self._guarded: list[torch.Tensor] = []
         self.weight = 1.0
         self.on_begin: Callable[[], None] | None = None
 
@@ -40,9 +43,39 @@ class BackwardHooks:
         return self._reducer
 
     def watch(self, parameter: torch.Tensor) -> None:
-        """Hand this parameter's gradients over from now on; the reducer knows it already."""
+        """Hand this parameter's gradients over from now on, whenever it is trainable; the reducer knows it already."""
+        if not (parameter.is_floating_point() or parameter.is_complex()):
+            return  # it can never have one
         note = getattr(self._reducer.framework, "note", None) if cuda.is_on_gpu(parameter) else None
-        self._hooks.append(parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), note)))
+        frozen = not parameter.requires_grad
+        if frozen:  # torch takes no hook then, but keeps one when a parameter is frozen
+            if parameter.is_inference():
+                return
+            parameter.requires_grad_(True)
+        try:
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), note)))
+        finally:
+            if frozen:
+                parameter.requires_grad_(False)
+
+    def finish_if_due(self, *, in_step: bool = False) -> None:
+        """Like the reducer's."""
+        try:
+            self._reducer.finish_if_due(in_step=in_step)
+        finally:
+            self._unguard()
+
+    def cleared(self) -> None:
+        """Like the reducer's."""
+        try:
+            self._reducer.cleared()
+        finally:
+            self._unguard()
+
+    def stepped(self) -> None:
+        """Like the reducer's."""
+        self._reducer.stepped()
+        self._unguard()
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         task = _graph_task()
@@ -58,18 +91,47 @@ class BackwardHooks:
 
     def hand_over(self, parameter: torch.Tensor) -> None:
         """Hand a gradient over now, times the weight."""
-        if self.weight != 1.0 and parameter.grad is not None:
-            parameter.grad.mul_(self.weight)
+        gradient = get_grad(parameter)
+        if self.weight != 1.0 and gradient is not None:
+            gradient.mul_(self.weight)
         self._reducer.hand_over(parameter)
 
     def _end_backward(self) -> None:
         self._task = -1
         if self._reducer.end_backward():
             torch.autograd.Variable._execution_engine.queue_callback(self._wait)  # behind the other optimizers' ends
+        elif self._reducer.is_under_way:
+            self._guard()
 
     def _wait(self) -> None:
         with torch.profiler.record_function("hvdlite.wait_for_gradients"):
-            self._reducer.wait()
+            if not self._reducer.wait(deferrable=True):
+                self._guard()
+
+    def _guard(self) -> None:
+        """Let whatever reads a gradient end the round first."""
+        owner, guarded = weakref.ref(self), list(self._reducer.parameters)
+
+        def finish() -> None:
+            hooks = owner()
+            if hooks is None:  # the optimizer is gone
+                unfinal.unguard(guarded)
+            else:
+                hooks._finish()
+        self._guarded = guarded
+        unfinal.guard(guarded, finish)
+
+    def _finish(self) -> None:
+        with torch.profiler.record_function("hvdlite.wait_for_gradients"):
+            try:
+                self._reducer.finish_under_way()
+            finally:
+                self._unguard()
+
+    def _unguard(self) -> None:
+        if self._guarded and not self._reducer.is_under_way:
+            unfinal.unguard(self._guarded)
+            self._guarded = []
 
 
 def _hook(owner: weakref.ref[BackwardHooks],

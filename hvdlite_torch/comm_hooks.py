@@ -7,7 +7,6 @@ ICML 2019). Hooks trade accuracy and overlap for bytes: they pay off on slow net
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -16,7 +15,8 @@ import torch
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.runtime.runtime import Runtime
 from hvdlite_torch import cuda
-from hvdlite_torch.framework import as_tensor, contiguous, lent
+from hvdlite_torch.framework import Mark, as_tensor, contiguous, lent
+from hvdlite_torch.unfinal import get_grad, set_grad
 
 Gradients = Sequence[tuple[str, torch.Tensor]]
 """Names, equal on all ranks, and dense gradients to be overwritten with their averages over all ranks."""
@@ -186,9 +186,10 @@ def reduce_round(hook: CommHook, exchange: Exchange,
             if not anywhere:
                 continue
             if not present:
-                parameter.grad = torch.zeros_like(parameter)
-            elif parameter.grad.layout is not torch.strided:
-                parameter.grad = parameter.grad.to_dense()
+                set_grad(parameter, torch.zeros_like(parameter))
+            elif (gradient := get_grad(parameter)) is not None and gradient.layout is not torch.strided:
+                set_grad(parameter, gradient.to_dense())
             reduced.append((name, parameter))
-        hook.reduce([(name, parameter.grad) for name, parameter in reduced], exchange)
-    return [(parameter, weakref.ref(parameter.grad)) for _, parameter in reduced]
+        gradients = [(name, gradient) for name, parameter in reduced if (gradient := get_grad(parameter)) is not None]
+        hook.reduce(gradients, exchange)
+    return [(parameter, Mark.of(gradient)) for (_, parameter), (_, gradient) in zip(reduced, gradients, strict=True)]

@@ -8,7 +8,6 @@ copied at all.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from hvdlite.core.device import AnyArray, Completion, DeviceAccess, DeviceArray, Event, Pair
 from hvdlite_torch import cuda
 from hvdlite_torch.compression import BF16Compressor, Compressor, FP16Compressor
-from hvdlite_torch.framework import Seat, TorchGradients, contiguous, fill_seats
+from hvdlite_torch.framework import Seat, TorchGradients, contiguous, fill_seats, given_to
 
 _PLAIN = (Compressor, FP16Compressor, BF16Compressor)
 """Compressors that a kernel can stand in for: they cast."""
@@ -42,10 +41,7 @@ class CudaGradients(TorchGradients):
         if not isinstance(place, DeviceArray):
             return super().seat(parameter, place)
         self._index = place.device
-        home = cuda.over(place)
-        context = self._compression.compress(parameter.detach().new_empty(0))[1]
-        view = home.detach() if context is None else torch.empty_like(parameter.detach())
-        return Seat(home, view, view.data_ptr(), weakref.ref(view), context, view.dtype, on_gpu=True)
+        return Seat(cuda.over(place), self._compression.compress(parameter.detach().new_empty(0))[1], on_gpu=True)
 
     def fill(self, parameter: torch.Tensor, seat: Seat) -> bool:
         return self.fill_all([(parameter, seat)])[0] if seat.on_gpu else super().fill(parameter, seat)
@@ -60,10 +56,6 @@ class CudaGradients(TorchGradients):
             if others:  # their memory goes back to streams that are not behind this
                 cuda.outlive(values)
         return fill_seats(pairs, self._fitting_value, copy)
-
-    def fill_with(self, seat: Seat, value: Any) -> None:
-        with torch.no_grad():
-            seat.home.fill_(value)
 
     def filled(self, memory: AnyArray) -> Event | None:
         if not isinstance(memory, DeviceArray):
@@ -86,22 +78,19 @@ class CudaGradients(TorchGradients):
     def adopt_all(self, pairs: Sequence[tuple[torch.Tensor, Seat]]) -> list[Any]:
         if not pairs or not pairs[0][1].on_gpu:
             return super().adopt_all(pairs)
-        homes, targets, marks = [], [], []
+        homes, targets, given = [], [], []
         for parameter, seat in pairs:
-            if not seat.holds(seat.view):  # somebody gave our view other memory
-                seat.renew(parameter)
-            target, mark = seat.view, seat.mark
-            if not self._as_view:
-                target = torch.empty_like(parameter.detach())
-                mark = weakref.ref(target)
-            if target is not seat.view or seat.context is not None:
-                homes.append(seat.home)
-                targets.append(target)
-            parameter.grad = target
-            marks.append(mark)
+            if seat.context is None and self._shows_views(parameter):
+                given.append(seat.view())
+                continue
+            if seat.copy is None or seat.copy.is_in_use or not self._as_view:
+                seat.copy = Seat(torch.empty_like(parameter.detach()), None, on_gpu=True)
+            given.append(seat.copy.view())
+            homes.append(seat.home)
+            targets.append(seat.copy.home)
         if homes:
             self._copy(targets, homes)
-        return marks
+        return [given_to(parameter, gradient) for (parameter, _), gradient in zip(pairs, given, strict=True)]
 
     def follow(self, completion: Completion) -> None:
         super().follow(completion)
@@ -117,6 +106,8 @@ class CudaGradients(TorchGradients):
 
     def _fitting_value(self, parameter: torch.Tensor, gradient: torch.Tensor, seat: Seat) -> torch.Tensor | None:
         """Return what is to be copied, and cast, into the seat; None when it does not fit."""
+        if not self._is_free(parameter, seat):
+            return None
         if gradient.layout is not torch.strided:
             if self.is_sparse(parameter):
                 return None
@@ -125,9 +116,9 @@ class CudaGradients(TorchGradients):
             gradient = gradient.detach()
         if not self._casts:
             gradient, seat.context = self._compression.compress(gradient)
-        elif gradient.dtype is not (seat.context or seat.home_dtype):
+        elif gradient.dtype is not (seat.context or seat.dtype):
             return None
-        fits = gradient.shape == seat.shape and (self._casts or gradient.dtype is seat.home_dtype)
+        fits = gradient.shape == seat.shape and (self._casts or gradient.dtype is seat.dtype)
         return gradient if fits else None
 
     def _copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

@@ -17,6 +17,10 @@ from hvdlite.core.types import Collective
 from hvdlite.training.framework import Loan, Shape
 from hvdlite_torch import cuda
 from hvdlite_torch.compression import Compressor
+from hvdlite_torch.unfinal import get_grad, set_grad
+
+_use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda storage: 0)
+"""Return how many tensors share a storage. Where torch cannot tell, gradients are never views of buckets."""
 
 
 def contiguous(tensor: torch.Tensor, name: str) -> torch.Tensor:
@@ -82,42 +86,65 @@ def _sixteen_bits(array: Array) -> torch.Tensor:
     return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16 if array.dtype == BFLOAT16 else torch.float16)
 
 
-@dataclasses.dataclass(slots=True, eq=False)
+@dataclasses.dataclass(frozen=True, slots=True)
+class Mark:
+    """Identifies a reduced gradient without keeping it alive."""
+
+    tensor: weakref.ref[torch.Tensor]
+    version: int  # torch counts how often a tensor is written to
+
+    @classmethod
+    def of(cls, gradient: torch.Tensor) -> Mark:
+        """Return the mark of a gradient as it is now."""
+        return cls(weakref.ref(gradient), gradient._version)
+
+
+def _nobody() -> None:
+    """Stand for a weak reference to nothing."""
+
+
 class Seat:
     """A tensor over a place in a bucket.
 
-    `home` never leaves the adapter; `view` is what parameters get as their gradient, so users can do anything to it. It has
-    the same memory, unless a gradient on a GPU is compressed.
+    `home` never leaves the adapter. Parameters get a new view of the same memory as their gradient in every round, so users
+    can do anything to it. While one of these views, or anything that shares its memory, is alive, the seat `is_in_use`.
+
+    Attributes:
+        context: what the compressor needs to undo its work; None when nothing is compressed.
+        dtype: of gradients that fit.
+        copy: on a GPU: memory for the gradient when it is not a view, made when it is first needed.
     """
 
-    home: torch.Tensor
-    view: torch.Tensor
-    address: int
-    mark: Any  # identifies `view`
-    context: Any  # what the compressor needs to undo its work; None when nothing is compressed
-    dtype: torch.dtype  # of the view
-    on_gpu: bool = False
-    home_dtype: torch.dtype = dataclasses.field(init=False)  # kept: asking a tensor costs, and is done for every gradient
-    shape: torch.Size = dataclasses.field(init=False)
+    __slots__ = ("_idle", "_storage", "_view", "address", "context", "copy", "dtype", "home", "on_gpu", "shape")
 
-    def __post_init__(self) -> None:
-        self.home_dtype, self.shape = self.home.dtype, self.home.shape
+    def __init__(self, home: torch.Tensor, context: Any, *, on_gpu: bool = False) -> None:
+        self.home, self.context, self.on_gpu = home, context, on_gpu
+        self.address, self.dtype, self.shape = home.data_ptr(), home.dtype, home.shape
+        self.copy: Seat | None = None
+        self._view: Callable[[], torch.Tensor | None] = _nobody
+        self._storage = home.untyped_storage()._cdata
+        self._idle = _use_count(self._storage)
 
-    @classmethod
-    def over(cls, place: Array, context: Any) -> Seat:
-        """Return the seat over an array of any strides."""
-        home = _tensor(place)
-        view = home.detach()
-        return cls(home, view, home.data_ptr(), weakref.ref(view), context, home.dtype)
+    def view(self) -> torch.Tensor:
+        """Return a new view, as a parameter's gradient."""
+        view = self.home.detach()
+        self._view = weakref.ref(view)
+        return view
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether `tensor` is the view, unchanged."""
-        return tensor is self.view and tensor.data_ptr() == self.address and tensor.dtype is self.dtype
+        """Return whether `tensor` is the view made last, unchanged."""
+        return tensor is self._view() and tensor.data_ptr() == self.address and tensor.dtype is self.dtype
 
-    def renew(self, parameter: torch.Tensor) -> None:
-        """Make another view, on a GPU."""
-        self.view = self.home.detach() if self.context is None else torch.empty_like(parameter.detach())
-        self.address, self.mark = self.view.data_ptr(), weakref.ref(self.view)
+    @property
+    def is_in_use(self) -> bool:
+        """Whether somebody else uses the memory: through a view, a slice of one, its NumPy array, an autograd graph."""
+        return _use_count(self._storage) > self._idle
+
+
+
+
+MANY_KEPT = 4
+"""When so many parameters' gradients were kept over a round, all gradients are copied out of their buckets."""
 
 
 class TorchGradients:
@@ -126,17 +153,28 @@ class TorchGradients:
     Args:
         as_view: whether reduced gradients are views of their buckets, where the compression allows it.
         devices: the plane for tensors on GPUs; without it they go over host memory.
+
+    Attributes:
+        unseen_sparse_dims: how many dimensions of a densified gradient are to be sparse afterwards, where this rank has had
+            none of its own.
     """
+
+    unseen_sparse_dims = 0
 
     def __init__(self, compression: type[Compressor], sparse_as_dense: bool, as_view: bool = True,
                  devices: DeviceAccess | None = None) -> None:
         self._devices = devices
         self._compression = compression
         self._sparse_as_dense = sparse_as_dense
-        self._as_view = as_view
+        self._as_view = as_view and hasattr(torch._C, "_storage_Use_Count")
+        self._copied: set[int] = set()  # parameters, by identity, whose gradients are copied out of their buckets
+        self._sparse_dims_of: dict[int, int] = {}  # by parameter: of sparse gradients that were densified
 
     def has_gradient(self, parameter: torch.Tensor) -> bool:
-        return parameter.grad is not None
+        return get_grad(parameter) is not None
+
+    def is_trainable(self, parameter: torch.Tensor) -> bool:
+        return parameter.requires_grad
 
     def shape(self, parameter: torch.Tensor) -> Shape:
         compressed, _ = self._compression.compress(parameter.detach().new_empty(0))
@@ -150,15 +188,17 @@ class TorchGradients:
 
     def give_back(self, loan: Loan[torch.Tensor]) -> Any:
         result = self._compression.decompress(loan.tensor, loan.context)
-        gradient = loan.parameter.grad
-        if gradient is None:
-            gradient = loan.parameter.grad = torch.empty_like(loan.parameter).copy_(result)
-        elif gradient.data_ptr() != result.data_ptr():
+        parameter, gradient = loan.parameter, get_grad(loan.parameter)
+        if sparse_dims := self._restored_dims(parameter):
+            return given_to(parameter, result.to_sparse(sparse_dims))
+        if gradient is None or gradient.dtype is not parameter.dtype:
+            return given_to(parameter, torch.empty_like(parameter.detach()).copy_(result))
+        if gradient.data_ptr() != result.data_ptr():
             gradient.detach().copy_(result)
-        return weakref.ref(gradient)
+        return Mark.of(gradient)
 
     def is_sparse(self, parameter: torch.Tensor) -> bool:
-        gradient = parameter.grad
+        gradient = get_grad(parameter)
         return gradient is not None and gradient.layout is torch.sparse_coo and not self._sparse_as_dense
 
     def rows(self, parameter: torch.Tensor) -> Array:
@@ -177,8 +217,7 @@ class TorchGradients:
         values = self._compression.decompress(values, context).reshape(-1, *parameter.shape[sparse_dims:]) * factor
         gradient = torch.sparse_coo_tensor(indices.reshape(-1, sparse_dims).t(), values, parameter.shape,
                                            check_invariants=False).coalesce()
-        gradient = parameter.grad = gradient.to(parameter.device)
-        return weakref.ref(gradient)
+        return given_to(parameter, gradient.to(parameter.device))
 
     @staticmethod
     def _sparse_dims(parameter: torch.Tensor, row_bytes: int, sample: torch.Tensor) -> int:
@@ -191,24 +230,28 @@ class TorchGradients:
 
     def seat(self, parameter: torch.Tensor, place: AnyArray) -> Seat:
         assert isinstance(place, np.ndarray)
-        return Seat.over(place, self._compression.compress(parameter.detach().new_empty(0))[1])
+        return Seat(_tensor(place), self._compression.compress(parameter.detach().new_empty(0))[1])
 
     def fill(self, parameter: torch.Tensor, seat: Seat) -> bool:
-        gradient = parameter.grad
+        gradient = get_grad(parameter)
         assert gradient is not None
         if not seat.holds(gradient):
             compressed = self._fitting(parameter, gradient, seat)
             if compressed is None:
                 return False
             seat.home.copy_(compressed)
-        parameter.grad = None
+        set_grad(parameter, None)
         return True
 
     def fill_all(self, pairs: Sequence[tuple[torch.Tensor, Seat]]) -> list[bool]:
         return fill_seats(pairs, self._fitting, torch._foreach_copy_)
 
-    def fill_with(self, seat: Seat, value: Any) -> None:
-        seat.home.fill_(value)
+    def fill_with(self, parameter: torch.Tensor, seat: Seat, value: Any) -> bool:
+        if not self._is_free(parameter, seat):
+            return False
+        with torch.no_grad():
+            seat.home.fill_(value)
+        return True
 
     def filled(self, memory: AnyArray) -> Event | None:
         return None
@@ -221,28 +264,49 @@ class TorchGradients:
         seat.home.copy_(_tensor(values))
 
     def vacate(self, parameter: torch.Tensor, seat: Seat) -> None:
-        if parameter.grad is not None and seat.holds(parameter.grad):
-            parameter.grad = parameter.grad.clone()
+        gradient = get_grad(parameter)
+        if gradient is not None and seat.holds(gradient):
+            set_grad(parameter, gradient.clone())
 
     def adopt(self, parameter: torch.Tensor, seat: Seat) -> Any:
-        if seat.context is None and self._as_view and not cuda.is_on_gpu(parameter):
-            if not seat.holds(seat.view):  # somebody gave our view other memory
-                seat.view = seat.home.detach()
-                seat.mark = weakref.ref(seat.view)
-            parameter.grad = seat.view
-            return seat.mark
+        if sparse_dims := self._restored_dims(parameter):
+            return given_to(parameter, self._compression.decompress(seat.home, seat.context).to_sparse(sparse_dims))
+        if seat.context is None and self._shows_views(parameter) and not cuda.is_on_gpu(parameter):
+            return given_to(parameter, seat.view())
         own = seat.home.clone() if seat.context is None else self._compression.decompress(seat.home, seat.context)
-        own = parameter.grad = own.to(parameter.device)
-        return weakref.ref(own)
+        return given_to(parameter, own.to(parameter.device))
 
     def adopt_all(self, pairs: Sequence[tuple[torch.Tensor, Seat]]) -> list[Any]:
         return [self.adopt(parameter, seat) for parameter, seat in pairs]
 
-    def is_marked(self, parameter: torch.Tensor, mark: Any) -> bool:
-        return mark() is parameter.grad
+    def is_marked(self, parameter: torch.Tensor, mark: Mark | None) -> bool:
+        return mark is not None and mark.tensor() is get_grad(parameter)
+
+    def is_changed(self, parameter: torch.Tensor, mark: Mark) -> bool:
+        gradient = get_grad(parameter)
+        return gradient is not mark.tensor() or (gradient is not None and gradient._version != mark.version)
+
+    def _shows_views(self, parameter: torch.Tensor) -> bool:
+        """Return whether the parameter's gradient is a view of its bucket."""
+        return self._as_view and id(parameter) not in self._copied
+
+    def _is_free(self, parameter: torch.Tensor, seat: Seat) -> bool:
+        """Return whether a seat can be written to. When somebody has kept an earlier gradient, later ones are copies."""
+        if not seat.is_in_use:
+            return True
+        self._copied.add(id(parameter))
+        if len(self._copied) >= MANY_KEPT:
+            self._as_view = False
+        return False
+
+    def _restored_dims(self, parameter: torch.Tensor) -> int:
+        """Return how many dimensions of the reduced gradient are to be sparse, as in the gradient that came in."""
+        return self._sparse_dims_of.get(id(parameter), self.unseen_sparse_dims) if self._sparse_as_dense else 0
 
     def _fitting(self, parameter: torch.Tensor, gradient: torch.Tensor, seat: Seat) -> torch.Tensor | None:
         """Return what is to be copied into the seat; None when it does not fit. Called for every gradient of every step."""
+        if not self._is_free(parameter, seat):
+            return None
         if gradient.layout is not torch.strided:
             if self.is_sparse(parameter):
                 return None
@@ -251,14 +315,17 @@ class TorchGradients:
             gradient = gradient.detach()
         if self._compression is not Compressor:
             gradient, seat.context = self._compression.compress(gradient)
-        return gradient if gradient.dtype is seat.home_dtype and gradient.shape == seat.shape else None
+        return gradient if gradient.dtype is seat.dtype and gradient.shape == seat.shape else None
 
     def _gradient(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the parameter's gradient, densified for good when that is wanted."""
-        gradient = parameter.grad
+        """Return the parameter's gradient, densified for the reduction when that is wanted."""
+        gradient = get_grad(parameter)
         assert gradient is not None
         if gradient.layout is not torch.strided and self._sparse_as_dense:
-            gradient = parameter.grad = gradient.to_dense()
+            if gradient.layout is torch.sparse_coo:
+                self._sparse_dims_of[id(parameter)] = gradient.sparse_dim()
+            gradient = gradient.to_dense()
+            set_grad(parameter, gradient)
         return gradient
 
     def _loan(self, parameter: torch.Tensor, values: torch.Tensor) -> Loan[torch.Tensor]:
@@ -278,7 +345,7 @@ def fill_seats(pairs: Sequence[tuple[torch.Tensor, Seat]],
     """
     homes, values, fits = [], [], []
     for parameter, seat in pairs:
-        gradient = parameter.grad
+        gradient = get_grad(parameter)
         if gradient is not None and (seat.context is not None or not seat.holds(gradient)):
             gradient = fitting(parameter, gradient, seat)
             if gradient is not None:
@@ -289,8 +356,14 @@ def fill_seats(pairs: Sequence[tuple[torch.Tensor, Seat]],
         copy(homes, values)
     for (parameter, _), fit in zip(pairs, fits, strict=True):
         if fit:
-            parameter.grad = None
+            set_grad(parameter, None)
     return fits
+
+
+def given_to(parameter: torch.Tensor, gradient: torch.Tensor) -> Mark:
+    """Make a tensor the parameter's gradient; return its mark."""
+    set_grad(parameter, gradient)
+    return Mark.of(gradient)
 
 
 def as_tensor(array: AnyArray) -> torch.Tensor:

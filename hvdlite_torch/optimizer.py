@@ -16,7 +16,7 @@ from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID, ProcessSet, global_p
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.arguments import WRAPPED, check_compression, check_passes, chosen_groups, factors
-from hvdlite.training.gradient_reducer import GradientReducer
+from hvdlite.training.gradient_reducer import GradientReducer, WaitIn
 from hvdlite.training.groups import clusters
 from hvdlite.training.hooked_reducer import HookedReducer
 from hvdlite_torch import cuda
@@ -43,6 +43,7 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
     comm_hook: CommHook | None = None,
+    wait_in: str | None = None,
     _runtime: Runtime | None = None,
     _label: str | None = None,
     _mixin: type | None = None,
@@ -50,15 +51,18 @@ def DistributedOptimizer(
     """Make `optimizer` average its gradients over all ranks; returns the same object.
 
     Each gradient is handed over by a hook as soon as it is accumulated, so communication overlaps `backward()`. When the
-    (outermost) `backward()` returns, gradients are final: clip, unscale and read them without ceremony. A parameter
-    without a gradient on some ranks counts as zeros there; without one on all ranks it keeps None. The optimizer keeps its
-    class name, `isinstance`, state, defaults, hooks and schedulers.
+    (outermost) `backward()` returns, gradients are final: clip, unscale and read them without ceremony. With
+    `wait_in="step"` they are final in `step()`, after `synchronize()`, or when one is read from Python, whichever comes
+    first. A parameter without a gradient on some ranks counts as zeros there; without one on all ranks it keeps None. A
+    parameter that is frozen when the optimizer is wrapped is reduced from the step in which it is trainable on all ranks.
+    The optimizer keeps its class name, `isinstance`, state, defaults, hooks and schedulers.
 
     Exception: when *every* parameter lies inside `torch.utils.checkpoint(..., use_reentrant=True)`, nothing marks the end
     of the outer backward pass, and gradients are final in `step()` or after `optimizer.synchronize()`.
 
-    Several `backward()` calls before a step: over disjoint parameters they just work. Onto the same parameters, sum the
-    losses, use `backward_passes_per_step`, or `optimizer.no_sync()` for all but the last.
+    Several `backward()` calls before a step: over disjoint parameters they just work, when all ranks make the same number of
+    them (with `wait_in="step"` the numbers may differ). Onto the same parameters, sum the losses, use
+    `backward_passes_per_step`, or `optimizer.no_sync()` for all but the last.
 
     Args:
         named_parameters: names for messages and matching; `model.named_parameters()`. Default: numbered.
@@ -73,6 +77,8 @@ def DistributedOptimizer(
         process_set: the ranks that share gradients; on other ranks the optimizer trains alone.
         comm_hook: another way to average gradients, see `comm_hooks`; with op=Average and nothing else that changes what
             travels.
+        wait_in: "backward" or "step", Horovod's contract: where this rank waits for the reduced gradients. Default: the knob
+            `HVDLITE_WAIT_IN`, "backward" (`hvdrun --horovod-compat` and `hvdlite.horovod_compat` make it "step").
 
     Raises:
         ValueError: for invalid arguments, and an optimizer that is wrapped already; parameters without a name or with the
@@ -111,8 +117,9 @@ def DistributedOptimizer(
     label = _label if _label is not None else runtime.label("torch", number)
     make: type[GradientReducer[torch.Tensor]] = GradientReducer if comm_hook is None else HookedReducer
     framework = _framework(runtime, compression, sparse_as_dense, names)
+    framework.unseen_sparse_dims = int(isinstance(optimizer, torch.optim.SparseAdam))  # it takes no dense ones
     reducer = make(runtime, framework, label, op=op, prescale=prescale, postscale=postscale, passes=backward_passes_per_step,
-                   process_set=number)
+                   process_set=number, wait_in=_chosen_wait(wait_in, runtime))
     if comm_hook is not None and isinstance(reducer, HookedReducer):
         reducer.use(functools.partial(reduce_round, comm_hook, Exchange(runtime, f"{label}.hook", number)))
     bases = (Distributed, base) if _mixin is None else (_mixin, Distributed, base)
@@ -129,6 +136,13 @@ def _framework(runtime: Runtime, compression: type[Compressor], sparse_as_dense:
     if devices is None or devices.missing() or not any(map(cuda.is_on_gpu, parameters)):
         return TorchGradients(compression, sparse_as_dense, as_view)
     return CudaGradients(compression, sparse_as_dense, as_view, devices)
+
+
+def _chosen_wait(wait_in: str | None, runtime: Runtime) -> WaitIn:
+    try:
+        return WaitIn(runtime.config.wait_in if wait_in is None else wait_in)
+    except ValueError:
+        raise ValueError(f"wait_in must be \"backward\" or \"step\", not {wait_in!r}") from None
 
 
 def is_distributed(optimizer: torch.optim.Optimizer) -> bool:
@@ -159,7 +173,7 @@ class Distributed:
         self.register_step_post_hook(_after_step)  # type: ignore[attr-defined]
 
     def _watch(self, parameter: torch.Tensor) -> None:
-        if self._active and parameter.requires_grad:
+        if self._active:
             self._reducer.add(parameter, self._parameter_names[parameter], self._clusters.get(id(parameter), 0))
             self._hooks.watch(parameter)
 
@@ -182,13 +196,13 @@ class Distributed:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Like the base class's; reductions under way are completed first."""
         if self._active:
-            self._reducer.cleared()
+            self._hooks.cleared()
         super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
 
     def synchronize(self) -> None:
         """Make gradients final now. Only needed where `backward()` does not already (see `DistributedOptimizer`)."""
         if self._active:
-            self._reducer.finish_if_due()
+            self._hooks.finish_if_due()
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -232,14 +246,14 @@ class Distributed:
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Like the base class's; reductions under way are completed and counts start anew."""
         if self._active:
-            self._reducer.cleared()
+            self._hooks.cleared()
         return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     assert isinstance(optimizer, Distributed)
     if optimizer._active and reads_gradients(optimizer, args, kwargs):
-        optimizer._reducer.finish_if_due()
+        optimizer._hooks.finish_if_due(in_step=True)
 
 
 def reads_gradients(optimizer: Distributed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -255,7 +269,7 @@ def reads_gradients(optimizer: Distributed, args: tuple[Any, ...], kwargs: dict[
 def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     assert isinstance(optimizer, Distributed)
     if optimizer._active:
-        optimizer._reducer.stepped()
+        optimizer._hooks.stepped()
         optimizer._check_replicas()
 
 

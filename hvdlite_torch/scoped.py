@@ -259,7 +259,7 @@ class Mirrored:
         if owner is not None and owner is not self._hooks:
             if owner not in self._companions:
                 self._companions.append(owner)
-        elif self._active and parameter.requires_grad:
+        elif self._active:
             super()._watch(parameter)  # type: ignore[misc]
             self._holdings.own(parameter, self._hooks)
 
@@ -272,7 +272,7 @@ class Mirrored:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Like the base class's; reductions under way are completed first."""
         for hooks in self._companions:
-            hooks.reducer.cleared()
+            hooks.cleared()
         super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
 
     def no_sync(self) -> AbstractContextManager[Any]:
@@ -287,7 +287,7 @@ class Mirrored:
         """Like the base class's; before the next batch or step, everything is mirrored again. Call it on all ranks."""
         self._holdings.due = True
         for hooks in self._companions:
-            hooks.reducer.cleared()
+            hooks.cleared()
         return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
 
 
@@ -318,14 +318,14 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
     assert isinstance(optimizer, Mirrored) and isinstance(optimizer, Distributed)
     if reads_gradients(optimizer, args, kwargs):
         for hooks in optimizer._companions:
-            hooks.reducer.finish_if_due()
+            hooks.finish_if_due(in_step=True)
     optimizer._holdings.mirror_if_due()
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     assert isinstance(optimizer, Mirrored)
     for hooks in optimizer._companions:
-        hooks.reducer.stepped()
+        hooks.stepped()
 
 
 def _take(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

@@ -126,6 +126,10 @@ class Config:
         tunable=(64 * KIB, 32 * MIB))
     bucket_layouts: int = knob(64, _at_least(1), "sets of gradients whose buckets are remembered at a time")
     gradient_as_bucket_view: bool = knob(True, _flag, "whether reduced gradients are views of their bucket's shared memory")
+    wait_in: str = knob(
+        "backward", _one_of("backward", "step"), "where ranks wait for reduced gradients: backward (they are final when "
+        "backward() returns) or step (Horovod's contract; they are also final when a gradient is read); a default for "
+        "DistributedOptimizer(wait_in=)")
     join_divides_by_active: bool = knob(
         False, _flag, "whether Average divides by the ranks that have not joined, instead of by all")
     eager_limit: int = knob(8 * KIB, _size, "up to this many bytes a tensor travels inside its control message")

@@ -53,6 +53,10 @@ class StallError(PeerLostError):
     """Raised when a tensor has waited for some ranks too long (HVDLITE_STALL_SHUTDOWN_TIME_SECONDS); carries the report."""
 
 
+class DeadlockError(PeerLostError):
+    """Raised on all ranks when ranks wait for each other in a circle; tells which rank waits for what."""
+
+
 class ForkedProcessError(HorovodInternalError):
     """Raised when a forked child (a DataLoader worker, say) uses its parent's runtime."""
 

@@ -1,7 +1,8 @@
 """Let a script that imports Horovod run on hvdlite, unchanged.
 
 After `import hvdlite.horovod_compat`, `import horovod.torch as hvd` gives `hvdlite_torch`, and so on; `hvdrun
---horovod-compat` does the same for a script that is not to be touched. What is different: docs/migrating-from-horovod.md.
+--horovod-compat` does the same for a script that is not to be touched. Optimizers then wait for gradients in `step()`, as
+Horovod's do, unless HVDLITE_WAIT_IN says otherwise. What is different: docs/migrating-from-horovod.md.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from types import ModuleType
+
+from hvdlite import api
 
 MODULES = {
     "horovod": "hvdlite.horovod_compat.package",
@@ -83,6 +86,7 @@ def install() -> None:
         raise ImportError(f"Horovod itself has been imported already, from {getattr(loaded, '__file__', '?')}; import "
                           "hvdlite.horovod_compat before it")
     sys.meta_path.insert(0, _Finder())
+    api.set_default("wait_in", "step")
 
 
 install()

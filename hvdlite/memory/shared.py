@@ -13,7 +13,7 @@ Rules (PROTOCOL rules 1, 2, 4, 5)
 - A staging slot is written by its own rank only. A window's part is written by others only within a reduction.
 - A window stays mapped while a view of it lives (a framework's gradient, say). Its owner's pages go back to the system with
   the owner's last view; nobody else reads them by then, because a reduction ends with a barrier.
-- Ordering between processes goes through a bell (a system call); plain counters are trusted on x86-64 only because of that.
+- Where the machine reorders stores, plain counters order nothing: a barrier calls the host's fence, see `memory/fence.py`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hvdlite.core.array import Array
+from hvdlite.memory.fence import Fence
 
 COUNTER_STRIDE = 64
 REGIONS = 2
@@ -62,11 +63,13 @@ class Segment:
 
     Attributes:
         arrivals: how many barriers each rank has reached, by its index in the set; written by that rank.
+        fence: see `SharedMemory`.
         slot: bytes of one staging slot.
     """
 
     def __init__(self, memory: SharedMemory, start: int, index: int, ranks: int, slot: int) -> None:
         self.slot = slot
+        self.fence = memory.fence
         self._memory, self._start, self._index = memory, start, index
         self._counter_bytes = counter_bytes(ranks)
         memory.allocate(start, self._counter_bytes)
@@ -116,12 +119,18 @@ class SharedMemory:
     Args:
         descriptor: from `anonymous_file`, the same file in all ranks; owned by this object.
         rank: this rank.
+        fence: the host's, likewise; None on machines that need none.
     """
 
-    def __init__(self, descriptor: int, rank: int) -> None:
-        self.descriptor = descriptor
+    def __init__(self, descriptor: int, rank: int, fence: Fence | None = None) -> None:
+        self.descriptor, self.fence = descriptor, fence
         self._rank = rank
         self._end = 0  # of what has been given out
+
+    @property
+    def descriptors(self) -> list[int]:
+        """What another rank of the host needs to make its own: the file's, and the fence's where there is one."""
+        return [self.descriptor] if self.fence is None else [self.descriptor, self.fence.descriptor]
 
     def segment(self, ranks: Sequence[int], slot: int) -> Segment | None:
         """Return the next segment, for a process set; None when this rank is not one of `ranks`.
@@ -159,7 +168,9 @@ class SharedMemory:
         return [everything[each * part:each * part + nbytes] for each in range(len(ranks))]
 
     def close(self) -> None:
-        """Close the file; what is mapped lives on."""
+        """Close the file and the fence; what is mapped lives on."""
+        if self.fence is not None:
+            self.fence.close()
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1

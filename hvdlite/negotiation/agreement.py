@@ -10,12 +10,18 @@ from hvdlite.core.types import Collective
 from hvdlite.negotiation.messages import Request
 
 Aspect = tuple[str, Callable[[Request], object]]
+STEPS = "number of optimizer steps before the reduction"
+_WAY_OUT = {STEPS: "The ranks made different numbers of backward passes between two steps, so one rank's gradients met "
+                   "another's of the next step. Make the same number on all ranks, or use "
+                   "DistributedOptimizer(wait_in=\"step\"), which reduces once a step"}
+_ANY_WAY_OUT = "Nothing was changed on any rank; call it with the same value everywhere, or use different names"
 
 _COMMON: tuple[Aspect, ...] = (
     ("operation", lambda request: request.collective.name.lower()),
     ("dtype", lambda request: request.dtype),
     ("device", lambda request: request.device),
     ("process set", lambda request: request.process_set),
+    (STEPS, lambda request: request.step),
 )
 _REDUCTION: tuple[Aspect, ...] = (
     ("number of tensors in the group", lambda request: len(request.group)),
@@ -76,15 +82,15 @@ def disagreement(requests: Mapping[int, Request]) -> str | None:
             groups.setdefault(str(value_of(requests[rank])), []).append(rank)
         if len(groups) > 1:
             told = "; ".join(f"{named_ranks(ranks)}: {value}" for value, ranks in groups.items())
-            return (f"ranks disagree about the {what} of '{first.name}': {told}. Nothing was changed on any rank; "
-                    "call it with the same value everywhere, or use different names")
+            return f"ranks disagree about the {what} of '{first.name}': {told}. {_WAY_OUT.get(what, _ANY_WAY_OUT)}"
     return None
 
 
 def _signature(request: Request) -> tuple[object, ...]:
     """Return what is enough to agree; for some collectives less is."""
     return (request.collective, request.dtype, request.shape, request.op, request.root_rank, request.prescale,
-            request.postscale, request.process_set, request.device, request.group, request.members, request.cluster)
+            request.postscale, request.process_set, request.device, request.group, request.members, request.cluster,
+            request.step)
 
 
 def _members(first: Request, requests: Mapping[int, Request]) -> tuple[Aspect, ...]:

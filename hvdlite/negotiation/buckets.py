@@ -28,8 +28,8 @@ import msgspec
 from hvdlite.core.array import ALIGNMENT, GPU_ALIGNMENT, SUPPORTED_DTYPES
 from hvdlite.core.device import CPU
 from hvdlite.core.errors import ProtocolError
-from hvdlite.negotiation.fusion import fusion_key, payload_bytes, response_to
-from hvdlite.negotiation.messages import Bucket, BucketReady, BucketRelease, Closing, Layout, Request
+from hvdlite.negotiation.fusion import behind, fusion_key, payload_bytes, response_to
+from hvdlite.negotiation.messages import Bucket, BucketReady, BucketRelease, Closing, Layout, Request, Response
 from hvdlite.negotiation.process_sets import ProcessSetTable
 
 _MOST_PATIENCE = 64
@@ -98,7 +98,8 @@ def _member(requests: Mapping[int, Request]) -> Request:
     """Return the member as all ranks know it; laid out row-major when they lay it out differently."""
     first = next(iter(requests.values()))
     agreed = all(request.strides == first.strides for request in requests.values())
-    return msgspec.structs.replace(first, absent=False, strides=first.strides if agreed else (), round=0)
+    return msgspec.structs.replace(first, absent=False, strides=first.strides if agreed else (), round=0, step=0,
+                                  in_step=False)
 
 
 def _bucket(number: int, members: Sequence[Request], ranks: Ranks) -> Bucket:
@@ -117,7 +118,8 @@ def expand(bucket: Bucket, ready: BucketReady) -> Iterator[Request]:
     """Yield the requests that a reported bucket stands for."""
     missing = frozenset(ready.missing)
     for index, member in enumerate(bucket.members):
-        yield msgspec.structs.replace(member, absent=index in missing, round=ready.round)
+        yield msgspec.structs.replace(member, absent=index in missing, round=ready.round, step=ready.step,
+                                      in_step=ready.in_step)
 
 
 @dataclasses.dataclass
@@ -127,7 +129,8 @@ class _Set:
     process_set: int
     ready: dict[str, Mapping[int, Request]] = dataclasses.field(default_factory=dict)  # this round, in ready order
     spoiled: bool = False  # a member of this round was refused: nothing is learned from it
-    closed: dict[int, int] = dataclasses.field(default_factory=dict)  # round -> how many ranks; never all of them
+    closed: dict[int, set[int]] = dataclasses.field(default_factory=dict)  # round -> who closed it; never all ranks
+    over: int = 0  # the last round that all ranks closed
     layout: Layout | None = None
     evictions: int = 0
     order: dict[str, int] = dataclasses.field(default_factory=dict)  # by `arrange`; empty: ready order counts
@@ -191,15 +194,33 @@ class DeclaredSets:
         self._sets.setdefault(request.label, _Set(request.process_set)).spoiled = True
 
     def close(self, ranks: Ranks, closing: Closing) -> bool:
-        """These ranks have reported all they have in a round; return whether every member of the process set has."""
-        closed = self._sets.setdefault(closing.label, _Set(closing.process_set)).closed
-        number = closing.round
-        closed[number] = closed.get(number, 0) + len(ranks)
-        if closed[number] < len(self._process_sets[closing.process_set]):
+        """These ranks have reported all they have in a round; return whether every member of the process set has, now.
+
+        Those that are not in the process set do not count. Closing a round again changes nothing.
+        """
+        declared = self._sets.setdefault(closing.label, _Set(closing.process_set))
+        if closing.round <= declared.over:
             return False
-        for past in [past for past in closed if past <= number]:
-            del closed[past]
+        closed = declared.closed.setdefault(closing.round, set())
+        closed.update(self._process_sets.among(closing.process_set, ranks))
+        if len(closed) < len(self._process_sets[closing.process_set]):
+            return False
+        declared.over = closing.round
+        for past in [past for past in declared.closed if past <= closing.round]:
+            del declared.closed[past]
         return True
+
+    def closed_by(self, label: str, number: int) -> frozenset[int]:
+        """Return the ranks that have closed round `number` of a set.
+
+        Those of a host with a leader count when all of them have, or when one of them is asked for an account.
+        """
+        declared = self._sets.get(label)
+        if declared is None:
+            return frozenset()
+        if number <= declared.over:
+            return frozenset(self._process_sets[declared.process_set])
+        return frozenset(declared.closed.get(number, ()))
 
     def learn(self, label: str, number: int) -> tuple[Layout | None, list[int]]:
         """After a round that all closed: return the layout to announce, if any, and the layouts to evict for it."""
@@ -237,7 +258,7 @@ class DeclaredSets:
         layout = self._tombstones[number].layout if number in self._tombstones else self._layouts[number]
         closing = Closing(layout.label, ready.round, bucket.response.process_set)
         if len(ranks) > 1:
-            ranks = self._process_sets.among(bucket.response.process_set, ranks)
+            ranks = self._among(bucket.response, ranks)
         if number in self._tombstones:
             return None, list(expand(bucket, ready)), ranks, closing
         waiting = self._waiting.get(ready.bucket)
@@ -251,11 +272,21 @@ class DeclaredSets:
             return None, [], ranks, closing
         del self._waiting[ready.bucket]
         self._layouts[number] = self._layouts.pop(number)
+        in_step: tuple[int, ...] = ()
+        if any(other.in_step for other in waiting.reported.values()):
+            in_step = behind({rank: other.in_step for those, other in waiting.reported.items() for rank in those})
         nobody: tuple[int, ...] = ()
         if ready.missing:
             common = set(ready.missing).intersection(*(other.missing for other in waiting.reported.values()))
             nobody = tuple(sorted(common))
-        return BucketRelease(ready.bucket, nobody), [], ranks, closing
+        return BucketRelease(ready.bucket, nobody, in_step), [], ranks, closing
+
+    def out_of_step(self, ready: BucketReady) -> int | None:
+        """Return the layout of a bucket that others have reported between other steps of the optimizer, or None."""
+        waiting = self._waiting.get(ready.bucket)
+        if waiting is None or next(iter(waiting.reported.values())).step == ready.step:
+            return None
+        return self._buckets[ready.bucket][1]
 
     def evict(self, layout: int, sequence: int, *, spoilt: bool = True) -> list[tuple[int, Request]] | None:
         """End a layout in decision `sequence`; return what ranks have reported of it, as (rank, request).
@@ -305,6 +336,10 @@ class DeclaredSets:
             declared.ready.clear()
             declared.spoiled = False
 
+    def remove(self, process_set: int) -> None:
+        """A process set ends; its layouts are evicted already."""
+        self._sets = {label: declared for label, declared in self._sets.items() if declared.process_set != process_set}
+
     def retune(self, limits: BucketSizes) -> None:
         """Cut sets differently from now on; layouts in use stay as they are."""
         self._limits = limits
@@ -340,9 +375,16 @@ class DeclaredSets:
             assert self._buckets[number][1] in self._layouts, "an evicted bucket waits"
         for label, declared in self._sets.items():
             assert declared.layout is None or self._layouts[declared.layout.layout].label == label
-            assert all(count < len(self._process_sets[declared.process_set]) for count in declared.closed.values())
+            assert all(len(ranks) < len(self._process_sets[declared.process_set]) for ranks in declared.closed.values())
+            assert all(number > declared.over for number in declared.closed)
         assert not set(self._tombstones) & set(self._layouts)
         assert {number for _, number in self._buckets.values()} <= set(self._tombstones) | set(self._layouts)
+
+    def _among(self, response: Response, ranks: Ranks) -> Ranks:
+        """Return those of `ranks` that have a bucket; also when its process set has been removed, which evicted it."""
+        if response.process_set in self._process_sets:
+            return self._process_sets.among(response.process_set, ranks)
+        return tuple(rank for rank in ranks if rank in response.contributors)
 
     def _is_waited_for(self, layout: int) -> bool:
         return any(bucket.bucket in self._waiting for bucket in self._layouts[layout].buckets)

@@ -17,6 +17,7 @@ from hvdlite.core.types import Collective
 from hvdlite.negotiation.buckets import expand
 from hvdlite.negotiation.messages import (
     Aside,
+    Blocked,
     Bucket,
     BucketReady,
     BucketRelease,
@@ -26,9 +27,11 @@ from hvdlite.negotiation.messages import (
     FailureNotice,
     Key,
     Layout,
+    LayoutStale,
     Report,
     Request,
     Response,
+    Saying,
 )
 
 
@@ -70,12 +73,10 @@ class Controller:
         self._buckets: dict[int, Bucket] = {}  # of the layouts in use
         self._reported: dict[int, BucketReady] = {}  # buckets reported and not answered
         self._unanswered: set[Key] = set()
-        self._requests: list[Request] = []  # not told yet; likewise below
-        self._ready: list[BucketReady] = []
-        self._stale: list[int] = []
-        self._closings: list[Closing] = []
+        self._said: list[Saying] = []  # not told yet; likewise below
         self._aside: Aside | None = None
         self._joined = False
+        self._blocked: Blocked | None = None
         self._leaving = False
         self._failure: FailureNotice | None = None
         self._unsaid = False
@@ -85,7 +86,7 @@ class Controller:
         assert request.key not in self._unanswered, f"'{request.name}' is still being processed"
         self._unanswered.add(request.key)
         self._joined = self._joined or request.collective is Collective.JOIN
-        self._requests.append(request)
+        self._said.append(request)
         self._unsaid = True
 
     def submit_bucket(self, bucket: Bucket, ready: BucketReady) -> Expanded | None:
@@ -97,7 +98,7 @@ class Controller:
         if ready.bucket in self._buckets:
             assert ready.bucket not in self._reported, f"bucket {ready.bucket} is still being processed"
             self._reported[ready.bucket] = ready
-            self._ready.append(ready)
+            self._said.append(ready)
             return None
         requests = tuple(expand(bucket, ready))
         for request in requests:
@@ -108,13 +109,13 @@ class Controller:
 
     def close(self, closing: Closing) -> None:
         """Everything that this rank has of a declared set's round is submitted."""
-        self._closings.append(closing)
+        self._said.append(closing)
         self._unsaid = True
 
     def abandon(self, layout: int) -> None:
         """A layout does not describe this rank's set any more."""
         if layout in self._layouts:
-            self._stale.append(layout)
+            self._said.append(LayoutStale(layout))
             self._unsaid = True
 
     def say(self, aside: Aside) -> None:
@@ -125,6 +126,10 @@ class Controller:
             news["notes"] = self._aside.notes + aside.notes
             aside = msgspec.structs.replace(self._aside, **news)
         self._aside, self._unsaid = aside, True
+
+    def block(self, blocked: Blocked) -> None:
+        """Threads of this rank have been blocked for long."""
+        self._blocked, self._unsaid = blocked, True
 
     def leave(self) -> None:
         """This rank will submit nothing more."""
@@ -144,11 +149,10 @@ class Controller:
         """Return what has not been told yet, or None."""
         if not self._unsaid:
             return None
-        report = Report(self.epoch, self.applied, tuple(self._requests), tuple(self._ready), tuple(self._stale),
-                        tuple(self._closings), self._aside, self._leaving, self._failure)
-        self._aside = None
-        for said in (self._requests, self._ready, self._stale, self._closings):
-            said.clear()
+        report = Report(self.epoch, self.applied, tuple(self._said), self._aside, self._leaving, self._failure,
+                        self._blocked)
+        self._said.clear()
+        self._aside = self._blocked = None
         self._unsaid = False
         return report
 
@@ -194,8 +198,7 @@ class Controller:
 
     def _evict(self, number: int) -> list[Instruction]:
         layout = self._layouts.pop(number)
-        if number in self._stale:
-            self._stale.remove(number)
+        self._said = [said for said in self._said if not (isinstance(said, LayoutStale) and said.layout == number)]
         instructions: list[Instruction] = []
         for bucket in layout.buckets:
             del self._buckets[bucket.bucket]
@@ -205,9 +208,8 @@ class Controller:
             requests = tuple(expand(bucket, ready))
             self._unanswered.update(request.key for request in requests)
             instructions.append(Expanded(bucket.bucket, requests))
-            if ready in self._ready:  # not told yet: nobody may name the bucket in a report that says it knows its end
-                self._ready.remove(ready)
-                self._requests.extend(requests)
-                if ready.closes:
-                    self.close(Closing(layout.label, ready.round, bucket.response.process_set))
+            if ready in self._said:  # not told yet: nobody may name the bucket in a report that says it knows its end
+                at = self._said.index(ready)
+                closing = Closing(layout.label, ready.round, bucket.response.process_set)
+                self._said[at:at + 1] = (*requests, closing) if ready.closes else requests
         return [*instructions, Evicted(layout)]

@@ -22,6 +22,7 @@ from hvdlite.core.errors import ProtocolError
 from hvdlite.core.types import ROOTED, Collective
 from hvdlite.negotiation.agreement import disagreement, named_ranks, reconciled
 from hvdlite.negotiation.buckets import BucketSizes, BucketWaiting, DeclaredSets, Ranks
+from hvdlite.negotiation.deadlock import BlockedRanks
 from hvdlite.negotiation.fusion import fuse, payload_bytes, response_to
 from hvdlite.negotiation.messages import (
     Account,
@@ -35,10 +36,14 @@ from hvdlite.negotiation.messages import (
     HostReport,
     Key,
     Layout,
+    LayoutStale,
     Note,
+    RankReport,
     Report,
     Request,
     Response,
+    Saying,
+    Wait,
 )
 from hvdlite.negotiation.process_sets import ProcessSetTable
 from hvdlite.negotiation.readiness import ReadinessTable
@@ -112,6 +117,7 @@ class Coordinator:
         self.accounts: dict[int, Account] = {}  # what ranks answered when they were last asked
         self.suspects: set[int] = set()  # ranks that hold up others in the middle of a collective; the lookout takes them
         self.report_wanted = False  # by some rank's user; likewise
+        self.blocked = BlockedRanks(self._missing_for)
         self._failure: FailureNotice | None = None
         self._failure_told = False
 
@@ -130,10 +136,11 @@ class Coordinator:
     def receive_host(self, ranks: Ranks, report: HostReport, now: float) -> None:
         """Take in what the leader of the host of `ranks` passes on; a host does so for ever, or never."""
         self._note_applied(ranks, report.applied)
-        for rank, single in report.reports:
-            if single.epoch == self.epoch:
-                self._receive(rank, single, now)
-        self._take_sets(ranks, report, now)
+        for said in report.said:
+            if not isinstance(said, RankReport):
+                self._hear(ranks, (said,), now)
+            elif said.report.epoch == self.epoch:
+                self._receive(said.rank, said.report, now)
         for rank, reason in report.lost:
             self.lose(rank, reason)
 
@@ -150,15 +157,19 @@ class Coordinator:
     def decide(self) -> Decision | None:
         """Return the next decision, or None when there is nothing to say."""
         failure = None if self._failure_told else self._failure
+        deferred = tuple(self.blocked.to_defer())
         news = (self._learned, self._released, self._evicted, self._ready, self._refused, self._inquiries, self._leaving,
                 self._questioners, self._tuned, self._notes)
-        if not (any(news) or failure or self._timeline is not None):
+        if not (any(news) or failure or deferred or self._timeline is not None):
             return None
         self._sequence += 1
         responses = (*self._refused, *fuse(self._ready, 0 if self._policy.deterministic else self._policy.fusion_threshold))
+        if self.blocked:
+            for response in responses:
+                self.blocked.answered(response.process_set, response.names)
         decision = Decision(self.epoch, self._sequence, tuple(self._learned), tuple(self._released), tuple(self._evicted),
                             responses, tuple(self._inquiries), tuple(self._leaving), tuple(self._questioners),
-                            self._timeline, tuple(self._tuned), tuple(self._notes), failure)
+                            self._timeline, tuple(self._tuned), tuple(self._notes), failure, deferred)
         for said in news:
             said.clear()
         self._timeline = None
@@ -198,6 +209,10 @@ class Coordinator:
         """Return "alive", "joined" or "left"."""
         return "left" if rank in self._left else "joined" if rank in self._joined else "alive"
 
+    def closed_by(self, label: str, number: int) -> frozenset[int]:
+        """See `DeclaredSets.closed_by`."""
+        return self._sets.closed_by(label, number)
+
     def tune(self, settings: Mapping[str, int], now: float) -> None:
         """Give knobs new values, on all ranks at the next decision; layouts are learned anew when their sizes change."""
         self._tuned.extend(settings.items())
@@ -233,18 +248,27 @@ class Coordinator:
             self.fail(report.failure)
         if report.aside is not None:
             self._take_aside(rank, report.aside)
-        try:
-            for layout in report.stale:
-                self._evict(layout, now)
-            for request in report.requests:
-                self._take(rank, request, now)
-        except ProtocolError as error:
-            self.fail(FailureNotice(rank, "ProtocolError", str(error)))
-        self._take_sets((rank,), report, now)
+        self._hear((rank,), report.said, now)
+        if report.blocked is not None:
+            self.blocked.tell(rank, report.blocked)
         if report.leaving and rank not in self._left:
             self._left.add(rank)
             self._leaving.append(rank)
             self._refuse_waiting(now)
+
+    def _missing_for(self, rank: int, wait: Wait) -> frozenset[int] | None:
+        """Return the ranks for which a rank's wait waits; None when it has been answered."""
+        if wait.process_set not in self._process_sets:
+            return None
+        members = frozenset(self._process_sets[wait.process_set])
+        if wait.round:
+            closed = self._sets.closed_by(wait.name, wait.round)
+            return members.difference(closed, self._joined) if rank in closed else None
+        tensor = self._table.waiting().get((wait.process_set, wait.name, wait.round))
+        if tensor is None or rank not in tensor.requests:
+            return None
+        joins = tensor.requests[rank].collective is Collective.JOIN
+        return members.difference(tensor.requests, () if joins else self._joined)
 
     def _take_aside(self, rank: int, aside: Aside) -> None:
         if aside.account is not None:
@@ -255,12 +279,19 @@ class Coordinator:
         self._notes.extend(aside.notes)
         self.report_wanted |= aside.wants_report
 
-    def _take_sets(self, ranks: Ranks, report: Report | HostReport, now: float) -> None:
+    def _hear(self, ranks: Ranks, what: Iterable[Saying], now: float) -> None:
+        """Take in what a rank said, or all ranks of a host alike, in its order."""
         try:
-            for ready in report.buckets:
-                self._take_bucket(ranks, ready, now)
-            for closing in report.closings:
-                self._close(self._process_sets.among(closing.process_set, ranks), closing)
+            for said in what:
+                if isinstance(said, BucketReady):
+                    self._take_bucket(ranks, said, now)
+                elif isinstance(said, Request):
+                    for rank in ranks:
+                        self._take(rank, said, now)
+                elif isinstance(said, LayoutStale):
+                    self._evict(said.layout, now)
+                else:
+                    self._close(ranks, said)
         except ProtocolError as error:
             self.fail(FailureNotice(ranks[0], "ProtocolError", str(error)))
 
@@ -324,6 +355,9 @@ class Coordinator:
             self._sets.observe(request.label, requests)
 
     def _take_bucket(self, ranks: Ranks, ready: BucketReady, now: float) -> None:
+        layout = self._sets.out_of_step(ready)
+        if layout is not None:
+            self._evict(layout, now)  # its members are answered one by one: with an error
         release, expanded, ranks, closing = self._sets.ready(ranks, ready, now)
         if release is not None:
             self._released.append(release)
@@ -335,7 +369,7 @@ class Coordinator:
             self._close(ranks, closing)
 
     def _close(self, ranks: Ranks, closing: Closing) -> None:
-        if not self._sets.close(ranks, closing):
+        if closing.process_set not in self._process_sets or not self._sets.close(ranks, closing):
             return
         self.rounds += 1
         for requests in self._table.take_if(lambda request: request.label == closing.label
@@ -412,12 +446,13 @@ class Coordinator:
             request = next(iter(requests.values()))
             self._refuse(request, ErrorKind.MISMATCH, f"'{request.name}' was under way on {named_ranks(sorted(requests))} "
                          f"when process set {number} was removed; wait for everything on a set before removing it")
+        self._sets.remove(number)
         self._process_sets.remove(number)
 
     def _refuse(self, request: Request, kind: ErrorKind, text: str) -> None:
         self._refused.append(Response(names=(request.name,), collective=request.collective, dtype=request.dtype,
                                       process_set=request.process_set, round=request.round, error=kind, error_text=text))
-        if request.label:
+        if request.label and request.process_set in self._process_sets:
             self._sets.spoil(request)
 
     def _refuse_unshared(self, request: Request, requests: dict[int, Request]) -> None:

@@ -30,7 +30,18 @@ def response_to(requests: Mapping[int, Request], members: Sequence[int]) -> Resp
         elements=math.prod(first.shape) if first.collective not in _GATHERS else 0,
         rows=_rows(requests, members), row_elements=math.prod(first.shape[1:]),
         splits=_splits(requests, members) if first.collective is Collective.ALLTOALL else (), device=first.device,
+        behind=behind({rank: request.in_step for rank, request in requests.items()}) if first.label else (),
     )
+
+
+def behind(in_step: Mapping[int, bool]) -> tuple[int, ...]:
+    """Return the ranks that take part in a round from within their optimizer's step, unless all do.
+
+    Args:
+        in_step: by rank.
+    """
+    ranks = tuple(sorted(rank for rank, is_in_step in in_step.items() if is_in_step))
+    return ranks if len(ranks) < len(in_step) else ()
 
 
 def even_rows(rows: int, parts: int) -> tuple[int, ...]:
@@ -86,7 +97,7 @@ def fusion_key(response: Response) -> tuple[object, ...]:
     """Return what must be equal for two responses to be executed as one."""
     return (response.collective, response.dtype, response.op, response.root_rank, response.prescale,
             response.postscale, response.process_set, response.round, response.divisor, response.contributors,
-            response.device)
+            response.device, response.behind)
 
 
 def _merged(group: list[Response]) -> Response:

@@ -5,22 +5,34 @@ Everything else passes through, rank by rank. So in steady state the coordinator
 hosts x buckets, whatever the number of ranks and tensors.
 
 Rules kept here
-- What one rank said goes up in the order in which it said it, except that buckets and closings wait for the host's others.
+- What one rank said goes up in the order in which it said it, except that buckets and closings wait for the host's others:
+  they go up where the last of them said it.
+- Who closed a round is remembered as a set of ranks, so closing it again changes nothing.
 - A closed round goes up after everything that belongs to it, so it waits while a bucket of the round is held back.
 - When a layout is evicted, what was held back of its buckets goes up rank by rank: some rank of the host will never
   report that bucket. The leader sees the eviction before any of its ranks applies it, because decisions pass through it.
-- When a rank of the host is asked for an account, what is held back goes up rank by rank too: somebody waits for one of
-  them, and a stall report is to name that one.
+- When a rank of the host is asked for an account, or says that it is blocked, what is held back goes up rank by rank too:
+  somebody waits for one of them, and a stall report is to name that one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from hvdlite.core.types import Collective
-from hvdlite.negotiation.messages import BucketReady, Closing, Decision, ErrorKind, HostReport, Layout, Report
+from hvdlite.negotiation.messages import (
+    BucketReady,
+    Closing,
+    Decision,
+    ErrorKind,
+    HostReport,
+    Layout,
+    RankReport,
+    Report,
+    Saying,
+)
 from hvdlite.negotiation.process_sets import ProcessSetTable
 
 
@@ -38,34 +50,43 @@ class Leader:
         self.epoch = epoch
         self._applied = dict.fromkeys(self.ranks, 0)
         self._held: dict[int, dict[int, BucketReady]] = {}  # bucket -> rank -> report; invariant: never all ranks
-        self._closed: dict[Closing, int] = {}  # how many ranks closed a round; likewise
+        self._closed: dict[Closing, set[int]] = {}  # the ranks that closed a round; likewise
+        self._over: dict[tuple[int, str], int] = {}  # (process set, label) -> the last round that all of them closed
         self._layouts: dict[int, Layout] = {}  # in use
         self._sets: dict[int, tuple[str, int]] = {}  # bucket -> its set and process set, as long as a rank may name it
         self._opened: dict[tuple[int, int], int] = {}  # (bucket, round) that goes up rank by rank -> ranks yet to report it
         self._ended: list[tuple[int, Layout]] = []  # evicted by that decision, which some rank has not applied
-        self._singles: list[tuple[int, Report]] = []  # to go up; likewise below
-        self._buckets: list[BucketReady] = []
-        self._closings: list[Closing] = []
+        self._postponed: list[Closing] = []  # rounds that all of them closed, of which a bucket is held back
+        self._said: list[RankReport | BucketReady | Closing] = []  # to go up; likewise below
         self._lost: list[tuple[int, str]] = []
 
     def receive(self, rank: int, report: Report) -> None:
         """Take in what a rank of the host says."""
         self._applied[rank] = report.applied
-        if report.requests or report.stale or report.aside or report.leaving or report.failure is not None:
-            self._singles.append((rank, msgspec.structs.replace(report, buckets=(), closings=())))
-        for ready in report.buckets:
-            if ready.closes:
-                label, process_set = self._sets[ready.bucket]
-                self._close(Closing(label, ready.round, process_set))
-            if any(bucket.bucket == ready.bucket for _, layout in self._ended for bucket in layout.buckets):
-                self._pass_on(rank, ready)
-            elif (ready.bucket, ready.round) in self._opened:
-                self._pass_on(rank, ready)
-                self._count_down(ready.bucket, ready.round, 1)
+        alone: list[Saying] = []
+        for said in report.said:
+            together: Sequence[RankReport | BucketReady | Closing] = ()  # what all have said now
+            if isinstance(said, BucketReady):
+                if self._goes_alone(said):
+                    alone.append(_open_ended(said))
+                else:
+                    together = self._hold(rank, said)
+                if said.closes:
+                    label, process_set = self._sets[said.bucket]
+                    together = (*together, *self._close(rank, Closing(label, said.round, process_set)))
+            elif isinstance(said, Closing):
+                together = self._close(rank, said)
             else:
-                self._hold(rank, ready)
-        for closing in report.closings:
-            self._close(closing)
+                alone.append(said)
+            if together:
+                if alone:
+                    self._pass_on(rank, alone)
+                    alone = []
+                self._said.extend(together)
+        if report.blocked is not None:
+            self._open()
+        if alone or report.aside is not None or report.leaving or report.failure is not None or report.blocked is not None:
+            self._said.append(RankReport(rank, msgspec.structs.replace(report, said=tuple(alone))))
         self._forget()
 
     def lose(self, rank: int, reason: str) -> None:
@@ -84,46 +105,57 @@ class Leader:
             self._ended.append((decision.sequence, ended))
             for bucket in ended.buckets:
                 for rank, ready in self._held.pop(bucket.bucket, {}).items():
-                    self._pass_on(rank, ready)
+                    self._pass_on(rank, [_open_ended(ready)])
                 self._opened = {key: count for key, count in self._opened.items() if key[0] != bucket.bucket}
         for response in decision.responses:
             if response.error is ErrorKind.NONE and response.collective is Collective.ADD_PROCESS_SET:
                 self._process_sets.add(response.splits)
             elif response.error is ErrorKind.NONE and response.collective is Collective.REMOVE_PROCESS_SET:
-                self._process_sets.remove(response.rows[0])
+                self._remove_set(response.rows[0])
 
     def report(self) -> HostReport | None:
         """Return what is to go up, or None."""
-        closings = [closing for closing in self._closings if not self._holds_back(closing)]
-        if not (self._singles or self._buckets or closings or self._lost):
+        if self._postponed:
+            self._said.extend(closing for closing in self._postponed if not self._holds_back(closing))
+            self._postponed = [closing for closing in self._postponed if self._holds_back(closing)]
+        if not (self._said or self._lost):
             return None
-        report = HostReport(min(self._applied.values()), tuple(self._singles), tuple(self._buckets), tuple(closings),
-                            tuple(self._lost))
-        self._singles.clear()
-        self._buckets.clear()
+        report = HostReport(min(self._applied.values()), tuple(self._said), tuple(self._lost))
+        self._said.clear()
         self._lost.clear()
-        self._closings = [closing for closing in self._closings if closing not in closings]
         return report
 
     def check_invariants(self) -> None:
         """Fail when something is held back that all ranks have said."""
         assert all(0 < len(held) < self._count(self._sets[bucket][1]) for bucket, held in self._held.items())
-        assert all(0 < count < self._count(closing.process_set) for closing, count in self._closed.items())
+        assert all(0 < len(ranks) < self._count(closing.process_set) for closing, ranks in self._closed.items())
         assert all(count > 0 for count in self._opened.values())
         assert self._held.keys().isdisjoint(bucket for bucket, _ in self._opened)
 
-    def _pass_on(self, rank: int, ready: BucketReady) -> None:
-        alone = msgspec.structs.replace(ready, closes=False)  # that is counted here
-        self._singles.append((rank, Report(self.epoch, self._applied[rank], buckets=(alone,))))
+    def _pass_on(self, rank: int, said: Sequence[Saying]) -> None:
+        self._said.append(self._alone(rank, said))
+
+    def _alone(self, rank: int, said: Sequence[Saying]) -> RankReport:
+        return RankReport(rank, Report(self.epoch, self._applied[rank], tuple(said)))
+
+    def _goes_alone(self, ready: BucketReady) -> bool:
+        """Return whether a bucket is not to be held back for the others."""
+        if (ready.bucket, ready.round) in self._opened:
+            self._count_down(ready.bucket, ready.round, 1)
+            return True
+        return any(bucket.bucket == ready.bucket for _, layout in self._ended for bucket in layout.buckets)
 
     def _open(self) -> None:
         """Let go of everything that is held back."""
         for bucket, held in self._held.items():
             for rank, ready in held.items():
-                self._pass_on(rank, ready)
+                self._pass_on(rank, [_open_ended(ready)])
                 self._opened.setdefault((bucket, ready.round), self._count(self._sets[bucket][1]))
             self._count_down(bucket, ready.round, len(held))
         self._held.clear()
+        for closing, ranks in self._closed.items():
+            for rank in ranks:
+                self._pass_on(rank, [closing])
 
     def _count_down(self, bucket: int, round: int, reported: int) -> None:
         self._opened[bucket, round] -= reported
@@ -140,23 +172,46 @@ class Leader:
         return any(ready.round <= closing.round for bucket, held in self._held.items()
                    if self._sets[bucket][0] == closing.label for ready in held.values())
 
-    def _hold(self, rank: int, ready: BucketReady) -> None:
+    def _hold(self, rank: int, ready: BucketReady) -> Sequence[RankReport | BucketReady]:
+        """Keep a bucket back; return what goes up when the host's others have reported it."""
         held = self._held.setdefault(ready.bucket, {})
         held[rank] = ready
         if len(held) < self._count(self._sets[ready.bucket][1]):
-            return
+            return ()
         del self._held[ready.bucket]
+        if any((other.step, other.in_step) != (ready.step, ready.in_step) for other in held.values()):
+            return [self._alone(each, [_open_ended(other)]) for each, other in held.items()]
         missing = set(ready.missing).intersection(*(other.missing for other in held.values())) if ready.missing else ()
-        self._buckets.append(BucketReady(ready.bucket, ready.round, tuple(sorted(missing))))
+        return (msgspec.structs.replace(ready, missing=tuple(sorted(missing)), closes=False),)
 
     def _count(self, process_set: int) -> int:
         """Return how many of the host's ranks belong to a process set."""
         return len(self._process_sets.among(process_set, self.ranks))
 
-    def _close(self, closing: Closing) -> None:
-        count = self._closed.get(closing, 0) + 1
-        if count < self._count(closing.process_set):
-            self._closed[closing] = count
-        else:
-            self._closed.pop(closing, None)
-            self._closings.append(closing)
+    def _close(self, rank: int, closing: Closing) -> Sequence[Closing]:
+        """Note that a rank closed a round; return what goes up when the host's others have, too."""
+        name = closing.process_set, closing.label
+        if closing.process_set not in self._process_sets or closing.round <= self._over.get(name, 0):
+            return ()
+        ranks = self._closed.setdefault(closing, set())
+        ranks.add(rank)
+        if len(ranks) < self._count(closing.process_set):
+            return ()
+        del self._closed[closing]
+        self._over[name] = closing.round
+        if not self._holds_back(closing):
+            return (closing,)
+        self._postponed.append(closing)
+        return ()
+
+    def _remove_set(self, number: int) -> None:
+        """Forget a process set; rounds that were open in it are nobody's business any more."""
+        self._process_sets.remove(number)
+        self._closed = {closing: ranks for closing, ranks in self._closed.items() if closing.process_set != number}
+        self._postponed = [closing for closing in self._postponed if closing.process_set != number]
+        self._over = {name: round for name, round in self._over.items() if name[0] != number}
+
+
+def _open_ended(ready: BucketReady) -> BucketReady:
+    """Return a bucket as it goes up: its leader tells when the round is closed."""
+    return msgspec.structs.replace(ready, closes=False) if ready.closes else ready

@@ -25,7 +25,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     """Base of all messages: immutable, compact on the wire, validated when decoded."""
 
 
-class Request(Message, frozen=True):
+class Request(Message, frozen=True, tag=1):
     """One tensor, or one group of tensors, that is ready on one rank.
 
     Every field must agree between the ranks of the process set but `absent`, `strides`, `splits`, `payload` and, for
@@ -51,6 +51,8 @@ class Request(Message, frozen=True):
     round: int = 0  # of that set, counted from 1
     strides: tuple[int, ...] = ()  # how this rank lays a declared member out, in elements; () is row-major
     cluster: int = 0  # members of a declared set with the same one, from 1, share a bucket
+    step: int = 0  # of a declared set: how many steps its optimizer has made, since all ranks have last joined
+    in_step: bool = False  # of a declared set: this rank takes part from within its optimizer's step
 
     @property
     def key(self) -> Key:
@@ -58,21 +60,42 @@ class Request(Message, frozen=True):
         return self.process_set, self.name, self.round
 
 
-class Closing(Message, frozen=True):
-    """This rank has reported every member that it has of a declared set in a round."""
+class Closing(Message, frozen=True, tag=3):
+    """This rank has reported every member that it has of a declared set in a round. Saying so again changes nothing."""
 
     label: str
     round: int
     process_set: int = GLOBAL_PROCESS_SET_ID
 
 
-class BucketReady(Message, frozen=True):
+class BucketReady(Message, frozen=True, tag=2):
     """All members of a learned bucket are in their places on this rank."""
 
     bucket: int
     round: int  # of the declared set, as in `Request`
     missing: tuple[int, ...] = ()  # indices of members without a gradient here; their places hold the op's identity
     closes: bool = False  # it was the set's last bucket of the round on this rank
+    step: int = 0  # likewise
+    in_step: bool = False  # likewise
+
+
+class Wait(Message, frozen=True):
+    """What a thread of a rank has been blocked on for long: one tensor, or a round of a declared set."""
+
+    process_set: int
+    name: str  # the tensor's, or the set's label
+    round: int = 0  # 0 for a tensor
+    deferrable: bool = False  # the coordinator may end this wait (`Decision.deferred`)
+
+
+class LayoutStale(Message, frozen=True, tag=4):
+    """A layout does not describe this rank's declared set any more."""
+
+    layout: int
+
+
+Saying = Request | BucketReady | Closing | LayoutStale
+"""What a rank says about tensors. The tags (positive integers) are what tells them apart on the wire."""
 
 
 class FailureNotice(Message, frozen=True):
@@ -124,27 +147,39 @@ class Aside(Message, frozen=True):
     notes: tuple[Note, ...] = ()
 
 
+class Blocked(Message, frozen=True):
+    """A rank's threads have been blocked in waits for long. An answer to what they wait for makes that void."""
+
+    waits: tuple[Wait, ...]  # one for each blocked thread; empty when a wait was interrupted
+    entirely: bool = True  # no other thread of the rank has ever called hvdlite
+
+
 class Report(Message, frozen=True):
     """What one rank tells the coordinator."""
 
     epoch: int  # membership epoch; a report of another epoch is dropped
     applied: int  # the last decision this rank has applied
-    requests: tuple[Request, ...] = ()
-    buckets: tuple[BucketReady, ...] = ()
-    stale: tuple[int, ...] = ()  # layouts that no longer describe this rank's set
-    closings: tuple[Closing, ...] = ()  # after the requests
+    said: tuple[Saying, ...] = ()  # in the order in which this rank said it
     aside: Aside | None = None
-    leaving: bool = False  # this rank will submit nothing more
+    leaving: bool = False  # this rank will submit nothing more, after what it says here
     failure: FailureNotice | None = None
+    blocked: Blocked | None = None  # replaces what it said of this before; after everything else
+
+
+class RankReport(Message, frozen=True, tag=5):
+    """What one rank of a host said, and not all of them alike; its leader passes it on."""
+
+    rank: int
+    report: Report
 
 
 class HostReport(Message, frozen=True):
     """What the leader of a host passes on: what all its ranks said alike as one, the rest rank by rank."""
 
     applied: int  # the least of its ranks
-    reports: tuple[tuple[int, Report], ...] = ()  # by rank; without buckets and closings, but for evicted buckets
-    buckets: tuple[BucketReady, ...] = ()  # of all its ranks; `missing` is what all of them miss
-    closings: tuple[Closing, ...] = ()  # of all its ranks
+    # In the order in which it was said. All ranks of the host that are in the process set said what is not in a
+    # `RankReport`, which stands where the last of them said it; a bucket's `missing` is what all of them miss.
+    said: tuple[RankReport | BucketReady | Closing, ...] = ()
     lost: tuple[tuple[int, str], ...] = ()  # ranks whose end it has seen, and what it saw
 
 
@@ -180,6 +215,7 @@ class Response(Message, frozen=True):
     error_text: str = ""
     result: bytes | None = None  # eager lane: the result itself
     device: str = "cpu"  # where the tensors are, as in the requests
+    behind: tuple[int, ...] = ()  # of a declared set: ranks that took part from within their step, when others did not
 
 
 class Bucket(Message, frozen=True):
@@ -206,6 +242,7 @@ class BucketRelease(Message, frozen=True):
 
     bucket: int
     nobody: tuple[int, ...] = ()  # members to which no rank contributed; they keep what they have
+    behind: tuple[int, ...] = ()  # as in `Response`
 
 
 class Decision(Message, frozen=True):
@@ -224,3 +261,4 @@ class Decision(Message, frozen=True):
     tuned: tuple[tuple[str, int], ...] = ()  # knobs that have these values from here on, before anything else
     notes: tuple[Note, ...] = ()  # for whom they are for
     failure: FailureNotice | None = None
+    deferred: tuple[int, ...] = ()  # ranks whose deferrable waits end here, unfinished

@@ -35,6 +35,7 @@ from hvdlite.negotiation.messages import Response
 from hvdlite.planes.adasum import AdaptiveSum
 from hvdlite.planes.arithmetic import Casts, Reduction
 from hvdlite.planes.base import FusionBuffer, Part, Plan, WaitUntil
+from hvdlite.planes.shm_barrier import Barrier
 
 
 class StagingSegment(Protocol):
@@ -42,6 +43,9 @@ class StagingSegment(Protocol):
 
     slot: int
     arrivals: Array
+
+    @property
+    def fence(self) -> Callable[[], None] | None: ...
 
     def staging(self, index: int, region: int) -> Array: ...
 
@@ -235,14 +239,16 @@ class ShmPlane:
 
 
 class Group:
-    """One process set's memory, and this rank's place in it; indices count the set's ranks."""
+    """One process set's memory, and this rank's place in it; indices count the set's ranks.
+
+    Attributes:
+        barrier: of the set's ranks.
+    """
 
     def __init__(self, rank: int, ranks: tuple[int, ...], segment: StagingSegment, ring: Callable[[int], None]) -> None:
         self.ranks, self.segment = ranks, segment
         self.index, self.size = ranks.index(rank), len(ranks)
-        self._others = [other for other in ranks if other != rank]
-        self._ring = ring
-        self._barriers = 0
+        self.barrier = Barrier(rank, ranks, segment, ring)
         self._pieces = 0
 
     def next_region(self, nbytes: int) -> int:
@@ -266,15 +272,6 @@ class Group:
         for index in range(self.size):
             result += self.slot(index, region, values.dtype)[:values.size]
         return result.reshape(values.shape)
-
-    def barrier(self, wait_until: WaitUntil) -> None:
-        """Wait until every rank of the set has come here as often as this one."""
-        self._barriers += 1
-        arrivals, due = self.segment.arrivals, self._barriers
-        arrivals[self.index] = due
-        for rank in self._others:
-            self._ring(rank)
-        wait_until(lambda: bool((arrivals >= due).all()))
 
 
 class _Piece:

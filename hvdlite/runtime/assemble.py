@@ -31,6 +31,7 @@ from hvdlite.core.errors import LaunchError
 from hvdlite.core.launch_contract import PROCESSES_FILE
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.world import Hosts, World
+from hvdlite.memory import fence
 from hvdlite.memory.shared import SharedMemory, anonymous_file
 from hvdlite.negotiation.buckets import BucketSizes
 from hvdlite.negotiation.coordinator import Coordinator, Policy
@@ -260,10 +261,11 @@ def _shared(place: Place, local: Sequence[int], config: Config, made: contextlib
     """
     rank, (leader, *others) = place.world.rank, local
     path = str(Path(place.job_directory) / "memory.sock")
+    fenced = fence.is_needed()
     pairs = [socket.socketpair() for _ in others] if led and rank == leader else []
     if rank == leader:
         bells = [Doorbell() for _ in local]
-        memory = SharedMemory(anonymous_file(), rank)
+        memory = SharedMemory(anonymous_file(), rank, fence.Fence(fence.fence_file()) if fenced else None)
         for close in (memory.close, *(bell.close for bell in bells), *(ours.close for ours, _ in pairs)):
             made.callback(close)
         with contextlib.ExitStack() as given:
@@ -272,11 +274,12 @@ def _shared(place: Place, local: Sequence[int], config: Config, made: contextlib
             if others:
                 ends = [theirs.fileno() for _, theirs in pairs]
                 rings = [descriptor for bell in bells for descriptor in bell.descriptors]
-                give(path, [memory.descriptor, *ends, *rings], len(others), config.start_timeout)
+                give(path, [*memory.descriptors, *ends, *rings], len(others), config.start_timeout)
         inside = {other: Connection(ours, frame_limit=config.frame_limit)
                   for other, (ours, _) in zip(others, pairs, strict=led)}
         return dict(zip(local, bells, strict=True)), memory, inside
     file, *rest = take(path, config.start_timeout)
+    memory = SharedMemory(file, rank, fence.Fence(rest.pop(0)) if fenced else None)
     if led:
         sockets = [socket.socket(fileno=rest.pop(0)) for _ in others]
         inside = {leader: Connection(sockets.pop(others.index(rank)), frame_limit=config.frame_limit)}
@@ -286,7 +289,6 @@ def _shared(place: Place, local: Sequence[int], config: Config, made: contextlib
         inside = {}
     each = len(rest) // len(local)
     received = [Doorbell(rest[start:start + each]) for start in range(0, len(rest), each)]
-    memory = SharedMemory(file, rank)
     for close in (memory.close, *(bell.close for bell in received), *(connection.close for connection in inside.values())):
         made.callback(close)
     return dict(zip(local, received, strict=True)), memory, inside

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from hvdlite.core.array import SUPPORTED_DTYPES
 from hvdlite.core.device import AnyArray, Completion, DeviceArray, Event
 from hvdlite.negotiation.controller import Expanded
-from hvdlite.negotiation.messages import Bucket, BucketReady, Layout
+from hvdlite.negotiation.messages import Bucket, BucketReady, BucketRelease, Layout, Wait
 from hvdlite.planes.base import DevicePlane, FusionBuffer, Part
 from hvdlite.runtime.calls import Entry
 from hvdlite.runtime.handle import Handle, Sleepers
@@ -31,8 +31,8 @@ class BucketHandle(Handle):
 
     __slots__ = ("nobody", "parts")
 
-    def __init__(self, name: str, sleepers: Sleepers) -> None:
-        super().__init__(name, sleepers)
+    def __init__(self, name: str, sleepers: Sleepers, waits_for: Wait) -> None:
+        super().__init__(name, sleepers, waits_for)
         self.parts: tuple[Handle, ...] = ()
         self.nobody: frozenset[int] = frozenset()
 
@@ -105,7 +105,8 @@ class BucketEntry:
     def __init__(self, bucket: LearnedBucket, ready: BucketReady, sleepers: Sleepers, event: Event | None = None) -> None:
         self.bucket, self.ready, self._event = bucket, ready, event
         self._sleepers = sleepers
-        self.handle = BucketHandle(bucket.definition.members[0].name, sleepers)
+        first, process_set = bucket.definition.members[0], bucket.definition.response.process_set
+        self.handle = BucketHandle(first.name, sleepers, Wait(process_set, first.label, ready.round))
         self._abandoned = False
 
     @property
@@ -114,9 +115,9 @@ class BucketEntry:
         memory = self.bucket.memory
         return memory.after(self._event) if isinstance(memory, DeviceArray) else memory
 
-    def complete(self, nobody: Sequence[int], completion: Completion | None) -> None:
+    def complete(self, release: BucketRelease, completion: Completion | None) -> None:
         """The bucket is reduced; on a GPU, after `completion`."""
-        self.handle.nobody = frozenset(nobody)
+        self.handle.nobody, self.handle.behind = frozenset(release.nobody), release.behind
         if completion is not None:
             completion = completion.holding(self.bucket)
         if not self._abandoned:

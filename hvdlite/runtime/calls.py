@@ -18,7 +18,7 @@ from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import ROOTED, Collective, ReduceOp
 from hvdlite.core.world import World
-from hvdlite.negotiation.messages import Request, Response
+from hvdlite.negotiation.messages import Request, Response, Wait
 from hvdlite.negotiation.process_sets import pair
 from hvdlite.runtime.handle import Handle, Handles, Sleepers
 
@@ -35,7 +35,7 @@ class Entry:
         self.outputs: list[AnyArray | None] = self.sources if outputs is sources else [
             None if output is None else flattened(output) for output in outputs]
         self._result = result  # what the handle returns
-        self.handle = Handle(request.name, sleepers)
+        self.handle = Handle(request.name, sleepers, Wait(request.process_set, request.label or request.name, request.round))
         self._abandoned = False
 
     @property
@@ -96,6 +96,7 @@ class Entry:
         if completion is not None:
             completion = completion.holding((self.sources, self.outputs))
         if not self._abandoned:
+            self.handle.behind = response.behind
             self.handle._complete(self._result, response.contributors, completion)
 
     def fail(self, error: Exception) -> None:
@@ -120,7 +121,7 @@ class Calls:
 
     def __init__(self, eager_limit: int) -> None:
         self._eager_limit = eager_limit
-        self._sleepers = Sleepers(self._about_to_sleep)
+        self._sleepers = Sleepers(self._about_to_sleep, self._tell_blocked)
         self._counters: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
         self._labels: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
         self._counters_lock = threading.Lock()
@@ -130,6 +131,9 @@ class Calls:
         raise NotImplementedError
 
     def _about_to_sleep(self) -> None:
+        raise NotImplementedError
+
+    def _tell_blocked(self) -> None:
         raise NotImplementedError
 
     @property

@@ -10,21 +10,24 @@ from hvdlite.core.device import AnyArray, device_of
 from hvdlite.core.device import Event as DeviceEvent
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import Collective, ReduceOp
-from hvdlite.negotiation.messages import BucketReady, Closing, Layout
+from hvdlite.negotiation.messages import BucketReady, Closing, Layout, LayoutStale
 from hvdlite.runtime.buckets import BucketEntry, BucketHandle, LearnedBucket, LearnedLayout
 from hvdlite.runtime.calls import Calls, Entry, reducible
 from hvdlite.runtime.execution import Execution
 from hvdlite.runtime.handle import Handle
 
 
-@dataclasses.dataclass(frozen=True)
-class Abandonment:
-    """A layout that does not describe this rank's set any more."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Moment:
+    """Where a rank is in the rounds of a declared set."""
 
-    layout: int
+    label: str
+    round: int  # from 1
+    step: int = 0  # how many steps the optimizer has made
+    in_step: bool = False  # it is in one
 
 
-Item = Entry | BucketEntry | Closing | Abandonment | Callable[[], None]
+Item = Entry | BucketEntry | Closing | LayoutStale | Callable[[], None]
 """What user threads hand in; a callable is executed by the runtime thread."""
 
 
@@ -43,22 +46,22 @@ class DeclaredSets(Calls):
     def _check_usable(self, name: str) -> None:
         raise NotImplementedError
 
-    def declare(self, name: str, source: AnyArray | None, output: AnyArray, op: ReduceOp, label: str, number: int, *,
+    def declare(self, name: str, source: AnyArray | None, output: AnyArray, op: ReduceOp, moment: Moment, *,
                 prescale: float = 1.0, postscale: float = 1.0, strides: tuple[int, ...] = (), cluster: int = 0,
                 process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
-        """Like `allreduce`, of a member of declared set `label` in its round `number` (from 1); never travels eagerly.
+        """Like `allreduce`, of a member of a declared set in a round; never travels eagerly.
 
         Args:
             strides: in elements; how `output` lies in the framework's memory. () is row-major.
             cluster: members with the same one, from 1, are learned as one bucket; 0 leaves that to the coordinator.
         """
         request = self._request(name, Collective.ALLREDUCE, reducible(name, source, output, op), output.shape, op=op,
-                                prescale=float(prescale), postscale=float(postscale), absent=source is None, label=label,
-                                round=number, strides=strides, cluster=cluster, process_set=process_set,
-                                device=device_of(output))
+                                prescale=float(prescale), postscale=float(postscale), absent=source is None,
+                                label=moment.label, round=moment.round, step=moment.step, in_step=moment.in_step,
+                                strides=strides, cluster=cluster, process_set=process_set, device=device_of(output))
         return self._submit(Entry(request, [source], [output], output, self._sleepers))
 
-    def declare_rows(self, name: str, rows: Array, label: str, number: int, *,
+    def declare_rows(self, name: str, rows: Array, moment: Moment, *,
                      process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
         """Like `declare`, of a member with a sparse gradient: the result is all ranks' rows, one after the other.
 
@@ -67,8 +70,8 @@ class DeclaredSets(Calls):
         Args:
             rows: 2-D; what a row holds is the caller's business.
         """
-        request = self._request(name, Collective.ALLGATHER, dtype_name(rows.dtype), rows.shape, label=label, round=number,
-                                process_set=process_set)
+        request = self._request(name, Collective.ALLGATHER, dtype_name(rows.dtype), rows.shape, label=moment.label,
+                                round=moment.round, step=moment.step, in_step=moment.in_step, process_set=process_set)
         return self._submit(Entry(request, [rows], [], None, self._sleepers))
 
     def layout(self, label: str, number: int) -> LearnedLayout | None:
@@ -93,4 +96,4 @@ class DeclaredSets(Calls):
 
     def abandon(self, layout: Layout) -> None:
         """A layout does not describe this rank's set any more: end it on all ranks."""
-        self._hand_in(Abandonment(layout.layout))
+        self._hand_in(LayoutStale(layout.layout))

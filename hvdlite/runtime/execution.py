@@ -176,7 +176,7 @@ class Execution:
         completion = self._move(response, memory, memory, entry.bucket.part)
         del self._buckets[release.bucket]
         self._chronicle.done(lanes, response)
-        entry.complete(release.nobody, completion)
+        entry.complete(release, completion)
 
     def _perform(self, response: Response) -> None:
         entries = [self._entries[response.process_set, name] for name in response.names]

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from hvdlite.core.errors import HorovodInternalError, PeerFailedError, PeerLeftError, PeerLostError, StallError
+from hvdlite.core.errors import (
+    DeadlockError,
+    HorovodInternalError,
+    PeerFailedError,
+    PeerLeftError,
+    PeerLostError,
+    StallError,
+)
 from hvdlite.negotiation.messages import FailureNotice
 
 
@@ -10,6 +17,8 @@ def failure_error(notice: FailureNotice, rank: int) -> HorovodInternalError:
     """Return the exception that `rank` raises for a failure of the job."""
     if notice.kind == StallError.__name__:
         return StallError(f"{notice.message}\n{notice.traceback}", notice.origin)
+    if notice.kind == DeadlockError.__name__:
+        return DeadlockError(notice.message, notice.origin)
     if notice.origin == rank:
         return PeerFailedError(f"this rank ({rank}) failed with {notice.kind}: {notice.message}", rank)
     if notice.kind == PeerLeftError.__name__:

@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Final
+
+import msgspec
 
 from hvdlite.control.progress import Progress
 from hvdlite.core.device import Completion
+from hvdlite.negotiation.messages import Blocked, Wait
+
+LONG_SECONDS: Final = 0.5
+"""How long a thread is blocked before the coordinator is told. It looks for ranks that wait for each other in a circle."""
+
+
+class WaitDeferred(Exception):
+    """Raised by a deferrable wait that the coordinator has ended, because ranks wait for each other in a circle."""
+
+
+@dataclasses.dataclass(eq=False)
+class _LongWait:
+    """A thread that has been blocked for long. Woken when its handle is done, or when the wait is deferred."""
+
+    handle: Handle
+    deferrable: bool
+    deferred: bool = False
+    wakeup: threading.Lock = dataclasses.field(default_factory=threading.Lock)  # held, but when the thread is to look
+
+    def wake(self) -> None:
+        """Let the thread look; callable from any thread, again is fine."""
+        with contextlib.suppress(RuntimeError):  # it is to look already
+            self.wakeup.release()
 
 
 class Sleepers:
@@ -16,14 +43,16 @@ class Sleepers:
 
     Args:
         notice: called by a thread that is about to block.
+        tell: called by a thread that has been blocked for long, or whose long wait was interrupted.
     """
 
-    __slots__ = ("_handles", "_notice", "progress")
+    __slots__ = ("_handles", "_long", "_notice", "_tell", "progress")
 
-    def __init__(self, notice: Callable[[], None]) -> None:
+    def __init__(self, notice: Callable[[], None], tell: Callable[[], None]) -> None:
         self.progress = Progress()
         self._handles: set[Handle] = set()
-        self._notice = notice
+        self._long: dict[int, _LongWait] = {}  # by thread
+        self._notice, self._tell = notice, tell
 
     def __bool__(self) -> bool:
         return bool(self._handles)
@@ -37,23 +66,75 @@ class Sleepers:
         """It does not any more; again is fine."""
         self._handles.discard(handle)
 
+    def finished(self, handle: Handle) -> None:
+        """`handle` is done."""
+        self._handles.discard(handle)
+        if self._long:
+            for wait in list(self._long.values()):
+                if wait.handle is handle:
+                    wait.wake()
+
+    def wait_long(self, handle: Handle, deferrable: bool) -> None:
+        """Block until `handle` is done, which has already taken long.
+
+        Raises:
+            WaitDeferred: when that is allowed and the coordinator has decided so.
+        """
+        wait = _LongWait(handle, deferrable)
+        wait.wakeup.acquire()
+        thread = threading.get_ident()
+        self._long[thread] = wait
+        try:
+            self._tell()
+            while not handle.done() and not wait.deferred:
+                wait.wakeup.acquire()
+        except BaseException:
+            del self._long[thread]
+            self._tell()
+            raise
+        del self._long[thread]
+        if not handle.done():
+            raise WaitDeferred
+
+    def defer(self) -> None:
+        """End the deferrable long waits."""
+        for wait in list(self._long.values()):
+            if wait.deferrable:
+                wait.deferred = True
+                wait.wake()
+
+    def blocked(self, callers: Collection[int]) -> Blocked:
+        """Return what the coordinator is to know.
+
+        Args:
+            callers: the threads that have ever called.
+        """
+        waits = dict(self._long)
+        alive = {thread.ident for thread in threading.enumerate()}
+        return Blocked(tuple(msgspec.structs.replace(wait.handle.waits_for, deferrable=wait.deferrable)
+                             for wait in waits.values()), alive.intersection(callers) <= waits.keys())
+
 
 class Handle:
     """A collective in flight. Completed exactly once, by the runtime thread; may be waited for from any thread.
 
     Attributes:
         name: the tensor's name, as negotiated.
+        waits_for: the tensor, or the round of a declared set to which it belongs.
         contributors: after completion, the ranks that contributed, ascending; empty when all were absent.
+        behind: after completion, as in `Response`.
         completion: after completion, what the result is behind when it is on a GPU: the work is launched, not done. None on
             the host, and for results that need no work.
     """
 
-    __slots__ = ("_done", "_error", "_lock", "_result", "_sleepers", "completion", "contributors", "name")
+    __slots__ = ("_done", "_error", "_lock", "_result", "_sleepers", "behind", "completion", "contributors", "name",
+                 "waits_for")
 
-    def __init__(self, name: str, sleepers: Sleepers) -> None:
-        self.name = name
+    def __init__(self, name: str, sleepers: Sleepers, waits_for: Wait) -> None:
+        self.name, self.waits_for = name, waits_for
         self._sleepers = sleepers
         self.contributors: tuple[int, ...] = ()
+        self.behind: tuple[int, ...] = ()
         self.completion: Completion | None = None
         self._result: Any = None
         self._error: Exception | None = None
@@ -69,24 +150,32 @@ class Handle:
         """After `wait`: return what the results are behind; nothing on the host."""
         return [] if self.completion is None else [self.completion]
 
-    def wait(self, timeout: float | None = None) -> Any:
+    def wait(self, timeout: float | None = None, *, deferrable: bool = False) -> Any:
         """Block until the collective is complete and return its result: an array, a list of arrays, None for a barrier.
 
         May be called again, and returns the same.
 
+        Args:
+            deferrable: whether the coordinator may end the wait early.
+
         Raises:
             HorovodInternalError: when the collective failed; see `hvdlite.core.errors`.
             TimeoutError: when it took longer than `timeout` seconds; the collective goes on.
+            WaitDeferred: when the coordinator ended the wait; the collective goes on.
         """
         if not self._done:
             begun = self._sleepers.progress.block()
             self._sleepers.add(self)
-            acquired = self._lock.acquire(timeout=-1 if timeout is None else timeout)
-            self._sleepers.remove(self)
-            self._sleepers.progress.unblock(begun)
-            if not acquired:
-                raise TimeoutError(f"'{self.name}' is not complete after {timeout} s")
-            self._lock.release()  # for other waiters
+            try:
+                if self._lock.acquire(timeout=LONG_SECONDS if timeout is None else timeout):
+                    self._lock.release()  # for other waiters
+                elif timeout is None:
+                    self._sleepers.wait_long(self, deferrable)
+                else:
+                    raise TimeoutError(f"'{self.name}' is not complete after {timeout} s")
+            finally:
+                self._sleepers.remove(self)
+                self._sleepers.progress.unblock(begun)
         if self._error is not None:
             raise self._error.with_traceback(None)
         return self._result
@@ -101,8 +190,8 @@ class Handle:
 
     def _finish(self) -> None:
         self._done = True
-        self._sleepers.remove(self)
         self._lock.release()
+        self._sleepers.finished(self)
 
 
 class Handles:

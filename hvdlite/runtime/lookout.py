@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Final, Protocol
 
+from hvdlite.core.errors import DeadlockError
 from hvdlite.negotiation.coordinator import Coordinator, Stall
 from hvdlite.negotiation.messages import Aside, FailureNotice
 from hvdlite.runtime.stalls import StallReport, Standing, place_in
@@ -25,6 +26,8 @@ _log = logging.getLogger("hvdlite")
 
 ANSWER_SECONDS: Final = 2.0
 """How long a rank gets to answer."""
+DEADLOCK_SECONDS: Final = 1.0
+"""How long ranks have to wait for each other in a circle before that ends the job."""
 LEADER_SECONDS: Final = 5.0
 """How much longer a rank waits for its leader than that does for rank 0: so it hears that rank 0 is silent, if it is."""
 LOOKS: Final = 4
@@ -86,6 +89,8 @@ class Lookout:
         self._silent: dict[int, str] = {}  # told of: its stacks
         self._inquest: _Inquest | None = None
         self._wanted: list[Receiver] = []  # on demand, not begun
+        self._stuck: frozenset[int] = frozenset()  # ranks that wait for each other in a circle
+        self._stuck_since = math.inf
 
     def demand(self, receiver: Receiver) -> None:
         """Make a report now, of everything that waits and of every rank."""
@@ -95,8 +100,8 @@ class Lookout:
     def busy(self) -> bool:
         """Whether there is anything to look after."""
         coordinator = self._coordinator
-        return bool(coordinator.anything_waits or coordinator.suspects or coordinator.report_wanted or self._wanted
-                    or self._inquest or self._asked)
+        return bool(coordinator.anything_waits or coordinator.blocked or coordinator.suspects or coordinator.report_wanted
+                    or self._wanted or self._inquest or self._asked)
 
     def look(self, now: float) -> bool:
         """Do what is due at `now`; return whether the coordinator has something to say for it."""
@@ -107,7 +112,7 @@ class Lookout:
         if not self.busy:
             self._next_look = math.inf
             return False
-        acted = False
+        acted = self._find_deadlock(now)
         if self._wanted:
             wanted, self._wanted = self._wanted, []
             everybody = set(range(coordinator.size)) - coordinator.left
@@ -122,6 +127,15 @@ class Lookout:
             self._inquest = None
             acted = self._finish(inquest, now) or acted
         return acted
+
+    def _find_deadlock(self, now: float) -> bool:
+        stuck, text = self._coordinator.blocked.deadlock()
+        if stuck != self._stuck:
+            self._stuck, self._stuck_since = stuck, now
+        if not stuck or now - self._stuck_since < DEADLOCK_SECONDS:
+            return False
+        self._coordinator.fail(FailureNotice(min(stuck), DeadlockError.__name__, text))
+        return True
 
     def _find_stalls(self, now: float) -> bool:
         found = self._coordinator.stalls(now, self._times.stall) if self._times.stall > 0 else []

@@ -32,16 +32,30 @@ from hvdlite.core.errors import (
     NotInitializedError,
     UnsupportedError,
 )
+from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.world import Hosts, World
 from hvdlite.negotiation.controller import Controller
 from hvdlite.negotiation.coordinator import Coordinator
-from hvdlite.negotiation.messages import Aside, BucketReady, Closing, Decision, FailureNotice, HostReport, Report
+from hvdlite.negotiation.messages import (
+    Aside,
+    BucketReady,
+    Closing,
+    Decision,
+    FailureNotice,
+    HostReport,
+    LayoutStale,
+    RankReport,
+    Report,
+    Request,
+    Saying,
+    Wait,
+)
 from hvdlite.planes.base import DevicePlane, Plane
 from hvdlite.runtime.autotune import Autotuner
 from hvdlite.runtime.buckets import BucketEntry
 from hvdlite.runtime.calls import Entry
 from hvdlite.runtime.chronicle import Chronicle, lane_of
-from hvdlite.runtime.declared import Abandonment, DeclaredSets, Item
+from hvdlite.runtime.declared import DeclaredSets, Item
 from hvdlite.runtime.execution import Execution, bucket_lane
 from hvdlite.runtime.failures import failure_error
 from hvdlite.runtime.handle import Handle
@@ -109,6 +123,7 @@ class Runtime(DeclaredSets):
         self._recent: deque[str] = deque(maxlen=RECENT)  # names of the last collectives
         self._count = 0  # of them, since the beginning
         self._caller = threading.get_ident()  # the thread that last called one
+        self._callers: set[int] = set()  # all threads that ever did
         self._report_wanted = False
         self._mark_cycles = False  # in the timeline
         self._desk: ReportDesk | None = None
@@ -236,7 +251,7 @@ class Runtime(DeclaredSets):
         self._check_usable("timeline")
         timeline = self._timeline
         if timeline is not None:
-            order = timeline.order(path, Handle("timeline", self._sleepers))
+            order = timeline.order(path, Handle("timeline", self._sleepers, Wait(GLOBAL_PROCESS_SET_ID, "timeline")))
             self._hand_in(lambda: timeline.change(order))
             order.handle.wait()
 
@@ -265,12 +280,16 @@ class Runtime(DeclaredSets):
 
     def _hand_in(self, item: Item) -> None:
         self._caller = threading.get_ident()
+        self._callers.add(self._caller)
         self._inbox.append(item)
         # The thread clears _awake, then looks into the inbox, then sleeps: whoever sees it awake has been seen.
         if not self._awake:
             self._control.wake()
         if self._ended.is_set():
             self._fail_inbox()  # the thread ended between the caller's check and the append
+
+    def _tell_blocked(self) -> None:
+        self._hand_in(lambda: self._controller.block(self._sleepers.blocked(self._callers)))
 
     def _about_to_sleep(self) -> None:
         if self._spin and not self._awake:
@@ -354,7 +373,7 @@ class Runtime(DeclaredSets):
                     self._work.split(expanded)
             case Closing():
                 self._controller.close(item)
-            case Abandonment(layout):
+            case LayoutStale(layout):
                 self._controller.abandon(layout)
             case _:
                 item()
@@ -425,26 +444,27 @@ class Runtime(DeclaredSets):
         """Like `_hear`, of what a leader passes on."""
         assert self._coordinator is not None
         self._coordinator.receive_host(tuple(ranks), merged, self._clock())
-        for rank, report in merged.reports:
-            self._heed(rank, report)
-        for rank in ranks:
-            self._trace_ready(rank, merged.buckets)
+        for said in merged.said:
+            if isinstance(said, RankReport):
+                self._heed(said.rank, said.report)
+            else:
+                for rank in ranks:
+                    self._trace_ready(rank, (said,))
 
     def _heed(self, rank: int, report: Report) -> None:
         """What is not the coordinator's business in a report."""
         if report.aside is not None:
             self._next_look = -math.inf  # it may be what the lookout waits for
-        if self._chronicle.tracing:
-            for request in report.requests:
-                self._chronicle.ready_elsewhere(rank, lane_of(request.process_set, request.name))
-        self._trace_ready(rank, report.buckets)
+        self._trace_ready(rank, report.said)
         if self._timeline is not None and (report.aside is not None or report.leaving):
             self._timeline.hear(rank, () if report.aside is None else report.aside.trace, report.leaving)
 
-    def _trace_ready(self, rank: int, buckets: Sequence[BucketReady]) -> None:
-        if self._chronicle.tracing:
-            for ready in buckets:
-                self._chronicle.ready_elsewhere(rank, bucket_lane(ready.bucket))
+    def _trace_ready(self, rank: int, what: Sequence[Saying]) -> None:
+        for said in what if self._chronicle.tracing else ():
+            if isinstance(said, Request):
+                self._chronicle.ready_elsewhere(rank, lane_of(said.process_set, said.name))
+            elif isinstance(said, BucketReady):
+                self._chronicle.ready_elsewhere(rank, bucket_lane(said.bucket))
 
     def _accept(self, decision: Decision) -> None:
         """Queue a decision; what it says of ranks counts at once, even in the middle of a plan."""
@@ -454,6 +474,8 @@ class Runtime(DeclaredSets):
             self._controller.say(Aside(account=account(self._caller, tuple(self._recent), begun, waiting)))
         self._departed.update(decision.left)
         self._notes.take_in(decision.notes)
+        if self.world.rank in decision.deferred:
+            self._sleepers.defer()
         if decision.failure is not None:
             self._end(decision.failure)
         self._decisions.append(decision)

@@ -79,8 +79,9 @@ class ArrayGradients:
     def fill_all(self, pairs: Sequence[tuple[Slot, Array]]) -> list[bool]:
         return [self.fill(parameter, seat) for parameter, seat in pairs]
 
-    def fill_with(self, seat: Array, value: Any) -> None:
+    def fill_with(self, parameter: Slot, seat: Array, value: Any) -> bool:
         seat[...] = value
+        return True
 
     def filled(self, memory: AnyArray) -> Event | None:
         return None
@@ -106,6 +107,12 @@ class ArrayGradients:
 
     def is_marked(self, parameter: Slot, mark: Any) -> bool:
         return False
+
+    def is_changed(self, parameter: Slot, mark: Any) -> bool:
+        return False
+
+    def is_trainable(self, parameter: Slot) -> bool:
+        return True
 
 
 class ArrayReducer:

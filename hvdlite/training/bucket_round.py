@@ -86,23 +86,31 @@ class BucketRound(Generic[Parameter]):
     """Fills the buckets of one round.
 
     Args:
+        number: of the round.
+        step: how many steps the optimizer has made.
         closes: whether the round is over when all buckets are reported: no member goes by itself.
 
     Attributes:
         gathered: after `wait`: members for which another rank had a sparse gradient, and all ranks' rows.
+        behind: after `wait`: ranks that reported a bucket from within their step, while others had not.
     """
 
-    def __init__(self, runtime: Runtime, framework: Framework[Parameter], seating: Seating[Parameter], number: int, *,
-                 closes: bool) -> None:
+    def __init__(self, runtime: Runtime, framework: Framework[Parameter], seating: Seating[Parameter], number: int,
+                 step: int, *, closes: bool) -> None:
         self.gathered: list[tuple[Parameter, Array]] = []
-        self._closes = closes
+        self.behind: set[int] = set()
+        self._step, self._closes = step, closes
         self._runtime, self._framework, self._seating, self._number = runtime, framework, seating, number
         self._where = seating.where
         self._fillings = [_Filling(bucket) for bucket in seating.learned.buckets]
         self._reported = itertools.count(1)
 
-    def give(self, parameter: Parameter, present: bool) -> Alone[Parameter]:
-        """Put a gradient into its place, or note that there is none; return what has to go by itself instead."""
+    def give(self, parameter: Parameter, present: bool, in_step: bool) -> Alone[Parameter]:
+        """Put a gradient into its place, or note that there is none; return what has to go by itself instead.
+
+        Args:
+            in_step: whether this comes from within the optimizer's step.
+        """
         bucket_index, index, seat, small = self._where[id(parameter)]
         filling = self._fillings[bucket_index]
         if filling.broken:
@@ -117,27 +125,33 @@ class BucketRound(Generic[Parameter]):
         else:
             return [*self._break(bucket_index), (parameter, True)]
         if next(filling.count) == filling.size:
-            return self._complete(bucket_index)
+            return self._complete(bucket_index, in_step)
         return ()
 
-    def wait(self, errors: list[HvdliteError]) -> Iterator[tuple[Parameter, Any]]:
-        """Wait for every bucket; yield the parameters whose gradients are now the reduced ones, with their marks."""
+    def wait(self, errors: list[HvdliteError], deferrable: bool) -> Iterator[tuple[Parameter, Any]]:
+        """Wait for every bucket; yield the parameters whose gradients are now the reduced ones, with their marks.
+
+        Raises:
+            WaitDeferred: when that is allowed; may be called again then.
+        """
+        self.gathered.clear()
         adopt_all = self._framework.adopt_all
         for filling, members in zip(self._fillings, self._seating.members, strict=True):
             if filling.handle is None:
                 continue
             try:
-                filling.handle.wait()
+                filling.handle.wait(deferrable=deferrable)
             except HvdliteError as error:
                 errors.append(error)
                 continue
             if filling.handle.completion is not None:
                 self._framework.follow(filling.handle.completion)
-            reduced = self._reduced(filling, members, errors)
+            self.behind.update(filling.handle.behind)
+            reduced = self._reduced(filling, members, errors, deferrable)
             for (parameter, _), mark in zip(reduced, adopt_all(reduced), strict=True):
                 yield parameter, mark
 
-    def _complete(self, bucket_index: int) -> Alone[Parameter]:
+    def _complete(self, bucket_index: int, in_step: bool) -> Alone[Parameter]:
         """Every member is given: copy the small ones and report the bucket."""
         filling, members = self._fillings[bucket_index], self._seating.members[bucket_index]
         if filling.later:
@@ -149,12 +163,13 @@ class BucketRound(Generic[Parameter]):
         if filling.missing:
             response = filling.bucket.definition.response
             neutral = identity(response.op, SUPPORTED_DTYPES[response.dtype])
-            for index in filling.missing:
-                self._framework.fill_with(members[index][1], neutral)
+            if not all(self._framework.fill_with(*members[index], neutral) for index in filling.missing):
+                return self._break(bucket_index)
         closes = next(self._reported) == len(self._fillings) and self._closes
         filling.handle = self._runtime.submit_bucket(
             filling.bucket,
-            BucketReady(filling.bucket.definition.bucket, self._number, tuple(sorted(filling.missing)), closes),
+            BucketReady(filling.bucket.definition.bucket, self._number, tuple(sorted(filling.missing)), closes,
+                        self._step, in_step),
             self._framework.filled(filling.bucket.memory))
         return ()
 
@@ -167,8 +182,8 @@ class BucketRound(Generic[Parameter]):
         return [*((members[index][0], True) for index in (*filling.present, *filling.later)),
                 *((members[index][0], False) for index in filling.missing)]
 
-    def _reduced(self, filling: _Filling, members: Sequence[tuple[Parameter, Any]],
-                 errors: list[HvdliteError]) -> Sequence[tuple[Parameter, Any]]:
+    def _reduced(self, filling: _Filling, members: Sequence[tuple[Parameter, Any]], errors: list[HvdliteError],
+                 deferrable: bool) -> Sequence[tuple[Parameter, Any]]:
         """Return the members of a finished bucket that somebody contributed to, and their seats."""
         assert filling.handle is not None
         if not filling.handle.parts:
@@ -177,10 +192,11 @@ class BucketRound(Generic[Parameter]):
         reduced = []
         for index, part in enumerate(filling.handle.parts):
             try:
-                result = part.wait()
+                result = part.wait(deferrable=deferrable)
             except HvdliteError as error:
                 errors.append(error)
                 continue
+            self.behind.update(part.behind)
             if part.completion is not None:
                 self._framework.follow(part.completion)
             if result.dtype.name != filling.bucket.definition.members[index].dtype:

@@ -68,8 +68,13 @@ class Framework(Protocol[Parameter]):
     def seat(self, parameter: Parameter, place: AnyArray) -> Any:
         """Return a seat over `place`, which has the shape, dtype and strides of `shape(parameter)`."""
 
+    def is_trainable(self, parameter: Parameter) -> bool:
+        """Return whether the parameter can have a gradient now."""
+
     def fill(self, parameter: Parameter, seat: Any) -> bool:
-        """Copy the gradient into its seat, unless it lies there already; False when it does not fit any more.
+        """Copy the gradient into its seat, unless it lies there already.
+
+        Return False when it does not fit any more, or when somebody still uses an earlier gradient that lies there.
 
         Afterwards the framework does not write to the seat through the parameter until `adopt`.
         """
@@ -77,8 +82,8 @@ class Framework(Protocol[Parameter]):
     def fill_all(self, pairs: Sequence[tuple[Parameter, Any]]) -> list[bool]:
         """Like `fill`, of many small gradients at once."""
 
-    def fill_with(self, seat: Any, value: Any) -> None:
-        """Give a seat's elements one value."""
+    def fill_with(self, parameter: Parameter, seat: Any, value: Any) -> bool:
+        """Give a seat's elements one value; return False when somebody still uses an earlier gradient that lies there."""
 
     def filled(self, memory: AnyArray) -> Event | None:
         """Return after what the seats in `memory` hold what was put there; None on the host."""
@@ -100,3 +105,6 @@ class Framework(Protocol[Parameter]):
 
     def is_marked(self, parameter: Parameter, mark: Any) -> bool:
         """Return whether the gradient is still the one that `mark` identified (accumulated into, perhaps)."""
+
+    def is_changed(self, parameter: Parameter, mark: Any) -> bool:
+        """Return whether the gradient that `mark` identified has been replaced or written to since."""

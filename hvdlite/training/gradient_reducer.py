@@ -1,13 +1,23 @@
 """When gradients are reduced: the policy behind every `DistributedOptimizer`.
 
-A *declared set* is the parameters of one wrapped optimizer. A *round* reduces each of them once. Rules (PROTOCOL rules 7, 8)
+A *declared set* is the parameters of one wrapped optimizer. A *round* reduces each of them once. It is FILLING from the
+first gradient that is handed over until this rank has reported every member, then CLOSED until the results are final.
+
+Rules (PROTOCOL rules 7, 8; docs/decisions/0017)
 - A gradient is handed over by its hook, as soon as it has been accumulated `passes` times: communication overlaps the
   rest of the backward pass.
-- A round ends at the end of the outermost backward pass: what was not handed over is *missing*, and the results are
-  waited for. So whatever reads gradients afterwards (clipping, unscaling, `step`) sees reduced values.
-- Every rank takes part in every round. A rank that steps without a backward pass takes part with everything missing.
+- With `WaitIn.BACKWARD` the outermost backward pass closes the round (a member that was not handed over is *missing*) and
+  waits for the results. With `WaitIn.STEP` the optimizer's step does both, or whatever reads a gradient first.
+- The wait in a backward pass can be *deferred*: the coordinator does so when ranks wait for each other in a circle. The
+  round is then waited for where a gradient is read. The framework makes sure that nobody reads one earlier.
+- Every rank takes part in every round. A rank that steps without a backward pass takes part with everything missing. All
+  ranks make the same number of rounds between two steps; the coordinator refuses a round in which they differ.
+- A rank that takes part from within its step cannot have processed the gradients (clipping) as the others did. When
+  another rank did change them in between, its step raises.
 - A parameter to which nobody contributed keeps what it has (None): momentum and weight decay do not move it.
 - Accumulating onto a reduced gradient would count it twice, so that is an error, unless the gradient was cleared.
+- A gradient that was not computed by a watched backward pass counts when it is not the one that was reduced last.
+- A parameter that does not require a gradient is no member. It becomes one in the first round that finds it trainable.
 - Until its set is learned, a gradient goes by itself, in memory lent by the framework. Afterwards it goes into its place of
   a bucket (`training/bucket_round.py`).
 """
@@ -15,8 +25,10 @@ A *declared set* is the parameters of one wrapped optimizer. A *round* reduces e
 from __future__ import annotations
 
 import dataclasses
+import enum
+import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic
 
@@ -24,15 +36,37 @@ from hvdlite.core.array import Array
 from hvdlite.core.errors import HvdliteError, UnsupportedError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import ReduceOp
-from hvdlite.runtime.handle import Handle
+from hvdlite.negotiation.agreement import named_ranks
+from hvdlite.runtime.declared import Moment
+from hvdlite.runtime.handle import Handle, WaitDeferred
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.bucket_round import BucketRound, Seating
 from hvdlite.training.framework import Framework, Loan, Parameter
 from hvdlite.training.replicas import check_replicas
 
+_log = logging.getLogger("hvdlite")
+
 
 class GradientOrderError(HvdliteError, AssertionError):
-    """Raised when a gradient is computed again although its round is over or under way (Horovod: AssertionError)."""
+    """Raised when a gradient is computed again although its round is over or under way (Horovod: AssertionError).
+
+    Also raised by a step whose gradients were changed on this rank, but could not be on others.
+    """
+
+
+class WaitIn(enum.Enum):
+    """Where ranks wait for the reduced gradients."""
+
+    BACKWARD = "backward"
+    STEP = "step"
+
+
+class Phase(enum.Enum):
+    """Where a round is; see the rules above."""
+
+    IDLE = enum.auto()
+    FILLING = enum.auto()
+    CLOSED = enum.auto()
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -64,10 +98,12 @@ class GradientReducer(Generic[Parameter]):
         postscale: factor after it.
         passes: backward passes whose gradients are accumulated before each reduction.
         process_set: id of the ranks that take part; other ranks train alone.
+        wait_in: where the results are waited for.
     """
 
     def __init__(self, runtime: Runtime, framework: Framework[Parameter], label: str, *, op: ReduceOp, prescale: float,
-                 postscale: float, passes: int, process_set: int = GLOBAL_PROCESS_SET_ID) -> None:
+                 postscale: float, passes: int, process_set: int = GLOBAL_PROCESS_SET_ID,
+                 wait_in: WaitIn = WaitIn.BACKWARD) -> None:
         members = runtime.members(process_set)
         self.is_shared = len(members) > 1 and runtime.world.rank in members  # else this rank trains alone
         self._process_set = process_set
@@ -75,37 +111,55 @@ class GradientReducer(Generic[Parameter]):
         self.framework = self._framework = framework
         self._label = label
         self._op, self._prescale, self._postscale = op, prescale, postscale
+        self._wait_in = wait_in
+        self._waits_in_backward = wait_in is WaitIn.BACKWARD  # until such a wait has been deferred
         self._members: dict[int, _Member[Parameter]] = {}  # by identity: framework tensors compare elementwise
+        self._waiting_list: dict[int, _Member[Parameter]] = {}  # frozen, or added in the middle of a round
         # Reduced by themselves in this round; without a loan, as rows of a sparse gradient.
         self._alone: list[tuple[_Member[Parameter], Handle, Loan[Parameter] | None]] = []
         self._seating: Seating[Parameter] | None = None  # for the layout last learned
         self._buckets: BucketRound[Parameter] | None = None  # the current round's, if it goes by buckets
+        self._phase = Phase.IDLE
         self._number = 0  # of the current round; ranks that joined early have had fewer, so it jumps when all have joined
         self._joins = runtime.joins
-        self._under_way = False
+        self._steps = 0  # of the optimizer, since all ranks have last joined
+        self._in_step = False  # the round is closed from within a step
+        self._behind: set[int] = set()  # ranks that took part in this step's rounds from within their step
         self._period = 1  # grows when what was accumulated has been reduced, or is cleared
         self._generation = 0  # grows when gradients are cleared or stepped with
         self._rounds = 0  # ended since the last step
         self._passes_done = 0  # backward passes since the last round
         self._begin_lock = threading.Lock()  # hooks may come from several autograd threads; the first one begins the round
+        self._wait_lock = threading.RLock()  # gradients may be read from several threads
         self._suspended = False
         self._touched = False  # some member was accumulated into in this period
+        self._missed = False  # a parameter that is to become a member was: the step makes another round
         self.passes = passes
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a round has begun and is not waited for yet."""
-        return self._under_way
+        """Whether a round has begun and its results are not final yet."""
+        return self._phase is not Phase.IDLE
 
     @property
     def has_reduced(self) -> bool:
         """Whether a round has ended since the last step."""
-        return self._rounds > 0 and not self._under_way
+        return self._rounds > 0 and not self.is_under_way
+
+    @property
+    def parameters(self) -> Iterator[Parameter]:
+        """All members' parameters."""
+        return (member.parameter for member in self._members.values())
 
     def add(self, parameter: Parameter, name: str, cluster: int = 0) -> None:
-        """Take a parameter into the set; the same ones on all ranks. Those of one cluster, from 1, are reduced together."""
-        self._members[id(parameter)] = _Member(parameter, f"gradient.{self._label}.{name}", cluster)
-        self._seating = None  # a layout learned before does not describe the set any more
+        """Take a parameter into the set, from the next round on in which it is trainable; the same ones on all ranks.
+
+        Args:
+            cluster: parameters with the same one, from 1, are reduced together.
+        """
+        self._waiting_list[id(parameter)] = _Member(parameter, f"gradient.{self._label}.{name}", cluster)
+        if not self.is_under_way:
+            self._admit()
 
     def hand_over(self, parameter: Parameter) -> None:
         """A backward pass has accumulated this parameter's gradient.
@@ -113,8 +167,12 @@ class GradientReducer(Generic[Parameter]):
         Raises:
             GradientOrderError: when it was computed more often than `passes` times before the step.
         """
-        member = self._members[id(parameter)]
-        if (self._under_way and member.given == self._number) or (
+        member = self._members.get(id(parameter))
+        if member is None:
+            member = self._newcomer(parameter)
+            if member is None:
+                return
+        if (self.is_under_way and member.given == self._number) or (
                 member.marked == self._generation and self._framework.is_marked(parameter, member.mark)):
             raise GradientOrderError(
                 f"'{member.name}' was computed more than backward_passes_per_step={self.passes} times before "
@@ -128,75 +186,103 @@ class GradientReducer(Generic[Parameter]):
             return
         member.passes += 1
         if member.passes >= self.passes:
-            if not self._under_way:
+            if not self.is_under_way:
                 self._begin_round()
             self._give(member, self._framework.has_gradient(parameter))
 
     def end_backward(self) -> bool:
-        """The outermost backward pass is over; return whether the round has ended and is to be waited for.
+        """The outermost backward pass is over; return whether its caller is to `wait(deferrable=True)` now.
 
-        Waiting is apart, because one backward pass can serve several sets: all of them must have said everything before
-        anybody waits, or two ranks could wait for each other's other set.
+        Waiting is apart, because one backward pass can serve several sets: all of them must be closed before anybody waits,
+        or two ranks could wait for each other's other set. While the round is under way afterwards, gradients are not final.
         """
-        if self._suspended:
+        if self._suspended or self._wait_in is WaitIn.STEP:
             return False
         self._passes_done += 1
         if self._passes_done < self.passes:
             return False
         self._close_round()
-        return True
+        return self._waits_in_backward
 
     def finish(self) -> None:
-        """Like `_close_round` and `wait`."""
-        self._close_round()
-        self.wait()
-
-    def wait(self) -> None:
-        """Wait until every gradient of the closed round is final.
+        """End the round: report what is missing, and wait until every gradient is final.
 
         Raises:
             HorovodInternalError: when a reduction failed; all others are completed first, and the next round can start.
         """
+        self._close_round()
+        self.wait()
+
+    def finish_under_way(self) -> None:
+        """Like `finish`, when a round is under way."""
+        with self._wait_lock:
+            if self.is_under_way:
+                self.finish()
+
+    def wait(self, *, deferrable: bool = False) -> bool:
+        """Wait until every gradient of the closed round is final; return False when the wait was deferred.
+
+        May be called again after an interrupt, and by several threads.
+
+        Args:
+            deferrable: whether the coordinator may end the wait early because ranks wait for each other in a circle. The
+                round then stays under way.
+
+        Raises:
+            HorovodInternalError: Like `finish`.
+        """
         errors: list[HvdliteError] = []
-        if self._buckets is not None:
-            for parameter, mark in self._buckets.wait(errors):
-                self._mark(self._members[id(parameter)], mark)
-            for parameter, rows in self._buckets.gathered:
-                self._take_rows(self._members[id(parameter)], rows)
-        for member, handle, loan in self._alone:
+        with self._wait_lock:
+            if not self.is_under_way:
+                return True
             try:
-                result = handle.wait()
-            except HvdliteError as error:
-                errors.append(error)
-                continue
-            if handle.completion is not None:
-                self._framework.follow(handle.completion)
-            if loan is None or result is not loan.array:
-                self._take_rows(member, result)
-            elif handle.contributors:
-                self._mark(member, self._framework.give_back(loan))
-        self._buckets = None
-        self._alone.clear()
-        self._touched = self._under_way = False
-        self._period += 1
+                self._collect(errors, deferrable)
+            except WaitDeferred:
+                if self._waits_in_backward:
+                    self._waits_in_backward = False
+                    _log.warning("rank %d: waiting for gradients in backward() made ranks wait for each other in a circle; "
+                                 "'%s' waits in step() from now on, as with wait_in=\"step\"",
+                                 self._runtime.world.rank, self._label)
+                return False
+            self._end_round()
         if errors:
             raise errors[0]
+        return True
 
-    def finish_if_due(self) -> None:
-        """Before a step: end a round that is under way, and take part in one if there was none."""
-        if self._members and (self._rounds == 0 or self._under_way or (self._touched and not self._suspended)):
-            self.finish()
+    def finish_if_due(self, *, in_step: bool = False) -> None:
+        """End a round that is under way, and take part in one if there was none since the last step.
+
+        Args:
+            in_step: whether the step that uses the gradients follows without the script being able to change them.
+
+        Raises:
+            GradientOrderError: when this rank changed gradients in between, and other ranks could not.
+            HorovodInternalError: Like `finish`.
+        """
+        if not self.is_under_way:
+            self._admit()
+        if not self._members:
+            return
+        self._in_step = in_step
+        try:
+            while self._rounds == 0 or self.is_under_way or (self._touched and not self._suspended):
+                self.finish()
+        finally:
+            self._in_step = False
+        if in_step and self._behind:
+            self._check_unchanged()
 
     def stepped(self) -> None:
         """The optimizer has used the gradients; accumulating onto them is the user's business again."""
         self._rounds = 0
+        self._steps += 1
+        self._behind.clear()
         self._runtime.progress.round()
         self.cleared()
 
     def cleared(self) -> None:
         """The gradients were cleared: what was computed so far does not count."""
-        if self._under_way:
-            self.finish()
+        self.finish_under_way()
         self._generation += 1
         self._period += 1
         self._touched = False
@@ -220,16 +306,34 @@ class GradientReducer(Generic[Parameter]):
         finally:
             self._suspended = before
 
+    def _admit(self) -> None:
+        """Between rounds: take in the parameters that are trainable now."""
+        admitted = [key for key, member in self._waiting_list.items() if self._framework.is_trainable(member.parameter)]
+        for key in admitted:
+            self._members[key] = self._waiting_list.pop(key)
+        if admitted:
+            self._seating = None  # a layout learned before does not describe the set any more
+
+    def _newcomer(self, parameter: Parameter) -> _Member[Parameter] | None:
+        """Return the member for a parameter that has its first gradient; None when it has to wait for the round's end."""
+        if self.is_under_way:
+            self._missed = True
+            return None
+        self._admit()
+        return self._members[id(parameter)]
+
     def _begin_round(self) -> None:
         with self._begin_lock:
-            if not self._under_way:
+            if not self.is_under_way:
                 self._begin()
-                self._under_way = True
+                self._phase = Phase.FILLING
 
     def _begin(self) -> None:
+        self._admit()
         if self._joins != self._runtime.joins:
             self._joins = self._runtime.joins
             self._number = self._joins << 32
+            self._steps = 0
         self._number += 1
         learned = self._runtime.layout(self._label, self._number)
         if learned is None:
@@ -243,47 +347,91 @@ class GradientReducer(Generic[Parameter]):
             self._runtime.abandon(learned.layout)
         else:
             closes = not any(member.sparse for member in self._members.values())
-            self._buckets = BucketRound(self._runtime, self._framework, self._seating, self._number, closes=closes)
+            self._buckets = BucketRound(self._runtime, self._framework, self._seating, self._number, self._steps,
+                                        closes=closes)
 
     def _close_round(self) -> None:
-        """Hand over, or report as missing, whatever has not been handed over."""
-        if not self._under_way:
-            self._begin_round()
+        """Hand over, or report as missing, whatever has not been handed over; nothing when the round is closed."""
+        if self._phase is Phase.CLOSED:
+            return
+        self._begin_round()
         for member in self._members.values():
             if member.given != self._number:
-                self._give(member, member.period == self._period and self._framework.has_gradient(member.parameter))
+                self._give(member, self._is_present(member))
         if self._alone or self._buckets is None:
             self._runtime.close_round(self._label, self._number, self._process_set)
+        self._phase = Phase.CLOSED
         self._rounds += 1
         self._passes_done = 0
+        self._touched, self._missed = self._missed, False
+
+    def _is_present(self, member: _Member[Parameter]) -> bool:
+        """Return whether a member that was not handed over has a gradient, other than the one reduced last."""
+        return self._framework.has_gradient(member.parameter) and (
+            member.period == self._period or not self._framework.is_marked(member.parameter, member.mark))
 
     def _give(self, member: _Member[Parameter], present: bool) -> None:
         """Hand a member over, with or without a gradient."""
         if self._buckets is None or member.sparse:
             self._declare(member, present)
         else:
-            for parameter, has_gradient in self._buckets.give(member.parameter, present):
+            for parameter, has_gradient in self._buckets.give(member.parameter, present, self._in_step):
                 self._declare(self._members[id(parameter)], has_gradient)
         member.given = self._number
 
     def _declare(self, member: _Member[Parameter], present: bool) -> None:
         """Let a member go by itself."""
+        moment = Moment(self._label, self._number, self._steps, self._in_step)
         if present and self._framework.is_sparse(member.parameter):
             rows = self._framework.rows(member.parameter)
-            handle = self._runtime.declare_rows(member.name, rows, self._label, self._number, process_set=self._process_set)
+            handle = self._runtime.declare_rows(member.name, rows, moment, process_set=self._process_set)
             self._alone.append((member, handle, None))
             return
         loan = self._framework.lend(member.parameter) if present else self._framework.lend_empty(member.parameter)
         handle = self._runtime.declare(
-            member.name, loan.array if present else None, loan.array, self._op, self._label, self._number,
+            member.name, loan.array if present else None, loan.array, self._op, moment,
             prescale=self._prescale, postscale=self._postscale, strides=self._framework.shape(member.parameter).strides,
             cluster=member.cluster, process_set=self._process_set)
         self._alone.append((member, handle, loan))
 
-    def _take_rows(self, member: _Member[Parameter], rows: Array) -> None:
+    def _collect(self, errors: list[HvdliteError], deferrable: bool) -> None:
+        """Wait for every handle of the round, and make the results the parameters' gradients."""
+        if self._buckets is not None:
+            for parameter, mark in self._buckets.wait(errors, deferrable):
+                self._mark(self._members[id(parameter)], mark)
+            for parameter, rows in self._buckets.gathered:
+                self._take_rows(self._members[id(parameter)], rows, errors)
+            self._note_behind(self._buckets.behind)
+        for member, handle, loan in self._alone:
+            try:
+                result = handle.wait(deferrable=deferrable)
+            except HvdliteError as error:
+                errors.append(error)
+                continue
+            if handle.completion is not None:
+                self._framework.follow(handle.completion)
+            self._note_behind(handle.behind)
+            if loan is None or result is not loan.array:
+                self._take_rows(member, result, errors)
+            elif handle.contributors:
+                self._mark(member, self._framework.give_back(loan))
+
+    def _end_round(self) -> None:
+        self._buckets = None
+        self._alone.clear()
+        self._phase = Phase.IDLE
+        self._period += 1
+
+    def _note_behind(self, ranks: Collection[int]) -> None:
+        if not self._in_step:  # else nothing can be changed before this rank steps either
+            self._behind.update(ranks)
+
+    def _take_rows(self, member: _Member[Parameter], rows: Array, errors: list[HvdliteError]) -> None:
         if self._op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
-            raise UnsupportedError(f"'{member.name}' has a sparse gradient, which has no {self._op.name.capitalize()}; use "
-                                   "Average or Sum, or sparse_as_dense=True")
+            errors.append(UnsupportedError(
+                f"'{member.name}' has a sparse gradient, which has no {self._op.name.capitalize()}; use Average or Sum, or "
+                "sparse_as_dense=True"))
+            return
         divisor = len(self._runtime.members(self._process_set)) if self._op is ReduceOp.AVERAGE else 1
         mark = self._framework.give_rows(member.parameter, rows, self._prescale * self._postscale / divisor)
         self._mark(member, mark)
@@ -293,3 +441,12 @@ class GradientReducer(Generic[Parameter]):
 
     def _mark(self, member: _Member[Parameter], mark: Any) -> None:
         member.mark, member.marked = mark, self._generation
+
+    def _check_unchanged(self) -> None:
+        for member in self._members.values():
+            if member.marked == self._generation and self._framework.is_changed(member.parameter, member.mark):
+                raise GradientOrderError(
+                    f"'{member.name}' was changed on this rank after its reduction (clipped or unscaled, say), but "
+                    f"{named_ranks(sorted(self._behind))} had no backward() in this step and took part in the reduction "
+                    "only in optimizer.step(), too late to change it: the replicas would differ. Call "
+                    "optimizer.synchronize() on all ranks, also where there was no backward(), and then change gradients")

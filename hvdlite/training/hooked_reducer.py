@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hvdlite.core.errors import HvdliteError
 from hvdlite.training.framework import Parameter
-from hvdlite.training.gradient_reducer import GradientReducer
+from hvdlite.training.gradient_reducer import GradientReducer, Phase
 
 ReduceRound = Callable[[Sequence[tuple[str, Parameter, bool]]], Sequence[tuple[Parameter, Any]]]
 """Reduce the gradients of (name, parameter, has one here); return the parameters that have a reduced one, and marks."""
@@ -21,28 +22,30 @@ class HookedReducer(GradientReducer[Parameter]):
         self._present: dict[int, bool] = {}
 
     def _begin(self) -> None:
+        self._admit()
         self._number += 1
         self._present = {}
 
     def _close_round(self) -> None:
-        if not self._under_way:
-            self._begin_round()
+        if self._phase is Phase.CLOSED:
+            return
+        self._begin_round()
+        self._phase = Phase.CLOSED
         self._rounds += 1
         self._passes_done = 0
+        self._touched, self._missed = self._missed, False
 
     def _give(self, member: Any, present: bool) -> None:
         self._present[id(member.parameter)] = present
         member.given = self._number
 
-    def wait(self) -> None:
+    def _collect(self, errors: list[HvdliteError], deferrable: bool) -> None:
         """Reduce what the closed round has."""
-        members = list(self._members.values())
         try:
             reduced = self._reduce_round([(member.name, member.parameter, self._present.get(id(member.parameter), False)
-                                           or (member.period == self._period
-                                               and self._framework.has_gradient(member.parameter))) for member in members])
-            for parameter, mark in reduced:
-                self._mark(self._members[id(parameter)], mark)
-        finally:
-            self._touched = self._under_way = False
-            self._period += 1
+                                           or self._is_present(member)) for member in self._members.values()])
+        except HvdliteError as error:
+            errors.append(error)
+            return
+        for parameter, mark in reduced:
+            self._mark(self._members[id(parameter)], mark)

@@ -34,7 +34,7 @@ class TorchExchange(ArrayExchange):
         self._hooks = BackwardHooks(self._hooked)
         self._hooks.on_begin = self._begin_round
         self._watched: dict[int, torch.Tensor] = {}  # by identity
-        self._count = torch.zeros(1)  # its "gradient" is this rank's weight
+        self._count = torch.zeros(1, requires_grad=True)  # its "gradient" is this rank's weight
 
     def watch(self, variables: Sequence[Any]) -> None:
         if not self.is_shared or self._watched:
@@ -72,7 +72,7 @@ class TorchExchange(ArrayExchange):
         for index in watched:
             if results[index] is None:
                 results[index] = variables[index].value.grad
-        self._hooked.stepped()
+        self._hooks.stepped()
         factor = self._unweight(None if samples() is None or self._count.grad is None else float(self._count.grad))
         return results if abs(factor - 1.0) < 1e-6 else [
             None if gradient is None else gradient * factor for gradient in results]
@@ -88,5 +88,5 @@ class TorchExchange(ArrayExchange):
             for gradient, tensor in zip(gradients, tensors, strict=True):
                 if gradient is not None:
                     self._hooks.hand_over(tensor)
-        self._hooked.finish_if_due()
+        self._hooks.finish_if_due()
         return True

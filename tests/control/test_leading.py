@@ -14,9 +14,9 @@ from hvdlite.control.star import GRACE
 from hvdlite.control.wire import Connection
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.leader import Leader
-from hvdlite.negotiation.messages import Decision, FailureNotice, HostReport, Message, Report, Request
+from hvdlite.negotiation.messages import Decision, FailureNotice, HostReport, Message, RankReport, Report, Request
 
-SAYS = Report(0, 0, requests=(Request("x", Collective.ALLREDUCE, "float32", (1,)),))
+SAYS = Report(0, 0, (Request("x", Collective.ALLREDUCE, "float32", (1,)),))
 
 
 class Host:
@@ -48,9 +48,9 @@ def host() -> Iterator[Host]:
 def test_reports_go_up_and_are_no_events(host: Host) -> None:
     host.rank_3.send(SAYS)
     assert host.control.wait(5.0) == []
-    assert host.said(host.rank_0) == HostReport(0, ((3, SAYS),))
+    assert host.said(host.rank_0) == HostReport(0, (RankReport(3, SAYS),))
     host.control.send_report(SAYS)
-    assert host.said(host.rank_0) == HostReport(0, ((2, SAYS),))
+    assert host.said(host.rank_0) == HostReport(0, (RankReport(2, SAYS),))
 
 
 def test_decisions_go_down(host: Host) -> None:
@@ -71,7 +71,7 @@ def test_a_death_goes_up_behind_the_last_word(host: Host) -> None:
     host.control.wait(5.0)
     first = host.said(host.rank_0)
     if isinstance(first, HostReport) and not first.lost:  # the end was read after the word
-        assert first.reports == ((3, SAYS),)
+        assert first.said == (RankReport(3, SAYS),)
         host.control.wait(5.0)
         first = host.said(host.rank_0)
     assert isinstance(first, HostReport) and [rank for rank, _ in first.lost] == [3]

@@ -60,17 +60,20 @@ class Simulation:
         if merged is not None:
             self.host_up[self.leaders.index(leader)].append(msgspec.msgpack.decode(_encode(merged), type=HostReport))
 
-    def hear(self, rank: int) -> None:
-        """Let the coordinator receive one report of `rank`, without deciding yet."""
+    def hear(self, rank: int) -> bool:
+        """Let the coordinator receive a report of `rank` or its leader, without deciding yet; return whether it did."""
         if rank in self.leader_of:
             leader = self.leader_of[rank]
             queue = self.host_up[self.leaders.index(leader)]
             if queue:
                 self.coordinator.receive_host(leader.ranks, queue.popleft(), self.now)
                 self.coordinator.check_invariants()
+                return True
         elif self.up[rank]:
             self.coordinator.receive(rank, self.up[rank].popleft(), self.now)
             self.coordinator.check_invariants()
+            return True
+        return False
 
     def decide(self) -> None:
         decision = self.coordinator.decide()
@@ -104,9 +107,10 @@ class Simulation:
         for _ in range(3):
             for rank in range(self.size):
                 self.say(rank)
-                while self.up[rank]:
-                    self.hear(rank)
+                while self.hear(rank):
+                    pass
             self.decide()
             for rank in range(self.size):
-                while self.down[rank]:
+                while self.down[rank] or (rank in self.leader_of
+                                          and self.host_down[self.leaders.index(self.leader_of[rank])]):
                     self.apply(rank)

@@ -38,8 +38,9 @@ class Round:
 class Reducer:
     """One rank's half of a declared set, as `training/gradient_reducer.py` plays it, on a bare controller."""
 
-    def __init__(self, simulation: Simulation, rank: int, rounds: list[Round], rng: random.Random) -> None:
-        self.simulation, self.rank, self.rng = simulation, rank, rng
+    def __init__(self, simulation: Simulation, rank: int, rounds: list[Round], rng: random.Random,
+                 process_set: int = 0) -> None:
+        self.simulation, self.rank, self.rng, self.process_set = simulation, rank, rng, process_set
         self.controller = simulation.controllers[rank]
         self.rounds = rounds
         self.number = 0
@@ -71,11 +72,13 @@ class Reducer:
         elif self.to_give:
             self._give(self.to_give.pop())
         elif self.to_give == []:
-            if self.alone:
-                self.controller.close(Closing(LABEL, self.wire))
+            if self.alone or self.rng.random() < 0.1:  # an interrupted round may be closed again
+                self._close(self.wire)
                 self.alone = False
             if not self.waiting:
                 self.to_give = None
+        elif self.number and self.rng.random() < 0.1:
+            self._close(self.wire)
 
     def follow(self, instruction: Instruction) -> None:
         match instruction:
@@ -110,6 +113,9 @@ class Reducer:
                 self.current = None
         self.alone = self.current is None
 
+    def _close(self, number: int) -> None:
+        self.controller.close(Closing(LABEL, number, self.process_set))
+
     def _give(self, name: str) -> None:
         if self.current is None or self.home[name].bucket in self.broken:
             self._declare(name)
@@ -134,7 +140,8 @@ class Reducer:
     def _declare(self, name: str) -> None:
         self.alone = True
         self.controller.submit(Request(name, Collective.ALLREDUCE, "uint8", (self.now.members[name],),
-                                       absent=name in self.now.missing, label=LABEL, round=self.wire))
+                                       absent=name in self.now.missing, label=LABEL, round=self.wire,
+                                       process_set=self.process_set))
 
     def _answered(self, name: str, error: ErrorKind, contributors: tuple[int, ...]) -> None:
         self.waiting.remove(name)
@@ -314,6 +321,77 @@ def test_a_rank_that_leaves_at_any_time_ends_all_waiting(size: int, leaver: int,
                 reducers[rank].follow(instruction)
     assert simulation.failures == [None] * size
     assert all(reducer.over for rank, reducer in enumerate(reducers) if rank != leaver), "somebody waits for ever"
+
+
+@given(st.integers(2, 4), st.integers(0, 200), st.integers(0, 1 << 30), st.sampled_from([0, 1, 2]), st.booleans())
+@settings(deadline=None, max_examples=150)
+def test_a_process_set_that_is_removed_at_any_time_ends_all_waiting_in_it(size: int, steps: int, seed: int, per_host: int,
+                                                                         first_too: bool) -> None:
+    """Ranks play rounds on a set and ask for its removal, each at a time of its own, often in the middle of a round."""
+    rng = random.Random(seed)
+    simulation = Simulation(size, hosts=led(size, per_host, first_too))
+    ranks = tuple(range(size - 1)) if rng.random() < 0.5 and size > 2 else tuple(range(size))
+    for controller in simulation.controllers:
+        controller.submit(Request("add", Collective.ADD_PROCESS_SET, "uint8", (0,), members=ranks))
+    simulation.settle()
+    (number,) = {plan.pop().rows[0] for plan in simulation.plans}  # type: ignore[union-attr]
+    reducers = [Reducer(simulation, rank, [Round({"a": 10, "b": 20, "c": 30})] * 8, rng, number) for rank in ranks]
+    removing = [steps + rng.randrange(30) for _ in range(size)]
+    for turn in range(3000):
+        rank = rng.randrange(size)
+        if turn >= removing[rank]:
+            removing[rank] = 1 << 30
+            simulation.controllers[rank].submit(
+                Request("remove", Collective.REMOVE_PROCESS_SET, "uint8", (0,), members=(number,)))
+        elif rank in ranks and rng.random() < 0.7 and (removing[rank] < 1 << 30 or not reducers[rank].over):
+            reducers[rank].act()
+        if rng.random() < 0.7:  # else more than one thing goes into a report
+            simulation.say(rank)
+        simulation.hear(rank)
+        simulation.decide()
+        for instruction in simulation.apply(rank):
+            removal = isinstance(instruction, Response) and instruction.collective is Collective.REMOVE_PROCESS_SET
+            if rank in ranks and not removal:
+                reducers[rank].follow(instruction)
+    assert simulation.failures == [None] * size
+    assert all(reducer.over for reducer in reducers), "somebody waits for ever"
+    assert not any(controller.unanswered() for controller in simulation.controllers)
+
+
+@pytest.mark.parametrize("hosts", [[], [(0, 1)], [(0,), (1,)]])
+def test_a_closing_and_the_removal_of_its_process_set_in_one_report(hosts: list[tuple[int, ...]]) -> None:
+    simulation = Simulation(2, hosts=hosts)
+    for controller in simulation.controllers:
+        controller.submit(Request("add", Collective.ADD_PROCESS_SET, "uint8", (0,), members=(1,)))
+    simulation.settle()
+    for rank, controller in enumerate(simulation.controllers):
+        if rank == 1:
+            controller.submit(Request("x", Collective.ALLREDUCE, "uint8", (4,), label=LABEL, round=1, process_set=1))
+            controller.close(Closing(LABEL, 1, 1))
+        controller.submit(Request("remove", Collective.REMOVE_PROCESS_SET, "uint8", (0,), members=(1,)))
+        if rank == 1:
+            controller.close(Closing(LABEL, 2, 1))  # by a thread that did not know
+    simulation.settle()
+    assert simulation.failures == [None, None]
+    assert [response.error for response in simulation.plans[1] if isinstance(response, Response)] == [ErrorKind.NONE] * 3
+
+
+@pytest.mark.parametrize("hosts", [[], [(0, 1, 2)], [(1, 2)]])
+def test_a_rank_that_closes_a_round_twice_does_not_end_it(hosts: list[tuple[int, ...]]) -> None:
+    simulation = Simulation(3, hosts=hosts)
+    for rank, name in ((0, "b"), (1, "a"), (2, "a")):  # nobody else has "b": that is known when all have closed the round
+        simulation.controllers[rank].submit(Request(name, Collective.ALLREDUCE, "uint8", (4,), label=LABEL, round=1))
+    for rank in (0, 1, 1, 1):
+        simulation.controllers[rank].close(Closing(LABEL, 1))
+    simulation.settle()
+    assert not any(simulation.plans), "the round is over before rank 2 has closed it"
+    simulation.coordinator.inquire([1, 2])
+    simulation.settle()
+    assert simulation.coordinator.closed_by(LABEL, 1) == {0, 1}
+    simulation.controllers[2].close(Closing(LABEL, 1))
+    simulation.settle()
+    assert simulation.coordinator.closed_by(LABEL, 1) == {0, 1, 2}
+    assert [[response.error for response in plan] for plan in simulation.plans] == [[ErrorKind.MISMATCH]] * 3
 
 
 def steady(size: int, members: dict[str, int], rounds: int, **options: object) -> tuple[Simulation, list[Reducer]]:

@@ -7,7 +7,18 @@ import pytest
 
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.leader import Leader
-from hvdlite.negotiation.messages import Bucket, BucketReady, Decision, HostReport, Layout, Report, Request, Response
+from hvdlite.negotiation.messages import (
+    Bucket,
+    BucketReady,
+    Closing,
+    Decision,
+    HostReport,
+    Layout,
+    RankReport,
+    Report,
+    Request,
+    Response,
+)
 
 RESPONSE = Response(("a",), Collective.ALLREDUCE, "float32", contributors=(0, 1, 2, 3))
 MEMBER = Request("a", Collective.ALLREDUCE, "float32", (8,), label="net")
@@ -21,7 +32,7 @@ def a_leader() -> Leader:
 
 
 def ready(round: int) -> Report:
-    return Report(0, 1, buckets=(BucketReady(7, round),))
+    return Report(0, 1, (BucketReady(7, round),))
 
 
 def test_what_all_say_goes_up_once() -> None:
@@ -29,7 +40,7 @@ def test_what_all_say_goes_up_once() -> None:
     leader.receive(2, ready(2))
     assert leader.report() is None
     leader.receive(3, ready(2))
-    assert leader.report() == HostReport(1, buckets=(BucketReady(7, 2),))
+    assert leader.report() == HostReport(1, (BucketReady(7, 2),))
 
 
 @pytest.mark.parametrize("asked", [2, 3])
@@ -41,14 +52,14 @@ def test_when_one_is_asked_for_an_account_the_coordinator_learns_who_is_missing(
     leader.watch(Decision(0, 3, inquiries=(asked,)))
     leader.check_invariants()
     report = leader.report()
-    assert report is not None and report.reports == ((2, ready(2)),)
+    assert report is not None and report.said == (RankReport(2, ready(2)),)
     leader.receive(3, ready(2))
     report = leader.report()
-    assert report is not None and report.reports == ((3, ready(2)),), "what goes up rank by rank does so to its end"
+    assert report is not None and report.said == (RankReport(3, ready(2)),), "what goes up rank by rank does so to its end"
     for rank in (2, 3):
         leader.receive(rank, ready(3))
     leader.check_invariants()
-    assert leader.report() == HostReport(1, buckets=(BucketReady(7, 3),))
+    assert leader.report() == HostReport(1, (BucketReady(7, 3),))
 
 
 def test_the_end_of_a_rank_goes_up_behind_what_it_said() -> None:
@@ -57,6 +68,40 @@ def test_the_end_of_a_rank_goes_up_behind_what_it_said() -> None:
     leader.receive(3, leaving)
     leader.lose(3, "its process ended")
     report = leader.report()
-    assert report is not None and report.reports == ((3, leaving),) and report.lost == ((3, "its process ended"),)
+    assert report is not None and report.said == (RankReport(3, leaving),) and report.lost == ((3, "its process ended"),)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(report), type=HostReport) == report
     assert leader.report() is None
+
+
+def test_what_a_rank_says_after_a_closing_goes_up_after_it() -> None:
+    leader = a_leader()
+    closing, later = Closing("net", 1), Request("remove", Collective.REMOVE_PROCESS_SET, "uint8", (0,), members=(1,))
+    leader.receive(2, Report(0, 1, (MEMBER, closing, later)))
+    assert leader.report() == HostReport(0, (RankReport(2, Report(0, 1, (MEMBER, later))),))
+    leader.receive(3, Report(0, 1, (MEMBER, closing, later)))
+    assert leader.report() == HostReport(1, (RankReport(3, Report(0, 1, (MEMBER,))), closing,
+                                             RankReport(3, Report(0, 1, (later,)))))
+
+
+def test_one_rank_that_closes_a_round_twice_does_not_close_it_for_another() -> None:
+    leader = a_leader()
+    closing = Report(0, 1, (Closing("net", 1),))
+    leader.receive(2, closing)
+    leader.receive(2, closing)
+    assert leader.report() is None
+    leader.receive(3, closing)
+    assert leader.report() == HostReport(1, closing.said)
+    leader.receive(3, closing)
+    leader.receive(2, closing)
+    leader.check_invariants()
+    assert leader.report() is None
+
+
+def test_a_rank_that_is_asked_for_an_account_is_known_to_have_closed_its_round() -> None:
+    leader = a_leader()
+    closing = Report(0, 1, (Closing("net", 1),))
+    leader.receive(2, closing)
+    leader.watch(Decision(0, 2, inquiries=(2,)))
+    assert leader.report() == HostReport(0, (RankReport(2, closing),))
+    leader.receive(3, closing)
+    assert leader.report() == HostReport(1, closing.said)

@@ -181,7 +181,7 @@ def test_another_epoch_is_dropped() -> None:
 
 def test_a_bucket_that_was_never_learned_is_the_senders_error() -> None:
     coordinator = Coordinator(2, Policy())
-    coordinator.receive(1, Report(0, 0, buckets=(BucketReady(1, 1),)), 0.0)
+    coordinator.receive(1, Report(0, 0, (BucketReady(1, 1),)), 0.0)
     decision = coordinator.decide()
     assert decision is not None and decision.failure is not None and decision.failure.origin == 1
 

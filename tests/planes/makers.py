@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from hvdlite.core.world import Hosts
+from hvdlite.memory.fence import Fence, fence_file
 from hvdlite.memory.shared import SharedMemory, anonymous_file
 from hvdlite.planes.base import Plane, WaitUntil
 from hvdlite.planes.gloo import gloo_plane
@@ -25,14 +26,22 @@ def loopback(size: int, ring: Callable[[int], None]) -> list[Plane]:
     return [LoopbackPlane(rank, table, ring) for rank in range(size)]
 
 
-def shm(size: int, ring: Callable[[int], None], slot: int = 1 << 16, direct: int = 256) -> list[Plane]:
+def shm(size: int, ring: Callable[[int], None], slot: int = 1 << 16, direct: int = 256, *,
+        fenced: bool = False) -> list[Plane]:
     """Small slots and a low threshold, so that small tensors already take several pieces and both algorithms."""
-    file = anonymous_file()
-    planes = [ShmPlane(rank, SharedMemory(os.dup(file), rank), ring, slot=slot, chunk=1 << 12, direct=direct)
-              for rank in range(size)]
+    file, order = anonymous_file(), fence_file()
+    planes = [ShmPlane(rank, SharedMemory(os.dup(file), rank, Fence(os.dup(order)) if fenced else None), ring, slot=slot,
+                       chunk=1 << 12, direct=direct) for rank in range(size)]
+    os.close(file)
+    os.close(order)
     for plane in planes:
         plane.open_set(0, tuple(range(size)))
     return planes
+
+
+def shm_fenced(size: int, ring: Callable[[int], None]) -> list[Plane]:
+    """As on machines that reorder stores."""
+    return shm(size, ring, fenced=True)
 
 
 class Swap:

@@ -22,13 +22,14 @@ from hvdlite.negotiation.fusion import even_rows
 from hvdlite.negotiation.messages import Response
 from hvdlite.planes.base import Part, Plan, Plane, WaitUntil
 from tests.planes import under_mpi
-from tests.planes.makers import gloo, hierarchical, hierarchical_mpi, loopback, mpi, shm
+from tests.planes.makers import gloo, hierarchical, hierarchical_mpi, loopback, mpi, shm, shm_fenced
 from tests.planes.nccl_double import nccl
 
 Step = Callable[[int, Callable[[Response, list[Any], list[Any]], None]], Any]
 
 
-@pytest.fixture(params=[mpi, hierarchical_mpi] if under_mpi.ACTIVE else [loopback, shm, gloo, hierarchical, nccl],
+@pytest.fixture(params=[mpi, hierarchical_mpi] if under_mpi.ACTIVE else [
+                    loopback, shm, shm_fenced, gloo, hierarchical, nccl],
                 ids=lambda plane: plane.__name__)
 def make_planes(request: pytest.FixtureRequest) -> Callable[..., list[Plane]]:
     return request.param

@@ -48,6 +48,10 @@ def test_everything_works_between_hosts(hosts: tuple[int, ...], told: list[str])
     assert [rank.stdout.strip() for rank in ended] == told
 
 
+def test_hosts_whose_machines_reorder_stores_have_a_fence_each() -> None:
+    processes(3, "\n    import platform; platform.machine = lambda: 'aarch64'" + COLLECTIVES, hosts=(2, 1), imported=TORCH)
+
+
 ENDLESS = """
     import hvdlite as hvd, numpy as np
     hvd.init()

@@ -43,6 +43,25 @@ def test_collectives(size: int) -> None:
     """)
 
 
+def test_ranks_of_a_machine_that_reorders_stores_share_a_fence() -> None:
+    processes(3, """
+        import os, platform
+        platform.machine = lambda: "aarch64"
+        import hvdlite as hvd, numpy as np
+        left = []
+        for _ in range(2):
+            hvd.init()
+            files = [os.readlink(each.path) for each in os.scandir("/proc/self/fd") if os.path.islink(each.path)]
+            assert files.count("anon_inode:[eventfd]") == 4, files  # a bell each, and the fence
+            for count in (10, 1000, 3_000_000):
+                for turn in range(5):
+                    assert (hvd.allreduce(np.full(count, hvd.rank() + turn), op=hvd.Sum) == 3 + 3 * turn).all()
+            hvd.shutdown()
+            left.append(len(os.listdir("/proc/self/fd")))
+        assert left[0] == left[1], left
+    """)
+
+
 def test_without_a_launcher_it_is_size_one() -> None:
     (ended,) = processes(1, """
         import os

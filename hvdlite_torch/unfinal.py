@@ -1,0 +1,88 @@
+"""Gradients that are not final yet: reading or writing `.grad` of such a parameter waits for them first.
+
+Between `backward()` and the end of a round, `.grad` would be None or half reduced. For that time a parameter gets a subclass
+of its own class in which `grad` is a property. Everything that looks at gradients from Python (clipping, GradScaler,
+optimizers, user code) goes through it. torch itself changes parameters' classes in this way when lazy modules get shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+_plain: Any = torch.Tensor.grad  # what torch itself reads and writes
+_classes: dict[type, type] = {}  # by a parameter's own class
+_FINISH = "_hvdlite_finish"
+
+
+class UnfinalGradient:
+    """Mixed into a parameter's class while its gradient is not final."""
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The gradient, once it is final."""
+        _finish(self)
+        return get_grad(self)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        _finish(self)
+        set_grad(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        _finish(self)
+        return self.__deepcopy__(memo)  # its own class's
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _finish(self)
+        return self.__reduce_ex__(protocol)
+
+
+def _finish(parameter: Any) -> None:
+    """Wait until the gradient is final; from then on the parameter has its own class again."""
+    finish = parameter.__dict__.get(_FINISH)
+    if finish is not None:  # else it is a tensor computed from one, which torch gave the same class
+        finish()
+
+
+get_grad: Callable[[Any], torch.Tensor | None] = _plain.__get__
+"""Return a parameter's gradient as it is, final or not."""
+set_grad: Callable[[Any, torch.Tensor | None], None] = _plain.__set__
+"""Set a parameter's gradient, final or not."""
+
+
+def guard(parameters: Iterable[torch.Tensor], finish: Callable[[], None]) -> None:
+    """Let whatever reads these parameters' gradients call `finish` first; it ends with `unguard`.
+
+    Raises:
+        TypeError: for a parameter whose class cannot be changed.
+    """
+    for parameter in parameters:
+        kind = type(parameter)
+        if not issubclass(kind, UnfinalGradient):
+            parameter.__class__ = _classes.get(kind) or _unfinal(kind)
+        parameter.__dict__[_FINISH] = finish
+
+
+def unguard(parameters: Iterable[torch.Tensor]) -> None:
+    """The gradients are final."""
+    for parameter in parameters:
+        kind = type(parameter)
+        if issubclass(kind, UnfinalGradient):
+            parameter.__class__ = kind.__mro__[2]
+            del parameter.__dict__[_FINISH]
+
+
+def _unfinal(kind: type) -> type:
+    """Return the class for parameters of class `kind`; what is computed with them is as if they had their own."""
+    members: dict[str, Any] = {"__module__": kind.__module__}
+    if kind.__torch_function__ == torch.Tensor.__torch_function__:  # type: ignore[attr-defined]
+        members["__torch_function__"] = torch._C._disabled_torch_function_impl
+    made = _classes[kind] = type(kind)(kind.__name__, (UnfinalGradient, kind), members)
+    return made

@@ -1,0 +1,148 @@
+"""Ranks that wait for each other in a circle: who is stuck, who is deferred, what is told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, strategies
+
+from hvdlite.core.types import Collective, ReduceOp
+from hvdlite.negotiation.deadlock import stuck_ranks
+from hvdlite.negotiation.messages import Blocked, Closing, Request, Wait
+from tests.negotiation.simulation import Simulation
+
+
+def tensor(name: str, label: str = "", round: int = 0) -> Request:
+    return Request(name, Collective.ALLREDUCE, "float32", (4,), op=ReduceOp.SUM, label=label, round=round)
+
+
+def waits_for(name: str, round: int = 0, *, deferrable: bool = False, entirely: bool = True) -> Blocked:
+    return Blocked((Wait(0, name, round, deferrable),), entirely)
+
+
+def close(sim: Simulation, rank: int, label: str, round: int = 1) -> None:
+    sim.controllers[rank].submit(tensor(f"{label}.a", label, round))
+    sim.controllers[rank].close(Closing(label, round))
+
+
+def call(sim: Simulation, rank: int, name: str) -> None:
+    sim.controllers[rank].submit(tensor(name))
+
+
+def block(sim: Simulation, rank: int, blocked: Blocked) -> None:
+    sim.controllers[rank].block(blocked)
+
+
+def world(hosts: Sequence[Sequence[int]] = (), size: int = 2) -> tuple[Simulation, list[tuple[int, ...]]]:
+    """Return a simulation, and the deferrals that its decisions order."""
+    sim = Simulation(size, hosts=hosts)
+    deferred: list[tuple[int, ...]] = []
+    decide = sim.coordinator.decide
+
+    def spy() -> object:
+        decision = decide()
+        if decision is not None and decision.deferred:
+            deferred.append(decision.deferred)
+        return decision
+    sim.coordinator.decide = spy  # type: ignore[method-assign,assignment]
+    return sim, deferred
+
+
+HOSTS = pytest.mark.parametrize("hosts", [(), ([0], [1]), ([0, 1],)], ids=["flat", "two hosts", "one leader"])
+
+
+@HOSTS
+def test_ranks_that_wait_for_each_others_sets_are_deferred(hosts: Sequence[Sequence[int]]) -> None:
+    sim, deferred = world(hosts)
+    for rank, label in enumerate("AB"):
+        close(sim, rank, label)
+        block(sim, rank, waits_for(label, 1, deferrable=True))
+    sim.settle()
+    assert sorted(rank for ranks in deferred for rank in ranks) == [0, 1]
+    for rank, label in enumerate("BA"):  # they go on, and each closes the other's
+        close(sim, rank, label)
+    sim.settle()
+    assert not any(controller.unanswered() for controller in sim.controllers) and not sim.coordinator.blocked.deadlock()[0]
+
+
+@HOSTS
+def test_a_collective_before_the_step_defers_the_rank_in_backward_only(hosts: Sequence[Sequence[int]]) -> None:
+    sim, deferred = world(hosts)
+    close(sim, 0, "A")
+    block(sim, 0, waits_for("A", 1, deferrable=True))
+    sim.settle()
+    assert not deferred  # rank 1 may still be computing
+    call(sim, 1, "loss")
+    block(sim, 1, waits_for("loss"))
+    sim.settle()
+    assert deferred == [(0,)]
+    call(sim, 0, "loss")
+    close(sim, 1, "A")
+    sim.settle()
+    assert not any(controller.unanswered() for controller in sim.controllers)
+
+
+def test_a_circle_of_waits_that_cannot_be_deferred_is_told_with_both_sides() -> None:
+    sim, deferred = world()
+    close(sim, 0, "A")
+    block(sim, 0, waits_for("A", 1))
+    call(sim, 1, "loss")
+    block(sim, 1, waits_for("loss"))
+    sim.settle()
+    stuck, text = sim.coordinator.blocked.deadlock()
+    assert stuck == {0, 1} and not deferred
+    assert "rank 0 waits for the gradients of 'A' (round 1), which rank 1 has not handed in" in text
+    assert "rank 1 waits for 'loss', which rank 0 has not handed in" in text
+    assert "synchronize()" in text
+
+
+def test_nobody_is_stuck_behind_a_rank_that_has_another_thread() -> None:
+    sim, _ = world()
+    for rank, name in enumerate("xy"):
+        call(sim, rank, name)
+        block(sim, rank, waits_for(name, entirely=rank == 0))
+    sim.settle()
+    assert not sim.coordinator.blocked.deadlock()[0]
+
+
+def test_an_answered_wait_and_an_interrupted_one_are_void() -> None:
+    sim, _ = world()
+    call(sim, 0, "x")
+    block(sim, 0, waits_for("x"))
+    sim.settle()
+    call(sim, 1, "x")
+    sim.settle()
+    call(sim, 0, "x")  # again, without waiting for it this time
+    call(sim, 1, "y")
+    block(sim, 1, waits_for("y"))
+    sim.settle()
+    assert not sim.coordinator.blocked.deadlock()[0]
+    block(sim, 0, waits_for("x"))
+    sim.settle()
+    assert sim.coordinator.blocked.deadlock()[0] == {0, 1}
+    block(sim, 0, Blocked(()))
+    sim.settle()
+    assert not sim.coordinator.blocked.deadlock()[0] and sim.coordinator.blocked
+
+
+def test_a_rank_that_has_joined_is_not_waited_for() -> None:
+    sim, deferred = world()
+    sim.controllers[1].submit(Request("join", Collective.JOIN, "uint8", (0,)))
+    block(sim, 1, waits_for("join"))
+    close(sim, 0, "A")
+    block(sim, 0, waits_for("A", 1, deferrable=True))
+    sim.settle()
+    assert not deferred and not sim.coordinator.blocked.deadlock()[0]
+
+
+@given(strategies.dictionaries(strategies.integers(0, 5), strategies.lists(
+    strategies.frozensets(strategies.integers(0, 5), max_size=4), min_size=1, max_size=3)))
+def test_stuck_are_those_that_no_order_of_answers_frees(needs: dict[int, list[frozenset[int]]]) -> None:
+    stuck = stuck_ranks(needs)
+    assert stuck <= needs.keys()
+    assert all(any(rank in stuck for rank in wait) for each in stuck for wait in needs[each])
+    able = set(range(6)) - needs.keys()
+    while more := {rank for rank, waits in needs.items() if rank not in able and any(wait <= able for wait in waits)}:
+        able |= more
+    assert stuck == set(range(6)) - able

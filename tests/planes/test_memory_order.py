@@ -1,0 +1,258 @@
+"""A model of the shm barrier on machines that reorder memory accesses: every order in which accesses may take effect.
+
+Each rank is a program: a list of accesses to shared memory and of operations in the kernel. The explorer executes the
+programs of all ranks in every interleaving and, within a program, in every order that the machine may choose. There is one
+memory: all ranks see a store when it takes effect, as on x86 and on aarch64. A read that finds another value than the
+algorithm needs is a failure. The barrier's part of a program is recorded from `Barrier` itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from hvdlite.planes.shm_barrier import Barrier
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """One step of a program.
+
+    Attributes:
+        kind: "write", "read" (which must find `value`) and "await" (which waits for it) access memory; "lock" and "unlock"
+            are the two halves of a system call on a kernel object; "send" and "receive" are those of a message.
+        where: a location, a kernel object, or a message.
+    """
+
+    kind: str
+    where: str
+    value: int = 0
+
+    @property
+    def is_access(self) -> bool:
+        return self.kind in ("write", "read", "await")
+
+
+Program = list[Event]
+Machine = Callable[[Event, Event], bool]
+"""Whether a machine lets the second of two events of a program take effect only after the first."""
+
+
+def weak(first: Event, second: Event) -> bool:
+    """Nothing but what locks and messages guarantee, one way each, and the order of accesses to one location.
+
+    "Memory operations issued after the ACQUIRE will be completed after the ACQUIRE operation has completed", those before a
+    RELEASE before it (Linux, Documentation/memory-barriers.txt). That is all: what is outside may move into the middle.
+    """
+    if first.is_access and second.is_access:
+        return first.where == second.where
+    return first.kind in ("lock", "receive") or second.kind in ("unlock", "send")
+
+
+def aarch64(first: Event, second: Event) -> bool:
+    """Like `weak`; but no processor shows a store before it knows that it will be executed at all."""
+    return weak(first, second) or (first.kind == "await" and second.kind not in ("read", "await"))
+
+
+def x86(first: Event, second: Event) -> bool:
+    """Only a load may overtake a store (Intel's manual, volume 3, "Memory ordering")."""
+    return weak(first, second) or not (first.kind == "write" and second.kind in ("read", "await"))
+
+
+def failure(programs: Sequence[Program], machine: Machine) -> list[str]:
+    """Return an execution in which a read finds a wrong value, as its events in the order in which they took effect; or [].
+
+    Only whole executions count: an order of events after which a program cannot come to its end was none.
+    """
+    needs = [[sum(1 << i for i in range(j) if machine(program[i], program[j])) for j in range(len(program))]
+             for program in programs]
+    names = sorted({event.where for program in programs for event in program})
+    numbers = {name: number for number, name in enumerate(names)}
+    everything = tuple((1 << len(program)) - 1 for program in programs)
+    # A state: which events of each program have taken effect, what is in every location (of a lock: 1 while it is held), and
+    # whether a read has found a wrong value. With each goes its story, a linked list.
+    begin = ((0,) * len(programs), (0,) * len(names), False)
+    seen, stack, ends = {begin}, [(begin, ())], False
+    while stack:
+        (done, memory, wrong), story = stack.pop()
+        if done == everything:
+            if wrong:
+                return _told(story)
+            ends = True
+        for rank, program in enumerate(programs):
+            low = (~done[rank] & (done[rank] + 1)).bit_length() - 1  # the first that has not taken effect
+            for index in range(low, len(program)):
+                if done[rank] >> index & 1 or needs[rank][index] & ~done[rank]:
+                    continue
+                event = program[index]
+                number, value = numbers[event.where], memory[numbers[event.where]]
+                if (event.kind == "lock" and value) or (event.kind in ("await", "receive") and value < event.value):
+                    continue
+                new = {"write": event.value, "send": event.value, "lock": 1, "unlock": 0}.get(event.kind, value)
+                state = ((*done[:rank], done[rank] | 1 << index, *done[rank + 1:]),
+                         (*memory[:number], new, *memory[number + 1:]),
+                         wrong or (event.kind == "read" and value != event.value))
+                if state not in seen:
+                    seen.add(state)
+                    stack.append((state, (story, f"{rank}: {event.kind} {event.where} {new}")))
+    assert ends, "the programs never come to their ends"
+    return []
+
+
+def _told(story: Any) -> list[str]:
+    told: list[str] = []
+    while story:
+        story, last = story
+        told.append(last)
+    return told[::-1]
+
+
+class Recorder:
+    """What a `Barrier` sees of shared memory and of the kernel, written down; it never waits.
+
+    Args:
+        rings: whether to write them down: no argument but the old barrier's may need them.
+    """
+
+    def __init__(self, rank: int, size: int, *, fenced: bool, rings: bool = False) -> None:
+        self.program: Program = []
+        self._size = size
+        self.fence = (lambda: self.operate("fence")) if fenced else None
+        self.arrivals: Any = self
+        self.barrier = Barrier(rank, tuple(range(size)), self,
+                               lambda other: self.operate(f"bell{other}") if rings else None)
+
+    def write(self, where: str, value: int) -> None:
+        self.program.append(Event("write", where, value))
+
+    def read(self, where: str, value: int) -> None:
+        self.program.append(Event("read", where, value))
+
+    def operate(self, where: str) -> None:
+        self.program += [Event("lock", where), Event("unlock", where)]
+
+    def meet(self) -> None:
+        def wait_until(predicate: Callable[[], bool], *, pause: float = 0.0) -> None:
+            assert predicate()
+
+        self.barrier(wait_until)
+
+    def __setitem__(self, index: int, count: int) -> None:
+        self.write(f"counter{index}", count)
+
+    def __ge__(self, count: int) -> Recorder:
+        self.program += [Event("await", f"counter{index}", count) for index in range(self._size)]
+        return self
+
+    def all(self) -> bool:
+        return True
+
+
+Use = Callable[[Recorder, int, int], None]
+"""What one rank of so many does."""
+
+
+def slices(run: Recorder, rank: int, size: int) -> None:
+    """Publish, reduce, collect: three pieces, so that a region is written again. A result has its own place in the slot."""
+    others = [other for other in range(size) if other != rank]
+    for piece in range(1, 4):
+        region = piece % 2
+        run.write(f"terms{rank}.{region}", piece)
+        run.meet()
+        for other in others:
+            run.read(f"terms{other}.{region}", piece)
+        run.write(f"result{rank}.{region}", piece)
+        run.meet()
+        for other in others:
+            run.read(f"result{other}.{region}", piece)
+
+
+def small_pieces(run: Recorder, rank: int, size: int) -> None:
+    """Publish whole, and let everybody reduce everything: one barrier a piece."""
+    for piece in range(1, 4):
+        run.write(f"terms{rank}.{piece % 2}", piece)
+        run.meet()
+        for other in range(size):
+            run.read(f"terms{other}.{piece % 2}", piece)
+
+
+def bucket(run: Recorder, rank: int, size: int) -> None:
+    """Two rounds of a learned bucket: the decision, which comes over a socket, is the first barrier."""
+    for round_ in (1, 2):
+        gradient, result = 2 * round_ - 1, 2 * round_
+        for owner in range(size):
+            run.write(f"place{rank}.{owner}", gradient)
+        if rank == 0:
+            run.program += [Event("receive", f"report{other}", round_) for other in range(1, size)]
+            run.program += [Event("send", f"decision{other}", round_) for other in range(1, size)]
+        else:
+            run.program += [Event("send", f"report{rank}", round_), Event("receive", f"decision{rank}", round_)]
+        for place in range(size):
+            run.read(f"place{place}.{rank}", gradient)
+        for place in range(size):
+            run.write(f"place{place}.{rank}", result)
+        run.meet()
+        for owner in range(size):
+            run.read(f"place{rank}.{owner}", result)
+
+
+def programs(use: Use, size: int, *, fenced: bool, rings: bool = False) -> list[Program]:
+    recorders = [Recorder(rank, size, fenced=fenced, rings=rings) for rank in range(size)]
+    for rank, recorder in enumerate(recorders):
+        use(recorder, rank, size)
+    return [recorder.program for recorder in recorders]
+
+
+def without_fence(program: Program, remainder: int) -> Program:
+    """Leave out every other fence: 0: the one before a counter is written, 1: the one after the counters are seen."""
+    kept, count = [], 0
+    for event in program:
+        count += event == Event("lock", "fence")
+        if event.where != "fence" or (count - 1) % 2 != remainder:
+            kept.append(event)
+    return kept
+
+
+USES = pytest.mark.parametrize("use", [slices, small_pieces, bucket])
+
+
+@USES
+def test_with_fences_no_order_of_accesses_shows_a_wrong_value(use: Use) -> None:
+    assert failure(programs(use, 2, fenced=True), weak) == []
+
+
+def test_with_fences_three_ranks_agree() -> None:
+    def once(run: Recorder, rank: int, size: int) -> None:
+        run.write(f"terms{rank}", 1)
+        run.meet()
+        for other in range(size):
+            run.read(f"terms{other}", 1)
+
+    assert failure(programs(once, 3, fenced=True), weak) == []
+
+
+@USES
+def test_counters_and_bells_alone_fail_where_stores_are_reordered(use: Use) -> None:
+    assert failure(programs(use, 2, fenced=False, rings=True), aarch64)
+
+
+@USES
+def test_counters_alone_hold_on_x86(use: Use) -> None:
+    assert failure(programs(use, 2, fenced=False), x86) == []
+
+
+@USES
+@pytest.mark.parametrize("left_out", [0, 1])
+def test_the_fence_is_needed_on_both_sides(use: Use, left_out: int) -> None:
+    both = programs(use, 2, fenced=True)
+    assert failure([without_fence(program, left_out) for program in both], aarch64)
+
+
+def test_a_lock_of_each_ranks_own_is_no_fence() -> None:
+    """Order comes from two ranks' calls on one kernel object; that a rank has made some system call means nothing."""
+    own = [[dataclasses.replace(event, where=f"fence{rank}") if event.where == "fence" else event for event in program]
+           for rank, program in enumerate(programs(slices, 2, fenced=True))]
+    assert failure(own, aarch64)

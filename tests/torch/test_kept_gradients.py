@@ -1,0 +1,218 @@
+"""Gradients that scripts keep, parameters that become trainable later, and layouts that gradients come and go in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hvdlite.core.errors import MismatchError, UnsupportedError  # noqa: E402
+from hvdlite.core.types import ReduceOp  # noqa: E402
+from hvdlite.runtime.runtime import Runtime  # noqa: E402
+from hvdlite_torch import Compression, DistributedOptimizer  # noqa: E402
+from tests.torch.test_buckets import by_bucket  # noqa: E402
+from tests.torch.test_optimizer import net, weights  # noqa: E402
+from tests.worlds import threads  # noqa: E402
+
+KEPT: dict[str, Callable[[Any], Any]] = {
+    "itself": lambda gradient: gradient,
+    "detached": lambda gradient: gradient.detach(),
+    "a slice": lambda gradient: gradient.reshape(-1)[1:],
+    "numpy": lambda gradient: gradient.numpy(),
+    "a graph": lambda gradient: (gradient * torch.ones_like(gradient, requires_grad=True)).sum(),
+}
+
+
+def wrapped(runtime: Runtime, model: Any, **options: Any) -> Any:
+    return DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model.named_parameters(), _runtime=runtime,
+                                **options)
+
+
+def embedding() -> Any:
+    return torch.nn.Embedding.from_pretrained(torch.linspace(-1, 1, 60).reshape(20, 3), freeze=False, sparse=True)
+
+
+def backward(model: Any, factor: float) -> None:
+    (model(torch.ones(4, 6)).sum() * factor).backward()
+
+
+@pytest.mark.parametrize("compression", [Compression.none, Compression.fp16], ids=["plain", "fp16"])
+@pytest.mark.parametrize("kept", KEPT)
+def test_a_gradient_that_is_kept_does_not_change(kept: str, compression: Any) -> None:
+    def step(runtime: Runtime) -> None:
+        model = net()
+        optimizer = wrapped(runtime, model, compression=compression)
+        for turn in range(1, 14):
+            optimizer.zero_grad()
+            backward(model, turn)
+            gradients = [parameter.grad for parameter in model.parameters()]
+            old = [KEPT[kept](gradient) for gradient in gradients]
+            copies = [gradient.clone() for gradient in gradients]
+            del gradients
+            optimizer.zero_grad()
+            backward(model, 100.0)
+            for held, values in zip(old, copies, strict=True):
+                if kept == "a graph":
+                    held.backward()  # raises when what it saved was overwritten
+                else:
+                    torch.testing.assert_close(torch.as_tensor(held).reshape(-1), KEPT[kept](values).reshape(-1)
+                                               if kept != "numpy" else values.reshape(-1))
+        assert by_bucket(optimizer)
+        del old, held
+    threads(2, step)
+
+
+def test_a_gradient_that_is_kept_where_the_next_round_has_none() -> None:
+    """Its place is filled with the operation's identity, and others write the result there."""
+    def step(runtime: Runtime) -> None:
+        model = net()
+        optimizer = wrapped(runtime, model)
+        for turn in range(1, 9):
+            optimizer.zero_grad()
+            backward(model, turn)
+            old = model[0].weight.grad
+            values = old.clone()
+            optimizer.zero_grad()
+            if turn % 2 or runtime.world.rank == 1:
+                backward(model, 100.0)
+            else:
+                model[2](torch.ones(4, 16)).sum().backward()
+            optimizer.step()
+            assert torch.equal(old, values)
+    threads(2, step)
+
+
+def test_only_what_is_kept_is_copied_out_and_the_layout_is_learned_again() -> None:
+    def step(runtime: Runtime) -> None:
+        model = net()
+        optimizer = wrapped(runtime, model)
+        kept: list[Any] = []
+        bucketed = 0
+        for turn in range(40):
+            optimizer.zero_grad()
+            backward(model, turn)
+            bucketed += by_bucket(optimizer)
+            if runtime.world.rank == 0:
+                kept.append(model[0].weight.grad)
+            optimizer.step()
+        assert bucketed >= 34
+        framework = optimizer._reducer.framework
+        assert len(framework._copied) == (runtime.world.rank == 0) and framework._as_view
+        assert model[2].weight.grad.data_ptr() != 0
+    threads(2, step)
+
+
+def test_a_parameter_that_is_unfrozen_is_reduced_from_then_on() -> None:
+    def step(runtime: Runtime) -> tuple[list[Any], bool]:
+        model = net()
+        model[0].requires_grad_(False)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), _runtime=runtime)
+        for turn in range(12):
+            if turn in (4, 8):
+                model[0].requires_grad_(turn == 4)
+            if turn == 6:
+                model[2].requires_grad_(False)
+            optimizer.zero_grad()
+            x = torch.randn(6, 6, generator=torch.Generator().manual_seed(10 * turn + runtime.world.rank))
+            loss = model(x).square().mean()
+            if loss.requires_grad:
+                loss.backward()
+            optimizer.step()
+        return weights(model), by_bucket(optimizer)
+    (first, _), (second, learned) = threads(2, step)
+    assert learned
+    model = net()
+    plain = torch.optim.SGD(model.parameters(), lr=0.05)
+    for turn in range(12):
+        model[0].requires_grad_(4 <= turn < 8)
+        model[2].requires_grad_(turn < 6)
+        plain.zero_grad()
+        x = torch.cat([torch.randn(6, 6, generator=torch.Generator().manual_seed(10 * turn + rank)) for rank in range(2)])
+        loss = model(x).square().mean()
+        if loss.requires_grad:
+            loss.backward()
+        plain.step()
+    for one, other, alone in zip(first, second, weights(model), strict=True):
+        assert torch.equal(one, other)
+        torch.testing.assert_close(one, alone)
+
+
+def test_a_parameter_that_is_unfrozen_on_one_rank_only_is_an_error() -> None:
+    def step(runtime: Runtime) -> None:
+        model = net()
+        model[0].requires_grad_(False)
+        optimizer = wrapped(runtime, model)
+        for turn in range(6):
+            if turn == 4 and runtime.world.rank == 1:
+                model[0].requires_grad_(True)
+            optimizer.zero_grad()
+            if turn == 4 and runtime.world.rank == 1:
+                with pytest.raises(MismatchError, match=r"rank 1: reduces '.*0\.(weight|bias)'.*rank 0: does not have it"):
+                    backward(model, 1.0)
+            else:
+                backward(model, 1.0)
+                optimizer.step()
+            if turn == 4:
+                runtime.barrier("end").wait()
+                return
+    threads(2, step)
+
+
+def test_gradients_that_a_script_computes_itself_count() -> None:
+    def step(runtime: Runtime) -> None:
+        model = net()
+        optimizer = wrapped(runtime, model)
+        for _ in range(5):
+            loss = model(torch.ones(4, 6)).sum() * (runtime.world.rank + 1)
+            gradients = torch.autograd.grad(loss, list(model.parameters()))
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter.grad = gradient.clone()
+            optimizer.step()
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                torch.testing.assert_close(parameter.grad, gradient * 1.5 / (runtime.world.rank + 1))
+    threads(2, step)
+
+
+@pytest.mark.parametrize("kind", ["SparseAdam", "SGD"])
+def test_densified_gradients_come_back_sparse(kind: str) -> None:
+    """As Horovod's do; a rank without a gradient of its own included."""
+    def step(runtime: Runtime) -> Any:
+        table = embedding()
+        optimizer = DistributedOptimizer(getattr(torch.optim, kind)(table.parameters(), lr=0.1), _runtime=runtime,
+                                         sparse_as_dense=True)
+        for turn in range(8):
+            optimizer.zero_grad()
+            if turn % 3 or runtime.world.rank == 1:
+                table(torch.tensor([turn, runtime.world.rank])).sum().backward()
+            optimizer.step()
+            assert kind == "SGD" or table.weight.grad.is_sparse
+        return table.weight.detach()
+    one, other = threads(2, step)
+    assert torch.equal(one, other)
+    table = embedding()
+    plain = getattr(torch.optim, kind)(table.parameters(), lr=0.1)
+    for turn in range(8):
+        plain.zero_grad()
+        rows = [[turn, rank] for rank in range(2) if turn % 3 or rank == 1]
+        (table(torch.tensor(rows)).sum() / 2).backward()
+        plain.step()
+    torch.testing.assert_close(one, table.weight.detach())
+
+
+def test_a_sparse_gradient_without_such_an_op_is_an_error_after_which_the_job_goes_on() -> None:
+    def step(runtime: Runtime) -> None:
+        table, model = torch.nn.Embedding(20, 3, sparse=True), net()
+        parameters = [*table.parameters(), *model.parameters()]
+        optimizer = DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), op=ReduceOp.MAX, _runtime=runtime)
+        for _ in range(3):
+            optimizer.zero_grad()
+            with pytest.raises(UnsupportedError, match="no Max"):
+                table(torch.tensor([1])).sum().backward()
+            assert not optimizer._reducer.is_under_way
+            optimizer.zero_grad()
+            backward(model, runtime.world.rank + 1)
+            optimizer.step()
+    threads(2, step)

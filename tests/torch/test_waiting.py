@@ -1,0 +1,327 @@
+"""Where gradients are waited for: circles of waits, both contracts, interrupted waits, what is read too early."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hvdlite.core.errors import DeadlockError, MismatchError  # noqa: E402
+from hvdlite.core.types import ReduceOp  # noqa: E402
+from hvdlite.runtime.runtime import Runtime  # noqa: E402
+from hvdlite.training.gradient_reducer import GradientOrderError  # noqa: E402
+from hvdlite_torch import DistributedOptimizer  # noqa: E402
+from tests.torch.test_optimizer import net, share, train, weights  # noqa: E402
+from tests.worlds import RAISES, TORCH, processes, threads  # noqa: E402
+
+BOTH = pytest.mark.parametrize("wait_in", ["backward", "step"])
+
+
+def parameter(length: int = 4) -> Any:
+    return torch.nn.Parameter(torch.ones(length))
+
+
+def wrapped(runtime: Runtime, *parameters: Any, **options: Any) -> Any:
+    return DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), _runtime=runtime, **options)
+
+
+def mean(runtime: Runtime, value: float) -> float:
+    array = torch.tensor([float(value)]).numpy()
+    runtime.allreduce("mean", array, array, ReduceOp.AVERAGE).wait()
+    return float(array[0])
+
+
+@BOTH
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_ranks_that_differentiate_different_optimizers_parameters(wait_in: str, rounds: int) -> None:
+    def step(runtime: Runtime) -> None:
+        a, b = parameter(), parameter()
+        first, second = wrapped(runtime, a, wait_in=wait_in), wrapped(runtime, b, wait_in=wait_in)
+        for _ in range(rounds):
+            first.zero_grad()
+            second.zero_grad()
+            (a if runtime.world.rank == 0 else b).sum().backward()
+            first.step()
+            second.step()
+        expected = torch.full((4,), 1 - rounds * 0.05)
+        torch.testing.assert_close(a.data, expected)
+        torch.testing.assert_close(b.data, expected)
+    threads(2, step)
+
+
+@BOTH
+def test_backward_passes_of_two_optimizers_in_different_orders(wait_in: str) -> None:
+    def step(runtime: Runtime) -> None:
+        a, b = parameter(), parameter()
+        first, second = wrapped(runtime, a, wait_in=wait_in), wrapped(runtime, b, wait_in=wait_in)
+        for each in (a, b) if runtime.world.rank == 0 else (b, a):
+            (each * (runtime.world.rank + 1)).sum().backward()
+        total = torch.nn.utils.clip_grad_norm_([a, b], 1.0)
+        torch.testing.assert_close(total, torch.tensor(1.5 * 8 ** 0.5))
+        first.step()
+        second.step()
+        torch.testing.assert_close(a.data, b.data)
+        torch.testing.assert_close(a.data, torch.full((4,), 1 - 0.1 / 8 ** 0.5))
+    threads(2, step)
+
+
+@BOTH
+def test_a_collective_between_backward_and_step_where_a_rank_has_nothing_to_differentiate(wait_in: str) -> None:
+    def step(runtime: Runtime) -> None:
+        a = parameter()
+        optimizer = wrapped(runtime, a, wait_in=wait_in)
+        if runtime.world.rank == 0:
+            a.sum().backward()
+        assert mean(runtime, runtime.world.rank) == 0.5
+        optimizer.step()
+        torch.testing.assert_close(a.data, torch.full((4,), 0.95))
+        torch.testing.assert_close(a.grad, torch.full((4,), 0.5))
+    threads(2, step)
+
+
+@BOTH
+def test_a_rank_that_calls_a_collective_before_its_backward_still_counts(wait_in: str) -> None:
+    def step(runtime: Runtime) -> None:
+        a = parameter()
+        optimizer = wrapped(runtime, a, wait_in=wait_in)
+        if runtime.world.rank == 1:
+            mean(runtime, 1.0)
+        (a * (runtime.world.rank + 1)).sum().backward()
+        if runtime.world.rank == 0:
+            mean(runtime, 1.0)
+        optimizer.step()
+        torch.testing.assert_close(a.data, torch.full((4,), 0.85))
+    threads(2, step)
+
+
+def test_a_gradient_read_in_a_circle_raises_on_all_ranks() -> None:
+    """Rank 0 needs the gradient before the collective, rank 1 takes part only after it."""
+    def step(runtime: Runtime) -> None:
+        a = parameter()
+        optimizer = wrapped(runtime, a)
+        with pytest.raises(DeadlockError) as caught:
+            if runtime.world.rank == 0:
+                a.sum().backward()
+                torch.nn.utils.clip_grad_norm_([a], 0.1)
+            mean(runtime, 1.0)
+            optimizer.step()
+        for text in ("rank 0 waits for the gradients of 'torch.optimizer.0' (round 1), which rank 1 has not handed in",
+                     "rank 1 waits for 'mean', which rank 0 has not handed in", "optimizer.synchronize()"):
+            assert text in str(caught.value)
+    threads(2, step)
+
+
+@BOTH
+def test_steps_in_different_orders_raise_with_both_sets(wait_in: str) -> None:
+    def step(runtime: Runtime) -> None:
+        a, b = parameter(), parameter()
+        optimizers = [wrapped(runtime, a, wait_in=wait_in), wrapped(runtime, b, wait_in=wait_in)]
+        (a if runtime.world.rank == 0 else b).sum().backward()
+        with pytest.raises(DeadlockError, match=r"(?s)'torch.optimizer.0'.*'torch.optimizer.1'"):
+            for optimizer in optimizers[::1 if runtime.world.rank == 0 else -1]:
+                optimizer.step()
+    threads(2, step)
+
+
+def test_the_way_out_of_a_circle_works() -> None:
+    def step(runtime: Runtime) -> None:
+        a = parameter()
+        optimizer = wrapped(runtime, a)
+        if runtime.world.rank == 0:
+            a.sum().backward()
+        optimizer.synchronize()
+        torch.nn.utils.clip_grad_norm_([a], 0.1)
+        mean(runtime, 1.0)
+        optimizer.step()
+        torch.testing.assert_close(a.data, torch.full((4,), 1 - 0.1 * 0.05), rtol=1e-4, atol=1e-4)
+    threads(2, step)
+
+
+@BOTH
+@pytest.mark.parametrize("change", ["clip", "replace", "none"])
+def test_gradients_changed_where_other_ranks_could_not_change_them_raise(wait_in: str, change: str) -> None:
+    """Rank 1 has no backward, so its step gets the gradients after its script could have clipped them."""
+    def step(runtime: Runtime) -> None:
+        model = net()
+        optimizer = wrapped(runtime, *model.parameters(), wait_in=wait_in)
+        for turn in range(5):
+            optimizer.zero_grad()
+            last = turn == 4
+            if runtime.world.rank == 0 or not last:
+                model(torch.ones(4, 6)).square().mean().backward()
+            if last and change == "clip":
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            if last and change == "replace" and runtime.world.rank == 0:
+                model[0].weight.grad = model[0].weight.grad * 0.5
+            if last and change != "none" and runtime.world.rank == 0:
+                with pytest.raises(GradientOrderError, match=r"rank 1 had no backward\(\) in this step.*synchronize\(\)"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+    threads(2, step)
+
+
+def test_a_second_backward_on_some_ranks_only_raises_instead_of_meeting_the_next_step() -> None:
+    def step(runtime: Runtime) -> None:
+        a, b = parameter(), parameter()
+        optimizer = wrapped(runtime, a, b)
+        with pytest.raises(MismatchError, match=r"(?s)number of optimizer steps.*rank 0: 1; rank 1: 2.*wait_in=\"step\""):
+            for turn in range(3):
+                optimizer.zero_grad()
+                a.sum().backward()
+                if turn == 1 and runtime.world.rank == 0:
+                    b.sum().backward()
+                optimizer.step()
+    threads(2, step)
+
+
+def test_a_second_backward_on_some_ranks_only_is_reduced_in_the_step() -> None:
+    def step(runtime: Runtime) -> None:
+        a, b = parameter(), parameter()
+        optimizer = wrapped(runtime, a, b, wait_in="step")
+        for turn in range(6):
+            optimizer.zero_grad()
+            a.sum().backward()
+            if turn % 2 == runtime.world.rank:
+                b.sum().backward()
+            optimizer.step()
+        torch.testing.assert_close(a.data, torch.full((4,), 0.4))
+        torch.testing.assert_close(b.data, torch.full((4,), 0.7))
+    threads(2, step)
+
+
+@BOTH
+def test_both_contracts_give_the_same_bits(wait_in: str) -> None:
+    def step(runtime: Runtime) -> list[Any]:
+        torch.manual_seed(0)
+        model = net()
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), _runtime=runtime,
+                                         wait_in=wait_in)
+        generator = torch.Generator().manual_seed(11)
+        for turn in range(8):
+            x, y = torch.randn(12, 6, generator=generator), torch.randn(12, 3, generator=generator)
+            optimizer.zero_grad(set_to_none=turn % 3 > 0)
+            torch.nn.functional.mse_loss(model(share(x, runtime)), share(y, runtime)).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+        return weights(model)
+    found = threads(2, step)
+    model = net()
+    plain = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    generator = torch.Generator().manual_seed(11)
+    for _ in range(8):
+        x, y = torch.randn(12, 6, generator=generator), torch.randn(12, 3, generator=generator)
+        plain.zero_grad()
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        plain.step()
+    for mine, theirs, alone in zip(*found, weights(model), strict=True):
+        assert torch.equal(mine, theirs)
+        torch.testing.assert_close(mine, alone)
+
+
+READERS: dict[str, Callable[[Any], Any]] = {
+    "grad": lambda model: model[0].weight.grad.clone(),
+    "write": lambda model: setattr(model[0].weight, "grad", model[0].weight.grad),
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),  # noqa: S301
+    "zero": lambda model: model.zero_grad(),
+    "state": lambda model: model.state_dict(),
+    "repr": repr,
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_what_looks_at_a_gradient_before_the_step_sees_it_reduced(reader: str) -> None:
+    def step(runtime: Runtime) -> None:
+        model = net()
+        optimizer = wrapped(runtime, *model.parameters(), wait_in="step")
+        own = type(model[0].weight)
+        for _ in range(4):
+            optimizer.zero_grad()
+            (model(torch.ones(4, 6)).sum() * (runtime.world.rank + 1)).backward()
+            found = READERS[reader](model)
+            assert isinstance(model[0].weight, torch.nn.Parameter)
+            if reader == "grad":
+                alone = net()
+                alone.load_state_dict(model.state_dict())
+                (alone(torch.ones(4, 6)).sum() * 1.5).backward()
+                torch.testing.assert_close(found, alone[0].weight.grad)
+            if reader in ("deepcopy", "pickle"):
+                assert type(found[0].weight) is own
+            optimizer.step()
+            assert type(model[0].weight) is own
+    threads(2, step)
+
+
+def test_an_interrupted_wait_can_be_taken_up_again() -> None:
+    """A real signal in the middle of the wait of an unlearned round; then `zero_grad`, which ends that round."""
+    processes(2, RAISES + """
+        import os, signal, threading, time, torch, hvdlite_torch as hvd
+        from hvdlite import api
+        class Alarm(Exception):
+            pass
+        def ring(number, frame):
+            raise Alarm
+        hvd.init()
+        runtime = api.runtime()
+        def until_blocked():
+            while not runtime._sleepers:
+                time.sleep(0.01)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
+        for interrupt in (True, False):
+            model = torch.nn.Linear(4, 4)
+            hvd.broadcast_parameters(model.state_dict(), 0)
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+            for step in range(6):
+                if step == 1 and interrupt and hvd.rank() == 0:
+                    signal.signal(signal.SIGALRM, ring)
+                    threading.Thread(target=until_blocked).start()
+                    raises(Alarm, "", lambda: model(torch.ones(2, 4)).sum().backward())
+                    hvd.allreduce(torch.ones(1), name="interrupted")
+                    optimizer.zero_grad()
+                    continue
+                if step == 1 and interrupt:
+                    hvd.allreduce(torch.ones(1), name="interrupted")
+                optimizer.zero_grad()
+                model(torch.ones(2, 4)).sum().backward()
+                optimizer.step() if step != 1 else optimizer.zero_grad()
+            hvd.check_replicas(model.state_dict())
+    """, imported=TORCH)
+
+
+def test_adding_parameters_in_an_open_round_takes_them_into_the_next() -> None:
+    def step(runtime: Runtime) -> None:
+        model, late = net(), parameter()
+        optimizer = wrapped(runtime, *model.parameters(), wait_in="step")
+        for turn in range(8):
+            optimizer.zero_grad()
+            loss = (model(torch.ones(4, 6)).sum() + (late.sum() if turn > 4 else 0)) * (runtime.world.rank + 1)
+            loss.backward()
+            if turn == 4:
+                optimizer.add_param_group({"params": [late]})
+            optimizer.step()
+        torch.testing.assert_close(late.data, torch.full((4,), 1 - 3 * 0.15))
+    threads(2, step)
+
+
+def test_a_wrong_choice_is_refused() -> None:
+    def step(runtime: Runtime) -> None:
+        with pytest.raises(ValueError, match='wait_in must be "backward" or "step", not \'never\''):
+            wrapped(runtime, parameter(), wait_in="never")
+    threads(1, step)
+
+
+def test_a_knob_gives_the_default() -> None:
+    def step(runtime: Runtime) -> None:
+        model = net()
+        optimizer = wrapped(runtime, *model.parameters())
+        torch.nn.functional.mse_loss(model(torch.ones(4, 6)), torch.ones(4, 3)).backward()
+        assert optimizer._reducer.is_under_way
+        train(optimizer, model, torch.ones(4, 6), torch.ones(4, 3))
+    threads(2, step, wait_in="step")
