@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from hvdlite.core.config import socket_timeout
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.socket_paths import fitting
 
@@ -27,7 +28,7 @@ def give(path: str, descriptors: Sequence[int], receivers: int, timeout: float) 
             listener.bind(short)
         try:
             listener.listen(receivers)
-            listener.settimeout(timeout)
+            listener.settimeout(socket_timeout(timeout))
             for _ in range(receivers):
                 sock, _ = listener.accept()
                 with sock:
@@ -50,7 +51,7 @@ def take(path: str, timeout: float) -> list[int]:
     deadline = time.monotonic() + timeout
     while True:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-            sock.settimeout(timeout)
+            sock.settimeout(socket_timeout(timeout))
             try:
                 with fitting(path) as short:
                     sock.connect(short)

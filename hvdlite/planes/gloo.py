@@ -30,6 +30,8 @@ from hvdlite.planes.arithmetic import Casts
 from hvdlite.planes.base import Swap, WaitUntil
 from hvdlite.planes.engine import EnginePlane, explained
 
+NEVER_SECONDS: Final = 10 * 365 * 86_400.0
+"""Gloo has no operations without a limit, and counts them in nanoseconds: ten years fit."""
 ABORT_SECONDS: Final = 2.0
 """How long Gloo gets to end what was aborted."""
 
@@ -54,7 +56,7 @@ def gloo_plane(rank: int, swap: Swap, wake: Callable[[], None], address: str, *,
     Args:
         wake: makes this rank's `WaitUntil` look again; called from Gloo's thread.
         address: an IP address of this host, or the name of a network interface, at which the other hosts reach it.
-        timeout: seconds after which Gloo gives up an operation.
+        timeout: seconds after which Gloo gives up an operation; may be infinite.
     """
     connect = functools.partial(_connect, rank, swap, wake, address, timeout)
     return EnginePlane("gloo", rank, connect, chunk=chunk, casts=casts)
@@ -68,7 +70,7 @@ def _connect(rank: int, swap: Swap, wake: Callable[[], None], address: str, time
     gloo = distributed.ProcessGroupGloo
     store = _store_class()(lambda text: swap(f"gloo.{number}.{ranks}", ranks, text, wait_until), ranks.index(rank))
     options = gloo._Options()
-    options._timeout = datetime.timedelta(seconds=timeout)
+    options._timeout = datetime.timedelta(seconds=min(timeout, NEVER_SECONDS))
     options._threads = 2
     is_name = not set(address) <= set("0123456789abcdef.:%")
     options._devices = [gloo.create_device(interface=address) if is_name else gloo.create_device(hostname=address)]
