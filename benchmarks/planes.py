@@ -11,7 +11,7 @@ namespaces with a gigabit between them; with MPI they are simulated by MPICH, an
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -68,11 +68,24 @@ class Bare:
                 self._bell.clear()
 
 
-def swap(label: str, ranks: Sequence[int], text: bytes, wait_until: object) -> list[bytes]:
-    """Return everybody's text."""
-    texts: list[bytes] = [b""] * hvd.size()
-    dist.all_gather_object(texts, text)
-    return texts
+class StoreNotes:
+    """Notes of planes in the store of torch's own process group."""
+
+    def __init__(self) -> None:
+        self._store = dist.distributed_c10d._get_default_store()
+
+    def publish(self, label: str, text: bytes) -> None:
+        self._store.set(f"{label}/{hvd.rank()}", text)
+
+    def fetch(self, label: str, sender: int, wait_until: object) -> bytes:
+        text: bytes = self._store.get(f"{label}/{sender}")
+        return text
+
+    def withdraw(self, label: str) -> None:
+        pass
+
+    def consult(self, *arguments: object) -> bytes:
+        raise NotImplementedError("only NCCL's plane consults")
 
 
 def competitions(bench: Bench, nbytes: int, bare: dict[str, Bare]) -> Iterator[tuple[str, dict[str, Work]]]:
@@ -93,7 +106,8 @@ def main() -> None:
     bench = Bench.start(__doc__ or "", job="only the whole way")
     bare = {}
     if not bench.arguments.job:
-        bare["gloo"] = Bare(lambda bare: gloo_plane(hvd.rank(), swap, bare.wake, "127.0.0.1", timeout=60, chunk=512 << 10))
+        bare["gloo"] = Bare(lambda bare: gloo_plane(hvd.rank(), StoreNotes(), bare.wake, "127.0.0.1", timeout=60,
+                                                    chunk=512 << 10))
         if bench.mpi is not None:
             bare["mpi"] = Bare(lambda bare: mpi_plane(bench.mpi.Dup(), chunk=512 << 10))
     rows = []

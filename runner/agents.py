@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from hvdlite.core.errors import LaunchError
+from hvdlite.core.file_limit import descriptors_for
 from hvdlite_runner import survey
 from hvdlite_runner.messages import AskProbe, AskRoute, Event, Hello, Order, Probed, Routed
 from hvdlite_runner.placement import Host
@@ -16,6 +17,8 @@ from hvdlite_runner.shells import Shell
 
 Answer = TypeVar("Answer", bound=Event)
 ANSWER_SECONDS: Final = 60.0
+_DESCRIPTORS: Final = 3
+"""Of a link: its two directions and the file of its errors."""
 _TURN: Final = 0.5
 
 
@@ -48,7 +51,8 @@ class Agents:
             LaunchError: with one line for each host where that is not possible.
         """
         try:
-            self.remotes = [Remote(host, shell, greeting, self._selector, self._tell, self._gone) for host in hosts]
+            with descriptors_for(_DESCRIPTORS * len(hosts), f"reaching {len(hosts)} hosts"):
+                self.remotes = [Remote(host, shell, greeting, self._selector, self._tell, self._gone) for host in hosts]
         except OSError as error:
             raise LaunchError(f"cannot start {shell.program}, which is to reach other hosts: {error.strerror}") from None
         self._pinger = Pinger(self.remotes)  # from now on: the first to be ready may wait long for the last

@@ -12,10 +12,12 @@ import selectors
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from hvdlite.core.errors import LaunchError
+from hvdlite.core.file_limit import EXHAUSTED, descriptors_for
 from hvdlite.core.launch_contract import DIRECTORY_PREFIX, RESULT_FILE, TASK_FILE, FailureRecord, write_privately
 from hvdlite.core.world import World
 from hvdlite_runner import commands, monitor
@@ -29,6 +31,8 @@ DRAIN: Final = 1.0
 """Seconds to read what ended ranks wrote, should a stray process hold their pipes open."""
 POLL_WITHOUT_PIDFD: Final = 0.05
 _READ_BYTES: Final = 1 << 16
+_DESCRIPTORS: Final = 3
+"""Of a rank: its two streams and its process."""
 
 
 class Crew:
@@ -67,6 +71,13 @@ class Crew:
         if order.parcel:
             write_privately(Path(self.directory) / TASK_FILE, order.parcel)
         cores = sorted(os.sched_getaffinity(0)) if order.bind and hasattr(os, "sched_getaffinity") else []
+        try:
+            with descriptors_for(_DESCRIPTORS * len(worlds), f"starting {len(worlds)} ranks on one host"):
+                self._start_all(order, worlds, cores, stop)
+        except LaunchError as error:
+            self._tell(Refused(str(error), commands.NOT_EXECUTABLE))
+
+    def _start_all(self, order: Start, worlds: Sequence[World], cores: list[int], stop: Callable[[], bool]) -> None:
         for world in worlds:
             if stop():
                 return
@@ -76,6 +87,8 @@ class Crew:
                 command = commands.resolve_command(order.command, environment.get("PATH"))
                 process = RankProcess(world.rank, command, environment, mine)
             except OSError as error:
+                if error.errno in EXHAUSTED:
+                    raise
                 refused = commands.refused(order.command, error)
                 return self._tell(Refused(str(refused), refused.code))
             except commands.CommandError as error:

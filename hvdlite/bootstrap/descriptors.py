@@ -1,7 +1,12 @@
-"""Hand open descriptors from rank 0 to the other ranks of its host, over a Unix socket that lives for a moment."""
+"""Hand open descriptors from the first rank of a host to its other ranks, over a Unix socket that lives for a moment.
+
+A receiver confirms every message, so few descriptors are on their way at a time: the system limits those of one user to as
+many as the sender may have open.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import time
@@ -14,14 +19,20 @@ from hvdlite.core.socket_paths import fitting
 
 RETRY_SECONDS = 0.01
 _LIMIT = 250  # descriptors in one message (the kernel's limit is 253)
+_NUMBER_BYTES = 4
 
 
-def give(path: str, descriptors: Sequence[int], receivers: int, timeout: float) -> None:
-    """Send `descriptors` to `receivers` processes that call `take(path)`; the socket is removed afterwards.
+def give(path: str, shared: Sequence[int], own: Sequence[Sequence[int]], timeout: float) -> None:
+    """Send descriptors to processes that call `take(path, index)`; the socket is removed afterwards.
+
+    Args:
+        shared: what each of them gets.
+        own: what each gets beside that, by its index; its length is how many there are.
 
     Raises:
-        LaunchError: when not all of them came within `timeout` seconds.
+        LaunchError: when not all of them came within `timeout` seconds, or one ended before it had received all.
     """
+    receivers = len(own)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         Path(path).unlink(missing_ok=True)  # left by a job that was killed while its ranks met
         with fitting(path) as short:
@@ -32,9 +43,9 @@ def give(path: str, descriptors: Sequence[int], receivers: int, timeout: float) 
             for _ in range(receivers):
                 sock, _ = listener.accept()
                 with sock:
-                    sock.sendall(len(descriptors).to_bytes(4, "little"))
-                    for start in range(0, len(descriptors), _LIMIT):
-                        socket.send_fds(sock, [b"."], list(descriptors[start:start + _LIMIT]))
+                    sock.settimeout(socket_timeout(timeout))
+                    index = int.from_bytes(sock.recv(_NUMBER_BYTES, socket.MSG_WAITALL), "little")
+                    _send(sock, [*shared, *own[index]])
         except TimeoutError:
             raise LaunchError(f"not all {receivers} other ranks of this host came for the shared memory within "
                               f"{timeout:.0f} s") from None
@@ -42,11 +53,12 @@ def give(path: str, descriptors: Sequence[int], receivers: int, timeout: float) 
             Path(path).unlink(missing_ok=True)
 
 
-def take(path: str, timeout: float) -> list[int]:
-    """Receive the descriptors that rank 0 gives at `path`.
+def take(path: str, index: int, timeout: float) -> list[int]:
+    """Receive the descriptors that the first rank of this host gives at `path` to the other with this index.
 
     Raises:
-        LaunchError: when rank 0 does not answer within `timeout` seconds.
+        LaunchError: when it does not answer within `timeout` seconds.
+        OSError: when this process may not have as many.
     """
     deadline = time.monotonic() + timeout
     while True:
@@ -55,24 +67,36 @@ def take(path: str, timeout: float) -> list[int]:
             try:
                 with fitting(path) as short:
                     sock.connect(short)
+                sock.sendall(index.to_bytes(_NUMBER_BYTES, "little"))
                 return _received(sock)
             except (FileNotFoundError, ConnectionRefusedError) as error:
                 if time.monotonic() > deadline:
-                    raise LaunchError(f"rank 0 does not share its memory at {path}: {error}") from error
+                    raise LaunchError(f"the first rank of this host does not share its memory at {path}: {error}") from error
         time.sleep(RETRY_SECONDS)
 
 
+def _send(sock: socket.socket, descriptors: Sequence[int]) -> None:
+    sock.sendall(len(descriptors).to_bytes(_NUMBER_BYTES, "little"))
+    for start in range(0, len(descriptors), _LIMIT):
+        socket.send_fds(sock, [b"."], list(descriptors[start:start + _LIMIT]))
+        if not sock.recv(1):
+            raise LaunchError("another rank of this host ended while it received the shared memory")
+
+
 def _received(sock: socket.socket) -> list[int]:
-    count = int.from_bytes(sock.recv(4, socket.MSG_WAITALL), "little")
+    count = int.from_bytes(sock.recv(_NUMBER_BYTES, socket.MSG_WAITALL), "little")
     received: list[int] = []
     try:
         while len(received) < count:
-            mark, descriptors, _, _ = socket.recv_fds(sock, 1, _LIMIT)
+            mark, descriptors, flags, _ = socket.recv_fds(sock, 1, _LIMIT)
             received += descriptors
+            if flags & socket.MSG_CTRUNC:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             if not mark:
-                raise LaunchError("rank 0 ended while it shared its memory")
+                raise LaunchError("the first rank of this host ended while it shared its memory")
             for descriptor in descriptors:
                 os.set_inheritable(descriptor, False)
+            sock.sendall(b".")
     except BaseException:
         for descriptor in received:
             os.close(descriptor)

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+from collections.abc import Sequence
 from typing import Protocol
 
-from hvdlite.negotiation.messages import Decision, HostReport, Report
+from hvdlite.negotiation.messages import Decision, HostReport, Letter, Report
 
 yield_processor = ctypes.CDLL(None).sched_yield
 """Let another thread run, the script's above all; unlike `os.sched_yield` before Python 3.13 it releases the GIL."""
@@ -43,6 +44,13 @@ class DecisionReceived:
 
 
 @dataclasses.dataclass(frozen=True)
+class LetterReceived:
+    """The coordinator told this rank something (never on rank 0)."""
+
+    letter: Letter
+
+
+@dataclasses.dataclass(frozen=True)
 class PeerLost:
     """A rank is gone; `reason` says what was seen."""
 
@@ -50,7 +58,7 @@ class PeerLost:
     reason: str
 
 
-Event = ReportReceived | HostReportReceived | DecisionReceived | PeerLost
+Event = ReportReceived | HostReportReceived | DecisionReceived | LetterReceived | PeerLost
 
 
 class ControlPlane(Protocol):
@@ -72,6 +80,9 @@ class ControlPlane(Protocol):
 
     def send_decision(self, decision: Decision) -> None:
         """Send to all other ranks; never blocks. Only called on rank 0."""
+
+    def send_letters(self, letters: Sequence[Letter]) -> None:
+        """Send each other rank its own; they arrive before decisions that are sent later. Like `send_decision`."""
 
     def wait(self, timeout: float | None, spin: float = 0.0) -> list[Event]:
         """Block until something happened or `timeout` seconds passed; return what did (nothing for a bell).

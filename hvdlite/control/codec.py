@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from hvdlite.core.errors import ProtocolError
-from hvdlite.negotiation.messages import Decision, HostReport, Message, Report
+from hvdlite.negotiation.messages import Decision, HostReport, Letters, Message, Report
 
 
 class Hello(Message, frozen=True):
@@ -54,11 +54,19 @@ class Kind(enum.IntEnum):
     DECISION = 4
     HEARTBEAT = 5
     HOST_REPORT = 6
+    LETTERS = 7
+
+
+class Encoded(NamedTuple):
+    """A message as bytes: what goes to many peers is encoded once."""
+
+    kind: Kind
+    body: bytes
 
 
 _TYPES: dict[Kind, type[Message]] = {
     Kind.HELLO: Hello, Kind.WELCOME: Welcome, Kind.REPORT: Report, Kind.DECISION: Decision, Kind.HEARTBEAT: Heartbeat,
-    Kind.HOST_REPORT: HostReport,
+    Kind.HOST_REPORT: HostReport, Kind.LETTERS: Letters,
 }
 _KINDS = {kind_type: kind for kind, kind_type in _TYPES.items()}
 _DECODERS: dict[Kind, msgspec.msgpack.Decoder[Any]] = {
@@ -67,9 +75,9 @@ _DECODERS: dict[Kind, msgspec.msgpack.Decoder[Any]] = {
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def encode(message: Message) -> tuple[Kind, bytes]:
-    """Return a message's kind and body."""
-    return _KINDS[type(message)], _encode(message)
+def encode(message: Message) -> Encoded:
+    """Return a message as bytes."""
+    return Encoded(_KINDS[type(message)], _encode(message))
 
 
 def decode(kind: int, body: bytes) -> Message:

@@ -7,8 +7,8 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from hvdlite.control.base import DecisionReceived, Event, PeerLost, ReportReceived
-from hvdlite.negotiation.messages import Decision, Report
+from hvdlite.control.base import DecisionReceived, Event, LetterReceived, PeerLost, ReportReceived
+from hvdlite.negotiation.messages import Decision, Letter, Report
 
 
 class _Mailbox:
@@ -57,6 +57,11 @@ class InprocControl:
     def send_decision(self, decision: Decision) -> None:
         for mailbox in self._mailboxes[1:]:
             mailbox.post(DecisionReceived(decision))
+
+    def send_letters(self, letters: Sequence[Letter]) -> None:
+        for letter in letters:
+            if letter.rank:
+                self._mailboxes[letter.rank].post(LetterReceived(letter))
 
     def wait(self, timeout: float | None, spin: float = 0.0) -> list[Event]:
         del spin  # the others need this process's GIL

@@ -14,11 +14,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from hvdlite.control.base import Event
+from hvdlite.control.codec import encode
 from hvdlite.control.doorbell import Doorbell
 from hvdlite.control.star import StarControl
 from hvdlite.control.wire import Connection
 from hvdlite.negotiation.leader import Leader
-from hvdlite.negotiation.messages import Decision, Message, Report
+from hvdlite.negotiation.messages import Decision, Letters, Message, Report
 
 
 class LeaderControl(StarControl):
@@ -46,14 +47,17 @@ class LeaderControl(StarControl):
         super()._handle(ready)
         self._pass_up()
 
-    def _event(self, peer: int, message: Message) -> Event | None:
-        if isinstance(message, Report) and peer in self.below:
-            self._leader.receive(peer, message)
-            return None
-        if isinstance(message, Decision) and peer == self.above:
-            self._leader.watch(message)
-            self._pass_down(message)
-        return super()._event(peer, message)
+    def _heard_from(self, peer: int, message: Message) -> list[Event]:
+        match message:
+            case Report() if peer in self.below:
+                self._leader.receive(peer, message)
+                return []
+            case Decision() if peer == self.above:
+                self._leader.watch(message)
+                self._pass_down(message)
+            case Letters(letters) if peer == self.above:
+                self.send_letters([letter for letter in letters if letter.rank in self.below])
+        return super()._heard_from(peer, message)
 
     def _suspect(self, peer: int, reason: str) -> None:
         if peer in self.below:
@@ -66,5 +70,6 @@ class LeaderControl(StarControl):
             self._send(self.above, report)
 
     def _pass_down(self, decision: Decision) -> None:
+        encoded = encode(decision)
         for peer in self.below:
-            self._send(peer, decision)
+            self._send(peer, encoded)

@@ -21,6 +21,7 @@ from hvdlite.control.codec import Hello, Welcome
 from hvdlite.control.wire import Connection, challenge_as_client, challenge_as_server
 from hvdlite.core.config import socket_timeout
 from hvdlite.core.errors import HvdliteError, LaunchError, ProtocolError
+from hvdlite.core.file_limit import descriptors_for
 from hvdlite.core.socket_paths import fitting
 from hvdlite.negotiation.messages import Message
 
@@ -131,31 +132,24 @@ def receive_ranks(listener: socket.socket, address: Address, own: Hello, *, time
         led: whether hosts are to have leaders, when there are several.
 
     Raises:
-        LaunchError: when some have not come within `timeout` seconds, naming them, or one does not fit.
+        LaunchError: when some have not come within `timeout` seconds, naming them, one does not fit, or this process may
+            not have as many connections.
     """
     reception = _Reception(own, address, frame_limit, led)
     try:
-        return reception.connections, _welcomed(reception, listener, address, own, timeout)
+        return reception.connections, _welcomed(reception, listener, own, timeout)
     except BaseException:
         for connection in reception.connections.values():
             connection.close()
         raise
 
 
-def _welcomed(reception: _Reception, listener: socket.socket, address: Address, own: Hello, timeout: float) -> Welcome:
-    deadline = time.monotonic() + timeout
-    while len(reception.connections) < own.size - 1 and not reception.refusal:
-        listener.settimeout(max(0.0, min(0.1, deadline - time.monotonic())))
-        if time.monotonic() >= deadline:
-            missing = sorted(set(range(1, own.size)) - set(reception.connections))
-            reception.refusal = (f"ranks {missing} did not connect to {address} within {timeout:.0f} s "
-                                 "(HVDLITE_START_TIMEOUT); did their processes start, and do they call init()?")
-            break
-        try:
-            sock, _ = listener.accept()
-        except (TimeoutError, BlockingIOError):
-            continue
-        reception.admit(sock)
+def _welcomed(reception: _Reception, listener: socket.socket, own: Hello, timeout: float) -> Welcome:
+    try:
+        with descriptors_for(own.size - 1, f"rank 0 of a job of {own.size} ranks"):
+            reception.admit_all(listener, timeout)
+    except LaunchError as error:
+        reception.refusal = str(error)
     welcome = reception.welcome()
     for connection in reception.connections.values():
         connection.send(welcome)
@@ -202,7 +196,24 @@ class _Reception:
         self._lock = threading.Lock()
         self._places = threading.BoundedSemaphore(HALF_OPEN_LIMIT)
 
-    def admit(self, sock: socket.socket) -> None:
+    def admit_all(self, listener: socket.socket, timeout: float) -> None:
+        """Return when all ranks are there, or there is a reason to refuse them."""
+        deadline = time.monotonic() + timeout
+        size = self._own.size
+        while len(self.connections) < size - 1 and not self.refusal:
+            listener.settimeout(max(0.0, min(0.1, deadline - time.monotonic())))
+            if time.monotonic() >= deadline:
+                missing = sorted(set(range(1, size)) - set(self.connections))
+                self.refusal = (f"ranks {missing} did not connect to {self._address} within {timeout:.0f} s "
+                                "(HVDLITE_START_TIMEOUT); did their processes start, and do they call init()?")
+                break
+            try:
+                sock, _ = listener.accept()
+            except (TimeoutError, BlockingIOError):
+                continue
+            self._admit(sock)
+
+    def _admit(self, sock: socket.socket) -> None:
         self._places.acquire()
         threading.Thread(target=self._greet, args=(sock,), name="hvdlite-handshake", daemon=True).start()
 

@@ -17,14 +17,24 @@ from __future__ import annotations
 import os
 import select
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from hvdlite.control.base import DecisionReceived, Event, HostReportReceived, PeerLost, ReportReceived, yield_processor
-from hvdlite.control.codec import Heartbeat
+from hvdlite.control.base import (
+    DecisionReceived,
+    Event,
+    HostReportReceived,
+    LetterReceived,
+    PeerLost,
+    ReportReceived,
+    yield_processor,
+)
+from hvdlite.control.codec import Encoded, Heartbeat, encode
 from hvdlite.control.doorbell import Doorbell
 from hvdlite.control.wire import Connection
 from hvdlite.core.errors import ProtocolError
-from hvdlite.negotiation.messages import Decision, HostReport, Message, Report
+from hvdlite.core.file_limit import EXHAUSTED
+from hvdlite.negotiation.messages import Decision, HostReport, Letter, Letters, Message, Report
 
 GRACE = 0.5
 """Seconds a rank waits for rank 0's account of a death that it has seen itself."""
@@ -51,6 +61,7 @@ class StarControl:
         self.above = above
         self._rank = rank
         self._hosts = dict(hosts or {})
+        self._way = {rank: leader for leader, ranks in self._hosts.items() for rank in ranks}  # else a rank itself
         self._connections = dict(connections)
         self._bells = dict(bells)
         self._bell = bells[rank]
@@ -77,8 +88,16 @@ class StarControl:
         self._send(self.above, report)
 
     def send_decision(self, decision: Decision) -> None:
+        encoded = encode(decision)
         for peer in list(self._connections):
-            self._send(peer, decision)
+            self._send(peer, encoded)
+
+    def send_letters(self, letters: Sequence[Letter]) -> None:
+        by_peer: defaultdict[int, list[Letter]] = defaultdict(list)
+        for letter in letters:
+            by_peer[self._way.get(letter.rank, letter.rank)].append(letter)
+        for peer, theirs in by_peer.items():
+            self._send(peer, Letters(tuple(theirs)))
 
     def wait(self, timeout: float | None, spin: float = 0.0) -> list[Event]:
         if not self._events:
@@ -140,7 +159,9 @@ class StarControl:
             except ProcessLookupError:
                 self._suspect(peer, "its process had ended before the job started")
                 continue
-            except OSError:
+            except OSError as error:
+                if error.errno in EXHAUSTED:
+                    raise
                 continue  # not permitted here: the end of the connection has to do
             watched[descriptor] = peer
             self._poller.register(descriptor, select.POLLIN)
@@ -191,23 +212,25 @@ class StarControl:
         if peer in self._tcp:
             self._heard[peer] = time.monotonic()
         for message in messages:
-            event = self._event(peer, message)
-            if event is not None:
-                self._events.append(event)
+            self._events.extend(self._heard_from(peer, message))
 
-    def _event(self, peer: int, message: Message) -> Event | None:
+    def _heard_from(self, peer: int, message: Message) -> list[Event]:
+        """Return what a peer's message means for this rank."""
+        from_above = self._rank != 0 and peer == self.above
         match message:
             case Heartbeat():
-                return None
+                return []
             case Report() if self._rank == 0 and peer not in self._hosts:
-                return ReportReceived(peer, message)
+                return [ReportReceived(peer, message)]
             case HostReport() if peer in self._hosts:
-                return HostReportReceived(self._hosts[peer], message)
-            case Decision() if self._rank != 0 and peer == self.above:
-                return DecisionReceived(message)
-        return PeerLost(peer, f"it sent a {type(message).__name__} out of place")
+                return [HostReportReceived(self._hosts[peer], message)]
+            case Decision() if from_above:
+                return [DecisionReceived(message)]
+            case Letters(letters) if from_above:
+                return [LetterReceived(letter) for letter in letters if letter.rank == self._rank]
+        return [PeerLost(peer, f"it sent a {type(message).__name__} out of place")]
 
-    def _send(self, peer: int, message: Message) -> None:
+    def _send(self, peer: int, message: Message | Encoded) -> None:
         connection = self._connections.get(peer)
         if connection is None:
             return  # already lost; that event is on its way

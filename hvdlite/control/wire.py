@@ -18,7 +18,7 @@ import secrets
 import socket
 import struct
 
-from hvdlite.control.codec import decode, encode
+from hvdlite.control.codec import Encoded, decode, encode
 from hvdlite.core.errors import ProtocolError
 from hvdlite.negotiation.messages import Message
 
@@ -46,14 +46,14 @@ class Connection:
         """End the handshake: from now on nothing blocks."""
         self.socket.setblocking(False)
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Message | Encoded) -> None:
         """Queue a message and hand as much as possible to the operating system, without blocking.
 
         Raises:
             OSError: when the connection is broken.
             ProtocolError: when the message is longer than the frame limit.
         """
-        kind, body = encode(message)
+        kind, body = message if isinstance(message, Encoded) else encode(message)
         if len(body) > self._limit:
             raise ProtocolError(f"a control message of {len(body)} bytes exceeds HVDLITE_FRAME_LIMIT={self._limit}")
         header = _HEADER.pack(len(body), kind, self._sent & 0xFFFFFFFF)

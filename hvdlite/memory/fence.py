@@ -41,17 +41,17 @@ class Fence:
     """
 
     def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
+        self._descriptor = descriptor
 
     def __call__(self) -> None:
         """Order what this rank has done before the call and what it does after it; see the top of this file."""
         if hasattr(os, "eventfd"):
-            os.write(self.descriptor, _ONE)  # nobody reads it: 2**64 calls fit
+            os.write(self._descriptor, _ONE)  # nobody reads it: 2**64 calls fit
         else:
-            os.read(self.descriptor, 1)  # the end of an empty pipe, which takes the pipe's lock
+            os.read(self._descriptor, 1)  # the end of an empty pipe, which takes the pipe's lock
 
     def close(self) -> None:
         """Close the descriptor, once."""
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-            self.descriptor = -1
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1

@@ -6,14 +6,15 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
+import numpy as np
 
-from hvdlite.core.array import SUPPORTED_DTYPES
+from hvdlite.core.array import SUPPORTED_DTYPES, Array
 from hvdlite.core.types import Collective, ReduceOp
-from hvdlite.negotiation.messages import Request, Response
+from hvdlite.negotiation.messages import Column, Request, Response
 
 FUSIBLE = (Collective.ALLREDUCE, Collective.BROADCAST)
 _SCATTERS = (Collective.REDUCESCATTER, Collective.SCATTER)
-_GATHERS = (Collective.ALLGATHER, Collective.GATHER, Collective.ALLTOALL)
+_GATHERS = (Collective.ALLGATHER, Collective.GATHER)
 
 
 def response_to(requests: Mapping[int, Request], members: Sequence[int]) -> Response:
@@ -27,11 +28,19 @@ def response_to(requests: Mapping[int, Request], members: Sequence[int]) -> Resp
         names=(first.name,), collective=first.collective, dtype=first.dtype, op=first.op, root_rank=first.root_rank,
         prescale=first.prescale, postscale=first.postscale, process_set=first.process_set, round=first.round,
         contributors=tuple(sorted(rank for rank, request in requests.items() if not request.absent)),
-        elements=math.prod(first.shape) if first.collective not in _GATHERS else 0,
-        rows=_rows(requests, members), row_elements=math.prod(first.shape[1:]),
-        splits=_splits(requests, members) if first.collective is Collective.ALLTOALL else (), device=first.device,
+        elements=math.prod(first.shape) if first.collective not in (*_GATHERS, Collective.ALLTOALL) else 0,
+        rows=_rows(requests, members), row_elements=math.prod(first.shape[1:]), device=first.device,
         behind=behind({rank: request.in_step for rank, request in requests.items()}) if first.label else (),
     )
+
+
+def columns(requests: Mapping[int, Request], members: Sequence[int]) -> list[Column]:
+    """Return what each rank of the set gets in an alltoall on which all agree; see `response_to`."""
+    first = next(iter(requests.values()))
+    table = _table(requests, members)
+    starts = table.cumsum(axis=1) - table
+    return [Column(first.process_set, first.name, tuple(rows), tuple(begin))
+            for rows, begin in zip(table.T.tolist(), starts.T.tolist(), strict=True)]
 
 
 def behind(in_step: Mapping[int, bool]) -> tuple[int, ...]:
@@ -53,6 +62,9 @@ def _rows(requests: Mapping[int, Request], members: Sequence[int]) -> tuple[int,
     first = next(iter(requests.values()))
     if first.collective in _GATHERS:
         return tuple(requests[rank].shape[0] if rank in requests else 0 for rank in members)
+    if first.collective is Collective.ALLTOALL:
+        table = _table(requests, members)
+        return int(table.sum(axis=1).max()), int(table.sum(axis=0).max())
     if first.collective in _SCATTERS:
         return even_rows(first.shape[0], len(members))
     if first.op is ReduceOp.ADASUM:
@@ -60,9 +72,10 @@ def _rows(requests: Mapping[int, Request], members: Sequence[int]) -> tuple[int,
     return ()
 
 
-def _splits(requests: Mapping[int, Request], members: Sequence[int]) -> tuple[int, ...]:
+def _table(requests: Mapping[int, Request], members: Sequence[int]) -> Array:
+    """Return every rank's `splits` as a row; those of ranks that have joined are zeros."""
     nothing = (0,) * len(members)
-    return tuple(rows for rank in members for rows in (requests[rank].splits if rank in requests else nothing))
+    return np.array([requests[rank].splits if rank in requests else nothing for rank in members], np.int64)
 
 
 def fuse(ready: Iterable[tuple[Response, int]], threshold: int) -> list[Response]:

@@ -128,12 +128,19 @@ class TraceEvent(Message, frozen=True):
 
 
 class Note(Message, frozen=True):
-    """A short text that the planes of some ranks swap through rank 0 when they connect; see `runtime.notes`."""
+    """A short text by which planes of different ranks connect; see `runtime.notes`."""
 
     label: str  # what it is for; never used again
     sender: int
-    ranks: tuple[int, ...]  # who gets it
     text: bytes
+    ranks: tuple[int, ...] = ()  # who gets it; nobody: the coordinator keeps it until it is asked for
+
+
+class Wanted(Message, frozen=True):
+    """A rank needs a note that another keeps at the coordinator."""
+
+    label: str
+    sender: int
 
 
 class Aside(Message, frozen=True):
@@ -145,6 +152,8 @@ class Aside(Message, frozen=True):
     wants_report: bool = False  # its user asks who waits for whom
     trace: tuple[TraceEvent, ...] = ()  # while there is a timeline
     notes: tuple[Note, ...] = ()
+    wanted: tuple[Wanted, ...] = ()
+    withdrawn: tuple[str, ...] = ()  # labels under which nobody will want this rank's note any more
 
 
 class Blocked(Message, frozen=True):
@@ -206,11 +215,11 @@ class Response(Message, frozen=True):
     elements: int = 0  # of all tensors together, where all ranks have the same: so a joined rank can do its share
     divisor: int = 0  # what Average divides by; 0 is the number of ranks in the process set
     contributors: tuple[int, ...] = ()  # ranks of the job, ascending; one not listed is skipped by the reduction
-    # Gathers: what each rank of the set has; scatters: what it gets. Adasum: the elements of each tensor. ADD_PROCESS_SET:
-    # the set's id. JOIN: the last rank.
+    # Gathers: what each rank of the set has; scatters: what it gets; alltoall: the most that a rank sends, and gets. Adasum:
+    # the elements of each tensor. ADD_PROCESS_SET: the set's id. JOIN: the last rank.
     rows: tuple[int, ...] = ()
     row_elements: int = 0  # of those rows
-    splits: tuple[int, ...] = ()  # alltoall: every rank's `splits`, one after the other
+    members: tuple[int, ...] = ()  # ADD_PROCESS_SET: as in the requests
     error: ErrorKind = ErrorKind.NONE
     error_text: str = ""
     result: bytes | None = None  # eager lane: the result itself
@@ -235,6 +244,7 @@ class Layout(Message, frozen=True):
     label: str
     first_round: int  # the set's first round that is reported by bucket
     buckets: tuple[Bucket, ...]
+    alone: tuple[str, ...] = ()  # members that always go by themselves: they were sparse once, on some rank
 
 
 class BucketRelease(Message, frozen=True):
@@ -252,13 +262,37 @@ class Decision(Message, frozen=True):
     sequence: int  # 1, 2, 3, ...: a gap is a lost decision, which ends the job
     learned: tuple[Layout, ...] = ()
     released: tuple[BucketRelease, ...] = ()
-    evicted: tuple[int, ...] = ()  # layouts that end here; what was reported of them is answered member by member
+    # Layouts that are not used until all ranks have joined; what was reported of them is answered member by member.
+    suspended: tuple[int, ...] = ()
+    evicted: tuple[int, ...] = ()  # layouts that end here; likewise
     responses: tuple[Response, ...] = ()
     inquiries: tuple[int, ...] = ()  # ranks that are to give an account of themselves
     left: tuple[int, ...] = ()  # ranks whose leaving is hereby accepted
     answered: tuple[int, ...] = ()  # ranks that asked whether rank 0 is there
     timeline: bool | None = None  # from here on every rank traces, or does not; None: as before
     tuned: tuple[tuple[str, int], ...] = ()  # knobs that have these values from here on, before anything else
-    notes: tuple[Note, ...] = ()  # for whom they are for
     failure: FailureNotice | None = None
     deferred: tuple[int, ...] = ()  # ranks whose deferrable waits end here, unfinished
+
+
+class Column(Message, frozen=True):
+    """What one rank gets in an alltoall: a column of the table of which every rank's `splits` are a row."""
+
+    process_set: int
+    name: str
+    rows: tuple[int, ...]  # from each rank of the set
+    starts: tuple[int, ...]  # which of that rank's rows is the first of them
+
+
+class Letter(Message, frozen=True):
+    """What the coordinator tells one rank alone. It comes before the decision to which it belongs, if it belongs to one."""
+
+    rank: int
+    columns: tuple[Column, ...] = ()  # in the order of their decisions
+    notes: tuple[Note, ...] = ()
+
+
+class Letters(Message, frozen=True):
+    """Letters to ranks that are reached by the same way."""
+
+    letters: tuple[Letter, ...]

@@ -23,8 +23,38 @@ class WaitUntil(Protocol):
                 without sleeping while the script is blocked in a wait. 0 is not at all.
         """
 
-Swap = Callable[[str, Sequence[int], bytes, WaitUntil], list[bytes]]
-"""Give a text to each of some ranks, and return theirs; see `runtime.notes`."""
+class Notes(Protocol):
+    """How planes of different ranks exchange short texts when they connect. A label is used once."""
+
+    def publish(self, label: str, text: bytes) -> None:
+        """Let others `fetch` this rank's text."""
+
+    def fetch(self, label: str, sender: int, wait_until: WaitUntil) -> bytes:
+        """Return what another rank publishes; from any thread, and `wait_until` is used in the runtime's only.
+
+        Raises:
+            HorovodInternalError: when the job ends first.
+        """
+
+    def withdraw(self, label: str) -> None:
+        """Nobody will fetch this rank's text any more."""
+
+    def consult(self, label: str, ranks: Sequence[int], text: bytes, answer: Callable[[list[bytes]], bytes],
+                wait_until: WaitUntil) -> bytes:
+        """Give a text to the first of some ranks, all of which make this call, and return its answer to all of them.
+
+        Args:
+            answer: makes it of everybody's texts, in the ranks' order; called on the first rank only.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """Who sends how many rows in an alltoall, as far as one rank must know it; by index in the process set."""
+
+    sent: tuple[int, ...]  # by this rank to each
+    received: tuple[int, ...]  # by this rank from each
+    starts: tuple[int, ...]  # which of the sender's rows is the first of those
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +86,7 @@ class Plan:
     Memory by collective, all flat and contiguous: the reductions, broadcast and gathers have one output for each source,
     possibly the same memory; reducescatter and scatter have this rank's rows (`response.rows`) as output; reduce and gather
     have an output on the root only (elsewhere None); alltoall's source holds the rows for each rank one after the other
-    (`response.splits`), its output the rows from each.
+    (`exchange.sent`), its output the rows from each.
 
     `part` says that the one source and output is that part of a fusion buffer, on every rank, and every rank contributes.
 
@@ -70,6 +100,7 @@ class Plan:
     sources: Sequence[Any]  # Array | None on the host; DeviceArray | None for a plane of GPUs; likewise below
     outputs: Sequence[Any]
     part: Part | None = None
+    exchange: Exchange | None = None  # alltoall only
 
 
 class Plane(Protocol):

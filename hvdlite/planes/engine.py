@@ -346,14 +346,14 @@ class _Work:
         self._link.scatter(values, out, bounds, self._root, self._wait_until)
 
     def alltoall(self) -> None:
-        size, unit = self._size, self._response.row_elements * self._dtype.itemsize
-        splits = np.array(self._response.splits, np.int64).reshape(size, size) * unit
-        sent, received = splits[self._index], splits[:, self._index]
-        out = self._plan.outputs[0] if self._plan.outputs else np.empty(0, self._dtype)
+        unit, exchange = self._response.row_elements * self._dtype.itemsize, self._plan.exchange
+        assert exchange is not None
+        sent, received = (np.array(rows, np.int64) * unit for rows in (exchange.sent, exchange.received))
+        # What the others send to a rank that has joined is not kept.
+        out = self._plan.outputs[0] if self._plan.outputs else np.empty(int(received.sum()), np.uint8)
         assert out is not None
-        most = max(int(splits.sum(axis=0).max()), int(splits.sum(axis=1).max()))
-        self._link.exchange(self._source()[:int(sent.sum())], _bounds(sent), _bytes(out), _bounds(received), most,
-                            self._wait_until)
+        self._link.exchange(self._source()[:int(sent.sum())], _bounds(sent), _bytes(out), _bounds(received),
+                            max(self._response.rows) * unit, self._wait_until)
 
     def send(self) -> None:
         """From the root to the other one."""

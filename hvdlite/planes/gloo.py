@@ -18,16 +18,17 @@ import importlib.util
 import itertools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 
 from hvdlite.core.array import Array
 from hvdlite.core.errors import LaunchError
+from hvdlite.core.file_limit import descriptors_for
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.planes.arithmetic import Casts
-from hvdlite.planes.base import Swap, WaitUntil
+from hvdlite.planes.base import Notes, WaitUntil
 from hvdlite.planes.engine import EnginePlane, explained
 
 NEVER_SECONDS: Final = 10 * 365 * 86_400.0
@@ -49,7 +50,7 @@ def missing() -> str:
     return ""
 
 
-def gloo_plane(rank: int, swap: Swap, wake: Callable[[], None], address: str, *, timeout: float, chunk: int,
+def gloo_plane(rank: int, notes: Notes, wake: Callable[[], None], address: str, *, timeout: float, chunk: int,
                casts: Casts | None = None) -> EnginePlane:
     """Return the plane of one rank, not yet connected.
 
@@ -58,29 +59,41 @@ def gloo_plane(rank: int, swap: Swap, wake: Callable[[], None], address: str, *,
         address: an IP address of this host, or the name of a network interface, at which the other hosts reach it.
         timeout: seconds after which Gloo gives up an operation; may be infinite.
     """
-    connect = functools.partial(_connect, rank, swap, wake, address, timeout)
+    connect = functools.partial(_connect, rank, notes, wake, address, timeout)
     return EnginePlane("gloo", rank, connect, chunk=chunk, casts=casts)
 
 
-def _connect(rank: int, swap: Swap, wake: Callable[[], None], address: str, timeout: float, number: int,
+def _connect(rank: int, notes: Notes, wake: Callable[[], None], address: str, timeout: float, number: int,
              ranks: tuple[int, ...], wait_until: WaitUntil) -> GlooLink:
     distributed = importlib.import_module("torch.distributed")
     if not distributed.is_available() or not distributed.is_gloo_available():
         raise LaunchError("this build of torch comes without Gloo: install one from pypi.org or download.pytorch.org")
     gloo = distributed.ProcessGroupGloo
-    store = _store_class()(lambda text: swap(f"gloo.{number}.{ranks}", ranks, text, wait_until), ranks.index(rank))
+    label = f"gloo.{number}"
+    store = _store_class()(functools.partial(notes.publish, label),
+                           lambda index: notes.fetch(label, ranks[index], wait_until), ranks.index(rank))
     options = gloo._Options()
     options._timeout = datetime.timedelta(seconds=min(timeout, NEVER_SECONDS))
     options._threads = 2
     is_name = not set(address) <= set("0123456789abcdef.:%")
-    options._devices = [gloo.create_device(interface=address) if is_name else gloo.create_device(hostname=address)]
+    place = {"interface": address} if is_name else {"hostname": address}
+    options._devices = [_device(gloo, place)]
     try:
-        group = gloo(store, ranks.index(rank), len(ranks), options)
+        with descriptors_for(len(ranks) + 8, f"Gloo, which connects each of {len(ranks)} ranks with others,"):
+            group = gloo(store, ranks.index(rank), len(ranks), options)
     except RuntimeError as error:
         if store.failure is not None:
             raise store.failure from None
         raise explained("Gloo", ranks, error, wait_until) from error
-    return GlooLink(group, ranks, wake)
+    return GlooLink(group, ranks, wake, store, functools.partial(notes.withdraw, label))
+
+
+def _device(gloo: Any, place: Mapping[str, str]) -> Any:
+    """Return the device at an address; one that connects two ranks when they first exchange something, if torch has it."""
+    try:
+        return gloo.create_device(**place, lazy_init=True)
+    except TypeError:  # an older torch: connects all ranks at once
+        return gloo.create_device(**place)
 
 
 @functools.cache
@@ -88,19 +101,26 @@ def _store_class() -> Any:
     """Return the store by which the members of a group find each other: made here, because torch is imported late."""
     distributed = importlib.import_module("torch.distributed")
 
-    class SwapStore(distributed.Store):  # type: ignore[misc, name-defined]
-        """Every rank sets one key, which ends in its number, then reads everybody's."""
+    class NoteStore(distributed.Store):  # type: ignore[misc, name-defined]
+        """Every rank sets one key, which ends in its number, and reads those of the ranks to which it connects.
 
-        def __init__(self, swap: Callable[[bytes], list[bytes]], index: int) -> None:
+        Gloo reads in its own thread, in the middle of an operation.
+
+        Args:
+            publish: takes this rank's text.
+            fetch: returns the text of the rank with that index.
+        """
+
+        def __init__(self, publish: Callable[[bytes], None], fetch: Callable[[int], bytes], index: int) -> None:
             super().__init__()
             self.failure: BaseException | None = None
-            self._swap, self._index = swap, index
-            self._own = b""
-            self._texts: list[bytes] = []
+            self._publish, self._fetch, self._index = publish, fetch, index
+            self._texts: dict[int, bytes] = {}
 
         def set(self, key: str, value: bytes | str) -> None:
-            assert key.endswith(f"/{self._index}") and not self._own, f"Gloo sets {key}"
-            self._own = value.encode() if isinstance(value, str) else bytes(value)
+            assert key.endswith(f"/{self._index}") and not self._texts, f"Gloo sets {key}"
+            self._texts[self._index] = value.encode() if isinstance(value, str) else bytes(value)
+            self._publish(self._texts[self._index])
 
         def get(self, key: str) -> bytes:
             self.wait([key])
@@ -108,19 +128,23 @@ def _store_class() -> Any:
 
         def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
             try:
-                self._texts = self._texts or self._swap(self._own)
+                for index in (int(key.rpartition("/")[2]) for key in keys):
+                    if index not in self._texts:
+                        self._texts[index] = self._fetch(index)
             except BaseException as error:  # Gloo would make a RuntimeError of it
                 self.failure = error
                 raise
 
-    return SwapStore
+    return NoteStore
 
 
 class GlooLink:
     """A process group of torch's Gloo."""
 
-    def __init__(self, group: Any, ranks: Sequence[int], wake: Callable[[], None]) -> None:
+    def __init__(self, group: Any, ranks: Sequence[int], wake: Callable[[], None], store: Any,
+                 withdraw: Callable[[], None]) -> None:
         self._group, self._ranks, self._wake = group, ranks, wake
+        self._store, self._withdraw = store, withdraw  # Gloo does not keep the Python side of its store alive
         self._size = len(ranks)
         self._index: int = group.rank()
         self._pid = os.getpid()
@@ -190,7 +214,8 @@ class GlooLink:
 
     def close(self) -> None:
         if self._pid != os.getpid():
-            return  # a forked child: these connections are its parent's, and so is Gloo's thread
+            _keep_for_ever(self._group)  # a forked child: its destructor would wait for threads that only the parent has
+            return
         if self._under_way():
             if hasattr(self._group, "abort"):  # since torch 2.8
                 self._group.abort()
@@ -200,6 +225,7 @@ class GlooLink:
             if self._under_way():
                 _keep_for_ever(self._group)  # its destructor would wait
         del self._group
+        self._withdraw()
 
     def _under_way(self) -> bool:
         return len(self._done) < self._begun

@@ -7,8 +7,8 @@ An allreduce is cut into as many slices as the smallest host has ranks in the pr
     gather     puts the result where the host's others copy it from
 
 so hosts may have different numbers of ranks: where there are more, the rest only helps inside. Broadcast and allgather take
-the same ways. What else there is, and Adasum, goes through the engine between all ranks; a process set within one host,
-through shared memory alone.
+the same ways; a small allgather crosses once a host, between the first ranks of the hosts. What else there is, and Adasum,
+goes through the engine between all ranks; a process set within one host, through shared memory alone.
 
 Rules (PROTOCOL rules 11, 17)
 - Average divides once, after the sum across hosts; 16-bit floats cross as float32, averages of integers as `Reduction`
@@ -19,6 +19,7 @@ Rules (PROTOCOL rules 11, 17)
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -31,8 +32,8 @@ from hvdlite.planes.arithmetic import Casts, Reduction
 from hvdlite.planes.base import FusionBuffer, Part, Plan, Plane, WaitUntil
 from hvdlite.planes.shm import Concatenation, Group, Memory, ShmPlane, row_bounds, slice_bounds
 
-FLAT_BYTES = 256 << 10
-"""Gathers of fewer bytes in all go through the engine at once."""
+SMALL_BYTES = 256 << 10
+"""Allgathers of up to so many bytes in all go through the first rank of each host."""
 _ACROSS = 1 << 20
 """Process sets of the engine from this number on are those of slices; see `_Storeys.across`."""
 
@@ -76,7 +77,9 @@ class HierarchicalPlane:
                 total = outputs.size if outputs else plan.response.elements
                 in_place = plan.sources is plan.outputs
                 self._broadcast(storeys, root, source, outputs, 0, total, plan.response, in_place, wait_until)
-            case Collective.ALLGATHER if storeys is not None and _gathered_bytes(plan.response) >= FLAT_BYTES:
+            case Collective.ALLGATHER if storeys is not None and _gathered_bytes(plan.response) <= self._small(storeys):
+                self._allgather_by_hosts(storeys, plan, wait_until)
+            case Collective.ALLGATHER if storeys is not None:
                 self._allgather(storeys, plan, wait_until)
             case _:
                 self._engine.execute(plan, wait_until)
@@ -225,6 +228,33 @@ class HierarchicalPlane:
             self._broadcast(storeys, index, source, whole, bounds[index], bounds[index + 1], plan.response, False,
                             wait_until)
 
+    @staticmethod
+    def _small(storeys: _Storeys) -> int:
+        return min(SMALL_BYTES, storeys.group.segment.slot)
+
+    def _allgather_by_hosts(self, storeys: _Storeys, plan: Plan, wait_until: WaitUntil) -> None:
+        """Put a host's rows together, exchange them between the hosts' first ranks, and share what came."""
+        group, dtype, bounds = storeys.group, SUPPORTED_DTYPES[plan.response.dtype], row_bounds(plan.response)
+        sizes = [end - begin for begin, end in itertools.pairwise(bounds)]
+        by_host = [[plan.ranks.index(rank) for rank in members] for members in storeys.members]
+        source = plan.sources[0] if plan.sources else None
+        region = group.next_region(sizes[plan.ranks.index(self._rank)] * dtype.itemsize)
+        if source is not None:
+            np.copyto(group.slot(group.index, region, dtype)[:source.size], source)
+        group.barrier(wait_until)
+        region, first = group.next_region(bounds[-1] * dtype.itemsize if group.index == 0 else 0), region
+        whole = group.slot(0, region, dtype)[:bounds[-1]]
+        if group.index == 0:
+            here = [group.slot(at, first, dtype)[:sizes[plan.ranks.index(rank)]] for at, rank in enumerate(group.ranks)]
+            rows = [sum(sizes[index] for index in members) for members in by_host]
+            self._engine.execute(storeys.gathering(np.concatenate(here), whole, rows), wait_until)
+        group.barrier(wait_until)
+        if plan.outputs:
+            begin = 0
+            for index in itertools.chain.from_iterable(by_host):
+                np.copyto(plan.outputs[0][bounds[index]:bounds[index + 1]], whole[begin:begin + sizes[index]])
+                begin += sizes[index]
+
     def _collect(self, storeys: _Storeys, slots: Sequence[Array], outputs: Concatenation, low: int, high: int,
                  dtype: np.dtype[np.generic]) -> None:
         """Copy what each owner has of its slice of elements low..high."""
@@ -240,11 +270,13 @@ class _Storeys:
     Attributes:
         group: the set's ranks on this host.
         slices: how many ranks of each host speak to other hosts.
+        members: the set's ranks of each host, in the order of the hosts' first ranks.
         across: the number of the engine's process set that this rank's slice uses.
     """
 
     def __init__(self, number: int, rank: int, ranks: tuple[int, ...], hosts: Hosts, group: Group) -> None:
         self.ranks, self.group = ranks, group
+        self.members = sorted(hosts.groups)
         self.slices = min(map(len, hosts.groups))
         self._hosts = hosts
         self._peers = tuple(sorted(members[group.index] for members in hosts.groups)) if group.index < self.slices else ()
@@ -261,6 +293,12 @@ class _Storeys:
         """Return which of this rank's peers is on a rank's host."""
         home = self._hosts.around(rank)
         return next(peer for peer in self._peers if peer in home)
+
+    def gathering(self, own: Array, whole: Array, rows: Sequence[int]) -> Plan:
+        """Return what the engine is to do to gather so many elements of each host, in the order of `members`."""
+        response = Response(names=("rows",), collective=Collective.ALLGATHER, dtype=dtype_name(own.dtype),
+                            process_set=self.across, rows=tuple(rows), row_elements=1, contributors=self._peers)
+        return Plan(0, self._peers, response, [own], [whole])
 
     def plan(self, collective: Collective, values: Array, *, op: ReduceOp = ReduceOp.SUM, root_rank: int = -1) -> Plan:
         """Return what the engine is to do with a slice, in place."""

@@ -129,16 +129,15 @@ def _gathered(plan: Plan, plans: dict[int, Plan], rank: int, casts: Casts) -> Re
 
 
 def _exchanged(plan: Plan, plans: dict[int, Plan], rank: int, casts: Casts) -> Results:
-    size, mine, per_row = len(plan.ranks), plan.ranks.index(rank), plan.response.row_elements
+    exchange, per_row = plan.exchange, plan.response.row_elements
+    assert exchange is not None
     parts = []
-    for sender, each in enumerate(plan.ranks):
+    for each, rows, start in zip(plan.ranks, exchange.received, exchange.starts, strict=True):
         if each not in plan.response.contributors:
             continue
         source = plans[each].sources[0]
         assert source is not None
-        splits = plan.response.splits[sender * size:(sender + 1) * size]
-        begin = sum(splits[:mine]) * per_row
-        parts.append(source[begin:begin + splits[mine] * per_row])
+        parts.append(source[start * per_row:(start + rows) * per_row])
     return [np.concatenate(parts)]
 
 

@@ -47,6 +47,9 @@ class StagingSegment(Protocol):
     @property
     def fence(self) -> Callable[[], None] | None: ...
 
+    @property
+    def flush(self) -> Callable[[], None]: ...
+
     def staging(self, index: int, region: int) -> Array: ...
 
     def reserve(self, region: int, nbytes: int) -> None: ...
@@ -216,10 +219,12 @@ class ShmPlane:
         source = plan.sources[0] if plan.sources else np.empty(0, dtype)
         output = plan.outputs[0] if plan.outputs else None
         assert source is not None
+        if plan.exchange is not None:
+            source = source[:sum(plan.exchange.sent) * plan.response.row_elements]  # rows beyond stay here
         moves = _MOVES[plan.response.collective](plan)
-        longest = max((end for _, _, _, end in moves), default=0)
+        longest = _longest(plan.response, moves)
         per_piece = group.segment.slot // dtype.itemsize
-        sends = any(sender == group.index for sender, _, _, _ in moves)
+        sends = plan.exchange is not None or any(sender == group.index for sender, _, _, _ in moves)
         taken = 0  # where the next rows go in the output
         places = []
         for sender, receiver, begin, end in moves:
@@ -393,13 +398,18 @@ def _send_moves(plan: Plan) -> list[Move]:
 
 
 def _alltoall_moves(plan: Plan) -> list[Move]:
-    size, per_row = len(plan.ranks), plan.response.row_elements
-    moves: list[Move] = []
-    for sender in range(size):
-        splits = plan.response.splits[sender * size:(sender + 1) * size]
-        ends = list(itertools.accumulate(count * per_row for count in splits))
-        moves += [(sender, receiver, end - splits[receiver] * per_row, end) for receiver, end in enumerate(ends)]
-    return moves
+    """Only what this rank gets: who gets the rest is not its business."""
+    assert plan.exchange is not None
+    per_row = plan.response.row_elements
+    return [(sender, None, start * per_row, (start + rows) * per_row) for sender, (rows, start)
+            in enumerate(zip(plan.exchange.received, plan.exchange.starts, strict=True))]
+
+
+def _longest(response: Response, moves: Sequence[Move]) -> int:
+    """Return how many elements the rank that stages most has to stage; the same on all ranks."""
+    if response.collective is Collective.ALLTOALL:
+        return response.rows[0] * response.row_elements
+    return max((end for _, _, _, end in moves), default=0)
 
 
 _MOVES: dict[Collective, Callable[[Plan], list[Move]]] = {

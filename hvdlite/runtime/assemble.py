@@ -28,6 +28,7 @@ from hvdlite.control.wire import Connection
 from hvdlite.control.witness import Witness
 from hvdlite.core.config import Config, alike, limit
 from hvdlite.core.errors import LaunchError
+from hvdlite.core.file_limit import descriptors_for
 from hvdlite.core.launch_contract import PROCESSES_FILE
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.world import Hosts, World
@@ -37,7 +38,7 @@ from hvdlite.negotiation.buckets import BucketSizes
 from hvdlite.negotiation.coordinator import Coordinator, Policy
 from hvdlite.negotiation.leader import Leader
 from hvdlite.planes.arithmetic import Casts
-from hvdlite.planes.base import DevicePlane, Plane, Swap
+from hvdlite.planes.base import DevicePlane, Plane
 from hvdlite.planes.eager import reduce_payloads
 from hvdlite.planes.gloo import gloo_plane
 from hvdlite.planes.gloo import missing as gloo_missing
@@ -51,12 +52,11 @@ from hvdlite.runtime.notes import Notes
 from hvdlite.runtime.runtime import Runtime
 
 PlaneWrapper = Callable[[int, Plane], Plane]
-DevicePlaneMaker = Callable[[int, Swap, Callable[[], None]], DevicePlane]
+DevicePlaneMaker = Callable[[int, Notes, Callable[[], None]], DevicePlane]
 """Make the plane for GPUs of a rank, with what lets it meet the others, and what wakes its runtime thread."""
 
 SAME_CLOCK_SECONDS: Final = 0.05
 """Two clocks that differ by less when the ranks meet are one: what is seen is how long the welcome took."""
-
 _log = logging.getLogger("hvdlite")
 
 
@@ -80,14 +80,14 @@ def assemble_threads(size: int, config: Config, wrap: PlaneWrapper = lambda rank
         plane = wrap(rank, LoopbackPlane(rank, table, control.ring, casts))
         notes = Notes(rank)
         runtimes.append(Runtime(world, config, control, plane, coordinator_for(world, config), notes=notes,
-                                devices=None if devices is None else devices(rank, notes.swap, control.wake)))
+                                devices=None if devices is None else devices(rank, notes, control.wake)))
     return runtimes
 
 
 def gpus(place: Place, config: Config, environment: Mapping[str, str]) -> DevicePlaneMaker:
     """Return what makes the plane for this process's GPU, which is neither loaded nor looked for before it is used."""
-    return lambda rank, swap, wake: of_this_machine(rank, place.world.local_rank, host_identity(), swap, wake, environment,
-                                                    shared_gpu=config.shared_gpu)
+    return lambda rank, notes, wake: of_this_machine(rank, place.world.local_rank, host_identity(), notes, wake, environment,
+                                                     shared_gpu=config.shared_gpu)
 
 
 def assemble(place: Place, config: Config, casts: Casts, testimony: tuple[int, int] = (-1, 0),
@@ -124,16 +124,19 @@ def _assembled(place: Place, config: Config, casts: Casts, testimony: tuple[int,
         hosts = Hosts.of(welcome.hosts)
         world = _checked(place, hosts)
         local = hosts.around(world.rank)
-        bells, memory, inside = _shared(place, local, config, made, led=welcome.led)
+        address = config.gloo_interface or _address_for_others(direct, welcome)
+        pids = {rank: welcome.pids[rank] for rank in local}
+        # For each rank of the host: a bell, a process to watch and, where this rank leads, a connection's two ends.
+        leads = welcome.led and world.rank == local[0]
+        with descriptors_for((4 if leads else 2) * len(local), f"rank {world.rank}, one of {len(local)} on its host,"):
+            bells, memory, inside = _shared(place, local, config, made, led=welcome.led)
+            control = _control(world.rank, hosts, direct, inside, bells, pids, config, led=welcome.led)
+            made.callback(control.close)
     finally:
         if place.owns_directory and place.world.local_rank == 0:
             shutil.rmtree(place.job_directory, ignore_errors=True)
-    pids = {rank: welcome.pids[rank] for rank in local}
-    address = config.gloo_interface or _address_for_others(direct, welcome)
-    control = _control(world.rank, hosts, direct, inside, bells, pids, config, led=welcome.led)
-    made.callback(control.close)
     notes = Notes(world.rank)
-    planes = HostPlanes(world.rank, hosts, config, casts, memory, control, notes.swap, address, place.communicator)
+    planes = HostPlanes(world.rank, hosts, config, casts, memory, control, notes, address, place.communicator)
     choice = choose(config.cpu_operations, hosts, dict(welcome.lacks))
     if world.rank == 0:
         _log.info("%s", choice)
@@ -141,7 +144,7 @@ def _assembled(place: Place, config: Config, casts: Casts, testimony: tuple[int,
     made.callback(plane.close)
     plane.open_set(GLOBAL_PROCESS_SET_ID, tuple(range(world.size)))
     witness = Witness(pids, {rank: welcome.testimonies[rank] for rank in local})
-    devices = gpus(place, config, environment)(world.rank, notes.swap, control.wake)
+    devices = gpus(place, config, environment)(world.rank, notes, control.wake)
     runtime = Runtime(world, config, control, plane, coordinator_for(world, config), witness, _common_clock(welcome), notes,
                       hosts, devices)
     if not place.owns_directory:
@@ -158,7 +161,7 @@ class HostPlanes:
 
     Attributes:
         memory: the host's shared file.
-        swap: lets planes of different ranks connect.
+        notes: let planes of different ranks connect.
         address: at which other hosts reach this one: an IP address or a network interface.
         communicator: MPI's, of all ranks; None without MPI.
     """
@@ -169,7 +172,7 @@ class HostPlanes:
     casts: Casts
     memory: SharedMemory
     control: StarControl
-    swap: Swap
+    notes: Notes
     address: str
     communicator: Any
 
@@ -189,7 +192,7 @@ class HostPlanes:
         config = self.config
         if name == "mpi":
             return mpi_plane(self.communicator, chunk=config.shm_chunk, casts=self.casts)
-        return gloo_plane(self.rank, self.swap, self.control.wake, self.address, timeout=limit(config.gloo_timeout),
+        return gloo_plane(self.rank, self.notes, self.control.wake, self.address, timeout=limit(config.gloo_timeout),
                           chunk=config.shm_chunk, casts=self.casts)
 
 
@@ -265,28 +268,24 @@ def _shared(place: Place, local: Sequence[int], config: Config, made: contextlib
     pairs = [socket.socketpair() for _ in others] if led and rank == leader else []
     if rank == leader:
         bells = [Doorbell() for _ in local]
-        memory = SharedMemory(anonymous_file(), rank, fence.Fence(fence.fence_file()) if fenced else None)
+        file = anonymous_file()
+        fences = [fence.fence_file()] if fenced else []
+        memory = SharedMemory(file, rank, *map(fence.Fence, fences))
         for close in (memory.close, *(bell.close for bell in bells), *(ours.close for ours, _ in pairs)):
             made.callback(close)
         with contextlib.ExitStack() as given:
             for _, theirs in pairs:
                 given.callback(theirs.close)
             if others:
-                ends = [theirs.fileno() for _, theirs in pairs]
                 rings = [descriptor for bell in bells for descriptor in bell.descriptors]
-                give(path, [*memory.descriptors, *ends, *rings], len(others), limit(config.start_timeout))
+                ends = [[theirs.fileno()] for _, theirs in pairs] if led else [[] for _ in others]
+                give(path, [file, *fences, *rings], ends, limit(config.start_timeout))
         inside = {other: Connection(ours, frame_limit=config.frame_limit)
                   for other, (ours, _) in zip(others, pairs, strict=led)}
         return dict(zip(local, bells, strict=True)), memory, inside
-    file, *rest = take(path, limit(config.start_timeout))
+    file, *rest = take(path, others.index(rank), limit(config.start_timeout))
     memory = SharedMemory(file, rank, fence.Fence(rest.pop(0)) if fenced else None)
-    if led:
-        sockets = [socket.socket(fileno=rest.pop(0)) for _ in others]
-        inside = {leader: Connection(sockets.pop(others.index(rank)), frame_limit=config.frame_limit)}
-        for theirs in sockets:
-            theirs.close()
-    else:
-        inside = {}
+    inside = {leader: Connection(socket.socket(fileno=rest.pop()), frame_limit=config.frame_limit)} if led else {}
     each = len(rest) // len(local)
     received = [Doorbell(rest[start:start + each]) for start in range(0, len(rest), each)]
     for close in (memory.close, *(bell.close for bell in received), *(connection.close for connection in inside.values())):

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 from hvdlite.core.device import CPU, AnyArray, Completion
 from hvdlite.core.errors import HorovodInternalError, MismatchError, PeerLeftError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import Collective
-from hvdlite.negotiation.controller import Assist, Evicted, Expanded, Instruction
-from hvdlite.negotiation.messages import BucketRelease, Decision, ErrorKind, Layout, Response
+from hvdlite.negotiation.controller import Assist, Evicted, Expanded, Instruction, Suspended
+from hvdlite.negotiation.messages import BucketRelease, Column, Decision, ErrorKind, Layout, Response
 from hvdlite.negotiation.process_sets import ProcessSetTable
-from hvdlite.planes.base import DevicePlane, FusionBuffer, Part, Plan, Plane, WaitUntil
+from hvdlite.planes.base import DevicePlane, Exchange, FusionBuffer, Part, Plan, Plane, WaitUntil
 from hvdlite.runtime.buckets import BucketEntry, LearnedLayout, buffer_bytes
 from hvdlite.runtime.calls import Entry
 from hvdlite.runtime.chronicle import Chronicle, lane_of
@@ -58,6 +58,8 @@ class Execution:
         self._plans: defaultdict[int, int] = defaultdict(int)  # by process set
         self._pairs: set[int] = set()  # process sets of two ranks that are open in the plane
         self._left: frozenset[int] = frozenset()
+        # Of alltoalls to be carried out; a name may have several when this rank has joined and is behind.
+        self._columns: defaultdict[tuple[int, str], deque[Column]] = defaultdict(deque)
 
     @property
     def waits(self) -> bool:
@@ -86,6 +88,11 @@ class Execution:
         self._chronicle.split(bucket_lane(expanded.bucket), entry.bucket.definition.response.names)
         for each in entry.split(expanded, self._devices):
             self.add(each)
+
+    def take_columns(self, columns: Iterable[Column]) -> None:
+        """Learn what this rank gets in alltoalls of coming decisions."""
+        for column in columns:
+            self._columns[column.process_set, column.name].append(column)
 
     def carry_out(self, decision: Decision, instructions: Sequence[Instruction], left: frozenset[int]) -> None:
         """Follow a decision.
@@ -142,6 +149,10 @@ class Execution:
                 self._learn(instruction)
             case Expanded():
                 self.split(instruction)
+            case Suspended(layout):
+                learned = self.layouts.get(layout.label)
+                if learned is not None and learned.layout.layout == layout.layout:
+                    learned.is_suspended = True
             case Evicted(layout):
                 learned = self.layouts.get(layout.label)
                 if learned is not None and learned.layout.layout == layout.layout:
@@ -185,19 +196,22 @@ class Execution:
             for entry in entries:
                 self._release(entry).fail(self._refusal(response))
             return
+        exchange = self._exchange_of(response, entries[0].request.splits)
         for entry in entries:
-            entry.prepare(response, self._rank, self.process_sets[response.process_set])
+            entry.prepare(response, self._rank, self.process_sets[response.process_set], exchange)
         completion = None
         if response.result is not None:
             entries[0].deliver(response.result)
         elif response.collective in (Collective.ADD_PROCESS_SET, Collective.REMOVE_PROCESS_SET):
             self._change_sets(response)
         elif response.collective is Collective.JOIN:
+            for learned in self.layouts.values():
+                learned.is_suspended = False
             self._start_anew()
         elif response.collective is not Collective.BARRIER:  # that all ranks reported it is the barrier
             self._chronicle.moving(_lanes(response), response)
             completion = self._move(response, [source for entry in entries for source in entry.sources],
-                                    [output for entry in entries for output in entry.outputs])
+                                    [output for entry in entries for output in entry.outputs], exchange=exchange)
         self._chronicle.done(_lanes(response), response)
         for entry in entries:
             self._release(entry).complete(response, completion)
@@ -208,11 +222,21 @@ class Execution:
             self._change_sets(response)
         elif (self._rank in self.process_sets[response.process_set] and response.result is None
               and response.collective is not Collective.BARRIER):
-            self._move(response, (), ())
+            self._move(response, (), (), exchange=self._exchange_of(response, ()))
+
+    def _exchange_of(self, response: Response, sent: tuple[int, ...]) -> Exchange | None:
+        """Return who sends what in an alltoall; `sent` is this rank's part, nothing when it has joined."""
+        if response.collective is not Collective.ALLTOALL:
+            return None
+        key = response.process_set, response.names[0]
+        column = self._columns[key].popleft()
+        if not self._columns[key]:
+            del self._columns[key]
+        return Exchange(sent or (0,) * len(column.rows), column.rows, column.starts)
 
     def _change_sets(self, response: Response) -> None:
         if response.collective is Collective.ADD_PROCESS_SET:
-            self._open_set(self.process_sets.add(response.splits), response.splits)
+            self._open_set(self.process_sets.add(response.members), response.members)
         else:
             self.process_sets.remove(response.rows[0])
             self._plane.close_set(response.rows[0], self._wait_until)
@@ -220,11 +244,11 @@ class Execution:
                 self._devices.close_set(response.rows[0], self._wait_until)
 
     def _move(self, response: Response, sources: Sequence[AnyArray | None], outputs: Sequence[AnyArray | None],
-              part: Part | None = None) -> Completion | None:
+              part: Part | None = None, exchange: Exchange | None = None) -> Completion | None:
         number = response.process_set
         self._plans[number] += 1
         self.partners, self.moving_since = self.process_sets[number], self._clock()
-        plan = Plan(self._plans[number], self.partners, response, sources, outputs, part)
+        plan = Plan(self._plans[number], self.partners, response, sources, outputs, part, exchange)
         completion = None
         if response.device == CPU:
             self._plane.execute(plan, self._wait_until)

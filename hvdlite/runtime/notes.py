@@ -1,19 +1,24 @@
-"""How planes of different ranks swap the few bytes by which they connect: through rank 0, authenticated like all messages.
+"""How planes of different ranks exchange the few bytes by which they connect: through rank 0, signed like all messages.
 
-A plane that makes a connection for a process set does so in the middle of a plan, on all members at the same place of the
-decision stream. So a swap needs no answer: everybody says its own and waits for the others'; a death interrupts that.
+A plane connects in the middle of a plan, or in a library's thread while this rank waits in one. What a rank publishes stays
+at the coordinator until another fetches it, so a text travels only between ranks that connect. What all ranks of a process
+set must know of each other is told to the first of them, which answers all. A death interrupts every wait.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 
-from hvdlite.negotiation.messages import Aside, Note
+from hvdlite.core.errors import HorovodInternalError
+from hvdlite.negotiation.messages import Aside, Note, Wanted
 from hvdlite.planes.base import WaitUntil
 
 
 class Notes:
-    """One rank's; only its runtime thread calls it.
+    """One rank's notes; see `planes.base.Notes` for what planes use of them.
+
+    Only `fetch` is called by other threads than the runtime's.
 
     Args:
         rank: this one.
@@ -21,23 +26,69 @@ class Notes:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._received: dict[str, dict[int, bytes]] = {}  # by label and sender
+        self._arrived = threading.Condition()
+        self._received: dict[Wanted, bytes] = {}
+        self._failure: HorovodInternalError | None = None
         self._say: Callable[[Aside], None] = lambda aside: None
+        self._hand_in: Callable[[Callable[[], None]], None] = lambda action: None
+        self._wake: Callable[[], None] = lambda: None
+        self._thread = 0  # the runtime's, once it has published something
 
-    def speak_through(self, say: Callable[[Aside], None]) -> None:
-        """Send what is swapped from now on with `say`."""
-        self._say = say
+    def speak_through(self, say: Callable[[Aside], None], hand_in: Callable[[Callable[[], None]], None],
+                      wake: Callable[[], None]) -> None:
+        """Let what is published from now on travel.
+
+        Args:
+            say: sends an aside; only the runtime thread calls it.
+            hand_in: lets the runtime thread call something when it is awake; from any thread, like `wake`.
+        """
+        self._say, self._hand_in, self._wake = say, hand_in, wake
 
     def take_in(self, notes: Iterable[Note]) -> None:
-        """A decision brought notes."""
-        for note in notes:
-            if self._rank in note.ranks:
-                self._received.setdefault(note.label, {})[note.sender] = note.text
+        """A letter brought notes."""
+        with self._arrived:
+            for note in notes:
+                self._received[Wanted(note.label, note.sender)] = note.text
+            self._arrived.notify_all()
 
-    def swap(self, label: str, ranks: Sequence[int], text: bytes, wait_until: WaitUntil) -> list[bytes]:
-        """Return what each of `ranks` gave, in their order; all of them call this with the same label, once."""
-        self._say(Aside(notes=(Note(label, self._rank, tuple(ranks), text),)))
-        received = self._received.setdefault(label, {})
-        wait_until(lambda: len(received) == len(ranks))
-        del self._received[label]
-        return [received[rank] for rank in ranks]
+    def close(self, failure: HorovodInternalError) -> None:
+        """Nothing arrives any more: raise that wherever something is waited for."""
+        with self._arrived:
+            self._failure = failure
+            self._arrived.notify_all()
+
+    def publish(self, label: str, text: bytes) -> None:
+        self._thread = threading.get_ident()
+        self._say(Aside(notes=(Note(label, self._rank, text),)))
+
+    def withdraw(self, label: str) -> None:
+        self._say(Aside(withdrawn=(label,)))
+
+    def fetch(self, label: str, sender: int, wait_until: WaitUntil) -> bytes:
+        wanted = Wanted(label, sender)
+        aside = Aside(wanted=(wanted,))
+        if threading.get_ident() == self._thread:
+            self._say(aside)
+            wait_until(lambda: wanted in self._received)
+        else:
+            self._hand_in(lambda: self._say(aside))
+            self._wake()
+            with self._arrived:
+                self._arrived.wait_for(lambda: wanted in self._received or self._failure is not None)
+        with self._arrived:
+            if wanted not in self._received and self._failure is not None:
+                raise self._failure
+            return self._received.pop(wanted)
+
+    def consult(self, label: str, ranks: Sequence[int], text: bytes, answer: Callable[[list[bytes]], bytes],
+                wait_until: WaitUntil) -> bytes:
+        first, question = ranks[0], f"{label}?"
+        self._say(Aside(notes=(Note(question, self._rank, text, (first,)),)))
+        if self._rank == first:
+            asked = [Wanted(question, rank) for rank in ranks]
+            wait_until(lambda: all(each in self._received for each in asked))
+            answered = answer([self._received.pop(each) for each in asked])
+            self._say(Aside(notes=(Note(label, first, answered, tuple(ranks)),)))
+        told = Wanted(label, first)
+        wait_until(lambda: told in self._received)
+        return self._received.pop(told)

@@ -22,7 +22,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from hvdlite.control.base import ControlPlane, DecisionReceived, Event, HostReportReceived, PeerLost, ReportReceived
+from hvdlite.control.base import (
+    ControlPlane,
+    DecisionReceived,
+    Event,
+    HostReportReceived,
+    LetterReceived,
+    PeerLost,
+    ReportReceived,
+)
 from hvdlite.core.config import Config
 from hvdlite.core.device import DeviceAccess
 from hvdlite.core.errors import (
@@ -44,6 +52,7 @@ from hvdlite.negotiation.messages import (
     FailureNotice,
     HostReport,
     LayoutStale,
+    Letter,
     RankReport,
     Report,
     Request,
@@ -100,8 +109,8 @@ class Runtime(DeclaredSets):
         self._spin = config.spin_microseconds * 1e-6
         self._controller = Controller(world.rank)
         self._notes = notes or Notes(world.rank)
-        self._notes.speak_through(self._controller.say)
         self._inbox: deque[Item] = deque()
+        self._notes.speak_through(self._controller.say, self._inbox.append, control.wake)
         self._names: set[tuple[int, str]] = set()  # with their process sets
         self._names_lock = threading.Lock()
         self._chronicle = Chronicle(world.rank, plane.name, clock)
@@ -123,7 +132,7 @@ class Runtime(DeclaredSets):
         self._recent: deque[str] = deque(maxlen=RECENT)  # names of the last collectives
         self._count = 0  # of them, since the beginning
         self._caller = threading.get_ident()  # the thread that last called one
-        self._callers: set[int] = set()  # all threads that ever did
+        self._callers: set[int] = set()  # all threads that ever called one
         self._report_wanted = False
         self._mark_cycles = False  # in the timeline
         self._desk: ReportDesk | None = None
@@ -198,11 +207,15 @@ class Runtime(DeclaredSets):
         self._desk = ReportDesk(directory, self.demand_report)
 
     def close_in_child(self) -> None:
-        """In a forked child: close every descriptor, so that the parent's death is not hidden by it."""
+        """In a forked child: close every descriptor, so that the parent's death is not hidden by it.
+
+        What is shared with the parent is left as it is: its pages (`memory.shared`), its connections, what it published.
+        """
         if self._desk is not None:
             self._desk.forget()
         self._control.forget()
         self._plane.close()
+        self.progress.withdraw()
 
     # --- process sets ----------------------------------------------------------------------------------------------
 
@@ -280,7 +293,8 @@ class Runtime(DeclaredSets):
 
     def _hand_in(self, item: Item) -> None:
         self._caller = threading.get_ident()
-        self._callers.add(self._caller)
+        if isinstance(item, (Entry, BucketEntry)):
+            self._callers.add(self._caller)
         self._inbox.append(item)
         # The thread clears _awake, then looks into the inbox, then sleeps: whoever sees it awake has been seen.
         if not self._awake:
@@ -395,9 +409,17 @@ class Runtime(DeclaredSets):
         if self._autotuner is not None:
             self._autotuner.look()
         decision = self._coordinator.decide()
+        if letters := self._coordinator.letters():
+            self._control.send_letters(letters)
+            if letters[0].rank == 0:
+                self._read(letters[0])
         if decision is not None:
             self._control.send_decision(decision)
             self._accept(decision)
+
+    def _read(self, letter: Letter) -> None:
+        self._work.take_columns(letter.columns)
+        self._notes.take_in(letter.notes)
 
     def _look_out(self) -> float | None:
         """Notice what has waited long; return when to look again, in seconds, or None while nothing waits."""
@@ -425,6 +447,8 @@ class Runtime(DeclaredSets):
             case DecisionReceived(decision):
                 self._patience.heard()
                 self._accept(decision)
+            case LetterReceived(letter):
+                self._read(letter)
             case ReportReceived(rank, report):
                 self._hear(rank, report)
             case HostReportReceived(ranks, merged):
@@ -473,7 +497,6 @@ class Runtime(DeclaredSets):
             begun = self._count - len(self._recent) + 1
             self._controller.say(Aside(account=account(self._caller, tuple(self._recent), begun, waiting)))
         self._departed.update(decision.left)
-        self._notes.take_in(decision.notes)
         if self.world.rank in decision.deferred:
             self._sleepers.defer()
         if decision.failure is not None:
@@ -544,8 +567,9 @@ class Runtime(DeclaredSets):
         """Close every part, whatever others raise; in the end nobody waits for this thread any more."""
         if self._failure is None and not self._left:
             self._failure = HorovodInternalError("the runtime thread ended unexpectedly; see the log")
-        parts: list[Callable[[], object]] = [lambda: self._control.flush(FLUSH_SECONDS),
-                                             lambda: self._work.fail(self._last_word()), self._plane.close]
+        parts: list[Callable[[], object]] = [
+            lambda: self._control.flush(FLUSH_SECONDS), lambda: self._notes.close(self._last_word()),
+            lambda: self._work.fail(self._last_word()), self._plane.close]
         devices, desk, timeline = self._devices, self._desk, self._timeline
         if devices is not None:
             parts.append(lambda: devices.close(self._failure))

@@ -5,11 +5,14 @@ from __future__ import annotations
 import socket
 import threading
 
+import pytest
+
+from hvdlite.control import star, wire
 from hvdlite.control.base import DecisionReceived, PeerLost
 from hvdlite.control.doorbell import Doorbell
 from hvdlite.control.star import StarControl
 from hvdlite.control.wire import Connection
-from hvdlite.negotiation.messages import Decision, FailureNotice, Report
+from hvdlite.negotiation.messages import Decision, FailureNotice, Letter, Letters, Message, Note, Report
 
 
 def pair() -> tuple[StarControl, Connection]:
@@ -91,3 +94,45 @@ def test_ringing_a_bell_while_it_is_closed_touches_no_other_file() -> None:
         stop.set()
         worker.join()
         assert not errors
+
+
+def hub(hosts: dict[int, tuple[int, ...]], peers: list[int], key: bytes = b"") -> tuple[StarControl, dict[int, Connection]]:
+    """Return rank 0's control plane and what its peers hold of their connections."""
+    pairs = {peer: socket.socketpair() for peer in peers}
+    links = {peer: Connection(ours, send_key=key, receive_key=key) for peer, (ours, _) in pairs.items()}
+    control = StarControl(0, links, {0: Doorbell()}, {}, heartbeat_timeout=60, hosts=hosts)
+    far = {peer: Connection(theirs, send_key=key, receive_key=key) for peer, (_, theirs) in pairs.items()}
+    return control, far
+
+
+def close(control: StarControl, far: dict[int, Connection]) -> None:
+    control.close()
+    for connection in far.values():
+        connection.close()
+
+
+def test_a_decision_is_encoded_once_for_all_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    control, far = hub({}, [1, 2, 3], key=b"k" * 32)
+    encoded: list[Message] = []
+    real = star.encode
+    for module in (star, wire):
+        monkeypatch.setattr(module, "encode", lambda message: encoded.append(message) or real(message))
+    decision = Decision(0, 1)
+    control.send_decision(decision)
+    assert encoded == [decision]
+    monkeypatch.undo()
+    for connection in far.values():
+        connection.start()
+        assert connection.receive() == [decision]
+    close(control, far)
+
+
+def test_a_letter_goes_to_its_rank_or_the_leader_of_its_host() -> None:
+    control, far = hub({2: (2, 3)}, [1, 2])
+    letters = {rank: Letter(rank, notes=(Note("x", 0, b"%d" % rank),)) for rank in (1, 2, 3)}
+    control.send_letters([Letter(0), *letters.values()])
+    for connection in far.values():
+        connection.start()
+    assert far[1].receive() == [Letters((letters[1],))]
+    assert far[2].receive() == [Letters((letters[2], letters[3]))]
+    close(control, far)

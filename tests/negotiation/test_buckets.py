@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.buckets import BucketSizes, cut
-from hvdlite.negotiation.controller import Assist, Evicted, Expanded, Instruction
+from hvdlite.negotiation.controller import Assist, Evicted, Expanded, Instruction, Suspended
 from hvdlite.negotiation.messages import (
     BucketReady,
     BucketRelease,
@@ -48,6 +48,7 @@ class Reducer:
         self.played_before = 0
         self.to_give: list[str] | None = None  # None: between rounds
         self.layout: Layout | None = None
+        self.suspended: Layout | None = None
         self.current: Layout | None = None  # what the round goes by
         self.filled: dict[int, list[str]] = {}
         self.broken: set[int] = set()
@@ -84,9 +85,15 @@ class Reducer:
         match instruction:
             case Layout():
                 self.layout = instruction
+            case Suspended(layout):
+                assert self.layout == layout
+                self.suspended, self.layout = layout, None
             case Evicted(layout):
                 if self.layout is layout or (self.layout and self.layout.layout == layout.layout):
                     self.layout = None
+                self.suspended = None
+            case Response(collective=Collective.JOIN):
+                self.layout, self.suspended = self.layout or self.suspended, None
             case BucketRelease(bucket, nobody):
                 definition = self.definitions[bucket]
                 for index, member in enumerate(definition.members):
@@ -275,7 +282,7 @@ def test_ranks_with_fewer_rounds_join_and_the_others_go_on(counts: list[int], se
         for instruction in simulation.apply(rank):
             if isinstance(instruction, Response) and instruction.collective is Collective.JOIN:
                 last[rank] = instruction.rows[0]
-            elif not isinstance(instruction, Assist):
+            if not isinstance(instruction, Assist):
                 reducers[rank].follow(instruction)
 
     for _ in range(4000):

@@ -37,7 +37,7 @@ def worlds(draw: st.DrawFn) -> tuple[int, list[list[Request]], list[int], int]:
     kinds = [Collective.ALLREDUCE, Collective.BROADCAST, Collective.BARRIER, Collective.ALLTOALL, Collective.REDUCESCATTER]
     base = [Request(f"t{index // 2}" if (number := draw(st.integers(0, 2))) else f"g{index}", draw(st.sampled_from(kinds)),
                     draw(st.sampled_from(["float32", "int64"])), (draw(st.integers(0, 5)),), root_rank=SETS(size)[number][0],
-                    process_set=number)
+                    process_set=number, splits=(1,) * len(SETS(size)[number]))
             for index in range(count)]
     for index in range(draw(st.integers(0, 2)) if size > 1 else 0):
         sender, receiver = draw(st.permutations(range(size)))[:2]

@@ -44,28 +44,55 @@ def shm_fenced(size: int, ring: Callable[[int], None]) -> list[Plane]:
     return shm(size, ring, fenced=True)
 
 
-class Swap:
-    """What the control plane does for planes that connect: texts by label."""
+class Board:
+    """What the control plane does for planes that connect: texts by label and rank."""
 
     def __init__(self, wake_all: Callable[[], object]) -> None:
-        self._lock, self._wake_all = threading.Lock(), wake_all
-        self._texts: dict[tuple[str, int], bytes] = {}
+        self.arrived, self._wake_all = threading.Condition(), wake_all
+        self.texts: dict[tuple[str, int], bytes] = {}
+        self.fetched: list[tuple[int, int]] = []  # by whom, from whom
 
-    def of(self, rank: int) -> Callable[..., list[bytes]]:
-        def swap(label: str, ranks: Sequence[int], text: bytes, wait_until: WaitUntil) -> list[bytes]:
-            with self._lock:
-                assert (label, rank) not in self._texts, "a label is used again"
-                self._texts[label, rank] = text
-            self._wake_all()
-            wait_until(lambda: all((label, each) in self._texts for each in ranks))
-            return [self._texts[label, each] for each in ranks]
-        return swap
+    def put(self, label: str, rank: int, text: bytes) -> None:
+        with self.arrived:
+            assert (label, rank) not in self.texts, "a label is used again"
+            self.texts[label, rank] = text
+            self.arrived.notify_all()
+        self._wake_all()
+
+
+class BoardNotes:
+    """One rank's `Notes` on a board."""
+
+    def __init__(self, board: Board, rank: int) -> None:
+        self._board, self._rank = board, rank
+
+    def publish(self, label: str, text: bytes) -> None:
+        self._board.put(label, self._rank, text)
+
+    def fetch(self, label: str, sender: int, wait_until: WaitUntil) -> bytes:
+        with self._board.arrived:
+            self._board.fetched.append((self._rank, sender))
+            assert self._board.arrived.wait_for(lambda: (label, sender) in self._board.texts, 30)
+            return self._board.texts[label, sender]
+
+    def withdraw(self, label: str) -> None:
+        pass
+
+    def consult(self, label: str, ranks: Sequence[int], text: bytes, answer: Callable[[list[bytes]], bytes],
+                wait_until: WaitUntil) -> bytes:
+        texts, question = self._board.texts, f"{label}?"
+        self._board.put(question, self._rank, text)
+        if self._rank == ranks[0]:
+            wait_until(lambda: all((question, each) in texts for each in ranks))
+            self._board.put(label, self._rank, answer([texts[question, each] for each in ranks]))
+        wait_until(lambda: (label, ranks[0]) in texts)
+        return texts[label, ranks[0]]
 
 
 def gloo(size: int, ring: Callable[[int], None]) -> list[Plane]:
     pytest.importorskip("torch")
-    swap = Swap(lambda: [ring(rank) for rank in range(size)])
-    return [gloo_plane(rank, swap.of(rank), functools.partial(ring, rank), "127.0.0.1", timeout=60, chunk=1 << 12)
+    board = Board(lambda: [ring(rank) for rank in range(size)])
+    return [gloo_plane(rank, BoardNotes(board, rank), functools.partial(ring, rank), "127.0.0.1", timeout=60, chunk=1 << 12)
             for rank in range(size)]
 
 

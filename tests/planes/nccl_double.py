@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -16,26 +15,9 @@ from hvdlite.negotiation.messages import Response
 from hvdlite.planes.base import FusionBuffer, Plan, Plane, WaitUntil
 from hvdlite.planes.nccl.plane import NcclPlane
 from tests.device_double import GpuDouble, Meetings, plane, view
+from tests.planes.makers import Board, BoardNotes
 
 _REDUCTIONS = (Collective.ALLREDUCE, Collective.REDUCE, Collective.REDUCESCATTER)
-
-
-class Table:
-    """Swaps texts between ranks that are threads."""
-
-    def __init__(self, ring: Callable[[int], None]) -> None:
-        self._lock = threading.Lock()
-        self._texts: dict[str, dict[int, bytes]] = {}
-        self._ring = ring
-
-    def swap(self, rank: int, label: str, ranks: Sequence[int], text: bytes, wait_until: WaitUntil) -> list[bytes]:
-        with self._lock:
-            texts = self._texts.setdefault(label, {})
-            texts[rank] = text
-        for other in ranks:
-            self._ring(other)
-        wait_until(lambda: len(texts) == len(ranks))
-        return [texts[other] for other in ranks]
 
 
 class OnDouble:
@@ -51,7 +33,7 @@ class OnDouble:
         if not self.carries(response):
             pytest.skip(f"NCCL has no {response.collective.name} {response.op.name} of {response.dtype}")
         moved = [lent(array) for array in plan.sources], [lent(array) for array in plan.outputs]
-        self.real.execute(Plan(plan.sequence, plan.ranks, response, *moved, plan.part), wait_until).wait()
+        self.real.execute(Plan(plan.sequence, plan.ranks, response, *moved, plan.part, plan.exchange), wait_until).wait()
         assert self.gpu.error is None, self.gpu.error
 
     def carries(self, response: Response) -> bool:
@@ -86,10 +68,9 @@ def lent(array: Any) -> DeviceArray | None:
 
 
 def nccl(size: int, ring: Callable[[int], None]) -> list[Plane]:
-    table, meetings = Table(ring), Meetings()
+    board, meetings = Board(lambda: [ring(rank) for rank in range(size)]), Meetings()
     planes: list[Plane] = []
     for rank in range(size):
         gpu = GpuDouble(rank, meetings)
-        swap = lambda *arguments, rank=rank: table.swap(rank, *arguments)  # noqa: E731
-        planes.append(OnDouble(plane(rank, swap, lambda rank=rank: ring(rank), gpu), gpu))
+        planes.append(OnDouble(plane(rank, BoardNotes(board, rank), lambda rank=rank: ring(rank), gpu), gpu))
     return planes

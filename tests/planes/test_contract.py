@@ -18,9 +18,9 @@ import pytest
 
 from hvdlite.core.array import SUPPORTED_DTYPES, Array, identity
 from hvdlite.core.types import Collective, ReduceOp
-from hvdlite.negotiation.fusion import even_rows
-from hvdlite.negotiation.messages import Response
-from hvdlite.planes.base import Part, Plan, Plane, WaitUntil
+from hvdlite.negotiation.fusion import columns, even_rows
+from hvdlite.negotiation.messages import Request, Response
+from hvdlite.planes.base import Exchange, Part, Plan, Plane, WaitUntil
 from tests.planes import under_mpi
 from tests.planes.makers import gloo, hierarchical, hierarchical_mpi, loopback, mpi, shm, shm_fenced
 from tests.planes.nccl_double import nccl
@@ -77,9 +77,10 @@ def executor(rank: int, size: int, plane: Plane, wait_until: WaitUntil, barrier:
     counts: dict[int, int] = {}
 
     def execute(response: Response, sources: list[Array | None], outputs: list[Array | None],
-                part: Part | None = None, ranks: tuple[int, ...] = tuple(range(size))) -> None:
+                part: Part | None = None, ranks: tuple[int, ...] = tuple(range(size)),
+                exchange: Exchange | None = None) -> None:
         number = counts[response.process_set] = counts.get(response.process_set, 0) + 1
-        plane.execute(Plan(number, ranks, response, sources, outputs, part), wait_until)
+        plane.execute(Plan(number, ranks, response, sources, outputs, part, exchange), wait_until)
 
     execute.wait_until, execute.barrier = wait_until, barrier  # type: ignore[attr-defined]
     execute.fusion_buffer, execute.plane = plane.fusion_buffer, plane  # type: ignore[attr-defined]
@@ -443,17 +444,44 @@ def test_gather_and_scatter_at_every_root(make_planes: Any, size: int) -> None:
     run(make_planes, size, step)
 
 
+def exchange(splits: list[list[int]], rank: int) -> Exchange:
+    """Return what a rank knows of an alltoall, of everybody's splits."""
+    requests = {sender: Request("x", Collective.ALLTOALL, "uint8", (sum(row), 3), splits=tuple(row))
+                for sender, row in enumerate(splits) if row}
+    column = columns(requests, range(len(splits)))[rank]
+    return Exchange(tuple(splits[rank]) or (0,) * len(splits), column.rows, column.starts)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_alltoall_with_a_rank_that_has_joined(make_planes: Any, size: int) -> None:
+    """It gets rows that nobody keeps."""
+    def step(rank: int, execute: Any) -> None:
+        splits = [[sender + receiver + 1 for receiver in range(size)] if sender != 1 else [] for sender in range(size)]
+        active = [sender for sender in range(size) if sender != 1]
+        most = max(map(sum, splits)), max(sum(splits[sender][receiver] for sender in active) for receiver in range(size))
+        told = msgspec.structs.replace(response(Collective.ALLTOALL, size, most, dtype="uint8"), contributors=tuple(active))
+        if rank == 1:
+            execute(told, [], [], exchange=exchange(splits, rank))
+            return
+        mine = np.concatenate([np.full(count * 3, 10 * rank + receiver, np.uint8)
+                               for receiver, count in enumerate(splits[rank])])
+        out = np.empty(sum(splits[sender][rank] for sender in active) * 3, np.uint8)
+        execute(told, [mine], [out], exchange=exchange(splits, rank))
+        assert out.tolist() == [10 * sender + rank for sender in active for _ in range(splits[sender][rank] * 3)]
+    run(make_planes, size, step)
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_alltoall_with_splits(make_planes: Any, size: int) -> None:
     def step(rank: int, execute: Any) -> None:
         for scale in (0, 1, 4000):
             splits = [[(2 * sender + 3 * receiver) % 4 * scale for receiver in range(size)] for sender in range(size)]
-            rows = [sum(row) + 1 for row in splits]  # one row stays where it is
-            mine = np.concatenate([np.full(count * 3, 10 * rank + receiver, np.uint8)
+            mine = np.concatenate([np.full(count * 3, 10 * rank + receiver, np.uint8)  # one row stays where it is
                                    for receiver, count in enumerate([*splits[rank], 1])])
             out = np.empty(sum(row[rank] for row in splits) * 3, np.uint8)
-            everything = tuple(count for row in splits for count in row)
-            execute(response(Collective.ALLTOALL, size, rows, dtype="uint8", splits=everything), [mine], [out])
+            wants = exchange(splits, rank)
+            most = max(map(sum, splits)), max(map(sum, zip(*splits, strict=True)))
+            execute(response(Collective.ALLTOALL, size, most, dtype="uint8"), [mine], [out], exchange=wants)
             wanted = [10 * sender + rank for sender in range(size) for _ in range(splits[sender][rank] * 3)]
             with case(splits):
                 assert out.tolist() == wanted

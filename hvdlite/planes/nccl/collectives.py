@@ -344,11 +344,15 @@ def _scatter(work: Launch) -> None:
 
 
 def _alltoall(work: Launch) -> None:
-    size, source, output = len(work.plan.ranks), work.source(), work.output()
-    splits = work.response.splits
-    sent = _row_bytes(work, splits[work.rank * size:(work.rank + 1) * size])
-    received = _row_bytes(work, splits[work.rank::size])
-    if source is None or output is None:  # joined: nobody sends it anything
+    source, output, exchange = work.source(), work.output(), work.plan.exchange
+    assert exchange is not None
+    sent, received = _row_bytes(work, exchange.sent), _row_bytes(work, exchange.received)
+    if source is None or output is None:  # joined: what the others send it is not kept
+        target = work.staging.get(max(1, sum(received)))
+        with work.device.group():
+            for peer, begin in enumerate(_begins(received)):
+                if received[peer]:
+                    work.communicator.recv(target + begin, received[peer], BYTES, peer, work.stream)
         return
     with work.device.group():
         for peer, (out, back) in enumerate(zip(_begins(sent), _begins(received), strict=True)):

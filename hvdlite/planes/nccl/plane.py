@@ -7,7 +7,8 @@ Theory of operation
 - Launching happens on a thread of its own, because the first calls of a communicator, and any call when the GPU's queue is
   full, can block for as long as another rank is missing. The runtime thread waits for it as for everything: interruptibly.
 - A communicator is made when its process set has its first tensor on a GPU: by then the script has chosen its GPU. The ranks
-  exchange introductions over the control plane, which is also the barrier before NCCL's own meeting.
+  introduce themselves to the first of them over the control plane, which answers all: also the barrier before NCCL's own
+  meeting.
 - The end is an abort, always: `ncclCommDestroy` waits for other ranks. Unless the job failed, all work is waited for first,
   the other ranks' too: an abort stops NCCL's threads, which may still be sending what this rank's kernels gave them, and
   frees memory that other GPUs may still use (nccl issue 863). When a process set is removed, its ranks tell each other. At
@@ -16,6 +17,7 @@ Theory of operation
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
@@ -29,7 +31,7 @@ import numpy as np
 from hvdlite.core.device import Completion, DeviceArray, Pair
 from hvdlite.core.errors import HorovodInternalError, UnsupportedError
 from hvdlite.core.types import Collective, ReduceOp
-from hvdlite.planes.base import FusionBuffer, Plan, Swap, WaitUntil
+from hvdlite.planes.base import FusionBuffer, Notes, Plan, WaitUntil
 from hvdlite.planes.launch_thread import LaunchThread
 from hvdlite.planes.nccl import collectives, library
 from hvdlite.planes.nccl.collectives import DTYPES, Launch, Staging
@@ -48,6 +50,7 @@ PARTING_SECONDS: Final = 2.0
 LINGER_SECONDS: Final = 0.1
 """How long `close` leaves them to get out of the last all-reduce."""
 _INTRODUCTION: Final = msgspec.msgpack.Decoder(Introduction)
+_ANSWER: Final = msgspec.msgpack.Decoder(tuple[bytes, str])
 
 MakeDevice = Callable[[int | None], Device]
 """Open the GPU of that number; None leaves the choice to the rank's number on its host."""
@@ -58,7 +61,7 @@ class NcclPlane:
 
     Args:
         host: what is the same for the ranks of one host, and different for those of others.
-        swap: lets the ranks of a communicator introduce themselves.
+        notes: let the ranks of a communicator introduce themselves.
         wake: makes this rank's `WaitUntil` look again.
         make_device: opens the GPU.
         missing: says why there is none, or "".
@@ -68,10 +71,10 @@ class NcclPlane:
 
     name = "nccl"
 
-    def __init__(self, rank: int, host: str, swap: Swap, wake: Callable[[], None], make_device: MakeDevice,
+    def __init__(self, rank: int, host: str, notes: Notes, wake: Callable[[], None], make_device: MakeDevice,
                  missing: Callable[[], str] = library.missing, *, shared_gpu: bool = False,
                  parting: float = PARTING_SECONDS) -> None:
-        self._rank, self._host, self._swap, self._make_device, self._missing = rank, host, swap, make_device, missing
+        self._rank, self._host, self._notes, self._make_device, self._missing = rank, host, notes, make_device, missing
         self._thread = LaunchThread(f"hvdlite-nccl-{rank}", wake, lambda: self._opened(None).enter())
         self._report: Callable[[Exception], None] = lambda error: None
         self._shared_gpu, self._parting = shared_gpu, parting
@@ -139,7 +142,7 @@ class NcclPlane:
         if lease is not None:
             device = self._opened(None)
             self._thread.run(lambda: self._watcher.drain(DRAIN_SECONDS), wait_until)
-            self._swap(f"nccl.{number}.end", lease.ranks, b"", wait_until)
+            self._notes.consult(f"nccl.{number}.end", lease.ranks, b"", lambda texts: b"", wait_until)
             self._watcher.pause()
             self._thread.run(lambda: abort([lease], device, ABORT_SECONDS), wait_until)
 
@@ -238,11 +241,21 @@ class NcclPlane:
         device, mine = self._opened(None), ranks.index(self._rank)
         unique_id = self._thread.run(device.unique_id, wait_until) if mine == 0 else b""
         introduction = Introduction(self._host, device.identity(), device.version, unique_id)
-        given = self._swap(f"nccl.{number}.{ranks}", ranks, msgspec.msgpack.encode(introduction), wait_until)
-        all_of_them = {rank: _INTRODUCTION.decode(text) for rank, text in zip(ranks, given, strict=True)}
-        check(all_of_them, shared=self._shared_gpu)
-        unique_id = all_of_them[ranks[0]].unique_id
+        text = msgspec.msgpack.encode(introduction)
+        answer = self._notes.consult(f"nccl.{number}", ranks, text, functools.partial(self._examined, ranks), wait_until)
+        unique_id, problem = _ANSWER.decode(answer)
+        if problem:
+            raise HorovodInternalError(problem)
         self._leases[number] = self._thread.run(lambda: self._make(device, ranks, unique_id), wait_until)
+
+    def _examined(self, ranks: tuple[int, ...], texts: Sequence[bytes]) -> bytes:
+        """On a communicator's first rank: return its id, or what is wrong with its ranks' GPUs."""
+        introductions = {rank: _INTRODUCTION.decode(text) for rank, text in zip(ranks, texts, strict=True)}
+        try:
+            check(introductions, shared=self._shared_gpu)
+        except HorovodInternalError as error:
+            return msgspec.msgpack.encode((b"", str(error)))
+        return msgspec.msgpack.encode((introductions[ranks[0]].unique_id, ""))
 
     def _make(self, device: Device, ranks: tuple[int, ...], unique_id: bytes) -> Lease:
         what = f"making a communicator of ranks {list(ranks)}"
@@ -301,7 +314,7 @@ def _ready_events(plan: Plan) -> set[int]:
     return {array.ready.handle for array in arrays if isinstance(array, DeviceArray) and array.ready is not None}
 
 
-def of_this_machine(rank: int, local_rank: int, host: str, swap: Swap, wake: Callable[[], None],
+def of_this_machine(rank: int, local_rank: int, host: str, notes: Notes, wake: Callable[[], None],
                     environment: Mapping[str, str], *, shared_gpu: bool) -> NcclPlane:
     """Return the plane with real GPUs behind it; see `NcclPlane`.
 
@@ -309,4 +322,5 @@ def of_this_machine(rank: int, local_rank: int, host: str, swap: Swap, wake: Cal
         local_rank: chooses the GPU when this rank has to help before it has used one.
         environment: the process's.
     """
-    return NcclPlane(rank, host, swap, wake, lambda index: CupyDevice(index, local_rank, environment), shared_gpu=shared_gpu)
+    return NcclPlane(rank, host, notes, wake, lambda index: CupyDevice(index, local_rank, environment),
+                     shared_gpu=shared_gpu)

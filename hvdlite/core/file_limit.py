@@ -1,0 +1,78 @@
+"""The limit of open files: raised as far as a job's ranks need it, and explained where that is not enough.
+
+Many things cost a descriptor a rank: connections, bells, process watches, pipes. The usual soft limit of 1,024 is low for a
+host with many ranks, or for rank 0 of many; every process may raise it up to its hard limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+from collections.abc import Iterator
+from typing import Final
+
+from hvdlite.core.errors import LaunchError
+
+SPARE: Final = 512
+"""Descriptors that stay free for the script itself: files, sockets, workers that load data."""
+EXHAUSTED: Final = frozenset({errno.EMFILE, errno.ENFILE})
+"""Error codes that say that there are no descriptors left, for this process or for the whole system."""
+
+
+@contextlib.contextmanager
+def descriptors_for(count: int, purpose: str) -> Iterator[None]:
+    """Make room for `count` more descriptors, for the code in this context; the soft limit stays where it is put.
+
+    Args:
+        purpose: what they are for, as in "rank 0 of a job of 64 ranks".
+
+    Raises:
+        LaunchError: when the hard limit is too low, or the system has none left; it says how to raise that limit.
+    """
+    in_use = _in_use()
+    soft, hard = _limits()
+    if soft < in_use + count + SPARE:
+        _raise_soft_limit(min(in_use + count + SPARE, hard))
+    if hard < in_use + count:
+        raise LaunchError(_explanation(count, in_use, purpose))
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.ENFILE:
+            raise LaunchError(f"this system has no file descriptors left; {purpose} needs {count}. Its limit is the sysctl "
+                              "fs.file-max") from error
+        if error.errno == errno.EMFILE:
+            raise LaunchError(_explanation(count, in_use, purpose)) from error
+        raise
+
+
+def _explanation(count: int, in_use: int, purpose: str) -> str:
+    soft, hard = _limits()
+    limit = f"the hard limit is {hard}" if soft == hard else f"the limit is {soft}, the hard limit {hard}"
+    needed = in_use + count + SPARE
+    return (f"{purpose} needs {count} more file descriptors, {in_use} are in use, and {limit} (RLIMIT_NOFILE). Raise the "
+            f"hard limit of this host to {needed} or more: 'ulimit -n {needed}' as root, 'nofile' in "
+            f"/etc/security/limits.conf, LimitNOFILE={needed} in a systemd unit (slurmd's too), or "
+            f"'--ulimit nofile={needed}' of docker run")
+
+
+def _limits() -> tuple[float, float]:
+    """Return the soft and the hard limit."""
+    soft, hard = (float("inf") if limit == resource.RLIM_INFINITY else limit
+                  for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
+    return soft, hard
+
+
+def _raise_soft_limit(wanted: float) -> None:
+    with contextlib.suppress(OSError, ValueError):  # not permitted here; what fails later says so
+        resource.setrlimit(resource.RLIMIT_NOFILE, (int(wanted), resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+
+def _in_use() -> int:
+    """Return how many descriptors this process has open; 0 where the system does not tell."""
+    try:
+        return len(os.listdir("/proc/self/fd"))
+    except OSError:
+        return 0
