@@ -40,11 +40,10 @@ from hvdlite.core.types import Collective
 from hvdlite.negotiation.fusion import behind, fusion_key, payload_bytes, response_to
 from hvdlite.negotiation.messages import Bucket, BucketReady, BucketRelease, Closing, Layout, Request, Response
 from hvdlite.negotiation.process_sets import ProcessSetTable
+from hvdlite.negotiation.requests import Ranks, grouped
 
 _MOST_PATIENCE = 64
 """Rounds; also how long a layout must be in use so that its end does not count."""
-Ranks = tuple[int, ...]
-"""Who says something: one rank, or all ranks of a host when their leader has merged it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +111,7 @@ def _place(order: Mapping[str, int], requests: Mapping[int, Request]) -> int:
 def _member(requests: Mapping[int, Request]) -> Request:
     """Return the member as all ranks know it; laid out row-major when they lay it out differently."""
     first = next(iter(requests.values()))
-    agreed = all(request.strides == first.strides for request in requests.values())
+    agreed = all(request.strides == first.strides for _, request in grouped(requests))
     return msgspec.structs.replace(first, absent=False, strides=first.strides if agreed else (), round=0, step=0,
                                   in_step=False)
 
@@ -331,8 +330,8 @@ class DeclaredSets:
             return None
         return self._buckets[ready.bucket][1]
 
-    def evict(self, layout: int, sequence: int, *, spoilt: bool = True) -> list[tuple[int, Request]] | None:
-        """End a layout in decision `sequence`; return what ranks have reported of it, as (rank, request).
+    def evict(self, layout: int, sequence: int, *, spoilt: bool = True) -> list[tuple[Ranks, Request]] | None:
+        """End a layout in decision `sequence`; return what ranks have reported of it, as (ranks, request).
 
         None when it is not in use any more.
 
@@ -352,8 +351,8 @@ class DeclaredSets:
         declared.patience = min(1 << max(0, declared.evictions - 1), _MOST_PATIENCE)
         return self._withdraw(ended)
 
-    def suspend(self, layout: int) -> list[tuple[int, Request]] | None:
-        """Do not use a layout until all ranks have joined; return what ranks have reported of it, as (rank, request).
+    def suspend(self, layout: int) -> list[tuple[Ranks, Request]] | None:
+        """Do not use a layout until all ranks have joined; return what ranks have reported of it, as (ranks, request).
 
         None when it is suspended already.
         """
@@ -457,13 +456,13 @@ class DeclaredSets:
             del declared.closed[past]
         return True
 
-    def _withdraw(self, layout: Layout) -> list[tuple[int, Request]]:
-        """Remove and return what ranks have reported of a layout, as (rank, request)."""
-        expanded: list[tuple[int, Request]] = []
+    def _withdraw(self, layout: Layout) -> list[tuple[Ranks, Request]]:
+        """Remove and return what ranks have reported of a layout, as (ranks, request)."""
+        expanded: list[tuple[Ranks, Request]] = []
         for bucket in layout.buckets:
             waiting = self._waiting.pop(bucket.bucket, None)
             for ranks, ready in waiting.reported.items() if waiting else ():
-                expanded.extend((rank, request) for rank in ranks for request in expand(bucket, ready))
+                expanded.extend((ranks, request) for request in expand(bucket, ready))
         return expanded
 
     def _among(self, response: Response, ranks: Ranks) -> Ranks:

@@ -22,11 +22,12 @@ import msgspec
 from hvdlite.core.errors import ProtocolError
 from hvdlite.core.types import ROOTED, Collective
 from hvdlite.negotiation.agreement import disagreement, named_ranks, reconciled
-from hvdlite.negotiation.buckets import BucketSizes, BucketWaiting, DeclaredSets, Ranks
+from hvdlite.negotiation.buckets import BucketSizes, BucketWaiting, DeclaredSets
 from hvdlite.negotiation.deadlock import BlockedRanks
 from hvdlite.negotiation.fusion import columns, fuse, payload_bytes, response_to
 from hvdlite.negotiation.messages import (
     Account,
+    Alike,
     Aside,
     BucketReady,
     BucketRelease,
@@ -50,6 +51,7 @@ from hvdlite.negotiation.messages import (
 from hvdlite.negotiation.post_office import PostOffice
 from hvdlite.negotiation.process_sets import ProcessSetTable
 from hvdlite.negotiation.readiness import ReadinessTable
+from hvdlite.negotiation.requests import Ranks, grouped
 
 ReduceEagerly = Callable[[Response, Sequence[bytes], int], bytes]
 """Carry out an allreduce on the contributors' bytes, in ascending rank order, in a process set of that many ranks."""
@@ -143,7 +145,9 @@ class Coordinator:
         """Take in what the leader of the host of `ranks` passes on; a host does so for ever, or never."""
         self._note_applied(ranks, report.applied)
         for said in report.said:
-            if not isinstance(said, RankReport):
+            if isinstance(said, Alike):
+                self._hear(said.ranks, (said.request,), now)
+            elif not isinstance(said, RankReport):
                 self._hear(ranks, (said,), now)
             elif said.report.epoch == self.epoch:
                 self._receive(said.rank, said.report, now)
@@ -300,8 +304,7 @@ class Coordinator:
                 if isinstance(said, BucketReady):
                     self._take_bucket(ranks, said, now)
                 elif isinstance(said, Request):
-                    for rank in ranks:
-                        self._take(rank, said, now)
+                    self._take(ranks, said, now)
                 elif isinstance(said, LayoutStale):
                     self._evict(said.layout, now)
                 else:
@@ -309,7 +312,8 @@ class Coordinator:
         except ProtocolError as error:
             self.fail(FailureNotice(ranks[0], "ProtocolError", str(error)))
 
-    def _take(self, rank: int, request: Request, now: float) -> None:
+    def _take(self, ranks: Ranks, request: Request, now: float) -> None:
+        """Take in what some ranks request; several do so together when their leader has merged it."""
         if request.label and request.collective is Collective.ALLREDUCE:
             layout = self._sets.layout_of(request)
             if layout is not None:
@@ -319,13 +323,14 @@ class Coordinator:
                          "which has been removed")
             return
         members = self._process_sets[request.process_set]
-        if request.label and self._policy.deterministic and rank == members[0]:
+        if request.label and self._policy.deterministic and members[0] in ranks:
             self._sets.arrange(request)
-        if not self._process_sets.includes(request.process_set, rank):
+        if self._process_sets.among(request.process_set, ranks) != ranks:
             raise ProtocolError(f"reported '{request.name}' in process set {request.process_set}, which it is not in")
-        requests = self._table.add(rank, request, now)
+        requests = self._table.add(ranks, request, now)
         if request.collective is Collective.JOIN:
-            self._join(rank, now)
+            for rank in ranks:
+                self._join(rank, now)
         if requests is not None:
             self._complete(requests, now)
         elif self._left and not self._left.isdisjoint(members):
@@ -382,9 +387,8 @@ class Coordinator:
         if release is not None:
             self._released.append(release)
             self.reduced_bytes += self._sets.nbytes(release.bucket)
-        for rank in ranks if expanded else ():
-            for request in expanded:
-                self._take(rank, request, now)
+        for request in expanded:
+            self._take(ranks, request, now)
         if ready.closes:
             self._close(ranks, closing)
 
@@ -410,16 +414,16 @@ class Coordinator:
         if expanded is None:
             return
         self._evicted.append(layout)
-        for rank, request in expanded:
-            self._take(rank, request, now)
+        for ranks, request in expanded:
+            self._take(ranks, request, now)
 
     def _suspend(self, layout: int, now: float) -> None:
         expanded = self._sets.suspend(layout)
         if expanded is None:
             return
         self._suspended.append(layout)
-        for rank, request in expanded:
-            self._take(rank, request, now)
+        for ranks, request in expanded:
+            self._take(ranks, request, now)
 
     def _note_applied(self, ranks: Ranks, applied: int) -> None:
         if ranks not in self._applied:  # a host that speaks with one voice from now on
@@ -441,15 +445,13 @@ class Coordinator:
         result = None
         if response.collective in (Collective.BROADCAST, Collective.SEND):
             result = requests[response.root_rank].payload
-        elif response.collective in (Collective.ALLREDUCE, Collective.ALLGATHER) and response.contributors:
-            payloads = [payload for rank in response.contributors if (payload := requests[rank].payload) is not None]
-            if len(payloads) == len(response.contributors):
-                gathers = response.collective is Collective.ALLGATHER
-                if not gathers and self._reduce_eagerly is None:
-                    return response
-                size = len(self._process_sets[response.process_set])
-                result = b"".join(payloads) if gathers else self._reduce_eagerly(  # type: ignore[misc]
-                    response, payloads, size)
+        elif (response.collective in (Collective.ALLREDUCE, Collective.ALLGATHER) and response.contributors
+              and all(request.absent or request.payload is not None for _, request in grouped(requests))):
+            payloads = [requests[rank].payload or b"" for rank in response.contributors]
+            if response.collective is Collective.ALLGATHER:
+                result = b"".join(payloads)
+            elif self._reduce_eagerly is not None:
+                result = self._reduce_eagerly(response, payloads, len(self._process_sets[response.process_set]))
         return response if result is None else msgspec.structs.replace(response, result=result)
 
     def _join(self, rank: int, now: float) -> None:
@@ -503,8 +505,8 @@ class Coordinator:
         """Answer what waits for a rank that left; ranks still to report it are answered when they do."""
         for layout in self._sets.layouts_of(self._left):
             self._evicted.append(layout)
-            for rank, request in self._sets.evict(layout, self._sequence + 1) or ():
-                requests = self._table.add(rank, request, now)
+            for ranks, request in self._sets.evict(layout, self._sequence + 1) or ():
+                requests = self._table.add(ranks, request, now)
                 if requests is not None:
                     self._refuse_left(request)
         for requests in self._table.take_if(
