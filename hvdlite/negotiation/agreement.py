@@ -8,7 +8,7 @@ import msgspec
 
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.messages import Request
-from hvdlite.negotiation.requests import grouped
+from hvdlite.negotiation.requests import first_of, grouped
 
 Aspect = tuple[str, Callable[[Request], object]]
 STEPS = "number of optimizer steps before the reduction"
@@ -73,7 +73,7 @@ def disagreement(requests: Mapping[int, Request]) -> str | None:
     Args:
         requests: each rank's request for one name; not empty.
     """
-    first = next(iter(requests.values()))
+    first = first_of(requests)
     signature = _signature(first)
     if all(request == first or _signature(request) == signature for _, request in grouped(requests)):
         return None

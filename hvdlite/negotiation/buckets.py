@@ -40,7 +40,7 @@ from hvdlite.core.types import Collective
 from hvdlite.negotiation.fusion import behind, fusion_key, payload_bytes, response_to
 from hvdlite.negotiation.messages import Bucket, BucketReady, BucketRelease, Closing, Layout, Request, Response
 from hvdlite.negotiation.process_sets import ProcessSetTable
-from hvdlite.negotiation.requests import Ranks, grouped
+from hvdlite.negotiation.requests import Ranks, first_of, grouped
 
 _MOST_PATIENCE = 64
 """Rounds; also how long a layout must be in use so that its end does not count."""
@@ -105,12 +105,12 @@ def plan(ready: Iterable[Mapping[int, Request]], ranks: Ranks, limits: BucketSiz
 
 
 def _place(order: Mapping[str, int], requests: Mapping[int, Request]) -> int:
-    return order.get(next(iter(requests.values())).name, 0)
+    return order.get(first_of(requests).name, 0)
 
 
 def _member(requests: Mapping[int, Request]) -> Request:
     """Return the member as all ranks know it; laid out row-major when they lay it out differently."""
-    first = next(iter(requests.values()))
+    first = first_of(requests)
     agreed = all(request.strides == first.strides for _, request in grouped(requests))
     return msgspec.structs.replace(first, absent=False, strides=first.strides if agreed else (), round=0, step=0,
                                   in_step=False)
@@ -200,7 +200,7 @@ class DeclaredSets:
 
     def observe(self, requests: Mapping[int, Request]) -> int | None:
         """A member was answered by itself; return a layout that is to be evicted for it, or None."""
-        request = next(iter(requests.values()))
+        request = first_of(requests)
         declared = self._set(request)
         declared.ready.pop(request.name, None)
         if request.collective is Collective.ALLGATHER:

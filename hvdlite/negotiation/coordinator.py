@@ -51,7 +51,7 @@ from hvdlite.negotiation.messages import (
 from hvdlite.negotiation.post_office import PostOffice
 from hvdlite.negotiation.process_sets import ProcessSetTable
 from hvdlite.negotiation.readiness import ReadinessTable
-from hvdlite.negotiation.requests import Ranks, grouped
+from hvdlite.negotiation.requests import Ranks, first_of, grouped
 
 ReduceEagerly = Callable[[Response, Sequence[bytes], int], bytes]
 """Carry out an allreduce on the contributors' bytes, in ascending rank order, in a process set of that many ranks."""
@@ -146,7 +146,7 @@ class Coordinator:
         self._note_applied(ranks, report.applied)
         for said in report.said:
             if isinstance(said, Alike):
-                self._hear(said.ranks, (said.request,), now)
+                self._hear(said.ranks, said.requests, now)
             elif not isinstance(said, RankReport):
                 self._hear(ranks, (said,), now)
             elif said.report.epoch == self.epoch:
@@ -338,9 +338,9 @@ class Coordinator:
 
     def _complete(self, requests: Mapping[int, Request], now: float) -> None:
         """Answer a tensor that every rank that takes part has reported."""
-        if next(iter(requests.values())).label:
+        if first_of(requests).label:
             requests = reconciled(requests)
-        request = next(iter(requests.values()))
+        request = first_of(requests)
         problem = disagreement(requests)
         if problem is not None:
             self._refuse(request, ErrorKind.MISMATCH, problem)
@@ -401,7 +401,7 @@ class Coordinator:
         self.rounds += 1
         for requests in self._table.take_if(lambda request: request.label == closing.label
                                             and request.round <= closing.round):
-            self._refuse_unshared(next(iter(requests.values())), requests)
+            self._refuse_unshared(first_of(requests), requests)
         layout, evicted = self._sets.learn(closing.label, closing.round)
         for number in evicted:
             self._sets.evict(number, self._sequence + 1, spoilt=False)
@@ -436,12 +436,12 @@ class Coordinator:
     def _answered(self, response: Response, requests: Mapping[int, Request]) -> Response:
         """Attach the result when the ranks sent their tensors along (the eager lane), or the coordinator makes it itself."""
         if response.collective is Collective.ADD_PROCESS_SET:
-            members = next(iter(requests.values())).members
+            members = first_of(requests).members
             return msgspec.structs.replace(response, rows=(self._process_sets.add(members),), members=members)
         if response.collective is Collective.JOIN:
             return msgspec.structs.replace(response, rows=(next(reversed(self._joined)),))
         if response.collective is Collective.REMOVE_PROCESS_SET:
-            return msgspec.structs.replace(response, rows=next(iter(requests.values())).members)
+            return msgspec.structs.replace(response, rows=first_of(requests).members)
         result = None
         if response.collective in (Collective.BROADCAST, Collective.SEND):
             result = requests[response.root_rank].payload
@@ -478,7 +478,7 @@ class Coordinator:
         for layout in self._sets.layouts_in(number):
             self._evict(layout, now)
         for requests in self._table.take_if(lambda request: request.process_set == number):
-            request = next(iter(requests.values()))
+            request = first_of(requests)
             self._refuse(request, ErrorKind.MISMATCH, f"'{request.name}' was under way on {named_ranks(sorted(requests))} "
                          f"when process set {number} was removed; wait for everything on a set before removing it")
         self._sets.remove(number)
@@ -492,7 +492,7 @@ class Coordinator:
         if request.label and request.process_set in self._process_sets:
             self._sets.spoil(request)
 
-    def _refuse_unshared(self, request: Request, requests: dict[int, Request]) -> None:
+    def _refuse_unshared(self, request: Request, requests: Mapping[int, Request]) -> None:
         """Answer a member of a declared set that some ranks do not have."""
         missing = [rank for rank in self._process_sets[request.process_set]
                    if rank not in requests and rank not in self._joined]
@@ -511,7 +511,7 @@ class Coordinator:
                     self._refuse_left(request)
         for requests in self._table.take_if(
                 lambda request: not self._left.isdisjoint(self._process_sets[request.process_set])):
-            self._refuse_left(next(iter(requests.values())))
+            self._refuse_left(first_of(requests))
 
     def _refuse_left(self, request: Request) -> None:
         members = self._process_sets[request.process_set]

@@ -28,7 +28,7 @@ class HeldRequests:
         """Take in a rank's request; return what goes up now."""
         key = request.key
         if key in self._loose:
-            return [Alike((rank,), request)]
+            return [Alike((rank,), (request,))]
         held = self._held.setdefault(key, {})
         held[rank] = request
         if len(held) < self._count(request.process_set):
@@ -76,4 +76,4 @@ def _merged(held: dict[int, Request]) -> list[Alike]:
                 break
         else:
             groups.append((request, [rank]))
-    return [Alike(tuple(ranks), request) for request, ranks in groups]
+    return [Alike(tuple(ranks), (request,)) for request, ranks in groups]

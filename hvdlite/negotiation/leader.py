@@ -23,7 +23,8 @@ Rules kept here
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 import msgspec
@@ -159,7 +160,7 @@ class Leader:
             self._postponed = [closing for closing in self._postponed if self._holds_back(closing)]
         if not (self._said or self._lost):
             return None
-        report = HostReport(min(self._applied.values()), tuple(self._said), tuple(self._lost))
+        report = HostReport(min(self._applied.values()), tuple(_gathered(self._said)), tuple(self._lost))
         self._said.clear()
         self._lost.clear()
         return report
@@ -313,6 +314,15 @@ class Leader:
         self._closed = {closing: ranks for closing, ranks in self._closed.items() if closing.process_set != number}
         self._postponed = [closing for closing in self._postponed if closing.process_set != number]
         self._over = {name: round for name, round in self._over.items() if name[0] != number}
+
+
+def _gathered(passed: Iterable[Passed]) -> Iterator[Passed]:
+    """Put requests of the same ranks that follow each other together."""
+    for ranks, run in itertools.groupby(passed, key=lambda each: each.ranks if isinstance(each, Alike) else None):
+        if ranks is None:
+            yield from run
+        else:
+            yield Alike(ranks, tuple(request for each in run if isinstance(each, Alike) for request in each.requests))
 
 
 def _open_ended(ready: BucketReady) -> BucketReady:

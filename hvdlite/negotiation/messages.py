@@ -183,10 +183,10 @@ class RankReport(Message, frozen=True, tag=5):
 
 
 class Alike(Message, frozen=True, tag=6):
-    """Some ranks of a host made the same request."""
+    """Some ranks of a host made the same requests."""
 
     ranks: tuple[int, ...]
-    request: Request
+    requests: tuple[Request, ...]
 
 
 class HostReport(Message, frozen=True):

@@ -9,7 +9,7 @@ from hvdlite.core.errors import ProtocolError
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.messages import Key, Request
 from hvdlite.negotiation.process_sets import ProcessSetTable
-from hvdlite.negotiation.requests import Ranks, Requests
+from hvdlite.negotiation.requests import Ranks, Requests, first_of
 
 
 @dataclasses.dataclass
@@ -41,10 +41,11 @@ class ReadinessTable:
         Raises:
             ProtocolError: when one of `ranks` reports a name again before it was answered.
         """
-        waiting = self._waiting.get(request.key)
+        key = request.key
+        waiting = self._waiting.get(key)
         if waiting is None:
-            waiting = self._waiting[request.key] = Waiting(now, Requests(), len(self._expected(request)))
-        if not waiting.requests.keys().isdisjoint(ranks):
+            waiting = self._waiting[key] = Waiting(now, Requests(), len(self._expected(request)))
+        if waiting.requests.has_any(ranks):
             raise ProtocolError(f"reported '{request.name}' twice before it was answered")
         waiting.requests.add(ranks, request)
         if not self._joined or request.collective is Collective.JOIN:
@@ -53,13 +54,13 @@ class ReadinessTable:
             waiting.lacking -= sum(rank not in self._joined for rank in ranks)
         if waiting.lacking:
             return None
-        return self._waiting.pop(request.key).requests
+        return self._waiting.pop(key).requests
 
     def join(self, rank: int) -> list[Requests]:
         """Do not wait for `rank` any more; remove and return what is complete without it."""
         complete = []
         for key, waiting in list(self._waiting.items()):
-            first = next(iter(waiting.requests.values()))
+            first = first_of(waiting.requests)
             if (first.collective is not Collective.JOIN and rank not in waiting.requests
                     and self._process_sets.includes(key[0], rank)):
                 waiting.lacking -= 1
@@ -75,7 +76,7 @@ class ReadinessTable:
     def missing(self, key: Key) -> list[int]:
         """Return the ranks for which an incomplete tensor waits, ascending."""
         requests = self._waiting[key].requests
-        return [rank for rank in self._expected(next(iter(requests.values()))) if rank not in requests]
+        return [rank for rank in self._expected(first_of(requests)) if rank not in requests]
 
     def take(self, key: Key) -> Requests:
         """Remove and return what waits under a key."""
@@ -83,7 +84,7 @@ class ReadinessTable:
 
     def take_if(self, condition: Callable[[Request], bool]) -> list[Requests]:
         """Remove and return everything of which one request meets a condition that is the same for all ranks' requests."""
-        keys = [key for key, waiting in self._waiting.items() if condition(next(iter(waiting.requests.values())))]
+        keys = [key for key, waiting in self._waiting.items() if condition(first_of(waiting.requests))]
         return [self.take(key) for key in keys]
 
     def waiting(self) -> dict[Key, Waiting]:

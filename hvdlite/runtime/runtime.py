@@ -469,7 +469,7 @@ class Runtime(DeclaredSets):
                 self._heed(said.rank, said.report)
             elif self._chronicle.tracing:
                 for rank in said.ranks if isinstance(said, Alike) else ranks:
-                    self._trace_ready(rank, (said.request if isinstance(said, Alike) else said,))
+                    self._trace_ready(rank, said.requests if isinstance(said, Alike) else (said,))
 
     def _heed(self, rank: int, report: Report) -> None:
         """What is not the coordinator's business in a report."""
