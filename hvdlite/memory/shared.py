@@ -9,10 +9,12 @@ a file that is unlinked before it is used (macOS: documented, not yet run). Its 
 Rules (PROTOCOL rules 1, 2, 4, 5)
 - Pages are allocated with `posix_fallocate` before they are written: no memory is a `MemoryError`, never SIGBUS.
 - The file is sparse and vast, so it never changes its length; a segment or window is the next range of it. All ranks ask for
-  the same ones in the same order, members or not, so they agree on the ranges without a word; no range is used again.
+  the same ones in the same order, members or not, so they agree on the ranges without a word. No range is used again: there
+  are enough for centuries (2**62 bytes), and where a file system allows only few, the end of them is a `MemoryError`, too.
 - A staging slot is written by its own rank only. A window's part is written by others only within a reduction.
 - A window stays mapped while a view of it lives (a framework's gradient, say). Its owner's pages go back to the system with
-  the owner's last view; nobody else reads them by then, because a reduction ends with a barrier.
+  the owner's last view; nobody else reads them by then, because a reduction ends with a barrier. A forked child has the
+  mappings, but the pages are its parent's: it gives none back.
 - Where the machine reorders stores, plain counters order nothing: a barrier calls the host's fence, see `memory/fence.py`.
 """
 
@@ -32,7 +34,9 @@ COUNTER_STRIDE = 64
 REGIONS = 2
 PAGE = 1 << 16
 HUGE_PAGE = 1 << 21
-FILE_SPAN = 1 << 42
+FILE_SPAN = 1 << 62
+"""Bytes of the file, and where there cannot be so many, as many as there can."""
+LEAST_SPAN = 1 << 32
 
 
 def anonymous_file() -> int:
@@ -42,20 +46,35 @@ def anonymous_file() -> int:
     else:
         descriptor, path = tempfile.mkstemp(prefix="hvdlite-")
         os.unlink(path)
-    os.ftruncate(descriptor, FILE_SPAN)
-    return descriptor
+    span = FILE_SPAN
+    while True:
+        try:
+            os.ftruncate(descriptor, span)
+            return descriptor
+        except OSError:  # 32 bits, another file system, or `ulimit -f`
+            if span <= LEAST_SPAN:
+                raise
+            span >>= 1
 
 
 class _Mapping(mmap.mmap):
     """A range of the file; lives as long as any view of it."""
 
     own: tuple[int, int] = (0, 0)  # this rank's part: where it begins, and its length
+    process = 0  # the rank's
 
     def __del__(self) -> None:
-        try:
-            self.madvise(mmap.MADV_REMOVE, *self.own)
-        except (AttributeError, OSError, ValueError):
-            pass  # not Linux, or never allocated: the pages go with the file
+        _give_back(self, self.process, *self.own)
+
+
+def _give_back(mapping: mmap.mmap, process: int, start: int, length: int) -> None:
+    """Return a range's pages to the system, unless this is a forked child of the process that they belong to."""
+    if os.getpid() != process:
+        return
+    try:
+        mapping.madvise(mmap.MADV_REMOVE, start, length)
+    except (AttributeError, OSError, ValueError):
+        pass  # not Linux, or never allocated: the pages go with the file
 
 
 class Segment:
@@ -100,10 +119,7 @@ class Segment:
     def release(self) -> None:
         """Give this rank's pages back; only when all ranks of the set have finished reading them."""
         start = self._counter_bytes + self._index * REGIONS * self.slot
-        try:
-            self._map.madvise(mmap.MADV_REMOVE, start, REGIONS * self.slot)
-        except (AttributeError, OSError, ValueError):
-            pass  # not Linux: the pages go with the file
+        _give_back(self._map, self._memory.process, start, REGIONS * self.slot)
 
     def close(self) -> None:
         """Unmap it. The pages stay: a slower rank may still be reading them."""
@@ -117,6 +133,9 @@ class Segment:
 class SharedMemory:
     """The host's shared file, as one rank sees it.
 
+    Attributes:
+        process: the rank's.
+
     Args:
         descriptor: from `anonymous_file`, the same file in all ranks; owned by this object.
         rank: this rank.
@@ -124,16 +143,18 @@ class SharedMemory:
     """
 
     def __init__(self, descriptor: int, rank: int, fence: Fence | None = None) -> None:
-        self.descriptor, self.fence = descriptor, fence
+        self.descriptor, self.fence, self.process = descriptor, fence, os.getpid()
         self.flush = fence or Fence(fence_file())
         self._rank = rank
         self._end = 0  # of what has been given out
+        self._length = os.fstat(descriptor).st_size
 
     def segment(self, ranks: Sequence[int], slot: int) -> Segment | None:
         """Return the next segment, for a process set; None when this rank is not one of `ranks`.
 
         Raises:
-            MemoryError: when the system has no memory left; the next call is in step with the other ranks all the same.
+            MemoryError: when the system has no memory left or, on all ranks alike, the file no range; the next call is in
+                step with the other ranks all the same.
         """
         slot = _rounded(slot)
         start = self._take(segment_bytes(len(ranks), slot), PAGE)
@@ -155,7 +176,7 @@ class SharedMemory:
         index = list(ranks).index(self._rank)
         self.allocate(start + index * part, part)
         mapping = _Mapping(self.descriptor, part * len(ranks), offset=start)
-        mapping.own = (index * part, part)
+        mapping.own, mapping.process = (index * part, part), self.process
         if hasattr(mmap, "MADV_HUGEPAGE"):
             try:
                 mapping.madvise(mmap.MADV_HUGEPAGE)
@@ -183,6 +204,9 @@ class SharedMemory:
 
     def _take(self, nbytes: int, alignment: int) -> int:
         start = -(-self._end // alignment) * alignment
+        if start + nbytes > self._length:
+            raise MemoryError(f"no range of {nbytes} bytes is left in the {self._length} bytes of the file that ranks "
+                              "share; raise the limit on the size of files (ulimit -f)")
         self._end = start + nbytes
         return start
 

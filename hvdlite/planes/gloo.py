@@ -212,7 +212,8 @@ class GlooLink:
 
     def close(self) -> None:
         if self._pid != os.getpid():
-            return  # a forked child: these connections are its parent's, and so is Gloo's thread
+            _keep_for_ever(self._group)  # a forked child: its destructor would wait for threads that only the parent has
+            return
         if self._under_way():
             if hasattr(self._group, "abort"):  # since torch 2.8
                 self._group.abort()

@@ -6,6 +6,7 @@ import errno
 import gc
 import os
 import sys
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -64,6 +65,64 @@ def test_the_pages_of_a_window_go_back_with_its_last_view() -> None:
     del kept
     gc.collect()
     assert allocated(file) == before
+
+
+def in_child(step: Callable[[], object]) -> None:
+    """Do something in a forked child, as a worker of a data loader would."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            step()
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+
+
+def test_a_forked_child_gives_no_pages_back() -> None:
+    """They are its parent's, who still reads them."""
+    _, memories = ranks(2)
+    windows = [memory.window(1 << 16, (0, 1)) for memory in memories]
+    segments = [memory.segment((0, 1), 1 << 16) for memory in memories]
+    for rank, segment in enumerate(segments):
+        assert segment is not None
+        segment.reserve(0, 100)
+        segment.staging(rank, 0)[:100] = windows[rank][rank][...] = 7
+
+    def let_go() -> None:
+        windows.clear()
+        gc.collect()
+        for segment in segments:
+            assert segment is not None
+            segment.release()
+            segment.close()
+
+    in_child(let_go)
+    assert all((window == 7).all() for window in windows[0])
+    assert all((segment.staging(rank, 0)[:100] == 7).all() for segment in segments if segment for rank in (0, 1))
+
+
+def test_a_file_without_a_range_left_is_no_memory_on_all_ranks_alike() -> None:
+    file = anonymous_file()
+    os.ftruncate(file, 7 << 20)  # as long as a limit allows
+    memories = [SharedMemory(os.dup(file), rank) for rank in range(3)]
+    for wanted, fits in ((1 << 21, True), (1 << 21, False), (1 << 20, True), (1 << 20, False), (1 << 16, True)):
+        for memory in memories:
+            if fits:
+                assert len(memory.window(wanted, (0, 1))) == (2 if memory is not memories[2] else 0)
+            else:
+                with pytest.raises(MemoryError, match=f"no range of {2 * wanted} bytes is left in the {7 << 20} bytes"):
+                    memory.window(wanted, (0, 1))
+
+
+@pytest.mark.skipif(sys.platform != "linux" or sys.maxsize < 1 << 62, reason="elsewhere files are shorter")
+def test_the_file_has_more_ranges_than_any_job_will_use() -> None:
+    file, (memory,) = ranks(1)
+    assert os.fstat(file).st_size == 1 << 62
+    memory._end = (1 << 62) - (4 << 20)
+    before = allocated(file)
+    (part,) = memory.window(2 << 20, (0,))
+    part[...] = 3
+    assert allocated(file) == before + (2 << 20) and (part == 3).all()
 
 
 def test_no_memory_says_how_much_was_asked_for_and_ranks_stay_in_step(monkeypatch: pytest.MonkeyPatch) -> None:

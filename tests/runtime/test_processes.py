@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from tests.worlds import Processes, processes
+from tests.worlds import TORCH, Processes, processes
 
 LOOP = """
 import hvdlite as hvd, numpy as np
@@ -143,6 +143,39 @@ def test_forked_workers_and_their_own_forks_leave_the_job_alone() -> None:
             assert os.waitpid(child, 0)[1] == 0
         hvd.allreduce(np.ones(100))
     """)
+
+
+@pytest.mark.parametrize("plane", ["shm", "gloo"])
+def test_forked_workers_that_shut_down_and_end_normally_leave_the_job_alone(plane: str) -> None:
+    if plane == "gloo":
+        pytest.importorskip("torch")
+    processes(2, """
+        import gc, os, sys
+        import hvdlite as hvd, numpy as np
+        from hvdlite import api
+        from hvdlite.control.progress import read
+        from hvdlite.training.array_gradients import ArrayReducer
+        hvd.init()
+        rank, directory = hvd.rank(), os.environ["HVDLITE_JOB_DIRECTORY"]
+        reducer = ArrayReducer(api.runtime(), "set", op=hvd.Sum)
+        def step():
+            return reducer.reduce([np.full(100_000, 1.0 + rank)])[0]
+        for _ in range(5):
+            step()
+        hvd.record_step(7)
+        child = os.fork()
+        if child == 0:
+            hvd.record_step(1000)
+            hvd.shutdown()
+            del reducer
+            gc.collect()
+            sys.exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert read(directory, rank).samples == 7
+        for _ in range(5):
+            assert (step() == 3).all()
+    """, environment={"HVDLITE_CPU_OPERATIONS": plane}, imported=TORCH if plane == "gloo" else (),
+              timeout=120)
 
 
 def test_a_rank_that_dies_before_init_is_named_by_the_others() -> None:
