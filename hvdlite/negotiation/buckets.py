@@ -185,6 +185,9 @@ class DeclaredSets:
         joined: the ranks that have joined; the caller's, who calls `join` after each that it adds.
         limits: how sets are cut; a `middle` of 0 turns learning off.
         capacity: layouts that may exist at a time; the least recently used is evicted.
+
+    Attributes:
+        first_round: the least number of a round since all ranks have last joined.
     """
 
     def __init__(self, process_sets: ProcessSetTable, joined: Collection[int], limits: BucketSizes, capacity: int) -> None:
@@ -195,7 +198,7 @@ class DeclaredSets:
         self._waiting: dict[int, BucketWaiting] = {}
         self._tombstones: dict[int, _Tombstone] = {}
         self._suspended: set[int] = set()  # layouts
-        self._first_round = first_round(0)  # since all ranks have last joined
+        self.first_round = first_round(0)
         self._next_layout = self._next_bucket = 1
 
     def observe(self, requests: Mapping[int, Request]) -> int | None:
@@ -226,7 +229,7 @@ class DeclaredSets:
         set do not count. Closing a round again changes nothing.
         """
         declared = self._set(closing)
-        if closing.round <= declared.over or closing.round < self._first_round:
+        if closing.round <= declared.over or closing.round < self.first_round:
             return False
         closed = declared.closed.get(closing.round)
         if closed is None:
@@ -300,7 +303,7 @@ class DeclaredSets:
         closing = Closing(layout.label, ready.round, bucket.response.process_set)
         if len(ranks) > 1:
             ranks = self._among(bucket.response, ranks)
-        if number in self._tombstones or number in self._suspended or ready.round < self._first_round:
+        if number in self._tombstones or number in self._suspended or ready.round < self.first_round:
             return None, list(expand(bucket, ready)), ranks, closing
         waiting = self._waiting.get(ready.bucket)
         if waiting is None:
@@ -372,7 +375,7 @@ class DeclaredSets:
         declared = self._sets.get(request.label)
         if declared is None or declared.layout is None or request.name not in declared.members:
             return None
-        if request.round < max(declared.layout.first_round, self._first_round) or declared.layout.layout in self._suspended:
+        if request.round < max(declared.layout.first_round, self.first_round) or declared.layout.layout in self._suspended:
             return None
         return declared.layout.layout
 
@@ -388,7 +391,7 @@ class DeclaredSets:
 
     def resume(self, joins: int) -> None:
         """All ranks have joined, so many times by now. What was seen of unfinished rounds teaches nothing."""
-        self._first_round = first_round(joins)
+        self.first_round = first_round(joins)
         self._suspended.clear()
         for declared in self._sets.values():
             declared.closed.clear()
