@@ -45,6 +45,7 @@ from hvdlite.core.world import Hosts, World
 from hvdlite.negotiation.controller import Controller
 from hvdlite.negotiation.coordinator import Coordinator
 from hvdlite.negotiation.messages import (
+    Alike,
     Aside,
     BucketReady,
     Closing,
@@ -481,9 +482,9 @@ class Runtime(DeclaredSets):
         for said in merged.said:
             if isinstance(said, RankReport):
                 self._heed(said.rank, said.report)
-            else:
-                for rank in ranks:
-                    self._trace_ready(rank, (said,))
+            elif self._chronicle.tracing:
+                for rank in said.ranks if isinstance(said, Alike) else ranks:
+                    self._trace_ready(rank, said.requests if isinstance(said, Alike) else (said,))
 
     def _heed(self, rank: int, report: Report) -> None:
         """What is not the coordinator's business in a report."""

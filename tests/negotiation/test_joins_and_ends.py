@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.buckets import first_round
-from hvdlite.negotiation.messages import Closing, ErrorKind, Layout, Request, Response
-from tests.negotiation.reducers import LABEL, Reducer, Round, check, led, run, stories
+from hvdlite.negotiation.messages import BucketReady, Closing, ErrorKind, Layout, Request, Response
+from tests.negotiation.reducers import LABEL, Reducer, Round, check, led, run, steady, stories
 from tests.negotiation.simulation import Simulation
 
 
@@ -90,6 +90,28 @@ def test_a_member_that_one_rank_has_is_refused_while_another_has_joined(hosts: l
         (told,) = simulation.plans[rank]
         assert isinstance(told, Response) and told.error is ErrorKind.MISMATCH
         assert "rank 1" not in told.error_text
+
+
+@pytest.mark.parametrize("hosts", [[], [(0, 1)], [(0,), (1,)]])
+def test_a_bucket_of_a_round_from_before_a_join_is_refused(hosts: list[tuple[int, ...]]) -> None:
+    """A rank joins in the middle of a round, and reports the rest of it before it hears that all have joined."""
+    simulation, reducers = steady(2, {"a": 10}, 2, hosts=hosts)
+    (layout,) = [told for told in simulation.plans[1] if isinstance(told, Layout)]
+    (bucket,) = layout.buckets
+    for reducer in reducers:
+        reducer.joins, reducer.epochs = True, [[], [Round({"a": 10})] * 2]
+        reducer.act()
+        simulation.say(reducer.rank)
+        while simulation.hear(reducer.rank):
+            pass
+    simulation.decide()
+    simulation.controllers[1].submit_bucket(bucket, BucketReady(bucket.bucket, 3, (), True))
+    simulation.settle(reducers)
+    (refusal,) = [told for told in simulation.plans[1] if isinstance(told, Response) and told.error is not ErrorKind.NONE]
+    assert refusal.names == ("a",) and "join()" in refusal.error_text
+    run(simulation, reducers, [])
+    check(simulation, reducers)
+    assert all(reducer.by_bucket == {first_round(1), first_round(1) + 1} for reducer in reducers)
 
 
 @pytest.mark.parametrize("hosts", [[], [(0, 1)], [(1, 2)]])
