@@ -323,8 +323,8 @@ class Coordinator:
                          "which has been removed")
             return
         if request.label and request.round < self._sets.first_round:
-            self._refuse(request, ErrorKind.MISMATCH, f"'{request.name}' belongs to a round that was under way on rank "
-                         f"{rank} when all ranks had joined; wait for the gradients before join()")
+            self._refuse(request, ErrorKind.MISMATCH, f"'{request.name}' belongs to a round that was under way on "
+                         f"{named_ranks(ranks)} when all ranks had joined; wait for the gradients before join()")
             return
         members = self._process_sets[request.process_set]
         if request.label and self._policy.deterministic and members[0] in ranks:
