@@ -312,7 +312,7 @@ def _control(rank: int, hosts: Hosts, direct: Mapping[int, Connection], inside: 
     local = hosts.around(rank)
     leads = rank in groups
     if rank and leads and others:
-        return LeaderControl(Leader(local, sum(map(len, hosts.groups))), links, bells, others,
+        return LeaderControl(Leader(local, sum(map(len, hosts.groups)), in_order=config.deterministic), links, bells, others,
                              heartbeat_timeout=limit(config.heartbeat_timeout))
     spoken_for = {} if rank else {leader: group for leader, group in groups.items() if leader and len(group) > 1}
     return StarControl(rank, links, bells, others, heartbeat_timeout=limit(config.heartbeat_timeout),

@@ -45,6 +45,7 @@ from hvdlite.core.world import Hosts, World
 from hvdlite.negotiation.controller import Controller
 from hvdlite.negotiation.coordinator import Coordinator
 from hvdlite.negotiation.messages import (
+    Alike,
     Aside,
     BucketReady,
     Closing,
@@ -56,6 +57,7 @@ from hvdlite.negotiation.messages import (
     RankReport,
     Report,
     Request,
+    Retired,
     Saying,
     Wait,
 )
@@ -302,6 +304,13 @@ class Runtime(DeclaredSets):
         if self._ended.is_set():
             self._fail_inbox()  # the thread ended between the caller's check and the append
 
+    def _slip_in(self, item: Item) -> None:
+        """Like `_hand_in`, in the middle of anything: takes no lock but the bell's, which its holder may take again."""
+        if not (self.in_child or self._leaving or self._ended.is_set()):
+            self._inbox.append(item)
+            if not self._awake:
+                self._control.wake()
+
     def _tell_blocked(self) -> None:
         self._hand_in(lambda: self._controller.block(self._sleepers.blocked(self._callers)))
 
@@ -389,6 +398,8 @@ class Runtime(DeclaredSets):
                 self._controller.close(item)
             case LayoutStale(layout):
                 self._controller.abandon(layout)
+            case Retired():
+                self._controller.retire(item)
             case _:
                 item()
 
@@ -471,9 +482,9 @@ class Runtime(DeclaredSets):
         for said in merged.said:
             if isinstance(said, RankReport):
                 self._heed(said.rank, said.report)
-            else:
-                for rank in ranks:
-                    self._trace_ready(rank, (said,))
+            elif self._chronicle.tracing:
+                for rank in said.ranks if isinstance(said, Alike) else ranks:
+                    self._trace_ready(rank, said.requests if isinstance(said, Alike) else (said,))
 
     def _heed(self, rank: int, report: Report) -> None:
         """What is not the coordinator's business in a report."""
