@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +16,20 @@ from hvdlite_torch import cuda, unfinal
 from hvdlite_torch.unfinal import get_grad
 
 _graph_task = torch._C._current_graph_task_id
+
+
+class _Backward(threading.local):
+    """The backward pass on a thread.
+
+    Attributes:
+        hooks: that handed gradients over in it and have not waited yet.
+    """
+
+    def __init__(self) -> None:
+        self.hooks: weakref.WeakSet[BackwardHooks] = weakref.WeakSet()
+
+
+_backward = _Backward()
 
 
 class BackwardHooks:
@@ -81,6 +97,7 @@ class BackwardHooks:
         task = _graph_task()
         if task != self._task and _backward_depth() <= 1:
             self._task = task
+            _backward.hooks.add(self)
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
             if self.on_begin is not None:
                 self.on_begin()
@@ -98,18 +115,23 @@ class BackwardHooks:
 
     def _end_backward(self) -> None:
         self._task = -1
-        if self._reducer.end_backward():
-            torch.autograd.Variable._execution_engine.queue_callback(self._wait)  # behind the other optimizers' ends
-        elif self._reducer.is_under_way:
-            self._guard()
+        with _guarding_all():
+            if self._reducer.end_backward():
+                torch.autograd.Variable._execution_engine.queue_callback(self._wait)  # behind the other optimizers' ends
+                return
+        _backward.hooks.discard(self)
+        self._guard()
 
     def _wait(self) -> None:
-        with torch.profiler.record_function("hvdlite.wait_for_gradients"):
-            if not self._reducer.wait(deferrable=True):
-                self._guard()
+        with _guarding_all(), torch.profiler.record_function("hvdlite.wait_for_gradients"):
+            self._reducer.wait(deferrable=True)
+        _backward.hooks.discard(self)
+        self._guard()
 
     def _guard(self) -> None:
-        """Let whatever reads a gradient end the round first."""
+        """While a round is under way: let whatever reads a gradient end it first."""
+        if not self._reducer.is_under_way:
+            return
         owner, guarded = weakref.ref(self), list(self._reducer.parameters)
 
         def finish() -> None:
@@ -132,6 +154,18 @@ class BackwardHooks:
         if self._guarded and not self._reducer.is_under_way:
             unfinal.unguard(self._guarded)
             self._guarded = []
+
+
+@contextmanager
+def _guarding_all() -> Iterator[None]:
+    """When this fails, an interrupt included, autograd calls nobody else: guard what every optimizer has not waited for."""
+    try:
+        yield
+    except BaseException:
+        for hooks in list(_backward.hooks):
+            hooks._guard()
+        _backward.hooks.clear()
+        raise
 
 
 def _hook(owner: weakref.ref[BackwardHooks],

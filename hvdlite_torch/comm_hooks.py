@@ -192,4 +192,4 @@ def reduce_round(hook: CommHook, exchange: Exchange,
             reduced.append((name, parameter))
         gradients = [(name, gradient) for name, parameter in reduced if (gradient := get_grad(parameter)) is not None]
         hook.reduce(gradients, exchange)
-    return [(parameter, Mark.of(gradient)) for (_, parameter), (_, gradient) in zip(reduced, gradients, strict=True)]
+    return [(parameter, Mark(gradient)) for (_, parameter), (_, gradient) in zip(reduced, gradients, strict=True)]

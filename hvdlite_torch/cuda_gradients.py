@@ -90,7 +90,11 @@ class CudaGradients(TorchGradients):
             targets.append(seat.copy.home)
         if homes:
             self._copy(targets, homes)
-        return [given_to(parameter, gradient) for (parameter, _), gradient in zip(pairs, given, strict=True)]
+        marks = []
+        for (parameter, seat), gradient in zip(pairs, given, strict=True):
+            seat.mark = given_to(parameter, gradient)
+            marks.append(seat.mark)
+        return marks
 
     def follow(self, completion: Completion) -> None:
         super().follow(completion)

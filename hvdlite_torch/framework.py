@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -86,17 +85,18 @@ def _sixteen_bits(array: Array) -> torch.Tensor:
     return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16 if array.dtype == BFLOAT16 else torch.float16)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class Mark:
     """Identifies a reduced gradient without keeping it alive."""
 
-    tensor: weakref.ref[torch.Tensor]
-    version: int  # torch counts how often a tensor is written to
+    __slots__ = ("tensor", "version")
 
-    @classmethod
-    def of(cls, gradient: torch.Tensor) -> Mark:
-        """Return the mark of a gradient as it is now."""
-        return cls(weakref.ref(gradient), gradient._version)
+    def __init__(self, gradient: torch.Tensor) -> None:
+        self.move_to(gradient)
+
+    def move_to(self, gradient: torch.Tensor) -> None:
+        """Another tensor has the values now."""
+        self.tensor = weakref.ref(gradient)
+        self.version: int = gradient._version  # torch counts how often a tensor is written to
 
 
 def _nobody() -> None:
@@ -112,15 +112,18 @@ class Seat:
     Attributes:
         context: what the compressor needs to undo its work; None when nothing is compressed.
         dtype: of gradients that fit.
+        mark: of the gradient that is the view made last; None when there was none.
         copy: on a GPU: memory for the gradient when it is not a view, made when it is first needed.
     """
 
-    __slots__ = ("_idle", "_storage", "_view", "address", "context", "copy", "dtype", "home", "on_gpu", "shape")
+    __slots__ = ("_idle", "_storage", "_view", "address", "context", "copy", "dtype", "home", "mark",
+                 "on_gpu", "shape")
 
     def __init__(self, home: torch.Tensor, context: Any, *, on_gpu: bool = False) -> None:
         self.home, self.context, self.on_gpu = home, context, on_gpu
         self.address, self.dtype, self.shape = home.data_ptr(), home.dtype, home.shape
         self.copy: Seat | None = None
+        self.mark: Mark | None = None
         self._view: Callable[[], torch.Tensor | None] = _nobody
         self._storage = home.untyped_storage()._cdata
         self._idle = _use_count(self._storage)
@@ -137,8 +140,11 @@ class Seat:
 
     @property
     def is_in_use(self) -> bool:
-        """Whether somebody else uses the memory: through a view, a slice of one, its NumPy array, an autograd graph."""
-        return _use_count(self._storage) > self._idle
+        """Whether somebody else uses the memory: through a view, a slice of one, its NumPy array, an autograd graph.
+
+        Or `home` has other memory now, because a view was moved (`share_memory_()`).
+        """
+        return _use_count(self._storage) > self._idle or self.home.data_ptr() != self.address
 
 
 
@@ -195,7 +201,7 @@ class TorchGradients:
             return given_to(parameter, torch.empty_like(parameter.detach()).copy_(result))
         if gradient.data_ptr() != result.data_ptr():
             gradient.detach().copy_(result)
-        return Mark.of(gradient)
+        return Mark(gradient)
 
     def is_sparse(self, parameter: torch.Tensor) -> bool:
         gradient = get_grad(parameter)
@@ -266,13 +272,17 @@ class TorchGradients:
     def vacate(self, parameter: torch.Tensor, seat: Seat) -> None:
         gradient = get_grad(parameter)
         if gradient is not None and seat.holds(gradient):
-            set_grad(parameter, gradient.clone())
+            moved = gradient.clone()
+            set_grad(parameter, moved)
+            if seat.mark is not None:
+                seat.mark.move_to(moved)
 
     def adopt(self, parameter: torch.Tensor, seat: Seat) -> Any:
         if sparse_dims := self._restored_dims(parameter):
             return given_to(parameter, self._compression.decompress(seat.home, seat.context).to_sparse(sparse_dims))
         if seat.context is None and self._shows_views(parameter) and not cuda.is_on_gpu(parameter):
-            return given_to(parameter, seat.view())
+            seat.mark = given_to(parameter, seat.view())
+            return seat.mark
         own = seat.home.clone() if seat.context is None else self._compression.decompress(seat.home, seat.context)
         return given_to(parameter, own.to(parameter.device))
 
@@ -371,7 +381,7 @@ def fill_seats(pairs: Sequence[tuple[torch.Tensor, Seat]],
 def given_to(parameter: torch.Tensor, gradient: torch.Tensor) -> Mark:
     """Make a tensor the parameter's gradient; return its mark."""
     set_grad(parameter, gradient)
-    return Mark.of(gradient)
+    return Mark(gradient)
 
 
 def as_tensor(array: AnyArray) -> torch.Tensor:

@@ -37,17 +37,17 @@ class UnfinalGradient:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         _finish(self)
-        return self.__deepcopy__(memo)  # its own class's
+        return _own(self).__deepcopy__(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _finish(self)
-        return self.__reduce_ex__(protocol)
+        return _own(self).__reduce_ex__(self, protocol)
 
 
 def _finish(parameter: Any) -> None:
     """Wait until the gradient is final; from then on the parameter has its own class again."""
     finish = parameter.__dict__.get(_FINISH)
-    if finish is not None:  # else it is a tensor computed from one, which torch gave the same class
+    if finish is not None:  # else its class came from elsewhere
         finish()
 
 
@@ -73,16 +73,24 @@ def guard(parameters: Iterable[torch.Tensor], finish: Callable[[], None]) -> Non
 def unguard(parameters: Iterable[torch.Tensor]) -> None:
     """The gradients are final."""
     for parameter in parameters:
-        kind = type(parameter)
-        if issubclass(kind, UnfinalGradient):
-            parameter.__class__ = kind.__mro__[2]
+        if isinstance(parameter, UnfinalGradient):
+            parameter.__class__ = _own(parameter)
             del parameter.__dict__[_FINISH]
 
 
 def _unfinal(kind: type) -> type:
     """Return the class for parameters of class `kind`; what is computed with them is as if they had their own."""
     members: dict[str, Any] = {"__module__": kind.__module__}
-    if kind.__torch_function__ == torch.Tensor.__torch_function__:  # type: ignore[attr-defined]
-        members["__torch_function__"] = torch._C._disabled_torch_function_impl
+    computed: Any = kind.__torch_function__  # type: ignore[attr-defined]
+    if computed is not torch._C._disabled_torch_function_impl:
+        def as_own(cls: type, function: Any, types: Iterable[type], arguments: Any = (), keywords: Any = None) -> Any:
+            return computed(function, tuple(kind if each is cls else each for each in types), arguments, keywords or {})
+        members["__torch_function__"] = classmethod(as_own)
     made = _classes[kind] = type(kind)(kind.__name__, (UnfinalGradient, kind), members)
     return made
+
+
+def _own(parameter: Any) -> Any:
+    """Return a parameter's own class."""
+    kind = type(parameter)
+    return kind.__mro__[2] if issubclass(kind, UnfinalGradient) else kind

@@ -68,9 +68,13 @@ class BlockedRanks:
             del self._blocked[rank]
         return found
 
-    def deadlock(self) -> tuple[frozenset[int], str]:
-        """Return the ranks that wait for each other for good, and a text that says so; nobody and "" when there are none."""
-        stuck = self._stuck(entirely=True)
+    def deadlock(self, *, certain: bool = True) -> tuple[frozenset[int], str]:
+        """Return the ranks that wait for each other, and a text that says so; nobody and "" when there are none.
+
+        Args:
+            certain: leave out ranks with other threads, one of which might let others go on.
+        """
+        stuck = self._stuck(entirely=certain)
         if not stuck:
             return stuck, ""
         lines = [f"  rank {rank} waits for {_told(wait)}, which {named_ranks(sorted(self._missing(rank, wait) or ()))} "

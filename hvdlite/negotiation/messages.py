@@ -167,7 +167,7 @@ class Blocked(Message, frozen=True):
     """A rank's threads have been blocked in waits for long. An answer to what they wait for makes that void."""
 
     waits: tuple[Wait, ...]  # one for each blocked thread; empty when a wait was interrupted
-    entirely: bool = True  # no other thread of the rank has ever called hvdlite
+    entirely: bool = True  # the rank has no other Python thread, which might call something that lets others go on
 
 
 class Report(Message, frozen=True):

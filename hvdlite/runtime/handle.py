@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -18,6 +18,10 @@ LONG_SECONDS: Final = 0.5
 """How long a thread is blocked before the coordinator is told. It looks for ranks that wait for each other in a circle."""
 
 
+OWN_THREADS: Final = "hvdlite-"
+"""How the names of threads begin that never call a collective."""
+
+
 class WaitDeferred(Exception):
     """Raised by a deferrable wait that the coordinator has ended, because ranks wait for each other in a circle."""
 
@@ -28,6 +32,7 @@ class _LongWait:
 
     handle: Handle
     deferrable: bool
+    thread: int
     deferred: bool = False
     wakeup: threading.Lock = dataclasses.field(default_factory=threading.Lock)  # held, but when the thread is to look
 
@@ -51,7 +56,7 @@ class Sleepers:
     def __init__(self, notice: Callable[[], None], tell: Callable[[], None]) -> None:
         self.progress = Progress()
         self._handles: set[Handle] = set()
-        self._long: dict[int, _LongWait] = {}  # by thread
+        self._long: list[_LongWait] = []  # a signal handler may begin one inside another of the same thread
         self._notice, self._tell = notice, tell
 
     def __bool__(self) -> bool:
@@ -70,7 +75,7 @@ class Sleepers:
         """`handle` is done."""
         self._handles.discard(handle)
         if self._long:
-            for wait in list(self._long.values()):
+            for wait in list(self._long):
                 if wait.handle is handle:
                     wait.wake()
 
@@ -80,39 +85,35 @@ class Sleepers:
         Raises:
             WaitDeferred: when that is allowed and the coordinator has decided so.
         """
-        wait = _LongWait(handle, deferrable)
+        wait = _LongWait(handle, deferrable, threading.get_ident())
         wait.wakeup.acquire()
-        thread = threading.get_ident()
-        self._long[thread] = wait
         try:
+            self._long.append(wait)
             self._tell()
             while not handle.done() and not wait.deferred:
                 wait.wakeup.acquire()
         except BaseException:
-            del self._long[thread]
+            self._long.remove(wait)
             self._tell()
             raise
-        del self._long[thread]
+        self._long.remove(wait)
         if not handle.done():
             raise WaitDeferred
 
     def defer(self) -> None:
         """End the deferrable long waits."""
-        for wait in list(self._long.values()):
+        for wait in list(self._long):
             if wait.deferrable:
                 wait.deferred = True
                 wait.wake()
 
-    def blocked(self, callers: Collection[int]) -> Blocked:
-        """Return what the coordinator is to know.
-
-        Args:
-            callers: the threads that have ever called.
-        """
-        waits = dict(self._long)
-        alive = {thread.ident for thread in threading.enumerate()}
+    def blocked(self) -> Blocked:
+        """Return what the coordinator is to know."""
+        waits = {wait.thread: wait for wait in list(self._long)}  # of nested waits the innermost
+        others = [thread for thread in threading.enumerate()
+                  if thread.ident not in waits and not thread.name.startswith(OWN_THREADS)]
         return Blocked(tuple(msgspec.structs.replace(wait.handle.waits_for, deferrable=wait.deferrable)
-                             for wait in waits.values()), alive.intersection(callers) <= waits.keys())
+                             for wait in waits.values()), not others)
 
 
 class Handle:

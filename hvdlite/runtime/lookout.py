@@ -91,6 +91,7 @@ class Lookout:
         self._wanted: list[Receiver] = []  # on demand, not begun
         self._stuck: frozenset[int] = frozenset()  # ranks that wait for each other in a circle
         self._stuck_since = math.inf
+        self._stuck_told = False
 
     def demand(self, receiver: Receiver) -> None:
         """Make a report now, of everything that waits and of every rank."""
@@ -129,13 +130,18 @@ class Lookout:
         return acted
 
     def _find_deadlock(self, now: float) -> bool:
-        stuck, text = self._coordinator.blocked.deadlock()
+        stuck, text = self._coordinator.blocked.deadlock(certain=False)
         if stuck != self._stuck:
-            self._stuck, self._stuck_since = stuck, now
+            self._stuck, self._stuck_since, self._stuck_told = stuck, now, False
         if not stuck or now - self._stuck_since < DEADLOCK_SECONDS:
             return False
-        self._coordinator.fail(FailureNotice(min(stuck), DeadlockError.__name__, text))
-        return True
+        if self._coordinator.blocked.deadlock()[0] or 0 < self._times.stall <= now - self._stuck_since:
+            self._coordinator.fail(FailureNotice(min(stuck), DeadlockError.__name__, text))
+            return True
+        if not self._stuck_told:  # another thread may still help them
+            self._stuck_told = True
+            _log.warning("%s", text)
+        return False
 
     def _find_stalls(self, now: float) -> bool:
         found = self._coordinator.stalls(now, self._times.stall) if self._times.stall > 0 else []

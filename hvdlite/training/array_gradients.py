@@ -191,11 +191,12 @@ class ArrayReducer:
         if len(shapes) < len(self._slots):
             index = next(index for index, slot in enumerate(self._slots) if slot.shape is None)
             raise UnsupportedError(f"gradient {index} is missing in the first step, so nothing is known about it")
-        if self._reducer.end_backward():
-            self._reducer.wait()
-        self._reducer.stepped()
-        results = [np.zeros(shape, slot.dtype) if slot.array is None else slot.array
-                   for slot, shape in zip(self._slots, shapes, strict=True)]
-        for slot in self._slots:
-            slot.array = None
-        return results
+        try:
+            if self._reducer.end_backward():
+                self._reducer.wait()
+            return [np.zeros(shape, slot.dtype) if slot.array is None else slot.array
+                    for slot, shape in zip(self._slots, shapes, strict=True)]
+        finally:
+            self._reducer.stepped()
+            for slot in self._slots:
+                slot.array = None

@@ -84,6 +84,7 @@ class _Member(Generic[Parameter]):
     period: int = 0  # the last period in which it was accumulated into
     passes: int = 0  # how often in that period
     given: int = 0  # the last round in which it was handed over
+    missing: int = 0  # the last round in which this rank reported it as missing
     sparse: bool = False  # some rank had a sparse gradient for it once: it always goes by itself
     mark: Any = None  # identifies the reduced gradient
     marked: int = -1  # the generation in which `mark` counts
@@ -139,7 +140,7 @@ class GradientReducer(Generic[Parameter]):
         self._wait_lock = threading.RLock()  # gradients may be read from several threads
         self._suspended = False
         self._touched = False  # some member was accumulated into in this period
-        self._missed = False  # a parameter that is to become a member was: the step makes another round
+        self._missed = False  # a gradient came too late for the round under way: another round follows it
         self.passes = passes
         if self.is_shared:
             weakref.finalize(self, runtime.retire, label, process_set).atexit = False
@@ -156,8 +157,9 @@ class GradientReducer(Generic[Parameter]):
 
     @property
     def parameters(self) -> Iterator[Parameter]:
-        """All members' parameters."""
-        return (member.parameter for member in self._members.values())
+        """The parameters of all members, and of those that become members after the round."""
+        return (member.parameter for member in (*self._members.values(), *self._waiting_list.values())
+                if self._framework.is_trainable(member.parameter))
 
     def add(self, parameter: Parameter, name: str, cluster: int = 0) -> None:
         """Take a parameter into the set, from the next round on in which it is trainable; the same ones on all ranks.
@@ -180,6 +182,9 @@ class GradientReducer(Generic[Parameter]):
             member = self._newcomer(parameter)
             if member is None:
                 return
+        if self._phase is Phase.CLOSED and member.missing == self._number:
+            self._missed = True  # another backward pass over other parameters, after a wait that was deferred
+            return
         if (self.is_under_way and member.given == self._number) or (
                 member.marked == self._generation and self._framework.is_marked(parameter, member.mark)):
             raise GradientOrderError(
@@ -209,7 +214,8 @@ class GradientReducer(Generic[Parameter]):
         self._passes_done += 1
         if self._passes_done < self.passes:
             return False
-        self._close_round()
+        with self._wait_lock:
+            self._close_round()
         return self._waits_in_backward
 
     def finish(self) -> None:
@@ -218,8 +224,12 @@ class GradientReducer(Generic[Parameter]):
         Raises:
             HorovodInternalError: when a reduction failed; all others are completed first, and the next round can start.
         """
-        self._close_round()
-        self.wait()
+        with self._wait_lock:
+            self._close_round()
+            self.wait()
+            if self._missed:
+                self._missed = False
+                self.finish()
 
     def finish_under_way(self) -> None:
         """Like `finish`, when a round is under way."""
@@ -273,7 +283,9 @@ class GradientReducer(Generic[Parameter]):
             return
         self._in_step = in_step
         try:
-            while self._rounds == 0 or self.is_under_way or (self._touched and not self._suspended):
+            if self._rounds == 0 or self.is_under_way or (self._touched and not self._suspended):
+                self.finish()
+            if in_step and not self._suspended and self._has_unreduced():
                 self.finish()
         finally:
             self._in_step = False
@@ -282,7 +294,6 @@ class GradientReducer(Generic[Parameter]):
 
     def stepped(self) -> None:
         """The optimizer has used the gradients; accumulating onto them is the user's business again."""
-        self._rounds = 0
         self._steps += 1
         self._behind.clear()
         self._runtime.progress.round()
@@ -291,6 +302,7 @@ class GradientReducer(Generic[Parameter]):
     def cleared(self) -> None:
         """The gradients were cleared: what was computed so far does not count."""
         self.finish_under_way()
+        self._rounds = 0
         self._generation += 1
         self._period += 1
         self._touched = False
@@ -338,6 +350,7 @@ class GradientReducer(Generic[Parameter]):
 
     def _begin(self) -> None:
         self._admit()
+        self._missed = False
         if self._joins != self._runtime.joins:
             self._joins = self._runtime.joins
             self._number = first_round(self._joins) - 1
@@ -376,7 +389,11 @@ class GradientReducer(Generic[Parameter]):
         self._phase = Phase.CLOSED
         self._rounds += 1
         self._passes_done = 0
-        self._touched, self._missed = self._missed, False
+        self._touched = False
+
+    def _has_unreduced(self) -> bool:
+        """Return whether a gradient that was computed in another way than by `backward()` has not been reduced."""
+        return any(member.marked != self._generation and self._is_present(member) for member in self._members.values())
 
     def _is_present(self, member: _Member[Parameter]) -> bool:
         """Return whether a member that was not handed over has a gradient, other than the one reduced last."""
@@ -391,6 +408,8 @@ class GradientReducer(Generic[Parameter]):
             for parameter, has_gradient in self._buckets.give(member.parameter, present, self._in_step):
                 self._declare(self._members[id(parameter)], has_gradient)
         member.given = self._number
+        if not present:
+            member.missing = self._number
 
     def _declare(self, member: _Member[Parameter], present: bool) -> None:
         """Let a member go by itself."""
@@ -453,13 +472,14 @@ class GradientReducer(Generic[Parameter]):
             self._seating = None
 
     def _mark(self, member: _Member[Parameter], mark: Any) -> None:
+        """The reduced gradient is the parameter's."""
         member.mark, member.marked = mark, self._generation
 
     def _check_unchanged(self) -> None:
         for member in self._members.values():
             if member.marked == self._generation and self._framework.is_changed(member.parameter, member.mark):
                 raise GradientOrderError(
-                    f"'{member.name}' was changed on this rank after its reduction (clipped or unscaled, say), but "
+                    f"'{member.name}' was written to on this rank after its reduction (clipped or unscaled, say), but "
                     f"{named_ranks(sorted(self._behind))} had no backward() in this step and took part in the reduction "
                     "only in optimizer.step(), too late to change it: the replicas would differ. Call "
                     "optimizer.synchronize() on all ranks, also where there was no backward(), and then change gradients")

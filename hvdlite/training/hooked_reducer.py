@@ -33,7 +33,7 @@ class HookedReducer(GradientReducer[Parameter]):
         self._phase = Phase.CLOSED
         self._rounds += 1
         self._passes_done = 0
-        self._touched, self._missed = self._missed, False
+        self._touched = False
 
     def _give(self, member: Any, present: bool) -> None:
         self._present[id(member.parameter)] = present

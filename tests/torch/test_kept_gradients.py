@@ -101,7 +101,6 @@ def test_only_what_is_kept_is_copied_out_and_the_layout_is_learned_again() -> No
         assert bucketed >= 34
         framework = optimizer._reducer.framework
         assert len(framework._copied) == (runtime.world.rank == 0) and framework._as_view
-        assert model[2].weight.grad.data_ptr() != 0
     threads(2, step)
 
 
@@ -173,6 +172,53 @@ def test_gradients_that_a_script_computes_itself_count() -> None:
             optimizer.step()
             for parameter, gradient in zip(model.parameters(), gradients, strict=True):
                 torch.testing.assert_close(parameter.grad, gradient * 1.5 / (runtime.world.rank + 1))
+    threads(2, step)
+
+
+@pytest.mark.parametrize("wait_in", ["backward", "step"])
+def test_gradients_that_a_script_sets_beside_a_backward_pass_count(wait_in: str) -> None:
+    def step(runtime: Runtime) -> None:
+        a, b = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
+        optimizer = DistributedOptimizer(torch.optim.SGD([a, b], lr=0.1), _runtime=runtime, wait_in=wait_in)
+        for _ in range(5):
+            optimizer.zero_grad()
+            (a * (runtime.world.rank + 1)).sum().backward()
+            b.grad = torch.full((4,), runtime.world.rank + 1.0)
+            optimizer.step()
+        for each in (a, b):
+            torch.testing.assert_close(each.data, torch.full((4,), 1 - 5 * 0.15))
+    threads(2, step)
+
+
+def test_a_gradient_that_nobody_clears_or_computes_stays_what_it_is() -> None:
+    """With Sum, reducing it again would multiply it."""
+    def step(runtime: Runtime) -> None:
+        a, b = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
+        optimizer = DistributedOptimizer(torch.optim.SGD([a, b], lr=0.0), _runtime=runtime, op=ReduceOp.SUM)
+        b.sum().backward()
+        optimizer.step()
+        for _ in range(10):
+            a.grad = None
+            a.sum().backward()
+            optimizer.step()
+            assert torch.equal(b.grad, torch.full((4,), 2.0))
+        assert by_bucket(optimizer)
+    threads(2, step)
+
+
+def test_a_gradient_that_is_moved_to_other_shared_memory() -> None:
+    def step(runtime: Runtime) -> None:
+        model = net()
+        optimizer = wrapped(runtime, model)
+        for turn in range(8):
+            optimizer.zero_grad()
+            backward(model, runtime.world.rank + 1)
+            if turn == 4:
+                model[0].weight.grad.share_memory_()
+            alone = net()
+            backward(alone, 1.5)
+            torch.testing.assert_close(model[0].weight.grad, alone[0].weight.grad)
+            optimizer.step()
     threads(2, step)
 
 

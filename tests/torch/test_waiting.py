@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from hvdlite.core.errors import DeadlockError, MismatchError  # noqa: E402
+from hvdlite.core.errors import MismatchError  # noqa: E402
 from hvdlite.core.types import ReduceOp  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite.training.gradient_reducer import GradientOrderError  # noqa: E402
@@ -99,32 +100,167 @@ def test_a_rank_that_calls_a_collective_before_its_backward_still_counts(wait_in
     threads(2, step)
 
 
-def test_a_gradient_read_in_a_circle_raises_on_all_ranks() -> None:
-    """Rank 0 needs the gradient before the collective, rank 1 takes part only after it."""
-    def step(runtime: Runtime) -> None:
-        a = parameter()
-        optimizer = wrapped(runtime, a)
-        with pytest.raises(DeadlockError) as caught:
-            if runtime.world.rank == 0:
-                a.sum().backward()
-                torch.nn.utils.clip_grad_norm_([a], 0.1)
-            mean(runtime, 1.0)
+CIRCLES = {
+    "a gradient that is read": (["rank 0 waits for the gradients of 'torch.optimizer.0' (round 1), which rank 1 has not",
+                                 "rank 1 waits for 'allreduce.mean', which rank 0 has not handed in"], """
+        if hvd.rank() == 0:
+            a.sum().backward()
+            torch.nn.utils.clip_grad_norm_([a], 0.1)
+        hvd.allreduce(torch.ones(1), name="mean")
+        first.step()
+    """),
+    "steps in different orders": (["'torch.optimizer.0'", "'torch.optimizer.1'"], """
+        (a if hvd.rank() == 0 else b).sum().backward()
+        for optimizer in [first, second][::1 if hvd.rank() == 0 else -1]:
             optimizer.step()
-        for text in ("rank 0 waits for the gradients of 'torch.optimizer.0' (round 1), which rank 1 has not handed in",
-                     "rank 1 waits for 'mean', which rank 0 has not handed in", "optimizer.synchronize()"):
-            assert text in str(caught.value)
+    """),
+    "collectives in different orders": (["rank 0 waits for 'allreduce.x'", "rank 1 waits for 'allreduce.y'"], """
+        for name in "xy"[::1 if hvd.rank() == 0 else -1]:
+            hvd.allreduce(torch.ones(1), name=name)
+    """),
+}
+
+
+@pytest.mark.parametrize("wait_in", ["backward", "step"])
+@pytest.mark.parametrize("circle", CIRCLES)
+def test_a_circle_that_cannot_be_deferred_raises_on_all_ranks(circle: str, wait_in: str) -> None:
+    texts, script = CIRCLES[circle]
+    processes(2, f"""
+import sys, torch, hvdlite_torch as hvd
+from hvdlite.core.errors import DeadlockError
+hvd.init()
+a, b = torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(4))
+first, second = (hvd.DistributedOptimizer(torch.optim.SGD([each], lr=0.1)) for each in (a, b))
+def run():
+{textwrap.indent(textwrap.dedent(script), "    ")}
+try:
+    run()
+except DeadlockError as error:
+    for text in {texts!r}:
+        assert text in str(error), error
+else:
+    raise SystemExit("no error")
+    """, environment={"HVDLITE_WAIT_IN": wait_in}, imported=TORCH)
+
+
+def test_a_circle_is_only_told_while_another_thread_may_help() -> None:
+    """The other thread has never called anything before."""
+    for rank in processes(2, """
+        import threading, torch, hvdlite_torch as hvd
+        hvd.init()
+        names, told = "xy"[::1 if hvd.rank() == 0 else -1], threading.Event()
+        def help():
+            told.wait(2.5)
+            hvd.allreduce(torch.ones(1), name=names[1])
+        helper = threading.Thread(target=help)
+        helper.start()
+        hvd.allreduce(torch.ones(1), name=names[0])
+        helper.join()
+        hvd.barrier()
+    """, imported=TORCH):
+        assert rank.rank or "ranks wait for each other in a circle" in rank.stderr
+
+
+def test_a_wait_inside_a_wait_of_the_same_thread() -> None:
+    """A signal handler calls a collective while its thread has been blocked for long."""
+    processes(2, """
+        import os, signal, time, torch, hvdlite_torch as hvd
+        hvd.init()
+        def handler(number, frame):
+            hvd.allreduce(torch.ones(1), name="handler")
+        if hvd.rank() == 0:
+            signal.signal(signal.SIGALRM, handler)
+            signal.setitimer(signal.ITIMER_REAL, 1.0)
+            hvd.allreduce(torch.ones(1), name="main")
+        else:
+            time.sleep(2.5)
+            hvd.allreduce(torch.ones(1), name="handler")
+            hvd.allreduce(torch.ones(1), name="main")
+        hvd.barrier()
+    """, imported=TORCH)
+
+
+def test_after_an_interrupted_wait_gradients_are_still_final_when_read() -> None:
+    """Two optimizers in one backward pass; the interrupt hits while the first is waited for."""
+    processes(2, RAISES + """
+        import signal, threading, time, torch, hvdlite_torch as hvd
+        from hvdlite import api
+        class Alarm(Exception):
+            pass
+        def ring(number, frame):
+            raise Alarm
+        hvd.init()
+        runtime = api.runtime()
+        a, b = torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(4))
+        first, second = (hvd.DistributedOptimizer(torch.optim.SGD([each], lr=1.0)) for each in (a, b))
+        def until_blocked():
+            while not runtime._sleepers:
+                time.sleep(0.01)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
+        if hvd.rank() == 0:
+            signal.signal(signal.SIGALRM, ring)
+            threading.Thread(target=until_blocked).start()
+            raises(Alarm, "", lambda: (3 * a + b).sum().backward())
+            hvd.allreduce(torch.ones(1), name="interrupted")
+        else:
+            hvd.allreduce(torch.ones(1), name="interrupted")
+            (a + 3 * b).sum().backward()
+        assert (a.grad == 2).all() and (b.grad == 2).all(), (a.grad, b.grad)
+        torch.nn.utils.clip_grad_norm_([a, b], 1.0)
+        first.step(), second.step()
+        torch.testing.assert_close(a.data, torch.full((4,), 1 - 8 ** -0.5))
+        hvd.check_replicas({"a": a.data, "b": b.data})
+    """, imported=TORCH)
+
+
+@BOTH
+def test_a_second_backward_over_other_parameters_after_a_deferral(wait_in: str) -> None:
+    def step(runtime: Runtime) -> None:
+        a, b = parameter(), parameter()
+        optimizer = wrapped(runtime, a, b, wait_in=wait_in)
+        for _ in range(3):
+            optimizer.zero_grad()
+            if runtime.world.rank == 1:
+                mean(runtime, 1.0)
+            a.sum().backward()
+            if runtime.world.rank == 0:
+                mean(runtime, 1.0)
+            (b * (runtime.world.rank + 1)).sum().backward()
+            optimizer.step()
+        torch.testing.assert_close(a.data, torch.full((4,), 0.7))
+        torch.testing.assert_close(b.data, torch.full((4,), 0.55))
     threads(2, step)
 
 
 @BOTH
-def test_steps_in_different_orders_raise_with_both_sets(wait_in: str) -> None:
+def test_a_step_that_all_ranks_skip_does_not_count(wait_in: str) -> None:
     def step(runtime: Runtime) -> None:
-        a, b = parameter(), parameter()
-        optimizers = [wrapped(runtime, a, wait_in=wait_in), wrapped(runtime, b, wait_in=wait_in)]
-        (a if runtime.world.rank == 0 else b).sum().backward()
-        with pytest.raises(DeadlockError, match=r"(?s)'torch.optimizer.0'.*'torch.optimizer.1'"):
-            for optimizer in optimizers[::1 if runtime.world.rank == 0 else -1]:
+        a = parameter()
+        optimizer = wrapped(runtime, a, wait_in=wait_in)
+        for turn in range(6):
+            optimizer.zero_grad()
+            if turn != 3 or runtime.world.rank == 0:
+                a.sum().backward()
+            optimizer.synchronize()
+            if turn != 2:
                 optimizer.step()
+        torch.testing.assert_close(a.data, torch.full((4,), 1 - 0.1 * 4.5))
+    threads(2, step)
+
+
+def test_a_tensor_subclass_and_its_results_while_gradients_are_not_final() -> None:
+    class Own(torch.Tensor):
+        pass
+
+    def step(runtime: Runtime) -> None:
+        own = torch.ones(4).as_subclass(Own).requires_grad_()
+        optimizer = wrapped(runtime, own, wait_in="step")
+        (own * (runtime.world.rank + 1)).sum().backward()
+        result = own * 2
+        assert type(result) is Own and type(copy.deepcopy(result.detach())) is Own
+        assert torch.equal(copy.deepcopy(own).detach().as_subclass(torch.Tensor), torch.ones(4)) and type(own) is Own
+        assert torch.equal(own.grad.as_subclass(torch.Tensor), torch.full((4,), 1.5))
+        optimizer.step()
     threads(2, step)
 
 
