@@ -51,7 +51,8 @@ _process_sets: set[ProcessSet] = set()  # registered with the runtime, and meani
 def init(comm: object = None, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None) -> None:
     """Join the job described by the environment; alone (size 1) when there is none.
 
-    Idempotent: further calls share the runtime, and as many `shutdown()` calls end it.
+    Idempotent: further calls share the runtime, and as many `shutdown()` calls end it. A call that fails counts for nothing
+    and leaves nothing behind: the other ranks hear why, and once they have called `shutdown()`, all can call `init()` again.
 
     Args:
         comm: the job's ranks: None or [] for all, an mpi4py communicator (it is duplicated), or a list of ranks that has
@@ -69,23 +70,41 @@ def init(comm: object = None, process_sets: Sequence[ProcessSet | Sequence[int]]
         raise ValueError(f'process_sets must be a list of ProcessSet or "dynamic", not {process_sets!r}')
     with _lock:
         if _runtime is None:
-            config = Config.from_environment({**_defaults, **os.environ})
-            place = enter(comm, os.environ, os.getppid(), config)
-            _configure_logging(config, place.world)
-            started = assemble(place, config, _casts, _testify(config), os.environ)
-            started.start()
-            if place.job_directory and not place.owns_directory:
-                started.progress.publish(place.job_directory, place.world.rank)
-            if config.timeline:
-                started.start_timeline(config.timeline, config.timeline_mark_cycles)
-            _runtime, _users = started, 0
-            global_process_set.fill(started.world.size, started.world.rank)
-            _install_hooks()
-            _answer_signal(config.report_signal)
+            _runtime, _users = _started(comm), 0
+            global_process_set.fill(_runtime.world.size, _runtime.world.rank)
         _users += 1
-    for process_set in () if process_sets is None or isinstance(process_sets, str) else process_sets:
-        if not isinstance(process_set, ProcessSet) or process_set.process_set_id is None:
-            add_process_set(process_set)
+    try:
+        for process_set in () if process_sets is None or isinstance(process_sets, str) else process_sets:
+            if not isinstance(process_set, ProcessSet) or process_set.process_set_id is None:
+                add_process_set(process_set)
+    except BaseException as error:
+        with _lock:
+            if _users == 1 and _runtime is not None:  # nobody else uses it
+                _tell(_runtime, error)
+            shutdown()
+        raise
+
+
+def _started(comm: object) -> Runtime:
+    """Return a runtime that is running, with all that the environment asks for; nothing is left of one that fails."""
+    config = Config.from_environment({**_defaults, **os.environ})
+    place = enter(comm, os.environ, os.getppid(), config)
+    _configure_logging(config, place.world)
+    made = assemble(place, config, _casts, _testify(config), os.environ)
+    made.start()
+    try:
+        if place.job_directory and not place.owns_directory:
+            made.progress.publish(place.job_directory, place.world.rank)
+        if config.timeline:
+            made.start_timeline(config.timeline, config.timeline_mark_cycles)
+        _install_hooks()
+        _answer_signal(config.report_signal)
+    except BaseException as error:
+        _tell(made, error)
+        made.shutdown()
+        made.progress.withdraw()
+        raise
+    return made
 
 
 def shutdown() -> None:
@@ -351,30 +370,36 @@ def _install_hooks() -> None:
     def excepthook(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> Any:
         previous(kind, error, where)  # first: the cause is on the screen before the others hear of it
         sys.stderr.flush()
-        _report_failure(kind, error, where)
+        _report_failure(error)
 
     sys.excepthook = excepthook
 
 
 def fail(error: BaseException) -> None:
     """Tell the other ranks that this one fails, where the interpreter will not: inside a worker of Ray or Spark, say."""
-    _report_failure(type(error), error, error.__traceback__)
+    _report_failure(error)
 
 
-def _report_failure(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+def _report_failure(error: BaseException) -> None:
     """Tell the other ranks and the launcher that this one ends with an exception."""
     current = _runtime
     if current is None or current.in_child:
         return
-    text = "".join(traceback.format_exception(kind, error, where))
+    origin, text = _tell(current, error)
+    directory = os.environ.get(launch_contract.JOB_DIRECTORY)
+    if directory:
+        launch_contract.FailureRecord(current.world.rank, origin, time.time(), type(error).__name__, str(error),
+                                      text).write(directory)
+
+
+def _tell(current: Runtime, error: BaseException) -> tuple[int, str]:
+    """Tell the other ranks of an exception; return the rank where it began, and its traceback as text."""
+    text = "".join(traceback.format_exception(error))
     suffered = [known.rank for known in (*_causes(error), current.failure)
                 if isinstance(known, PeerLostError) and known.rank >= 0]
     origin = suffered[0] if suffered else current.world.rank
-    current.fail(kind.__name__, str(error), text, origin)
-    directory = os.environ.get(launch_contract.JOB_DIRECTORY)
-    if directory:
-        launch_contract.FailureRecord(current.world.rank, origin, time.time(), kind.__name__, str(error),
-                                      text).write(directory)
+    current.fail(type(error).__name__, str(error), text, origin)
+    return origin, text
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

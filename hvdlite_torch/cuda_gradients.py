@@ -121,6 +121,11 @@ class CudaGradients(TorchGradients):
         fits = gradient.shape == seat.shape and (self._casts or gradient.dtype is seat.dtype)
         return gradient if fits else None
 
+    def _suits(self, parameter: torch.Tensor, seat: Seat) -> bool:
+        if not (seat.on_gpu and self._casts):
+            return super()._suits(parameter, seat)
+        return parameter.dtype is (seat.context or seat.dtype) and parameter.shape == seat.shape
+
     def _copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Copy tensors on the current stream, cast to the targets' dtypes."""
         stream = cuda.current_stream(self._index)

@@ -247,7 +247,7 @@ class TorchGradients:
         return fill_seats(pairs, self._fitting, torch._foreach_copy_)
 
     def fill_with(self, parameter: torch.Tensor, seat: Seat, value: Any) -> bool:
-        if not self._is_free(parameter, seat):
+        if not (self._is_free(parameter, seat) and self._suits(parameter, seat)):
             return False
         with torch.no_grad():
             seat.home.fill_(value)
@@ -298,6 +298,14 @@ class TorchGradients:
         if len(self._copied) >= MANY_KEPT:
             self._as_view = False
         return False
+
+    def _suits(self, parameter: torch.Tensor, seat: Seat) -> bool:
+        """Return whether a seat is right for the parameter as it is now, which has no gradient."""
+        dtype = parameter.dtype
+        if self._compression is not Compressor:
+            sample, seat.context = self._compression.compress(parameter.detach().new_empty(0))
+            dtype = sample.dtype
+        return dtype is seat.dtype and parameter.shape == seat.shape
 
     def _restored_dims(self, parameter: torch.Tensor) -> int:
         """Return how many dimensions of the reduced gradient are to be sparse, as in the gradient that came in."""

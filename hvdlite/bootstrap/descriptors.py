@@ -85,16 +85,19 @@ def _send(sock: socket.socket, descriptors: Sequence[int]) -> None:
 def _received(sock: socket.socket) -> list[int]:
     count = int.from_bytes(sock.recv(_NUMBER_BYTES, socket.MSG_WAITALL), "little")
     received: list[int] = []
-    while len(received) < count:
-        mark, descriptors, flags, _ = socket.recv_fds(sock, 1, _LIMIT)
-        received += descriptors
-        if flags & socket.MSG_CTRUNC:
-            for descriptor in received:
-                os.close(descriptor)
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        if not mark:
-            raise LaunchError("the first rank of this host ended while it shared its memory")
-        for descriptor in descriptors:
-            os.set_inheritable(descriptor, False)
-        sock.sendall(b".")
+    try:
+        while len(received) < count:
+            mark, descriptors, flags, _ = socket.recv_fds(sock, 1, _LIMIT)
+            received += descriptors
+            if flags & socket.MSG_CTRUNC:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            if not mark:
+                raise LaunchError("the first rank of this host ended while it shared its memory")
+            for descriptor in descriptors:
+                os.set_inheritable(descriptor, False)
+            sock.sendall(b".")
+    except BaseException:
+        for descriptor in received:
+            os.close(descriptor)
+        raise
     return received

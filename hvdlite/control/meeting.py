@@ -136,6 +136,15 @@ def receive_ranks(listener: socket.socket, address: Address, own: Hello, *, time
     """
     reception = _Reception(own, address, frame_limit, led)
     try:
+        return reception.connections, _welcomed(reception, listener, own, timeout)
+    except BaseException:
+        for connection in reception.connections.values():
+            connection.close()
+        raise
+
+
+def _welcomed(reception: _Reception, listener: socket.socket, own: Hello, timeout: float) -> Welcome:
+    try:
         with descriptors_for(own.size - 1, f"rank 0 of a job of {own.size} ranks"):
             reception.admit_all(listener, timeout)
     except LaunchError as error:
@@ -144,10 +153,8 @@ def receive_ranks(listener: socket.socket, address: Address, own: Hello, *, time
     for connection in reception.connections.values():
         connection.send(welcome)
     if reception.refusal:
-        for connection in reception.connections.values():
-            connection.close()
         raise LaunchError(reception.refusal)
-    return reception.connections, welcome
+    return welcome
 
 
 def join(address: Address, own: Hello, *, timeout: float, frame_limit: int) -> tuple[Connection, Welcome]:

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hvdlite.core.array import Array
-from hvdlite.memory.fence import Fence
+from hvdlite.memory.fence import Fence, fence_file
 
 COUNTER_STRIDE = 64
 REGIONS = 2
@@ -83,12 +83,13 @@ class Segment:
     Attributes:
         arrivals: how many barriers each rank has reached, by its index in the set; written by that rank.
         fence: see `SharedMemory`.
+        flush: a fence on every machine; where the machine keeps the order of stores, one of this rank alone.
         slot: bytes of one staging slot.
     """
 
     def __init__(self, memory: SharedMemory, start: int, index: int, ranks: int, slot: int) -> None:
         self.slot = slot
-        self.fence = memory.fence
+        self.fence, self.flush = memory.fence, memory.flush
         self._memory, self._start, self._index = memory, start, index
         self._counter_bytes = counter_bytes(ranks)
         memory.allocate(start, self._counter_bytes)
@@ -143,6 +144,7 @@ class SharedMemory:
 
     def __init__(self, descriptor: int, rank: int, fence: Fence | None = None) -> None:
         self.descriptor, self.fence, self.process = descriptor, fence, os.getpid()
+        self.flush = fence or Fence(fence_file())
         self._rank = rank
         self._end = 0  # of what has been given out
         self._length = os.fstat(descriptor).st_size
@@ -185,8 +187,7 @@ class SharedMemory:
 
     def close(self) -> None:
         """Close the file and the fence; what is mapped lives on."""
-        if self.fence is not None:
-            self.fence.close()
+        self.flush.close()
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1

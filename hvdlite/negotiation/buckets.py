@@ -4,12 +4,17 @@ The life of a declared set
     LEARNING   its members are reported one by one; when every rank has closed the round, the order in which they became
                ready everywhere gives a layout, which one decision announces.
     LEARNED    a rank reports one id when a bucket is full; all ranks' ids release it with one id.
-    LEARNING   after an eviction: some rank's set changed (`stale`), a rank left, or the table is full. Ids already
-               reported, or still under way, are taken as their members' requests, so nobody is asked to repeat anything.
+    SUSPENDED  from the time when a rank of its process set joins until all ranks have joined. Members go one by one.
+    LEARNING   after an eviction: some rank's set changed (`LayoutStale`), a rank left, or the table is full.
+    When a layout is evicted or suspended, ids already reported, or still under way, are taken as their members' requests,
+    so nobody is asked to repeat anything.
 
-Rules (PROTOCOL rules 6, 10; docs/decisions/0005)
-- The table changes only by `Decision.learned` and `Decision.evicted`, which every rank applies at the same point.
+Rules (PROTOCOL rules 6, 10; docs/decisions/0003, 0019)
+- The table changes only by `Decision.learned`, `suspended` and `evicted` and by the answer to a join, which every rank
+  applies at the same point.
 - Ids are never used again. An evicted layout stays readable until every rank has applied its eviction.
+- When all ranks have joined, rounds are numbered anew and higher (`first_round`), and suspended layouts are used again. So
+  a reported id whose round has an older number is one of before, and is taken as its members' requests.
 - A layout learned from round r is used from round r + 2: a rank may be in round r + 1 when the decision reaches it, but to
   finish that round it needs answers that come after (or with) that decision. So no round is half one and half the other.
 - A member missing on a rank does not break a bucket: its place there holds the op's identity. So an id always means
@@ -17,7 +22,10 @@ Rules (PROTOCOL rules 6, 10; docs/decisions/0005)
 - Ranks are never more than one round apart in a set: a round ends for a rank when all its members are answered.
 - A set that a rank has dropped (`Retired`: its optimizer is gone) ends its layout and learns no other, because no round can
   become complete. When all ranks have dropped it, it is forgotten; its label is never used again.
-- A set that keeps going stale is learned again ever more rarely: after 1, 2, 4, ... complete rounds.
+- Nothing is learned from a round of which a part went by bucket, or was refused, or in which a rank had joined.
+- A member that was sparse once on some rank goes by itself for ever. Layouts name such members (`Layout.alone`).
+- A set that keeps going stale is learned again ever more rarely: after 1, 2, 4, ... complete rounds. A layout that was in
+  use for long does not count.
 """
 
 from __future__ import annotations
@@ -30,11 +38,13 @@ import msgspec
 from hvdlite.core.array import ALIGNMENT, GPU_ALIGNMENT, SUPPORTED_DTYPES
 from hvdlite.core.device import CPU
 from hvdlite.core.errors import ProtocolError
+from hvdlite.core.types import Collective
 from hvdlite.negotiation.fusion import behind, fusion_key, payload_bytes, response_to
 from hvdlite.negotiation.messages import Bucket, BucketReady, BucketRelease, Closing, Layout, Request, Response, Retired
 from hvdlite.negotiation.process_sets import ProcessSetTable
 
 _MOST_PATIENCE = 64
+"""Rounds; also how long a layout must be in use so that its end does not count."""
 Ranks = tuple[int, ...]
 """Who says something: one rank, or all ranks of a host when their leader has merged it."""
 
@@ -48,6 +58,11 @@ class BucketSizes:
 
     edge: int
     middle: int
+
+
+def first_round(joins: int) -> int:
+    """Return the first round of declared sets once all ranks have joined so many times: higher than every one before."""
+    return (joins << 32) + 1
 
 
 def cut(sizes: Sequence[int], limits: BucketSizes) -> list[int]:
@@ -131,9 +146,13 @@ class _Set:
     process_set: int
     ready: dict[str, Mapping[int, Request]] = dataclasses.field(default_factory=dict)  # this round, in ready order
     spoiled: bool = False  # a member of this round was refused: nothing is learned from it
+    by_bucket: int = 0  # the last round of which a bucket was released; likewise
+    sparse: set[str] = dataclasses.field(default_factory=set)  # members that always go by themselves
     closed: dict[int, set[int]] = dataclasses.field(default_factory=dict)  # round -> who closed it; never all ranks
     over: int = 0  # the last round that all ranks closed
     layout: Layout | None = None
+    members: frozenset[str] = frozenset()  # of the layout
+    served: int = 0  # rounds that ended since it was learned
     evictions: int = 0
     order: dict[str, int] = dataclasses.field(default_factory=dict)  # by `arrange`; empty: ready order counts
     patience: int = 1  # complete rounds still to see before learning
@@ -167,54 +186,72 @@ class DeclaredSets:
 
     Args:
         process_sets: who belongs to which process set.
+        joined: the ranks that have joined; the caller's, who calls `join` after each that it adds.
         limits: how sets are cut; a `middle` of 0 turns learning off.
         capacity: layouts that may exist at a time; the least recently used is evicted.
     """
 
-    def __init__(self, process_sets: ProcessSetTable, limits: BucketSizes, capacity: int) -> None:
-        self._process_sets, self._limits, self._capacity = process_sets, limits, capacity
+    def __init__(self, process_sets: ProcessSetTable, joined: Collection[int], limits: BucketSizes, capacity: int) -> None:
+        self._process_sets, self._joined, self._limits, self._capacity = process_sets, joined, limits, capacity
         self._sets: dict[str, _Set] = {}
         self._layouts: dict[int, Layout] = {}  # least recently used first
         self._buckets: dict[int, tuple[Bucket, int]] = {}  # every readable bucket and its layout
         self._waiting: dict[int, BucketWaiting] = {}
         self._tombstones: dict[int, _Tombstone] = {}
+        self._suspended: set[int] = set()  # layouts
+        self._first_round = first_round(0)  # since all ranks have last joined
         self._next_layout = self._next_bucket = 1
 
-    def observe(self, label: str, requests: Mapping[int, Request]) -> None:
-        """A member was answered by itself."""
+    def observe(self, requests: Mapping[int, Request]) -> int | None:
+        """A member was answered by itself; return a layout that is to be evicted for it, or None."""
         request = next(iter(requests.values()))
-        declared = self._sets.setdefault(label, _Set(request.process_set))
+        declared = self._set(request)
         declared.ready.pop(request.name, None)
-        declared.ready[request.name] = requests
+        if request.collective is Collective.ALLGATHER:
+            declared.sparse.add(request.name)
+            return declared.layout.layout if declared.layout is not None and request.name in declared.members else None
+        if request.name not in declared.sparse:
+            declared.ready[request.name] = requests
+        return None
 
     def arrange(self, request: Request) -> None:
         """Let the order in which members come to this call give the layout, instead of that in which they get ready."""
-        order = self._sets.setdefault(request.label, _Set(request.process_set)).order
+        order = self._set(request).order
         order.setdefault(request.name, len(order))
 
     def spoil(self, request: Request) -> None:
         """A member was refused."""
-        self._sets.setdefault(request.label, _Set(request.process_set)).spoiled = True
+        self._set(request).spoiled = True
 
     def close(self, ranks: Ranks, closing: Closing) -> bool:
-        """These ranks have reported all they have in a round; return whether every member of the process set has, now.
+        """These ranks have reported all they have in a round; return whether that ends the round, now.
 
-        Those that are not in the process set do not count. Closing a round again changes nothing.
+        It ends when every member of the process set that has not joined has closed it. Ranks that are not in the process
+        set do not count. Closing a round again changes nothing.
         """
-        declared = self._sets.setdefault(closing.label, _Set(closing.process_set))
-        if closing.round <= declared.over:
+        declared = self._set(closing)
+        if closing.round <= declared.over or closing.round < self._first_round:
             return False
-        closed = declared.closed.setdefault(closing.round, set())
+        closed = declared.closed.get(closing.round)
+        if closed is None:
+            members = self._process_sets[closing.process_set] if self._joined else ()
+            closed = declared.closed[closing.round] = {rank for rank in members if rank in self._joined}
         closed.update(self._process_sets.among(closing.process_set, ranks))
-        if len(closed) < len(self._process_sets[closing.process_set]):
-            return False
-        declared.over = closing.round
-        for past in [past for past in declared.closed if past <= closing.round]:
-            del declared.closed[past]
-        return True
+        return self._ends(declared, closing.round)
+
+    def join(self, rank: int) -> list[Closing]:
+        """A rank has joined: it closes no rounds; return those that end by that."""
+        ended = []
+        for label, declared in self._sets.items():
+            if self._process_sets.includes(declared.process_set, rank):
+                for number in sorted(declared.closed):
+                    declared.closed[number].add(rank)
+                    if self._ends(declared, number):
+                        ended.append(Closing(label, number, declared.process_set))
+        return ended
 
     def closed_by(self, label: str, number: int) -> frozenset[int]:
-        """Return the ranks that have closed round `number` of a set.
+        """Return the ranks that have closed round `number` of a set, or had joined.
 
         Those of a host with a leader count when all of them have, or when one of them is asked for an account.
         """
@@ -228,29 +265,34 @@ class DeclaredSets:
     def learn(self, label: str, number: int) -> tuple[Layout | None, list[int]]:
         """After a round that all closed: return the layout to announce, if any, and the layouts to evict for it."""
         declared = self._sets[label]
-        ready, spoiled = declared.ready, declared.spoiled
+        ranks = self._process_sets[declared.process_set]
+        ready, incomplete = declared.ready, declared.spoiled or declared.by_bucket >= number
         declared.ready, declared.spoiled = {}, False
-        if declared.layout is not None or declared.retired or spoiled or not ready or not self._limits.middle:
+        declared.served += 1
+        if declared.layout is not None or declared.retired or incomplete or not ready or not self._limits.middle:
+            return None, []
+        if self._joined and any(rank in self._joined for rank in ranks):
             return None, []
         declared.patience -= 1
         if declared.patience > 0:
             return None, []
         members = sorted(ready.values(), key=lambda requests: _place(declared.order, requests))
         declared.order = {}
-        buckets = plan(members, self._process_sets[declared.process_set], self._limits, self._next_bucket)
-        layout = Layout(self._next_layout, label, number + 2, buckets)
+        buckets = plan(members, ranks, self._limits, self._next_bucket)
+        layout = Layout(self._next_layout, label, number + 2, buckets, tuple(sorted(declared.sparse)))
         self._next_layout += 1
         self._next_bucket += len(buckets)
         crowd = [number for number in self._layouts if not self._is_waited_for(number)]
         evicted = crowd[:max(0, len(self._layouts) + 1 - self._capacity)]
         declared.layout = self._layouts[layout.layout] = layout
+        declared.members, declared.served = frozenset(ready), 0
         self._buckets.update((bucket.bucket, (bucket, layout.layout)) for bucket in layout.buckets)
         return layout, evicted
 
     def ready(self, ranks: Ranks, ready: BucketReady,
               now: float) -> tuple[BucketRelease | None, list[Request], Ranks, Closing]:
         """Take in a reported bucket; return its release when nobody is missing now, the requests that it stands for when it
-        was evicted, those of `ranks` that it concerns, and what closing the round means for its set.
+        was evicted or suspended, those of `ranks` that it concerns, and what closing the round means for its set.
 
         Raises:
             ProtocolError: for an id that was never learned, or is reported twice.
@@ -262,7 +304,7 @@ class DeclaredSets:
         closing = Closing(layout.label, ready.round, bucket.response.process_set)
         if len(ranks) > 1:
             ranks = self._among(bucket.response, ranks)
-        if number in self._tombstones:
+        if number in self._tombstones or number in self._suspended or ready.round < self._first_round:
             return None, list(expand(bucket, ready)), ranks, closing
         waiting = self._waiting.get(ready.bucket)
         if waiting is None:
@@ -275,6 +317,7 @@ class DeclaredSets:
             return None, [], ranks, closing
         del self._waiting[ready.bucket]
         self._layouts[number] = self._layouts.pop(number)
+        self._sets[layout.label].by_bucket = ready.round
         in_step: tuple[int, ...] = ()
         if any(other.in_step for other in waiting.reported.values()):
             in_step = behind({rank: other.in_step for those, other in waiting.reported.items() for rank in those})
@@ -303,16 +346,24 @@ class DeclaredSets:
             return None
         ended = self._layouts.pop(layout)
         self._tombstones[layout] = _Tombstone(ended, sequence)
+        self._suspended.discard(layout)
         declared = self._sets[ended.label]
-        declared.layout = None
+        declared.layout, declared.members = None, frozenset()
+        if declared.served >= _MOST_PATIENCE:
+            declared.evictions = 0
         declared.evictions += spoilt
         declared.patience = min(1 << max(0, declared.evictions - 1), _MOST_PATIENCE)
-        expanded: list[tuple[int, Request]] = []
-        for bucket in ended.buckets:
-            waiting = self._waiting.pop(bucket.bucket, None)
-            for ranks, ready in waiting.reported.items() if waiting else ():
-                expanded.extend((rank, request) for rank in ranks for request in expand(bucket, ready))
-        return expanded
+        return self._withdraw(ended)
+
+    def suspend(self, layout: int) -> list[tuple[int, Request]] | None:
+        """Do not use a layout until all ranks have joined; return what ranks have reported of it, as (rank, request).
+
+        None when it is suspended already.
+        """
+        if layout in self._suspended:
+            return None
+        self._suspended.add(layout)
+        return self._withdraw(self._layouts[layout])
 
     def forget(self, applied: int) -> None:
         """Every rank has applied the decisions up to `applied`: evicted layouts before it are not named any more."""
@@ -323,7 +374,9 @@ class DeclaredSets:
     def layout_of(self, request: Request) -> int | None:
         """Return the layout by whose buckets `request` should have been reported, or None."""
         declared = self._sets.get(request.label)
-        if declared is None or declared.layout is None or request.round < declared.layout.first_round:
+        if declared is None or declared.layout is None or request.name not in declared.members:
+            return None
+        if request.round < max(declared.layout.first_round, self._first_round) or declared.layout.layout in self._suspended:
             return None
         return declared.layout.layout
 
@@ -332,8 +385,15 @@ class DeclaredSets:
         """Whether `forget` has anything to do."""
         return bool(self._tombstones)
 
-    def forget_rounds(self) -> None:
-        """All ranks have joined: rounds are numbered anew (and higher), and what was seen of this one teaches nothing."""
+    @property
+    def suspended(self) -> frozenset[int]:
+        """The layouts that are suspended."""
+        return frozenset(self._suspended)
+
+    def resume(self, joins: int) -> None:
+        """All ranks have joined, so many times by now. What was seen of unfinished rounds teaches nothing."""
+        self._first_round = first_round(joins)
+        self._suspended.clear()
         for declared in self._sets.values():
             declared.closed.clear()
             declared.ready.clear()
@@ -401,7 +461,33 @@ class DeclaredSets:
             assert all(len(ranks) < len(self._process_sets[declared.process_set]) for ranks in declared.closed.values())
             assert all(number > declared.over for number in declared.closed)
         assert not set(self._tombstones) & set(self._layouts)
+        assert self._suspended <= self._layouts.keys()
+        assert bool(self._suspended) <= bool(self._joined), "a layout stays suspended"
         assert {number for _, number in self._buckets.values()} <= set(self._tombstones) | set(self._layouts)
+
+    def _set(self, about: Request | Closing) -> _Set:
+        declared = self._sets.get(about.label)
+        if declared is None:
+            declared = self._sets[about.label] = _Set(about.process_set)
+        return declared
+
+    def _ends(self, declared: _Set, number: int) -> bool:
+        """Return whether all ranks have closed a round; it is over then."""
+        if len(declared.closed[number]) < len(self._process_sets[declared.process_set]):
+            return False
+        declared.over = number
+        for past in [past for past in declared.closed if past <= number]:
+            del declared.closed[past]
+        return True
+
+    def _withdraw(self, layout: Layout) -> list[tuple[int, Request]]:
+        """Remove and return what ranks have reported of a layout, as (rank, request)."""
+        expanded: list[tuple[int, Request]] = []
+        for bucket in layout.buckets:
+            waiting = self._waiting.pop(bucket.bucket, None)
+            for ranks, ready in waiting.reported.items() if waiting else ():
+                expanded.extend((rank, request) for rank in ranks for request in expand(bucket, ready))
+        return expanded
 
     def _among(self, response: Response, ranks: Ranks) -> Ranks:
         """Return those of `ranks` that have a bucket; also when its process set has been removed, which evicted it."""

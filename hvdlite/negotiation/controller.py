@@ -14,7 +14,7 @@ import msgspec
 
 from hvdlite.core.errors import ProtocolError
 from hvdlite.core.types import Collective
-from hvdlite.negotiation.buckets import expand
+from hvdlite.negotiation.buckets import expand, first_round
 from hvdlite.negotiation.messages import (
     Aside,
     Blocked,
@@ -38,7 +38,7 @@ from hvdlite.negotiation.messages import (
 
 @dataclasses.dataclass(frozen=True)
 class Expanded:
-    """A bucket that this rank reported is answered member by member: its layout was evicted."""
+    """A bucket that this rank reported is answered member by member: its layout was evicted or suspended."""
 
     bucket: int
     requests: tuple[Request, ...]
@@ -52,15 +52,22 @@ class Evicted:
 
 
 @dataclasses.dataclass(frozen=True)
+class Suspended:
+    """A layout is not used until all ranks have joined; no bucket of it is waited for."""
+
+    layout: Layout
+
+
+@dataclasses.dataclass(frozen=True)
 class Assist:
     """This rank has joined: it does its share of the work, if it is in the process set, but has no tensor in it."""
 
     response: Response
 
 
-Instruction = Assist | Layout | BucketRelease | Expanded | Evicted | Response
-"""What a rank does: help although it has joined, set up a learned layout, reduce a bucket, split one, give up a layout, or
-carry out a response."""
+Instruction = Assist | Layout | BucketRelease | Expanded | Suspended | Evicted | Response
+"""What a rank does: help although it has joined, set up a learned layout, reduce a bucket, split one, suspend or give up a
+layout, or carry out a response. The answer to a join ends all suspensions."""
 
 
 class Controller:
@@ -70,8 +77,10 @@ class Controller:
         self.rank = rank
         self.epoch = epoch
         self.applied = 0
-        self._layouts: dict[int, Layout] = {}
+        self._layouts: dict[int, Layout] = {}  # suspended ones too
         self._buckets: dict[int, Bucket] = {}  # of the layouts in use
+        self._joins = 0  # how often all ranks have joined
+        self._first_round = first_round(0)  # since then
         self._reported: dict[int, BucketReady] = {}  # buckets reported and not answered
         self._unanswered: set[Key] = set()
         self._said: list[Saying] = []  # not told yet; likewise below
@@ -93,10 +102,10 @@ class Controller:
     def submit_bucket(self, bucket: Bucket, ready: BucketReady) -> Expanded | None:
         """All members of a learned bucket are in their places here.
 
-        Return its members' requests when its layout has been evicted meanwhile; they are submitted by this call.
+        Return its members' requests when its layout has been evicted or suspended meanwhile; they are then submitted.
         """
         self._unsaid = True
-        if ready.bucket in self._buckets:
+        if ready.bucket in self._buckets and ready.round >= self._first_round:
             assert ready.bucket not in self._reported, f"bucket {ready.bucket} is still being processed"
             self._reported[ready.bucket] = ready
             self._said.append(ready)
@@ -183,14 +192,19 @@ class Controller:
         for release in decision.released:
             if self._reported.pop(release.bucket, None) is not None:  # else another process set's
                 instructions.append(release)
+        for number in decision.suspended:
+            instructions.extend((*self._withdraw(self._layouts[number]), Suspended(self._layouts[number])))
         for number in decision.evicted:
-            instructions.extend(self._evict(number))
+            ended = self._layouts.pop(number)
+            self._said = [said for said in self._said if not (isinstance(said, LayoutStale) and said.layout == number)]
+            instructions.extend((*self._withdraw(ended), Evicted(ended)))
         for response in decision.responses:
             keys = [(response.process_set, name, response.round) for name in response.names]
             if keys[0] in self._unanswered:  # a fused response concerns all of a process set or none
                 instructions.append(response)
                 self._unanswered.difference_update(keys)
-                self._joined = self._joined and response.collective is not Collective.JOIN
+                if response.collective is Collective.JOIN:
+                    self._end_join(response)
             elif self._joined and response.error is ErrorKind.NONE:
                 instructions.append(Assist(response))
         return instructions
@@ -204,12 +218,20 @@ class Controller:
         return frozenset(name for _, name, _ in self._unanswered).union(
             *(self._buckets[number].response.names for number in self._reported))
 
-    def _evict(self, number: int) -> list[Instruction]:
-        layout = self._layouts.pop(number)
-        self._said = [said for said in self._said if not (isinstance(said, LayoutStale) and said.layout == number)]
+    def _end_join(self, response: Response) -> None:
+        """Take part again; when all ranks have joined, with the layouts learned before."""
+        self._joined = False
+        if response.error is ErrorKind.NONE:
+            self._joins += 1
+            self._first_round = first_round(self._joins)
+            for layout in self._layouts.values():
+                self._buckets.update((bucket.bucket, bucket) for bucket in layout.buckets)
+
+    def _withdraw(self, layout: Layout) -> list[Instruction]:
+        """Do not report a layout's buckets any more; return how those that this rank has reported are answered."""
         instructions: list[Instruction] = []
         for bucket in layout.buckets:
-            del self._buckets[bucket.bucket]
+            self._buckets.pop(bucket.bucket, None)
             ready = self._reported.pop(bucket.bucket, None)
             if ready is None:
                 continue
@@ -220,4 +242,4 @@ class Controller:
                 at = self._said.index(ready)
                 closing = Closing(layout.label, ready.round, bucket.response.process_set)
                 self._said[at:at + 1] = (*requests, closing) if ready.closes else requests
-        return [*instructions, Evicted(layout)]
+        return instructions

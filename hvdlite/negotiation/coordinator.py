@@ -6,8 +6,8 @@ Rules kept here
 - Decisions are numbered without gaps; nothing is decided while nothing was reported.
 - The first failure ends the job. It names its origin; failures that arrive later are consequences and are dropped.
 - A rank that left cannot report any more, so whatever still waits for it is answered with an error.
-- A rank that has joined is not waited for, and contributes nothing, until all ranks have joined. While one is, nothing is
-  learned: what was learned with it is evicted.
+- A rank that has joined is not waited for, and contributes nothing, until all ranks have joined. Until then nothing is
+  learned in its process sets, and layouts learned before are suspended.
 - When every rank has closed a round of a declared set, a member that only some reported is refused: nobody else has it.
 """
 
@@ -98,18 +98,20 @@ class Coordinator:
         self._policy = policy
         self._reduce_eagerly = reduce_eagerly
         self._process_sets = ProcessSetTable(size)
-        self._table = ReadinessTable()
-        self._sets = DeclaredSets(self._process_sets, policy.bucket_sizes, policy.layout_capacity)
+        self._joined: dict[int, None] = {}  # in the order in which they did
+        self._joins = 0  # how often all ranks have
+        self._table = ReadinessTable(self._process_sets, self._joined)
+        self._sets = DeclaredSets(self._process_sets, self._joined, policy.bucket_sizes, policy.layout_capacity)
         self._sequence = 0
         # What the next decision says:
         self._learned: list[Layout] = []
         self._released: list[BucketRelease] = []
+        self._suspended: list[int] = []
         self._evicted: list[int] = []
         self._ready: list[tuple[Response, int]] = []
         self._refused: list[Response] = []
         self._leaving: list[int] = []
         self._left: set[int] = set()
-        self._joined: list[int] = []  # in the order in which they did
         self._applied: dict[Ranks, int] = {(rank,): 0 for rank in range(size)}
         self._inquiries: list[int] = []
         self._questioners: list[int] = []  # ranks that asked whether rank 0 is there
@@ -168,8 +170,8 @@ class Coordinator:
         """Return the next decision, or None when there is nothing to say."""
         failure = None if self._failure_told else self._failure
         deferred = tuple(self.blocked.to_defer())
-        news = (self._learned, self._released, self._evicted, self._ready, self._refused, self._inquiries, self._leaving,
-                self._questioners, self._tuned)
+        news = (self._learned, self._released, self._suspended, self._evicted, self._ready, self._refused, self._inquiries,
+                self._leaving, self._questioners, self._tuned)
         if not (any(news) or failure or deferred or self._timeline is not None):
             return None
         self._sequence += 1
@@ -177,9 +179,10 @@ class Coordinator:
         if self.blocked:
             for response in responses:
                 self.blocked.answered(response.process_set, response.names)
-        decision = Decision(self.epoch, self._sequence, tuple(self._learned), tuple(self._released), tuple(self._evicted),
-                            responses, tuple(self._inquiries), tuple(self._leaving), tuple(self._questioners),
-                            self._timeline, tuple(self._tuned), failure, deferred)
+        decision = Decision(self.epoch, self._sequence, tuple(self._learned), tuple(self._released),
+                            tuple(self._suspended), tuple(self._evicted), responses, tuple(self._inquiries),
+                            tuple(self._leaving), tuple(self._questioners), self._timeline, tuple(self._tuned), failure,
+                            deferred)
         for said in news:
             said.clear()
         self._timeline = None
@@ -197,10 +200,10 @@ class Coordinator:
     def stalls(self, now: float, after: float) -> list[Stall]:
         """Return the tensors that have waited at least `after` seconds and were not returned before."""
         found = []
-        for (number, name, _), tensor in self._table.waiting().items():
+        for key, tensor in self._table.waiting().items():
             if now - tensor.since >= after and not tensor.warned:
                 tensor.warned = True
-                found.append(_stall(name, now - tensor.since, tensor.requests, self._process_sets[number]))
+                found.append(self._stall(key, now))
         for bucket in self._sets.waiting():
             if now - bucket.since >= after and not bucket.warned:
                 bucket.warned = True
@@ -209,9 +212,8 @@ class Coordinator:
 
     def waiting(self, now: float) -> list[Stall]:
         """Return all that waits for some ranks, however short."""
-        tensors = [_stall(name, now - tensor.since, tensor.requests, self._process_sets[number])
-                   for (number, name, _), tensor in self._table.waiting().items()]
-        return tensors + [_bucket_stall(bucket, now) for bucket in self._sets.waiting()]
+        return [self._stall(key, now) for key in self._table.waiting()] + [
+            _bucket_stall(bucket, now) for bucket in self._sets.waiting()]
 
     def missing(self, now: float, after: float) -> set[int]:
         """Return the ranks for which something has waited at least `after` seconds."""
@@ -278,15 +280,15 @@ class Coordinator:
         """Return the ranks for which a rank's wait waits; None when it has been answered."""
         if wait.process_set not in self._process_sets:
             return None
-        members = frozenset(self._process_sets[wait.process_set])
         if wait.round:
             closed = self._sets.closed_by(wait.name, wait.round)
+            members = frozenset(self._process_sets[wait.process_set])
             return members.difference(closed, self._joined) if rank in closed else None
-        tensor = self._table.waiting().get((wait.process_set, wait.name, wait.round))
+        key = (wait.process_set, wait.name, wait.round)
+        tensor = self._table.waiting().get(key)
         if tensor is None or rank not in tensor.requests:
             return None
-        joins = tensor.requests[rank].collective is Collective.JOIN
-        return members.difference(tensor.requests, () if joins else self._joined)
+        return frozenset(self._table.missing(key))
 
     def _take_aside(self, rank: int, aside: Aside) -> None:
         if aside.account is not None:
@@ -329,16 +331,13 @@ class Coordinator:
             self._sets.arrange(request)
         if not self._process_sets.includes(request.process_set, rank):
             raise ProtocolError(f"reported '{request.name}' in process set {request.process_set}, which it is not in")
-        requests = self._table.add(rank, request, len(members), now)
+        requests = self._table.add(rank, request, now)
         if request.collective is Collective.JOIN:
             self._join(rank, now)
-        if requests is None and self._only_joined_are_missing(request.key):
-            requests = self._table.take(request.key)
-        if requests is None:
-            if self._left and not self._left.isdisjoint(members):
-                self._refuse_waiting(now)
-            return
-        self._complete(requests, now)
+        if requests is not None:
+            self._complete(requests, now)
+        elif self._left and not self._left.isdisjoint(members):
+            self._refuse_waiting(now)
 
     def _complete(self, requests: Mapping[int, Request], now: float) -> None:
         """Answer a tensor that every rank that takes part has reported."""
@@ -350,6 +349,9 @@ class Coordinator:
             self._refuse(request, ErrorKind.MISMATCH, problem)
             return
         members = self._process_sets[request.process_set]
+        if self._left and not self._left.isdisjoint(members):  # it had joined, and does not help any more
+            self._refuse_left(request)
+            return
         if request.collective is Collective.SEND and len(requests) < len(members):
             (joined,) = set(members) - requests.keys()
             self._refuse(request, ErrorKind.MISMATCH, f"'{request.name}' needs rank {joined}, which has joined and neither "
@@ -371,11 +373,14 @@ class Coordinator:
             self.reduced_bytes += nbytes
         if request.collective is Collective.JOIN:
             self._joined.clear()
-            self._sets.forget_rounds()
+            self._joins += 1
+            self._sets.resume(self._joins)
         if request.collective is Collective.REMOVE_PROCESS_SET:
             self._remove_set(request.members[0], now)
-        if request.label and request.collective is Collective.ALLREDUCE:
-            self._sets.observe(request.label, requests)
+        if request.label:
+            layout = self._sets.observe(requests)
+            if layout is not None:
+                self._evict(layout, now)
 
     def _take_bucket(self, ranks: Ranks, ready: BucketReady, now: float) -> None:
         layout = self._sets.out_of_step(ready)
@@ -392,14 +397,15 @@ class Coordinator:
             self._close(ranks, closing)
 
     def _close(self, ranks: Ranks, closing: Closing) -> None:
-        if closing.process_set not in self._process_sets or not self._sets.close(ranks, closing):
-            return
+        if closing.process_set in self._process_sets and self._sets.close(ranks, closing):
+            self._end_round(closing)
+
+    def _end_round(self, closing: Closing) -> None:
+        """All ranks that have not joined have closed a round."""
         self.rounds += 1
         for requests in self._table.take_if(lambda request: request.label == closing.label
                                             and request.round <= closing.round):
             self._refuse_unshared(next(iter(requests.values())), requests)
-        if self._joined:
-            return
         layout, evicted = self._sets.learn(closing.label, closing.round)
         for number in evicted:
             self._sets.evict(number, self._sequence + 1, spoilt=False)
@@ -428,6 +434,14 @@ class Coordinator:
         for rank, request in expanded:
             self._take(rank, request, now)
 
+    def _suspend(self, layout: int, now: float) -> None:
+        expanded = self._sets.suspend(layout)
+        if expanded is None:
+            return
+        self._suspended.append(layout)
+        for rank, request in expanded:
+            self._take(rank, request, now)
+
     def _note_applied(self, ranks: Ranks, applied: int) -> None:
         if ranks not in self._applied:  # a host that speaks with one voice from now on
             for rank in ranks:
@@ -442,7 +456,7 @@ class Coordinator:
             members = next(iter(requests.values())).members
             return msgspec.structs.replace(response, rows=(self._process_sets.add(members),), members=members)
         if response.collective is Collective.JOIN:
-            return msgspec.structs.replace(response, rows=(self._joined[-1],))
+            return msgspec.structs.replace(response, rows=(next(reversed(self._joined)),))
         if response.collective is Collective.REMOVE_PROCESS_SET:
             return msgspec.structs.replace(response, rows=next(iter(requests.values())).members)
         result = None
@@ -461,18 +475,22 @@ class Coordinator:
 
     def _join(self, rank: int, now: float) -> None:
         """Do without a rank from now on."""
-        self._joined.append(rank)
+        self._joined[rank] = None
+        complete = self._table.join(rank)
         for layout in self._sets.layouts_of([rank]):
-            self._evict(layout, now)
-        for key in list(self._table.waiting()):
-            if key in self._table.waiting() and self._only_joined_are_missing(key):
-                self._complete(self._table.take(key), now)
+            self._suspend(layout, now)
+        for requests in complete:
+            self._complete(requests, now)
+        for closing in self._sets.join(rank):
+            self._end_round(closing)
 
-    def _only_joined_are_missing(self, key: Key) -> bool:
-        waiting = self._table.waiting()[key].requests
-        if not self._joined or next(iter(waiting.values())).collective is Collective.JOIN:
-            return False
-        return all(rank in waiting or rank in self._joined for rank in self._process_sets[key[0]])
+    def _end_join(self) -> None:
+        """A join has failed, because a rank left: those that had joined take part again."""
+        self._joined.clear()
+        self._table.recount()
+        for layout in self._sets.suspended:  # ranks have made different numbers of rounds
+            self._sets.evict(layout, self._sequence + 1)
+            self._evicted.append(layout)
 
     def _remove_set(self, number: int, now: float) -> None:
         """Forget a process set; what still waits in it never becomes complete."""
@@ -488,12 +506,15 @@ class Coordinator:
     def _refuse(self, request: Request, kind: ErrorKind, text: str) -> None:
         self._refused.append(Response(names=(request.name,), collective=request.collective, dtype=request.dtype,
                                       process_set=request.process_set, round=request.round, error=kind, error_text=text))
+        if request.collective is Collective.JOIN:
+            self._end_join()
         if request.label and request.process_set in self._process_sets:
             self._sets.spoil(request)
 
     def _refuse_unshared(self, request: Request, requests: dict[int, Request]) -> None:
         """Answer a member of a declared set that some ranks do not have."""
-        missing = [rank for rank in self._process_sets[request.process_set] if rank not in requests]
+        missing = [rank for rank in self._process_sets[request.process_set]
+                   if rank not in requests and rank not in self._joined]
         self._refuse(request, ErrorKind.MISMATCH, f"ranks disagree about the members of '{request.label}': "
                      f"{named_ranks(sorted(requests))}: reduces '{request.name}' in round {request.round}; "
                      f"{named_ranks(missing)}: does not have it. Give the optimizer the same parameters on all ranks "
@@ -504,23 +525,28 @@ class Coordinator:
         for layout in self._sets.layouts_of(self._left):
             self._evicted.append(layout)
             for rank, request in self._sets.evict(layout, self._sequence + 1) or ():
-                self._table.add(rank, request, len(self._process_sets[request.process_set]), now)
+                requests = self._table.add(rank, request, now)
+                if requests is not None:
+                    self._refuse_left(request)
         for requests in self._table.take_if(
                 lambda request: not self._left.isdisjoint(self._process_sets[request.process_set])):
-            request = next(iter(requests.values()))
-            members = self._process_sets[request.process_set]
-            needed = "all ranks" if len(members) == self.size else f"ranks {list(members)}"
-            self._refuse(request, ErrorKind.LEFT, f"'{request.name}' needs {needed}, but "
-                         f"{named_ranks(sorted(self._left.intersection(members)))} left the job normally "
-                         "(script ended, or shutdown() called)")
+            self._refuse_left(next(iter(requests.values())))
+
+    def _refuse_left(self, request: Request) -> None:
+        members = self._process_sets[request.process_set]
+        needed = "all ranks" if len(members) == self.size else f"ranks {list(members)}"
+        self._refuse(request, ErrorKind.LEFT, f"'{request.name}' needs {needed}, but "
+                     f"{named_ranks(sorted(self._left.intersection(members)))} left the job normally "
+                     "(script ended, or shutdown() called)")
+
+    def _stall(self, key: Key, now: float) -> Stall:
+        tensor = self._table.waiting()[key]
+        return Stall(key[1], now - tensor.since, tuple(sorted(tensor.requests)), tuple(self._table.missing(key)))
 
 
 def _bucket_stall(waiting: BucketWaiting, now: float) -> Stall:
     first, *more = waiting.bucket.members
     name = first.name + (f"' and {len(more)} more of '{first.label}" if more else "")
-    return _stall(name, now - waiting.since, waiting.ranks, waiting.bucket.response.contributors)
-
-
-def _stall(name: str, waited: float, submitted: Iterable[int], everybody: Iterable[int]) -> Stall:
-    present = frozenset(submitted)
-    return Stall(name, waited, tuple(sorted(present)), tuple(rank for rank in everybody if rank not in present))
+    present = frozenset(waiting.ranks)
+    return Stall(name, now - waiting.since, tuple(sorted(present)),
+                 tuple(rank for rank in waiting.bucket.response.contributors if rank not in present))

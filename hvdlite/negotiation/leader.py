@@ -7,10 +7,13 @@ hosts x buckets, whatever the number of ranks and tensors.
 Rules kept here
 - What one rank said goes up in the order in which it said it, except that buckets and closings wait for the host's others:
   they go up where the last of them said it.
-- Who closed a round is remembered as a set of ranks, so closing it again changes nothing.
+- Who closed a round is remembered as a set of ranks, so closing it again changes nothing. A rank that has joined closes no
+  round, and is not waited for.
 - A closed round goes up after everything that belongs to it, so it waits while a bucket of the round is held back.
-- When a layout is evicted, what was held back of its buckets goes up rank by rank: some rank of the host will never
-  report that bucket. The leader sees the eviction before any of its ranks applies it, because decisions pass through it.
+- When a layout is evicted or suspended, what was held back of its buckets goes up rank by rank: some rank of the host will
+  never report that bucket. The leader sees that before any of its ranks applies it, because decisions pass through it.
+- When a rank of the host joins, what is held back goes up rank by rank before that.
+- When a rank drops a set, what is held back goes up before that: the coordinator may forget the set then.
 - When a rank of the host is asked for an account, or says that it is blocked, what is held back goes up rank by rank too:
   somebody waits for one of them, and a stall report is to name that one.
 """
@@ -22,6 +25,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from hvdlite.core.types import Collective
+from hvdlite.negotiation.buckets import first_round
 from hvdlite.negotiation.messages import (
     BucketReady,
     Closing,
@@ -31,6 +35,8 @@ from hvdlite.negotiation.messages import (
     Layout,
     RankReport,
     Report,
+    Request,
+    Response,
     Retired,
     Saying,
 )
@@ -57,6 +63,9 @@ class Leader:
         self._layouts: dict[int, Layout] = {}  # in use
         self._sets: dict[int, tuple[str, int]] = {}  # bucket -> its set and process set, as long as a rank may name it
         self._opened: dict[tuple[int, int], int] = {}  # (bucket, round) that goes up rank by rank -> ranks yet to report it
+        self._suspended: set[int] = set()  # buckets
+        self._joined: set[int] = set()  # those of the host's ranks that have joined
+        self._joins = 0  # how often all ranks have
         self._ended: list[tuple[int, Layout]] = []  # evicted by that decision, which some rank has not applied
         self._postponed: list[Closing] = []  # rounds that all of them closed, of which a bucket is held back
         self._said: list[RankReport | BucketReady | Closing] = []  # to go up; likewise below
@@ -78,10 +87,21 @@ class Leader:
                     together = (*together, *self._close(rank, Closing(label, said.round, process_set)))
             elif isinstance(said, Closing):
                 together = self._close(rank, said)
+            elif isinstance(said, Request) and said.collective is Collective.JOIN:
+                if alone:
+                    self._pass_on(rank, alone)
+                self._open()
+                alone = [said]
+                together = self._join(rank)
+            elif isinstance(said, Retired):
+                if alone:
+                    self._pass_on(rank, alone)
+                self._open()
+                self._resume()
+                self._retire(rank, said)
+                alone = [said]
             else:
                 alone.append(said)
-                if isinstance(said, Retired):
-                    self._retire(rank, said)
             if together:
                 if alone:
                     self._pass_on(rank, alone)
@@ -104,24 +124,25 @@ class Leader:
         for layout in decision.learned:
             self._sets.update((bucket.bucket, (layout.label, bucket.response.process_set)) for bucket in layout.buckets)
             self._layouts[layout.layout] = layout
+        for number in decision.suspended:
+            self._withdraw(self._layouts[number])
+            self._suspended.update(bucket.bucket for bucket in self._layouts[number].buckets)
         for number in decision.evicted:
             ended = self._layouts.pop(number)
             self._ended.append((decision.sequence, ended))
-            for bucket in ended.buckets:
-                for rank, ready in self._held.pop(bucket.bucket, {}).items():
-                    self._pass_on(rank, [_open_ended(ready)])
-                self._opened = {key: count for key, count in self._opened.items() if key[0] != bucket.bucket}
+            self._withdraw(ended)
+            self._suspended.difference_update(bucket.bucket for bucket in ended.buckets)
         for response in decision.responses:
-            if response.error is ErrorKind.NONE and response.collective is Collective.ADD_PROCESS_SET:
+            if response.collective is Collective.JOIN:
+                self._end_join(response)
+            elif response.error is ErrorKind.NONE and response.collective is Collective.ADD_PROCESS_SET:
                 self._process_sets.add(response.members)
             elif response.error is ErrorKind.NONE and response.collective is Collective.REMOVE_PROCESS_SET:
                 self._remove_set(response.rows[0])
 
     def report(self) -> HostReport | None:
         """Return what is to go up, or None."""
-        if self._postponed:
-            self._said.extend(closing for closing in self._postponed if not self._holds_back(closing))
-            self._postponed = [closing for closing in self._postponed if self._holds_back(closing)]
+        self._resume()
         if not (self._said or self._lost):
             return None
         report = HostReport(min(self._applied.values()), tuple(self._said), tuple(self._lost))
@@ -147,6 +168,8 @@ class Leader:
         if (ready.bucket, ready.round) in self._opened:
             self._count_down(ready.bucket, ready.round, 1)
             return True
+        if ready.bucket in self._suspended or ready.round < first_round(self._joins):
+            return True
         return any(bucket.bucket == ready.bucket for _, layout in self._ended for bucket in layout.buckets)
 
     def _open(self) -> None:
@@ -160,6 +183,19 @@ class Leader:
         for closing, ranks in self._closed.items():
             for rank in ranks:
                 self._pass_on(rank, [closing])
+
+    def _withdraw(self, layout: Layout) -> None:
+        """Let go of what is held back of a layout."""
+        for bucket in layout.buckets:
+            for rank, ready in self._held.pop(bucket.bucket, {}).items():
+                self._pass_on(rank, [_open_ended(ready)])
+            self._opened = {key: count for key, count in self._opened.items() if key[0] != bucket.bucket}
+
+    def _resume(self) -> None:
+        """Let go of the closed rounds of which no bucket is held back any more."""
+        if self._postponed:
+            self._said.extend(closing for closing in self._postponed if not self._holds_back(closing))
+            self._postponed = [closing for closing in self._postponed if self._holds_back(closing)]
 
     def _count_down(self, bucket: int, round: int, reported: int) -> None:
         self._opened[bucket, round] -= reported
@@ -195,21 +231,28 @@ class Leader:
     def _close(self, rank: int, closing: Closing) -> Sequence[Closing]:
         """Note that a rank closed a round; return what goes up when the host's others have, too."""
         name = closing.process_set, closing.label
-        if closing.process_set not in self._process_sets or closing.round <= self._over.get(name, 0):
+        if (closing.process_set not in self._process_sets or closing.round <= self._over.get(name, 0)
+                or closing.round < first_round(self._joins)):
             return ()
-        ranks = self._closed.setdefault(closing, set())
+        ranks = self._closed.get(closing)
+        if ranks is None:
+            ranks = self._closed[closing] = self._joined.intersection(self._process_sets[closing.process_set])
         ranks.add(rank)
-        if len(ranks) < self._count(closing.process_set):
+        return self._ended_by(closing)
+
+    def _ended_by(self, closing: Closing) -> Sequence[Closing]:
+        """Return the closing when it is to go up now."""
+        if len(self._closed[closing]) < self._count(closing.process_set):
             return ()
         del self._closed[closing]
-        self._over[name] = closing.round
+        self._over[closing.process_set, closing.label] = closing.round
         if not self._holds_back(closing):
             return (closing,)
         self._postponed.append(closing)
         return ()
 
     def _retire(self, rank: int, retired: Retired) -> None:
-        """Forget which rounds of a set are over when no rank of the host takes part in another one."""
+        """Forget the rounds of a set when no rank of the host takes part in another one."""
         name = retired.process_set, retired.label
         if retired.process_set not in self._process_sets:
             return
@@ -218,6 +261,27 @@ class Leader:
         if len(ranks) == self._count(retired.process_set):
             del self._retired[name]
             self._over.pop(name, None)
+            self._closed = {closing: ranks for closing, ranks in self._closed.items()
+                            if (closing.process_set, closing.label) != name}
+
+    def _join(self, rank: int) -> Sequence[Closing]:
+        """A rank has joined; return what goes up because it is not waited for any more."""
+        self._joined.add(rank)
+        ended: list[Closing] = []
+        for closing in sorted(self._closed, key=lambda closing: closing.round):
+            if self._process_sets.includes(closing.process_set, rank):
+                self._closed[closing].add(rank)
+                ended.extend(self._ended_by(closing))
+        return ended
+
+    def _end_join(self, response: Response) -> None:
+        """All ranks take part again; after they have joined, rounds are numbered anew."""
+        self._joined.clear()
+        if response.error is ErrorKind.NONE:
+            self._joins += 1
+            self._suspended.clear()
+            self._closed.clear()
+            self._postponed.clear()
 
     def _remove_set(self, number: int) -> None:
         """Forget a process set; rounds that were open in it are nobody's business any more."""

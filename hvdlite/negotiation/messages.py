@@ -251,6 +251,7 @@ class Layout(Message, frozen=True):
     label: str
     first_round: int  # the set's first round that is reported by bucket
     buckets: tuple[Bucket, ...]
+    alone: tuple[str, ...] = ()  # members that always go by themselves: they were sparse once, on some rank
 
 
 class BucketRelease(Message, frozen=True):
@@ -268,7 +269,9 @@ class Decision(Message, frozen=True):
     sequence: int  # 1, 2, 3, ...: a gap is a lost decision, which ends the job
     learned: tuple[Layout, ...] = ()
     released: tuple[BucketRelease, ...] = ()
-    evicted: tuple[int, ...] = ()  # layouts that end here; what was reported of them is answered member by member
+    # Layouts that are not used until all ranks have joined; what was reported of them is answered member by member.
+    suspended: tuple[int, ...] = ()
+    evicted: tuple[int, ...] = ()  # layouts that end here; likewise
     responses: tuple[Response, ...] = ()
     inquiries: tuple[int, ...] = ()  # ranks that are to give an account of themselves
     left: tuple[int, ...] = ()  # ranks whose leaving is hereby accepted

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from hvdlite.core.errors import ProtocolError
+from hvdlite.core.types import Collective
 from hvdlite.negotiation.messages import Key, Request
+from hvdlite.negotiation.process_sets import ProcessSetTable
 
 
 @dataclasses.dataclass
@@ -14,29 +16,63 @@ class Waiting:
     """One tensor that some ranks have reported."""
 
     since: float  # when the first rank reported it; the caller's clock, seconds
-    requests: dict[int, Request]  # invariant: never all members (a complete one leaves the table at once)
+    requests: dict[int, Request]
+    lacking: int  # how many ranks have yet to report it; never 0 (a complete one leaves the table at once)
     warned: bool = False
 
 
 class ReadinessTable:
-    """Collects requests by key until every member of their process set has sent its own."""
+    """Collects requests by key until every member of their process set has sent its own. Nobody waits for joined ranks.
 
-    def __init__(self) -> None:
+    Args:
+        process_sets: who belongs to which process set.
+        joined: the ranks that have joined; the caller's, who calls `join` after each that it adds. Only a join itself waits
+            for them.
+    """
+
+    def __init__(self, process_sets: ProcessSetTable, joined: Collection[int]) -> None:
+        self._process_sets, self._joined = process_sets, joined
         self._waiting: dict[Key, Waiting] = {}
 
-    def add(self, rank: int, request: Request, members: int, now: float) -> dict[int, Request] | None:
-        """Record one rank's request; return all requests when it was the last of so many members.
+    def add(self, rank: int, request: Request, now: float) -> dict[int, Request] | None:
+        """Record one rank's request; return all requests when it was the last.
 
         Raises:
             ProtocolError: when `rank` reports a name again before it was answered.
         """
-        waiting = self._waiting.setdefault(request.key, Waiting(now, {}))
+        waiting = self._waiting.get(request.key)
+        if waiting is None:
+            waiting = self._waiting[request.key] = Waiting(now, {}, len(self._expected(request)))
         if rank in waiting.requests:
             raise ProtocolError(f"reported '{request.name}' twice before it was answered")
         waiting.requests[rank] = request
-        if len(waiting.requests) < members:
+        if rank not in self._joined or request.collective is Collective.JOIN:
+            waiting.lacking -= 1
+        if waiting.lacking:
             return None
         return self._waiting.pop(request.key).requests
+
+    def join(self, rank: int) -> list[dict[int, Request]]:
+        """Do not wait for `rank` any more; remove and return what is complete without it."""
+        complete = []
+        for key, waiting in list(self._waiting.items()):
+            first = next(iter(waiting.requests.values()))
+            if (first.collective is not Collective.JOIN and rank not in waiting.requests
+                    and self._process_sets.includes(key[0], rank)):
+                waiting.lacking -= 1
+                if not waiting.lacking:
+                    complete.append(self.take(key))
+        return complete
+
+    def recount(self) -> None:
+        """Nobody has joined any more."""
+        for key, waiting in self._waiting.items():
+            waiting.lacking = len(self.missing(key))
+
+    def missing(self, key: Key) -> list[int]:
+        """Return the ranks for which an incomplete tensor waits, ascending."""
+        requests = self._waiting[key].requests
+        return [rank for rank in self._expected(next(iter(requests.values()))) if rank not in requests]
 
     def take(self, key: Key) -> dict[int, Request]:
         """Remove and return what waits under a key."""
@@ -52,7 +88,15 @@ class ReadinessTable:
         return self._waiting
 
     def check_invariants(self) -> None:
-        """Fail when the table holds an empty entry, or one under a wrong key."""
+        """Fail when the table holds an empty or a complete entry, or one under a wrong key."""
         for key, waiting in self._waiting.items():
             assert waiting.requests, key
             assert all(request.key == key for request in waiting.requests.values()), key
+            assert waiting.lacking == len(self.missing(key)) > 0, key
+
+    def _expected(self, request: Request) -> Collection[int]:
+        """Return the ranks that a tensor needs."""
+        members = self._process_sets[request.process_set]
+        if not self._joined or request.collective is Collective.JOIN:
+            return members
+        return [rank for rank in members if rank not in self._joined]

@@ -1,12 +1,19 @@
 """The barrier of the ranks of one host: counters in shared memory, and bells that wake those that wait.
 
-Every rank counts its own arrivals in a place that only it writes, rings the others, and waits until all counters have
-reached its own. A rank whose bell is rung looks at the counters again; the last to arrive does not wait at all.
+Every rank counts its own arrivals in a place that only it writes, and looks at all counters. The last to arrive finds that
+all have reached its own, rings the others, and does not sleep; the others wait for that. So a barrier of N ranks costs
+N - 1 rings.
+
+Somebody must see that it is the last. A processor may hold a store back while it executes later loads, so two ranks that
+arrive together could both miss the other's counter, and wait for ever. Therefore every rank makes a system call between
+its store and its look, the flush: of these calls one is the last, all stores came before it, and so its rank sees all
+counters. Several ranks may; then some bells ring more than once.
 
 Everything that a rank reads and writes before the barrier happens before everything that any rank reads and writes after it.
 On x86 the order of plain stores and loads is enough for that. Elsewhere a counter may become visible before the data that it
 stands for, and data may be loaded before the counter. There every rank calls the host's fence twice: before it writes its
-counter, and after it has seen the others'. docs/decisions/0021 has the argument, tests/planes/test_memory_order.py a model.
+counter, and after it has seen the others'; and the flush is the host's fence, too. docs/decisions/0021 has the argument,
+tests/planes/test_memory_order.py a model.
 """
 
 from __future__ import annotations
@@ -31,6 +38,10 @@ class Counters(Protocol):
     def fence(self) -> Callable[[], None] | None:
         """Order memory between the ranks that call it; None where the machine does."""
 
+    @property
+    def flush(self) -> Callable[[], None]:
+        """Let all ranks see what this one has written before it loads what others write; the fence where there is one."""
+
 
 class Barrier:
     """One rank's end of a barrier that is used again and again.
@@ -53,8 +64,10 @@ class Barrier:
         if fence is not None:
             fence()
         arrivals[self._index] = due
-        for rank in self._others:
-            self._ring(rank)
+        self._counters.flush()
+        if (arrivals >= due).all():
+            for rank in self._others:
+                self._ring(rank)
         wait_until(lambda: bool((arrivals >= due).all()))
         if fence is not None:
             fence()

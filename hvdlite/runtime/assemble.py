@@ -103,9 +103,24 @@ def assemble(place: Place, config: Config, casts: Casts, testimony: tuple[int, i
     """
     if place.world.size == 1:
         return assemble_threads(1, config, casts=casts, devices=gpus(place, config, environment or {}))[0]
+    with contextlib.ExitStack() as made:
+        runtime = _assembled(place, config, casts, testimony, environment or {}, made)
+        made.pop_all()  # the runtime closes them
+    return runtime
+
+
+def _assembled(place: Place, config: Config, casts: Casts, testimony: tuple[int, int], environment: Mapping[str, str],
+               made: contextlib.ExitStack) -> Runtime:
+    """Like `assemble`, in a job of several ranks.
+
+    Args:
+        made: gets what must be closed when this fails half-way. All of it can be closed twice.
+    """
     check_directory(place.job_directory, make=place.owns_directory)
     try:
         direct, welcome = _meet(place, config, testimony)
+        for connection in direct.values():
+            made.callback(connection.close)
         hosts = Hosts.of(welcome.hosts)
         world = _checked(place, hosts)
         local = hosts.around(world.rank)
@@ -114,8 +129,9 @@ def assemble(place: Place, config: Config, casts: Casts, testimony: tuple[int, i
         # For each rank of the host: a bell, a process to watch and, where this rank leads, a connection's two ends.
         leads = welcome.led and world.rank == local[0]
         with descriptors_for((4 if leads else 2) * len(local), f"rank {world.rank}, one of {len(local)} on its host,"):
-            bells, memory, inside = _shared(place, local, config, led=welcome.led)
+            bells, memory, inside = _shared(place, local, config, made, led=welcome.led)
             control = _control(world.rank, hosts, direct, inside, bells, pids, config, led=welcome.led)
+            made.callback(control.close)
     finally:
         if place.owns_directory and place.world.local_rank == 0:
             shutil.rmtree(place.job_directory, ignore_errors=True)
@@ -125,9 +141,10 @@ def assemble(place: Place, config: Config, casts: Casts, testimony: tuple[int, i
     if world.rank == 0:
         _log.info("%s", choice)
     plane = planes.make(choice)
+    made.callback(plane.close)
     plane.open_set(GLOBAL_PROCESS_SET_ID, tuple(range(world.size)))
     witness = Witness(pids, {rank: welcome.testimonies[rank] for rank in local})
-    devices = gpus(place, config, environment or {})(world.rank, notes, control.wake)
+    devices = gpus(place, config, environment)(world.rank, notes, control.wake)
     runtime = Runtime(world, config, control, plane, coordinator_for(world, config), witness, _common_clock(welcome), notes,
                       hosts, devices)
     if not place.owns_directory:
@@ -237,10 +254,13 @@ def _common_clock(welcome: Welcome) -> Callable[[], float]:
     return lambda: time.monotonic() + offset
 
 
-def _shared(place: Place, local: Sequence[int], config: Config, *,
+def _shared(place: Place, local: Sequence[int], config: Config, made: contextlib.ExitStack, *,
             led: bool) -> tuple[dict[int, Doorbell], SharedMemory, dict[int, Connection]]:
     """Make (the host's first rank) or receive (the others) the host's shared memory, one bell a rank and, when the hosts are
     led, a connection between the first rank and each other one.
+
+    Args:
+        made: gets what must be closed when this fails, or what follows.
     """
     rank, (leader, *others) = place.world.rank, local
     path = str(Path(place.job_directory) / "memory.sock")
@@ -250,20 +270,26 @@ def _shared(place: Place, local: Sequence[int], config: Config, *,
         bells = [Doorbell() for _ in local]
         file = anonymous_file()
         fences = [fence.fence_file()] if fenced else []
-        if others:
-            rings = [descriptor for bell in bells for descriptor in bell.descriptors]
-            give(path, [file, *fences, *rings], [[theirs.fileno()] for _, theirs in pairs] if led else [[] for _ in others],
-                 config.start_timeout)
-        for _, theirs in pairs:
-            theirs.close()
+        memory = SharedMemory(file, rank, *map(fence.Fence, fences))
+        for close in (memory.close, *(bell.close for bell in bells), *(ours.close for ours, _ in pairs)):
+            made.callback(close)
+        with contextlib.ExitStack() as given:
+            for _, theirs in pairs:
+                given.callback(theirs.close)
+            if others:
+                rings = [descriptor for bell in bells for descriptor in bell.descriptors]
+                ends = [[theirs.fileno()] for _, theirs in pairs] if led else [[] for _ in others]
+                give(path, [file, *fences, *rings], ends, config.start_timeout)
         inside = {other: Connection(ours, frame_limit=config.frame_limit)
                   for other, (ours, _) in zip(others, pairs, strict=led)}
-        return dict(zip(local, bells, strict=True)), SharedMemory(file, rank, *map(fence.Fence, fences)), inside
+        return dict(zip(local, bells, strict=True)), memory, inside
     file, *rest = take(path, others.index(rank), config.start_timeout)
     memory = SharedMemory(file, rank, fence.Fence(rest.pop(0)) if fenced else None)
     inside = {leader: Connection(socket.socket(fileno=rest.pop()), frame_limit=config.frame_limit)} if led else {}
     each = len(rest) // len(local)
     received = [Doorbell(rest[start:start + each]) for start in range(0, len(rest), each)]
+    for close in (memory.close, *(bell.close for bell in received), *(connection.close for connection in inside.values())):
+        made.callback(close)
     return dict(zip(local, received, strict=True)), memory, inside
 
 

@@ -84,10 +84,15 @@ class LearnedBucket:
 
 
 class LearnedLayout:
-    """A layout with memory: a fusion buffer for all its buckets on the host, and one for those on a GPU."""
+    """A layout with memory: a fusion buffer for all its buckets on the host, and one for those on a GPU.
+
+    Attributes:
+        is_suspended: whether it is not used, until all ranks have joined.
+    """
 
     def __init__(self, layout: Layout, buffers: Mapping[str, FusionBuffer]) -> None:
         self.layout = layout
+        self.is_suspended = False
         buckets, begins = [], dict.fromkeys(buffers, 0)
         for definition in layout.buckets:
             device = definition.response.device

@@ -80,7 +80,12 @@ class DeclaredSets(Calls):
     def layout(self, label: str, number: int) -> LearnedLayout | None:
         """Return the layout by which round `number` of a set is to be reported; None: member by member."""
         learned = self._work.layouts.get(label)
-        return None if learned is None or number < learned.layout.first_round else learned
+        return None if learned is None or learned.is_suspended or number < learned.layout.first_round else learned
+
+    def is_suspended(self, label: str) -> bool:
+        """Return whether a set has a layout that is not used until all ranks have joined."""
+        learned = self._work.layouts.get(label)
+        return learned is not None and learned.is_suspended
 
     def submit_bucket(self, bucket: LearnedBucket, ready: BucketReady, event: DeviceEvent | None = None) -> BucketHandle:
         """Every place of a learned bucket is filled. Its memory must not be touched until the handle is done.

@@ -11,7 +11,7 @@ from hvdlite.core.device import CPU, AnyArray, Completion
 from hvdlite.core.errors import HorovodInternalError, MismatchError, PeerLeftError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import Collective
-from hvdlite.negotiation.controller import Assist, Evicted, Expanded, Instruction
+from hvdlite.negotiation.controller import Assist, Evicted, Expanded, Instruction, Suspended
 from hvdlite.negotiation.messages import BucketRelease, Column, Decision, ErrorKind, Layout, Response
 from hvdlite.negotiation.process_sets import ProcessSetTable
 from hvdlite.planes.base import DevicePlane, Exchange, FusionBuffer, Part, Plan, Plane, WaitUntil
@@ -149,6 +149,10 @@ class Execution:
                 self._learn(instruction)
             case Expanded():
                 self.split(instruction)
+            case Suspended(layout):
+                learned = self.layouts.get(layout.label)
+                if learned is not None and learned.layout.layout == layout.layout:
+                    learned.is_suspended = True
             case Evicted(layout):
                 learned = self.layouts.get(layout.label)
                 if learned is not None and learned.layout.layout == layout.layout:
@@ -201,6 +205,8 @@ class Execution:
         elif response.collective in (Collective.ADD_PROCESS_SET, Collective.REMOVE_PROCESS_SET):
             self._change_sets(response)
         elif response.collective is Collective.JOIN:
+            for learned in self.layouts.values():
+                learned.is_suspended = False
             self._start_anew()
         elif response.collective is not Collective.BARRIER:  # that all ranks reported it is the barrier
             self._chronicle.moving(_lanes(response), response)

@@ -133,7 +133,7 @@ class Runtime(DeclaredSets):
         self._recent: deque[str] = deque(maxlen=RECENT)  # names of the last collectives
         self._count = 0  # of them, since the beginning
         self._caller = threading.get_ident()  # the thread that last called one
-        self._callers: set[int] = set()  # all threads that ever did
+        self._callers: set[int] = set()  # all threads that ever called one
         self._report_wanted = False
         self._mark_cycles = False  # in the timeline
         self._desk: ReportDesk | None = None
@@ -294,7 +294,8 @@ class Runtime(DeclaredSets):
 
     def _hand_in(self, item: Item) -> None:
         self._caller = threading.get_ident()
-        self._callers.add(self._caller)
+        if isinstance(item, (Entry, BucketEntry)):
+            self._callers.add(self._caller)
         self._inbox.append(item)
         # The thread clears _awake, then looks into the inbox, then sleeps: whoever sees it awake has been seen.
         if not self._awake:

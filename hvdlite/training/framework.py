@@ -83,7 +83,11 @@ class Framework(Protocol[Parameter]):
         """Like `fill`, of many small gradients at once."""
 
     def fill_with(self, parameter: Parameter, seat: Any, value: Any) -> bool:
-        """Give a seat's elements one value; return False when somebody still uses an earlier gradient that lies there."""
+        """Give a seat's elements one value, for a parameter without a gradient.
+
+        Return False, like `fill`, when the parameter's gradients do not fit any more, or when somebody still uses an earlier
+        gradient that lies there.
+        """
 
     def filled(self, memory: AnyArray) -> Event | None:
         """Return after what the seats in `memory` hold what was put there; None on the host."""

@@ -38,6 +38,7 @@ from hvdlite.core.errors import HvdliteError, UnsupportedError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import ReduceOp
 from hvdlite.negotiation.agreement import named_ranks
+from hvdlite.negotiation.buckets import first_round
 from hvdlite.runtime.declared import Moment
 from hvdlite.runtime.handle import Handle, WaitDeferred
 from hvdlite.runtime.runtime import Runtime
@@ -100,6 +101,9 @@ class GradientReducer(Generic[Parameter]):
         passes: backward passes whose gradients are accumulated before each reduction.
         process_set: id of the ranks that take part; other ranks train alone.
         wait_in: where the results are waited for.
+
+    Attributes:
+        by_bucket: whether the last round that began goes by learned buckets.
     """
 
     def __init__(self, runtime: Runtime, framework: Framework[Parameter], label: str, *, op: ReduceOp, prescale: float,
@@ -120,6 +124,7 @@ class GradientReducer(Generic[Parameter]):
         self._alone: list[tuple[_Member[Parameter], Handle, Loan[Parameter] | None]] = []
         self._seating: Seating[Parameter] | None = None  # for the layout last learned
         self._buckets: BucketRound[Parameter] | None = None  # the current round's, if it goes by buckets
+        self.by_bucket = False
         self._phase = Phase.IDLE
         self._number = 0  # of the current round; ranks that joined early have had fewer, so it jumps when all have joined
         self._joins = runtime.joins
@@ -335,20 +340,25 @@ class GradientReducer(Generic[Parameter]):
         self._admit()
         if self._joins != self._runtime.joins:
             self._joins = self._runtime.joins
-            self._number = self._joins << 32
+            self._number = first_round(self._joins) - 1
             self._steps = 0
         self._number += 1
         learned = self._runtime.layout(self._label, self._number)
+        self.by_bucket = False
         if learned is None:
-            self._seating = None
+            if not self._runtime.is_suspended(self._label):  # else gradients may lie in seats that are used again
+                self._seating = None
             return
         if self._seating is None or self._seating.learned is not learned:
+            for member in self._members.values():
+                member.sparse = member.sparse or member.name in learned.layout.alone
             self._seating = Seating.of(learned, self._framework,
                                        {member.name: member.parameter for member in self._members.values()
                                         if not member.sparse})
         if self._seating is None:
             self._runtime.abandon(learned.layout)
         else:
+            self.by_bucket = True
             closes = not any(member.sparse for member in self._members.values())
             self._buckets = BucketRound(self._runtime, self._framework, self._seating, self._number, self._steps,
                                         closes=closes)

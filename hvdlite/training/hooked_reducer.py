@@ -47,5 +47,8 @@ class HookedReducer(GradientReducer[Parameter]):
         except HvdliteError as error:
             errors.append(error)
             return
+        except BaseException:
+            self._end_round()  # it cannot be taken up again in the middle
+            raise
         for parameter, mark in reduced:
             self._mark(self._members[id(parameter)], mark)

@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hvdlite.planes.shm_barrier import Barrier
@@ -58,12 +59,14 @@ def aarch64(first: Event, second: Event) -> bool:
 
 
 def x86(first: Event, second: Event) -> bool:
-    """Only a load may overtake a store (Intel's manual, volume 3, "Memory ordering")."""
-    return weak(first, second) or not (first.kind == "write" and second.kind in ("read", "await"))
+    """Only a load may overtake a store, and no locked instruction (Intel's manual, volume 3, "Memory ordering")."""
+    return weak(first, second) or second.kind == "lock" or not (first.kind == "write" and second.kind in ("read", "await"))
 
 
-def failure(programs: Sequence[Program], machine: Machine) -> list[str]:
+def failure(programs: Sequence[Program], machine: Machine, *, everywhere: bool = False) -> list[str]:
     """Return an execution in which a read finds a wrong value, as its events in the order in which they took effect; or [].
+
+    `everywhere` asks for one in which every rank finds a wrong value.
 
     Only whole executions count: an order of events after which a program cannot come to its end was none.
     """
@@ -73,13 +76,13 @@ def failure(programs: Sequence[Program], machine: Machine) -> list[str]:
     numbers = {name: number for number, name in enumerate(names)}
     everything = tuple((1 << len(program)) - 1 for program in programs)
     # A state: which events of each program have taken effect, what is in every location (of a lock: 1 while it is held), and
-    # whether a read has found a wrong value. With each goes its story, a linked list.
-    begin = ((0,) * len(programs), (0,) * len(names), False)
+    # which ranks' reads have found a wrong value. With each goes its story, a linked list.
+    begin = ((0,) * len(programs), (0,) * len(names), 0)
     seen, stack, ends = {begin}, [(begin, ())], False
     while stack:
         (done, memory, wrong), story = stack.pop()
         if done == everything:
-            if wrong:
+            if wrong == (1 << len(programs)) - 1 if everywhere else wrong:
                 return _told(story)
             ends = True
         for rank, program in enumerate(programs):
@@ -94,7 +97,7 @@ def failure(programs: Sequence[Program], machine: Machine) -> list[str]:
                 new = {"write": event.value, "send": event.value, "lock": 1, "unlock": 0}.get(event.kind, value)
                 state = ((*done[:rank], done[rank] | 1 << index, *done[rank + 1:]),
                          (*memory[:number], new, *memory[number + 1:]),
-                         wrong or (event.kind == "read" and value != event.value))
+                         wrong | (event.kind == "read" and value != event.value) << rank)
                 if state not in seen:
                     seen.add(state)
                     stack.append((state, (story, f"{rank}: {event.kind} {event.where} {new}")))
@@ -114,16 +117,17 @@ class Recorder:
     """What a `Barrier` sees of shared memory and of the kernel, written down; it never waits.
 
     Args:
-        rings: whether to write them down: no argument but the old barrier's may need them.
+        looks: whether the first look at the counters is of interest, instead of the wait: it reads them.
     """
 
-    def __init__(self, rank: int, size: int, *, fenced: bool, rings: bool = False) -> None:
+    def __init__(self, rank: int, size: int, *, fenced: bool, looks: bool = False) -> None:
         self.program: Program = []
-        self._size = size
+        self._rank, self._size, self._looks = rank, size, looks
         self.fence = (lambda: self.operate("fence")) if fenced else None
+        self.flush = lambda: self.operate("fence" if fenced else f"flush{rank}")
         self.arrivals: Any = self
-        self.barrier = Barrier(rank, tuple(range(size)), self,
-                               lambda other: self.operate(f"bell{other}") if rings else None)
+        self.barrier = Barrier(rank, tuple(range(size)), self, lambda other: self.operate(f"bell{other}"))
+        self._waits = False
 
     def write(self, where: str, value: int) -> None:
         self.program.append(Event("write", where, value))
@@ -136,7 +140,9 @@ class Recorder:
 
     def meet(self) -> None:
         def wait_until(predicate: Callable[[], bool], *, pause: float = 0.0) -> None:
+            self._waits = True
             assert predicate()
+            self._waits = False
 
         self.barrier(wait_until)
 
@@ -144,11 +150,15 @@ class Recorder:
         self.write(f"counter{index}", count)
 
     def __ge__(self, count: int) -> Recorder:
-        self.program += [Event("await", f"counter{index}", count) for index in range(self._size)]
+        if self._looks and not self._waits:
+            self.program += [Event("read", f"counter{index}", count) for index in range(self._size) if index != self._rank]
+        elif self._waits and not self._looks:
+            self.program += [Event("await", f"counter{index}", count) for index in range(self._size)]
         return self
 
     def all(self) -> bool:
-        return True
+        """Somebody else is the last."""
+        return self._waits
 
 
 Use = Callable[[Recorder, int, int], None]
@@ -199,19 +209,24 @@ def bucket(run: Recorder, rank: int, size: int) -> None:
             run.read(f"place{rank}.{owner}", result)
 
 
-def programs(use: Use, size: int, *, fenced: bool, rings: bool = False) -> list[Program]:
-    recorders = [Recorder(rank, size, fenced=fenced, rings=rings) for rank in range(size)]
+def look(run: Recorder, rank: int, size: int) -> None:
+    """One barrier, up to the look at the counters that tells whether this rank is the last."""
+    run.meet()
+
+
+def programs(use: Use, size: int, *, fenced: bool, looks: bool = False) -> list[Program]:
+    recorders = [Recorder(rank, size, fenced=fenced, looks=looks) for rank in range(size)]
     for rank, recorder in enumerate(recorders):
         use(recorder, rank, size)
     return [recorder.program for recorder in recorders]
 
 
 def without_fence(program: Program, remainder: int) -> Program:
-    """Leave out every other fence: 0: the one before a counter is written, 1: the one after the counters are seen."""
+    """Leave out a fence of each barrier: 0: before its counter is written, 1: the flush, 2: after the counters are seen."""
     kept, count = [], 0
     for event in program:
         count += event == Event("lock", "fence")
-        if event.where != "fence" or (count - 1) % 2 != remainder:
+        if event.where != "fence" or (count - 1) % 3 != remainder:
             kept.append(event)
     return kept
 
@@ -235,8 +250,8 @@ def test_with_fences_three_ranks_agree() -> None:
 
 
 @USES
-def test_counters_and_bells_alone_fail_where_stores_are_reordered(use: Use) -> None:
-    assert failure(programs(use, 2, fenced=False, rings=True), aarch64)
+def test_counters_and_each_ranks_own_system_call_fail_where_stores_are_reordered(use: Use) -> None:
+    assert failure(programs(use, 2, fenced=False), aarch64)
 
 
 @USES
@@ -245,7 +260,7 @@ def test_counters_alone_hold_on_x86(use: Use) -> None:
 
 
 @USES
-@pytest.mark.parametrize("left_out", [0, 1])
+@pytest.mark.parametrize("left_out", [0, 2])
 def test_the_fence_is_needed_on_both_sides(use: Use, left_out: int) -> None:
     both = programs(use, 2, fenced=True)
     assert failure([without_fence(program, left_out) for program in both], aarch64)
@@ -256,3 +271,37 @@ def test_a_lock_of_each_ranks_own_is_no_fence() -> None:
     own = [[dataclasses.replace(event, where=f"fence{rank}") if event.where == "fence" else event for event in program]
            for rank, program in enumerate(programs(slices, 2, fenced=True))]
     assert failure(own, aarch64)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("machine", "fenced"), [(weak, True), (aarch64, True), (x86, False)])
+def test_some_rank_always_sees_that_it_is_the_last(machine: Machine, fenced: bool, size: int) -> None:
+    """Only that one rings the others."""
+    assert failure(programs(look, size, fenced=fenced, looks=True), machine, everywhere=True) == []
+
+
+def test_without_a_flush_nobody_may_see_that_it_is_the_last() -> None:
+    with_flush = programs(look, 2, fenced=False, looks=True)
+    without = [[event for event in program if not event.where.startswith("flush")] for program in with_flush]
+    assert failure(without, x86, everywhere=True)
+
+
+def test_where_stores_are_reordered_the_flush_is_the_hosts_fence() -> None:
+    assert failure(programs(look, 2, fenced=False, looks=True), aarch64, everywhere=True)
+
+
+def test_only_the_last_to_arrive_rings() -> None:
+    class Counters:
+        arrivals = np.zeros(4, np.int64)
+        fence = None
+
+        def flush(self) -> None:
+            pass
+
+    counters = Counters()
+    rung: list[tuple[int, int]] = []
+    barriers = [Barrier(rank, (0, 1, 2, 3), counters, lambda other, rank=rank: rung.append((rank, other)))  # type: ignore[misc]
+                for rank in range(4)]
+    for rank in (2, 0, 3, 1):
+        barriers[rank](lambda predicate, **pause: None)
+    assert rung == [(1, 0), (1, 2), (1, 3)]

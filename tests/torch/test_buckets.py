@@ -23,7 +23,7 @@ from tests.worlds import TORCH, processes, threads  # noqa: E402
 
 def by_bucket(optimizer: Any) -> bool:
     """Return whether the last round went by buckets."""
-    return optimizer._reducer._seating is not None
+    return bool(optimizer._reducer.by_bucket)
 
 
 def settle(runtime: Runtime, model: Any, optimizer: Any) -> None:
@@ -192,6 +192,52 @@ def test_a_set_that_changes_everywhere_is_learned_again(change: Callable[..., No
         return weights(model)
     first, second = threads(2, step)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("compression", [Compression.none, Compression.fp16])
+@pytest.mark.parametrize("change", ["double", "bfloat16"])
+def test_the_dtype_changes_everywhere_while_a_rank_has_no_gradient(change: str, compression: Any) -> None:
+    def step(runtime: Runtime) -> None:
+        rank = runtime.world.rank
+        first, second = (torch.nn.Parameter(torch.ones(5)) for _ in range(2))
+        model = torch.nn.ParameterList([first, second])
+        optimizer = wrapped(runtime, model, groups=2, compression=compression)
+        flags = []
+        for turn in range(10):
+            if turn == 5:
+                getattr(model, change)()
+            optimizer.zero_grad()
+            lacks = turn in (5, 8) and rank == 1
+            sum(((parameter * (rank + 1.0)).sum() for parameter in ([first] if lacks else [first, second])),
+                torch.zeros(())).backward()
+            for parameter, wanted in ((first, 1.5), (second, 0.5 if turn in (5, 8) else 1.5)):
+                assert parameter.grad is not None and parameter.grad.dtype is parameter.dtype
+                assert (parameter.grad == wanted).all(), (turn, parameter.grad)
+            optimizer.step()
+            flags.append(by_bucket(optimizer))
+        assert flags[2:5] == [True] * 3 and flags[8:] == [True] * 2, flags
+    threads(2, step)
+
+
+def test_a_member_that_was_sparse_once_leaves_the_others_in_their_buckets() -> None:
+    """It goes by itself, also when it is dense or a rank has no gradient for it."""
+    def step(runtime: Runtime) -> int:
+        torch.manual_seed(runtime.world.rank)
+        embedding, model = torch.nn.Embedding(20, 6, sparse=True), net()
+        optimizer = DistributedOptimizer(torch.optim.SGD([*embedding.parameters(), *model.parameters()], lr=0.05),
+                                         _runtime=runtime)
+        flags = []
+        for turn in range(100):
+            optimizer.zero_grad()
+            lacks = turn % 4 == 0 and (runtime.world.rank == 1 or turn % 8 == 0)
+            x = torch.ones(4, 6) if lacks else embedding(torch.randint(0, 20, (4,)))
+            model(x).sum().backward()
+            if lacks and runtime.world.rank == 0:
+                assert embedding.weight.grad is None
+            optimizer.step()
+            flags.append(by_bucket(optimizer))
+        return flags.count(True)
+    assert min(threads(2, step)) >= 97
 
 
 def test_a_change_on_one_rank_is_an_error_everywhere_and_the_job_goes_on() -> None:
