@@ -169,8 +169,9 @@ class Distributed:
         self._hooks = BackwardHooks(reducer)
         for parameter in itertools.chain.from_iterable(group["params"] for group in self.param_groups):
             self._watch(parameter)
-        self.register_step_pre_hook(_before_step)  # type: ignore[attr-defined]
-        self.register_step_post_hook(_after_step)  # type: ignore[attr-defined]
+        for register, hook in ((self.register_step_pre_hook, _before_step),  # type: ignore[attr-defined]
+                               (self.register_step_post_hook, _after_step)):  # type: ignore[attr-defined]
+            register(torch.compiler.disable(hook))  # a compiled step waits for gradients as an ordinary one does
 
     def _watch(self, parameter: torch.Tensor) -> None:
         if self._active:

@@ -8,6 +8,7 @@ import msgspec
 
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.messages import Request
+from hvdlite.negotiation.requests import first_of, grouped
 
 Aspect = tuple[str, Callable[[Request], object]]
 STEPS = "number of optimizer steps before the reduction"
@@ -59,7 +60,7 @@ def reconciled(requests: Mapping[int, Request]) -> Mapping[int, Request]:
     Args:
         requests: each rank's request for one member of a declared set; a sparse gradient is gathered row by row.
     """
-    sparse = next((request for request in requests.values() if request.collective is Collective.ALLGATHER), None)
+    sparse = next((request for _, request in grouped(requests) if request.collective is Collective.ALLGATHER), None)
     if sparse is None:
         return requests
     nothing = msgspec.structs.replace(sparse, shape=(0, *sparse.shape[1:]))
@@ -72,9 +73,9 @@ def disagreement(requests: Mapping[int, Request]) -> str | None:
     Args:
         requests: each rank's request for one name; not empty.
     """
-    first = next(iter(requests.values()))
+    first = first_of(requests)
     signature = _signature(first)
-    if all(_signature(request) == signature for request in requests.values()):
+    if all(request == first or _signature(request) == signature for _, request in grouped(requests)):
         return None
     for what, value_of in (*_COMMON, *_SPECIFIC[first.collective], *_members(first, requests)):
         groups: dict[str, list[int]] = {}

@@ -42,11 +42,10 @@ from hvdlite.core.types import Collective
 from hvdlite.negotiation.fusion import behind, fusion_key, payload_bytes, response_to
 from hvdlite.negotiation.messages import Bucket, BucketReady, BucketRelease, Closing, Layout, Request, Response, Retired
 from hvdlite.negotiation.process_sets import ProcessSetTable
+from hvdlite.negotiation.requests import Ranks, first_of, grouped
 
 _MOST_PATIENCE = 64
 """Rounds; also how long a layout must be in use so that its end does not count."""
-Ranks = tuple[int, ...]
-"""Who says something: one rank, or all ranks of a host when their leader has merged it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,13 +107,13 @@ def plan(ready: Iterable[Mapping[int, Request]], ranks: Ranks, limits: BucketSiz
 
 
 def _place(order: Mapping[str, int], requests: Mapping[int, Request]) -> int:
-    return order.get(next(iter(requests.values())).name, 0)
+    return order.get(first_of(requests).name, 0)
 
 
 def _member(requests: Mapping[int, Request]) -> Request:
     """Return the member as all ranks know it; laid out row-major when they lay it out differently."""
-    first = next(iter(requests.values()))
-    agreed = all(request.strides == first.strides for request in requests.values())
+    first = first_of(requests)
+    agreed = all(request.strides == first.strides for _, request in grouped(requests))
     return msgspec.structs.replace(first, absent=False, strides=first.strides if agreed else (), round=0, step=0,
                                   in_step=False)
 
@@ -189,6 +188,9 @@ class DeclaredSets:
         joined: the ranks that have joined; the caller's, who calls `join` after each that it adds.
         limits: how sets are cut; a `middle` of 0 turns learning off.
         capacity: layouts that may exist at a time; the least recently used is evicted.
+
+    Attributes:
+        first_round: the least number of a round since all ranks have last joined.
     """
 
     def __init__(self, process_sets: ProcessSetTable, joined: Collection[int], limits: BucketSizes, capacity: int) -> None:
@@ -199,12 +201,12 @@ class DeclaredSets:
         self._waiting: dict[int, BucketWaiting] = {}
         self._tombstones: dict[int, _Tombstone] = {}
         self._suspended: set[int] = set()  # layouts
-        self._first_round = first_round(0)  # since all ranks have last joined
+        self.first_round = first_round(0)
         self._next_layout = self._next_bucket = 1
 
     def observe(self, requests: Mapping[int, Request]) -> int | None:
         """A member was answered by itself; return a layout that is to be evicted for it, or None."""
-        request = next(iter(requests.values()))
+        request = first_of(requests)
         declared = self._set(request)
         declared.ready.pop(request.name, None)
         if request.collective is Collective.ALLGATHER:
@@ -230,7 +232,7 @@ class DeclaredSets:
         set do not count. Closing a round again changes nothing.
         """
         declared = self._set(closing)
-        if closing.round <= declared.over or closing.round < self._first_round:
+        if closing.round <= declared.over or closing.round < self.first_round:
             return False
         closed = declared.closed.get(closing.round)
         if closed is None:
@@ -304,7 +306,7 @@ class DeclaredSets:
         closing = Closing(layout.label, ready.round, bucket.response.process_set)
         if len(ranks) > 1:
             ranks = self._among(bucket.response, ranks)
-        if number in self._tombstones or number in self._suspended or ready.round < self._first_round:
+        if number in self._tombstones or number in self._suspended or ready.round < self.first_round:
             return None, list(expand(bucket, ready)), ranks, closing
         waiting = self._waiting.get(ready.bucket)
         if waiting is None:
@@ -334,8 +336,8 @@ class DeclaredSets:
             return None
         return self._buckets[ready.bucket][1]
 
-    def evict(self, layout: int, sequence: int, *, spoilt: bool = True) -> list[tuple[int, Request]] | None:
-        """End a layout in decision `sequence`; return what ranks have reported of it, as (rank, request).
+    def evict(self, layout: int, sequence: int, *, spoilt: bool = True) -> list[tuple[Ranks, Request]] | None:
+        """End a layout in decision `sequence`; return what ranks have reported of it, as (ranks, request).
 
         None when it is not in use any more.
 
@@ -355,8 +357,8 @@ class DeclaredSets:
         declared.patience = min(1 << max(0, declared.evictions - 1), _MOST_PATIENCE)
         return self._withdraw(ended)
 
-    def suspend(self, layout: int) -> list[tuple[int, Request]] | None:
-        """Do not use a layout until all ranks have joined; return what ranks have reported of it, as (rank, request).
+    def suspend(self, layout: int) -> list[tuple[Ranks, Request]] | None:
+        """Do not use a layout until all ranks have joined; return what ranks have reported of it, as (ranks, request).
 
         None when it is suspended already.
         """
@@ -376,7 +378,7 @@ class DeclaredSets:
         declared = self._sets.get(request.label)
         if declared is None or declared.layout is None or request.name not in declared.members:
             return None
-        if request.round < max(declared.layout.first_round, self._first_round) or declared.layout.layout in self._suspended:
+        if request.round < max(declared.layout.first_round, self.first_round) or declared.layout.layout in self._suspended:
             return None
         return declared.layout.layout
 
@@ -392,7 +394,7 @@ class DeclaredSets:
 
     def resume(self, joins: int) -> None:
         """All ranks have joined, so many times by now. What was seen of unfinished rounds teaches nothing."""
-        self._first_round = first_round(joins)
+        self.first_round = first_round(joins)
         self._suspended.clear()
         for declared in self._sets.values():
             declared.closed.clear()
@@ -480,13 +482,13 @@ class DeclaredSets:
             del declared.closed[past]
         return True
 
-    def _withdraw(self, layout: Layout) -> list[tuple[int, Request]]:
-        """Remove and return what ranks have reported of a layout, as (rank, request)."""
-        expanded: list[tuple[int, Request]] = []
+    def _withdraw(self, layout: Layout) -> list[tuple[Ranks, Request]]:
+        """Remove and return what ranks have reported of a layout, as (ranks, request)."""
+        expanded: list[tuple[Ranks, Request]] = []
         for bucket in layout.buckets:
             waiting = self._waiting.pop(bucket.bucket, None)
             for ranks, ready in waiting.reported.items() if waiting else ():
-                expanded.extend((rank, request) for rank in ranks for request in expand(bucket, ready))
+                expanded.extend((ranks, request) for request in expand(bucket, ready))
         return expanded
 
     def _among(self, response: Response, ranks: Ranks) -> Ranks:

@@ -22,11 +22,12 @@ import msgspec
 from hvdlite.core.errors import ProtocolError
 from hvdlite.core.types import ROOTED, Collective
 from hvdlite.negotiation.agreement import disagreement, named_ranks, reconciled
-from hvdlite.negotiation.buckets import BucketSizes, BucketWaiting, DeclaredSets, Ranks
+from hvdlite.negotiation.buckets import BucketSizes, BucketWaiting, DeclaredSets
 from hvdlite.negotiation.deadlock import BlockedRanks
 from hvdlite.negotiation.fusion import columns, fuse, payload_bytes, response_to
 from hvdlite.negotiation.messages import (
     Account,
+    Alike,
     Aside,
     BucketReady,
     BucketRelease,
@@ -51,6 +52,7 @@ from hvdlite.negotiation.messages import (
 from hvdlite.negotiation.post_office import PostOffice
 from hvdlite.negotiation.process_sets import ProcessSetTable
 from hvdlite.negotiation.readiness import ReadinessTable
+from hvdlite.negotiation.requests import Ranks, first_of, grouped
 
 ReduceEagerly = Callable[[Response, Sequence[bytes], int], bytes]
 """Carry out an allreduce on the contributors' bytes, in ascending rank order, in a process set of that many ranks."""
@@ -149,7 +151,9 @@ class Coordinator:
         """Take in what the leader of the host of `ranks` passes on; a host does so for ever, or never."""
         self._note_applied(ranks, report.applied)
         for said in report.said:
-            if not isinstance(said, RankReport):
+            if isinstance(said, Alike):
+                self._hear(said.ranks, said.requests, now)
+            elif not isinstance(said, RankReport):
                 self._hear(ranks, (said,), now)
             elif said.report.epoch == self.epoch:
                 self._receive(said.rank, said.report, now)
@@ -306,8 +310,7 @@ class Coordinator:
                 if isinstance(said, BucketReady):
                     self._take_bucket(ranks, said, now)
                 elif isinstance(said, Request):
-                    for rank in ranks:
-                        self._take(rank, said, now)
+                    self._take(ranks, said, now)
                 elif isinstance(said, LayoutStale):
                     self._evict(said.layout, now)
                 elif isinstance(said, Retired):
@@ -317,7 +320,8 @@ class Coordinator:
         except ProtocolError as error:
             self.fail(FailureNotice(ranks[0], "ProtocolError", str(error)))
 
-    def _take(self, rank: int, request: Request, now: float) -> None:
+    def _take(self, ranks: Ranks, request: Request, now: float) -> None:
+        """Take in what some ranks request; several do so together when their leader has merged it."""
         if request.label and request.collective is Collective.ALLREDUCE:
             layout = self._sets.layout_of(request)
             if layout is not None:
@@ -326,14 +330,19 @@ class Coordinator:
             self._refuse(request, ErrorKind.MISMATCH, f"'{request.name}' was called on process set {request.process_set}, "
                          "which has been removed")
             return
+        if request.label and request.round < self._sets.first_round:
+            self._refuse(request, ErrorKind.MISMATCH, f"'{request.name}' belongs to a round that was under way on "
+                         f"{named_ranks(ranks)} when all ranks had joined; wait for the gradients before join()")
+            return
         members = self._process_sets[request.process_set]
-        if request.label and self._policy.deterministic and rank == members[0]:
+        if request.label and self._policy.deterministic and members[0] in ranks:
             self._sets.arrange(request)
-        if not self._process_sets.includes(request.process_set, rank):
+        if self._process_sets.among(request.process_set, ranks) != ranks:
             raise ProtocolError(f"reported '{request.name}' in process set {request.process_set}, which it is not in")
-        requests = self._table.add(rank, request, now)
+        requests = self._table.add(ranks, request, now)
         if request.collective is Collective.JOIN:
-            self._join(rank, now)
+            for rank in ranks:
+                self._join(rank, now)
         if requests is not None:
             self._complete(requests, now)
         elif self._left and not self._left.isdisjoint(members):
@@ -341,9 +350,9 @@ class Coordinator:
 
     def _complete(self, requests: Mapping[int, Request], now: float) -> None:
         """Answer a tensor that every rank that takes part has reported."""
-        if next(iter(requests.values())).label:
+        if first_of(requests).label:
             requests = reconciled(requests)
-        request = next(iter(requests.values()))
+        request = first_of(requests)
         problem = disagreement(requests)
         if problem is not None:
             self._refuse(request, ErrorKind.MISMATCH, problem)
@@ -390,9 +399,8 @@ class Coordinator:
         if release is not None:
             self._released.append(release)
             self.reduced_bytes += self._sets.nbytes(release.bucket)
-        for rank in ranks if expanded else ():
-            for request in expanded:
-                self._take(rank, request, now)
+        for request in expanded:
+            self._take(ranks, request, now)
         if ready.closes:
             self._close(ranks, closing)
 
@@ -405,7 +413,7 @@ class Coordinator:
         self.rounds += 1
         for requests in self._table.take_if(lambda request: request.label == closing.label
                                             and request.round <= closing.round):
-            self._refuse_unshared(next(iter(requests.values())), requests)
+            self._refuse_unshared(first_of(requests), requests)
         layout, evicted = self._sets.learn(closing.label, closing.round)
         for number in evicted:
             self._sets.evict(number, self._sequence + 1, spoilt=False)
@@ -431,16 +439,16 @@ class Coordinator:
         if expanded is None:
             return
         self._evicted.append(layout)
-        for rank, request in expanded:
-            self._take(rank, request, now)
+        for ranks, request in expanded:
+            self._take(ranks, request, now)
 
     def _suspend(self, layout: int, now: float) -> None:
         expanded = self._sets.suspend(layout)
         if expanded is None:
             return
         self._suspended.append(layout)
-        for rank, request in expanded:
-            self._take(rank, request, now)
+        for ranks, request in expanded:
+            self._take(ranks, request, now)
 
     def _note_applied(self, ranks: Ranks, applied: int) -> None:
         if ranks not in self._applied:  # a host that speaks with one voice from now on
@@ -453,24 +461,22 @@ class Coordinator:
     def _answered(self, response: Response, requests: Mapping[int, Request]) -> Response:
         """Attach the result when the ranks sent their tensors along (the eager lane), or the coordinator makes it itself."""
         if response.collective is Collective.ADD_PROCESS_SET:
-            members = next(iter(requests.values())).members
+            members = first_of(requests).members
             return msgspec.structs.replace(response, rows=(self._process_sets.add(members),), members=members)
         if response.collective is Collective.JOIN:
             return msgspec.structs.replace(response, rows=(next(reversed(self._joined)),))
         if response.collective is Collective.REMOVE_PROCESS_SET:
-            return msgspec.structs.replace(response, rows=next(iter(requests.values())).members)
+            return msgspec.structs.replace(response, rows=first_of(requests).members)
         result = None
         if response.collective in (Collective.BROADCAST, Collective.SEND):
             result = requests[response.root_rank].payload
-        elif response.collective in (Collective.ALLREDUCE, Collective.ALLGATHER) and response.contributors:
-            payloads = [payload for rank in response.contributors if (payload := requests[rank].payload) is not None]
-            if len(payloads) == len(response.contributors):
-                gathers = response.collective is Collective.ALLGATHER
-                if not gathers and self._reduce_eagerly is None:
-                    return response
-                size = len(self._process_sets[response.process_set])
-                result = b"".join(payloads) if gathers else self._reduce_eagerly(  # type: ignore[misc]
-                    response, payloads, size)
+        elif (response.collective in (Collective.ALLREDUCE, Collective.ALLGATHER) and response.contributors
+              and all(request.absent or request.payload is not None for _, request in grouped(requests))):
+            payloads = [requests[rank].payload or b"" for rank in response.contributors]
+            if response.collective is Collective.ALLGATHER:
+                result = b"".join(payloads)
+            elif self._reduce_eagerly is not None:
+                result = self._reduce_eagerly(response, payloads, len(self._process_sets[response.process_set]))
         return response if result is None else msgspec.structs.replace(response, result=result)
 
     def _join(self, rank: int, now: float) -> None:
@@ -497,7 +503,7 @@ class Coordinator:
         for layout in self._sets.layouts_in(number):
             self._evict(layout, now)
         for requests in self._table.take_if(lambda request: request.process_set == number):
-            request = next(iter(requests.values()))
+            request = first_of(requests)
             self._refuse(request, ErrorKind.MISMATCH, f"'{request.name}' was under way on {named_ranks(sorted(requests))} "
                          f"when process set {number} was removed; wait for everything on a set before removing it")
         self._sets.remove(number)
@@ -511,7 +517,7 @@ class Coordinator:
         if request.label and request.process_set in self._process_sets:
             self._sets.spoil(request)
 
-    def _refuse_unshared(self, request: Request, requests: dict[int, Request]) -> None:
+    def _refuse_unshared(self, request: Request, requests: Mapping[int, Request]) -> None:
         """Answer a member of a declared set that some ranks do not have."""
         missing = [rank for rank in self._process_sets[request.process_set]
                    if rank not in requests and rank not in self._joined]
@@ -524,13 +530,13 @@ class Coordinator:
         """Answer what waits for a rank that left; ranks still to report it are answered when they do."""
         for layout in self._sets.layouts_of(self._left):
             self._evicted.append(layout)
-            for rank, request in self._sets.evict(layout, self._sequence + 1) or ():
-                requests = self._table.add(rank, request, now)
+            for ranks, request in self._sets.evict(layout, self._sequence + 1) or ():
+                requests = self._table.add(ranks, request, now)
                 if requests is not None:
                     self._refuse_left(request)
         for requests in self._table.take_if(
                 lambda request: not self._left.isdisjoint(self._process_sets[request.process_set])):
-            self._refuse_left(next(iter(requests.values())))
+            self._refuse_left(first_of(requests))
 
     def _refuse_left(self, request: Request) -> None:
         members = self._process_sets[request.process_set]

@@ -11,6 +11,7 @@ import numpy as np
 from hvdlite.core.array import SUPPORTED_DTYPES, Array
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.negotiation.messages import Column, Request, Response
+from hvdlite.negotiation.requests import first_of, grouped
 
 FUSIBLE = (Collective.ALLREDUCE, Collective.BROADCAST)
 _SCATTERS = (Collective.REDUCESCATTER, Collective.SCATTER)
@@ -23,20 +24,33 @@ def response_to(requests: Mapping[int, Request], members: Sequence[int]) -> Resp
     Args:
         members: the ranks of the process set; those without a request have joined and contribute nothing.
     """
-    first = next(iter(requests.values()))
+    first = first_of(requests)
     return Response(
         names=(first.name,), collective=first.collective, dtype=first.dtype, op=first.op, root_rank=first.root_rank,
         prescale=first.prescale, postscale=first.postscale, process_set=first.process_set, round=first.round,
-        contributors=tuple(sorted(rank for rank, request in requests.items() if not request.absent)),
+        contributors=_contributors(requests, members),
         elements=math.prod(first.shape) if first.collective not in (*_GATHERS, Collective.ALLTOALL) else 0,
         rows=_rows(requests, members), row_elements=math.prod(first.shape[1:]), device=first.device,
-        behind=behind({rank: request.in_step for rank, request in requests.items()}) if first.label else (),
+        behind=_behind(requests) if first.label else (),
     )
+
+
+def _contributors(requests: Mapping[int, Request], members: Sequence[int]) -> tuple[int, ...]:
+    groups = grouped(requests)
+    if len(requests) == len(members) and not any(request.absent for _, request in groups):
+        return tuple(members)
+    return tuple(sorted(rank for ranks, request in groups if not request.absent for rank in ranks))
+
+
+def _behind(requests: Mapping[int, Request]) -> tuple[int, ...]:
+    if not any(request.in_step for _, request in grouped(requests)):
+        return ()
+    return behind({rank: request.in_step for rank, request in requests.items()})
 
 
 def columns(requests: Mapping[int, Request], members: Sequence[int]) -> list[Column]:
     """Return what each rank of the set gets in an alltoall on which all agree; see `response_to`."""
-    first = next(iter(requests.values()))
+    first = first_of(requests)
     table = _table(requests, members)
     starts = table.cumsum(axis=1) - table
     return [Column(first.process_set, first.name, tuple(rows), tuple(begin))
@@ -59,7 +73,7 @@ def even_rows(rows: int, parts: int) -> tuple[int, ...]:
 
 
 def _rows(requests: Mapping[int, Request], members: Sequence[int]) -> tuple[int, ...]:
-    first = next(iter(requests.values()))
+    first = first_of(requests)
     if first.collective in _GATHERS:
         return tuple(requests[rank].shape[0] if rank in requests else 0 for rank in members)
     if first.collective is Collective.ALLTOALL:

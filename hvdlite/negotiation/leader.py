@@ -1,12 +1,16 @@
 """A host leader's role: let a host speak to the coordinator with one voice. Pure.
 
-What all ranks of the host say alike goes up once: buckets that are ready on all of them, rounds that all of them closed.
-Everything else passes through, rank by rank. So in steady state the coordinator's work for a training step grows with
-hosts x buckets, whatever the number of ranks and tensors.
+What all ranks of the host say alike goes up once: buckets that are ready on all of them, rounds that all of them closed,
+equal requests for a tensor. Everything else passes through, rank by rank. So in steady state the coordinator's work for a
+training step grows with hosts x buckets, whatever the number of ranks and tensors; without buckets, with hosts x tensors.
 
 Rules kept here
-- What one rank said goes up in the order in which it said it, except that buckets and closings wait for the host's others:
-  they go up where the last of them said it.
+- What one rank said goes up in the order in which it said it, except that buckets, closings and requests wait for the
+  host's others: they go up where the last of them said it.
+- Requests wait only where nothing can depend on when the coordinator hears of them: a request that carries its tensor, that
+  ends a layout or that changes process sets goes up at once, and the others' for that tensor too. Before a join, and before
+  a rank leaves, everything that is held back goes up. See `held_requests.py`.
+- A closed round goes up after all requests of it, also those that only some ranks of the host have made.
 - Who closed a round is remembered as a set of ranks, so closing it again changes nothing. A rank that has joined closes no
   round, and is not waited for.
 - A closed round goes up after everything that belongs to it, so it waits while a bucket of the round is held back.
@@ -20,13 +24,17 @@ Rules kept here
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
 
 import msgspec
 
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.buckets import first_round
+from hvdlite.negotiation.held_requests import HeldRequests
 from hvdlite.negotiation.messages import (
+    Alike,
     BucketReady,
     Closing,
     Decision,
@@ -42,6 +50,11 @@ from hvdlite.negotiation.messages import (
 )
 from hvdlite.negotiation.process_sets import ProcessSetTable
 
+Passed = RankReport | Alike | BucketReady | Closing
+"""What goes up."""
+CHANGES_SETS: Final = frozenset({Collective.JOIN, Collective.ADD_PROCESS_SET, Collective.REMOVE_PROCESS_SET})
+"""Requests after which other ranks take part than before."""
+
 
 class Leader:
     """Merges the reports of one host's ranks.
@@ -49,12 +62,14 @@ class Leader:
     Args:
         ranks: the host's.
         size: ranks of the job.
+        in_order: whether the coordinator arranges layouts by the order in which a rank makes its requests.
     """
 
-    def __init__(self, ranks: Iterable[int], size: int, *, epoch: int = 0) -> None:
+    def __init__(self, ranks: Iterable[int], size: int, *, epoch: int = 0, in_order: bool = False) -> None:
         self.ranks = tuple(ranks)
         self._process_sets = ProcessSetTable(size)
         self.epoch = epoch
+        self._in_order = in_order
         self._applied = dict.fromkeys(self.ranks, 0)
         self._held: dict[int, dict[int, BucketReady]] = {}  # bucket -> rank -> report; invariant: never all ranks
         self._closed: dict[Closing, set[int]] = {}  # the ranks that closed a round; likewise
@@ -68,7 +83,9 @@ class Leader:
         self._joins = 0  # how often all ranks have
         self._ended: list[tuple[int, Layout]] = []  # evicted by that decision, which some rank has not applied
         self._postponed: list[Closing] = []  # rounds that all of them closed, of which a bucket is held back
-        self._said: list[RankReport | BucketReady | Closing] = []  # to go up; likewise below
+        self._requests = HeldRequests(self._taking_part)
+        self._some_left = False  # ranks of the job: from then on nothing is worth waiting for
+        self._said: list[Passed] = []  # to go up; likewise below
         self._lost: list[tuple[int, str]] = []
 
     def receive(self, rank: int, report: Report) -> None:
@@ -76,7 +93,7 @@ class Leader:
         self._applied[rank] = report.applied
         alone: list[Saying] = []
         for said in report.said:
-            together: Sequence[RankReport | BucketReady | Closing] = ()  # what all have said now
+            together: Sequence[Passed] = ()  # what goes up for several ranks now
             if isinstance(said, BucketReady):
                 if self._goes_alone(said):
                     alone.append(_open_ended(said))
@@ -100,14 +117,18 @@ class Leader:
                 self._resume()
                 self._retire(rank, said)
                 alone = [said]
+            elif isinstance(said, Request) and self._is_shared(said):
+                together = self._requests.add(rank, said)
             else:
+                if isinstance(said, Request):
+                    self._said.extend(self._let_pass(said))
                 alone.append(said)
             if together:
                 if alone:
                     self._pass_on(rank, alone)
                     alone = []
                 self._said.extend(together)
-        if report.blocked is not None:
+        if report.blocked is not None or report.leaving:
             self._open()
         if alone or report.aside is not None or report.leaving or report.failure is not None or report.blocked is not None:
             self._said.append(RankReport(rank, msgspec.structs.replace(report, said=tuple(alone))))
@@ -119,8 +140,10 @@ class Leader:
 
     def watch(self, decision: Decision) -> None:
         """Take in a decision on its way to the host's ranks, before they get it."""
-        if not set(self.ranks).isdisjoint(decision.inquiries):
+        if decision.left or not set(self.ranks).isdisjoint(decision.inquiries):
             self._open()
+        self._some_left |= bool(decision.left)
+        self._said.extend(self._requests.answered(decision.responses))
         for layout in decision.learned:
             self._sets.update((bucket.bucket, (layout.label, bucket.response.process_set)) for bucket in layout.buckets)
             self._layouts[layout.layout] = layout
@@ -145,7 +168,7 @@ class Leader:
         self._resume()
         if not (self._said or self._lost):
             return None
-        report = HostReport(min(self._applied.values()), tuple(self._said), tuple(self._lost))
+        report = HostReport(min(self._applied.values()), tuple(_gathered(self._said)), tuple(self._lost))
         self._said.clear()
         self._lost.clear()
         return report
@@ -156,6 +179,7 @@ class Leader:
         assert all(0 < len(ranks) < self._count(closing.process_set) for closing, ranks in self._closed.items())
         assert all(count > 0 for count in self._opened.values())
         assert self._held.keys().isdisjoint(bucket for bucket, _ in self._opened)
+        self._requests.check_invariants()
 
     def _pass_on(self, rank: int, said: Sequence[Saying]) -> None:
         self._said.append(self._alone(rank, said))
@@ -172,8 +196,34 @@ class Leader:
             return True
         return any(bucket.bucket == ready.bucket for _, layout in self._ended for bucket in layout.buckets)
 
+    def _is_shared(self, request: Request) -> bool:
+        """Return whether a request may wait for those of the host's others."""
+        if self._some_left or request.payload is not None or request.collective in CHANGES_SETS:
+            return False
+        if request.process_set not in self._process_sets or self._taking_part(request.process_set) < 2:
+            return False
+        if not request.label:
+            return True
+        if self._in_order and self._process_sets[request.process_set][0] in self.ranks:
+            return False  # the order in which that rank makes them counts
+        return not any(layout.label == request.label and request.round >= layout.first_round
+                       for layout in self._layouts.values())
+
+    def _let_pass(self, request: Request) -> Sequence[Alike]:
+        """A request goes up by itself; return what goes up before it."""
+        before = self._requests.loosen(request)
+        if request.collective is Collective.REMOVE_PROCESS_SET:
+            before += self._requests.release(lambda held: held.process_set == request.members[0])
+        return before
+
+    def _taking_part(self, process_set: int) -> int:
+        """Return how many of the host's ranks belong to a process set and have not joined."""
+        ranks = self._process_sets.among(process_set, self.ranks)
+        return len(ranks) - len(self._joined.intersection(ranks)) if self._joined else len(ranks)
+
     def _open(self) -> None:
         """Let go of everything that is held back."""
+        self._said.extend(self._requests.release())
         for bucket, held in self._held.items():
             for rank, ready in held.items():
                 self._pass_on(rank, [_open_ended(ready)])
@@ -228,7 +278,7 @@ class Leader:
         """Return how many of the host's ranks belong to a process set."""
         return len(self._process_sets.among(process_set, self.ranks))
 
-    def _close(self, rank: int, closing: Closing) -> Sequence[Closing]:
+    def _close(self, rank: int, closing: Closing) -> Sequence[Alike | Closing]:
         """Note that a rank closed a round; return what goes up when the host's others have, too."""
         name = closing.process_set, closing.label
         if (closing.process_set not in self._process_sets or closing.round <= self._over.get(name, 0)
@@ -240,16 +290,17 @@ class Leader:
         ranks.add(rank)
         return self._ended_by(closing)
 
-    def _ended_by(self, closing: Closing) -> Sequence[Closing]:
-        """Return the closing when it is to go up now."""
+    def _ended_by(self, closing: Closing) -> Sequence[Alike | Closing]:
+        """Return what goes up when all ranks have closed a round: the closing too, unless a bucket is still held back."""
         if len(self._closed[closing]) < self._count(closing.process_set):
             return ()
         del self._closed[closing]
         self._over[closing.process_set, closing.label] = closing.round
+        rest = self._requests.release(lambda held: held.label == closing.label and held.round <= closing.round)
         if not self._holds_back(closing):
-            return (closing,)
+            return (*rest, closing)
         self._postponed.append(closing)
-        return ()
+        return rest
 
     def _retire(self, rank: int, retired: Retired) -> None:
         """Forget the rounds of a set when no rank of the host takes part in another one."""
@@ -264,10 +315,10 @@ class Leader:
             self._closed = {closing: ranks for closing, ranks in self._closed.items()
                             if (closing.process_set, closing.label) != name}
 
-    def _join(self, rank: int) -> Sequence[Closing]:
+    def _join(self, rank: int) -> Sequence[Alike | Closing]:
         """A rank has joined; return what goes up because it is not waited for any more."""
         self._joined.add(rank)
-        ended: list[Closing] = []
+        ended: list[Alike | Closing] = []
         for closing in sorted(self._closed, key=lambda closing: closing.round):
             if self._process_sets.includes(closing.process_set, rank):
                 self._closed[closing].add(rank)
@@ -285,11 +336,21 @@ class Leader:
 
     def _remove_set(self, number: int) -> None:
         """Forget a process set; rounds that were open in it are nobody's business any more."""
+        self._said.extend(self._requests.release(lambda held: held.process_set == number))
         self._process_sets.remove(number)
         self._closed = {closing: ranks for closing, ranks in self._closed.items() if closing.process_set != number}
         self._postponed = [closing for closing in self._postponed if closing.process_set != number]
         self._over = {name: round for name, round in self._over.items() if name[0] != number}
         self._retired = {name: ranks for name, ranks in self._retired.items() if name[0] != number}
+
+
+def _gathered(passed: Iterable[Passed]) -> Iterator[Passed]:
+    """Put requests of the same ranks that follow each other together."""
+    for ranks, run in itertools.groupby(passed, key=lambda each: each.ranks if isinstance(each, Alike) else None):
+        if ranks is None:
+            yield from run
+        else:
+            yield Alike(ranks, tuple(request for each in run if isinstance(each, Alike) for request in each.requests))
 
 
 def _open_ended(ready: BucketReady) -> BucketReady:

@@ -189,13 +189,20 @@ class RankReport(Message, frozen=True, tag=5):
     report: Report
 
 
+class Alike(Message, frozen=True, tag=6):
+    """Some ranks of a host made the same requests."""
+
+    ranks: tuple[int, ...]
+    requests: tuple[Request, ...]
+
+
 class HostReport(Message, frozen=True):
     """What the leader of a host passes on: what all its ranks said alike as one, the rest rank by rank."""
 
     applied: int  # the least of its ranks
-    # In the order in which it was said. All ranks of the host that are in the process set said what is not in a
-    # `RankReport`, which stands where the last of them said it; a bucket's `missing` is what all of them miss.
-    said: tuple[RankReport | BucketReady | Closing, ...] = ()
+    # In the order in which it was said; what several ranks said stands where the last of them said it. A bucket or a closing
+    # is of all ranks of the host that are in the process set; a bucket's `missing` is what all of them miss.
+    said: tuple[RankReport | Alike | BucketReady | Closing, ...] = ()
     lost: tuple[tuple[int, str], ...] = ()  # ranks whose end it has seen, and what it saw
 
 

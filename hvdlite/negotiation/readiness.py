@@ -9,6 +9,7 @@ from hvdlite.core.errors import ProtocolError
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.messages import Key, Request
 from hvdlite.negotiation.process_sets import ProcessSetTable
+from hvdlite.negotiation.requests import Ranks, Requests, first_of
 
 
 @dataclasses.dataclass
@@ -16,7 +17,7 @@ class Waiting:
     """One tensor that some ranks have reported."""
 
     since: float  # when the first rank reported it; the caller's clock, seconds
-    requests: dict[int, Request]
+    requests: Requests
     lacking: int  # how many ranks have yet to report it; never 0 (a complete one leaves the table at once)
     warned: bool = False
 
@@ -34,29 +35,32 @@ class ReadinessTable:
         self._process_sets, self._joined = process_sets, joined
         self._waiting: dict[Key, Waiting] = {}
 
-    def add(self, rank: int, request: Request, now: float) -> dict[int, Request] | None:
-        """Record one rank's request; return all requests when it was the last.
+    def add(self, ranks: Ranks, request: Request, now: float) -> Requests | None:
+        """Record what some ranks request; return all requests when these were the last.
 
         Raises:
-            ProtocolError: when `rank` reports a name again before it was answered.
+            ProtocolError: when one of `ranks` reports a name again before it was answered.
         """
-        waiting = self._waiting.get(request.key)
+        key = request.key
+        waiting = self._waiting.get(key)
         if waiting is None:
-            waiting = self._waiting[request.key] = Waiting(now, {}, len(self._expected(request)))
-        if rank in waiting.requests:
+            waiting = self._waiting[key] = Waiting(now, Requests(), len(self._expected(request)))
+        if waiting.requests.has_any(ranks):
             raise ProtocolError(f"reported '{request.name}' twice before it was answered")
-        waiting.requests[rank] = request
-        if rank not in self._joined or request.collective is Collective.JOIN:
-            waiting.lacking -= 1
+        waiting.requests.add(ranks, request)
+        if not self._joined or request.collective is Collective.JOIN:
+            waiting.lacking -= len(ranks)
+        else:
+            waiting.lacking -= sum(rank not in self._joined for rank in ranks)
         if waiting.lacking:
             return None
-        return self._waiting.pop(request.key).requests
+        return self._waiting.pop(key).requests
 
-    def join(self, rank: int) -> list[dict[int, Request]]:
+    def join(self, rank: int) -> list[Requests]:
         """Do not wait for `rank` any more; remove and return what is complete without it."""
         complete = []
         for key, waiting in list(self._waiting.items()):
-            first = next(iter(waiting.requests.values()))
+            first = first_of(waiting.requests)
             if (first.collective is not Collective.JOIN and rank not in waiting.requests
                     and self._process_sets.includes(key[0], rank)):
                 waiting.lacking -= 1
@@ -72,15 +76,15 @@ class ReadinessTable:
     def missing(self, key: Key) -> list[int]:
         """Return the ranks for which an incomplete tensor waits, ascending."""
         requests = self._waiting[key].requests
-        return [rank for rank in self._expected(next(iter(requests.values()))) if rank not in requests]
+        return [rank for rank in self._expected(first_of(requests)) if rank not in requests]
 
-    def take(self, key: Key) -> dict[int, Request]:
+    def take(self, key: Key) -> Requests:
         """Remove and return what waits under a key."""
         return self._waiting.pop(key).requests
 
-    def take_if(self, condition: Callable[[Request], bool]) -> list[dict[int, Request]]:
+    def take_if(self, condition: Callable[[Request], bool]) -> list[Requests]:
         """Remove and return everything of which one request meets a condition that is the same for all ranks' requests."""
-        keys = [key for key, waiting in self._waiting.items() if condition(next(iter(waiting.requests.values())))]
+        keys = [key for key, waiting in self._waiting.items() if condition(first_of(waiting.requests))]
         return [self.take(key) for key in keys]
 
     def waiting(self) -> dict[Key, Waiting]:

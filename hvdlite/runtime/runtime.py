@@ -45,6 +45,7 @@ from hvdlite.core.world import Hosts, World
 from hvdlite.negotiation.controller import Controller
 from hvdlite.negotiation.coordinator import Coordinator
 from hvdlite.negotiation.messages import (
+    Alike,
     Aside,
     BucketReady,
     Closing,
@@ -177,13 +178,13 @@ class Runtime(DeclaredSets):
         """Leave the job: pending handles fail, work already agreed on is finished for the others' sake.
 
         Rank 0 serves until all others have left too, and the leader of a host until its host's have, at most
-        `shutdown_timeout` seconds; then it logs whom it waits for. Idempotent. A forked child's copy does nothing.
+        `shutdown_timeout` seconds (0: for ever); then it logs whom it waits for. Idempotent; nothing in a forked child.
         """
         if self.in_child or self._leaving:
             return
         self._leaving = True
         self._control.wake()
-        if not self._ended.wait(self.config.shutdown_timeout):
+        if not self._ended.wait(self.config.shutdown_timeout or None):
             _log.error("rank %d: gave up waiting in shutdown() after %.0f s%s (HVDLITE_SHUTDOWN_TIMEOUT)",
                        self.world.rank, self.config.shutdown_timeout, self._missing_leavers())
         self._thread.join(FLUSH_SECONDS)
@@ -481,9 +482,9 @@ class Runtime(DeclaredSets):
         for said in merged.said:
             if isinstance(said, RankReport):
                 self._heed(said.rank, said.report)
-            else:
-                for rank in ranks:
-                    self._trace_ready(rank, (said,))
+            elif self._chronicle.tracing:
+                for rank in said.ranks if isinstance(said, Alike) else ranks:
+                    self._trace_ready(rank, said.requests if isinstance(said, Alike) else (said,))
 
     def _heed(self, rank: int, report: Report) -> None:
         """What is not the coordinator's business in a report."""

@@ -27,7 +27,7 @@ from hvdlite.negotiation.messages import (
     Request,
 )
 
-SAYS = Report(0, 0, (Request("x", Collective.ALLREDUCE, "float32", (1,)),))
+SAYS = Report(0, 0, (Request("x", Collective.ALLREDUCE, "float32", (1,), payload=b"1234"),))  # nobody waits with that
 
 
 class Host:

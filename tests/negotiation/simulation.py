@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -14,6 +15,12 @@ from hvdlite.negotiation.leader import Leader
 from hvdlite.negotiation.messages import Decision, FailureNotice, HostReport, Letter, Report, Response
 
 _encode = msgspec.msgpack.encode
+
+
+class Follower(Protocol):
+    """Does what decisions say."""
+
+    def follow(self, instruction: Instruction) -> None: ...
 
 
 def concatenated(response: Response, payloads: Sequence[bytes], size: int) -> bytes:
@@ -105,8 +112,8 @@ class Simulation:
         self.plans[rank] += instructions
         return instructions
 
-    def settle(self) -> None:
-        """Deliver everything that is under way."""
+    def settle(self, reducers: Sequence[Follower] = ()) -> None:
+        """Deliver everything that is under way; tell reducers, by rank, what their ranks are to do."""
         for _ in range(3):
             for rank in range(self.size):
                 self.say(rank)
@@ -116,4 +123,6 @@ class Simulation:
             for rank in range(self.size):
                 while self.down[rank] or (rank in self.leader_of
                                           and self.host_down[self.leaders.index(self.leader_of[rank])]):
-                    self.apply(rank)
+                    for instruction in self.apply(rank):
+                        if reducers:
+                            reducers[rank].follow(instruction)

@@ -133,6 +133,38 @@ def test_an_optimizer_on_uneven_data(size: int) -> None:
     assert len({rank.stdout for rank in ended}) == 1
 
 
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_around_joins(to_none: bool) -> None:
+    """Learned buckets are suspended and used again in the same memory, while gradients of before still lie there."""
+    torch = pytest.importorskip("torch")
+    from hvdlite_torch import DistributedOptimizer
+    size = 3
+
+    def step(runtime: Runtime) -> None:
+        rank = runtime.world.rank
+        always, sometimes = (torch.nn.Parameter(torch.ones(50)) for _ in range(2))
+        optimizer = DistributedOptimizer(torch.optim.SGD([always, sometimes], lr=1e-3), _runtime=runtime)
+        batches = [6, 8, 7]
+        for epoch in range(4):
+            for batch in range(batches[rank]):
+                optimizer.zero_grad(set_to_none=to_none)
+                active = [each for each in range(size) if batch < batches[each]]
+                using = [each for each in active if (batch + epoch + each) % 3 and (batch + epoch) % 4]
+                loss = (always * (rank + 1.0)).sum()
+                if rank in using:
+                    loss = loss + (sometimes * (rank + 2.0)).sum()
+                loss.backward()
+                assert torch.allclose(always.grad, torch.tensor(sum(each + 1.0 for each in active) / size))
+                if sometimes.grad is not None:
+                    assert torch.allclose(sometimes.grad, torch.tensor(sum(each + 2.0 for each in using) / size))
+                else:
+                    assert not using
+                optimizer.step()
+                assert optimizer._reducer.by_bucket or batch >= 6 or (epoch == 0 and batch < 2)
+            runtime.join().wait()
+    threads(size, step)
+
+
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_rank_that_dies_while_others_have_joined_is_named(victim: int) -> None:
     with Processes(3, """

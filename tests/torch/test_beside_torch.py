@@ -37,10 +37,11 @@ def test_compiled_models_and_steps_train_like_plain_ones() -> None:
         import torch, hvdlite_torch as hvd
         hvd.init()
         torch.set_num_threads(1)
-        def run(compiles, step_too=False):
+        def run(compiles, step_too=False, wait_in="backward"):
             torch.manual_seed(0)
             model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
-            optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.01), model.named_parameters())
+            optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.01), model.named_parameters(),
+                                                 wait_in=wait_in)
             forward = torch.compile(model, backend="aot_eager") if compiles else model
             step = torch.compile(optimizer.step, backend="aot_eager") if step_too else optimizer.step
             torch.manual_seed(hvd.rank() + 1)
@@ -50,7 +51,7 @@ def test_compiled_models_and_steps_train_like_plain_ones() -> None:
                 step()
             return [parameter.detach().clone() for parameter in model.parameters()]
         plain = run(False)
-        for compiled in (run(True), run(True, step_too=True)):
+        for compiled in (run(True), run(True, step_too=True), run(True, True, "step")):
             for mine, theirs in zip(compiled, plain):
                 torch.testing.assert_close(mine, theirs)
     """, timeout=120, imported=TORCH)

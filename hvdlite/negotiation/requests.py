@@ -1,0 +1,58 @@
+"""All ranks' requests for one tensor, in as few pieces as they were told. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from hvdlite.negotiation.messages import Request
+
+Ranks = tuple[int, ...]
+"""Who says something: one rank, or ranks of a host whose leader has merged it."""
+
+
+class Requests(Mapping[int, Request]):
+    """Requests by rank; a table of all ranks is made only when somebody looks one up.
+
+    Attributes:
+        groups: the same, as they came: ranks that said the same together.
+    """
+
+    def __init__(self) -> None:
+        self.groups: list[tuple[Ranks, Request]] = []
+        self._ranks: set[int] = set()
+        self._by_rank: dict[int, Request] = {}
+
+    def add(self, ranks: Ranks, request: Request) -> None:
+        """Take in what some ranks say, of which none has said anything."""
+        self.groups.append((ranks, request))
+        self._ranks.update(ranks)
+
+    def has_any(self, ranks: Ranks) -> bool:
+        """Return whether one of some ranks has said something."""
+        return not self._ranks.isdisjoint(ranks)
+
+    def __getitem__(self, rank: int) -> Request:
+        if len(self._by_rank) < len(self._ranks):
+            self._by_rank = {each: request for ranks, request in self.groups for each in ranks}
+        return self._by_rank[rank]
+
+    def __contains__(self, rank: object) -> bool:
+        return rank in self._ranks
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._ranks)
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+
+def grouped(requests: Mapping[int, Request]) -> Sequence[tuple[Ranks, Request]]:
+    """Return requests with the ranks that made them; much fewer than ranks, where leaders have merged them."""
+    if isinstance(requests, Requests):
+        return requests.groups
+    return [((rank,), request) for rank, request in requests.items()]
+
+
+def first_of(requests: Mapping[int, Request]) -> Request:
+    """Return the request that came first."""
+    return requests.groups[0][1] if isinstance(requests, Requests) else next(iter(requests.values()))

@@ -1,0 +1,349 @@
+"""Ranks that play rounds of a declared set on a simulation, and what the answers must be."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Mapping, Sequence
+
+from hypothesis import strategies as st
+
+from hvdlite.core.types import Collective
+from hvdlite.negotiation.buckets import first_round
+from hvdlite.negotiation.controller import Assist, Evicted, Instruction, Suspended
+from hvdlite.negotiation.messages import BucketReady, BucketRelease, Closing, ErrorKind, Layout, Request, Response
+from tests.negotiation.simulation import Simulation
+
+LABEL = "set"
+Answer = tuple[ErrorKind, tuple[int, ...]]
+"""What became of a member: an error, or the ranks that contributed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """What one rank brings to one round: its members' lengths, those without a gradient, those with a sparse one."""
+
+    members: Mapping[str, int]
+    missing: frozenset[str] = frozenset()
+    sparse: frozenset[str] = frozenset()
+
+
+class Reducer:
+    """One rank's half of a declared set, as `training/gradient_reducer.py` plays it, on a bare controller.
+
+    Args:
+        rounds: what the rank brings.
+        later: if it is to join after these: the rounds until the next join, and so on; it joins after the last ones too.
+        rng: lets it close a round again now and then, as after an interrupt.
+
+    Attributes:
+        played: its rounds by their numbers.
+        answers: each round's answers by member, likewise.
+        by_bucket: the numbers of the rounds that began with a layout, likewise.
+        last: the numbers of the last rounds before a join, likewise.
+    """
+
+    def __init__(self, simulation: Simulation, rank: int, rounds: Sequence[Round], rng: random.Random, *,
+                 process_set: int = 0, label: str = LABEL, later: Sequence[Sequence[Round]] = (),
+                 joins: bool = False) -> None:
+        self.simulation, self.rank, self.rng = simulation, rank, rng
+        self.process_set, self.label = process_set, label
+        self.controller = simulation.controllers[rank]
+        self.epochs = [list(rounds), *map(list, later)]
+        self.joins = joins or bool(later)
+        self.joined = 0  # how often all ranks have
+        self.joining = False
+        self.number = 0
+        self.played: dict[int, Round] = {}
+        self.answers: dict[int, dict[str, Answer]] = {}
+        self.by_bucket: set[int] = set()
+        self.last: set[int] = set()
+        self.to_give: list[str] | None = None  # None: between rounds
+        self.layout: Layout | None = None
+        self.suspended: Layout | None = None
+        self.current: Layout | None = None  # what the round goes by
+        self.sparse: set[str] = set()  # members that go by themselves
+        self.filled: dict[int, list[str]] = {}
+        self.broken: set[int] = set()
+        self.alone = False
+        self.waiting: set[str] = set()
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is left to do."""
+        return not self.epochs and self.to_give is None and not self.joining
+
+    def act(self) -> None:
+        """Do one thing, if there is one to do."""
+        if self.to_give is None:
+            if self.joining or not self.epochs:
+                return
+            if self.epochs[0]:
+                self._begin(self.epochs[0].pop(0))
+                if self.joins and not self.epochs[0]:
+                    self.last.add(self.number)
+            elif self.joins:
+                self.joining = True
+                self.controller.submit(Request("join", Collective.JOIN, "uint8", (0,)))
+            else:
+                self.epochs.pop(0)
+        elif self.to_give:
+            self._give(self.to_give.pop())
+        else:
+            if self.alone or self.rng.random() < 0.1:
+                self._close()
+                self.alone = False
+            if not self.waiting:
+                self.to_give = None
+                if self.rng.random() < 0.1:
+                    self._close()
+
+    def follow(self, instruction: Instruction) -> None:
+        """Do what a decision says."""
+        match instruction:
+            case Layout(label=self.label, first_round=first, alone=alone):
+                learned = {name for bucket in instruction.buckets for name in bucket.response.names}
+                assert learned == self.played[first - 2].members.keys() - set(alone), "not learned from a whole round"
+                self.layout = instruction
+            case Suspended(layout) if layout.label == self.label:
+                assert self.layout == layout
+                self.suspended, self.layout = layout, None
+            case Evicted(layout) if layout.label == self.label:
+                self.layout = None if self.layout == layout else self.layout  # it may be the next one
+                self.suspended = None if self.suspended == layout else self.suspended
+            case BucketRelease(bucket, nobody) if bucket in self.definitions:
+                response = self.definitions[bucket].response
+                for index, name in enumerate(response.names):
+                    self._answered(name, (ErrorKind.NONE, () if index in nobody else response.contributors))
+            case Response(collective=Collective.JOIN):
+                self._go_on()
+            case Response(names=names, error=error, contributors=contributors, collective=collective):
+                for name in names:
+                    if collective is Collective.ALLGATHER and error is ErrorKind.NONE:
+                        self.sparse.add(name)
+                    if name in self.waiting:
+                        self._answered(name, (error, contributors))
+
+    def _go_on(self) -> None:
+        self.joining = False
+        self.joined += 1
+        self.number = first_round(self.joined) - 1
+        self.layout, self.suspended = self.layout or self.suspended, None
+        self.epochs.pop(0)
+
+    def _begin(self, now: Round) -> None:
+        self.number += 1
+        self.now = self.played[self.number] = now
+        self.answers[self.number] = {}
+        self.to_give = list(now.members)
+        self.waiting = set(self.to_give)
+        self.rng.shuffle(self.to_give)
+        self.filled, self.broken = {}, set()
+        self.definitions = {bucket.bucket: bucket for bucket in self.layout.buckets} if self.layout else {}
+        self.current = self.layout if self.layout and self.layout.first_round <= self.number else None
+        if self.current:
+            self.sparse.update(self.current.alone)
+            self.home = {member.name: bucket for bucket in self.current.buckets for member in bucket.members}
+            if self.home.keys() != now.members.keys() - self.sparse:
+                self.controller.abandon(self.current.layout)
+                self.current = None
+            else:
+                self.by_bucket.add(self.number)
+        self.alone = self.current is None or bool(self.sparse)
+
+    def _give(self, name: str) -> None:
+        if self.current is None or name in self.sparse or self.home[name].bucket in self.broken:
+            self._declare(name)
+            return
+        bucket = self.home[name]
+        filled = self.filled.setdefault(bucket.bucket, [])
+        member = next(member for member in bucket.members if member.name == name)
+        if member.shape != (self.now.members[name],) or name in self.now.sparse:
+            self.broken.add(bucket.bucket)
+            self.controller.abandon(self.current.layout)
+            for other in (*filled, name):
+                self._declare(other)
+            return
+        filled.append(name)
+        if len(filled) == len(bucket.members):
+            missing = tuple(index for index, other in enumerate(bucket.members) if other.name in self.now.missing)
+            full = sum(len(self.filled.get(each.bucket, ())) == len(each.members) for each in self.current.buckets)
+            closes = full == len(self.current.buckets) and not self.sparse
+            self.controller.submit_bucket(bucket, BucketReady(bucket.bucket, self.number, missing, closes))
+
+    def _declare(self, name: str) -> None:
+        self.alone = True
+        length = self.now.members[name]
+        if name in self.now.sparse:
+            request = Request(name, Collective.ALLGATHER, "uint8", (self.rank, length), label=self.label,
+                              round=self.number, process_set=self.process_set)
+        else:
+            request = Request(name, Collective.ALLREDUCE, "uint8", (length,), absent=name in self.now.missing,
+                              label=self.label, round=self.number, process_set=self.process_set)
+        self.controller.submit(request)
+
+    def _close(self) -> None:
+        self.controller.close(Closing(self.label, self.number, self.process_set))
+
+    def _answered(self, name: str, answer: Answer) -> None:
+        self.waiting.remove(name)
+        assert name not in self.answers[self.number], "answered twice"
+        self.answers[self.number][name] = answer
+
+
+INQUIRE, TUNE = 6, 7
+ACTIONS = 8
+
+
+def run(simulation: Simulation, reducers: list[Reducer], schedule: list[int]) -> None:
+    """Interleave as the schedule says, then in turn until everything is over."""
+    size = simulation.size
+
+    def do(rank: int, action: int) -> None:
+        if action in (0, 1):
+            reducers[rank].act()
+        elif action == 2:
+            simulation.say(rank)
+        elif action == 3:
+            simulation.hear(rank)
+        elif action == 4:
+            simulation.decide()
+        elif action == INQUIRE:
+            simulation.coordinator.inquire([rank])
+        elif action == TUNE:
+            simulation.coordinator.tune({"bucket_size": 30 + 10 * rank}, simulation.now)
+        else:
+            for instruction in simulation.apply(rank):
+                reducers[rank].follow(instruction)
+
+    for choice in schedule:
+        do(choice % size, choice // size)
+    for _ in range(5000):
+        if all(reducer.over for reducer in reducers):
+            return
+        for rank in range(size):
+            for action in range(INQUIRE):
+                do(rank, action)
+    raise AssertionError(f"something waits for ever: {[(reducer.number, reducer.waiting) for reducer in reducers]}")
+
+
+def check(simulation: Simulation, reducers: Sequence[Reducer]) -> None:
+    """Fail unless every member of every round was answered once, alike on all ranks that played it, and rightly."""
+    assert simulation.failures == [None] * simulation.size
+    for number in set().union(*(reducer.played for reducer in reducers)):
+        here = {reducer.rank: reducer.played[number] for reducer in reducers if number in reducer.played}
+        for reducer in reducers:
+            if number not in reducer.played:
+                continue
+            answers = reducer.answers[number]
+            assert answers.keys() == reducer.played[number].members.keys()
+            for name, (error, contributors) in answers.items():
+                wanted, present = expected(here, name)
+                if error is not wanted:  # a rank that lacks it may have joined before others reported it
+                    wanted, present = expected({rank: each for rank, each in here.items() if name in each.members
+                                                or number not in reducers[rank].last}, name)
+                assert error is wanted, (number, name)
+                if error is ErrorKind.NONE:  # a bucket's place holds the identity where a member is missing
+                    assert bool(contributors) == bool(present) and present <= set(contributors)
+                    assert all(other.answers[number][name][1] == contributors for other in reducers
+                               if name in other.answers.get(number, ()))
+    done = [[told for told in map(_done, plan) if told is not None] for plan in simulation.plans]
+    for mine in done:
+        for theirs in done:
+            assert [each for each in mine if each in theirs] == [each for each in theirs if each in mine], "different orders"
+
+
+def _done(instruction: Instruction) -> object:
+    """Return what identifies an instruction that moves bytes, on every rank alike; None for others."""
+    match instruction:
+        case BucketRelease(bucket):
+            return "bucket", bucket, instruction.nobody
+        case Response(error=ErrorKind.NONE) | Assist(Response()):
+            response = instruction.response if isinstance(instruction, Assist) else instruction
+            return response.names, response.round
+    return None
+
+
+def expected(here: Mapping[int, Round], name: str) -> tuple[ErrorKind, set[int]]:
+    """Return the answer that a member must get, and whose gradients it must hold.
+
+    Args:
+        here: what the ranks bring that take part in the round.
+    """
+    present = {rank for rank, each in here.items() if name not in each.missing}
+    sparse = {rank for rank in present if name in here[rank].sparse}
+    kinds = {(each.members[name], rank in sparse) for rank, each in here.items()
+             if name in each.members and not (sparse and rank not in present)}
+    if any(name not in each.members for each in here.values()) or len(kinds) > 1:
+        return ErrorKind.MISMATCH, set()
+    return ErrorKind.NONE, present
+
+
+@st.composite
+def rounds(draw: st.DrawFn, counts: Sequence[int], names: Sequence[str]) -> list[list[Round]]:
+    """Draw what each rank brings to so many rounds: mostly the same, sometimes another shape, a sparse, missing or extra
+    member."""
+    brought: list[list[Round]] = [[] for _ in counts]
+    shapes = {name: draw(st.integers(0, 40)) for name in names}
+    for number in range(max(counts)):
+        event = draw(st.sampled_from(["calm"] * 6 + ["all change", "one changes", "extra on one", "one lacks", "sparse"]))
+        name, odd = draw(st.sampled_from(names)), draw(st.integers(0, len(counts) - 1))
+        if event == "all change":
+            shapes[name] += 1
+        for rank, count in enumerate(counts):
+            if number >= count:
+                continue
+            members = dict(shapes)
+            if rank == odd and event == "one changes":
+                members[name] += 1
+            if rank == odd and event == "extra on one":
+                members["extra"] = 3
+            if rank == odd and event == "one lacks" and len(members) > 1:  # a rank without any takes no part in rounds
+                del members[name]
+            missing = draw(st.frozensets(st.sampled_from(names), max_size=2)) & members.keys()
+            sparse = {name} if event == "sparse" and draw(st.sampled_from([True, True, False])) else set()
+            brought[rank].append(Round(members, missing, frozenset(sparse & members.keys() - missing)))
+    return brought
+
+
+def led(size: int, per_host: int, first_too: bool) -> list[range]:
+    """Return the ranks of each host with a leader; that of rank 0, the coordinator, has none unless `first_too`."""
+    if not per_host:
+        return []
+    hosts = [range(first, min(first + per_host, size)) for first in range(0, size, per_host)]
+    return hosts if first_too else hosts[1:]
+
+
+def worlds(draw: st.DrawFn, size: int) -> tuple[Simulation, list[int]]:
+    """Draw a simulation of so many ranks, with leaders or without, and an interleaving for `run`."""
+    hosts = led(size, draw(st.sampled_from([0, 1, 2, 3])), draw(st.booleans()))
+    simulation = Simulation(size, draw(st.sampled_from([0, 16, 1000])), hosts=hosts, layouts=draw(st.sampled_from([1, 64])))
+    return simulation, draw(st.lists(st.integers(0, size * ACTIONS - 1), max_size=150))
+
+
+@st.composite
+def stories(draw: st.DrawFn, *, joins: bool) -> tuple[Simulation, list[Reducer], list[int]]:
+    """Draw a simulation, its reducers and an interleaving.
+
+    Args:
+        joins: whether ranks play different numbers of rounds, then join, and all of that again.
+    """
+    size = draw(st.integers(1, 4))
+    simulation, schedule = worlds(draw, size)
+    names = [f"t{index}" for index in range(draw(st.integers(1, 6)))]
+    epochs = []
+    for _ in range(draw(st.integers(1, 3)) if joins else 1):
+        few = st.lists(st.integers(0, 7), min_size=size, max_size=size)
+        counts = draw(few) if joins else [draw(st.integers(3, 9))] * size
+        epochs.append(draw(rounds(counts, names)))
+    rng = random.Random(draw(st.integers(0, 1 << 30)))
+    return simulation, [Reducer(simulation, rank, epochs[0][rank], rng, joins=joins,
+                                later=[epoch[rank] for epoch in epochs[1:]]) for rank in range(size)], schedule
+
+
+def steady(size: int, members: dict[str, int], count: int, **options: object) -> tuple[Simulation, list[Reducer]]:
+    """Play so many equal rounds."""
+    simulation = Simulation(size, **options)  # type: ignore[arg-type]
+    reducers = [Reducer(simulation, rank, [Round(members)] * count, random.Random(rank)) for rank in range(size)]
+    run(simulation, reducers, [])
+    return simulation, reducers
