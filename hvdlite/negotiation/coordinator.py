@@ -119,6 +119,7 @@ class Coordinator:
         self._questioners: list[int] = []  # ranks that asked whether rank 0 is there
         self._timeline: bool | None = None  # to be told
         self._tuned: list[tuple[str, int]] = []
+        self._latest: tuple[Request, ...] = ()  # of a host; the next one's are often equal, and these are in the cache
         self._post = PostOffice()
         self._columns: defaultdict[int, list[Column]] = defaultdict(list)  # by rank; not told yet
         self.rounds = 0  # of declared sets, over on all ranks
@@ -152,7 +153,9 @@ class Coordinator:
         self._note_applied(ranks, report.applied)
         for said in report.said:
             if isinstance(said, Alike):
-                self._hear(said.ranks, said.requests, now)
+                if said.requests != self._latest:
+                    self._latest = said.requests
+                self._hear(said.ranks, self._latest, now)
             elif not isinstance(said, RankReport):
                 self._hear(ranks, (said,), now)
             elif said.report.epoch == self.epoch:
