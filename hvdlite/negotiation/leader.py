@@ -17,6 +17,7 @@ Rules kept here
 - When a layout is evicted or suspended, what was held back of its buckets goes up rank by rank: some rank of the host will
   never report that bucket. The leader sees that before any of its ranks applies it, because decisions pass through it.
 - When a rank of the host joins, what is held back goes up rank by rank before that.
+- When a rank drops a set, what is held back goes up before that: the coordinator may forget the set then.
 - When a rank of the host is asked for an account, or says that it is blocked, what is held back goes up rank by rank too:
   somebody waits for one of them, and a stall report is to name that one.
 """
@@ -109,14 +110,19 @@ class Leader:
                 self._open()
                 alone = [said]
                 together = self._join(rank)
+            elif isinstance(said, Retired):
+                if alone:
+                    self._pass_on(rank, alone)
+                self._open()
+                self._resume()
+                self._retire(rank, said)
+                alone = [said]
             elif isinstance(said, Request) and self._is_shared(said):
                 together = self._requests.add(rank, said)
             else:
                 if isinstance(said, Request):
                     self._said.extend(self._let_pass(said))
                 alone.append(said)
-                if isinstance(said, Retired):
-                    self._retire(rank, said)
             if together:
                 if alone:
                     self._pass_on(rank, alone)
@@ -159,9 +165,7 @@ class Leader:
 
     def report(self) -> HostReport | None:
         """Return what is to go up, or None."""
-        if self._postponed:
-            self._said.extend(closing for closing in self._postponed if not self._holds_back(closing))
-            self._postponed = [closing for closing in self._postponed if self._holds_back(closing)]
+        self._resume()
         if not (self._said or self._lost):
             return None
         report = HostReport(min(self._applied.values()), tuple(_gathered(self._said)), tuple(self._lost))
@@ -237,6 +241,12 @@ class Leader:
                 self._pass_on(rank, [_open_ended(ready)])
             self._opened = {key: count for key, count in self._opened.items() if key[0] != bucket.bucket}
 
+    def _resume(self) -> None:
+        """Let go of the closed rounds of which no bucket is held back any more."""
+        if self._postponed:
+            self._said.extend(closing for closing in self._postponed if not self._holds_back(closing))
+            self._postponed = [closing for closing in self._postponed if self._holds_back(closing)]
+
     def _count_down(self, bucket: int, round: int, reported: int) -> None:
         self._opened[bucket, round] -= reported
         if not self._opened[bucket, round]:
@@ -292,6 +302,19 @@ class Leader:
         self._postponed.append(closing)
         return rest
 
+    def _retire(self, rank: int, retired: Retired) -> None:
+        """Forget the rounds of a set when no rank of the host takes part in another one."""
+        name = retired.process_set, retired.label
+        if retired.process_set not in self._process_sets:
+            return
+        ranks = self._retired.setdefault(name, set())
+        ranks.add(rank)
+        if len(ranks) == self._count(retired.process_set):
+            del self._retired[name]
+            self._over.pop(name, None)
+            self._closed = {closing: ranks for closing, ranks in self._closed.items()
+                            if (closing.process_set, closing.label) != name}
+
     def _join(self, rank: int) -> Sequence[Alike | Closing]:
         """A rank has joined; return what goes up because it is not waited for any more."""
         self._joined.add(rank)
@@ -310,17 +333,6 @@ class Leader:
             self._suspended.clear()
             self._closed.clear()
             self._postponed.clear()
-
-    def _retire(self, rank: int, retired: Retired) -> None:
-        """Forget which rounds of a set are over when no rank of the host takes part in another one."""
-        name = retired.process_set, retired.label
-        if retired.process_set not in self._process_sets:
-            return
-        ranks = self._retired.setdefault(name, set())
-        ranks.add(rank)
-        if len(ranks) == self._count(retired.process_set):
-            del self._retired[name]
-            self._over.pop(name, None)
 
     def _remove_set(self, number: int) -> None:
         """Forget a process set; rounds that were open in it are nobody's business any more."""

@@ -298,7 +298,7 @@ def rounds(draw: st.DrawFn, counts: Sequence[int], names: Sequence[str]) -> list
                 members[name] += 1
             if rank == odd and event == "extra on one":
                 members["extra"] = 3
-            if rank == odd and event == "one lacks":
+            if rank == odd and event == "one lacks" and len(members) > 1:  # a rank without any takes no part in rounds
                 del members[name]
             missing = draw(st.frozensets(st.sampled_from(names), max_size=2)) & members.keys()
             sparse = {name} if event == "sparse" and draw(st.sampled_from([True, True, False])) else set()
