@@ -356,9 +356,6 @@ class Coordinator:
             self._refuse(request, ErrorKind.MISMATCH, problem)
             return
         members = self._process_sets[request.process_set]
-        if self._left and not self._left.isdisjoint(members):  # it had joined, and does not help any more
-            self._refuse_left(request)
-            return
         if request.collective is Collective.SEND and len(requests) < len(members):
             (joined,) = set(members) - requests.keys()
             self._refuse(request, ErrorKind.MISMATCH, f"'{request.name}' needs rank {joined}, which has joined and neither "
