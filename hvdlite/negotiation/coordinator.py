@@ -119,6 +119,7 @@ class Coordinator:
         self._questioners: list[int] = []  # ranks that asked whether rank 0 is there
         self._timeline: bool | None = None  # to be told
         self._tuned: list[tuple[str, int]] = []
+        self._latest: tuple[Request, ...] = ()  # of a host; the next one's are often equal, and these are in the cache
         self._post = PostOffice()
         self._columns: defaultdict[int, list[Column]] = defaultdict(list)  # by rank; not told yet
         self.rounds = 0  # of declared sets, over on all ranks
@@ -312,7 +313,9 @@ class Coordinator:
                 elif isinstance(said, Closing):
                     self._close(ranks, said)
                 elif isinstance(said, Alike):
-                    self._hear(said.ranks, said.requests, now)
+                    if said.requests != self._latest:
+                        self._latest = said.requests
+                    self._hear(said.ranks, self._latest, now)
                 elif said.report.epoch == self.epoch:
                     self._receive(said.rank, said.report, now)
         except ProtocolError as error:

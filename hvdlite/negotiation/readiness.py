@@ -45,9 +45,8 @@ class ReadinessTable:
         waiting = self._waiting.get(key)
         if waiting is None:
             waiting = self._waiting[key] = Waiting(now, Requests(), len(self._expected(request)))
-        if waiting.requests.has_any(ranks):
+        if not waiting.requests.add(ranks, request):
             raise ProtocolError(f"reported '{request.name}' twice before it was answered")
-        waiting.requests.add(ranks, request)
         if not self._joined or request.collective is Collective.JOIN:
             waiting.lacking -= len(ranks)
         else:

@@ -22,14 +22,12 @@ class Requests(Mapping[int, Request]):
         self._ranks: set[int] = set()
         self._by_rank: dict[int, Request] = {}
 
-    def add(self, ranks: Ranks, request: Request) -> None:
-        """Take in what some ranks say, of which none has said anything."""
+    def add(self, ranks: Ranks, request: Request) -> bool:
+        """Take in what some ranks say; return False when one of them has said something before, which must not be."""
+        before = len(self._ranks)
         self.groups.append((ranks, request))
         self._ranks.update(ranks)
-
-    def has_any(self, ranks: Ranks) -> bool:
-        """Return whether one of some ranks has said something."""
-        return not self._ranks.isdisjoint(ranks)
+        return len(self._ranks) == before + len(ranks)
 
     def __getitem__(self, rank: int) -> Request:
         if len(self._by_rank) < len(self._ranks):

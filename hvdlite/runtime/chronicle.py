@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from hvdlite.core.device import CPU
 from hvdlite.core.types import Collective, ReduceOp
-from hvdlite.negotiation.messages import Request, Response, TraceEvent
+from hvdlite.negotiation.messages import BucketReady, Request, Response, Saying, TraceEvent
 
 GPU_PLANE: Final = "NCCL"
 REMEMBERED: Final = 2048
@@ -78,10 +78,12 @@ class Chronicle:
         if self._open is not None:
             self._begin((lane,), f"NEGOTIATE_{response.collective.name}", f"{len(names)} tensors, {response.dtype}")
 
-    def ready_elsewhere(self, rank: int, lane: str) -> None:
-        """On rank 0: another rank reported a tensor or a bucket."""
-        if self._open is not None:
-            self._trace.append(TraceEvent("i", self._clock() * 1e6, lane, str(rank)))
+    def ready_elsewhere(self, ranks: Sequence[int], what: Sequence[Saying]) -> None:
+        """On rank 0: other ranks reported tensors and buckets."""
+        for said in what if self._open is not None else ():
+            if isinstance(said, (Request, BucketReady)):
+                lane = bucket_lane(said.bucket) if isinstance(said, BucketReady) else lane_of(said.process_set, said.name)
+                self._trace.extend(TraceEvent("i", self._clock() * 1e6, lane, str(rank)) for rank in ranks)
 
     def decided(self, lanes: Sequence[str], response: Response) -> None:
         """A decision says what to do with some tensors; they queue until their turn comes."""
@@ -149,6 +151,11 @@ class Chronicle:
 def lane_of(process_set: int, name: str) -> str:
     """Return where a tensor's events are drawn."""
     return name if process_set == 0 else f"{name} (process set {process_set})"
+
+
+def bucket_lane(number: int) -> str:
+    """Return where a bucket's events are drawn."""
+    return f"bucket.{number}"
 
 
 def _detail(detail: Any) -> str:

@@ -17,7 +17,7 @@ from hvdlite.negotiation.process_sets import ProcessSetTable
 from hvdlite.planes.base import DevicePlane, Exchange, FusionBuffer, Part, Plan, Plane, WaitUntil
 from hvdlite.runtime.buckets import BucketEntry, LearnedLayout, buffer_bytes
 from hvdlite.runtime.calls import Entry
-from hvdlite.runtime.chronicle import Chronicle, lane_of
+from hvdlite.runtime.chronicle import Chronicle, bucket_lane, lane_of
 
 _log = logging.getLogger("hvdlite")
 
@@ -271,11 +271,6 @@ class Execution:
         del self._entries[entry.key]
         self._free(entry)
         return entry
-
-
-def bucket_lane(number: int) -> str:
-    """Return where a bucket's events are drawn."""
-    return f"bucket.{number}"
 
 
 def _lanes(response: Response) -> Sequence[str]:

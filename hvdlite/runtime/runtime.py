@@ -47,27 +47,23 @@ from hvdlite.negotiation.coordinator import Coordinator
 from hvdlite.negotiation.messages import (
     Alike,
     Aside,
-    BucketReady,
     Closing,
     Decision,
     FailureNotice,
     HostReport,
     LayoutStale,
-    Letter,
     RankReport,
     Report,
-    Request,
     Retired,
-    Saying,
     Wait,
 )
 from hvdlite.planes.base import DevicePlane, Plane
 from hvdlite.runtime.autotune import Autotuner
 from hvdlite.runtime.buckets import BucketEntry
 from hvdlite.runtime.calls import Entry
-from hvdlite.runtime.chronicle import Chronicle, lane_of
+from hvdlite.runtime.chronicle import Chronicle
 from hvdlite.runtime.declared import DeclaredSets, Item
-from hvdlite.runtime.execution import Execution, bucket_lane
+from hvdlite.runtime.execution import Execution
 from hvdlite.runtime.failures import failure_error
 from hvdlite.runtime.handle import Handle
 from hvdlite.runtime.limits import EAGER_TRAFFIC, FLUSH_SECONDS, LISTEN_SECONDS, LOOK_SECONDS, RECENT, TRACE_BATCH
@@ -423,14 +419,10 @@ class Runtime(DeclaredSets):
         if letters := self._coordinator.letters():
             self._control.send_letters(letters)
             if letters[0].rank == 0:
-                self._read(letters[0])
+                self._take_in(LetterReceived(letters[0]))
         if decision is not None:
             self._control.send_decision(decision)
             self._accept(decision)
-
-    def _read(self, letter: Letter) -> None:
-        self._work.take_columns(letter.columns)
-        self._notes.take_in(letter.notes)
 
     def _look_out(self) -> float | None:
         """Notice what has waited long; return when to look again, in seconds, or None while nothing waits."""
@@ -459,7 +451,8 @@ class Runtime(DeclaredSets):
                 self._patience.heard()
                 self._accept(decision)
             case LetterReceived(letter):
-                self._read(letter)
+                self._work.take_columns(letter.columns)
+                self._notes.take_in(letter.notes)
             case ReportReceived(rank, report):
                 self._hear(rank, report)
             case HostReportReceived(ranks, merged):
@@ -482,24 +475,18 @@ class Runtime(DeclaredSets):
         for said in merged.said:
             if isinstance(said, RankReport):
                 self._heed(said.rank, said.report)
-            elif self._chronicle.tracing:
-                for rank in said.ranks if isinstance(said, Alike) else ranks:
-                    self._trace_ready(rank, said.requests if isinstance(said, Alike) else (said,))
+            elif isinstance(said, Alike):
+                self._chronicle.ready_elsewhere(said.ranks, said.requests)
+            else:
+                self._chronicle.ready_elsewhere(ranks, (said,))
 
     def _heed(self, rank: int, report: Report) -> None:
         """What is not the coordinator's business in a report."""
         if report.aside is not None:
             self._next_look = -math.inf  # it may be what the lookout waits for
-        self._trace_ready(rank, report.said)
+        self._chronicle.ready_elsewhere((rank,), report.said)
         if self._timeline is not None and (report.aside is not None or report.leaving):
             self._timeline.hear(rank, () if report.aside is None else report.aside.trace, report.leaving)
-
-    def _trace_ready(self, rank: int, what: Sequence[Saying]) -> None:
-        for said in what if self._chronicle.tracing else ():
-            if isinstance(said, Request):
-                self._chronicle.ready_elsewhere(rank, lane_of(said.process_set, said.name))
-            elif isinstance(said, BucketReady):
-                self._chronicle.ready_elsewhere(rank, bucket_lane(said.bucket))
 
     def _accept(self, decision: Decision) -> None:
         """Queue a decision; what it says of ranks counts at once, even in the middle of a plan."""

@@ -20,12 +20,11 @@ from hvdlite.core.array import SUPPORTED_DTYPES, Array, identity
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.negotiation.fusion import columns, even_rows
 from hvdlite.negotiation.messages import Request, Response
-from hvdlite.planes.base import Exchange, Part, Plan, Plane, WaitUntil
+from hvdlite.planes.base import Exchange, Part, Plan, Plane
 from tests.planes import under_mpi
 from tests.planes.makers import gloo, hierarchical, hierarchical_mpi, loopback, mpi, shm, shm_fenced
 from tests.planes.nccl_double import nccl
-
-Step = Callable[[int, Callable[[Response, list[Any], list[Any]], None]], Any]
+from tests.planes.steps import run
 
 
 @pytest.fixture(params=[mpi, hierarchical_mpi] if under_mpi.ACTIVE else [
@@ -33,59 +32,6 @@ Step = Callable[[int, Callable[[Response, list[Any], list[Any]], None]], Any]
                 ids=lambda plane: plane.__name__)
 def make_planes(request: pytest.FixtureRequest) -> Callable[..., list[Plane]]:
     return request.param
-
-
-def run(make_planes: Callable[..., list[Plane]], size: int, step: Step) -> list[Any]:
-    """Run `step(rank, execute)` on every rank; `execute` builds the next plan and carries it out."""
-    if under_mpi.ACTIVE:
-        return under_mpi.run(make_planes, size, lambda rank, plane, wait_until, barrier: step(
-            rank, executor(rank, size, plane, wait_until, barrier)))
-    bells = [threading.Event() for _ in range(size)]
-    planes = make_planes(size, lambda rank: bells[rank].set())
-    meeting = threading.Barrier(size)
-    results: list[Any] = [None] * size
-    errors: list[BaseException] = []
-
-    def body(rank: int) -> None:
-        def wait_until(predicate: Callable[[], bool], *, pause: float = 0.0) -> None:
-            while not predicate():
-                assert not errors, "another rank failed"
-                bells[rank].wait(pause or 0.05)
-                bells[rank].clear()
-
-        try:
-            results[rank] = step(rank, executor(rank, size, planes[rank], wait_until, meeting.wait))
-        except BaseException as error:
-            errors.append(error)
-            meeting.abort()
-
-    workers = [threading.Thread(target=body, args=(rank,)) for rank in range(size)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(60)
-        assert not worker.is_alive()
-    for plane in planes:
-        plane.close()
-    if errors:
-        raise errors[0]
-    return results
-
-
-def executor(rank: int, size: int, plane: Plane, wait_until: WaitUntil, barrier: Callable[[], object]) -> Any:
-    """Return what executes one rank's plans."""
-    counts: dict[int, int] = {}
-
-    def execute(response: Response, sources: list[Array | None], outputs: list[Array | None],
-                part: Part | None = None, ranks: tuple[int, ...] = tuple(range(size)),
-                exchange: Exchange | None = None) -> None:
-        number = counts[response.process_set] = counts.get(response.process_set, 0) + 1
-        plane.execute(Plan(number, ranks, response, sources, outputs, part, exchange), wait_until)
-
-    execute.wait_until, execute.barrier = wait_until, barrier  # type: ignore[attr-defined]
-    execute.fusion_buffer, execute.plane = plane.fusion_buffer, plane  # type: ignore[attr-defined]
-    execute.carries = getattr(plane, "carries", lambda response: True)  # type: ignore[attr-defined]
-    return execute
 
 
 @contextlib.contextmanager
