@@ -164,8 +164,10 @@ class BucketWaiting:
 
     since: float
     bucket: Bucket
-    reported: dict[Ranks, BucketReady]  # invariant: never all ranks
+    step: int  # as in the reports
+    reported: dict[Ranks, BucketReady] = dataclasses.field(default_factory=dict)  # invariant: never all ranks
     count: int = 0  # of those ranks
+    in_step: bool = False  # some rank reported it from within its step
     warned: bool = False
 
     @property
@@ -302,26 +304,28 @@ class DeclaredSets:
         if ready.bucket not in self._buckets:
             raise ProtocolError(f"names bucket {ready.bucket}, which was never learned")
         bucket, number = self._buckets[ready.bucket]
-        layout = self._tombstones[number].layout if number in self._tombstones else self._layouts[number]
+        evicted = self._tombstones.get(number)
+        layout = self._layouts[number] if evicted is None else evicted.layout
         closing = Closing(layout.label, ready.round, bucket.response.process_set)
         if len(ranks) > 1:
             ranks = self._among(bucket.response, ranks)
-        if number in self._tombstones or number in self._suspended or ready.round < self.first_round:
+        if evicted is not None or number in self._suspended or ready.round < self.first_round:
             return None, list(expand(bucket, ready)), ranks, closing
         waiting = self._waiting.get(ready.bucket)
         if waiting is None:
-            waiting = self._waiting[ready.bucket] = BucketWaiting(now, bucket, {})
+            waiting = self._waiting[ready.bucket] = BucketWaiting(now, bucket, ready.step)
         if ranks in waiting.reported:
             raise ProtocolError(f"reported bucket {ready.bucket} of '{layout.label}' twice before it was answered")
         waiting.reported[ranks] = ready
         waiting.count += len(ranks)
+        waiting.in_step = waiting.in_step or ready.in_step
         if waiting.count < len(bucket.response.contributors):
             return None, [], ranks, closing
         del self._waiting[ready.bucket]
         self._layouts[number] = self._layouts.pop(number)
         self._sets[layout.label].by_bucket = ready.round
         in_step: tuple[int, ...] = ()
-        if any(other.in_step for other in waiting.reported.values()):
+        if waiting.in_step:
             in_step = behind({rank: other.in_step for those, other in waiting.reported.items() for rank in those})
         nobody: tuple[int, ...] = ()
         if ready.missing:
@@ -332,7 +336,7 @@ class DeclaredSets:
     def out_of_step(self, ready: BucketReady) -> int | None:
         """Return the layout of a bucket that others have reported between other steps of the optimizer, or None."""
         waiting = self._waiting.get(ready.bucket)
-        if waiting is None or next(iter(waiting.reported.values())).step == ready.step:
+        if waiting is None or waiting.step == ready.step:
             return None
         return self._buckets[ready.bucket][1]
 

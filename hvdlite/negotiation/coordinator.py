@@ -151,15 +151,7 @@ class Coordinator:
     def receive_host(self, ranks: Ranks, report: HostReport, now: float) -> None:
         """Take in what the leader of the host of `ranks` passes on; a host does so for ever, or never."""
         self._note_applied(ranks, report.applied)
-        for said in report.said:
-            if isinstance(said, Alike):
-                if said.requests != self._latest:
-                    self._latest = said.requests
-                self._hear(said.ranks, self._latest, now)
-            elif not isinstance(said, RankReport):
-                self._hear(ranks, (said,), now)
-            elif said.report.epoch == self.epoch:
-                self._receive(said.rank, said.report, now)
+        self._hear(ranks, report.said, now)
         for rank, reason in report.lost:
             self.lose(rank, reason)
 
@@ -306,8 +298,8 @@ class Coordinator:
         self._post.take(rank, aside)
         self.report_wanted |= aside.wants_report
 
-    def _hear(self, ranks: Ranks, what: Iterable[Saying], now: float) -> None:
-        """Take in what a rank said, or all ranks of a host alike, in its order."""
+    def _hear(self, ranks: Ranks, what: Iterable[Saying | Alike | RankReport], now: float) -> None:
+        """Take in what a rank said, or all ranks of a host alike or some of them, in its order."""
         try:
             for said in what:
                 if isinstance(said, BucketReady):
@@ -318,8 +310,14 @@ class Coordinator:
                     self._evict(said.layout, now)
                 elif isinstance(said, Retired):
                     self._retire(ranks[0], said, now)
-                else:
+                elif isinstance(said, Closing):
                     self._close(ranks, said)
+                elif isinstance(said, Alike):
+                    if said.requests != self._latest:
+                        self._latest = said.requests
+                    self._hear(said.ranks, self._latest, now)
+                elif said.report.epoch == self.epoch:
+                    self._receive(said.rank, said.report, now)
         except ProtocolError as error:
             self.fail(FailureNotice(ranks[0], "ProtocolError", str(error)))
 
@@ -361,9 +359,6 @@ class Coordinator:
             self._refuse(request, ErrorKind.MISMATCH, problem)
             return
         members = self._process_sets[request.process_set]
-        if self._left and not self._left.isdisjoint(members):  # it had joined, and does not help any more
-            self._refuse_left(request)
-            return
         if request.collective is Collective.SEND and len(requests) < len(members):
             (joined,) = set(members) - requests.keys()
             self._refuse(request, ErrorKind.MISMATCH, f"'{request.name}' needs rank {joined}, which has joined and neither "

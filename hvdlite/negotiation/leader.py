@@ -81,6 +81,7 @@ class Leader:
         self._suspended: set[int] = set()  # buckets
         self._joined: set[int] = set()  # those of the host's ranks that have joined
         self._joins = 0  # how often all ranks have
+        self._first_round = first_round(0)  # since then
         self._ended: list[tuple[int, Layout]] = []  # evicted by that decision, which some rank has not applied
         self._postponed: list[Closing] = []  # rounds that all of them closed, of which a bucket is held back
         self._requests = HeldRequests(self._taking_part)
@@ -189,11 +190,13 @@ class Leader:
 
     def _goes_alone(self, ready: BucketReady) -> bool:
         """Return whether a bucket is not to be held back for the others."""
-        if (ready.bucket, ready.round) in self._opened:
+        if self._opened and (ready.bucket, ready.round) in self._opened:
             self._count_down(ready.bucket, ready.round, 1)
             return True
-        if ready.bucket in self._suspended or ready.round < first_round(self._joins):
+        if ready.bucket in self._suspended or ready.round < self._first_round:
             return True
+        if not self._ended:
+            return False
         return any(bucket.bucket == ready.bucket for _, layout in self._ended for bucket in layout.buckets)
 
     def _is_shared(self, request: Request) -> bool:
@@ -282,7 +285,7 @@ class Leader:
         """Note that a rank closed a round; return what goes up when the host's others have, too."""
         name = closing.process_set, closing.label
         if (closing.process_set not in self._process_sets or closing.round <= self._over.get(name, 0)
-                or closing.round < first_round(self._joins)):
+                or closing.round < self._first_round):
             return ()
         ranks = self._closed.get(closing)
         if ranks is None:
@@ -330,6 +333,7 @@ class Leader:
         self._joined.clear()
         if response.error is ErrorKind.NONE:
             self._joins += 1
+            self._first_round = first_round(self._joins)
             self._suspended.clear()
             self._closed.clear()
             self._postponed.clear()

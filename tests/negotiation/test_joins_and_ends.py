@@ -92,9 +92,10 @@ def test_a_member_that_one_rank_has_is_refused_while_another_has_joined(hosts: l
         assert "rank 1" not in told.error_text
 
 
+@pytest.mark.parametrize("heard", [False, True])
 @pytest.mark.parametrize("hosts", [[], [(0, 1)], [(0,), (1,)]])
-def test_a_bucket_of_a_round_from_before_a_join_is_refused(hosts: list[tuple[int, ...]]) -> None:
-    """A rank joins in the middle of a round, and reports the rest of it before it hears that all have joined."""
+def test_a_bucket_of_a_round_from_before_a_join_is_refused(hosts: list[tuple[int, ...]], heard: bool) -> None:
+    """A rank joins in the middle of a round, and reports the rest of it before or after it hears that all have joined."""
     simulation, reducers = steady(2, {"a": 10}, 2, hosts=hosts)
     (layout,) = [told for told in simulation.plans[1] if isinstance(told, Layout)]
     (bucket,) = layout.buckets
@@ -105,6 +106,8 @@ def test_a_bucket_of_a_round_from_before_a_join_is_refused(hosts: list[tuple[int
         while simulation.hear(reducer.rank):
             pass
     simulation.decide()
+    if heard:
+        simulation.settle(reducers)
     simulation.controllers[1].submit_bucket(bucket, BucketReady(bucket.bucket, 3, (), True))
     simulation.settle(reducers)
     (refusal,) = [told for told in simulation.plans[1] if isinstance(told, Response) and told.error is not ErrorKind.NONE]
