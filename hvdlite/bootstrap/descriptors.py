@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from hvdlite.core.config import socket_timeout
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.socket_paths import fitting
 
@@ -38,11 +39,11 @@ def give(path: str, shared: Sequence[int], own: Sequence[Sequence[int]], timeout
             listener.bind(short)
         try:
             listener.listen(receivers)
-            listener.settimeout(timeout)
+            listener.settimeout(socket_timeout(timeout))
             for _ in range(receivers):
                 sock, _ = listener.accept()
                 with sock:
-                    sock.settimeout(timeout)
+                    sock.settimeout(socket_timeout(timeout))
                     index = int.from_bytes(sock.recv(_NUMBER_BYTES, socket.MSG_WAITALL), "little")
                     _send(sock, [*shared, *own[index]])
         except TimeoutError:
@@ -62,7 +63,7 @@ def take(path: str, index: int, timeout: float) -> list[int]:
     deadline = time.monotonic() + timeout
     while True:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-            sock.settimeout(timeout)
+            sock.settimeout(socket_timeout(timeout))
             try:
                 with fitting(path) as short:
                     sock.connect(short)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
+import contextlib
+import queue
 import time
-from collections import deque
 from collections.abc import Sequence
 
 from hvdlite.control.base import DecisionReceived, Event, LetterReceived, PeerLost, ReportReceived
@@ -12,26 +12,24 @@ from hvdlite.negotiation.messages import Decision, Letter, Report
 
 
 class _Mailbox:
-    """One rank's incoming events and its bell."""
+    """One rank's incoming events and rings (None), in a queue into which a finalizer may put in the middle of a put."""
 
     def __init__(self) -> None:
-        self._events: deque[Event] = deque()
-        self._bell = threading.Event()
+        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
 
     def post(self, event: Event) -> None:
-        self._events.append(event)
-        self._bell.set()
+        self._events.put(event)
 
     def ring(self) -> None:
-        self._bell.set()
+        self._events.put(None)
 
     def take(self, timeout: float | None) -> list[Event]:
-        self._bell.wait(timeout)
-        self._bell.clear()  # cleared before the events are taken: a post in between rings again
-        taken = []
-        while self._events:
-            taken.append(self._events.popleft())
-        return taken
+        taken: list[Event | None] = []
+        with contextlib.suppress(queue.Empty):
+            taken.append(self._events.get(timeout=timeout) if timeout != 0 else self._events.get_nowait())
+            while True:
+                taken.append(self._events.get_nowait())
+        return [event for event in taken if event is not None]
 
 
 class InprocControl:

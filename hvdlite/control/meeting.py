@@ -19,6 +19,7 @@ from typing import Any
 
 from hvdlite.control.codec import Hello, Welcome
 from hvdlite.control.wire import Connection, challenge_as_client, challenge_as_server
+from hvdlite.core.config import socket_timeout
 from hvdlite.core.errors import HvdliteError, LaunchError, ProtocolError
 from hvdlite.core.file_limit import descriptors_for
 from hvdlite.core.socket_paths import fitting
@@ -170,7 +171,7 @@ def join(address: Address, own: Hello, *, timeout: float, frame_limit: int) -> t
         connection = (Connection(sock, frame_limit=frame_limit) if address.path
                       else challenge_as_client(sock, address.key, frame_limit))
         connection.send(own)
-        sock.settimeout(max(0.1, deadline + HANDSHAKE_SECONDS - time.monotonic()))
+        sock.settimeout(socket_timeout(max(0.1, deadline + HANDSHAKE_SECONDS - time.monotonic())))
         message = _one_message(connection)
     except (OSError, EOFError, ProtocolError) as error:
         sock.close()

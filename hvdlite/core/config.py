@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import signal
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 from hvdlite.core import config_file, launch_contract
 from hvdlite.core.errors import ConfigError
 
 KIB, MIB = 1 << 10, 1 << 20
+_SOCKETS_COUNT: Final = 2_000_000.0
+"""Seconds: `socket.settimeout` counts milliseconds in 31 bits."""
 
 
 def _at_least(least: int, kind: type[int] | type[float] = int) -> Callable[[str], float]:
@@ -24,6 +27,10 @@ def _at_least(least: int, kind: type[int] | type[float] = int) -> Callable[[str]
             raise ValueError(f"must be at least {least}" if least else "must not be negative")
         return value
     return parse
+
+
+_seconds = _at_least(0, float)
+"""Of every knob in seconds 0 is never; see `limit`."""
 
 
 def _one_of(*words: str) -> Callable[[str], str]:
@@ -156,24 +163,25 @@ class Config:
         "", _text, "name or IP address of the network interface by which Gloo reaches other hosts; by default the one that "
         "leads to rank 0", GLOO_IFACE=_same)
     gloo_timeout: float = knob(
-        300.0, _at_least(0, float), "seconds after which Gloo gives up an operation between ranks that are all alive",
+        300.0, _seconds, "seconds after which Gloo gives up an operation between ranks that are all alive; 0 is never",
         GLOO_TIMEOUT_SECONDS=_same)
     shared_gpu: bool = knob(
         False, _flag, "whether several ranks may use one GPU; for tests, NCCL before 2.30 also needs another NCCL_HOSTID "
         "for each rank")
     start_timeout: float = knob(
-        60.0, _at_least(0, float), "seconds to wait for all ranks in init()", START_TIMEOUT=_same)
-    shutdown_timeout: float = knob(60.0, _at_least(0, float), "seconds rank 0 waits in shutdown() for the others to leave")
+        60.0, _seconds, "seconds after which init() no longer waits for all ranks; 0 is never", START_TIMEOUT=_same)
+    shutdown_timeout: float = knob(
+        60.0, _seconds, "seconds after which rank 0 no longer waits in shutdown() for the others to leave; 0 is never")
     stall_check_time_seconds: float = knob(
-        60.0, _at_least(0, float), "warn when a tensor waits this long for other ranks; 0 turns it off",
+        60.0, _seconds, "warn when a tensor has waited this long for other ranks; 0 is never",
         STALL_CHECK_DISABLE=_off, STALL_CHECK_TIME_SECONDS=_same)
     stall_shutdown_time_seconds: float = knob(
-        0.0, _at_least(0, float), "end the job when a tensor has waited this long for other ranks, with the report as the "
+        0.0, _seconds, "end the job when a tensor has waited this long for other ranks, with the report as the "
         "error; 0 is never", STALL_SHUTDOWN_TIME_SECONDS=_same)
     stall_report_file: str = knob("", _file, "where rank 0 also writes each stall report, as JSON")
     silence_check_seconds: float = knob(
-        3.0, _at_least(0, float), "ask a rank whether it is still there when others have waited this long for it; 0 turns "
-        "it off")
+        3.0, _seconds, "ask a rank whether it is still there when others have waited this long for it; 0 is "
+        "never")
     report_signal: int = knob(
         0, _signal, "signal upon which any rank makes rank 0 report who waits for whom; none by default")
     traceback_signal: int = knob(
@@ -195,8 +203,8 @@ class Config:
     autotune_max_samples: int = knob(
         20, _at_least(1), "after how many settings the best one is kept", AUTOTUNE_BAYES_OPT_MAX_SAMPLES=_same)
     heartbeat_timeout: float = knob(
-        60.0, _at_least(0, float), "seconds without a sign of life after which a rank that is waited for, or on TCP, is "
-        "lost")
+        60.0, _seconds, "seconds without a sign of life after which a rank that is waited for, or on TCP, is "
+        "lost; 0 is never")
     frame_limit: int = knob(64 * MIB, _size, "longest control message accepted, in bytes")
     log_level: str = knob("WARNING", _level, "least severe message logged", LOG_LEVEL=_same)
     log_hide_time: bool = knob(False, _flag, "whether logged lines go without the time", LOG_HIDE_TIME=_same)
@@ -231,6 +239,16 @@ class Config:
             raise ConfigError(f"the stall shutdown time, {config.stall_shutdown_time_seconds:g} s, must not be less than "
                               f"that of the warning, {config.stall_check_time_seconds:g} s")
         return config
+
+
+def limit(seconds: float) -> float:
+    """Return after how long something is given up, by a knob in seconds: for 0, infinity."""
+    return seconds or math.inf
+
+
+def socket_timeout(seconds: float) -> float | None:
+    """Return a limit as sockets want it: None, which is for ever, where it is longer than they can count."""
+    return seconds if seconds < _SOCKETS_COUNT else None
 
 
 def tunable(config: Config) -> dict[str, tuple[int, int]]:

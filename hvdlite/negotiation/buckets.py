@@ -20,6 +20,8 @@ Rules (PROTOCOL rules 6, 10; docs/decisions/0003, 0019)
 - A member missing on a rank does not break a bucket: its place there holds the op's identity. So an id always means
   "all places are filled", and an expanded id contributes every member that it does not list as missing.
 - Ranks are never more than one round apart in a set: a round ends for a rank when all its members are answered.
+- A set that a rank has dropped (`Retired`: its optimizer is gone) ends its layout and learns no other, because no round can
+  become complete. When all ranks have dropped it, it is forgotten; its label is never used again.
 - Nothing is learned from a round of which a part went by bucket, or was refused, or in which a rank had joined.
 - A member that was sparse once on some rank goes by itself for ever. Layouts name such members (`Layout.alone`).
 - A set that keeps going stale is learned again ever more rarely: after 1, 2, 4, ... complete rounds. A layout that was in
@@ -38,7 +40,7 @@ from hvdlite.core.device import CPU
 from hvdlite.core.errors import ProtocolError
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.fusion import behind, fusion_key, payload_bytes, response_to
-from hvdlite.negotiation.messages import Bucket, BucketReady, BucketRelease, Closing, Layout, Request, Response
+from hvdlite.negotiation.messages import Bucket, BucketReady, BucketRelease, Closing, Layout, Request, Response, Retired
 from hvdlite.negotiation.process_sets import ProcessSetTable
 from hvdlite.negotiation.requests import Ranks, first_of, grouped
 
@@ -153,6 +155,7 @@ class _Set:
     evictions: int = 0
     order: dict[str, int] = dataclasses.field(default_factory=dict)  # by `arrange`; empty: ready order counts
     patience: int = 1  # complete rounds still to see before learning
+    retired: set[int] = dataclasses.field(default_factory=set)  # ranks without it; never all ranks
 
 
 @dataclasses.dataclass
@@ -268,7 +271,7 @@ class DeclaredSets:
         ready, incomplete = declared.ready, declared.spoiled or declared.by_bucket >= number
         declared.ready, declared.spoiled = {}, False
         declared.served += 1
-        if declared.layout is not None or incomplete or not ready or not self._limits.middle:
+        if declared.layout is not None or declared.retired or incomplete or not ready or not self._limits.middle:
             return None, []
         if self._joined and any(rank in self._joined for rank in ranks):
             return None, []
@@ -401,6 +404,26 @@ class DeclaredSets:
     def remove(self, process_set: int) -> None:
         """A process set ends; its layouts are evicted already."""
         self._sets = {label: declared for label, declared in self._sets.items() if declared.process_set != process_set}
+
+    def in_use(self, label: str) -> int | None:
+        """Return the layout of a set, if it has one."""
+        declared = self._sets.get(label)
+        return None if declared is None or declared.layout is None else declared.layout.layout
+
+    def retire(self, rank: int, retired: Retired) -> bool:
+        """A rank takes part in no further round of a set, which has no layout; return whether now no rank does."""
+        declared = self._sets.setdefault(retired.label, _Set(retired.process_set))
+        declared.retired.add(rank)
+        return len(declared.retired) == len(self._process_sets[retired.process_set])
+
+    def drop(self, label: str) -> None:
+        """Forget a set without a layout."""
+        del self._sets[label]
+
+    @property
+    def labels(self) -> frozenset[str]:
+        """The sets that are remembered."""
+        return frozenset(self._sets)
 
     def retune(self, limits: BucketSizes) -> None:
         """Cut sets differently from now on; layouts in use stay as they are."""

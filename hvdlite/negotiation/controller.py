@@ -31,6 +31,7 @@ from hvdlite.negotiation.messages import (
     Report,
     Request,
     Response,
+    Retired,
     Saying,
 )
 
@@ -126,6 +127,11 @@ class Controller:
         if layout in self._layouts:
             self._said.append(LayoutStale(layout))
             self._unsaid = True
+
+    def retire(self, retired: Retired) -> None:
+        """This rank takes part in no further round of a declared set."""
+        self._said.append(retired)
+        self._unsaid = True
 
     def say(self, aside: Aside) -> None:
         """Something beside the tensors; what was said before and not told yet stays, unless it is said anew."""

@@ -45,6 +45,7 @@ from hvdlite.negotiation.messages import (
     Report,
     Request,
     Response,
+    Retired,
     Saying,
     Wait,
 )
@@ -129,6 +130,11 @@ class Coordinator:
         self.blocked = BlockedRanks(self._missing_for)
         self._failure: FailureNotice | None = None
         self._failure_told = False
+
+    @property
+    def declared_sets(self) -> frozenset[str]:
+        """The labels of the declared sets that are remembered."""
+        return self._sets.labels
 
     @property
     def left(self) -> frozenset[int]:
@@ -310,6 +316,8 @@ class Coordinator:
                     self._take(ranks, said, now)
                 elif isinstance(said, LayoutStale):
                     self._evict(said.layout, now)
+                elif isinstance(said, Retired):
+                    self._retire(ranks[0], said, now)
                 else:
                     self._close(ranks, said)
         except ProtocolError as error:
@@ -415,6 +423,19 @@ class Coordinator:
             self._evicted.append(number)
         if layout is not None:
             self._learned.append(layout)
+
+    def _retire(self, rank: int, retired: Retired, now: float) -> None:
+        """A rank takes no part in a set any more: no round can go by its layout. When no rank does, it is forgotten."""
+        if retired.process_set not in self._process_sets:
+            return
+        layout = self._sets.in_use(retired.label)
+        if layout is not None:
+            self._evict(layout, now, spoilt=False)
+        if not self._sets.retire(rank, retired):
+            return
+        for requests in self._table.take_if(lambda request: request.label == retired.label):
+            self._refuse_unshared(next(iter(requests.values())), requests)
+        self._sets.drop(retired.label)
 
     def _evict(self, layout: int, now: float, *, spoilt: bool = True) -> None:
         expanded = self._sets.evict(layout, self._sequence + 1, spoilt=spoilt)

@@ -44,6 +44,7 @@ from hvdlite.negotiation.messages import (
     Report,
     Request,
     Response,
+    Retired,
     Saying,
 )
 from hvdlite.negotiation.process_sets import ProcessSetTable
@@ -72,6 +73,7 @@ class Leader:
         self._held: dict[int, dict[int, BucketReady]] = {}  # bucket -> rank -> report; invariant: never all ranks
         self._closed: dict[Closing, set[int]] = {}  # the ranks that closed a round; likewise
         self._over: dict[tuple[int, str], int] = {}  # (process set, label) -> the last round that all of them closed
+        self._retired: dict[tuple[int, str], set[int]] = {}  # the ranks that take no part in a set any more; likewise
         self._layouts: dict[int, Layout] = {}  # in use
         self._sets: dict[int, tuple[str, int]] = {}  # bucket -> its set and process set, as long as a rank may name it
         self._opened: dict[tuple[int, int], int] = {}  # (bucket, round) that goes up rank by rank -> ranks yet to report it
@@ -112,6 +114,8 @@ class Leader:
             else:
                 if isinstance(said, Request):
                     self._said.extend(self._let_pass(said))
+                elif isinstance(said, Retired):
+                    self._retire(rank, said)
                 alone.append(said)
             if together:
                 if alone:
@@ -307,6 +311,18 @@ class Leader:
             self._closed.clear()
             self._postponed.clear()
 
+    def _retire(self, rank: int, retired: Retired) -> None:
+        """Hold back no request of a set, and forget which rounds are over when no rank of the host is in another one."""
+        name = retired.process_set, retired.label
+        self._said.extend(self._requests.release(lambda held: (held.process_set, held.label) == name))
+        if retired.process_set not in self._process_sets:
+            return
+        ranks = self._retired.setdefault(name, set())
+        ranks.add(rank)
+        if len(ranks) == self._count(retired.process_set):
+            del self._retired[name]
+            self._over.pop(name, None)
+
     def _remove_set(self, number: int) -> None:
         """Forget a process set; rounds that were open in it are nobody's business any more."""
         self._said.extend(self._requests.release(lambda held: held.process_set == number))
@@ -314,6 +330,7 @@ class Leader:
         self._closed = {closing: ranks for closing, ranks in self._closed.items() if closing.process_set != number}
         self._postponed = [closing for closing in self._postponed if closing.process_set != number]
         self._over = {name: round for name, round in self._over.items() if name[0] != number}
+        self._retired = {name: ranks for name, ranks in self._retired.items() if name[0] != number}
 
 
 def _gathered(passed: Iterable[Passed]) -> Iterator[Passed]:

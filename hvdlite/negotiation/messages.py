@@ -94,7 +94,14 @@ class LayoutStale(Message, frozen=True, tag=4):
     layout: int
 
 
-Saying = Request | BucketReady | Closing | LayoutStale
+class Retired(Message, frozen=True, tag=6):
+    """This rank takes part in no further round of a declared set: its optimizer is gone."""
+
+    label: str
+    process_set: int = GLOBAL_PROCESS_SET_ID
+
+
+Saying = Request | BucketReady | Closing | LayoutStale | Retired
 """What a rank says about tensors. The tags (positive integers) are what tells them apart on the wire."""
 
 
@@ -182,7 +189,7 @@ class RankReport(Message, frozen=True, tag=5):
     report: Report
 
 
-class Alike(Message, frozen=True, tag=6):
+class Alike(Message, frozen=True, tag=7):
     """Some ranks of a host made the same requests."""
 
     ranks: tuple[int, ...]

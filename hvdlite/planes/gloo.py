@@ -31,6 +31,8 @@ from hvdlite.planes.arithmetic import Casts
 from hvdlite.planes.base import Notes, WaitUntil
 from hvdlite.planes.engine import EnginePlane, explained
 
+NEVER_SECONDS: Final = 10 * 365 * 86_400.0
+"""Gloo has no operations without a limit, and counts them in nanoseconds: ten years fit."""
 ABORT_SECONDS: Final = 2.0
 """How long Gloo gets to end what was aborted."""
 
@@ -55,7 +57,7 @@ def gloo_plane(rank: int, notes: Notes, wake: Callable[[], None], address: str, 
     Args:
         wake: makes this rank's `WaitUntil` look again; called from Gloo's thread.
         address: an IP address of this host, or the name of a network interface, at which the other hosts reach it.
-        timeout: seconds after which Gloo gives up an operation.
+        timeout: seconds after which Gloo gives up an operation; may be infinite.
     """
     connect = functools.partial(_connect, rank, notes, wake, address, timeout)
     return EnginePlane("gloo", rank, connect, chunk=chunk, casts=casts)
@@ -71,7 +73,7 @@ def _connect(rank: int, notes: Notes, wake: Callable[[], None], address: str, ti
     store = _store_class()(functools.partial(notes.publish, label),
                            lambda index: notes.fetch(label, ranks[index], wait_until), ranks.index(rank))
     options = gloo._Options()
-    options._timeout = datetime.timedelta(seconds=timeout)
+    options._timeout = datetime.timedelta(seconds=min(timeout, NEVER_SECONDS))
     options._threads = 2
     is_name = not set(address) <= set("0123456789abcdef.:%")
     place = {"interface": address} if is_name else {"hostname": address}

@@ -26,7 +26,7 @@ from hvdlite.control.meeting import Address, host_identity, join, listen, reache
 from hvdlite.control.star import StarControl
 from hvdlite.control.wire import Connection
 from hvdlite.control.witness import Witness
-from hvdlite.core.config import Config, alike
+from hvdlite.core.config import Config, alike, limit
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.file_limit import descriptors_for
 from hvdlite.core.launch_contract import PROCESSES_FILE
@@ -192,7 +192,7 @@ class HostPlanes:
         config = self.config
         if name == "mpi":
             return mpi_plane(self.communicator, chunk=config.shm_chunk, casts=self.casts)
-        return gloo_plane(self.rank, self.notes, self.control.wake, self.address, timeout=config.gloo_timeout,
+        return gloo_plane(self.rank, self.notes, self.control.wake, self.address, timeout=limit(config.gloo_timeout),
                           chunk=config.shm_chunk, casts=self.casts)
 
 
@@ -204,11 +204,11 @@ def _meet(place: Place, config: Config, testimony: tuple[int, int]) -> tuple[Map
     own = Hello(world.rank, world.size, os.getpid(), host, __version__, testimony, alike(config), lacks)
     address = _address(place, config)
     if world.rank != 0:
-        connection, welcome = join(address, own, timeout=config.start_timeout, frame_limit=config.frame_limit)
+        connection, welcome = join(address, own, timeout=limit(config.start_timeout), frame_limit=config.frame_limit)
         return {0: connection}, msgspec.structs.replace(welcome, clock=welcome.clock - time.monotonic())
     with contextlib.closing(listen(address)) as listener:
         try:
-            connections, welcome = receive_ranks(listener, address, own, timeout=config.start_timeout,
+            connections, welcome = receive_ranks(listener, address, own, timeout=limit(config.start_timeout),
                                                  frame_limit=config.frame_limit, led=config.control != "tcp")
             return connections, msgspec.structs.replace(welcome, clock=0.0)
         finally:
@@ -279,11 +279,11 @@ def _shared(place: Place, local: Sequence[int], config: Config, made: contextlib
             if others:
                 rings = [descriptor for bell in bells for descriptor in bell.descriptors]
                 ends = [[theirs.fileno()] for _, theirs in pairs] if led else [[] for _ in others]
-                give(path, [file, *fences, *rings], ends, config.start_timeout)
+                give(path, [file, *fences, *rings], ends, limit(config.start_timeout))
         inside = {other: Connection(ours, frame_limit=config.frame_limit)
                   for other, (ours, _) in zip(others, pairs, strict=led)}
         return dict(zip(local, bells, strict=True)), memory, inside
-    file, *rest = take(path, others.index(rank), config.start_timeout)
+    file, *rest = take(path, others.index(rank), limit(config.start_timeout))
     memory = SharedMemory(file, rank, fence.Fence(rest.pop(0)) if fenced else None)
     inside = {leader: Connection(socket.socket(fileno=rest.pop()), frame_limit=config.frame_limit)} if led else {}
     each = len(rest) // len(local)
@@ -303,7 +303,7 @@ def _control(rank: int, hosts: Hosts, direct: Mapping[int, Connection], inside: 
     """
     others = {other: pid for other, pid in pids.items() if other != rank}
     if not led:
-        return StarControl(rank, direct, bells, others, heartbeat_timeout=config.heartbeat_timeout)
+        return StarControl(rank, direct, bells, others, heartbeat_timeout=limit(config.heartbeat_timeout))
     groups = {group[0]: group for group in hosts.groups}
     kept = {peer: link for peer, link in direct.items() if rank in groups and (rank or peer in groups)}
     for peer in direct.keys() - kept.keys():
@@ -313,7 +313,7 @@ def _control(rank: int, hosts: Hosts, direct: Mapping[int, Connection], inside: 
     leads = rank in groups
     if rank and leads and others:
         return LeaderControl(Leader(local, sum(map(len, hosts.groups)), in_order=config.deterministic), links, bells, others,
-                             heartbeat_timeout=config.heartbeat_timeout)
+                             heartbeat_timeout=limit(config.heartbeat_timeout))
     spoken_for = {} if rank else {leader: group for leader, group in groups.items() if leader and len(group) > 1}
-    return StarControl(rank, links, bells, others, heartbeat_timeout=config.heartbeat_timeout,
+    return StarControl(rank, links, bells, others, heartbeat_timeout=limit(config.heartbeat_timeout),
                        above=0 if leads else local[0], hosts=spoken_for)

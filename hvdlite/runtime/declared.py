@@ -10,7 +10,7 @@ from hvdlite.core.device import AnyArray, device_of
 from hvdlite.core.device import Event as DeviceEvent
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import Collective, ReduceOp
-from hvdlite.negotiation.messages import BucketReady, Closing, Layout, LayoutStale
+from hvdlite.negotiation.messages import BucketReady, Closing, Layout, LayoutStale, Retired
 from hvdlite.runtime.buckets import BucketEntry, BucketHandle, LearnedBucket, LearnedLayout
 from hvdlite.runtime.calls import Calls, Entry, reducible
 from hvdlite.runtime.execution import Execution
@@ -27,7 +27,7 @@ class Moment:
     in_step: bool = False  # it is in one
 
 
-Item = Entry | BucketEntry | Closing | LayoutStale | Callable[[], None]
+Item = Entry | BucketEntry | Closing | LayoutStale | Retired | Callable[[], None]
 """What user threads hand in; a callable is executed by the runtime thread."""
 
 
@@ -41,6 +41,9 @@ class DeclaredSets(Calls):
     _work: Execution
 
     def _hand_in(self, item: Item) -> None:
+        raise NotImplementedError
+
+    def _slip_in(self, item: Item) -> None:
         raise NotImplementedError
 
     def _check_usable(self, name: str) -> None:
@@ -102,3 +105,10 @@ class DeclaredSets(Calls):
     def abandon(self, layout: Layout) -> None:
         """A layout does not describe this rank's set any more: end it on all ranks."""
         self._hand_in(LayoutStale(layout.layout))
+
+    def retire(self, label: str, process_set: int = GLOBAL_PROCESS_SET_ID) -> None:
+        """This rank takes part in no further round of a set: the memory of its buckets goes back, on all ranks.
+
+        Callable from finalizers: in any thread, in the middle of anything, in a forked child and after the end.
+        """
+        self._slip_in(Retired(label, process_set))

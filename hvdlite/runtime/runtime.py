@@ -14,6 +14,7 @@ Theory of operation
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -54,6 +55,7 @@ from hvdlite.negotiation.messages import (
     LayoutStale,
     RankReport,
     Report,
+    Retired,
     Wait,
 )
 from hvdlite.planes.base import DevicePlane, Plane
@@ -102,8 +104,7 @@ class Runtime(DeclaredSets):
         self.hosts = hosts or Hosts((tuple(range(world.size)),))
         self.config = config
         self._control, self._coordinator = control, coordinator
-        self._clock = clock
-        self._spin = config.spin_microseconds * 1e-6
+        self._clock, self._spin = clock, config.spin_microseconds * 1e-6
         self._controller = Controller(world.rank)
         self._notes = notes or Notes(world.rank)
         self._inbox: deque[Item] = deque()
@@ -120,7 +121,8 @@ class Runtime(DeclaredSets):
         self._decisions: deque[Decision] = deque()  # received and not applied
         times = Times(config.stall_check_time_seconds, config.stall_shutdown_time_seconds, config.silence_check_seconds,
                       config.heartbeat_timeout)
-        self._lookout = None if coordinator is None else Lookout(coordinator, times, witness, self._deliver, self.story)
+        deliver = functools.partial(StallReport.deliver, path=config.stall_report_file)
+        self._lookout = None if coordinator is None else Lookout(coordinator, times, witness, deliver, self.story)
         self._autotuner = None if coordinator is None or not config.autotune else Autotuner(config, coordinator, clock)
         self._patience = Patience(world.rank, control.above, config.silence_check_seconds, config.heartbeat_timeout, witness)
         self._look_seconds = min(LOOK_SECONDS, times.look / LOOKS)
@@ -135,14 +137,11 @@ class Runtime(DeclaredSets):
         self._desk: ReportDesk | None = None
         self._timeline = None if coordinator is None else Timeline(world.size, coordinator.order_timeline, clock)
         self._awake = True  # False only around a blocking wait; see _submit
-        self._leaving = False
-        self._told_leaving = False
-        self._left = False
+        self._leaving = self._told_leaving = self._left = False
         self._departed: set[int] = set()  # ranks that left normally
         self._own_failure: FailureNotice | None = None  # handed in by `fail`
         self._failure: HorovodInternalError | None = None
-        self._pid = os.getpid()
-        self._ended = threading.Event()
+        self._pid, self._ended = os.getpid(), threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"hvdlite-rank-{world.rank}", daemon=True)
 
     def start(self) -> None:
@@ -173,13 +172,13 @@ class Runtime(DeclaredSets):
         """Leave the job: pending handles fail, work already agreed on is finished for the others' sake.
 
         Rank 0 serves until all others have left too, and the leader of a host until its host's have, at most
-        `shutdown_timeout` seconds; then it logs whom it waits for. Idempotent. A forked child's copy does nothing.
+        `shutdown_timeout` seconds (0: for ever); then it logs whom it waits for. Idempotent; nothing in a forked child.
         """
         if self.in_child or self._leaving:
             return
         self._leaving = True
         self._control.wake()
-        if not self._ended.wait(self.config.shutdown_timeout):
+        if not self._ended.wait(self.config.shutdown_timeout or None):
             _log.error("rank %d: gave up waiting in shutdown() after %.0f s%s (HVDLITE_SHUTDOWN_TIMEOUT)",
                        self.world.rank, self.config.shutdown_timeout, self._missing_leavers())
         self._thread.join(FLUSH_SECONDS)
@@ -299,6 +298,13 @@ class Runtime(DeclaredSets):
         if self._ended.is_set():
             self._fail_inbox()  # the thread ended between the caller's check and the append
 
+    def _slip_in(self, item: Item) -> None:
+        """Like `_hand_in`, in the middle of anything: takes no lock but the bell's, which its holder may take again."""
+        if not (self.in_child or self._leaving or self._ended.is_set()):
+            self._inbox.append(item)
+            if not self._awake:
+                self._control.wake()
+
     def _tell_blocked(self) -> None:
         self._hand_in(lambda: self._controller.block(self._sleepers.blocked(self._callers)))
 
@@ -386,6 +392,8 @@ class Runtime(DeclaredSets):
                 self._controller.close(item)
             case LayoutStale(layout):
                 self._controller.abandon(layout)
+            case Retired():
+                self._controller.retire(item)
             case _:
                 item()
 
@@ -506,13 +514,6 @@ class Runtime(DeclaredSets):
     def _free(self, entry: Entry) -> None:
         with self._names_lock:
             self._names.discard(entry.key)
-
-    def _deliver(self, report: StallReport) -> None:
-        """Tell a stall report, where the user wants it."""
-        _log.warning("%s", report.text())
-        path = self.config.stall_report_file
-        if path:
-            report.write(path)
 
     def _wait_until(self, predicate: Callable[[], bool], *, pause: float = 0.0) -> None:
         if pause:

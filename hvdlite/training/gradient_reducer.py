@@ -28,6 +28,7 @@ import dataclasses
 import enum
 import logging
 import threading
+import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic
@@ -140,6 +141,8 @@ class GradientReducer(Generic[Parameter]):
         self._touched = False  # some member was accumulated into in this period
         self._missed = False  # a parameter that is to become a member was: the step makes another round
         self.passes = passes
+        if self.is_shared:
+            weakref.finalize(self, runtime.retire, label, process_set).atexit = False
 
     @property
     def is_under_way(self) -> bool:

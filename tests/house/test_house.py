@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import math
 import re
 import signal
 import subprocess
@@ -18,7 +19,7 @@ import pytest
 
 import hvdlite
 from hvdlite.core import errors
-from hvdlite.core.config import Config, environment_name
+from hvdlite.core.config import Config, environment_name, limit, socket_timeout
 from hvdlite.core.errors import ConfigError
 from hvdlite.core.types import Collective
 from hvdlite.planes.selection import operations
@@ -185,3 +186,9 @@ def test_the_wheel_is_pure_and_complete(tmp_path: Path) -> None:
     assert {"hvdlite/py.typed", "hvdlite_torch/py.typed", "hvdlite_tf/py.typed", "hvdlite_tf/keras/scope.py",
             "hvdlite_runner/cli.py", "hvdlite_runner/guardian.py", "hvdlite/runtime/runtime.py"} <= names
     assert not any(name.startswith(("tests/", "runner/", "examples/")) for name in names)
+
+
+def test_of_every_knob_in_seconds_0_is_never() -> None:
+    seconds = [field for field in dataclasses.fields(Config) if isinstance(field.default, float)]
+    assert len(seconds) == 7 and all("; 0 is never" in field.metadata["help"] for field in seconds)
+    assert limit(0.0) == math.inf and limit(1.5) == 1.5 and socket_timeout(math.inf) is None and socket_timeout(1.5) == 1.5

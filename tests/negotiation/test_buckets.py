@@ -5,12 +5,19 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, settings, strategies
 
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.buckets import BucketSizes, cut
 from hvdlite.negotiation.controller import Evicted, Expanded
-from hvdlite.negotiation.messages import Closing, Layout, Request
+from hvdlite.negotiation.messages import (
+    Closing,
+    ErrorKind,
+    Layout,
+    Request,
+    Response,
+    Retired,
+)
 from tests.negotiation.reducers import LABEL, Reducer, Round, check, run, steady, stories
 from tests.negotiation.simulation import Simulation
 
@@ -135,3 +142,67 @@ def test_learning_can_be_turned_off() -> None:
 ])
 def test_buckets_are_small_at_both_ends(sizes: list[int], ends: list[int]) -> None:
     assert cut(sizes, BucketSizes(edge=4, middle=60)) == ends
+
+
+@given(stories(joins=False), strategies.integers(0, 1 << 30))
+@settings(deadline=None, max_examples=150)
+def test_a_set_that_ranks_drop_at_different_times_is_forgotten(story: tuple[Simulation, list[Reducer], list[int]],
+                                                               seed: int) -> None:
+    """Every rank drops it as soon as its own rounds are over, while others may still be in their last one."""
+    simulation, reducers, _ = story
+    size, rng = simulation.size, random.Random(seed)
+    dropped: set[int] = set()
+    while not all(reducer.over for reducer in reducers) or len(dropped) < size:
+        rank = rng.randrange(size)
+        if rank not in dropped:
+            reducers[rank].act()
+            if reducers[rank].over and rng.random() < 0.5:
+                dropped.add(rank)
+                simulation.controllers[rank].retire(Retired(LABEL))
+        if rng.random() < 0.7:
+            simulation.say(rank)
+        simulation.hear(rank)
+        simulation.decide()
+        for instruction in simulation.apply(rank):
+            reducers[rank].follow(instruction)
+    simulation.settle()
+    assert simulation.failures == [None] * size
+    assert not simulation.coordinator.declared_sets and not simulation.coordinator.anything_waits
+    for plan in simulation.plans:
+        learned = [instruction.layout for instruction in plan if isinstance(instruction, Layout)]
+        assert [instruction.layout.layout for instruction in plan if isinstance(instruction, Evicted)] == learned
+
+
+@pytest.mark.parametrize("hosts", [[], [(0, 1)]])
+def test_a_layout_ends_with_the_first_rank_that_drops_its_set(hosts: list[tuple[int, ...]]) -> None:
+    simulation, _ = steady(2, {"a": 8, "b": 8}, 4, hosts=hosts)
+    simulation.controllers[1].retire(Retired(LABEL))
+    simulation.settle()
+    assert [isinstance(plan[-1], Evicted) for plan in simulation.plans] == [True, True]
+    assert simulation.coordinator.declared_sets == {LABEL}, "rank 0 may still report something of it"
+    simulation.controllers[0].retire(Retired(LABEL))
+    simulation.settle()
+    assert not simulation.coordinator.declared_sets
+
+
+def test_what_waits_in_a_set_that_all_ranks_have_dropped_is_answered() -> None:
+    """A rank drops it in the middle of a round in which the other did nothing."""
+    simulation = Simulation(2)
+    simulation.controllers[1].submit(Request("a", Collective.ALLREDUCE, "uint8", (4,), label=LABEL, round=1))
+    for controller in simulation.controllers:
+        controller.retire(Retired(LABEL))
+    simulation.settle()
+    assert [response.error for response in simulation.plans[1] if isinstance(response, Response)] == [ErrorKind.MISMATCH]
+    assert not simulation.coordinator.anything_waits and not simulation.coordinator.declared_sets
+
+
+def test_a_set_of_a_process_set_that_is_gone_may_be_dropped() -> None:
+    simulation = Simulation(2, hosts=[(0, 1)])
+    for controller in simulation.controllers:
+        controller.submit(Request("add", Collective.ADD_PROCESS_SET, "uint8", (0,), members=(0, 1)))
+        controller.submit(Request("remove", Collective.REMOVE_PROCESS_SET, "uint8", (0,), members=(1,)))
+    simulation.settle()
+    for controller in simulation.controllers:
+        controller.retire(Retired(LABEL, 1))
+    simulation.settle()
+    assert simulation.failures == [None, None] and not simulation.coordinator.declared_sets

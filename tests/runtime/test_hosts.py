@@ -202,3 +202,17 @@ def test_training_between_hosts_gives_the_same_parameters(control: str) -> None:
         hvd.shutdown()
     """, hosts=(1, 2), environment={"HVDLITE_CONTROL": control}, imported=TORCH)
     assert len({rank.stdout for rank in ended}) == 1
+
+
+def test_0_seconds_are_never() -> None:
+    """Rank 1 comes when rank 0 waits in init(), leaves when it waits in shutdown(), and is silent in between."""
+    never = ("START_TIMEOUT", "SHUTDOWN_TIMEOUT", "HEARTBEAT_TIMEOUT", "GLOO_TIMEOUT", "STALL_CHECK_TIME_SECONDS",
+             "STALL_SHUTDOWN_TIME_SECONDS", "SILENCE_CHECK_SECONDS")
+    ended = processes(2, """
+        import sys, hvdlite as hvd, numpy as np
+        hvd.init()
+        for _ in range(3):
+            assert hvd.allreduce(np.full(100_000, 2.0 + hvd.rank()))[0] == 2.5
+        hvd.shutdown()
+    """, hosts=(1, 1), imported=TORCH, environment={f"HVDLITE_{name}": "0" for name in never})
+    assert not any(rank.stderr for rank in ended), ended
