@@ -189,7 +189,7 @@ class RankReport(Message, frozen=True, tag=5):
     report: Report
 
 
-class Alike(Message, frozen=True, tag=6):
+class Alike(Message, frozen=True, tag=7):
     """Some ranks of a host made the same requests."""
 
     ranks: tuple[int, ...]

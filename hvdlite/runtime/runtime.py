@@ -14,6 +14,7 @@ Theory of operation
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -103,8 +104,7 @@ class Runtime(DeclaredSets):
         self.hosts = hosts or Hosts((tuple(range(world.size)),))
         self.config = config
         self._control, self._coordinator = control, coordinator
-        self._clock = clock
-        self._spin = config.spin_microseconds * 1e-6
+        self._clock, self._spin = clock, config.spin_microseconds * 1e-6
         self._controller = Controller(world.rank)
         self._notes = notes or Notes(world.rank)
         self._inbox: deque[Item] = deque()
@@ -121,7 +121,8 @@ class Runtime(DeclaredSets):
         self._decisions: deque[Decision] = deque()  # received and not applied
         times = Times(config.stall_check_time_seconds, config.stall_shutdown_time_seconds, config.silence_check_seconds,
                       config.heartbeat_timeout)
-        self._lookout = None if coordinator is None else Lookout(coordinator, times, witness, self._deliver, self.story)
+        deliver = functools.partial(StallReport.deliver, path=config.stall_report_file)
+        self._lookout = None if coordinator is None else Lookout(coordinator, times, witness, deliver, self.story)
         self._autotuner = None if coordinator is None or not config.autotune else Autotuner(config, coordinator, clock)
         self._patience = Patience(world.rank, control.above, config.silence_check_seconds, config.heartbeat_timeout, witness)
         self._look_seconds = min(LOOK_SECONDS, times.look / LOOKS)
@@ -135,14 +136,11 @@ class Runtime(DeclaredSets):
         self._desk: ReportDesk | None = None
         self._timeline = None if coordinator is None else Timeline(world.size, coordinator.order_timeline, clock)
         self._awake = True  # False only around a blocking wait; see _submit
-        self._leaving = False
-        self._told_leaving = False
-        self._left = False
+        self._leaving = self._told_leaving = self._left = False
         self._departed: set[int] = set()  # ranks that left normally
         self._own_failure: FailureNotice | None = None  # handed in by `fail`
         self._failure: HorovodInternalError | None = None
-        self._pid = os.getpid()
-        self._ended = threading.Event()
+        self._pid, self._ended = os.getpid(), threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"hvdlite-rank-{world.rank}", daemon=True)
 
     def start(self) -> None:
@@ -513,13 +511,6 @@ class Runtime(DeclaredSets):
     def _free(self, entry: Entry) -> None:
         with self._names_lock:
             self._names.discard(entry.key)
-
-    def _deliver(self, report: StallReport) -> None:
-        """Tell a stall report, where the user wants it."""
-        _log.warning("%s", report.text())
-        path = self.config.stall_report_file
-        if path:
-            report.write(path)
 
     def _wait_until(self, predicate: Callable[[], bool], *, pause: float = 0.0) -> None:
         if pause:

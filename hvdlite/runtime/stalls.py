@@ -153,6 +153,12 @@ class StallReport:
         stack = said.stack if said is not None else standing.stacks if standing is not None else ""
         return lines + [f"    {line}" for line in stack.rstrip().splitlines()]
 
+    def deliver(self, path: str) -> None:
+        """Tell the report on standard error, and write it to `path` unless that is ""."""
+        _log.warning("%s", self.text())
+        if path:
+            self.write(path)
+
     def write(self, path: str) -> None:
         """Write `as_dict` to a JSON file, which is complete at any time; a failure is logged."""
         try:
