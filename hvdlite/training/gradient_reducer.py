@@ -127,8 +127,9 @@ class GradientReducer(Generic[Parameter]):
         self._buckets: BucketRound[Parameter] | None = None  # the current round's, if it goes by buckets
         self.by_bucket = False
         self._phase = Phase.IDLE
-        self._number = 0  # of the current round; ranks that joined early have had fewer, so it jumps when all have joined
         self._joins = runtime.joins
+        # Of the current round; ranks that joined early have had fewer, so it jumps when all have joined.
+        self._number = first_round(self._joins) - 1
         self._steps = 0  # of the optimizer, since all ranks have last joined
         self._in_step = False  # the round is closed from within a step
         self._behind: set[int] = set()  # ranks that took part in this step's rounds from within their step

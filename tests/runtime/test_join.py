@@ -133,6 +133,25 @@ def test_an_optimizer_on_uneven_data(size: int) -> None:
     assert len({rank.stdout for rank in ended}) == 1
 
 
+def test_an_optimizer_that_is_made_after_a_join() -> None:
+    torch = pytest.importorskip("torch")
+    from hvdlite_torch import DistributedOptimizer
+
+    def step(runtime: Runtime) -> None:
+        runtime.join().wait()
+        parameter = torch.nn.Parameter(torch.zeros(50))
+        optimizer = DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), _runtime=runtime)
+        seen = []
+        for _ in range(5):
+            optimizer.zero_grad()
+            (parameter * (runtime.world.rank + 1.0)).sum().backward()
+            assert (parameter.grad == 1.5).all()
+            optimizer.step()
+            seen.append(optimizer._reducer.by_bucket)
+        assert seen == [False, False, True, True, True]
+    threads(2, step)
+
+
 @pytest.mark.parametrize("to_none", [True, False])
 def test_gradients_around_joins(to_none: bool) -> None:
     """Learned buckets are suspended and used again in the same memory, while gradients of before still lie there."""
