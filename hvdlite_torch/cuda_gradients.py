@@ -68,9 +68,8 @@ class CudaGradients(TorchGradients):
         else:
             super().settle(seat, values)
 
-    def vacate(self, parameter: torch.Tensor, seat: Seat) -> None:
-        if seat.context is None:
-            super().vacate(parameter, seat)
+    def vacate(self, parameter: torch.Tensor, seat: Seat) -> Any:
+        return super().vacate(parameter, seat) if seat.context is None else None
 
     def adopt(self, parameter: torch.Tensor, seat: Seat) -> Any:
         return self.adopt_all([(parameter, seat)])[0]

@@ -178,7 +178,7 @@ class TorchGradients:
 
     def shape(self, parameter: torch.Tensor) -> Shape:
         compressed, _ = self._compression.compress(parameter.detach().new_empty(0))
-        return Shape(_dtype_name(compressed.dtype), tuple(parameter.shape), _dense_strides(parameter))
+        return Shape(_dtype_name(compressed.dtype), tuple(parameter.shape), dense_strides(parameter))
 
     def lend(self, parameter: torch.Tensor) -> Loan[torch.Tensor]:
         return self._loan(parameter, self._gradient(parameter).detach())
@@ -212,8 +212,9 @@ class TorchGradients:
     def give_rows(self, parameter: torch.Tensor, rows: Array, factor: float) -> Any:
         sample, context = self._compression.compress(parameter.detach().new_empty(0))
         sparse_dims = self._sparse_dims(parameter, rows.shape[1], sample)
-        indices = torch.from_numpy(np.ascontiguousarray(rows[:, :8 * sparse_dims])).view(torch.int64)
-        values = torch.from_numpy(np.ascontiguousarray(rows[:, 8 * sparse_dims:])).view(sample.dtype)
+        # Flat, because the slice of a single row counts as contiguous whatever its strides, which the views refuse.
+        indices = torch.from_numpy(rows[:, :8 * sparse_dims].reshape(-1)).view(torch.int64)
+        values = torch.from_numpy(rows[:, 8 * sparse_dims:].reshape(-1)).view(sample.dtype)
         values = self._compression.decompress(values, context).reshape(-1, *parameter.shape[sparse_dims:]) * factor
         gradient = torch.sparse_coo_tensor(indices.reshape(-1, sparse_dims).t(), values, parameter.shape,
                                            check_invariants=False).coalesce()
@@ -263,10 +264,9 @@ class TorchGradients:
         assert isinstance(values, np.ndarray)
         seat.home.copy_(_tensor(values))
 
-    def vacate(self, parameter: torch.Tensor, seat: Seat) -> None:
+    def vacate(self, parameter: torch.Tensor, seat: Seat) -> Any:
         gradient = get_grad(parameter)
-        if gradient is not None and seat.holds(gradient):
-            set_grad(parameter, gradient.clone())
+        return given_to(parameter, gradient.clone()) if gradient is not None and seat.holds(gradient) else None
 
     def adopt(self, parameter: torch.Tensor, seat: Seat) -> Any:
         if sparse_dims := self._restored_dims(parameter):
@@ -393,7 +393,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return the strides of a tensor that fills its memory in another order than row-major, else ()."""
     if tensor.is_contiguous() or tensor.layout is not torch.strided:
         return ()
