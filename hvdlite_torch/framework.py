@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -204,9 +205,8 @@ class TorchGradients:
     def rows(self, parameter: torch.Tensor) -> Array:
         gradient = self._gradient(parameter).detach().coalesce()
         values, _ = self._compression.compress(gradient.values())
-        count = gradient._nnz()
-        indices = on_host(gradient.indices().t(), "indices").reshape(count, -1).view(np.uint8)
-        flat = on_host(values.reshape(count, -1), "gradient").view(np.uint8).reshape(count, -1)
+        indices = on_host(gradient.indices().t(), "indices").view(np.uint8)
+        flat = on_host(values.reshape(len(values), math.prod(values.shape[1:])), "gradient").view(np.uint8)
         return np.concatenate([indices, flat], axis=1)
 
     def give_rows(self, parameter: torch.Tensor, rows: Array, factor: float) -> Any:

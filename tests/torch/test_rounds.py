@@ -58,17 +58,22 @@ def test_a_rank_without_a_backward_after_a_step_that_was_skipped(wait_in: str, c
         torch.testing.assert_close(one, alone)
 
 
-def test_one_row_of_a_sparse_gradient_on_one_rank() -> None:
-    """All that is gathered is a single row."""
-    def step(runtime: Runtime) -> torch.Tensor:
+@pytest.mark.parametrize("zeroed", [True, False])
+def test_sparse_gradients_of_a_single_row_and_of_none(zeroed: bool) -> None:
+    """Zeroed ones have no rows."""
+    def step(runtime: Runtime) -> list[torch.Tensor]:
         table = torch.nn.Embedding.from_pretrained(torch.ones(5, 3), freeze=False, sparse=True)
         optimizer = DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=0.5), _runtime=runtime)
-        if runtime.world.rank == 1:
-            table(torch.tensor([2])).sum().backward()
-        optimizer.step()
+        for turn in range(3):
+            optimizer.zero_grad(set_to_none=not zeroed)
+            if turn < 2 and runtime.world.rank == turn:
+                table(torch.tensor([2])).sum().backward()
+            elif turn < 2:
+                table(torch.tensor([], dtype=torch.int64)).sum().backward()
+            optimizer.step()
         return table.weight.detach()
     for weight in threads(2, step):
-        assert weight[:, 0].tolist() == [1.0, 1.0, 0.75, 1.0, 1.0]
+        assert weight[:, 0].tolist() == [1.0, 1.0, 0.5, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("learned", [True, False])
