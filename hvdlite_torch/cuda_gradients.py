@@ -68,9 +68,8 @@ class CudaGradients(TorchGradients):
         else:
             super().settle(seat, values)
 
-    def vacate(self, parameter: torch.Tensor, seat: Seat) -> None:
-        if seat.context is None:
-            super().vacate(parameter, seat)
+    def vacate(self, parameter: torch.Tensor, seat: Seat) -> Any:
+        return super().vacate(parameter, seat) if seat.context is None else None
 
     def adopt(self, parameter: torch.Tensor, seat: Seat) -> Any:
         return self.adopt_all([(parameter, seat)])[0]
@@ -90,11 +89,7 @@ class CudaGradients(TorchGradients):
             targets.append(seat.copy.home)
         if homes:
             self._copy(targets, homes)
-        marks = []
-        for (parameter, seat), gradient in zip(pairs, given, strict=True):
-            seat.mark = given_to(parameter, gradient)
-            marks.append(seat.mark)
-        return marks
+        return [given_to(parameter, gradient) for (parameter, _), gradient in zip(pairs, given, strict=True)]
 
     def follow(self, completion: Completion) -> None:
         super().follow(completion)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -91,10 +92,6 @@ class Mark:
     __slots__ = ("tensor", "version")
 
     def __init__(self, gradient: torch.Tensor) -> None:
-        self.move_to(gradient)
-
-    def move_to(self, gradient: torch.Tensor) -> None:
-        """Another tensor has the values now."""
         self.tensor = weakref.ref(gradient)
         self.version: int = gradient._version  # torch counts how often a tensor is written to
 
@@ -112,18 +109,15 @@ class Seat:
     Attributes:
         context: what the compressor needs to undo its work; None when nothing is compressed.
         dtype: of gradients that fit.
-        mark: of the gradient that is the view made last; None when there was none.
         copy: on a GPU: memory for the gradient when it is not a view, made when it is first needed.
     """
 
-    __slots__ = ("_idle", "_storage", "_view", "address", "context", "copy", "dtype", "home", "mark",
-                 "on_gpu", "shape")
+    __slots__ = ("_idle", "_storage", "_view", "address", "context", "copy", "dtype", "home", "on_gpu", "shape")
 
     def __init__(self, home: torch.Tensor, context: Any, *, on_gpu: bool = False) -> None:
         self.home, self.context, self.on_gpu = home, context, on_gpu
         self.address, self.dtype, self.shape = home.data_ptr(), home.dtype, home.shape
         self.copy: Seat | None = None
-        self.mark: Mark | None = None
         self._view: Callable[[], torch.Tensor | None] = _nobody
         self._storage = home.untyped_storage()._cdata
         self._idle = _use_count(self._storage)
@@ -184,7 +178,7 @@ class TorchGradients:
 
     def shape(self, parameter: torch.Tensor) -> Shape:
         compressed, _ = self._compression.compress(parameter.detach().new_empty(0))
-        return Shape(_dtype_name(compressed.dtype), tuple(parameter.shape), _dense_strides(parameter))
+        return Shape(_dtype_name(compressed.dtype), tuple(parameter.shape), dense_strides(parameter))
 
     def lend(self, parameter: torch.Tensor) -> Loan[torch.Tensor]:
         return self._loan(parameter, self._gradient(parameter).detach())
@@ -210,16 +204,16 @@ class TorchGradients:
     def rows(self, parameter: torch.Tensor) -> Array:
         gradient = self._gradient(parameter).detach().coalesce()
         values, _ = self._compression.compress(gradient.values())
-        count = gradient._nnz()
-        indices = on_host(gradient.indices().t(), "indices").reshape(count, -1).view(np.uint8)
-        flat = on_host(values.reshape(count, -1), "gradient").view(np.uint8).reshape(count, -1)
+        indices = on_host(gradient.indices().t(), "indices").view(np.uint8)
+        flat = on_host(values.reshape(len(values), math.prod(values.shape[1:])), "gradient").view(np.uint8)
         return np.concatenate([indices, flat], axis=1)
 
     def give_rows(self, parameter: torch.Tensor, rows: Array, factor: float) -> Any:
         sample, context = self._compression.compress(parameter.detach().new_empty(0))
         sparse_dims = self._sparse_dims(parameter, rows.shape[1], sample)
-        indices = torch.from_numpy(np.ascontiguousarray(rows[:, :8 * sparse_dims])).view(torch.int64)
-        values = torch.from_numpy(np.ascontiguousarray(rows[:, 8 * sparse_dims:])).view(sample.dtype)
+        # Flat, because the slice of a single row counts as contiguous whatever its strides, which the views refuse.
+        indices = torch.from_numpy(rows[:, :8 * sparse_dims].reshape(-1)).view(torch.int64)
+        values = torch.from_numpy(rows[:, 8 * sparse_dims:].reshape(-1)).view(sample.dtype)
         values = self._compression.decompress(values, context).reshape(-1, *parameter.shape[sparse_dims:]) * factor
         gradient = torch.sparse_coo_tensor(indices.reshape(-1, sparse_dims).t(), values, parameter.shape,
                                            check_invariants=False).coalesce()
@@ -269,20 +263,15 @@ class TorchGradients:
         assert isinstance(values, np.ndarray)
         seat.home.copy_(_tensor(values))
 
-    def vacate(self, parameter: torch.Tensor, seat: Seat) -> None:
+    def vacate(self, parameter: torch.Tensor, seat: Seat) -> Any:
         gradient = get_grad(parameter)
-        if gradient is not None and seat.holds(gradient):
-            moved = gradient.clone()
-            set_grad(parameter, moved)
-            if seat.mark is not None:
-                seat.mark.move_to(moved)
+        return given_to(parameter, gradient.clone()) if gradient is not None and seat.holds(gradient) else None
 
     def adopt(self, parameter: torch.Tensor, seat: Seat) -> Any:
         if sparse_dims := self._restored_dims(parameter):
             return given_to(parameter, self._compression.decompress(seat.home, seat.context).to_sparse(sparse_dims))
         if seat.context is None and self._shows_views(parameter) and not cuda.is_on_gpu(parameter):
-            seat.mark = given_to(parameter, seat.view())
-            return seat.mark
+            return given_to(parameter, seat.view())
         own = seat.home.clone() if seat.context is None else self._compression.decompress(seat.home, seat.context)
         return given_to(parameter, own.to(parameter.device))
 
@@ -403,7 +392,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return the strides of a tensor that fills its memory in another order than row-major, else ()."""
     if tensor.is_contiguous() or tensor.layout is not torch.strided:
         return ()

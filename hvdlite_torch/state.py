@@ -13,7 +13,7 @@ from hvdlite.core.types import Collective
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training import objects, replicas
 from hvdlite_torch import cuda
-from hvdlite_torch.framework import contiguous, lent, on_host
+from hvdlite_torch.framework import contiguous, dense_strides, lent, on_host
 from hvdlite_torch.ops import broadcast_async_
 from hvdlite_torch.rows import mapped
 
@@ -76,7 +76,7 @@ def broadcast_structure(runtime: Runtime, value: Any, root_rank: int, name: str,
     def put_in(leaf: Any) -> Any:
         if not isinstance(leaf, _Placeholder):
             return leaf
-        tensors.append(torch.zeros(leaf.shape, dtype=getattr(torch, leaf.dtype), device=leaf.device))
+        tensors.append(leaf.room())
         return tensors[-1]
 
     is_root = runtime.world.rank == root_rank
@@ -131,11 +131,20 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
 
 
 class _Placeholder:
-    """Stands for a tensor in a structure that travels as an object."""
+    """Stands for a tensor in a structure that travels as an object.
+
+    Strides travel too: where an optimizer's state has other strides than its parameter, torch rounds 16-bit floats
+    differently, so replicas would drift apart.
+    """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape, self.dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-        self.device = tensor.device.type
+        self.strides, self.device = dense_strides(tensor), tensor.device.type
+
+    def room(self) -> torch.Tensor:
+        """Return memory for such a tensor."""
+        room = torch.zeros(self.shape, dtype=getattr(torch, self.dtype), device=self.device)
+        return room.as_strided(self.shape, self.strides) if self.strides else room
 
 
 def _named(params: Mapping[str, Any] | Iterable[Any]) -> list[tuple[str, torch.Tensor]]:

@@ -93,8 +93,8 @@ class ArrayGradients:
         assert isinstance(values, np.ndarray)
         np.copyto(seat, values)
 
-    def vacate(self, parameter: Slot, seat: Array) -> None:
-        pass
+    def vacate(self, parameter: Slot, seat: Array) -> Any:
+        return None
 
     def adopt(self, parameter: Slot, seat: Array) -> Any:
         assert parameter.shape is not None

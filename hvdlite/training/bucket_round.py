@@ -91,6 +91,7 @@ class BucketRound(Generic[Parameter]):
         closes: whether the round is over when all buckets are reported: no member goes by itself.
 
     Attributes:
+        vacated: parameters whose reduced gradient was moved out of its place, because they are missing, and new marks.
         gathered: after `wait`: members for which another rank had a sparse gradient, and all ranks' rows.
         behind: after `wait`: ranks that reported a bucket from within their step, while others had not.
     """
@@ -98,6 +99,7 @@ class BucketRound(Generic[Parameter]):
     def __init__(self, runtime: Runtime, framework: Framework[Parameter], seating: Seating[Parameter], number: int,
                  step: int, *, closes: bool) -> None:
         self.gathered: list[tuple[Parameter, Array]] = []
+        self.vacated: list[tuple[Parameter, Any]] = []
         self.behind: set[int] = set()
         self._step, self._closes = step, closes
         self._runtime, self._framework, self._seating, self._number = runtime, framework, seating, number
@@ -116,7 +118,9 @@ class BucketRound(Generic[Parameter]):
         if filling.broken:
             return [(parameter, present)]
         if not present:
-            self._framework.vacate(parameter, seat)
+            mark = self._framework.vacate(parameter, seat)
+            if mark is not None:
+                self.vacated.append((parameter, mark))
             filling.missing.append(index)
         elif small:
             filling.later.append(index)

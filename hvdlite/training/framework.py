@@ -98,8 +98,8 @@ class Framework(Protocol[Parameter]):
     def settle(self, seat: Any, values: AnyArray) -> None:
         """Put row-major values into a seat of other strides."""
 
-    def vacate(self, parameter: Parameter, seat: Any) -> None:
-        """When the parameter's gradient lies in its seat, move it out."""
+    def vacate(self, parameter: Parameter, seat: Any) -> Any:
+        """When the parameter's gradient, the reduced one, lies in its seat, move it out; return its new mark, else None."""
 
     def adopt(self, parameter: Parameter, seat: Any) -> Any:
         """Make what lies in the seat the parameter's gradient; return a mark, like `give_back`."""

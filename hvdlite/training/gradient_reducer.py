@@ -128,14 +128,14 @@ class GradientReducer(Generic[Parameter]):
         self.by_bucket = False
         self._phase = Phase.IDLE
         self._joins = runtime.joins
-        # Of the current round; ranks that joined early have had fewer, so it jumps when all have joined.
+        # Of the current round. Ranks that joined early have had fewer, so it jumps when all have joined.
         self._number = first_round(self._joins) - 1
         self._steps = 0  # of the optimizer, since all ranks have last joined
         self._in_step = False  # the round is closed from within a step
         self._behind: set[int] = set()  # ranks that took part in this step's rounds from within their step
         self._period = 1  # grows when what was accumulated has been reduced, or is cleared
         self._generation = 0  # grows when gradients are cleared or stepped with
-        self._rounds = 0  # ended since the last step
+        self._rounds = 0  # ended since the gradients were last used or cleared
         self._passes_done = 0  # backward passes since the last round
         self._begin_lock = threading.Lock()  # hooks may come from several autograd threads; the first one begins the round
         self._wait_lock = threading.RLock()  # gradients may be read from several threads
@@ -210,10 +210,13 @@ class GradientReducer(Generic[Parameter]):
         Waiting is apart, because one backward pass can serve several sets: all of them must be closed before anybody waits,
         or two ranks could wait for each other's other set. While the round is under way afterwards, gradients are not final.
         """
-        if self._suspended or self._wait_in is WaitIn.STEP:
+        if self._suspended:
             return False
         self._passes_done += 1
         if self._passes_done < self.passes:
+            return False
+        if self._wait_in is WaitIn.STEP:
+            self._begin_round()  # where nothing has been handed over, gradients are not final either
             return False
         with self._wait_lock:
             self._close_round()
@@ -296,14 +299,14 @@ class GradientReducer(Generic[Parameter]):
     def stepped(self) -> None:
         """The optimizer has used the gradients; accumulating onto them is the user's business again."""
         self._steps += 1
-        self._behind.clear()
         self._runtime.progress.round()
         self.cleared()
 
     def cleared(self) -> None:
-        """The gradients were cleared: what was computed so far does not count."""
+        """The gradients were cleared: what was computed so far does not count, so a round is due before the next step."""
         self.finish_under_way()
         self._rounds = 0
+        self._behind.clear()
         self._generation += 1
         self._period += 1
         self._touched = False
@@ -408,6 +411,9 @@ class GradientReducer(Generic[Parameter]):
         else:
             for parameter, has_gradient in self._buckets.give(member.parameter, present, self._in_step):
                 self._declare(self._members[id(parameter)], has_gradient)
+            while self._buckets.vacated:
+                parameter, mark = self._buckets.vacated.pop()
+                self._members[id(parameter)].mark = mark
         member.given = self._number
         if not present:
             member.missing = self._number

@@ -1,4 +1,4 @@
-"""python -m tests.torch.fuzz --seeds 0:200 --ranks 2: print each failing seed with its program; exit with 1 if there is one."""
+"""Print each failing seed with its program; exit with 1 if there is one. See the package."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Random training programs: what is trained, and what each rank does in each step. No torch, no ranks.
 
-Every draw has a random stream of its own, named after what is drawn, so a feature that is turned off leaves the other draws
-as they were. What may be drawn is what `DistributedOptimizer` promises to work; the rules are in `training/gradient_reducer`:
+Every draw has a random stream of its own, named after what is drawn, so a feature that is turned off leaves the other
+draws as they were. What may be drawn is what `DistributedOptimizer` promises to work (training/gradient_reducer.py):
 
 - All ranks make the same number of rounds between two steps. Two backward passes over the same gradients are one round only
   with `no_sync` or `backward_passes_per_step`.
@@ -172,7 +172,8 @@ class _Draw:
 
     def program(self) -> Program:
         parameters = self._parameters()
-        late = [index for index in range(len(parameters)) if self._has("adding", 0.1, index) and not parameters[index].sparse]
+        late = [index for index, parameter in enumerate(parameters)
+                if not parameter.sparse and self._has("adding", 0.1, index)]
         if len(late) == len(parameters):
             late = late[1:]
         optimizers = self._optimizers(parameters, [index for index in range(len(parameters)) if index not in late])
@@ -251,7 +252,7 @@ class _Draw:
         return tuple(optimizers)
 
     def _step(self, number: int, active: Sequence[bool], *, inside: bool, joins: bool) -> Step:
-        changes = self._changes(number, joins=joins)
+        changes = self._changes(number, inside=inside, joins=joins)
         clears = "none"
         if not self._had_joined and self._has("clears", 0.5, number):
             clears = self._stream("clears", "how", number).choice(["zeros", "model", "hand", "keep"])
@@ -270,7 +271,7 @@ class _Draw:
         self._was_skipped = skipped
         return Step(changes, clears, turns, synchronizes, metric, clips, not skipped)
 
-    def _changes(self, number: int, *, joins: bool) -> tuple[Change, ...]:
+    def _changes(self, number: int, *, inside: bool, joins: bool) -> tuple[Change, ...]:
         changes: list[Change] = []
         for part, members in enumerate(self._members):
             for index in [index for index in self._late if self._has("adding", 0.15, "when", index, number)]:
@@ -282,7 +283,7 @@ class _Draw:
                 if self._has("freezing", 0.04, "when", index, number):
                     changes.append(Change("thaw" if index in self._frozen else "freeze", index))
                     self._frozen ^= {index}
-            if number and self._has("anew", 0.04, part, number):
+            if number and not inside and self._has("anew", 0.04, part, number):
                 changes.append(Change("anew", part))
         if number and self._castable and not joins and self._has("casts", 0.05, number):
             changes.append(Change("cast", 0, self._stream("cast", number).choice(["float64", "float32"])))

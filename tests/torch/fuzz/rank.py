@@ -101,8 +101,8 @@ class Rank(Replica):
 
     def check(self, other: Replica, worst: list[torch.dtype], number: int) -> None:
         """Compare with the reference's replica of this rank."""
-        for what in ("parameter", "gradient"):
-            own, theirs = ([each.grad if what == "gradient" else each for each in replica.model] for replica in (self, other))
+        for what, own, theirs in (("parameter", [*self.model], [*other.model]), ("gradient", *(
+                [parameter.grad for parameter in replica.model] for replica in (self, other)))):
             if told := differences(own, theirs, worst):
                 raise WrongError(f"step {number}, rank {self.rank}: {what} {'; '.join(told)}")
 

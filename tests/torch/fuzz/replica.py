@@ -93,11 +93,10 @@ class Replica:
         return total
 
     def clip(self) -> None:
-        """Clip the norm of all dense gradients, optimizer by optimizer."""
+        """Clip the norm of all gradients, optimizer by optimizer, whatever their layouts."""
         for members in self.members:
-            gradients = [gradient for member in members
-                         if (gradient := self.model[member].grad) is not None and gradient.layout is torch.strided]
-            norm = sum(float(gradient.double().square().sum()) for gradient in gradients) ** 0.5
+            gradients = [gradient for member in members if (gradient := self.model[member].grad) is not None]
+            norm = sum(float(gradient.to_dense().double().square().sum()) for gradient in gradients) ** 0.5
             if norm > LONGEST:
                 for gradient in gradients:
                     gradient.mul_(LONGEST / norm)

@@ -1,0 +1,109 @@
+"""In which rounds an optimizer takes part: after a join, after a step that was skipped."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hvdlite.runtime.runtime import Runtime  # noqa: E402
+from hvdlite_torch import DistributedOptimizer  # noqa: E402
+from tests.torch.test_optimizer import net, weights  # noqa: E402
+from tests.worlds import threads  # noqa: E402
+
+
+def test_an_optimizer_that_is_wrapped_after_a_join() -> None:
+    """Its first round is one of those since the join; on all ranks, however many rounds they had before."""
+    def step(runtime: Runtime) -> list[float]:
+        losses = []
+        for turn in range(2):
+            parameter = torch.nn.Parameter(torch.ones(3))
+            optimizer = DistributedOptimizer(torch.optim.SGD([parameter], lr=0.1), _runtime=runtime)
+            with optimizer.join():
+                for _ in range(5 + turn if runtime.world.rank == 0 else 6):
+                    optimizer.zero_grad()
+                    (parameter * (runtime.world.rank + 1)).sum().backward()
+                    optimizer.step()
+            losses.append(float(parameter.detach()[0]))
+        return losses
+    (first, second), other = threads(2, step)
+    assert [first, second] == other
+    assert first == pytest.approx(1 - 5 * 0.15 - 0.1) and second == pytest.approx(1 - 6 * 0.15)
+
+
+@pytest.mark.parametrize("wait_in", ["backward", "step"])
+@pytest.mark.parametrize("cleared", [True, False])
+def test_a_rank_without_a_backward_after_a_step_that_was_skipped(wait_in: str, cleared: bool) -> None:
+    """Zeroed gradients begin anew: the rank takes part in the next round although it has had one since the last step."""
+    def step(runtime: Runtime) -> list[torch.Tensor]:
+        model = net()
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), _runtime=runtime, wait_in=wait_in)
+        for turn in range(9):
+            optimizer.zero_grad(set_to_none=cleared)
+            if turn % 3 != 1 or runtime.world.rank == 0:
+                (model(torch.ones(4, 6)).square().mean() * (turn + 1)).backward()
+            optimizer.synchronize()
+            if turn % 3:
+                optimizer.step()
+        return weights(model)
+    first, second = threads(2, step)
+    assert all(map(torch.equal, first, second))
+    model = net()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    for turn in (1, 2, 4, 5, 7, 8):
+        plain.zero_grad()
+        (model(torch.ones(4, 6)).square().mean() * (turn + 1) / (2 if turn % 3 == 1 else 1)).backward()
+        plain.step()
+    for one, alone in zip(first, weights(model), strict=True):
+        torch.testing.assert_close(one, alone)
+
+
+@pytest.mark.parametrize("zeroed", [True, False])
+def test_sparse_gradients_of_a_single_row_and_of_none(zeroed: bool) -> None:
+    """Zeroed ones have no rows."""
+    def step(runtime: Runtime) -> list[torch.Tensor]:
+        table = torch.nn.Embedding.from_pretrained(torch.ones(5, 3), freeze=False, sparse=True)
+        optimizer = DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=0.5), _runtime=runtime)
+        for turn in range(3):
+            optimizer.zero_grad(set_to_none=not zeroed)
+            if turn < 2 and runtime.world.rank == turn:
+                table(torch.tensor([2])).sum().backward()
+            elif turn < 2:
+                table(torch.tensor([], dtype=torch.int64)).sum().backward()
+            optimizer.step()
+        return table.weight.detach()
+    for weight in threads(2, step):
+        assert weight[:, 0].tolist() == [1.0, 1.0, 0.5, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("learned", [True, False])
+def test_a_reduced_gradient_that_nobody_cleared_is_not_reduced_again(learned: bool) -> None:
+    """In a bucket as alone: neither where all ranks lack it, nor where another rank adds to it."""
+    def step(runtime: Runtime) -> list[float]:
+        first, second = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
+        optimizer = DistributedOptimizer(torch.optim.SGD([first, second], lr=0.0), _runtime=runtime)
+        for _ in range(6 if learned else 1):
+            optimizer.zero_grad()
+            ((first + second) * (runtime.world.rank + 1)).sum().backward()
+            optimizer.step()
+        assert optimizer._reducer.by_bucket == learned
+        optimizer.step()
+        own = first if runtime.world.rank == 0 else second
+        (own * 8).sum().backward()
+        optimizer.step()
+        return [float(parameter.grad[0]) for parameter in (first, second)]
+    assert threads(2, step) == [[(1.5 + 8) / 2] * 2] * 2
+
+
+@pytest.mark.parametrize("wait_in", ["backward", "step"])
+def test_gradients_of_which_each_pass_computes_some_are_final_when_they_are_read(wait_in: str) -> None:
+    def step(runtime: Runtime) -> list[float]:
+        first, second = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
+        optimizer = DistributedOptimizer(torch.optim.SGD([first, second], lr=0.0), _runtime=runtime, wait_in=wait_in,
+                                         backward_passes_per_step=2)
+        (first * runtime.world.rank).sum().backward()
+        (second * (runtime.world.rank + 2)).sum().backward()
+        read = [float(parameter.grad[0]) for parameter in (first, second)]
+        optimizer.step()
+        return read
+    assert threads(2, step) == [[0.5, 2.5]] * 2
