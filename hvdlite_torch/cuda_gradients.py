@@ -16,7 +16,7 @@ import torch
 from hvdlite.core.device import AnyArray, Completion, DeviceAccess, DeviceArray, Event, Pair
 from hvdlite_torch import cuda
 from hvdlite_torch.compression import BF16Compressor, Compressor, FP16Compressor
-from hvdlite_torch.framework import Seat, TorchGradients, contiguous, fill_seats, given_to
+from hvdlite_torch.framework import Seat, TorchGradients, contiguous, fill_seats
 
 _PLAIN = (Compressor, FP16Compressor, BF16Compressor)
 """Compressors that a kernel can stand in for: they cast."""
@@ -77,19 +77,19 @@ class CudaGradients(TorchGradients):
     def adopt_all(self, pairs: Sequence[tuple[torch.Tensor, Seat]]) -> list[Any]:
         if not pairs or not pairs[0][1].on_gpu:
             return super().adopt_all(pairs)
-        homes, targets, given = [], [], []
+        homes, targets, shown = [], [], []
         for parameter, seat in pairs:
             if seat.context is None and self._shows_views(parameter):
-                given.append(seat.view())
+                shown.append(seat)
                 continue
             if seat.copy is None or seat.copy.is_in_use or not self._as_view:
                 seat.copy = Seat(torch.empty_like(parameter.detach()), None, on_gpu=True)
-            given.append(seat.copy.view())
+            shown.append(seat.copy)
             homes.append(seat.home)
             targets.append(seat.copy.home)
         if homes:
             self._copy(targets, homes)
-        return [given_to(parameter, gradient) for (parameter, _), gradient in zip(pairs, given, strict=True)]
+        return [seat.give_to(parameter) for (parameter, _), seat in zip(pairs, shown, strict=True)]
 
     def follow(self, completion: Completion) -> None:
         super().follow(completion)

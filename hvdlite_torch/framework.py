@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +21,11 @@ from hvdlite_torch.compression import Compressor
 from hvdlite_torch.unfinal import get_grad, set_grad
 
 _use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda storage: 0)
-"""Return how many tensors share a storage. Where torch cannot tell, gradients are never views of buckets."""
+"""Return how many tensors share a storage."""
+_uses: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count", lambda tensor: 0)
+"""Return how often torch itself refers to a tensor."""
+_COUNTS = hasattr(torch._C, "_storage_Use_Count") and hasattr(torch.Tensor, "_use_count")
+"""Whether torch can tell who uses a tensor; else gradients are never views of buckets."""
 
 
 def contiguous(tensor: torch.Tensor, name: str) -> torch.Tensor:
@@ -96,15 +101,12 @@ class Mark:
         self.version: int = gradient._version  # torch counts how often a tensor is written to
 
 
-def _nobody() -> None:
-    """Stand for a weak reference to nothing."""
-
-
 class Seat:
     """A tensor over a place in a bucket.
 
-    `home` never leaves the adapter. Parameters get a new view of the same memory as their gradient in every round, so users
-    can do anything to it. While one of these views, or anything that shares its memory, is alive, the seat `is_in_use`.
+    `home` never leaves the adapter. Parameters get a view of the same memory as their gradient, so users can do anything to
+    it. While anybody else uses the view, or anything that shares its memory, the seat `is_in_use`; else the next round's
+    gradient is the same tensor, because making 2,000 of them costs a millisecond and garbage collections.
 
     Attributes:
         context: what the compressor needs to undo its work; None when nothing is compressed.
@@ -112,35 +114,43 @@ class Seat:
         copy: on a GPU: memory for the gradient when it is not a view, made when it is first needed.
     """
 
-    __slots__ = ("_idle", "_storage", "_view", "address", "context", "copy", "dtype", "home", "on_gpu", "shape")
+    __slots__ = ("_idle", "_mark", "_storage", "_view", "address", "context", "copy", "dtype", "home", "on_gpu", "shape")
 
     def __init__(self, home: torch.Tensor, context: Any, *, on_gpu: bool = False) -> None:
         self.home, self.context, self.on_gpu = home, context, on_gpu
         self.address, self.dtype, self.shape = home.data_ptr(), home.dtype, home.shape
         self.copy: Seat | None = None
-        self._view: Callable[[], torch.Tensor | None] = _nobody
         self._storage = home.untyped_storage()._cdata
-        self._idle = _use_count(self._storage)
+        self._make_view()
 
-    def view(self) -> torch.Tensor:
-        """Return a new view, as a parameter's gradient."""
-        view = self.home.detach()
-        self._view = weakref.ref(view)
-        return view
+    def give_to(self, parameter: torch.Tensor) -> Mark:
+        """Make the view the parameter's gradient; return its mark."""
+        if self._view.data_ptr() != self.address:  # somebody gave it other memory
+            self._make_view()
+        set_grad(parameter, self._view)
+        self._mark.version = self._view._version
+        return self._mark
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether `tensor` is the view made last, unchanged."""
-        return tensor is self._view() and tensor.data_ptr() == self.address and tensor.dtype is self.dtype
+        """Return whether `tensor` is the view, unchanged."""
+        return tensor is self._view and tensor.data_ptr() == self.address and tensor.dtype is self.dtype
 
     @property
     def is_in_use(self) -> bool:
-        """Whether somebody else uses the memory: through a view, a slice of one, its NumPy array, an autograd graph.
+        """Whether somebody else uses the memory: the view, a slice of it, its NumPy array, an autograd graph.
 
-        Or `home` has other memory now, because a view was moved (`share_memory_()`).
+        Or `home` has other memory now, because the view was moved (`share_memory_()`).
         """
-        return _use_count(self._storage) > self._idle or self.home.data_ptr() != self.address
+        if self.home.data_ptr() != self.address:
+            return True
+        if self._view.data_ptr() != self.address:
+            self._make_view()
+        return (_use_count(self._storage), sys.getrefcount(self._view), _uses(self._view)) != self._idle
 
-
+    def _make_view(self) -> None:
+        self._view = self.home.detach()
+        self._mark = Mark(self._view)
+        self._idle = _use_count(self._storage), sys.getrefcount(self._view), _uses(self._view)
 
 
 MANY_KEPT = 4
@@ -166,7 +176,7 @@ class TorchGradients:
         self._devices = devices
         self._compression = compression
         self._sparse_as_dense = sparse_as_dense
-        self._as_view = as_view and hasattr(torch._C, "_storage_Use_Count")
+        self._as_view = as_view and _COUNTS
         self._copied: set[int] = set()  # parameters, by identity, whose gradients are copied out of their buckets
         self._sparse_dims_of: dict[int, int] = {}  # by parameter: of sparse gradients that were densified
 
@@ -271,7 +281,7 @@ class TorchGradients:
         if sparse_dims := self._restored_dims(parameter):
             return given_to(parameter, self._compression.decompress(seat.home, seat.context).to_sparse(sparse_dims))
         if seat.context is None and self._shows_views(parameter) and not cuda.is_on_gpu(parameter):
-            return given_to(parameter, seat.view())
+            return seat.give_to(parameter)
         own = seat.home.clone() if seat.context is None else self._compression.decompress(seat.home, seat.context)
         return given_to(parameter, own.to(parameter.device))
 
