@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from tests.torch.fuzz.jobs import SETTINGS, fuzz  # noqa: E402
-from tests.torch.fuzz.program import FEATURES, draw  # noqa: E402
+from tests.torch.fuzz.jobs import SETTINGS, fuzz
+from tests.torch.fuzz.program import FEATURES, draw
 
 SEEDS = int(os.environ.get("FUZZ_SEEDS", "32"))
 """How many programs run on two ranks; on four it is a third of them. 0 is none."""
