@@ -15,7 +15,7 @@ WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cor
 # One at a time, also where make does several things at a time.
 APT := flock . env RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get -qq
 
-.PHONY: demo demo-keras test bench docs lint ready pytest system data wheel clean
+.PHONY: demo demo-keras test fuzz bench docs lint ready pytest system data wheel clean
 
 demo: $(VENV)/installed data
 	$(BIN)/hvdrun -np 2 $(BIN)/python examples/pytorch_fashion_mnist.py --epochs 4 --minimum-accuracy 0.88
@@ -27,6 +27,11 @@ demo-keras: $(VENV)/installed data
 test:
 	$(MAKE) -j2 --output-sync lint ready
 	$(MAKE) pytest
+
+# Random training loops against plain torch, more of them than the tests run: a few minutes.
+fuzz: $(VENV)/installed
+	$(BIN)/python -m tests.torch.fuzz --seeds 0:200 --ranks 2
+	$(BIN)/python -m tests.torch.fuzz --seeds 0:50 --ranks 4
 
 # A few minutes; `python -m benchmarks.run` takes longer and also runs 4 ranks.
 bench: $(VENV)/installed data

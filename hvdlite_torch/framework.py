@@ -222,7 +222,7 @@ class TorchGradients:
         sample, context = self._compression.compress(parameter.detach().new_empty(0))
         sparse_dims = self._sparse_dims(parameter, rows.shape[1], sample)
         # Flat, because the slice of a single row counts as contiguous whatever its strides, which the views refuse.
-        indices = torch.from_numpy(rows[:, :8 * sparse_dims].reshape(-1)).view(torch.int64)
+        indices = torch.from_numpy(rows[:, :8 * sparse_dims].reshape(-1)).view(torch.int64).clone()  # torch may resize it
         values = torch.from_numpy(rows[:, 8 * sparse_dims:].reshape(-1)).view(sample.dtype)
         values = self._compression.decompress(values, context).reshape(-1, *parameter.shape[sparse_dims:]) * factor
         gradient = torch.sparse_coo_tensor(indices.reshape(-1, sparse_dims).t(), values, parameter.shape,

@@ -64,16 +64,17 @@ def test_sparse_gradients_of_a_single_row_and_of_none(zeroed: bool) -> None:
     def step(runtime: Runtime) -> list[torch.Tensor]:
         table = torch.nn.Embedding.from_pretrained(torch.ones(5, 3), freeze=False, sparse=True)
         optimizer = DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=0.5), _runtime=runtime)
-        for turn in range(3):
-            optimizer.zero_grad(set_to_none=not zeroed)
-            if turn < 2 and runtime.world.rank == turn:
+        for turn in range(4):
+            if turn != 3:
+                optimizer.zero_grad(set_to_none=not zeroed)
+            if runtime.world.rank == turn or turn == 3:
                 table(torch.tensor([2])).sum().backward()
-            elif turn < 2:
+            else:
                 table(torch.tensor([], dtype=torch.int64)).sum().backward()
             optimizer.step()
         return table.weight.detach()
     for weight in threads(2, step):
-        assert weight[:, 0].tolist() == [1.0, 1.0, 0.5, 1.0, 1.0]
+        assert weight[:, 0].tolist() == [1.0, 1.0, 0.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("learned", [True, False])
@@ -107,3 +108,25 @@ def test_gradients_of_which_each_pass_computes_some_are_final_when_they_are_read
         optimizer.step()
         return read
     assert threads(2, step) == [[0.5, 2.5]] * 2
+
+
+def test_two_backward_passes_where_the_wait_for_the_first_was_deferred() -> None:
+    """The second one's gradients belong to a round of their own, which begins when the first is over."""
+    def step(runtime: Runtime) -> list[torch.Tensor]:
+        first, second = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
+        optimizer = DistributedOptimizer(torch.optim.SGD([first, second], lr=1.0), _runtime=runtime)
+        for turn in range(6):
+            optimizer.zero_grad()
+            if turn == 0:
+                if runtime.world.rank == 1:
+                    runtime.barrier("early").wait()
+                first.sum().backward()
+                if runtime.world.rank == 0:  # rank 0's wait in backward() is deferred, then and from now on
+                    runtime.barrier("early").wait()
+            else:
+                first.sum().backward()
+                (second * (runtime.world.rank + 1)).sum().backward()
+            optimizer.step()
+        return [first.detach(), second.detach()]
+    for found in threads(2, step):
+        torch.testing.assert_close(found, [torch.full((3,), -6.0), torch.full((3,), -7.5)])

@@ -258,6 +258,8 @@ class _Draw:
             clears = self._stream("clears", "how", number).choice(["zeros", "model", "hand", "keep"])
         if self._was_skipped and clears in ("keep", "model", "hand"):
             clears = "none"  # without a step, only zero_grad() says that the gradients are cleared
+        if self._disjoint and any(change.kind == "anew" for change in changes):
+            clears = "none"  # gradients that a new optimizer finds are reduced in its first round
         own_order = self._circles and self._separate and self._has("circles", 0.3, "order", number)
         turns = tuple(self._turn(number, rank, own_order) if active[rank] else None for rank in range(self._size))
         all_hand_in = all(self._hands_in(turn, rank) for rank, turn in enumerate(turns) if turn is not None)
@@ -265,7 +267,7 @@ class _Draw:
         clips = self._has("clips", 0.25, number)
         synchronizes = skipped or (clips and not all_hand_in) or (clips and self._has("clips", 0.3, "sync", number))
         metric = not inside and self._has("metrics", 0.3, number) and (all_hand_in or synchronizes or self._circles)
-        if metric and self._circles and not synchronizes and not clips:
+        if metric and self._circles and not synchronizes and not clips and not self._disjoint:
             turns = tuple(turn and dataclasses.replace(turn, early=self._has("circles", 0.3, "early", number, rank))
                           for rank, turn in enumerate(turns))
         self._was_skipped = skipped
@@ -280,7 +282,8 @@ class _Draw:
                     members.append(index)
                     changes.append(Change("add", index, part))
             for index in members:
-                if self._has("freezing", 0.04, "when", index, number):
+                # A rank that has joined would miss that a parameter was trainable for a while.
+                if not inside and self._has("freezing", 0.04, "when", index, number):
                     changes.append(Change("thaw" if index in self._frozen else "freeze", index))
                     self._frozen ^= {index}
             if number and not inside and self._has("anew", 0.04, part, number):
