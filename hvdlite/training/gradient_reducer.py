@@ -178,8 +178,6 @@ class GradientReducer(Generic[Parameter]):
         Raises:
             GradientOrderError: when it was computed more often than `passes` times before the step.
         """
-        if self._phase is Phase.CLOSED:
-            self.finish_under_way()  # its wait was deferred; what is computed now belongs to the next round
         member = self._members.get(id(parameter))
         if member is None:
             member = self._newcomer(parameter)
