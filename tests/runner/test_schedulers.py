@@ -18,8 +18,10 @@ from tests.runner.slurm import Slurm, free_port
 ROOT = Path(__file__).resolve().parent.parent.parent
 EXAMPLE = [sys.executable, str(ROOT / "examples/pytorch_fashion_mnist.py"), "--epochs", "1", "--batch-size", "16",
            "--data-dir"]
-PLACE = [sys.executable, "-c", "import hvdlite as hvd, numpy as np\nhvd.init()\n"
-         "print(hvd.rank(), hvd.size(), hvd.local_rank(), int(hvd.allreduce(np.array(1), op=hvd.Sum)))"]
+# One write for a line: what an MPI launcher forwards is not cut into lines, and `print` writes each argument by itself there.
+PLACE = [sys.executable, "-c", "import sys, hvdlite as hvd, numpy as np\nhvd.init()\n"
+         "place = hvd.rank(), hvd.size(), hvd.local_rank(), int(hvd.allreduce(np.array(1), op=hvd.Sum))\n"
+         "sys.stdout.write('%d %d %d %d\\n' % place)"]
 ENVIRONMENT = {**{name: value for name, value in os.environ.items() if not name.startswith(("HVDLITE_", "HOROVOD_"))},
                "OMP_NUM_THREADS": "1"}
 WHY_NO_SLURM = slurm_daemons.unavailable()
