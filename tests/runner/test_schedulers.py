@@ -18,7 +18,7 @@ from tests.runner.slurm import Slurm, free_port
 ROOT = Path(__file__).resolve().parent.parent.parent
 EXAMPLE = [sys.executable, str(ROOT / "examples/pytorch_fashion_mnist.py"), "--epochs", "1", "--batch-size", "16",
            "--data-dir"]
-# One write for a line: what an MPI launcher forwards is not cut into lines, and `print` writes each argument by itself there.
+# One write a line: MPI launchers forward pieces of lines, and `print` may write each argument by itself.
 PLACE = [sys.executable, "-c", "import sys, hvdlite as hvd, numpy as np\nhvd.init()\n"
          "place = hvd.rank(), hvd.size(), hvd.local_rank(), int(hvd.allreduce(np.array(1), op=hvd.Sum))\n"
          "sys.stdout.write('%d %d %d %d\\n' % place)"]
