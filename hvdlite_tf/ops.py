@@ -156,8 +156,9 @@ def broadcast_(variables: Sequence[tf.Variable], root_rank: int, name: str | Non
         return _broadcast_all(arrays, root_rank, where, process_set)
     values = run(send, [tf.convert_to_tensor(variable) for variable in variables],
                  [variable.dtype for variable in variables], [variable.shape for variable in variables])
-    for variable, value in zip(variables, values, strict=True):
-        variable.assign(value)
+    if api.rank() != root_rank:
+        for variable, value in zip(variables, values, strict=True):
+            variable.assign(value)
     return values
 
 
@@ -310,7 +311,8 @@ def _broadcast(array: Array, root_rank: int, name: str, process_set: ProcessSet)
 
 def _broadcast_all(arrays: Sequence[Any], root_rank: int, name: str, process_set: ProcessSet) -> list[Any]:
     runtime, number = api.runtime(), api.set_id(process_set)
-    outputs = [gpu.copied(array) for array in arrays]
+    is_root = runtime.world.rank == root_rank
+    outputs = [gpu.copied(array) if is_root else gpu.room(array) for array in arrays]
     handles = [runtime.broadcast(f"{name}.{index}", output, root_rank, process_set=number)
                for index, output in enumerate(outputs)]
     for handle in handles:
