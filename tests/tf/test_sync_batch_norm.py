@@ -106,6 +106,16 @@ if backend == "tensorflow":
     equal(normalized(keras.layers.BatchNormalization, True, synchronized=True), alone)
 else:
     raises(ValueError, "TensorFlow backend", lambda: keras.layers.BatchNormalization(synchronized=True))
+strategy = hvd.MirroredStrategy()
+def in_scope(layer):
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(5), layer(), keras.layers.Dense(2)])
+    model.compile(keras.optimizers.SGD(0.05), "mse")
+    model.fit(X[:93], Y[:93], batch_size=10, shuffle=False, verbose=0)  # shares of 5 and 5, at the end of 2 and 1
+    return model
+with strategy.scope():
+    one = in_scope(hvd.SyncBatchNormalization)
+equal(one, in_scope(keras.layers.BatchNormalization))
 layer = hvd.SyncBatchNormalization(name="again")
 clone = hvd.SyncBatchNormalization.from_config(layer.get_config())
 assert clone.name == "again"
