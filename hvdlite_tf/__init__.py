@@ -36,7 +36,7 @@ __all__ = [
 __all__ += frontend.__all__
 
 
-def init(comm: object = None, process_sets: Any = None) -> None:
+def init(comm: object = None, process_sets: Any = None) -> None:  # type: ignore[no-redef]
     """Like `hvdlite.init`; Keras' own `BatchNormalization(synchronized=True)` uses all ranks' batches from then on."""
     frontend.init(comm, process_sets)
     _synchronise_keras()

@@ -132,10 +132,10 @@ def _combine(own: Any, name: str, process_set: int) -> Any:
     from hvdlite_tf.keras.exchange import call  # not at once: that package imports this one
     counted = samples()  # as it is here: the backward pass may run in another thread
 
-    def forward(own: Any) -> Any:
+    def combined(own: Any) -> Any:
         return call(lambda arrays: [_gathered(arrays[0], name, process_set)], [own])[0]
 
-    def backward(own: Any, whole: Any, upstream: Any) -> Any:
+    def gradient(own: Any, whole: Any, upstream: Any) -> Any:
         ops = keras.ops
         # Gradients are averaged over ranks later, which may count by their samples: those of the others count as much here.
         weight = None if counted is None else ops.maximum(ops.cast(counted, own.dtype), 1)
@@ -146,7 +146,7 @@ def _combine(own: Any, name: str, process_set: int) -> Any:
         share = own[0] / ops.maximum(whole[0], 1)
         variance = share * total[2]
         return ops.stack([ops.zeros_like(share), share * total[1] + 2 * (own[1] - whole[1]) * variance, variance])
-    return _with_gradient(forward, backward)(own)
+    return _with_gradient(combined, gradient)(own)
 
 
 def _gathered(own: Array, name: str, process_set: int) -> Array:
@@ -166,12 +166,12 @@ def _summed(own: Array, name: str, process_set: int) -> Array:
     return total
 
 
-def _with_gradient(forward: Callable[[Any], Any], backward: Callable[[Any, Any, Any], Any]) -> Callable[[Any], Any]:
-    """Return a function of a tensor with a gradient of its own: of the input, the result and the result's gradient."""
+def _with_gradient(compute: Callable[[Any], Any], gradient: Callable[[Any, Any, Any], Any]) -> Callable[[Any], Any]:
+    """Return a function of a tensor whose gradient is a function of the tensor, the result and the result's gradient."""
     if keras.backend.backend() != "torch":
         def function(own: Any) -> Any:
-            whole = forward(own)
-            return whole, lambda *upstream, **_: backward(own, whole, upstream[0])
+            whole = compute(own)
+            return whole, lambda *upstream, **_: gradient(own, whole, upstream[0])
         differentiable: Callable[[Any], Any] = keras.ops.custom_gradient(function)
         return differentiable
     import torch
@@ -179,12 +179,13 @@ def _with_gradient(forward: Callable[[Any], Any], backward: Callable[[Any, Any, 
     class Combined(torch.autograd.Function):  # Keras' custom_gradient on torch calls what fails once more
         @staticmethod
         def forward(ctx: Any, own: Any) -> Any:
-            whole = own.clone() if own.device.type == "meta" else forward(own.detach())  # "meta": Keras asks for shapes
+            whole = own.clone() if own.device.type == "meta" else compute(own.detach())  # "meta": Keras asks for shapes
             ctx.save_for_backward(own, whole)
             return whole
 
         @staticmethod
         def backward(ctx: Any, upstream: Any) -> Any:
-            return backward(*ctx.saved_tensors, upstream)
+            own, whole = ctx.saved_tensors
+            return gradient(own, whole, upstream)
     result: Callable[[Any], Any] = Combined.apply
     return result

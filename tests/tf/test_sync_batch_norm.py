@@ -67,7 +67,8 @@ for rows, axis, masked, dtype, mean, tolerance in cases:
     first = sum(shape[0] for shape in each[:rank])
     mine = slice(first, first + each[rank][0])
     whole = (first + sum(shape[0] for shape in each[rank:]), *rows[1:])
-    x = np.asarray(keras.ops.convert_to_numpy(keras.ops.cast(keras.ops.cast(mean + rng.normal(size=whole), dtype), "float32")))
+    rounded = keras.ops.cast(mean + rng.normal(size=whole), dtype)
+    x = np.asarray(keras.ops.convert_to_numpy(keras.ops.cast(rounded, "float32")))
     upstream = rng.normal(size=whole).astype("float32")
     mask = rng.random(whole[:-1]) < 0.6 if masked else None
     layer = hvd.SyncBatchNormalization(axis=axis, momentum=0.5, dtype=f"mixed_{dtype}" if "16" in dtype else dtype)
@@ -84,7 +85,7 @@ for rows, axis, masked, dtype, mean, tolerance in cases:
 """
 
 FIT = """
-def normalized(layer, shared, **options):
+def trained(layer, shared=False, x=X[:93], y=Y[:93], batch_size=10, **options):  # in a scope: shares of 5, then 2 and 1
     keras.utils.set_random_seed(1)
     given = keras.Input((6,))
     branches = [layer(name=name, **options)(keras.layers.Dense(5)(given)) for name in ("left", "right")]  # neither waits
@@ -92,30 +93,22 @@ def normalized(layer, shared, **options):
     model = keras.Model(given, outputs)
     optimizer = keras.optimizers.SGD(0.05)
     model.compile(hvd.DistributedOptimizer(optimizer) if shared else optimizer, "mse")
-    model.fit(shares(8, X) if shared else X, shares(8, Y) if shared else Y, batch_size=8 if shared else 16, shuffle=False,
-              verbose=0)
-    return model
+    model.fit(x, y, batch_size=batch_size, shuffle=False, verbose=0)
+    return [keras.ops.convert_to_numpy(variable) for variable in model.variables]
 
 def equal(one, other):
-    for mine, theirs in zip(one.variables, other.variables, strict=True):
-        np.testing.assert_allclose(keras.ops.convert_to_numpy(mine), keras.ops.convert_to_numpy(theirs), atol=2e-5, rtol=1e-4)
-alone = normalized(keras.layers.BatchNormalization, False)
-together = normalized(hvd.SyncBatchNormalization, True)
-equal(together, alone)
+    for mine, theirs in zip(one, other, strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=2e-5, rtol=1e-4)
+with hvd.MirroredStrategy().scope():
+    together = trained(hvd.SyncBatchNormalization)
+equal(together, trained(keras.layers.BatchNormalization))
 if backend == "tensorflow":
-    equal(normalized(keras.layers.BatchNormalization, True, synchronized=True), alone)
+    alone = trained(keras.layers.BatchNormalization, x=X, y=Y, batch_size=16)
+    for layer, options in ((hvd.SyncBatchNormalization, {}), (keras.layers.BatchNormalization, {"synchronized": True})):
+        equal(trained(layer, True, shares(8, X), shares(8, Y), 8, **options), alone)
+    raises(hvd.MismatchError, "sync_batch_norm", lambda: hvd.SyncBatchNormalization()(X[:8, :3 + rank], training=True))
 else:
     raises(ValueError, "TensorFlow backend", lambda: keras.layers.BatchNormalization(synchronized=True))
-strategy = hvd.MirroredStrategy()
-def in_scope(layer):
-    keras.utils.set_random_seed(1)
-    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(5), layer(), keras.layers.Dense(2)])
-    model.compile(keras.optimizers.SGD(0.05), "mse")
-    model.fit(X[:93], Y[:93], batch_size=10, shuffle=False, verbose=0)  # shares of 5 and 5, at the end of 2 and 1
-    return model
-with strategy.scope():
-    one = in_scope(hvd.SyncBatchNormalization)
-equal(one, in_scope(keras.layers.BatchNormalization))
 layer = hvd.SyncBatchNormalization(name="again")
 clone = hvd.SyncBatchNormalization.from_config(layer.get_config())
 assert clone.name == "again"
@@ -123,8 +116,6 @@ raises(ValueError, "not fused", lambda: hvd.SyncBatchNormalization(fused=True))
 own = hvd.add_process_set([1])  # ordinary normalization of its own batch, on the member and on the other rank
 lone = hvd.SyncBatchNormalization(process_set=own)(1000 + X[8 * rank:8 * rank + 8], training=True)
 assert abs(keras.ops.convert_to_numpy(lone).mean()) < 2e-3
-if backend == "tensorflow":
-    raises(hvd.MismatchError, "sync_batch_norm", lambda: hvd.SyncBatchNormalization()(X[:8, :3 + rank], training=True))
 """
 
 
