@@ -100,8 +100,11 @@ def equal(one, other):
     for mine, theirs in zip(one, other, strict=True):
         np.testing.assert_allclose(mine, theirs, atol=2e-5, rtol=1e-4)
 with hvd.MirroredStrategy().scope():
-    together = trained(hvd.SyncBatchNormalization)
-equal(together, trained(keras.layers.BatchNormalization))
+    together = [trained(hvd.SyncBatchNormalization)]
+    if backend == "tensorflow":
+        together.append(trained(keras.layers.BatchNormalization, synchronized=True))
+for each in together:
+    equal(each, trained(keras.layers.BatchNormalization))
 if backend == "tensorflow":
     alone = trained(keras.layers.BatchNormalization, x=X, y=Y, batch_size=16)
     for layer, options in ((hvd.SyncBatchNormalization, {}), (keras.layers.BatchNormalization, {"synchronized": True})):
