@@ -311,8 +311,7 @@ def _broadcast(array: Array, root_rank: int, name: str, process_set: ProcessSet)
 
 def _broadcast_all(arrays: Sequence[Any], root_rank: int, name: str, process_set: ProcessSet) -> list[Any]:
     runtime, number = api.runtime(), api.set_id(process_set)
-    is_root = runtime.world.rank == root_rank
-    outputs = [gpu.copied(array) if is_root else gpu.room(array) for array in arrays]
+    outputs = [gpu.copied(array) for array in arrays]
     handles = [runtime.broadcast(f"{name}.{index}", output, root_rank, process_set=number)
                for index, output in enumerate(outputs)]
     for handle in handles:
