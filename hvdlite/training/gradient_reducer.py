@@ -186,8 +186,7 @@ class GradientReducer(Generic[Parameter]):
         if self._phase is Phase.CLOSED and member.missing == self._number:
             self._missed = True  # another backward pass over other parameters, after a wait that was deferred
             return
-        if (self.is_under_way and member.given == self._number) or (
-                member.marked == self._generation and self._framework.is_marked(parameter, member.mark)):
+        if (self.is_under_way and member.given == self._number) or self._is_reduced(member):
             raise GradientOrderError(
                 f"'{member.name}' was computed more than backward_passes_per_step={self.passes} times before "
                 "optimizer.step() or zero_grad(): its gradient is already reduced, and adding to it would count the other "
@@ -296,6 +295,11 @@ class GradientReducer(Generic[Parameter]):
         if in_step and self._behind:
             self._check_unchanged()
 
+    def is_reduced(self, parameter: Parameter) -> bool:
+        """Return whether the parameter's gradient is one that was reduced in this step (and changed since, perhaps)."""
+        member = self._members.get(id(parameter))
+        return member is not None and self._is_reduced(member)
+
     def stepped(self) -> None:
         """The optimizer has used the gradients; accumulating onto them is the user's business again."""
         self._steps += 1
@@ -394,6 +398,9 @@ class GradientReducer(Generic[Parameter]):
         self._rounds += 1
         self._passes_done = 0
         self._touched = False
+
+    def _is_reduced(self, member: _Member[Parameter]) -> bool:
+        return member.marked == self._generation and self._framework.is_marked(member.parameter, member.mark)
 
     def _has_unreduced(self) -> bool:
         """Return whether a gradient that was computed in another way than by `backward()` has not been reduced."""
