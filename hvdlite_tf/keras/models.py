@@ -35,9 +35,9 @@ def load_model(filepath: Any, custom_optimizers: Any = None, custom_objects: dic
     steps = getattr(optimizer, "inner_optimizer", optimizer).gradient_accumulation_steps
     if steps and backward_passes_per_step is None:
         raise ValueError(
-            f"the optimizer of '{filepath}' accumulates {steps} backward passes, and a saved model does not say whether their "
-            "gradients were summed (hvdlite's default) or averaged. Give load_model what DistributedOptimizer was given: "
-            f"backward_passes_per_step={steps} for sums, with average_aggregated_gradients=True for averages; or "
+            f"the optimizer of '{filepath}' accumulates {steps} backward passes, and a saved model does not say whether "
+            "their gradients were summed (hvdlite's default) or averaged. Give load_model what DistributedOptimizer was "
+            f"given: backward_passes_per_step={steps} for sums, with average_aggregated_gradients=True for averages; or "
             "backward_passes_per_step=1 when it was the optimizer's own gradient_accumulation_steps, which averages")
     DistributedOptimizer(optimizer, compression=compression, backward_passes_per_step=backward_passes_per_step or 1,
                          average_aggregated_gradients=average_aggregated_gradients)
