@@ -168,7 +168,7 @@ class ArrayExchange(Exchange):
             slots: of all variables that the round is about.
             samples: of this rank, when ranks count by theirs.
         """
-        self._reducer.expect(slots)
+        self._reducer.expect(slots if samples is None else [*slots, self._count_slot])
         weight = 1.0 if samples is None else self._weight(samples)
         for slot, gradient in reversed(gradients.items()):  # the last layers' came first
             self._reducer.give(slot, _weighted(gradient, weight))
@@ -184,7 +184,6 @@ class ArrayExchange(Exchange):
             MismatchError: when another rank had a gradient for a variable that is not among these.
         """
         if weight is not None:
-            self._reducer.expect([self._count_slot])
             self._reducer.give(self._count_slot, np.array([weight], np.float32))
         reduced = self._reducer.finish()
         count = reduced.pop(self._count_slot, None)

@@ -357,13 +357,7 @@ class GradientReducer(Generic[Parameter]):
                 self._phase = Phase.FILLING
 
     def _begin(self) -> None:
-        self._admit()
-        self._missed = False
-        if self._joins != self._runtime.joins:
-            self._joins = self._runtime.joins
-            self._number = first_round(self._joins) - 1
-            self._steps = 0
-        self._number += 1
+        self._next_number()
         learned = self._runtime.layout(self._label, self._number)
         self.by_bucket = False
         if learned is None:
@@ -384,6 +378,15 @@ class GradientReducer(Generic[Parameter]):
             self._buckets = BucketRound(self._runtime, self._framework, self._seating, self._number, self._steps,
                                         closes=closes)
 
+    def _next_number(self) -> None:
+        self._admit()
+        self._missed = False
+        if self._joins != self._runtime.joins:
+            self._joins = self._runtime.joins
+            self._number = first_round(self._joins) - 1
+            self._steps = 0
+        self._number += 1
+
     def _close_round(self) -> None:
         """Hand over, or report as missing, whatever has not been handed over; nothing when the round is closed."""
         if self._phase is Phase.CLOSED:
@@ -394,6 +397,9 @@ class GradientReducer(Generic[Parameter]):
                 self._give(member, self._is_present(member))
         if self._alone or self._buckets is None:
             self._runtime.close_round(self._label, self._number, self._process_set)
+        self._closed()
+
+    def _closed(self) -> None:
         self._phase = Phase.CLOSED
         self._rounds += 1
         self._passes_done = 0
