@@ -14,7 +14,6 @@ A rank without any row computes a batch that does not count: its model is built,
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from hvdlite import api
 from hvdlite.training.objects import allgather_object
 from hvdlite.training.shares import part
 from hvdlite_tf.keras import shares
+from hvdlite_tf.keras.loading import Loading
 from hvdlite_tf.keras.scope import Mirrored
 
 
@@ -209,10 +209,10 @@ class _Rounds(keras.utils.PyDataset):
     """
 
     def __init__(self, dataset: Any, count: int, rank: int, size: int) -> None:
-        super().__init__(dataset.workers, dataset.use_multiprocessing, dataset.max_queue_size)
+        super().__init__()
         full = count // size * size
-        self._dataset, self._whole = dataset, range(rank, full, size)
-        self._rows = multiprocessing.RawArray("q", max(1, len(self._whole)))  # written by other processes, where they load
+        self._loading, self._whole = Loading(dataset), range(rank, full, size)
+        self._taken: dict[int, Taken] = {}
         self._left: list[tuple[Taken, Any]] = []
         for number in range(full, count):
             batch = dataset[number]
@@ -229,14 +229,16 @@ class _Rounds(keras.utils.PyDataset):
     def __getitem__(self, index: int) -> Any:
         if index >= len(self._whole):
             return self._left[index - len(self._whole)][1]
-        batch = self._dataset[self._whole[index]]
-        self._rows[index] = shares.rows_of(batch)
+        batch = self._loading.batch(index, self._whole)
+        self._taken[index] = Taken(self._whole[index], shares.rows_of(batch), True)
         return batch
+
+    def on_epoch_end(self) -> None:
+        self._loading.stop()
 
     def taken(self) -> list[Taken]:
         """Return what this rank has computed."""
-        return [*(Taken(number, rows, True) for number, rows in zip(self._whole, self._rows, strict=False)),
-                *(taken for taken, _ in self._left)]
+        return [*(self._taken[index] for index in sorted(self._taken)), *(taken for taken, _ in self._left)]
 
 
 @contextmanager

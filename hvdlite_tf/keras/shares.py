@@ -16,6 +16,7 @@ import numpy as np
 from hvdlite import api
 from hvdlite.core.errors import MismatchError
 from hvdlite.training.shares import share
+from hvdlite_tf.keras.loading import ENDLESS, Loading
 from hvdlite_tf.keras.order import check_shuffles, follow_rank_0, lineage
 from hvdlite_tf.keras.scope import Mirrored
 
@@ -147,18 +148,15 @@ class _ArrayShares(keras.utils.PyDataset):
 
 
 class _BatchShares(keras.utils.PyDataset):
-    """This rank's rows of every batch of another dataset.
-
-    Keras asks for batches one after the other, or has workers, which begin every epoch with the first batch.
-    """
+    """This rank's rows of every batch of another dataset. Keras asks for batches one after the other."""
 
     def __init__(self, dataset: Any, seed: Sequence[int] | None, rank: int, size: int) -> None:
-        super().__init__(dataset.workers, dataset.use_multiprocessing, dataset.max_queue_size)
+        super().__init__()
         self._dataset, self._rank, self._size = dataset, rank, size
+        self._loading = Loading(dataset)
         count = dataset.num_batches
         self._orders = None if seed is None or count is None else Order(count, seed)
-        self._order = np.arange(count or 0)
-        self._has_workers = dataset.workers > 1 or (dataset.workers > 0 and dataset.use_multiprocessing)
+        self._order: Sequence[int] = ENDLESS if count is None else range(count)
 
     @property
     def num_batches(self) -> int | None:
@@ -166,22 +164,18 @@ class _BatchShares(keras.utils.PyDataset):
         return batches
 
     def __getitem__(self, index: int) -> Any:
-        if index == 0 and not self._has_workers:
-            self._shuffle()
-        batch = self._dataset[int(self._order[index]) if self._orders is not None else index]
+        if index == 0 and self._orders is not None:
+            self._order = self._orders.drawn()
+            self._loading.stop()
+        batch = self._loading.batch(index, self._order)
         return rows_taken(batch, share(rows_of(batch), self._rank, self._size))
 
     def on_epoch_begin(self) -> None:
         begin_epoch(self._dataset)
 
     def on_epoch_end(self) -> None:
+        self._loading.stop()
         end_epoch(self._dataset)
-        if self._has_workers:
-            self._shuffle()
-
-    def _shuffle(self) -> None:
-        if self._orders is not None:
-            self._order = self._orders.drawn()
 
 
 def begin_epoch(dataset: Any) -> None:

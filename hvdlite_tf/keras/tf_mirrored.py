@@ -19,7 +19,7 @@ from tensorflow.python.distribute.one_device_strategy import OneDeviceExtended
 from hvdlite import api
 from hvdlite.core.errors import MismatchError
 from hvdlite.core.types import ReduceOp
-from hvdlite.training.objects import allgather_object, broadcast_object
+from hvdlite.training.objects import allgather_object
 from hvdlite.training.strategies import reduction
 from hvdlite_tf import ops
 from hvdlite_tf.functions import broadcast_variables
@@ -55,11 +55,9 @@ class MirroredStrategy(scope.Mirrored, tf.distribute.Strategy):  # type: ignore[
         device = gpus[api.local_rank() % len(gpus)].name if gpus else "/device:CPU:0"
         tf.distribute.Strategy.__init__(self, _Extended(self, device))
         from tensorflow.python.eager import context
-        own = context.global_seed()
-        seed = broadcast_object(api.runtime(), self._seed if own is None else own, 0,
-                                api.runtime().unnamed("tf", "global_seed"))
-        if seed != own:
-            tf.random.set_seed(seed)
+        seeds = allgather_object(api.runtime(), context.global_seed(), api.runtime().unnamed("tf", "global_seed"))
+        if seeds[0] is None or seeds != seeds[:1] * len(seeds):  # setting it begins the sequence of operations' seeds anew
+            tf.random.set_seed(self._seed if seeds[0] is None else seeds[0])
 
     @contextmanager
     def _entered(self) -> Iterator[MirroredStrategy]:

@@ -81,3 +81,151 @@ for kind in kinds:  # 100: the last batch has one sample; 101: there is one batc
         same(one, other)
         same_history(*histories)
 """, KERAS_BACKEND=backend)
+
+
+@pytest.mark.parametrize("backend", ["tensorflow", "torch", "jax"])
+def test_every_sample_is_seen_once_with_seeds_that_depend_on_the_rank(backend: str) -> None:
+    run(2, DATA + """
+still = mirrored(lambda: keras.optimizers.SGD(0.0), run_eagerly=True)
+still.set_weights(hvd.broadcast_object(still.get_weights()))
+def sees_everything(data, epochs=3, **options):
+    expected = still.evaluate(X, Y, verbose=0)[0]
+    losses = still.fit(*data, epochs=epochs, verbose=0, **options).history["loss"]
+    np.testing.assert_allclose(losses, expected, rtol=1e-4)
+keras.utils.set_random_seed(1 + rank)
+sees_everything((X, Y), batch_size=30)
+sees_everything((X, Y), batch_size=30, steps_per_epoch=4)
+sees_everything((Batches(3, 35, shuffles=True),), epochs=3)
+sees_everything((Batches(3, 35, shuffles=True, workers=2, use_multiprocessing=True),))
+sees_everything((Batches(3, 35, shuffles=True, workers=2),))
+orders = []
+for _ in range(2):
+    keras.utils.set_random_seed(5)
+    still.fit(Batches(3, 35, shuffles=True), verbose=0)
+    orders.append(random.random())
+assert orders[0] == orders[1]  # a seed makes it all the same again
+rank_states = hvd.allgather_object((random.getstate(), np.random.get_state()[1].tolist()))
+assert rank_states[0] == rank_states[1]
+if backend == "torch":
+    torch.seed()
+    data = TensorDataset(torch.tensor(X), torch.tensor(Y))
+    sees_everything((DataLoader(data, 30, shuffle=True),))
+    sees_everything((DataLoader(data, 35, shuffle=True, num_workers=1),), epochs=2)
+    shuffled = DataLoader(data, 30, shuffle=True)
+    np.testing.assert_allclose(still.evaluate(shuffled, verbose=0), still.evaluate(X, Y, verbose=0), rtol=1e-4)
+    assert still.predict(shuffled, verbose=0).shape == (101, 2)
+    other_data = DataLoader(TensorDataset(torch.tensor(X[rank:]), torch.tensor(Y[rank:])), 20)
+    raises(ValueError, "different DataLoaders", lambda: still.fit(other_data, verbose=0))
+if backend == "tensorflow":
+    keras.utils.set_random_seed(1 + rank)
+    pairs = tf.data.Dataset.from_tensor_slices((X, Y))
+    unlike = pairs.shuffle(101).batch(30)
+    for use in (lambda: still.fit(unlike, verbose=0), lambda: still.evaluate(unlike, verbose=0),
+                lambda: strategy.experimental_distribute_dataset(unlike),
+                lambda: still.fit(X, Y, validation_data=unlike.map(lambda x, y: (x, y)), verbose=0)):
+        raises(hvd.MismatchError, "shuffles with the seeds", use)
+    again = hvd.MirroredStrategy()  # takes over rank 0's seed
+    sees_everything((pairs.shuffle(101).batch(30),))
+    sees_everything((pairs.shuffle(101, seed=3).batch(30).prefetch(2),))
+""", KERAS_BACKEND=backend)
+
+
+def test_datasets_that_are_distributed_already() -> None:
+    run(2, DATA + """
+whole = lambda: tf.data.Dataset.from_tensor_slices((X, Y)).batch(10)
+alike()
+distributed = strategy.experimental_distribute_dataset(whole())
+held_out = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices((X, Y)).batch(100))
+same_history(*(model.fit(data, epochs=2, validation_data=validation, verbose=0, validation_steps=2)
+               for model, data, validation in ((one, distributed, held_out), (other, whole(), (X, Y)))), tolerance=0.05)
+same(one, other)
+for steps in (None, 2):
+    for method in ("evaluate", "predict"):
+        results = [getattr(model, method)(data, steps=steps, verbose=0) for model, data in ((one, distributed), (other, whole()))]
+        np.testing.assert_allclose(*results, rtol=1e-4, atol=1e-5)
+
+# Each rank's own part: rank r has every other sample, so that two ranks' batches make a global one.
+def interleaved(context):
+    part = tf.data.Dataset.from_tensor_slices((X[:96], Y[:96])).shard(context.num_input_pipelines, context.input_pipeline_id)
+    return part.batch(context.get_per_replica_batch_size(16))
+order = np.arange(96).reshape(-1, 8, 2).transpose(0, 2, 1).reshape(-1)
+alike()
+parts = strategy.distribute_datasets_from_function(interleaved)
+for model, data in ((one, (parts.prefetch(1),)), (other, (X[order], Y[order]))):
+    model.fit(*data, batch_size=None if model is one else 16, epochs=2, shuffle=False, verbose=0, steps_per_epoch=3)
+same(one, other)
+np.testing.assert_allclose(one.evaluate(parts, verbose=0), other.evaluate(X[:96], Y[:96], verbose=0), rtol=1e-4)
+np.testing.assert_allclose(one.predict(parts, verbose=0), other.predict(X[order], verbose=0), atol=1e-5)
+
+# Parts of different lengths: every epoch ends on all ranks after the shorter one.
+uneven = strategy.distribute_datasets_from_function(
+    lambda context: tf.data.Dataset.from_tensor_slices((X, Y)).batch(8).take(5 - 2 * context.input_pipeline_id))
+before = int(one.optimizer.iterations.numpy())
+assert len(one.fit(uneven, epochs=2, verbose=0).history["loss"]) == 2
+assert int(one.optimizer.iterations.numpy()) == before + 6
+""")
+
+
+@pytest.mark.parametrize("backend", ["tensorflow", "torch", "jax"])
+def test_ranks_stop_together(backend: str) -> None:
+    run(2, DATA + """
+class Deciding(keras.callbacks.Callback):
+    def __init__(self, hook, at):
+        super().__init__()
+        self.at, self.ended = at, []
+        setattr(self, hook, self.decide)
+    def decide(self, number, logs=None):
+        if number == self.at and rank == 1:
+            self.model.stop_training = True
+class Counting(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen.append(batch)
+    def on_epoch_end(self, epoch, logs=None):
+        self.seen.append("end")
+for hook, at, expected in (("on_train_batch_end", 2, [0, 1, 2, "end"]), ("on_train_batch_begin", 1, [0, 1, "end"]),
+                           ("on_epoch_begin", 1, [*range(5), "end", 0, "end"]), ("on_epoch_end", 0, [*range(5), "end"])):
+    counting = Counting()
+    one.fit(X[:50], Y[:50], batch_size=10, epochs=3, verbose=0, callbacks=[counting, Deciding(hook, at)])
+    assert counting.seen == expected, (hook, counting.seen)
+for callbacks in ([Deciding("on_train_batch_end", 1)] if rank == 1 else [],):  # one rank alone has it
+    before = int(keras.ops.convert_to_numpy(one.optimizer.iterations))
+    one.fit(X[:50], Y[:50], batch_size=10, epochs=3, verbose=0, callbacks=callbacks)
+    assert int(keras.ops.convert_to_numpy(one.optimizer.iterations)) == before + 2
+
+# A loss that only rank 0 sees; logs of a custom step, which differ between ranks.
+broken = Y.copy()
+broken[12] = np.nan
+alike()
+for model in (one, other):
+    counting = Counting()
+    weights = model.get_weights()
+    model.fit(X[:50], broken[:50], batch_size=10, epochs=3, shuffle=False, verbose=0,
+              callbacks=[counting, keras.callbacks.TerminateOnNaN()])
+    model.set_weights(weights)
+    assert counting.seen == [0, 1, "end"], counting.seen
+if backend != "jax":  # whose custom steps return metrics
+    class Custom(keras.Model):
+        def train_step(self, data):
+            x, y = data
+            super().train_step(data)
+            return {"own": keras.ops.mean(keras.ops.abs(self(x) - y))}
+    def custom(make):
+        keras.utils.set_random_seed(1)
+        inputs = keras.Input((6,))
+        model = Custom(inputs, keras.layers.Dense(2)(inputs))
+        model.compile(make(), "mse", run_eagerly=True)
+        return model
+    with strategy.scope():
+        mine = custom(lambda: keras.optimizers.SGD(0.05))
+    histories = [model.fit(X[:100], Y[:100], batch_size=10, epochs=8, shuffle=False, verbose=0, callbacks=[
+        keras.callbacks.EarlyStopping("own", patience=0, min_delta=0.1, mode="min")]).history
+        for model in (mine, custom(lambda: keras.optimizers.SGD(0.05)))]
+    np.testing.assert_allclose(histories[0]["own"], histories[1]["own"], rtol=1e-4)
+    assert len(histories[0]["own"]) < 8
+
+from hvdlite_tf.keras.mirrored_model import WRITERS
+assert keras.callbacks.OrbaxCheckpoint in WRITERS
+""", KERAS_BACKEND=backend)
