@@ -19,6 +19,7 @@ from hvdlite.training.objects import broadcast_object
 from hvdlite.training.scopes import Scopes
 from hvdlite.training.strategies import Launching
 from hvdlite_tf.keras.optimizer import distribute_when_used, is_distributed
+from hvdlite_tf.keras.order import follow_rank_0
 
 
 class Mirrored(Launching):
@@ -49,16 +50,12 @@ class Mirrored(Launching):
         self.has_local_input = False
         self._seed = int(broadcast_object(runtime, int(np.random.default_rng().integers(1 << 30)), 0,
                                           runtime.unnamed(adapter, "strategy_seed")))
+        follow_rank_0()
 
     @property
     def num_replicas_in_sync(self) -> int:
         """How many ranks there are."""
         return self._size
-
-    def next_seed(self) -> int:
-        """Return a number that is the same on all ranks, and another one in each call."""
-        self._seed += 1
-        return self._seed
 
 
 def current() -> Mirrored | None:
