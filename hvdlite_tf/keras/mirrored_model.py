@@ -243,14 +243,6 @@ class _Beginning(BroadcastGlobalVariablesCallback):
         with self._strategy.scope():
             super().on_train_batch_begin(batch, logs)
 
-    def _broadcast(self) -> None:
-        super()._broadcast()
-        for variable in self.model.variables:
-            if variable.path.endswith("seed_generator_state"):
-                state = np.array(keras.ops.convert_to_numpy(variable.value))
-                state.flat[0] += self._strategy.rank
-                variable.assign(state)
-
 
 def _standing_in(original: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
