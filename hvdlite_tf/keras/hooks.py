@@ -1,9 +1,10 @@
-"""Two places where Keras must know that an optimizer is distributed; changed once, when this package is imported.
+"""Three places where Keras must know of hvdlite; changed once, when this package is imported.
 
 - `Trainer.compile`: TensorFlow's XLA cannot call Python, so with a distributed optimizer "auto" means no. In the scope of a
   `MirroredStrategy`, what is compiled becomes the strategy's.
 - `LossScaleOptimizer.check_finite`: an overflow on one rank skips the step on all of them, or gradients of different steps
   would be paired.
+- The reduction of losses; see `step.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import keras
 
-from hvdlite_tf.keras import scope
+from hvdlite_tf.keras import scope, step
 from hvdlite_tf.keras.exchange import everywhere
 from hvdlite_tf.keras.mirrored_model import adopt_model
 from hvdlite_tf.keras.optimizer import is_distributed
@@ -32,6 +33,7 @@ def install() -> None:
     scaler = keras.optimizers.LossScaleOptimizer
     if not hasattr(scaler.check_finite, _MARK):
         scaler.check_finite = _checking(scaler.check_finite)
+    step.install()
 
 
 def _compiling(original: Any) -> Any:
