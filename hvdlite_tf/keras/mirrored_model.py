@@ -78,7 +78,7 @@ class MirroredModel:
             local["validation_data"], local["validation_batch_size"] = self._applied(
                 held_out, given["validation_batch_size"] or batch)
         self._adopt_optimizers()
-        self._fitting = self.is_trained = True
+        self._fitting = True
         try:
             with _local_input(self._strategy), self._strategy.replicas.held():
                 return self.original["fit"](**{**given, **local, "callbacks": self._callbacks(given["callbacks"]),
@@ -129,12 +129,12 @@ class MirroredModel:
 
     def train_step(self, *arguments: Any, **named: Any) -> Any:
         """Like the model's; inside Keras sees one replica, and this rank counts by its samples."""
-        with step.one_replica(_samples(arguments, named)):
+        with step.one_replica(_data_of(arguments, named)):
             return self.original["train_step"](*arguments, **named)
 
     def test_step(self, *arguments: Any, **named: Any) -> Any:
-        """Like the model's; inside Keras sees one replica. Losses are of this rank's batch, unless that is a share of one."""
-        with step.one_replica(_samples(arguments, named) if self._applying_shares else None):
+        """Like the model's; inside Keras sees one replica. Losses are of this rank's batch, which may be a share of one."""
+        with step.one_replica(_data_of(arguments, named), self._applying_shares):
             return self.original["test_step"](*arguments, **named)
 
     def make_train_function(self, *arguments: Any, **named: Any) -> Any:
@@ -205,8 +205,10 @@ class MirroredModel:
         if own is not None and not own.built:
             with self._strategy.scope():
                 own.build(model.trainable_variables)
-        optimizers = [variable for optimizer in optimizers_of(model) for variable in optimizer.variables]
-        self._strategy.replicas.mirror([*model.variables, *optimizers])
+        state = [variable for optimizer in optimizers_of(model) for variable in optimizer.variables]
+        if self.is_trained:  # what has been accumulated since the last update is every rank's own
+            state = [variable for variable in state if "gradient_accumulator" not in variable.path]
+        self._strategy.replicas.mirror([*model.variables, *state])
         self.is_trained = True
 
     def _mirror_applied(self) -> None:
@@ -215,7 +217,7 @@ class MirroredModel:
             self._preparing.close()
 
     def _mirror_if_different(self, variables: Sequence[Any]) -> None:
-        """Give variables rank 0's values, if some rank has others: weights were set there only, or moving averages differ."""
+        """Give variables rank 0's values if ranks differ: weights were set on one only, or moving averages are their own."""
         if not self._strategy.replicas.are_equal(variables):
             self._strategy.replicas.mirror(variables)
 
@@ -304,10 +306,9 @@ def _standing_in(original: Callable[..., Any], method: Callable[..., Any]) -> Ca
     return wrapped
 
 
-def _samples(arguments: Sequence[Any], named: dict[str, Any]) -> Any:
-    """Return how many samples a step's data has; with JAX it comes after the state."""
-    data = named.get("data", arguments[-1] if arguments else None)
-    return keras.ops.shape(next(leaf for leaf in keras.tree.flatten(data) if leaf is not None))[0]
+def _data_of(arguments: Sequence[Any], named: dict[str, Any]) -> Any:
+    """Return the data of a step; with JAX it comes after the state."""
+    return named.get("data", arguments[-1] if arguments else None)
 
 
 @contextmanager

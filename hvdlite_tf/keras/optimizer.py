@@ -153,28 +153,22 @@ def is_distributed(optimizer: Any) -> bool:
     return issubclass(type(optimizer), _Distributed)
 
 
-def distribute_when_used(optimizer: Any, op: Callable[[], ReduceOp]) -> None:
+def distribute_when_used(optimizer: Any, op: ReduceOp) -> None:
     """Make a Keras optimizer a distributed one whose names follow the order in which optimizers are first used.
 
     Loading a model makes more optimizers than it keeps, maybe on one rank only.
-
-    Args:
-        op: returns Average or Sum, each time that gradients are reduced.
     """
     _wrap(optimizer, {"op": op}, True, 1, when_used=True)
 
 
 def _wrap(optimizer: Any, arguments: dict[str, Any], scales_local: bool, summed: int, when_used: bool = False) -> Any:
-    made: dict[ReduceOp, Exchange] = {}
+    # Else made now: names follow the order in which optimizers are made.
+    made: list[Exchange] = [] if when_used else [make_exchange(**arguments)]
 
     def exchange() -> Exchange:
-        op = arguments["op"]
-        op = ReduceOp(op() if callable(op) else op)
-        if op not in made or not made[op].is_current:
-            made[op] = make_exchange(**{**arguments, "op": op})
-        return made[op]
-    if not when_used:  # names follow the order in which optimizers are made
-        exchange()
+        if not made or not made[0].is_current:
+            made[:] = [make_exchange(**arguments)]
+        return made[0]
     base = type(optimizer)
     subclass = type(base.__name__, (_Distributed, base), {"__module__": base.__module__})
     for field, value in (("_hvdlite_exchange", exchange), ("_hvdlite_local", frozenset()), ("_hvdlite_base", base),

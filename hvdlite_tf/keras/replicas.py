@@ -1,8 +1,8 @@
 """Every variable of a `MirroredStrategy` has rank 0's value before it is used.
 
 When a variable gets it:
-- Made inside the scope: when the scope is left. Ranks may make different ones there (one rank loads a model, the others build
-  it); then `fit` and its kin, which know the model, give rank 0's values.
+- Made inside the scope: when the scope is left. Ranks may make different ones there (one rank loads a model, the others
+  build it); then `fit` and its kin, which know the model, give rank 0's values.
 - Made inside `strategy.run`, or by a layer of the scope that is built later: at once. All ranks are in step there.
 - Made by `fit`, `evaluate` and their kin: with all of the model's variables, before the first step.
 
@@ -212,8 +212,8 @@ def _check_same(everywhere: Sequence[Sequence[tuple[str, Any, str]]]) -> None:
         differing: tuple[Any, Any] = next(
             ((one, other) for one, other in zip(first, theirs, strict=False) if one[1:] != other[1:]),
             (f"{len(first)} variables", f"{len(theirs)} variables"))
-        raise MismatchError(f"the scope's variables differ: rank 0 made {differing[0]}, rank {rank} {differing[1]}; all ranks "
-                            "must make (and build) the same ones in the same order")
+        raise MismatchError(f"the scope's variables differ: rank 0 made {differing[0]}, rank {rank} {differing[1]}; all "
+                            "ranks must make (and build) the same ones in the same order")
 
 
 def _eagerly() -> AbstractContextManager[Any]:
@@ -224,7 +224,8 @@ def _eagerly() -> AbstractContextManager[Any]:
 
 
 def _array(variable: Any) -> Array:
-    return np.asarray(keras.ops.convert_to_numpy(getattr(variable, "_value", variable)))  # in its own dtype, without autocast
+    value = getattr(variable, "_value", variable)  # in its own dtype: `value` is cast where Keras casts automatically
+    return np.asarray(keras.ops.convert_to_numpy(value))
 
 
 def _assign(variable: Any, array: Array) -> None:

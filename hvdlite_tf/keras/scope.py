@@ -15,6 +15,7 @@ import keras
 import numpy as np
 
 from hvdlite import api
+from hvdlite.core.types import ReduceOp
 from hvdlite.training.objects import broadcast_object
 from hvdlite.training.scopes import Scopes
 from hvdlite.training.strategies import Launching
@@ -106,8 +107,8 @@ def adopt_optimizer(strategy: Mirrored, optimizer: Any) -> None:
     if is_distributed(inner):
         if "_hvdlite_strategy" not in vars(inner):
             raise ValueError(f"this {type(inner).__name__} was wrapped by DistributedOptimizer before it came into a "
-                             "MirroredStrategy's scope, which distributes optimizers itself: leave out DistributedOptimizer, or "
-                             "the scope")
+                             "MirroredStrategy's scope, which distributes optimizers itself: leave out "
+                             "DistributedOptimizer, or the scope")
         object.__setattr__(inner, "_hvdlite_strategy", strategy)
         return
     if strategy.scales_learning_rate:
@@ -116,7 +117,7 @@ def adopt_optimizer(strategy: Mirrored, optimizer: Any) -> None:
             raise ValueError("scale_learning_rate=True multiplies a number; multiply the values of a "
                              f"{type(rate).__name__} by strategy.num_replicas_in_sync yourself")
         inner.learning_rate = float(keras.ops.convert_to_numpy(rate)) * strategy.num_replicas_in_sync
-    distribute_when_used(inner, step.gradient_op)
+    distribute_when_used(inner, ReduceOp.AVERAGE)
     object.__setattr__(inner, "_hvdlite_strategy", strategy)
     object.__setattr__(inner, "apply", _applying(inner))
     if keras.backend.backend() == "tensorflow":
@@ -135,8 +136,7 @@ def _applying(optimizer: Any) -> Callable[..., Any]:
     @functools.wraps(original)
     def apply(grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         optimizer._hvdlite_strategy.check_applies()
-        if optimizer.gradient_accumulation_steps:  # ranks' sums count alike, so parts of them are weighted here
-            grads = step.weighted(grads)
+        grads = step.prepared(grads, bool(optimizer.gradient_accumulation_steps))
         return original(grads, trainable_variables)
     return apply
 

@@ -1,7 +1,7 @@
 """What a training step's losses and gradients are, which decides how ranks' gradients are put together.
 
-- Inside `train_step` of a model of the scope Keras sees one replica. This rank's loss is a mean over its share, and gradients
-  are averaged, weighted by samples. The same holds in loops that `strategy.run` knows nothing of.
+- Inside `train_step` of a model of the scope Keras sees one replica. This rank's loss is a mean over its share, and
+  gradients are averaged, weighted by samples. The same holds in loops that `strategy.run` knows nothing of.
 - Inside `strategy.run` on TensorFlow the contract of `tf.distribute` holds: losses are parts of the global batch's loss, and
   gradients are summed.
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -25,7 +25,6 @@ import numpy as np
 
 from hvdlite import api
 from hvdlite.core.array import Array
-from hvdlite.core.types import ReduceOp
 from hvdlite.training.exchange import counting
 from hvdlite_tf.keras.exchange import call
 
@@ -36,28 +35,20 @@ class Step:
     """One step of a model on this rank.
 
     Args:
-        samples: of this rank's share of the global batch, a number or a scalar tensor; None when the batch is this rank's
-            alone, as when a model is only applied.
+        data: what Keras gave the step, a structure of tensors.
+        is_share: whether that is this rank's share of a global batch, as in training; else losses stay what they are.
     """
 
-    def __init__(self, samples: Any = None) -> None:
-        self.samples = samples
+    def __init__(self, data: Any, is_share: bool) -> None:
+        self._leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
+        self.is_share = is_share and api.size() > 1
         self._ordinals = itertools.count()
+        self._corrections: list[Any] = []  # the last one
 
-    def totals(self, *amounts: Any) -> list[Any]:
-        """Return sums over all ranks of scalars, as float32 tensors.
-
-        All ranks call this in the same order within a step.
-        """
-        name = f"keras.step.{next(self._ordinals)}"
-
-        def reduce(arrays: Sequence[Array]) -> list[Array]:
-            result = np.empty_like(arrays[0])
-            api.runtime().allreduce(name, arrays[0], result, ReduceOp.SUM).wait()
-            return [result]
-        own = keras.ops.stack([keras.ops.cast(amount, "float32") for amount in amounts])
-        (summed,) = call(reduce, [keras.ops.stop_gradient(own)])
-        return [summed[index] for index in range(len(amounts))]
+    @property
+    def samples(self) -> Any:
+        """This rank's samples: a number, or a scalar tensor."""
+        return keras.ops.shape(self._leaves[0])[0]
 
     def correction(self, divisor: Any | None) -> Any:
         """Return by what to multiply a loss, so that the average over samples is the loss of the global batch.
@@ -66,11 +57,54 @@ class Step:
             divisor: what the sum of this rank's losses was divided by; None for nothing.
         """
         if divisor is None:
-            (samples,) = self.totals(self.samples)
-            return samples / keras.ops.cast(self.samples, "float32")
-        samples, divisors = self.totals(self.samples, divisor)
+            return self._samples_everywhere() / keras.ops.cast(self.samples, "float32")
+        samples, divisors = self._corrected(lambda own: own.sum(0), self.samples, divisor)
         own = keras.ops.stop_gradient(keras.ops.cast(divisor, "float32"))
         return keras.ops.divide_no_nan(own * samples, keras.ops.cast(self.samples, "float32") * divisors)
+
+    def share_of_sum(self, gradients: Sequence[Any]) -> Any:
+        """Return what this rank's gradients count in a plain average of all ranks'; 1 if all have equally many samples."""
+        samples, _ = self._together(lambda own: own.sum(0), self.samples, 0.0,
+                                    after=[gradient for gradient in gradients if gradient is not None])
+        return keras.ops.cast(self.samples, "float32") * api.size() / samples
+
+    def _samples_everywhere(self) -> Any:
+        """Return how many samples the global batch has. One with fewer samples than ranks is computed by all of them."""
+        size = api.size()
+
+        def counted(own: Array) -> Array:
+            is_copied = own[0, 0] < size and (np.abs(own - own[0]) <= 1e-6 * np.abs(own[0])).all()
+            return own[0] if is_copied else own.sum(0)
+        prints = [keras.ops.sum(_numbers(leaf) * keras.ops.cos(keras.ops.arange(keras.ops.size(leaf), dtype="float32")))
+                  for leaf in self._leaves if keras.backend.standardize_dtype(leaf.dtype) != "string"]
+        return self._corrected(counted, self.samples, sum(prints))[0]
+
+    def _corrected(self, function: Callable[[Array], Array], *amounts: Any) -> list[Any]:
+        results = self._together(function, *amounts, after=self._corrections)
+        self._corrections = results[:1]
+        return results
+
+    def _together(self, function: Callable[[Array], Array], *amounts: Any, after: Sequence[Any]) -> list[Any]:
+        """Return what a function makes of all ranks' scalars, a row each; all ranks call this in the same order in a step.
+
+        Args:
+            after: tensors that come before: JAX calls Python in any order that leaves its arguments there.
+        """
+        name = f"keras.step.{next(self._ordinals)}"
+
+        def exchange(arrays: Sequence[Array]) -> list[Array]:
+            rows = api.runtime().allgather(name, arrays[0].reshape(1, -1)).wait()
+            return [np.ascontiguousarray(function(rows).astype(arrays[0].dtype))]
+        own = keras.ops.stack([keras.ops.cast(amount, "float32") for amount in amounts])
+        if keras.backend.backend() == "jax":
+            for each in after:
+                own = own + 0.0 * keras.ops.cast(keras.ops.isnan(keras.ops.reshape(each, (-1,))[0]), "float32")
+        (result,) = call(exchange, [keras.ops.stop_gradient(own)])
+        return [result[index] for index in range(len(amounts))]
+
+
+def _numbers(tensor: Any) -> Any:
+    return keras.ops.reshape(keras.ops.cast(tensor, "float32"), (-1,))
 
 
 _current: ContextVar[Step | None] = ContextVar("hvdlite_step", default=None)
@@ -83,11 +117,12 @@ def current() -> Step | None:
 
 
 @contextmanager
-def one_replica(samples: Any = None) -> Iterator[None]:
+def one_replica(data: Any, is_share: bool = True) -> Iterator[None]:
     """Be in a step; see `Step`."""
-    token = _current.set(Step(samples))
+    step = Step(data, is_share)
+    token = _current.set(step)
     try:
-        with counting(samples):
+        with counting(step.samples if is_share else None):
             yield
     finally:
         _current.reset(token)
@@ -103,18 +138,21 @@ def summing() -> Iterator[None]:
         _sums.reset(token)
 
 
-def gradient_op() -> ReduceOp:
-    """Return how gradients are reduced that are applied now."""
-    return ReduceOp.SUM if _sums.get() and _current.get() is None else ReduceOp.AVERAGE
+def prepared(gradients: Sequence[Any], accumulates: bool) -> list[Any]:
+    """Return this rank's gradients such that their average over ranks, as `Exchange` makes it, is what is to be applied.
 
-
-def weighted(gradients: Sequence[Any]) -> list[Any]:
-    """Return gradients such that their plain average over ranks is the one over samples."""
-    step = _current.get()
-    if step is None or step.samples is None or api.size() == 1:
+    Args:
+        accumulates: whether the optimizer adds up gradients before they are reduced; then all ranks' count alike, and
+            samples are weighed here.
+    """
+    step, size = _current.get(), api.size()
+    if size == 1:
         return list(gradients)
-    (samples,) = step.totals(step.samples)
-    factor = keras.ops.cast(step.samples, "float32") * api.size() / samples
+    if step is None:
+        return [_times(gradient, size) for gradient in gradients] if _sums.get() else list(gradients)
+    if not accumulates or not step.is_share:
+        return list(gradients)
+    factor = step.share_of_sum(gradients)
     return [_times(gradient, factor) for gradient in gradients]
 
 
@@ -141,7 +179,7 @@ def _correcting(original: Any, apply_mask: Any) -> Any:
     def reduce_weighted_values(*arguments: Any, **named: Any) -> Any:
         reduced = original(*arguments, **named)
         step = _current.get()
-        if step is None or step.samples is None or api.size() == 1:
+        if step is None or not step.is_share:
             return reduced
         bound = signature.bind(*arguments, **named)
         bound.apply_defaults()
@@ -154,8 +192,8 @@ def _correcting(original: Any, apply_mask: Any) -> Any:
             divisor = None
         elif reduction == "mean_with_sample_weight" and weights is not None:
             weights = keras.ops.cast(weights, "float32")
-            divisor = keras.ops.sum(weights if mask is None else apply_mask(
-                weights, keras.ops.convert_to_tensor(mask), dtype="float32", reduction=reduction))
+            divisor = keras.ops.sum(weights if mask is None else apply_mask(  # which multiplies in place
+                weights * 1.0, keras.ops.convert_to_tensor(mask), dtype="float32", reduction=reduction))
         elif mask is not None:
             divisor = keras.ops.sum(keras.ops.cast(mask, "float32"))
         else:

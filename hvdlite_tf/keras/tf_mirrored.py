@@ -32,9 +32,10 @@ class MirroredStrategy(scope.Mirrored, tf.distribute.Strategy):  # type: ignore[
 
     Optimizers made or compiled in the scope reduce gradients. In `fit` and `train_on_batch` Keras sees one replica, and
     gradients are averaged by samples; in `run` gradients are summed, and losses are to be divided by the global batch
-    (`tf.nn.compute_average_loss`); in loops outside of both they are averaged. Variables start as rank 0's. Metrics are summed over ranks when they are read outside of `run`, which
-    all ranks must do. BatchNormalization normalises each rank's share by itself, and its moving averages stay each rank's
-    own, of which rank 0's are saved; `hvd.SyncBatchNormalization` normalises the global batch.
+    (`tf.nn.compute_average_loss`); in loops outside of both they are averaged. Variables start as rank 0's. Metrics are
+    summed over ranks when they are read outside of `run`, which all ranks must do. BatchNormalization normalises each rank's
+    share by itself, and its moving averages stay each rank's own, of which rank 0's are saved; `hvd.SyncBatchNormalization`
+    normalises the global batch.
 
     Random operations of TensorFlow get a seed that all ranks share, unless the script has set one, so that datasets
     shuffle alike; make datasets after the strategy.
@@ -65,7 +66,7 @@ class MirroredStrategy(scope.Mirrored, tf.distribute.Strategy):  # type: ignore[
         return self._entered()
 
     def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
-        """Return what `fn` returns on this rank. All variables of the scope have rank 0's values, also those that it makes."""
+        """Return what `fn` returns on this rank. Variables have rank 0's values, also those that it makes."""
         self.replicas.settle(must_match=True)
         with nullcontext() if self.replicas.is_held else scope.making(self), step.summing():
             return super().run(fn, args, kwargs, options)
@@ -81,9 +82,9 @@ class MirroredStrategy(scope.Mirrored, tf.distribute.Strategy):  # type: ignore[
             RuntimeError: in the scope but outside of `run`, where Keras divides losses by the number of replicas.
         """
         if self._size > 1 and tf.distribute.get_strategy() is self and tf.distribute.in_cross_replica_context():
-            raise RuntimeError("gradients are applied inside strategy.scope() but outside of strategy.run(), where losses and "
-                               "gradients have no defined scale: call the training step with strategy.run(step, args=...), or "
-                               "outside of the scope")
+            raise RuntimeError("gradients are applied inside strategy.scope() but outside of strategy.run(), where Keras' "
+                               "losses are divided by the number of replicas: call the training step with "
+                               "strategy.run(step, args=...), or outside of the scope")
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
         """Return the sum or mean of a value over all ranks, and over a dimension of it where `axis` says so."""
@@ -220,7 +221,7 @@ class _Extended(OneDeviceExtended):  # type: ignore[misc]
 
 
 def own_device(local_rank: int) -> str:
-    """Return the device that a rank computes on; make it the only GPU that TensorFlow takes memory of, if that is still open."""
+    """Return the device that a rank computes on. Of several GPUs TensorFlow takes memory of this one only, if it can."""
     visible = tf.config.get_visible_devices("GPU")
     if len(visible) > 1:
         try:
