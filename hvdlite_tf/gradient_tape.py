@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,6 +38,7 @@ class _Tape:
         """Leave the gradients of a variable to this rank."""
         self._local.add(id(source))
 
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def gradient(self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False,
                  **options: Any) -> Any:
         """Like the tape's, reduced over all ranks.
@@ -50,12 +50,16 @@ class _Tape:
         del use_generic_names
         gradients = self._tape.gradient(target, sources, output_gradients, **options)
         flat, flat_sources = tf.nest.flatten(gradients, expand_composites=False), tf.nest.flatten(sources)
-        shared = [index for index, source in enumerate(flat_sources) if id(source) not in self._local]
+        first: dict[int, int] = {}  # where a source comes first
+        for index, source in enumerate(flat_sources):
+            first.setdefault(id(source), index)
+        shared = [index for index in first.values() if id(flat_sources[index]) not in self._local]
         shared_sources = [flat_sources[index] for index in shared]
         exchange = _exchange_of(shared_sources, self._arguments)
         reduced = exchange.reduce([flat[index] for index in shared], shared_sources)
         for index, gradient in zip(shared, reduced, strict=True):
             flat[index] = gradient
+        flat = [flat[first[id(source)]] for source in flat_sources]
         if self._scales_local and exchange.is_shared:
             for index, source in enumerate(flat_sources):
                 if id(source) in self._local and flat[index] is not None:
@@ -64,18 +68,17 @@ class _Tape:
 
 
 _REMEMBERED = 64
-_exchanges: dict[tuple[Any, ...], tuple[list[weakref.ref[Any]], GradientExchange]] = {}  # the last ones used come last
+_exchanges: dict[tuple[Any, ...], GradientExchange] = {}  # the last ones used come last
 
 
 def _exchange_of(sources: Sequence[Any], arguments: dict[str, Any]) -> GradientExchange:
     """Return the exchange for these variables: a tape lives for a step, what is learned about its gradients longer."""
     key = (*map(id, sources), *(_identity(value) for value in arguments.values()))
-    references, exchange = _exchanges.pop(key, ([], None))
-    known = [reference() for reference in references]
-    if exchange is None or not exchange.is_current or any(a is not b for a, b in zip(known, sources, strict=True)):
+    exchange = _exchanges.pop(key, None)
+    if exchange is None or not exchange.is_current or (exchange.is_shared and not exchange.knows(sources)):
         exchange = GradientExchange(**arguments)
-        references = [weakref.ref(source) for source in sources]
-    _exchanges[key] = references, exchange
+    exchange.watch(sources)
+    _exchanges[key] = exchange
     while len(_exchanges) > _REMEMBERED:
         del _exchanges[next(iter(_exchanges))]
     return exchange

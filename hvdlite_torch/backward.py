@@ -74,6 +74,12 @@ class BackwardHooks:
             if frozen:
                 parameter.requires_grad_(False)
 
+    def unwatch(self) -> None:
+        """Hand nothing over any more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
     def finish_if_due(self, *, in_step: bool = False) -> None:
         """Like the reducer's."""
         try:

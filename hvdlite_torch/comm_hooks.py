@@ -178,18 +178,17 @@ class TopK:
 
 def reduce_round(hook: CommHook, exchange: Exchange,
                  members: Sequence[tuple[str, torch.Tensor, bool]]) -> list[tuple[torch.Tensor, Any]]:
-    """Let a hook average one round; see `training.hooked_reducer`. A parameter without a gradient anywhere keeps None."""
-    wanted = exchange.anywhere("present", torch.tensor([present for _, _, present in members], dtype=torch.uint8))
+    """Let a hook average the gradients that some rank has; see `training.hooked_reducer`."""
     reduced = []
     with torch.no_grad():
-        for (name, parameter, present), anywhere in zip(members, wanted.tolist(), strict=True):
-            if not anywhere:
-                continue
+        for name, parameter, present in members:
             if not present:
                 set_grad(parameter, torch.zeros_like(parameter))
-            elif (gradient := get_grad(parameter)) is not None and gradient.layout is not torch.strided:
-                set_grad(parameter, gradient.to_dense())
-            reduced.append((name, parameter))
-        gradients = [(name, gradient) for name, parameter in reduced if (gradient := get_grad(parameter)) is not None]
-        hook.reduce(gradients, exchange)
-    return [(parameter, Mark(gradient)) for (_, parameter), (_, gradient) in zip(reduced, gradients, strict=True)]
+            gradient = get_grad(parameter)
+            assert gradient is not None
+            if gradient.layout is not torch.strided:
+                gradient = gradient.to_dense()
+                set_grad(parameter, gradient)
+            reduced.append((name, parameter, gradient))
+        hook.reduce([(name, gradient) for name, _, gradient in reduced], exchange)
+    return [(parameter, Mark(gradient)) for _, parameter, gradient in reduced]

@@ -116,7 +116,7 @@ def DistributedOptimizer(
     number = api.set_id(process_set)
     label = _label if _label is not None else runtime.label("torch", number)
     make: type[GradientReducer[torch.Tensor]] = GradientReducer if comm_hook is None else HookedReducer
-    framework = _framework(runtime, compression, sparse_as_dense, names)
+    framework = framework_for(runtime, compression, sparse_as_dense, names)
     framework.unseen_sparse_dims = int(isinstance(optimizer, torch.optim.SparseAdam))  # it takes no dense ones
     reducer = make(runtime, framework, label, op=op, prescale=prescale, postscale=postscale, passes=backward_passes_per_step,
                    process_set=number, wait_in=_chosen_wait(wait_in, runtime))
@@ -129,8 +129,8 @@ def DistributedOptimizer(
     return optimizer
 
 
-def _framework(runtime: Runtime, compression: type[Compressor], sparse_as_dense: bool,
-               parameters: Iterable[torch.Tensor]) -> TorchGradients:
+def framework_for(runtime: Runtime, compression: type[Compressor], sparse_as_dense: bool,
+                  parameters: Iterable[torch.Tensor]) -> TorchGradients:
     """Return the gradients' keeper: that for GPUs where there is a parameter on one, and a plane for it."""
     devices, as_view = runtime.devices, runtime.config.gradient_as_bucket_view
     if devices is None or devices.missing() or not any(map(cuda.is_on_gpu, parameters)):

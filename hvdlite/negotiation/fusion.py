@@ -31,7 +31,7 @@ def response_to(requests: Mapping[int, Request], members: Sequence[int]) -> Resp
         contributors=_contributors(requests, members),
         elements=math.prod(first.shape) if first.collective not in (*_GATHERS, Collective.ALLTOALL) else 0,
         rows=_rows(requests, members), row_elements=math.prod(first.shape[1:]), device=first.device,
-        behind=_behind(requests) if first.label else (),
+        behind=_behind(requests),
     )
 
 

@@ -77,6 +77,11 @@ class DeclaredSets(Calls):
                                 round=moment.round, step=moment.step, in_step=moment.in_step, process_set=process_set)
         return self._submit(Entry(request, [rows], [], None, self._sleepers))
 
+    @property
+    def has_deferred(self) -> bool:
+        """Whether this rank has ever left a wait for later, because ranks waited for each other in a circle."""
+        return self._sleepers.have_deferred
+
     def layout(self, label: str, number: int) -> LearnedLayout | None:
         """Return the layout by which round `number` of a set is to be reported; None: member by member."""
         learned = self._work.layouts.get(label)

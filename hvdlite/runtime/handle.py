@@ -49,12 +49,16 @@ class Sleepers:
     Args:
         notice: called by a thread that is about to block.
         tell: called by a thread that has been blocked for long, or whose long wait was interrupted.
+
+    Attributes:
+        have_deferred: whether a wait has ever been deferred.
     """
 
-    __slots__ = ("_handles", "_long", "_notice", "_tell", "progress")
+    __slots__ = ("_handles", "_long", "_notice", "_tell", "have_deferred", "progress")
 
     def __init__(self, notice: Callable[[], None], tell: Callable[[], None]) -> None:
         self.progress = Progress()
+        self.have_deferred = False
         self._handles: set[Handle] = set()
         self._long: list[_LongWait] = []  # a signal handler may begin one inside another of the same thread
         self._notice, self._tell = notice, tell
@@ -98,6 +102,7 @@ class Sleepers:
             raise
         self._long.remove(wait)
         if not handle.done():
+            self.have_deferred = True
             raise WaitDeferred
 
     def defer(self) -> None:

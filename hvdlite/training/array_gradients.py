@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 
-from hvdlite.core.array import Array, aligned_empty, dtype_name
+from hvdlite.core.array import SUPPORTED_DTYPES, Array, aligned_empty, dtype_name
 from hvdlite.core.device import AnyArray, Completion, Event
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
@@ -18,60 +20,93 @@ from hvdlite.training.framework import Loan, Shape
 from hvdlite.training.gradient_reducer import GradientReducer
 
 
-class Slot:
-    """Stands for a parameter.
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """A sparse gradient: some rows of a variable, repeated ones allowed.
 
     Attributes:
-        shape: of its gradient; None until there was one.
-        array: the gradient, given or reduced; None when there is none.
+        indices: of the rows, (n,) int64.
+        values: (n, *shape of a row).
     """
 
-    shape: tuple[int, ...] | None = None
-    dtype: np.dtype[Any] = np.dtype("float32")
-    array: Array | None = None
+    indices: Array
+    values: Array
+
+
+Gradient = Array | Rows
+
+
+@dataclasses.dataclass(eq=False)
+class Slot:
+    """Stands for a variable.
+
+    Attributes:
+        shape: of its gradient; None while that is unknown.
+        dtype: of the gradient on the wire: the last one's, or the one to expect when there was none yet.
+        is_expected: whether the variable has been part of a round.
+        gradient: given or reduced; None when there is none.
+    """
+
+    shape: tuple[int, ...] | None
+    dtype: np.dtype[Any]
+    is_expected: bool = False
+    gradient: Gradient | None = None
 
 
 class ArrayGradients:
     """The gradients of slots, for `GradientReducer`. Results are new arrays: what was handed out is not written again."""
 
     def has_gradient(self, parameter: Slot) -> bool:
-        return parameter.array is not None
+        return parameter.gradient is not None
+
+    def is_trainable(self, parameter: Slot) -> bool:
+        return parameter.is_expected
 
     def shape(self, parameter: Slot) -> Shape:
-        assert parameter.shape is not None
-        return Shape(dtype_name(parameter.dtype), parameter.shape)
+        return Shape(dtype_name(parameter.dtype), _shape(parameter))
 
     def lend(self, parameter: Slot) -> Loan[Slot]:
         loan = self.lend_empty(parameter)
-        assert parameter.array is not None
-        np.copyto(loan.tensor, parameter.array)
+        assert isinstance(parameter.gradient, np.ndarray)
+        np.copyto(loan.tensor, parameter.gradient)
         return loan
 
     def lend_empty(self, parameter: Slot) -> Loan[Slot]:
-        assert parameter.shape is not None
-        array = aligned_empty(parameter.shape, parameter.dtype)
+        array = aligned_empty(_shape(parameter), parameter.dtype)
         return Loan(parameter, array, array)
 
     def give_back(self, loan: Loan[Slot]) -> Any:
-        loan.parameter.array = loan.tensor
+        loan.parameter.gradient = loan.tensor
         return None
 
     def is_sparse(self, parameter: Slot) -> bool:
-        return False
+        return isinstance(parameter.gradient, Rows)
 
     def rows(self, parameter: Slot) -> Array:
-        raise UnsupportedError("arrays are dense")
+        rows = parameter.gradient
+        assert isinstance(rows, Rows)
+        indices = np.ascontiguousarray(rows.indices, np.int64).reshape(-1, 1).view(np.uint8)
+        values = np.ascontiguousarray(rows.values).reshape(len(rows.indices), math.prod(rows.values.shape[1:]))
+        return np.concatenate([indices, values.view(np.uint8)], axis=1)
 
     def give_rows(self, parameter: Slot, rows: Array, factor: float) -> Any:
-        raise UnsupportedError("another rank has a sparse gradient where this one has a dense one")
+        row = _shape(parameter)[1:]
+        if rows.shape[1] != 8 + parameter.dtype.itemsize * math.prod(row):
+            raise UnsupportedError(f"a sparse gradient with rows of {rows.shape[1]} bytes does not fit a variable of shape "
+                                   f"{list(_shape(parameter))} and dtype {parameter.dtype}")
+        # Flat, because the slice of a single row counts as contiguous whatever its strides, which the views refuse.
+        indices = rows[:, :8].reshape(-1).view(np.int64)
+        values = rows[:, 8:].reshape(-1).view(parameter.dtype).reshape(len(rows), *row)
+        parameter.gradient = Rows(indices, scaled(values, factor))
+        return None
 
     def seat(self, parameter: Slot, place: AnyArray) -> Array:
         assert isinstance(place, np.ndarray)
         return place
 
     def fill(self, parameter: Slot, seat: Array) -> bool:
-        given = parameter.array
-        if given is None or given.shape != seat.shape or given.dtype != seat.dtype:
+        given = parameter.gradient
+        if not isinstance(given, np.ndarray) or given.shape != seat.shape or given.dtype != seat.dtype:
             return False
         np.copyto(seat, given)
         return True
@@ -80,6 +115,8 @@ class ArrayGradients:
         return [self.fill(parameter, seat) for parameter, seat in pairs]
 
     def fill_with(self, parameter: Slot, seat: Array, value: Any) -> bool:
+        if parameter.shape != seat.shape or parameter.dtype != seat.dtype:
+            return False
         seat[...] = value
         return True
 
@@ -97,9 +134,8 @@ class ArrayGradients:
         return None
 
     def adopt(self, parameter: Slot, seat: Array) -> Any:
-        assert parameter.shape is not None
-        parameter.array = aligned_empty(parameter.shape, parameter.dtype)
-        np.copyto(parameter.array, seat)
+        parameter.gradient = aligned_empty(seat.shape, seat.dtype)
+        np.copyto(parameter.gradient, seat)
         return None
 
     def adopt_all(self, pairs: Sequence[tuple[Slot, Array]]) -> Sequence[Any]:
@@ -111,15 +147,15 @@ class ArrayGradients:
     def is_changed(self, parameter: Slot, mark: Any) -> bool:
         return False
 
-    def is_trainable(self, parameter: Slot) -> bool:
-        return True
-
 
 class ArrayReducer:
-    """Reduces the same list of gradients again and again, as one round of a declared set each time.
+    """Reduces the gradients of the same variables again and again, as one round of a declared set each time.
+
+    Each variable has a slot, whose number `add` returns. A round is `expect`, any number of `give` in any order, `finish`;
+    `give` may come from any thread.
 
     Args:
-        label: equal on all ranks; names of gradients are made of it and their index.
+        label: equal on all ranks; names of gradients are made of it and their slot's number.
     """
 
     def __init__(self, runtime: Runtime, label: str, *, op: ReduceOp, prescale: float = 1.0, postscale: float = 1.0,
@@ -134,69 +170,69 @@ class ArrayReducer:
         """Whether there is anybody to share gradients with."""
         return self._reducer.is_shared
 
-    def __len__(self) -> int:
-        """Return how many gradients there are; 0 before the first round."""
-        return len(self._slots)
-
-    def reduce(self, gradients: Sequence[Array | None], clusters: Sequence[int] = ()) -> list[Array]:
-        """Return the reductions over all ranks of so many gradients; the same number in every call.
+    def add(self, shape: tuple[int, ...] | None, dtype: str, cluster: int = 0) -> int:
+        """Return the number of a new slot; all ranks add the same ones in the same order.
 
         Args:
-            gradients: C-contiguous; None where this rank has none, which counts as zeros.
-            clusters: as in `GradientReducer.add`, of each gradient; those of the first call count.
-
-        Raises:
-            HorovodInternalError: when a reduction failed.
-            UnsupportedError: when the number of gradients has changed, or one is missing in the first call.
-        """
-        if not self.is_shared:
-            return [gradient for gradient in gradients if gradient is not None]
-        self.open(clusters or [0] * len(gradients))
-        for index, gradient in reversed(list(enumerate(gradients))):  # the last layers' gradients came first
-            if gradient is not None:
-                self.give(index, gradient)
-        return self.finish()
-
-    def open(self, clusters: Sequence[int]) -> None:
-        """Say how many gradients there are, before the first `give` of each round, and how they go together.
-
-        `open`, any order of `give` and `finish` are `reduce` in steps; `give` may come from any thread.
-
-        Raises:
-            UnsupportedError: when the number has changed.
+            shape: of the gradient; None when it is not known before there is one.
+            dtype: of the gradient on the wire, as the runtime names it.
+            cluster: as in `GradientReducer.add`.
         """
         with self._lock:
-            if not self._slots:
-                self._slots = [Slot() for _ in clusters]
-                for index, (slot, cluster) in enumerate(zip(self._slots, clusters, strict=True)):
-                    self._reducer.add(slot, str(index), cluster)
-        if len(clusters) != len(self._slots):
-            raise UnsupportedError(f"{len(clusters)} gradients, after {len(self._slots)} in the first step; make another "
-                                   "optimizer or tape for another set of variables")
+            self._slots.append(Slot(shape, SUPPORTED_DTYPES[dtype]))
+            self._reducer.add(self._slots[-1], str(len(self._slots) - 1), cluster)
+            return len(self._slots) - 1
 
-    def give(self, index: int, gradient: Array) -> None:
-        """Hand over one gradient, which is C-contiguous and copied before this returns."""
-        slot = self._slots[index]
-        slot.shape, slot.dtype, slot.array = gradient.shape, gradient.dtype, gradient
-        self._reducer.hand_over(slot)
+    def expect(self, slots: Collection[int]) -> None:
+        """Say which slots the round is about, before the first `give`. Once expected, a slot is part of every round."""
+        for slot in slots:
+            self._slots[slot].is_expected = True
 
-    def finish(self) -> list[Array]:
-        """Return the reductions; what was not given counts as zeros.
+    def give(self, slot: int, gradient: Gradient) -> None:
+        """Hand over one gradient.
+
+        Args:
+            gradient: C-contiguous. One of up to `bucket_round.SMALL` bytes is not to be changed before `finish` returns; a
+                larger one is copied before this returns.
+        """
+        values = gradient.values if isinstance(gradient, Rows) else gradient
+        given = self._slots[slot]
+        given.dtype, given.gradient = values.dtype, gradient
+        if given.shape is None or values is gradient:
+            given.shape = values.shape
+        self._reducer.hand_over(given)
+
+    def finish(self) -> dict[int, Gradient]:
+        """Return the reductions by slot; a slot for which no rank gave a gradient has none.
 
         Raises:
             HorovodInternalError: when a reduction failed.
-            UnsupportedError: when a gradient was never given.
+            UnsupportedError: when a gradient of unknown shape is missing.
         """
-        shapes = [slot.shape for slot in self._slots if slot.shape is not None]
-        if len(shapes) < len(self._slots):
-            index = next(index for index, slot in enumerate(self._slots) if slot.shape is None)
-            raise UnsupportedError(f"gradient {index} is missing in the first step, so nothing is known about it")
         try:
             if self._reducer.end_backward():
                 self._reducer.wait()
-            return [np.zeros(shape, slot.dtype) if slot.array is None else slot.array
-                    for slot, shape in zip(self._slots, shapes, strict=True)]
+            return {number: slot.gradient for number, slot in enumerate(self._slots) if slot.gradient is not None}
         finally:
             self._reducer.stepped()
             for slot in self._slots:
-                slot.array = None
+                slot.gradient = None
+
+    def reduce(self, gradients: dict[int, Gradient]) -> dict[int, Gradient]:
+        """Make a whole round of gradients by slot; see `finish`."""
+        self.expect(gradients)
+        for slot, gradient in reversed(gradients.items()):
+            self.give(slot, gradient)
+        return self.finish()
+
+
+def scaled(array: Array, factor: float) -> Array:
+    """Return an array times a factor; itself when that is 1."""
+    return array if abs(factor - 1.0) < 1e-6 else (array * factor).astype(array.dtype, copy=False)
+
+
+def _shape(slot: Slot) -> tuple[int, ...]:
+    if slot.shape is None:
+        raise UnsupportedError("a gradient is missing whose shape is not known: this rank has never had one, and what it is "
+                               "the gradient of has a shape that TensorFlow does not know; give it a static shape")
+    return slot.shape

@@ -7,7 +7,8 @@ the global batch, and both factors are 1, and skipped, when all ranks have the u
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -15,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from hvdlite import api
-from hvdlite.core.array import Array
+from hvdlite.core.errors import MismatchError
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
 from hvdlite.training.arguments import check_compression, factors
-from hvdlite.training.array_gradients import ArrayReducer
+from hvdlite.training.array_gradients import ArrayReducer, Gradient, Rows, scaled
 from hvdlite.training.groups import clusters
 
 _samples: ContextVar[Any] = ContextVar("hvdlite_samples", default=None)
@@ -42,34 +43,6 @@ def counting(samples: Any) -> Iterator[None]:
 def samples() -> Any:
     """Return what `counting` was told."""
     return _samples.get()
-
-
-class Round:
-    """One reduction of dense gradients, in which this rank's may have a weight.
-
-    Args:
-        weight: None when all ranks count alike; else it is reduced along with the gradients.
-    """
-
-    def __init__(self, reducer: ArrayReducer, clusters: Sequence[int], weight: float | None) -> None:
-        self._reducer, self._weight, self._last = reducer, weight, len(clusters)
-        reducer.open(clusters if weight is None else [*clusters, 0])
-
-    def give(self, place: int, gradient: Array) -> None:
-        """Hand over one gradient."""
-        self._reducer.give(place, self.weighted(gradient))
-
-    def weighted(self, array: Array) -> Array:
-        """Return an array times this rank's weight."""
-        return array if self._weight is None else scaled(array, self._weight)
-
-    def finish(self) -> tuple[list[Array], float | None]:
-        """Return the reduced gradients, and the reduction of the weights."""
-        if self._weight is None:
-            return self._reducer.finish() if self._last else [], None
-        self._reducer.give(self._last, np.array([self._weight], np.float32))
-        *reduced, weight = self._reducer.finish()
-        return reduced, float(weight[0])
 
 
 class Exchange:
@@ -106,11 +79,10 @@ class Exchange:
         self.label = self._runtime.label(frontend, number)
         self.size = len(self._runtime.members(number))
         self._op, self._compression, self._sparse_as_dense = op, compression, sparse_as_dense
-        self._usual_samples: int | None = None
+        self._usual_samples: float | None = None
         self._groups = groups
         checked = clusters(groups, ())
         self._clusters = None if isinstance(groups, int) else checked  # None: until the variables are known
-        self._reducers: dict[bool, ArrayReducer] = {}
 
     @property
     def is_current(self) -> bool:
@@ -123,38 +95,25 @@ class Exchange:
         return self.size > 1 and self._runtime.world.rank in self._runtime.members(self.process_set)
 
     def watch(self, variables: Sequence[Any]) -> None:
-        """Prepare for the gradients of these variables, where that lets the reduction begin during the backward pass."""
+        """Prepare for the gradients of these variables; all ranks name the same ones in the same order."""
+        raise NotImplementedError
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Return the reduced gradients; None stays None.
+        """Return the reduced gradients. A variable for which no rank has a gradient keeps None.
 
         Args:
-            gradients: in the same order in every call and on all ranks.
-            variables: whose gradients these are.
+            gradients: None where this rank has none, which counts as zeros when another rank has one.
+            variables: whose gradients these are; each one once.
         """
         raise NotImplementedError
 
-    def _reducer(self, counts: bool) -> ArrayReducer:
-        """Return the reducer of rounds in which ranks count by their samples, or alike."""
-        reducer = self._reducers.get(counts)
-        if reducer is None:
-            label = f"{self.label}.counted" if counts else self.label
-            reducer = self._reducers[counts] = ArrayReducer(
-                self._runtime, label, op=self._op, prescale=self._prescale, postscale=self._postscale,
-                process_set=self.process_set)
-        return reducer
-
-    def _round(self, clusters: Sequence[int], samples: int | None) -> Round:
-        """Return the round that is under way, or begin one; see `ArrayReducer.open`."""
-        return Round(self._reducer(samples is not None), clusters, None if samples is None else self._weight(samples))
-
-    def _weight(self, samples: int) -> float:
+    def _weight(self, samples: float) -> float:
         """Return by what to multiply this rank's gradients; 1 when it has as many samples as in the first step."""
         if self._usual_samples is None:
-            most = np.zeros(1, np.int64)
-            self._runtime.allreduce(f"{self.label}.samples", np.array([samples]), most, ReduceOp.MAX,
+            most = np.zeros(1)
+            self._runtime.allreduce(f"{self.label}.samples", np.array([samples], np.float64), most, ReduceOp.MAX,
                                     process_set=self.process_set).wait()
-            self._usual_samples = max(1, int(most[0]))
+            self._usual_samples = float(most[0]) or 1.0
         return samples / self._usual_samples
 
     def _unweight(self, reduced_weight: float | None) -> float:
@@ -171,6 +130,74 @@ class Exchange:
         return [self._clusters.get(id(variable), 0) for variable in variables]
 
 
-def scaled(array: Array, factor: float) -> Array:
-    """Return an array times a factor; itself when that is 1."""
-    return array if abs(factor - 1.0) < 1e-6 else (array * factor).astype(array.dtype, copy=False)
+class ArrayExchange(Exchange):
+    """Reduces gradients as arrays. Each variable has one slot, for good; slots are numbered as variables are first seen."""
+
+    def __init__(self, frontend: str, **arguments: Any) -> None:
+        super().__init__(frontend, **arguments)
+        self._slots: dict[int, tuple[weakref.ref[Any], int]] = {}  # by a variable's identity
+        self._reducer = ArrayReducer(self._runtime, self.label, op=self._op, prescale=self._prescale,
+                                     postscale=self._postscale, process_set=self.process_set)
+        self._count_slot = self._reducer.add((1,), "float32")  # this rank's weight; part of rounds once ranks have one
+
+    def knows(self, variables: Sequence[Any]) -> bool:
+        """Return whether each of these variables has a slot."""
+        return all((slot := self._slots.get(id(variable))) and slot[0]() is variable for variable in variables)
+
+    def watch(self, variables: Sequence[Any]) -> None:
+        if self.is_shared:
+            self._slots_of(variables)
+
+    def _slots_of(self, variables: Sequence[Any]) -> list[int]:
+        if not self.knows(variables):
+            for variable, cluster in zip(variables, self._clusters_of(variables), strict=True):
+                if not self.knows([variable]):
+                    slot = self._reducer.add(*self._described(variable), cluster)
+                    self._slots[id(variable)] = weakref.ref(variable), slot
+        return [self._slots[id(variable)][1] for variable in variables]
+
+    def _described(self, variable: Any) -> tuple[tuple[int, ...] | None, str]:
+        """Return the shape of a variable's gradient, and its dtype on the wire."""
+        dtype = str(variable.dtype)
+        return tuple(variable.shape), self._compression.target_for(dtype) or dtype
+
+    def _give(self, gradients: dict[int, Gradient], slots: Collection[int], samples: float | None) -> float:
+        """Hand in some gradients of the round, by slot; return this rank's weight.
+
+        Args:
+            slots: of all variables that the round is about.
+            samples: of this rank, when ranks count by theirs.
+        """
+        self._reducer.expect(slots if samples is None else [*slots, self._count_slot])
+        weight = 1.0 if samples is None else self._weight(samples)
+        for slot, gradient in reversed(gradients.items()):  # the last layers' came first
+            self._reducer.give(slot, _weighted(gradient, weight))
+        return weight
+
+    def _finish(self, slots: Collection[int], weight: float | None) -> dict[int, Gradient]:
+        """Return the reduced gradients, by slot.
+
+        Args:
+            weight: of this rank, when ranks count by their samples.
+
+        Raises:
+            MismatchError: when another rank had a gradient for a variable that is not among these.
+        """
+        if weight is not None:
+            self._reducer.give(self._count_slot, np.array([weight], np.float32))
+        reduced = self._reducer.finish()
+        count = reduced.pop(self._count_slot, None)
+        others = sorted(reduced.keys() - set(slots))
+        if others:
+            raise MismatchError(f"rank {self._runtime.world.rank}: another rank has gradients for {len(others)} variables "
+                                "that this rank does not update in this step (the first one is number "
+                                f"{others[0] - 1} in the order in which the optimizer met them); freeze the same "
+                                "variables everywhere, and make the same ones part of the loss when a tf.function is traced")
+        factor = self._unweight(float(count[0]) if isinstance(count, np.ndarray) else None)
+        return {slot: _weighted(gradient, factor) for slot, gradient in reduced.items()}
+
+
+def _weighted(gradient: Gradient, factor: float) -> Gradient:
+    if isinstance(gradient, Rows):
+        return Rows(gradient.indices, scaled(gradient.values, factor))
+    return scaled(gradient, factor)

@@ -186,8 +186,7 @@ class GradientReducer(Generic[Parameter]):
         if self._phase is Phase.CLOSED and member.missing == self._number:
             self._missed = True  # another backward pass over other parameters, after a wait that was deferred
             return
-        if (self.is_under_way and member.given == self._number) or (
-                member.marked == self._generation and self._framework.is_marked(parameter, member.mark)):
+        if (self.is_under_way and member.given == self._number) or self._is_reduced(member):
             raise GradientOrderError(
                 f"'{member.name}' was computed more than backward_passes_per_step={self.passes} times before "
                 "optimizer.step() or zero_grad(): its gradient is already reduced, and adding to it would count the other "
@@ -296,6 +295,11 @@ class GradientReducer(Generic[Parameter]):
         if in_step and self._behind:
             self._check_unchanged()
 
+    def is_reduced(self, parameter: Parameter) -> bool:
+        """Return whether the parameter's gradient is one that was reduced in this step (and changed since, perhaps)."""
+        member = self._members.get(id(parameter))
+        return member is not None and self._is_reduced(member)
+
     def stepped(self) -> None:
         """The optimizer has used the gradients; accumulating onto them is the user's business again."""
         self._steps += 1
@@ -353,13 +357,7 @@ class GradientReducer(Generic[Parameter]):
                 self._phase = Phase.FILLING
 
     def _begin(self) -> None:
-        self._admit()
-        self._missed = False
-        if self._joins != self._runtime.joins:
-            self._joins = self._runtime.joins
-            self._number = first_round(self._joins) - 1
-            self._steps = 0
-        self._number += 1
+        self._next_number()
         learned = self._runtime.layout(self._label, self._number)
         self.by_bucket = False
         if learned is None:
@@ -380,6 +378,15 @@ class GradientReducer(Generic[Parameter]):
             self._buckets = BucketRound(self._runtime, self._framework, self._seating, self._number, self._steps,
                                         closes=closes)
 
+    def _next_number(self) -> None:
+        self._admit()
+        self._missed = False
+        if self._joins != self._runtime.joins:
+            self._joins = self._runtime.joins
+            self._number = first_round(self._joins) - 1
+            self._steps = 0
+        self._number += 1
+
     def _close_round(self) -> None:
         """Hand over, or report as missing, whatever has not been handed over; nothing when the round is closed."""
         if self._phase is Phase.CLOSED:
@@ -390,10 +397,16 @@ class GradientReducer(Generic[Parameter]):
                 self._give(member, self._is_present(member))
         if self._alone or self._buckets is None:
             self._runtime.close_round(self._label, self._number, self._process_set)
+        self._closed()
+
+    def _closed(self) -> None:
         self._phase = Phase.CLOSED
         self._rounds += 1
         self._passes_done = 0
         self._touched = False
+
+    def _is_reduced(self, member: _Member[Parameter]) -> bool:
+        return member.marked == self._generation and self._framework.is_marked(member.parameter, member.mark)
 
     def _has_unreduced(self) -> bool:
         """Return whether a gradient that was computed in another way than by `backward()` has not been reduced."""

@@ -5,45 +5,76 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from hvdlite.core.errors import HvdliteError
+from hvdlite.core.types import ReduceOp
+from hvdlite.runtime.declared import Moment
+from hvdlite.runtime.handle import Handle, WaitDeferred
 from hvdlite.training.framework import Parameter
 from hvdlite.training.gradient_reducer import GradientReducer, Phase
 
 ReduceRound = Callable[[Sequence[tuple[str, Parameter, bool]]], Sequence[tuple[Parameter, Any]]]
-"""Reduce the gradients of (name, parameter, has one here); return the parameters that have a reduced one, and marks."""
+"""Reduce the gradients of (name, parameter, has one here), which some rank has; return the parameters and their marks."""
 
 
 class HookedReducer(GradientReducer[Parameter]):
-    """Like `GradientReducer`, but everything is reduced at the end of the outermost backward pass, by `reduce_round`."""
+    """Like `GradientReducer`, but everything is reduced when the round is closed, by `reduce_round`.
+
+    Ranks tell each other first which gradients they have. That is also where they find out that they have made different
+    numbers of rounds, and where a wait is deferred when ranks wait for each other in a circle. Once a rank has deferred a
+    wait, it may have told what it has long before it comes to the reduction, which blocks. Then all ranks say in addition
+    when they come to it, and that wait can be deferred too.
+    """
 
     def use(self, reduce_round: ReduceRound[Parameter]) -> None:
         """Take the function; before the first round."""
         self._reduce_round = reduce_round
-        self._present: dict[int, bool] = {}
+        self._present: dict[int, bool] = {}  # members that were handed over, by identity: whether they have a gradient
+        self._anywhere: Handle | None = None  # of the closed round: which members have a gradient on some rank, and more
+        self._entered: Handle | None = None  # of the closed round: done when all ranks come to the reduction
 
     def _begin(self) -> None:
-        self._admit()
-        self._number += 1
+        self._next_number()
         self._present = {}
 
     def _close_round(self) -> None:
         if self._phase is Phase.CLOSED:
             return
         self._begin_round()
-        self._phase = Phase.CLOSED
-        self._rounds += 1
-        self._passes_done = 0
-        self._touched = False
+        for member in self._members.values():
+            if member.given != self._number:
+                self._give(member, self._is_present(member))
+        self._anywhere = self._ask("present", [*(self._present[key] for key in self._members), self._runtime.has_deferred])
+        self._entered = None
+        self._closed()
+
+    def _ask(self, name: str, flags: Sequence[bool]) -> Handle:
+        """Return the handle of an array that says which flags are set on some rank."""
+        array = np.array(flags, np.uint8)
+        return self._runtime.declare(f"{self._label}.{name}", array, np.empty_like(array), ReduceOp.MAX,
+                                     Moment("", 0, self._steps, self._in_step), process_set=self._process_set)
 
     def _give(self, member: Any, present: bool) -> None:
         self._present[id(member.parameter)] = present
         member.given = self._number
+        if not present:
+            member.missing = self._number
 
     def _collect(self, errors: list[HvdliteError], deferrable: bool) -> None:
         """Reduce what the closed round has."""
+        assert self._anywhere is not None
         try:
-            reduced = self._reduce_round([(member.name, member.parameter, self._present.get(id(member.parameter), False)
-                                           or self._is_present(member)) for member in self._members.values()])
+            *anywhere, may_block = self._anywhere.wait(deferrable=deferrable)
+            self._note_behind(self._anywhere.behind)
+            if may_block:
+                self._entered = self._entered or self._ask("entered", [])
+                self._entered.wait(deferrable=deferrable)
+            reduced = self._reduce_round([(member.name, member.parameter, self._present[key])
+                                          for (key, member), wanted in zip(self._members.items(), anywhere, strict=True)
+                                          if wanted])
+        except WaitDeferred:
+            raise
         except HvdliteError as error:
             errors.append(error)
             return

@@ -11,14 +11,14 @@ import numpy as np
 from hvdlite import api
 from hvdlite.core.array import Array
 from hvdlite.core.types import ReduceOp
-from hvdlite.training.exchange import Exchange, samples, scaled
+from hvdlite.training.exchange import ArrayExchange, Exchange, samples
 from hvdlite_tf.compression import Compression
 
 
-class ArrayExchange(Exchange):
-    """Reduces lists of gradients as arrays; on Keras' JAX backend, and on torch what autograd's hooks do not see.
+class JaxExchange(ArrayExchange):
+    """Reduces gradients on Keras' JAX backend, where every variable has a gradient, and a dense one.
 
-    `sparse_as_dense` has no meaning: gradients are dense on these backends.
+    `sparse_as_dense` has no meaning.
     """
 
     def __init__(self, **arguments: Any) -> None:
@@ -27,26 +27,20 @@ class ArrayExchange(Exchange):
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         if not self.is_shared:
             return list(gradients)
-        results = list(gradients)
-        present = [index for index, gradient in enumerate(results) if gradient is not None]
-        original = [keras.backend.standardize_dtype(results[index].dtype) for index in present]
-        sent = [keras.ops.cast(results[index], self._compression.target_for(dtype) or dtype)
-                for index, dtype in zip(present, original, strict=True)]
-        all_clusters = self._clusters_of(variables)
-        clusters = [all_clusters[index] for index in present]
-        counted = [] if samples() is None else [keras.ops.convert_to_tensor(samples(), dtype="int32")]
+        slots = self._slots_of(variables)
+        given = {slot: gradient for slot, gradient in zip(slots, gradients, strict=True) if gradient is not None}
+        original = {slot: keras.backend.standardize_dtype(gradient.dtype) for slot, gradient in given.items()}
+        sent = [keras.ops.cast(gradient, self._compression.target_for(original[slot]) or original[slot])
+                for slot, gradient in given.items()]
+        counted = [] if samples() is None else [keras.ops.convert_to_tensor(samples(), dtype="float32")]
 
         def reduce(arrays: Sequence[Array]) -> list[Array]:
-            a_round = self._round(clusters, int(arrays[-1]) if counted else None)
-            for place in reversed(range(len(present))):  # the last layers' gradients came first
-                a_round.give(place, arrays[place])
-            reduced, weight = a_round.finish()
-            factor = self._unweight(weight)
-            return [*(scaled(array, factor) for array in reduced), *arrays[len(present):]]
-        outputs = call(reduce, [*sent, *counted])[:len(present)]
-        for index, dtype, reduced in zip(present, original, outputs, strict=True):
-            results[index] = keras.ops.cast(reduced, dtype)
-        return results
+            own = float(arrays[-1]) if counted else None
+            weight = self._give(dict(zip(given, arrays, strict=False)), slots, own)
+            reduced = self._finish(given, None if own is None else weight)
+            return [*(reduced[slot] for slot in given), *arrays[len(given):]]  # type: ignore[list-item]  # dense ones
+        outputs = dict(zip(given, call(reduce, [*sent, *counted]), strict=False))
+        return [keras.ops.cast(outputs[slot], original[slot]) if slot in given else None for slot in slots]
 
 
 def exchange(**arguments: Any) -> Exchange:
@@ -59,7 +53,7 @@ def exchange(**arguments: Any) -> Exchange:
     if backend == "torch":
         from hvdlite_tf.keras.torch_exchange import TorchExchange
         return TorchExchange(**arguments)
-    return ArrayExchange(**arguments)
+    return JaxExchange(**arguments)
 
 
 def call(function: Callable[[Sequence[Array]], Sequence[Array]], tensors: Sequence[Any]) -> list[Any]:

@@ -2,91 +2,136 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from hvdlite.training.exchange import samples
+from hvdlite.core.errors import UnsupportedError
+from hvdlite.core.types import ReduceOp
+from hvdlite.training.exchange import Exchange, samples
 from hvdlite.training.gradient_reducer import GradientReducer
-from hvdlite_tf.keras.exchange import ArrayExchange
 from hvdlite_torch import Compression
 from hvdlite_torch.backward import BackwardHooks
-from hvdlite_torch.framework import TorchGradients
+from hvdlite_torch.optimizer import framework_for
+from hvdlite_torch.unfinal import get_grad, set_grad
+
+_watchers: Any = WeakTensorKeyDictionary()
+"""By tensor: a weak reference to the exchange whose hooks it has. A gradient can be reduced only once."""
 
 
-class TorchExchange(ArrayExchange):
-    """Reduces what `backward()` accumulates before it returns, and any other gradients as arrays.
+class TorchExchange(Exchange):
+    """Reduces what `backward()` accumulates before it returns, and any other gradients when they are applied.
 
-    Keras hands in what it found in the variables' gradients, or something it made of that (unscaled losses): after a
-    backward pass that ended a round there is nothing left to do. Gradients from elsewhere (`torch.autograd.grad`) are
-    reduced as they come in.
+    Keras hands in what it found in the variables' `.grad` after a backward pass, which is reduced already. Gradients from
+    elsewhere (`torch.autograd.grad`, accumulated ones, those of a first step) are recognised by not being the reduced
+    tensor, and make a round of their own. Means are the same when they are reduced twice, so with Average it does no harm
+    to reduce what a script has derived from reduced gradients.
     """
 
     def __init__(self, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        compression = {None: Compression.none, "float16": Compression.fp16, "bfloat16": Compression.bf16}
-        framework = TorchGradients(compression[self._compression.target], self._sparse_as_dense,
-                                   self._runtime.config.gradient_as_bucket_view)
-        self._hooked: GradientReducer[torch.Tensor] = GradientReducer(
-            self._runtime, framework, f"{self.label}.hooked", op=self._op, prescale=self._prescale,
-            postscale=self._postscale, passes=1, process_set=self.process_set)
-        self._hooks = BackwardHooks(self._hooked)
-        self._hooks.on_begin = self._begin_round
-        self._watched: dict[int, torch.Tensor] = {}  # by identity
-        self._count = torch.zeros(1, requires_grad=True)  # its "gradient" is this rank's weight
+        super().__init__("keras", **arguments)
+        self._tensors: dict[int, torch.Tensor] = {}  # by identity: the values of variables that take part
+        self._hooks: BackwardHooks | None = None  # made for the first variables
+        self._is_watching = False
+        self._count = torch.zeros(1)  # its "gradient" is this rank's weight; trainable as soon as ranks have one
 
     def watch(self, variables: Sequence[Any]) -> None:
-        if not self.is_shared or self._watched:
+        if not self.is_shared:
             return
-        for index, (variable, cluster) in enumerate(zip(variables, self._clusters_of(variables), strict=True)):
-            tensor = variable.value
-            if tensor.is_leaf and tensor.requires_grad and tensor.device.type == "cpu":
-                self._hooked.add(tensor, str(index), cluster)
-                self._hooks.watch(tensor)
-                self._watched[id(tensor)] = tensor
-        if self._watched:
-            self._hooked.add(self._count, "count")
-
-    def _begin_round(self) -> None:
-        """Find this rank's weight, and reduce it along with the gradients."""
-        count = samples()
-        self._hooks.weight = 1.0 if count is None else self._weight(count)
-        if count is not None:
-            self._count.grad = torch.tensor([self._hooks.weight])
-            self._hooked.hand_over(self._count)
+        hooks = self._member(variables)
+        if not self._is_watching:
+            self._is_watching = True
+            for tensor in self._tensors.values():
+                self._hook(hooks, tensor)
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         if not self.is_shared:
             return list(gradients)
-        watched = [index for index, variable in enumerate(variables) if id(variable.value) in self._watched]
-        if not watched or not self._finish([gradients[index] for index in watched],
-                                           [variables[index].value for index in watched]):
-            return super().reduce(gradients, variables)
-        results = list(gradients)
-        others = [index for index, variable in enumerate(variables) if id(variable.value) not in self._watched]
-        if others:
-            reduced = super().reduce([gradients[index] for index in others], [variables[index] for index in others])
-            for index, gradient in zip(others, reduced, strict=True):
-                results[index] = gradient
-        for index in watched:
-            if results[index] is None:
-                results[index] = variables[index].value.grad
-        self._hooks.stepped()
+        hooks, tensors = self._member(variables), [variable.value for variable in variables]
+        if hooks.reducer.is_under_way:
+            hooks.finish_if_due()
+        is_accumulated = all(gradient is get_grad(tensor) for gradient, tensor in zip(gradients, tensors, strict=True))
+        before = None if is_accumulated else [get_grad(tensor) for tensor in tensors]
+        is_reduced = hooks.reducer.has_reduced and any(map(hooks.reducer.is_reduced, tensors))
+        if not is_accumulated or not is_reduced:
+            self._begin_round()
+            for gradient, tensor in zip(gradients, tensors, strict=True):
+                self._hand_over(hooks, tensor, gradient)
+        hooks.finish_if_due(in_step=True)
         factor = self._unweight(None if samples() is None or self._count.grad is None else float(self._count.grad))
+        results = [get_grad(tensor) for tensor in tensors]
+        hooks.stepped()
+        if before is not None:
+            for tensor, gradient in zip(tensors, before, strict=True):
+                set_grad(tensor, gradient)
         return results if abs(factor - 1.0) < 1e-6 else [
             None if gradient is None else gradient * factor for gradient in results]
 
-    def _finish(self, gradients: Sequence[Any], tensors: Sequence[torch.Tensor]) -> bool:
-        """Make the gradients of these tensors final; return False when the ones given are not what they accumulated."""
-        if self._hooked.has_reduced:
-            return True
-        if not self._hooked.is_under_way:
-            if any(gradient is not tensor.grad for gradient, tensor in zip(gradients, tensors, strict=True)):
-                return False
-            self._begin_round()
-            for gradient, tensor in zip(gradients, tensors, strict=True):
-                if gradient is not None:
-                    self._hooks.hand_over(tensor)
-        self._hooks.finish_if_due()
-        return True
+    def _member(self, variables: Sequence[Any]) -> BackwardHooks:
+        """Let variables take part; return the hooks."""
+        new = [(variable, cluster) for variable, cluster in zip(variables, self._clusters_of(variables), strict=True)
+               if id(variable.value) not in self._tensors]
+        if self._hooks is None:
+            compression = {None: Compression.none, "float16": Compression.fp16, "bfloat16": Compression.bf16}
+            framework = framework_for(self._runtime, compression[self._compression.target], self._sparse_as_dense,
+                                      [variable.value for variable in variables])
+            reducer: GradientReducer[torch.Tensor] = GradientReducer(
+                self._runtime, framework, self.label, op=self._op, prescale=self._prescale, postscale=self._postscale,
+                passes=1, process_set=self.process_set)
+            self._hooks = BackwardHooks(reducer)
+            self._hooks.on_begin = self._begin_round
+            reducer.add(self._count, "count")
+        for variable, cluster in new:
+            tensor = variable.value
+            self._hooks.reducer.add(tensor, str(len(self._tensors)), cluster)
+            self._tensors[id(tensor)] = tensor
+            if self._is_watching:
+                self._hook(self._hooks, tensor)
+        return self._hooks
+
+    def _hook(self, hooks: BackwardHooks, tensor: torch.Tensor) -> None:
+        """Watch a tensor, which no other exchange watches from now on."""
+        if not tensor.is_leaf:
+            return
+        other = _watchers.get(tensor, lambda: None)()
+        if other is not None and other is not self:
+            other._release()
+        _watchers[tensor] = weakref.ref(self)
+        hooks.watch(tensor)
+
+    def _release(self) -> None:
+        """Watch nothing any more, until gradients are applied again: another optimizer has some of the variables now."""
+        assert self._hooks is not None
+        self._is_watching = False
+        self._hooks.unwatch()
+        self._hooks.cleared()
+
+    def _begin_round(self) -> None:
+        """Find this rank's weight, and reduce it along with the gradients."""
+        assert self._hooks is not None
+        count = samples()
+        self._hooks.weight = 1.0 if count is None else self._weight(float(count))
+        self._count.grad = None
+        if count is not None:
+            self._count.requires_grad_()
+            self._count.grad = torch.tensor([self._hooks.weight])
+            self._hooks.reducer.hand_over(self._count)
+
+    def _hand_over(self, hooks: BackwardHooks, tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        """Hand over a gradient that no watched backward pass computed."""
+        if hooks.reducer.is_reduced(tensor):
+            if gradient is get_grad(tensor):
+                return
+            if self._op is ReduceOp.SUM and gradient is not None:
+                raise UnsupportedError(
+                    f"rank {self._runtime.world.rank}: with op=Sum, apply() was given other gradients than those in .grad, "
+                    "which backward() has computed and summed over all ranks. It cannot be told whether they are summed "
+                    "already: use op=Average, change .grad in place, or clear .grad before you compute others")
+        if gradient is not None and gradient is not get_grad(tensor):
+            gradient = gradient.to(tensor.dtype, copy=True)  # it is the caller's, and may be reduced in place
+        set_grad(tensor, gradient)
+        if gradient is not None:
+            hooks.hand_over(tensor)

@@ -25,10 +25,14 @@ MEASURES = """
         hvd.allreduce(np.ones(1 << 23))  # in all staging slots, which stay
         return shared()
 
-    def train(reducer, rounds, dtype=np.float32):
+    def reducer_of_one(label):
+        reducer = ArrayReducer(api.runtime(), label, op=hvd.Sum)
+        assert reducer.add((1 << 21,), "float32") == 0
+        return reducer
+
+    def train(reducer, rounds):
         for _ in range(rounds):
-            (reduced,) = reducer.reduce([np.full(1 << 21, 1 + hvd.rank(), dtype)])
-            assert (reduced == 3).all()
+            assert (reducer.reduce({0: np.full(1 << 21, 1 + hvd.rank(), np.float32)})[0] == 3).all()
         return shared()
 """
 BUCKET = 8 << 20
@@ -39,7 +43,7 @@ def test_the_buckets_of_sets_that_are_gone_go_back() -> None:
     processes(2, MEASURES + f"""
     before = begin()
     for turn in range(6):
-        reducer = ArrayReducer(api.runtime(), f"set.{{turn}}", op=hvd.Sum)
+        reducer = reducer_of_one(f"set.{{turn}}")
         used = train(reducer, 5) - before
         assert used >= {BUCKET}, (turn, used)
         if turn % 2:
@@ -59,7 +63,7 @@ def test_the_buckets_of_sets_that_are_gone_go_back() -> None:
 def test_the_buckets_of_layouts_that_are_evicted_go_back() -> None:
     processes(2, MEASURES + f"""
     before = begin()
-    reducer = ArrayReducer(api.runtime(), "set", op=hvd.Sum)
+    reducer = reducer_of_one("set")
     for turn in range(5):
         used = train(reducer, 4 + (1 << turn)) - before  # learned again ever later
         assert {BUCKET} <= used < {4 * BUCKET}, (turn, used)  # the old one lasts until the next round begins
@@ -75,7 +79,7 @@ def test_jobs_one_after_the_other_leave_nothing(collects: bool) -> None:
     processes(2, MEASURES + f"""
     def job():
         begin()
-        train(ArrayReducer(api.runtime(), "set", op=hvd.Sum), 4)
+        train(reducer_of_one("set"), 4)
         hvd.shutdown()
         if {collects}:
             gc.collect()
@@ -97,5 +101,5 @@ def test_a_shared_file_without_a_range_left_means_no_buckets() -> None:
     before = begin()
     memory = api.runtime()._plane._memory
     memory._length = memory._end + (8 << 20)  # on all ranks
-    assert train(ArrayReducer(api.runtime(), "set", op=hvd.Sum), 8) < before + (2 << 20)
+    assert train(reducer_of_one("set"), 8) < before + (2 << 20)
     """)

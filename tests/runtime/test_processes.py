@@ -158,8 +158,9 @@ def test_forked_workers_that_shut_down_and_end_normally_leave_the_job_alone(plan
         hvd.init()
         rank, directory = hvd.rank(), os.environ["HVDLITE_JOB_DIRECTORY"]
         reducer = ArrayReducer(api.runtime(), "set", op=hvd.Sum)
+        reducer.add((100_000,), "float64")
         def step():
-            return reducer.reduce([np.full(100_000, 1.0 + rank)])[0]
+            return reducer.reduce({0: np.full(100_000, 1.0 + rank)})[0]
         for _ in range(5):
             step()
         hvd.record_step(7)

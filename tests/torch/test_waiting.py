@@ -16,19 +16,23 @@ from hvdlite.core.errors import MismatchError  # noqa: E402
 from hvdlite.core.types import ReduceOp  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite.training.gradient_reducer import GradientOrderError  # noqa: E402
-from hvdlite_torch import DistributedOptimizer  # noqa: E402
+from hvdlite_torch import DistributedOptimizer, comm_hooks  # noqa: E402
 from tests.torch.test_optimizer import net, share, train, weights  # noqa: E402
 from tests.worlds import RAISES, TORCH, processes, threads  # noqa: E402
 
 BOTH = pytest.mark.parametrize("wait_in", ["backward", "step"])
+ALL = pytest.mark.parametrize("wait_in", ["backward", "step", "backward, with a communication hook"])
 
 
 def parameter(length: int = 4) -> Any:
     return torch.nn.Parameter(torch.ones(length))
 
 
-def wrapped(runtime: Runtime, *parameters: Any, **options: Any) -> Any:
-    return DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), _runtime=runtime, **options)
+def wrapped(runtime: Runtime, *parameters: Any, wait_in: str | None = None) -> Any:
+    """Return an optimizer of these parameters; `wait_in` is one of `ALL`."""
+    wait_in, _, hook = (wait_in or "").partition(", ")
+    return DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), _runtime=runtime, wait_in=wait_in or None,
+                                comm_hook=comm_hooks.AllReduce() if hook else None)
 
 
 def mean(runtime: Runtime, value: float) -> float:
@@ -37,7 +41,7 @@ def mean(runtime: Runtime, value: float) -> float:
     return float(array[0])
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_ranks_that_differentiate_different_optimizers_parameters(wait_in: str, rounds: int) -> None:
     def step(runtime: Runtime) -> None:
@@ -55,7 +59,7 @@ def test_ranks_that_differentiate_different_optimizers_parameters(wait_in: str, 
     threads(2, step)
 
 
-@BOTH
+@ALL
 def test_backward_passes_of_two_optimizers_in_different_orders(wait_in: str) -> None:
     def step(runtime: Runtime) -> None:
         a, b = parameter(), parameter()
@@ -71,7 +75,7 @@ def test_backward_passes_of_two_optimizers_in_different_orders(wait_in: str) -> 
     threads(2, step)
 
 
-@BOTH
+@ALL
 def test_a_collective_between_backward_and_step_where_a_rank_has_nothing_to_differentiate(wait_in: str) -> None:
     def step(runtime: Runtime) -> None:
         a = parameter()
@@ -85,7 +89,7 @@ def test_a_collective_between_backward_and_step_where_a_rank_has_nothing_to_diff
     threads(2, step)
 
 
-@BOTH
+@ALL
 def test_a_rank_that_calls_a_collective_before_its_backward_still_counts(wait_in: str) -> None:
     def step(runtime: Runtime) -> None:
         a = parameter()
@@ -213,7 +217,7 @@ def test_after_an_interrupted_wait_gradients_are_still_final_when_read() -> None
     """, imported=TORCH)
 
 
-@BOTH
+@ALL
 def test_a_second_backward_over_other_parameters_after_a_deferral(wait_in: str) -> None:
     def step(runtime: Runtime) -> None:
         a, b = parameter(), parameter()
@@ -232,7 +236,7 @@ def test_a_second_backward_over_other_parameters_after_a_deferral(wait_in: str) 
     threads(2, step)
 
 
-@BOTH
+@ALL
 def test_a_step_that_all_ranks_skip_does_not_count(wait_in: str) -> None:
     def step(runtime: Runtime) -> None:
         a = parameter()
@@ -276,11 +280,11 @@ def test_the_way_out_of_a_circle_works() -> None:
     threads(2, step)
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize("change", ["clip", "replace", "none"])
 def test_gradients_changed_where_other_ranks_could_not_change_them_raise(wait_in: str, change: str) -> None:
     """Rank 1 has no backward, so its step gets the gradients after its script could have clipped them."""
-    def step(runtime: Runtime) -> None:
+    def step(runtime: Runtime) -> list[Any]:
         model = net()
         optimizer = wrapped(runtime, *model.parameters(), wait_in=wait_in)
         for turn in range(5):
@@ -297,13 +301,18 @@ def test_gradients_changed_where_other_ranks_could_not_change_them_raise(wait_in
                     optimizer.step()
             else:
                 optimizer.step()
-    threads(2, step)
+        return weights(model)
+    one, other = threads(2, step)
+    if change == "none":
+        for mine, theirs in zip(one, other, strict=True):
+            assert torch.equal(mine, theirs)
 
 
-def test_a_second_backward_on_some_ranks_only_raises_instead_of_meeting_the_next_step() -> None:
+@pytest.mark.parametrize("wait_in", ["backward", "backward, with a communication hook"])
+def test_a_second_backward_on_some_ranks_only_raises_instead_of_meeting_the_next_step(wait_in: str) -> None:
     def step(runtime: Runtime) -> None:
         a, b = parameter(), parameter()
-        optimizer = wrapped(runtime, a, b)
+        optimizer = wrapped(runtime, a, b, wait_in=wait_in)
         with pytest.raises(MismatchError, match=r"(?s)number of optimizer steps.*rank 0: 1; rank 1: 2.*wait_in=\"step\""):
             for turn in range(3):
                 optimizer.zero_grad()

@@ -1,0 +1,111 @@
+"""Gradients as arrays: one slot per variable, whatever gradients there are on the ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdlite.core.errors import UnsupportedError
+from hvdlite.core.types import ReduceOp
+from hvdlite.runtime.runtime import Runtime
+from hvdlite.training.array_gradients import ArrayReducer, Gradient, Rows
+from tests.worlds import threads
+
+SHAPES = [(3,), (40, 5), (6000,)]
+
+
+def reducer_of(runtime: Runtime, *shapes: tuple[int, ...] | None, dtype: str = "float32") -> ArrayReducer:
+    reducer = ArrayReducer(runtime, "set", op=ReduceOp.AVERAGE)
+    for shape in shapes:
+        reducer.add(shape, dtype)
+    return reducer
+
+
+def full(slot: int, value: float, dtype: Any = np.float32) -> Any:
+    return np.full(SHAPES[slot], value, dtype)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_gradients_are_paired_by_their_slot(size: int) -> None:
+    """Rank r has gradients of slot r only at first, then of others, then of none."""
+    def step(runtime: Runtime) -> None:
+        rank = runtime.world.rank
+        reducer = reducer_of(runtime, *SHAPES)
+        reducer.expect(range(3))
+        for turn in range(12):
+            own: dict[int, Gradient] = {} if turn % 4 == 3 else {(rank + turn) % 3: full((rank + turn) % 3, rank + 1)}
+            reduced = reducer.reduce(own)
+            expected = {(rank + turn) % 3: (rank + 1) / size for rank in range(size)} if turn % 4 != 3 else {}
+            assert reduced.keys() == expected.keys()
+            for slot, value in expected.items():
+                np.testing.assert_allclose(reduced[slot], full(slot, value), rtol=1e-6)
+    threads(size, step)
+
+
+def test_a_slot_that_becomes_part_of_the_rounds_later() -> None:
+    def step(runtime: Runtime) -> None:
+        reducer = reducer_of(runtime, *SHAPES)
+        for turn in range(16):
+            slots = [0, 1] if turn < 6 else [0, 1, 2] if turn < 12 else [2]
+            reduced = reducer.reduce({slot: full(slot, runtime.world.rank + turn) for slot in slots})
+            assert list(reduced) == slots
+            for slot in slots:
+                np.testing.assert_array_equal(reduced[slot], full(slot, turn + 0.5))
+    threads(2, step)
+
+
+def test_a_dtype_that_changes_while_a_gradient_is_missing() -> None:
+    def step(runtime: Runtime) -> None:
+        reducer = reducer_of(runtime, *SHAPES)
+        for turn in range(12):
+            dtype = np.float32 if turn < 6 else np.float64
+            reducer.expect(range(3))
+            own = {slot: full(slot, 2, dtype) for slot in range(3) if (slot, runtime.world.rank, turn) != (1, 1, 8)}
+            reduced = reducer.reduce({**own})
+            assert [reduced[slot].dtype for slot in range(3)] == [dtype] * 3  # type: ignore[union-attr]
+            assert reduced[1][0, 0] == (1 if turn == 8 else 2)  # type: ignore[index]
+    threads(2, step)
+
+
+def test_rows_of_a_sparse_gradient_also_where_a_rank_has_none() -> None:
+    def step(runtime: Runtime) -> None:
+        rank = runtime.world.rank
+        reducer = reducer_of(runtime, *SHAPES)
+        for turn in range(8):
+            reducer.expect([0, 1])
+            own: dict[int, Gradient] = {0: full(0, rank)}
+            if turn % 4 == 1:
+                own[1] = Rows(np.array([7, 7, rank]), np.full((3, 5), 2.0 + turn, np.float32))
+            elif rank == 1 and turn % 4 == 2:
+                own[1] = Rows(np.array([39]), np.arange(5, dtype=np.float32)[None])
+            elif turn % 4 == 3:
+                own[1] = Rows(np.zeros(0, np.int64), np.zeros((0, 5), np.float32))
+            reduced = reducer.reduce(own)
+            np.testing.assert_array_equal(reduced[0], full(0, 0.5))
+            rows = reduced.get(1)
+            if turn % 4 == 0:
+                assert rows is None
+                continue
+            assert isinstance(rows, Rows)
+            dense = np.zeros((40, 5), np.float32)
+            np.add.at(dense, rows.indices, rows.values)
+            expected = np.zeros((40, 5), np.float32)
+            if turn % 4 == 1:
+                expected[7], expected[0], expected[1] = 2 * (2 + turn), (2 + turn) / 2, (2 + turn) / 2
+            elif turn % 4 == 2:
+                expected[39] = np.arange(5) / 2
+            np.testing.assert_allclose(dense, expected)
+    threads(2, step)
+
+
+def test_a_missing_gradient_of_unknown_shape_is_refused() -> None:
+    def step(runtime: Runtime) -> None:
+        reducer = reducer_of(runtime, None)
+        reducer.expect([0])
+        if runtime.world.rank == 0:
+            reducer.give(0, full(0, 1))
+        reducer.finish()
+    with pytest.raises(UnsupportedError, match="whose shape is not known"):
+        threads(2, step)
