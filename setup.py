@@ -33,7 +33,7 @@ setup(
     extras_require={
         "torch": TORCH,
         "lightning": LIGHTNING,
-        "tensorflow": ["tensorflow>=2.16", "keras>=3"],
+        "tensorflow": ["tensorflow>=2.16", "keras>=3.8"],
         "mpi": MPI,
         # NVRTC compiles the kernels; torch for the same CUDA version brings it, and NCCL, too.
         "nccl-cuda12": ["cupy-cuda12x>=14", "nvidia-nccl-cu12>=2.26.2", "nvidia-cuda-nvrtc-cu12"],

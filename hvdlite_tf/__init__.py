@@ -8,13 +8,16 @@ from typing import Any
 from hvdlite import frontend
 from hvdlite.frontend import *
 from hvdlite_tf.compression import Compression
+from hvdlite_tf.versions import check_installed as _check_installed
+
+_check_installed()
 
 _HOMES = {
     "ops": ["allgather", "allreduce", "alltoall", "broadcast", "broadcast_", "grouped_allgather", "grouped_allreduce",
             "grouped_reducescatter", "join", "local_rank_op", "local_size_op", "process_set_included_op", "rank_op",
             "reducescatter", "size_op"],
     "functions": ["allgather_object", "broadcast_global_variables", "broadcast_object", "broadcast_object_fn",
-                  "broadcast_variables"],
+                  "broadcast_variables", "gpu_available"],
     "gradient_tape": ["DistributedGradientTape", "PartialDistributedGradientTape"],
     "keras.tf_mirrored": ["MirroredStrategy"],
     "keras.optimizer": ["DistributedOptimizer", "PartialDistributedOptimizer"],
@@ -28,9 +31,9 @@ __all__ = [
     "Compression", "DistributedGradientTape", "DistributedOptimizer", "MirroredStrategy",
     "PartialDistributedGradientTape", "PartialDistributedOptimizer", "SyncBatchNormalization", "allgather",
     "allgather_object", "allreduce", "alltoall", "broadcast", "broadcast_", "broadcast_global_variables",
-    "broadcast_object", "broadcast_object_fn", "broadcast_variables", "grouped_allgather", "grouped_allreduce",
-    "grouped_reducescatter", "join", "keras", "local_rank_op", "local_size_op", "process_set_included_op", "rank_op",
-    "reducescatter", "size_op",
+    "broadcast_object", "broadcast_object_fn", "broadcast_variables", "gpu_available", "grouped_allgather",
+    "grouped_allreduce", "grouped_reducescatter", "join", "keras", "local_rank_op", "local_size_op",
+    "process_set_included_op", "rank_op", "reducescatter", "size_op",
 ]
 __all__ += frontend.__all__
 

@@ -11,11 +11,14 @@ from hvdlite import api
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.training import objects
 from hvdlite_tf.ops import broadcast_
+from hvdlite_tf.random_states import is_random_state
 
 
 def broadcast_variables(variables: Sequence[Any], root_rank: int, process_set: ProcessSet = global_process_set,
                         inplace: bool = False) -> None:
     """Overwrite variables (TensorFlow's or Keras') with rank `root_rank`'s.
+
+    The random states of Keras' layers are moved on, so that no two ranks draw the same numbers.
 
     Args:
         inplace: accepted for Horovod's sake; it is always so.
@@ -32,6 +35,9 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int, process_set: P
             raise ValueError("broadcast_variables takes variables, such as model.variables, and no "
                              f"{type(variable).__name__}; for values there is hvd.broadcast")
     broadcast_(own, root_rank, process_set=process_set)
+    for variable, mine in zip(given, own, strict=True):
+        if is_random_state(variable):
+            mine.assign_add(tf.constant([api.rank() - root_rank, 0], mine.dtype))
 
 
 def broadcast_global_variables(root_rank: int) -> None:
@@ -64,6 +70,16 @@ def allgather_object(obj: Any, session: Any = None, name: str | None = None,
     _no_session(session)
     name = api.negotiated_name("tf", "allgather_object", name, process_set)
     return objects.allgather_object(api.runtime(), obj, name, api.set_id(process_set))
+
+
+def gpu_available(ext_base_name: str = "tensorflow", verbose: bool = False) -> bool:
+    """Return whether TensorFlow has a GPU.
+
+    Args:
+        ext_base_name, verbose: accepted for Horovod's sake.
+    """
+    del ext_base_name, verbose
+    return bool(tf.config.list_physical_devices("GPU"))
 
 
 def _no_session(session: Any) -> None:

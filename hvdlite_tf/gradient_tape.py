@@ -66,6 +66,18 @@ class _Tape:
                     flat[index] = flat[index] / tf.cast(exchange.size, flat[index].dtype)
         return tf.nest.pack_sequence_as(sources, flat)
 
+    def get_local_and_global_gradients(
+            self, target: Any, sources: Sequence[Any], output_gradients: Any = None,
+            use_generic_names: bool = False) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
+        """Return pairs of a source and its gradient: of sources that are local to this rank, and of all others.
+
+        Args:
+            sources: a list; the others as in `gradient`.
+        """
+        pairs = list(zip(sources, self.gradient(target, sources, output_gradients, use_generic_names), strict=True))
+        return ([pair for pair in pairs if id(pair[0]) in self._local],
+                [pair for pair in pairs if id(pair[0]) not in self._local])
+
 
 _REMEMBERED = 64
 _exchanges: dict[tuple[Any, ...], GradientExchange] = {}  # the last ones used come last

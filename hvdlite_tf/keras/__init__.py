@@ -6,18 +6,15 @@ from collections.abc import Iterable as _Iterable
 from typing import Any
 
 import keras as _keras
-import numpy as _np
 
 from hvdlite import api as _api
 from hvdlite import frontend, join
-from hvdlite import ops as _ops
-from hvdlite.core.array import SUPPORTED_DTYPES as _SUPPORTED_DTYPES
 from hvdlite.frontend import *
 from hvdlite.training import objects as _objects
 from hvdlite_tf.compression import Compression
-from hvdlite_tf.compression import Compressor as _Compressor
 from hvdlite_tf.keras import callbacks
-from hvdlite_tf.keras.exchange import broadcast_variables as _broadcast_variables
+from hvdlite_tf.keras.broadcast import broadcast_variables as _broadcast_variables
+from hvdlite_tf.keras.collectives import allgather, allreduce, broadcast, reducescatter
 from hvdlite_tf.keras.hooks import install as _install
 from hvdlite_tf.keras.models import load_model
 from hvdlite_tf.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
@@ -39,6 +36,8 @@ _install()
 
 def broadcast_variables(variables: Any, root_rank: int) -> None:
     """Overwrite Keras variables (`model.variables`) with rank `root_rank`'s.
+
+    The random states of layers (Dropout) are moved on, so that no two ranks draw the same numbers.
 
     Raises:
         ValueError: for what is no variable.
@@ -71,28 +70,3 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     """Return every rank's picklable object, in rank order."""
     runtime = _api.runtime()
     return _objects.allgather_object(runtime, obj, name or runtime.unnamed("keras", "allgather_object"))
-
-
-def allreduce(value: Any, name: str | None = None, average: bool | None = None, prescale_factor: float = 1.0,
-              postscale_factor: float = 1.0, op: ReduceOp | None = None,
-              compression: type[_Compressor] = Compression.none) -> Any:
-    """Return the reduction of a value (anything NumPy takes, eager tensors included) over all ranks, as an array."""
-    array = _np.asarray(value)
-    target = compression.target_for(array.dtype.name)
-    sent = array if target is None else array.astype(_SUPPORTED_DTYPES[target])
-    return _ops.allreduce(sent, average, name, op, prescale_factor, postscale_factor).astype(array.dtype, copy=False)
-
-
-def allgather(value: Any, name: str | None = None) -> Any:
-    """Return all ranks' values concatenated along the first dimension, as an array."""
-    return _ops.allgather(value, name)
-
-
-def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
-    """Return rank `root_rank`'s value, as an array."""
-    return _ops.broadcast(value, root_rank, name)
-
-
-def reducescatter(value: Any, name: str | None = None, op: ReduceOp = Average) -> Any:
-    """Return this rank's rows of the reduction of a value over all ranks, as an array."""
-    return _ops.reducescatter(value, name, op)

@@ -10,7 +10,7 @@ import numpy as np
 
 from hvdlite import api
 from hvdlite.core.types import ReduceOp
-from hvdlite_tf.keras.exchange import broadcast_variables
+from hvdlite_tf.keras.broadcast import broadcast_variables
 
 
 def _read_back(model: Any) -> None:
@@ -21,6 +21,8 @@ def _read_back(model: Any) -> None:
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Start training from one rank's model and optimizer: at the first batch, or after it for what it builds.
+
+    The random states of layers such as Dropout are taken over too, but moved on by another distance on every rank.
 
     Args:
         root_rank: whose state everybody takes.
@@ -84,7 +86,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         initial_lr: what is multiplied.
         multiplier: a function of the epoch, or a number that is raised to the epochs since `start_epoch`.
         start_epoch: first epoch in which it acts; `end_epoch` is the first one in which it does not any more.
-        staircase: change once an epoch; else with every batch, by fractions of an epoch.
+        staircase: change once an epoch; else with every batch, by fractions of an epoch. Several batches in one call
+            (`steps_per_execution`) have the rate of the first one; the epoch ends with that of its last one.
         momentum_correction: scale momentum by the change of the rate for one batch (Goyal et al., "Accurate, Large Minibatch
             SGD", 2017), where the optimizer has a momentum that can be set.
         steps_per_epoch: needed without `staircase` where Keras does not know it.
@@ -125,7 +128,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Adjust the rate."""
-        if self.current_epoch < self.start_epoch or (self.end_epoch is not None and self.current_epoch >= self.end_epoch):
+        if not self._acts():
             return
         if self.staircase and batch == 0:
             self._adjust(self.current_epoch)
@@ -140,11 +143,17 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             self._restore = None
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Log the rate."""
+        """Log the rate, which is that of the epoch's last batch."""
+        if not self.staircase and self._acts():  # the last batch may have begun within an execution of several
+            assert self.steps_per_epoch is not None
+            self._adjust(epoch + (self.steps_per_epoch - 1) / self.steps_per_epoch, corrects_momentum=False)
         if logs is not None:
             logs["lr"] = float(keras.ops.convert_to_numpy(self._optimizer().learning_rate))
 
-    def _adjust(self, epoch: float) -> None:
+    def _acts(self) -> bool:
+        return self.start_epoch <= self.current_epoch and (self.end_epoch is None or self.current_epoch < self.end_epoch)
+
+    def _adjust(self, epoch: float, corrects_momentum: bool = True) -> None:
         _read_back(self.model)
         optimizer = self._optimizer()
         before = float(keras.ops.convert_to_numpy(optimizer.learning_rate))
@@ -152,7 +161,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         optimizer.learning_rate = after
         momentum = getattr(optimizer, "momentum", None)
         runs_eagerly = getattr(self.model, "run_eagerly", False)
-        if self.momentum_correction and isinstance(momentum, float) and momentum and before and runs_eagerly:
+        corrects_momentum = corrects_momentum and self.momentum_correction
+        if corrects_momentum and isinstance(momentum, float) and momentum and before and runs_eagerly:
             self._restore = momentum
             optimizer.momentum = momentum * after / before
 

@@ -1,4 +1,4 @@
-"""What the Keras frontend needs of a backend: reduce a step's gradients, average a few numbers, broadcast variables."""
+"""What the Keras frontend needs of a backend: reduce a step's gradients, agree on a flag."""
 
 from __future__ import annotations
 
@@ -85,14 +85,3 @@ def everywhere(flag: Any, name: str, process_set: int) -> Any:
         api.runtime().allreduce(name, arrays[0], result, ReduceOp.MIN, process_set=process_set).wait()
         return [result]
     return keras.ops.cast(call(reduce, [keras.ops.cast(flag, "int32")])[0], "bool")
-
-
-def broadcast_variables(variables: Sequence[Any], root_rank: int, name: str = "keras.variables") -> None:
-    """Overwrite Keras variables with rank `root_rank`'s, outside of any compiled function."""
-    runtime = api.runtime()
-    arrays = [np.array(keras.ops.convert_to_numpy(variable.value), order="C") for variable in variables]
-    handles = [runtime.broadcast(f"{name}.{index}", array, root_rank) for index, array in enumerate(arrays)]
-    for variable, array, handle in zip(variables, arrays, handles, strict=True):
-        handle.wait()
-        if runtime.world.rank != root_rank:
-            variable.assign(array)

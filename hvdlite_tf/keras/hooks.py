@@ -1,9 +1,10 @@
-"""Three places where Keras must know of hvdlite; changed once, when this package is imported.
+"""What Keras must know of distributed optimizers and losses; changed once, when this package is imported.
 
 - `Trainer.compile`: TensorFlow's XLA cannot call Python, so with a distributed optimizer "auto" means no. In the scope of a
   `MirroredStrategy`, what is compiled becomes the strategy's.
-- `LossScaleOptimizer.check_finite`: an overflow on one rank skips the step on all of them, or gradients of different steps
-  would be paired.
+- `Trainer.make_train_function`: a compiled step that was made before the optimizer was wrapped is made anew.
+- `LossScaleOptimizer`: it tests gradients that are reduced, which are the same on all ranks, so that an overflow on one rank
+  skips the step on all of them. Where they are not (accumulation, local variables), all ranks' tests count.
 - The reduction of losses; see `step.py`.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -19,27 +21,33 @@ import keras
 from hvdlite_tf.keras import scope, step
 from hvdlite_tf.keras.exchange import everywhere
 from hvdlite_tf.keras.mirrored_model import adopt_model
-from hvdlite_tf.keras.optimizer import is_distributed
+from hvdlite_tf.keras.optimizer import distributed_in, is_distributed
 
 _log = logging.getLogger("hvdlite")
 _MARK = "_hvdlite_original"
 
 
 def install() -> None:
-    """Install both hooks; again is fine."""
-    trainer = next(owner for owner in keras.Model.__mro__ if "compile" in vars(owner))
-    if not hasattr(trainer.compile, _MARK):
-        trainer.compile = _compiling(trainer.compile)
+    """Install all hooks; again is fine."""
+    for name, hook in (("compile", _compiling), ("make_train_function", _making)):
+        _replace(next(owner for owner in keras.Model.__mro__ if name in vars(owner)), name, hook)
     scaler = keras.optimizers.LossScaleOptimizer
-    if not hasattr(scaler.check_finite, _MARK):
-        scaler.check_finite = _checking(scaler.check_finite)
+    for name, hook in (("apply", _applying), ("stateless_apply", _applying_statelessly), ("check_finite", _checking)):
+        _replace(scaler, name, hook)
     step.install()
+
+
+def _replace(owner: Any, name: str, hook: Callable[[Any], Any]) -> None:
+    original = getattr(owner, name)
+    if not hasattr(original, _MARK):
+        replacement = functools.wraps(original)(hook(original))
+        setattr(replacement, _MARK, original)
+        setattr(owner, name, replacement)
 
 
 def _compiling(original: Any) -> Any:
     signature = inspect.signature(original)
 
-    @functools.wraps(original)
     def compile(self: Any, *arguments: Any, **named: Any) -> Any:
         bound = signature.bind(self, *arguments, **named)
         strategy = scope.current() or _strategy_of(self)
@@ -47,7 +55,7 @@ def _compiling(original: Any) -> Any:
             with strategy.scope():
                 bound.arguments["optimizer"] = keras.optimizers.get(bound.arguments.get("optimizer", "rmsprop"))
                 scope.adopt_optimizer(strategy, bound.arguments["optimizer"])
-        if keras.backend.backend() == "tensorflow" and _holds_distributed(bound.arguments.get("optimizer")):
+        if keras.backend.backend() == "tensorflow" and distributed_in(bound.arguments.get("optimizer")) is not None:
             wanted = bound.arguments.get("jit_compile", "auto")
             if wanted is True:
                 raise ValueError("jit_compile=True: XLA cannot call hvdlite's collectives; compile the model with "
@@ -63,19 +71,53 @@ def _compiling(original: Any) -> Any:
             original(*bound.args, **bound.kwargs)
         adopt_model(strategy, self)
         return None
-    setattr(compile, _MARK, original)
     return compile
 
 
+def _making(original: Any) -> Any:
+    def make_train_function(self: Any, force: bool = False) -> Any:
+        optimizer = distributed_in(self.optimizer)
+        exchange = None if optimizer is None else optimizer._hvdlite_exchange()
+        if exchange is not vars(self).get("_hvdlite_trained_with"):
+            object.__setattr__(self, "_hvdlite_trained_with", exchange)
+            if exchange is not None and keras.backend.backend() == "tensorflow" and self.jit_compile:
+                _log.info("jit_compile is off: XLA cannot call hvdlite's collectives")
+                self.jit_compile = False
+            force = True
+        if optimizer is not None and optimizer.built:
+            optimizer._hvdlite_watch(optimizer._trainable_variables)
+        return original(self, force)
+    return make_train_function
+
+
+def _applying(original: Any) -> Any:
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        if not is_distributed(self.inner_optimizer):
+            return original(self, grads, trainable_variables)
+        variables = self._trainable_variables if trainable_variables is None else trainable_variables
+        with self.inner_optimizer._hvdlite_reducing(grads, variables) as reduced:
+            return original(self, reduced, trainable_variables)
+    return apply
+
+
+def _applying_statelessly(original: Any) -> Any:
+    def stateless_apply(self: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
+        if not is_distributed(self.inner_optimizer):
+            return original(self, optimizer_variables, grads, trainable_variables)
+        with self.inner_optimizer._hvdlite_reducing(grads, self._trainable_variables) as reduced:
+            return original(self, optimizer_variables, reduced, trainable_variables)
+    return stateless_apply
+
+
 def _checking(original: Any) -> Any:
-    @functools.wraps(original)
     def check_finite(self: Any, grads: Any) -> Any:
         finite = original(self, grads)
-        exchange = self.inner_optimizer._hvdlite_exchange() if is_distributed(self.inner_optimizer) else None
-        if exchange is None or not exchange.is_shared:
+        if not is_distributed(self.inner_optimizer) or self.inner_optimizer._hvdlite_are_equal:
+            return finite
+        exchange = self.inner_optimizer._hvdlite_exchange()
+        if not exchange.is_shared:
             return finite
         return everywhere(finite, f"{exchange.label}.finite", exchange.process_set)
-    setattr(check_finite, _MARK, original)
     return check_finite
 
 
@@ -83,7 +125,3 @@ def _strategy_of(model: Any) -> scope.Mirrored | None:
     """Return the strategy in whose scope a TensorFlow model was made."""
     strategy = getattr(model, "_distribute_strategy", None)
     return strategy if isinstance(strategy, scope.Mirrored) else None
-
-
-def _holds_distributed(optimizer: Any) -> bool:
-    return is_distributed(optimizer) or is_distributed(getattr(optimizer, "inner_optimizer", None))

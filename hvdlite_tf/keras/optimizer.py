@@ -3,12 +3,15 @@
 The optimizer's class is swapped in place for a subclass, so slots and settings stay; to Keras it goes on saying that it is
 what it was, so that saved models load without hvdlite. `apply`, which is public, is where gradients come in, before Keras
 clips them. With `gradient_accumulation_steps` Keras calls `apply` for every part of a step; then gradients are reduced
-where it clips them, which happens once a step.
+where it clips them, which happens once a step. Under a `LossScaleOptimizer`, gradients are reduced before it tests them
+(hooks.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -23,20 +26,56 @@ from hvdlite_tf.keras.exchange import exchange as make_exchange
 from hvdlite_tf.local_layers import local_variables
 
 
-class _Distributed:
-    """Mixed into the user's optimizer class."""
+@dataclasses.dataclass(frozen=True)
+class _Settings:
+    """How an optimizer exchanges gradients.
 
-    _hvdlite_exchange: Callable[[], Exchange]
-    _hvdlite_applied: Sequence[Any]
-    _hvdlite_local: frozenset[int]
-    _hvdlite_scales_local: bool
-    _hvdlite_summed: int
+    Attributes:
+        arguments: of its `Exchange`.
+        scales_local: whether gradients of local variables are divided by the number of ranks.
+        summed: how many backward passes are summed; 1 when they are averaged, as Keras does.
+    """
+
+    arguments: dict[str, Any]
+    scales_local: bool = True
+    summed: int = 1
+
+
+@dataclasses.dataclass(eq=False)
+class _State:
+    """Of one distributed optimizer.
+
+    Attributes:
+        exchange: reduces its gradients; None until it is needed.
+        local: variables that are left to this rank, by identity.
+        applied: variables whose accumulated gradients are applied at the moment.
+        are_reduced: whether the gradients that come in at the moment have been reduced already.
+        has_begun: whether gradients have been reduced, or are from now on while they are computed.
+    """
+
+    exchange: Exchange | None = None
+    local: dict[int, Any] = dataclasses.field(default_factory=dict)
+    applied: Sequence[Any] = ()
+    are_reduced: bool = False
+    has_begun: bool = False
+
+
+class _Distributed:
+    """Mixed into the user's optimizer class; every wrapping makes a class of its own, with these attributes."""
+
     _hvdlite_base: type
+    _hvdlite_settings: _Settings
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         """What Keras (and `isinstance`) is told: the class that it was."""
         return self._hvdlite_base
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], *arguments: Any, **named: Any) -> Any:
+        """Like the base class's; the new optimizer is distributed in the same way."""
+        return _wrap(cls._hvdlite_base.from_config(config, *arguments, **named),  # type: ignore[attr-defined]
+                     cls._hvdlite_settings)
 
     def build(self, variables: Sequence[Any]) -> None:
         """Like the base class's."""
@@ -46,44 +85,105 @@ class _Distributed:
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         """Like the base class's, of gradients that are reduced over all ranks."""
         variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)  # type: ignore
-        if len(variables) == len(grads) and not self.gradient_accumulation_steps:  # type: ignore[attr-defined]
-            self._hvdlite_watch(variables)
+        if not self.gradient_accumulation_steps:  # type: ignore[attr-defined]
             grads = self._hvdlite_reduced(list(grads), variables)
         return super().apply(grads, None if trainable_variables is None else variables)  # type: ignore[misc]
 
+    def register_local_var(self, var: Any) -> None:
+        """Leave the gradients of a variable to this rank; before the first step, and before the optimizer is built.
+
+        Raises:
+            ValueError: for what is no variable, or when gradients are reduced already.
+        """
+        if not (isinstance(var, keras.Variable) or hasattr(var, "assign")):
+            raise ValueError(f"register_local_var takes a variable, such as layer.kernel, and no {type(var).__name__}")
+        if self._hvdlite_state.has_begun:
+            raise ValueError("register_local_var comes too late: this optimizer has been built or has made a step, and "
+                             "exchanges the variable's gradients; call it right after hvd.DistributedOptimizer(...)")
+        self._hvdlite_state.local[id(var)] = var
+
+    @property
+    def _hvdlite_state(self) -> _State:
+        state: _State | None = vars(self).get("_hvdlite_own_state")
+        if state is None:
+            state = _State()
+            object.__setattr__(self, "_hvdlite_own_state", state)
+        return state
+
+    def _hvdlite_exchange(self) -> Exchange:
+        state = self._hvdlite_state
+        if state.exchange is None or not state.exchange.is_current:
+            state.exchange = make_exchange(**self._hvdlite_settings.arguments)
+        return state.exchange
+
     def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> Any:
-        object.__setattr__(self, "_hvdlite_applied", trainable_variables)
+        self._hvdlite_state.applied = trainable_variables
         return super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
 
     def _clip_gradients(self, grads: Sequence[Any]) -> Any:
         if self.gradient_accumulation_steps:  # type: ignore[attr-defined]
-            with counting(None):  # steps of an accumulation count alike
-                grads = self._hvdlite_reduced(list(grads), list(self._hvdlite_applied))
-            if self._hvdlite_summed > 1:  # Keras has divided them
-                grads = [gradient * self._hvdlite_summed for gradient in grads]
+            grads = self._hvdlite_reduced_once_a_step(list(grads), list(self._hvdlite_state.applied))
+            summed = self._hvdlite_settings.summed
+            if summed > 1:  # Keras has divided them
+                grads = [gradient * summed for gradient in grads]
         return super()._clip_gradients(grads)  # type: ignore[misc]
-
-    def _hvdlite_watch(self, variables: Sequence[Any]) -> None:
-        if not self.gradient_accumulation_steps:  # type: ignore[attr-defined]
-            self._hvdlite_exchange().watch([variable for variable in variables if id(variable) not in self._hvdlite_local])
 
     def _all_reduce_sum_gradients(self, grads_and_vars: Sequence[Any]) -> Any:
         return grads_and_vars  # a strategy's reduction, after clipping; ours was before it
 
+    @contextmanager
+    def _hvdlite_reducing(self, grads: Sequence[Any], variables: Sequence[Any]) -> Iterator[Sequence[Any]]:
+        """Reduce gradients before `apply` is called, inside; accumulated ones are left to it."""
+        if self.gradient_accumulation_steps or len(grads) != len(variables):  # type: ignore[attr-defined]
+            yield grads
+            return
+        grads = self._hvdlite_reduced(list(grads), list(variables))
+        self._hvdlite_state.are_reduced = True
+        try:
+            yield grads
+        finally:
+            self._hvdlite_state.are_reduced = False
+
+    @property
+    def _hvdlite_are_equal(self) -> bool:
+        """Whether the gradients that come in at the moment are the same on all ranks that share them."""
+        return self._hvdlite_state.are_reduced and not self._hvdlite_state.local
+
+    def _hvdlite_watch(self, variables: Sequence[Any]) -> None:
+        if not self.gradient_accumulation_steps:  # type: ignore[attr-defined]
+            state = self._hvdlite_state
+            state.has_begun = state.has_begun or keras.backend.backend() == "torch"
+            self._hvdlite_exchange().watch([variable for variable in variables if id(variable) not in state.local])
+
+    def _hvdlite_reduced_once_a_step(self, grads: list[Any], variables: list[Any]) -> list[Any]:
+        """Reduce accumulated gradients, all of which count alike."""
+        with counting(None):
+            if keras.backend.backend() != "jax":
+                return self._hvdlite_reduced(grads, variables)
+            # Keras updates on every batch there, and keeps the update of the last one of a step.
+            ends = (self._iterations + 1) % self.gradient_accumulation_steps == 0  # type: ignore[attr-defined]
+            return list(keras.ops.cond(ends, lambda: self._hvdlite_reduced(list(grads), variables), lambda: grads))
+
     def _hvdlite_reduced(self, grads: list[Any], variables: list[Any]) -> list[Any]:
+        state = self._hvdlite_state
+        if state.are_reduced or len(variables) != len(grads):  # which Keras says better
+            return grads
+        if not self.gradient_accumulation_steps:  # type: ignore[attr-defined]
+            self._hvdlite_watch(variables)
+        state.has_begun = True
         exchange = self._hvdlite_exchange()
-        shared = [index for index, variable in enumerate(variables) if id(variable) not in self._hvdlite_local]
+        shared = [index for index, variable in enumerate(variables) if id(variable) not in state.local]
         reduced = exchange.reduce([grads[index] for index in shared], [variables[index] for index in shared])
         for index, gradient in zip(shared, reduced, strict=True):
             grads[index] = gradient
-        if self._hvdlite_scales_local and exchange.is_shared:
+        if self._hvdlite_settings.scales_local and exchange.is_shared:
             for index in set(range(len(grads))) - set(shared):
                 if grads[index] is not None:
                     grads[index] = grads[index] / exchange.size
         return grads
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuilt, (self._hvdlite_base, self.get_config(), self._hvdlite_arguments)  # type: ignore[attr-defined]
+        return _rebuilt, (self._hvdlite_base, self.get_config(), self._hvdlite_settings)  # type: ignore[attr-defined]
 
 
 def DistributedOptimizer(optimizer: Any, name: str | None = None, device_dense: str = "", device_sparse: str = "",
@@ -91,45 +191,48 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, device_dense: 
                          gradient_predivide_factor: float = 1.0, op: ReduceOp = ReduceOp.AVERAGE,
                          backward_passes_per_step: int = 1, average_aggregated_gradients: bool = False,
                          num_groups: int = 0, groups: Any = None, process_set: ProcessSet = global_process_set,
-                         scale_local_gradients: bool = True) -> Any:
+                         scale_local_gradients: bool = True, use_locking: bool = False) -> Any:
     """Make a Keras 3 optimizer average its gradients over all ranks; returns the same object.
 
     Clipping, loss scaling, weight decay, moving averages and Keras' own gradient accumulation act on reduced gradients.
-    Saved models hold the plain optimizer.
+    Saved models hold the plain optimizer. A model that was trained with this optimizer already goes on with reduced
+    gradients.
 
     Args:
-        name, device_dense, device_sparse: accepted for Horovod's sake.
+        name, device_dense, device_sparse, use_locking: accepted for Horovod's sake.
         compression: `Compression.none`, `.fp16` or `.bf16`: dtype on the wire for float32 and float64 gradients.
         sparse_as_dense: densify the gradients of embeddings, instead of gathering their rows. (Keras' Adam treats the two
             differently.)
         gradient_predivide_factor: for Average: divide by this before the sum, and by size/this after it.
         op: Average or Sum.
-        backward_passes_per_step: gradients accumulated before each update; sets Keras' `gradient_accumulation_steps`.
+        backward_passes_per_step: gradients accumulated before each update; sets Keras' `gradient_accumulation_steps`, of
+            the inner optimizer of a `LossScaleOptimizer`.
         average_aggregated_gradients: divide accumulated gradients by `backward_passes_per_step`, as Keras by itself does;
             else they are summed, as in Horovod.
         num_groups: deprecated; use `groups`.
         groups: gradients that are reduced together: a number of groups, or a list of lists of variables.
         process_set: the ranks that share gradients.
-        scale_local_gradients: divide gradients of local variables (`PartialDistributedOptimizer`) by the number of ranks.
+        scale_local_gradients: divide gradients of local variables (`register_local_var`, `PartialDistributedOptimizer`) by
+            the number of ranks.
 
     Raises:
-        ValueError: for another op, an optimizer that is wrapped already or is not Keras'.
+        ValueError: for another op, an optimizer that is wrapped already or is not Keras 3's, and for a built one that would
+            have to begin to accumulate.
         NotInitializedError: before `init()`.
     """
-    del name, device_dense, device_sparse
-    if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise ValueError(f"DistributedOptimizer takes a Keras 3 optimizer, not {type(optimizer).__name__}")
-    inner = getattr(optimizer, "inner_optimizer", None)
+    del name, device_dense, device_sparse, use_locking
+    _check_optimizer(optimizer)
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
     if is_distributed(optimizer) or is_distributed(inner):
         raise ValueError(WRAPPED)
     check_passes(backward_passes_per_step)
-    if backward_passes_per_step > 1:
-        optimizer.gradient_accumulation_steps = backward_passes_per_step
     arguments = {"compression": compression, "sparse_as_dense": sparse_as_dense, "op": op,
                  "gradient_predivide_factor": gradient_predivide_factor, "process_set": process_set,
                  "groups": chosen_groups(groups, num_groups)}
+    if backward_passes_per_step > 1:
+        _accumulate(inner, backward_passes_per_step)
     summed = 1 if average_aggregated_gradients else backward_passes_per_step
-    _wrap(optimizer if inner is None else inner, arguments, scale_local_gradients, summed)  # hooks.py has more on scaling
+    _wrap(inner, _Settings(arguments, scale_local_gradients, summed))
     return optimizer
 
 
@@ -142,9 +245,10 @@ def PartialDistributedOptimizer(optimizer: Any, *arguments: Any, local_layers: A
     Raises:
         ValueError: for what is not a layer, or has not been built.
     """
-    local = frozenset(map(id, local_variables(local_layers)))
+    local = local_variables(local_layers)
     wrapped = DistributedOptimizer(optimizer, *arguments, **named)
-    object.__setattr__(getattr(wrapped, "inner_optimizer", wrapped), "_hvdlite_local", local)
+    inner = getattr(wrapped, "inner_optimizer", wrapped)
+    inner._hvdlite_state.local.update((id(variable), variable) for variable in local)
     return wrapped
 
 
@@ -153,33 +257,56 @@ def is_distributed(optimizer: Any) -> bool:
     return issubclass(type(optimizer), _Distributed)
 
 
+def distributed_in(optimizer: Any) -> Any:
+    """Return the distributed optimizer that an optimizer is or scales the loss for; None when there is none."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return inner if is_distributed(inner) else None
+
+
 def distribute_when_used(optimizer: Any, op: ReduceOp) -> None:
     """Make a Keras optimizer a distributed one whose names follow the order in which optimizers are first used.
 
     Loading a model makes more optimizers than it keeps, maybe on one rank only.
     """
-    _wrap(optimizer, {"op": op}, True, 1, when_used=True)
+    _wrap(optimizer, _Settings({"op": op}), when_used=True)
 
 
-def _wrap(optimizer: Any, arguments: dict[str, Any], scales_local: bool, summed: int, when_used: bool = False) -> Any:
-    # Else made now: names follow the order in which optimizers are made.
-    made: list[Exchange] = [] if when_used else [make_exchange(**arguments)]
-
-    def exchange() -> Exchange:
-        if not made or not made[0].is_current:
-            made[:] = [make_exchange(**arguments)]
-        return made[0]
+def _wrap(optimizer: Any, settings: _Settings, when_used: bool = False) -> Any:
     base = type(optimizer)
-    subclass = type(base.__name__, (_Distributed, base), {"__module__": base.__module__})
-    for field, value in (("_hvdlite_exchange", exchange), ("_hvdlite_local", frozenset()), ("_hvdlite_base", base),
-                         ("_hvdlite_scales_local", scales_local), ("_hvdlite_summed", summed),
-                         ("_hvdlite_arguments", (arguments, scales_local, summed))):
-        object.__setattr__(optimizer, field, value)
-    object.__setattr__(optimizer, "__class__", subclass)
+    fields = {"__module__": base.__module__, "_hvdlite_base": base, "_hvdlite_settings": settings}
+    if not when_used:  # names follow the order in which optimizers are made
+        state = _State(make_exchange(**settings.arguments))
+        object.__setattr__(optimizer, "_hvdlite_own_state", state)
+    object.__setattr__(optimizer, "__class__", type(base.__name__, (_Distributed, base), fields))
     return optimizer
 
 
-def _rebuilt(base: type, config: dict[str, Any], arguments: tuple[dict[str, Any], bool, int]) -> Any:
+def _rebuilt(base: type, config: dict[str, Any], settings: _Settings) -> Any:
     """Undo pickling: an optimizer without slots, wrapped again where there is a runtime."""
     optimizer = base.from_config(config)  # type: ignore[attr-defined]
-    return _wrap(optimizer, *arguments) if api.is_initialized() else optimizer
+    return _wrap(optimizer, settings) if api.is_initialized() else optimizer
+
+
+def _accumulate(optimizer: Any, passes: int) -> None:
+    """Let a Keras optimizer accumulate; updates that it has made go on counting as updates."""
+    before = optimizer.gradient_accumulation_steps
+    if optimizer.built and not before:
+        raise ValueError(f"backward_passes_per_step={passes}: optimizer '{optimizer.name}' has been built without variables "
+                         "that gradients accumulate in, and Keras cannot add them; wrap it before the model's first batch, "
+                         f"or make it with gradient_accumulation_steps={passes}")
+    updates = int(keras.ops.convert_to_numpy(optimizer.iterations))
+    optimizer.gradient_accumulation_steps = passes
+    if optimizer.built and passes != before:  # Keras counts backward passes
+        optimizer._iterations.assign(updates * passes)
+        optimizer._backend_reset_gradient_accumulators()
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if isinstance(optimizer, keras.optimizers.Optimizer):
+        return
+    owners = {owner.__module__.partition(".")[0] for owner in type(optimizer).__mro__}
+    if "tf_keras" in owners or any(".legacy" in owner.__module__ for owner in type(optimizer).__mro__):
+        raise ValueError(f"{type(optimizer).__name__} is an optimizer of Keras 2 (tf_keras), and DistributedOptimizer takes "
+                         "Keras 3's: unset TF_USE_LEGACY_KERAS, or import keras instead of tf.keras. Loops of your own over "
+                         "Keras 2's optimizers can use hvdlite_tf.DistributedGradientTape")
+    raise ValueError(f"DistributedOptimizer takes a Keras 3 optimizer, not {type(optimizer).__name__}")

@@ -27,6 +27,8 @@ from hvdlite import api
 from hvdlite.core.array import Array
 from hvdlite.core.errors import MismatchError
 from hvdlite.training.objects import allgather_object
+from hvdlite_tf.keras.broadcast import array_of, broadcast_variables
+from hvdlite_tf.random_states import is_random_state, moved_on
 
 _log = logging.getLogger("hvdlite")
 
@@ -82,7 +84,7 @@ class Replicas:
         if self._size == 1:
             return
         if self.mirrors_at_once and getattr(variable, "_value", variable) is not None:
-            _assign(variable, self.first_value(_array(variable), _is_seed(variable)))
+            variable.assign(self.first_value(array_of(variable), is_random_state(variable)))
         else:
             self._made.append(weakref.ref(variable))
 
@@ -91,7 +93,7 @@ class Replicas:
         array = np.array(array, order="C")
         self._at_once += 1
         api.runtime().broadcast(f"scope.variable.{self._at_once}", array, 0).wait()
-        return self._drawing_apart(array) if is_seed else array
+        return moved_on(array, self._rank, 0) if is_seed else array
 
     def settle(self, must_match: bool = False) -> None:
         """Give the variables that were made rank 0's values; all ranks call this.
@@ -127,17 +129,10 @@ class Replicas:
             return
         with _eagerly():
             variables = [variable for variable in variables if getattr(variable, "_value", variable) is not None]
-            arrays = [np.array(_array(variable), order="C") for variable in variables]
             runtime = api.runtime()
-            described = [(_name(variable), array.shape, str(array.dtype))
-                         for variable, array in zip(variables, arrays, strict=True)]
+            described = [(_name(variable), tuple(variable.shape), _dtype(variable)) for variable in variables]
             _check_same(allgather_object(runtime, described, runtime.unnamed("keras", "scope_variables")))
-            name = runtime.unnamed("keras", "mirror")
-            handles = [runtime.broadcast(f"{name}.{index}", array, 0) for index, array in enumerate(arrays)]
-            for variable, array, handle in zip(variables, arrays, handles, strict=True):
-                handle.wait()
-                if self._rank:
-                    _assign(variable, self._drawing_apart(array) if _is_seed(variable) else array)
+            broadcast_variables(variables, 0, runtime.unnamed("keras", "mirror"))
         done = set(map(id, variables))
         self._made, self._unmatched = ([reference for reference in references if id(reference()) not in done]
                                        for references in (self._made, self._unmatched))
@@ -152,18 +147,14 @@ class Replicas:
         with _eagerly():
             digest = hashlib.blake2b(digest_size=8)
             for variable in variables:
-                if not _is_seed(variable):
-                    array = np.ascontiguousarray(_array(variable))
+                if not is_random_state(variable):
+                    array = array_of(variable)
                     digest.update(f"{array.dtype}{array.shape}".encode())
                     digest.update(array.reshape(-1).view(np.uint8).data)
             runtime = api.runtime()
             own = np.frombuffer(digest.digest(), np.uint64).reshape(1, 1)
             digests = runtime.allgather(runtime.unnamed("keras", "digest"), own).wait()
         return bool((digests == digests[0]).all())
-
-    def _drawing_apart(self, state: Array) -> Array:
-        state.reshape(-1)[0] += self._rank
-        return state
 
 
 def optimizers_of(model: Any) -> list[Any]:
@@ -223,18 +214,9 @@ def _eagerly() -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def _array(variable: Any) -> Array:
-    value = getattr(variable, "_value", variable)  # in its own dtype: `value` is cast where Keras casts automatically
-    return np.asarray(keras.ops.convert_to_numpy(value))
-
-
-def _assign(variable: Any, array: Array) -> None:
-    variable.assign(array)
-
-
 def _name(variable: Any) -> str:
     return str(getattr(variable, "path", variable.name))
 
 
-def _is_seed(variable: Any) -> bool:
-    return "seed_generator_state" in _name(variable)
+def _dtype(variable: Any) -> str:
+    return keras.backend.standardize_dtype(getattr(variable, "_dtype", variable.dtype))

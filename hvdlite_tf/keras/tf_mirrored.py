@@ -22,6 +22,7 @@ from hvdlite.training.strategies import reduction
 from hvdlite_tf import ops
 from hvdlite_tf.keras import scope, step
 from hvdlite_tf.keras.shares import shared_dataset
+from hvdlite_tf.random_states import RANDOM_STATE
 
 
 class MirroredStrategy(scope.Mirrored, tf.distribute.Strategy):  # type: ignore[misc]
@@ -130,7 +131,7 @@ class _Extended(OneDeviceExtended):  # type: ignore[misc]
         if not replicas.mirrors_at_once or initial is None \
                 or kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
             return next_creator(**kwargs)
-        is_seed = "seed_generator_state" in (kwargs.get("name") or "")
+        is_seed = str(kwargs.get("name")).endswith(RANDOM_STATE)
         if not callable(initial) and not hasattr(initial, "numpy"):  # a tensor of the function that is being traced
             kwargs["initial_value"] = ops.broadcast(tf.convert_to_tensor(initial, kwargs.get("dtype")), 0)
             return next_creator(**kwargs)

@@ -93,7 +93,7 @@ raises(ValueError, "distributed already",
 raises(ValueError, "Average or Sum", lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(), op=hvd.Max))
 raises(ValueError, "Keras 3 optimizer", lambda: hvd.DistributedOptimizer("sgd"))
 summed = hvd.allreduce(np.full(3, rank + 0.25), op=hvd.Sum, compression=hvd.Compression.bf16)
-assert summed.dtype == np.float64 and summed.tolist() == [1.5] * 3
+assert summed.dtype == np.float64 and summed.numpy().tolist() == [1.5] * 3
 raises(ValueError, "not 'sum'", lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(), op="sum"))
 raises(ValueError, "hvd.Compression.none", lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(), compression="fp16"))
 raises(ValueError, "not 1.5", lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(), backward_passes_per_step=1.5))

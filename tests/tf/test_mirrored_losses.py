@@ -31,8 +31,8 @@ def two_outputs(seed):
 plain, small = lambda: keras.optimizers.SGD(0.05), lambda: keras.optimizers.SGD(0.005)
 for name, loss, make, model, x, y, sample_weight in [
     ("a mean", lambda t, p: ops.mean(ops.square(t - p)), plain, build, X, Y, None),
-    ("a sum, and by weights", (MSE(reduction="sum"), MSE(reduction="mean_with_sample_weight")), small, two_outputs, X, (Y, Y),
-     (weights, weights)),
+    ("a sum, and by weights", (MSE(reduction="sum"), MSE(reduction="mean_with_sample_weight")), small, two_outputs, X,
+     (Y, Y), (weights, weights)),
     ("masked", "mse", plain, embedding, words, tagged, None),
     ("masked, by weights", MSE(reduction="mean_with_sample_weight"), plain, embedding, words, tagged,
      np.repeat(weights[:, None], 7, 1)),

@@ -1,0 +1,79 @@
+"""Variables with which all ranks begin: one rank's, but for random states.
+
+Small variables travel together: each collective has a cost of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdlite import api
+from hvdlite.core.array import Array
+from hvdlite.core.errors import MismatchError
+from hvdlite_tf.random_states import is_random_state, moved_on
+
+_SMALL = 1 << 16
+"""Bytes of the largest variable that travels with others."""
+_DIGEST = 16
+"""Bytes of the digest that goes before them."""
+
+
+def broadcast_variables(variables: Sequence[Any], root_rank: int, name: str = "keras.variables") -> None:
+    """Overwrite Keras variables with rank `root_rank`'s, outside of any compiled function.
+
+    The random states of layers are moved on, so that no two ranks draw the same numbers.
+
+    Raises:
+        MismatchError: when a shape or dtype differs between ranks.
+    """
+    runtime = api.runtime()
+    arrays = [array_of(variable) for variable in variables]
+    small = [index for index, array in enumerate(arrays) if array.nbytes <= _SMALL]
+    packed = _packed([arrays[index] for index in small])
+    handles = [runtime.broadcast(f"{name}.{index}", array, root_rank)
+               for index, array in enumerate(arrays) if array.nbytes > _SMALL]
+    expected = packed[:_DIGEST].copy()
+    try:
+        runtime.broadcast(f"{name}.small", packed, root_rank).wait()
+        for handle in handles:
+            handle.wait()
+        if (packed[:_DIGEST] != expected).any():
+            raise MismatchError(f"as many bytes as those of rank {root_rank}, for other shapes or dtypes")
+    except MismatchError as error:
+        raise MismatchError(f"rank {runtime.world.rank} has other variables than another rank: {_listed(variables)}. Make the "
+                            f"same model and optimizer on all ranks. ({error})") from None
+    if runtime.world.rank == root_rank:
+        return
+    _unpack(packed, [arrays[index] for index in small])
+    for variable, array in zip(variables, arrays, strict=True):
+        variable.assign(moved_on(array, runtime.world.rank, root_rank) if is_random_state(variable) else array)
+
+
+def array_of(variable: Any) -> Array:
+    """Return a copy of a variable's value, be it Keras' or TensorFlow's."""
+    value = getattr(variable, "_value", variable)  # in its own dtype: `value` is cast where Keras casts automatically
+    return np.array(keras.ops.convert_to_numpy(value), order="C")
+
+
+def _packed(arrays: Sequence[Array]) -> Array:
+    """Return the bytes of all arrays, behind a digest of their shapes and dtypes."""
+    described = repr([(array.shape, array.dtype.name) for array in arrays])
+    digest = hashlib.blake2b(described.encode(), digest_size=_DIGEST).digest()
+    return np.concatenate([np.frombuffer(digest, np.uint8), *(array.reshape(-1).view(np.uint8) for array in arrays)])
+
+
+def _unpack(packed: Array, arrays: Sequence[Array]) -> None:
+    begin = _DIGEST
+    for array in arrays:
+        array.reshape(-1).view(np.uint8)[:] = packed[begin:begin + array.nbytes]
+        begin += array.nbytes
+
+
+def _listed(variables: Sequence[Any]) -> str:
+    listed = [f"{getattr(variable, 'path', variable.name)} {tuple(variable.shape)}" for variable in variables[:20]]
+    return ", ".join(listed) + (", ..." if len(variables) > len(listed) else "")

@@ -1,0 +1,29 @@
+"""Which versions of TensorFlow and Keras this package works with; older ones are refused when it is imported."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from collections.abc import Callable
+
+OLDEST = {"keras": (3, 8), "tensorflow": (2, 16), "tensorflow-cpu": (2, 16)}
+"""By distribution. Keras before 3.8 scales losses otherwise in a strategy; TensorFlow before 2.16 comes with Keras 2."""
+
+
+def check_installed(version_of: Callable[[str], str] = importlib.metadata.version) -> None:
+    """Refuse versions that would train something else; what is not installed is nobody's business here.
+
+    Args:
+        version_of: returns the version of an installed distribution, or raises `PackageNotFoundError`.
+
+    Raises:
+        ImportError: for an older version.
+    """
+    for name, oldest in OLDEST.items():
+        try:
+            version = version_of(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if tuple(int(number) for number in re.findall(r"\d+", version)[:2]) < oldest:
+            raise ImportError(f"hvdlite_tf needs {name} {'.'.join(map(str, oldest))} or newer, and {version} is installed: "
+                              "pip install -U 'hvdlite[tensorflow]'")

@@ -1,0 +1,222 @@
+"""What people do with an optimizer beside `fit`: wrap it late, scale the loss, accumulate, save, compile again."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.tf.support import run
+from tests.tf.test_keras import COMMON
+
+SCALING = """
+import functools
+def scaled(shared, passes=1, averages=False, rate=0.05, overflow=False):
+    model = make(1)
+    if shared:
+        inner = keras.optimizers.SGD(rate, momentum=0.9)
+        options = dict(backward_passes_per_step=passes, average_aggregated_gradients=averages)
+        scale = functools.partial(keras.optimizers.LossScaleOptimizer, initial_scale=64.0)
+        optimizer = scale(hvd.DistributedOptimizer(inner, **options)) if overflow else \
+            hvd.DistributedOptimizer(scale(inner), **options)
+    else:
+        inner = keras.optimizers.SGD(rate, momentum=0.9, gradient_accumulation_steps=passes if passes > 1 else None)
+        optimizer = keras.optimizers.LossScaleOptimizer(inner, initial_scale=64.0)
+    model.compile(optimizer, "mse")
+    y = Y.copy()
+    if overflow:
+        y[24 + 2] = np.inf  # in the second global batch, on rank 1
+    model.fit(*((shares(8, X), shares(8, y)) if shared else (X, y)), batch_size=8 if shared else 16, epochs=2,
+              shuffle=False, verbose=0)
+    counts = [int(keras.ops.convert_to_numpy(number)) for number in (inner.iterations, optimizer.dynamic_scale)]
+    assert hvd.allgather_object(counts) == [counts] * 2
+    return model, counts
+
+from hvdlite_tf.keras import hooks
+asked, everywhere = [], hooks.everywhere
+hooks.everywhere = lambda *arguments: asked.append(arguments[1]) or everywhere(*arguments)
+"""
+
+
+@pytest.mark.parametrize("backend", ["tensorflow", "torch", "jax"])
+def test_optimizers_that_scale_accumulate_and_are_wrapped_saved_and_used_late(
+        backend: str, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    run(2, COMMON + SCALING + f"folder = {str(tmp_path)!r}\n" + """
+for overflow in (False, True):
+    (one, counts), (other, expected) = scaled(True, overflow=overflow), scaled(False, overflow=overflow)
+    close(one, other)
+    assert counts == expected == ([10, 16] if overflow else [12, 64]), counts
+assert not asked, "reduced gradients are the same everywhere: no rank asks the others"
+
+for averages, overflow in ((True, False), (False, True)):
+    one, counts = scaled(True, passes=3, averages=averages, overflow=overflow, rate=0.05 if averages else 0.02)
+    other, expected = scaled(False, passes=3, overflow=overflow, rate=0.05 if averages else 0.06)
+    close(one, other)
+    assert counts == expected == ([3, 16] if overflow else [4, 64]), counts
+assert asked, "what accumulates is not reduced yet"
+assert one.optimizer.inner_optimizer.gradient_accumulation_steps == 3
+
+model = make(1)  # a batch at a time: nothing moves before the third
+model.compile(hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01)),
+                                       backward_passes_per_step=3), "mse")
+moved = []
+for _ in range(6):
+    before = [keras.ops.convert_to_numpy(variable).copy() for variable in model.trainable_variables]
+    model.train_on_batch(X[:8], Y[:8])
+    moved.append(any((keras.ops.convert_to_numpy(variable) != value).any()
+                     for variable, value in zip(model.trainable_variables, before)))
+assert moved == [False, False, True] * 2, moved
+
+if keras.backend.backend() == "jax":  # gradients travel once a step
+    from hvdlite_tf.keras import exchange
+    calls, call = [], exchange.call
+    exchange.call = lambda function, tensors: call(lambda arrays: calls.append(1) or function(arrays), tensors)
+    close(fit(keras.optimizers.SGD(0.05), True, backward_passes_per_step=3, average_aggregated_gradients=True),
+          fit(keras.optimizers.SGD(0.05, gradient_accumulation_steps=3), False))
+    assert len(calls) == 12 / 3, len(calls)
+
+def trained(shared, change, optimizer=lambda: keras.optimizers.SGD(0.05, momentum=0.9)):
+    model = make(1)
+    model.compile(optimizer(), "mse")
+    model.fit(X[:32], Y[:32], batch_size=16, shuffle=False, verbose=0)  # the same on all ranks
+    if shared:
+        change(model)
+    for _ in range(2):
+        model.fit(*((shares(8, X), shares(8, Y)) if shared else (X, Y)), batch_size=8 if shared else 16, shuffle=False,
+                  verbose=0)
+    return model
+
+for optimizer in (lambda: keras.optimizers.SGD(0.05, momentum=0.9),
+                  lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05), initial_scale=8.0)):
+    close(trained(True, lambda model: hvd.DistributedOptimizer(model.optimizer), optimizer),
+          trained(False, None, optimizer))
+
+first = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.5))
+again = type(first).from_config(first.get_config())
+assert again is not first and again.get_config() == first.get_config() and isinstance(again, keras.optimizers.SGD)
+model = make(1)
+model.compile(again, "mse")
+model.fit(shares(8, X), shares(8, Y), batch_size=8, shuffle=False, verbose=0)
+close(model, fit(keras.optimizers.SGD(0.1, momentum=0.5), False, epochs=1))
+
+def twice(shared, freeze):  # compiled again, while the first optimizer is referenced
+    model, kept = make(1), []
+    for rate in (0.05, 0.02):
+        optimizer = keras.optimizers.SGD(rate)
+        kept.append(hvd.DistributedOptimizer(optimizer) if shared else optimizer)
+        model.compile(kept[-1], "mse")
+        model.fit(*((shares(8, X), shares(8, Y)) if shared else (X, Y)), batch_size=8 if shared else 16, shuffle=False,
+                  verbose=0)
+        model.layers[0].trainable = not freeze
+    return model
+for freeze in (False, True):
+    close(twice(True, freeze), twice(False, freeze))
+
+def moved(model):
+    before = [keras.ops.convert_to_numpy(variable).copy() for variable in model.trainable_variables]
+    for _ in range(2):
+        model.train_on_batch(X[:8], Y[:8])
+    return [keras.ops.convert_to_numpy(variable) - value for variable, value in zip(model.trainable_variables, before)]
+path = os.path.join(folder, f"accumulating.{rank}.keras")
+for averages in (False, True):
+    model = make(1)
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01), backward_passes_per_step=2,
+                                           average_aggregated_gradients=averages), "mse")
+    moved(model)
+    model.save(path)
+    loaded = hvd.load_model(path, backward_passes_per_step=2, average_aggregated_gradients=averages)
+    for mine, theirs in zip(moved(loaded), moved(model)):
+        np.testing.assert_allclose(mine, theirs, atol=1e-6)
+raises(ValueError, "accumulates 2 backward passes", lambda: hvd.load_model(path))
+kept = hvd.load_model(path, backward_passes_per_step=1)  # Keras' own accumulation, of averages
+loaded = hvd.load_model(path, backward_passes_per_step=2, average_aggregated_gradients=True)
+for mine, theirs in zip(moved(kept), moved(loaded)):
+    np.testing.assert_allclose(mine, theirs, atol=1e-6)
+longer = hvd.load_model(path, backward_passes_per_step=4).optimizer
+assert (longer.gradient_accumulation_steps, int(longer.iterations), int(longer._iterations)) == (4, 1, 4)
+plain = make(1)
+plain.compile(keras.optimizers.SGD(0.01), "mse")
+plain.train_on_batch(X[:8], Y[:8])
+raises(ValueError, "has been built", lambda: hvd.DistributedOptimizer(plain.optimizer, backward_passes_per_step=2))
+
+model = make(1)
+optimizer = hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=8.0))
+for variable in model.layers[1].trainable_variables:
+    optimizer.inner_optimizer.register_local_var(variable)
+model.compile(optimizer, "mse")
+model.fit(shares(8, X), shares(8, Y), batch_size=8, verbose=0, shuffle=False)
+kernels = hvd.allgather_object([keras.ops.convert_to_numpy(variable) for variable in model.trainable_variables])
+assert (kernels[0][0] == kernels[1][0]).all() and (kernels[0][2] != kernels[1][2]).any()
+raises(ValueError, "comes too late", lambda: optimizer.inner_optimizer.register_local_var(model.trainable_variables[0]))
+raises(ValueError, "no list", lambda: hvd.DistributedOptimizer(keras.optimizers.SGD()).register_local_var([]))
+
+def states(variables):
+    everywhere = hvd.allgather_object({str(number): keras.ops.convert_to_numpy(variable).copy()
+                                       for number, variable in enumerate(variables)})
+    random = {str(number) for number, variable in enumerate(variables) if variable.path.endswith("generator_state")}
+    assert len(random) == 2, random
+    assert all((everywhere[0][key] == everywhere[1][key]).all() for key in everywhere[0].keys() - random)
+    return [[values[key].tolist() for key in sorted(random)] for values in everywhere]
+for seed in (1, 1 + 7 * rank):
+    for root in (0, 1):
+        keras.utils.set_random_seed(seed)
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dropout(0.5), keras.layers.Dense(130, use_bias=False),
+                                  keras.layers.Dense(130), keras.layers.GaussianNoise(0.1), keras.layers.Dense(2)])
+        model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), "mse")
+        own = [keras.ops.convert_to_numpy(variable).tolist() for variable in model.variables
+                               if variable.path.endswith("generator_state")]
+        hvd.broadcast_variables(model.variables, root)
+        zero, one = states(model.variables)
+        assert all(a != b for a, b in zip(zero, one)) and (rank != root or own == (zero, one)[root])
+        callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(root)]
+        model.fit(shares(8, X), shares(8, Y), batch_size=8, verbose=0, callbacks=callbacks)
+        zero, one = states([*model.variables, *model.optimizer.variables])
+        assert all(a != b for a, b in zip(zero, one)), (zero, one)
+""", KERAS_BACKEND=backend)
+
+
+def test_warm_up_with_several_batches_in_one_call_reaches_the_rate() -> None:
+    run(2, COMMON + """
+def rates(steps, callback):
+    model = make(1)
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.04)), "mse", steps_per_execution=steps)
+    history = model.fit(shares(8, X), shares(8, Y), batch_size=8, epochs=3, verbose=0, callbacks=[callback()]).history
+    return [*history["lr"], float(model.optimizer.learning_rate)]
+for callback, expected in (
+        (lambda: hvd.callbacks.LearningRateWarmupCallback(0.08, warmup_epochs=2), [0.06, 0.08, 0.08, 0.08]),
+        (lambda: hvd.callbacks.LearningRateScheduleCallback(0.06, lambda epoch: 1 - epoch / 2, end_epoch=2, staircase=False),
+         [0.035, 0.005, 0.005, 0.005])):
+    for steps in (1, 6, 4):
+        np.testing.assert_allclose(rates(steps, callback), expected, rtol=1e-5)
+
+import tensorflow as tf, hvdlite_tf
+assert tf.is_tensor(hvd.allreduce(1.0 + rank)) and float(hvd.allreduce(1.0 + rank)) == 1.5
+assert float(tf.function(lambda x: hvd.allreduce(x, name="in_graph", op=hvd.Sum))(tf.constant(2.0))) == 4.0
+assert hvd.allgather([rank]).numpy().tolist() == [0, 1] and int(hvd.broadcast(rank, 1)) == 1
+assert hvd.reducescatter(np.ones((2, 3), "float32"), op=hvd.Sum).numpy().tolist() == [[2.0] * 3]
+assert hvdlite_tf.gpu_available("tensorflow") is False
+
+a, b = tf.Variable(2.0), tf.Variable(3.0)
+with tf.GradientTape() as tape:
+    loss = a * (rank + 1) + b * (rank + 3)
+tape = hvdlite_tf.DistributedGradientTape(tape)
+tape.register_local_source(b)
+(local,), (shared,) = tape.get_local_and_global_gradients(loss, [a, b])
+assert local[0] is b and float(local[1]) == (rank + 3) / 2 and shared[0] is a and float(shared[1]) == 1.5
+
+legacy = type("SGD", (), {"__module__": "tf_keras.src.optimizers.sgd"})
+raises(ValueError, "TF_USE_LEGACY_KERAS", lambda: hvd.DistributedOptimizer(legacy()))
+assert hvdlite_tf.DistributedOptimizer(keras.optimizers.SGD(), use_locking=False)
+
+keras.utils.set_random_seed(1)
+model = keras.Sequential([keras.Input((6,)), keras.layers.Dropout(0.5), keras.layers.Dense(2)])
+hvdlite_tf.broadcast_variables(model.variables, 1)
+zero, one = hvd.allgather_object([variable.numpy().tolist() for variable in model.variables])
+assert zero[0] != one[0] and zero[1:] == one[1:], (zero, one)
+
+model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2 + rank, name="head")])
+raises(Exception, f"head/kernel (6, {2 + rank})", lambda: hvd.broadcast_variables(model.variables, 0))
+model = keras.Sequential([keras.Input((2 + rank,)), keras.layers.Dense(3 - rank, use_bias=False, name="turned")])
+if rank:
+    raises(Exception, "rank 1 has other variables than another rank: ", lambda: hvd.broadcast_variables(model.variables, 0))
+else:
+    hvd.broadcast_variables(model.variables, 0)
+""")

@@ -1,0 +1,29 @@
+"""Versions of TensorFlow and Keras that would train something else are refused."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+import pytest
+
+from hvdlite_tf.versions import OLDEST, check_installed
+
+
+@pytest.mark.parametrize("installed", [{}, {"keras": "3.8.0"}, {"keras": "3.15.1", "tensorflow": "2.16.2"},
+                                       {"tensorflow-cpu": "2.21.0", "keras": "4.0.dev0"}])
+def test_versions_that_work(installed: dict[str, str]) -> None:
+    check_installed(lambda name: _version_of(installed, name))
+
+
+@pytest.mark.parametrize(("name", "version"), [("keras", "3.7.0"), ("keras", "2.15.0"), ("tensorflow", "2.15.1"),
+                                               ("tensorflow-cpu", "2.9")])
+def test_older_versions_are_refused_with_both_versions(name: str, version: str) -> None:
+    oldest = ".".join(map(str, OLDEST[name]))
+    with pytest.raises(ImportError, match=f"needs {name} {oldest} or newer, and {version} is installed"):
+        check_installed(lambda asked: _version_of({name: version}, asked))
+
+
+def _version_of(installed: dict[str, str], name: str) -> str:
+    if name not in installed:
+        raise importlib.metadata.PackageNotFoundError(name)
+    return installed[name]
