@@ -316,6 +316,16 @@ class ShareOfRows:
         return rows, self._convert(rows_taken(batch, rows, share(rows, self._number, self._size)))
 
 
+def source_of(loader: DataLoader[Any], replica: Replica) -> _Source:
+    """Return where this rank's shares of a loader's batches come from.
+
+    Raises:
+        ValueError: for a loader that gives each rank other samples already.
+    """
+    _refuse_shared(loader)
+    return _source(loader, replica)
+
+
 def _source(loader: Iterable[Any], replica: Replica) -> _Source:
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
         return _Rows(loader, replica)

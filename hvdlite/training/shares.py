@@ -12,8 +12,14 @@ def share(rows: int, rank: int, size: int) -> slice:
     Args:
         rows: of the global batch.
     """
-    if rows < size:
-        return slice(0, rows)
+    return slice(0, rows) if rows < size else part(rows, rank, size)
+
+
+def part(rows: int, rank: int, size: int) -> slice:
+    """Return which rows a rank takes when every row is taken by exactly one rank.
+
+    Like `share`, but of a batch with fewer rows than there are ranks, the first ranks take one row each, the others none.
+    """
     each, more = divmod(rows, size)
     begin = rank * each + min(rank, more)
     return slice(begin, begin + each + (rank < more))

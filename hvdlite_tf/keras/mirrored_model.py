@@ -16,19 +16,25 @@ import numpy as np
 
 from hvdlite import api
 from hvdlite.core.types import ReduceOp
-from hvdlite.training.objects import allgather_object, broadcast_object
+from hvdlite.training.objects import broadcast_object
 from hvdlite.training.shares import share
 from hvdlite_tf.keras import shares, step
+from hvdlite_tf.keras.applied import Applied, without_warnings
+from hvdlite_tf.keras.order import follow_rank_0, order_seed
 from hvdlite_tf.keras.replicas import optimizers_of
 from hvdlite_tf.keras.scope import Mirrored, adopt_optimizer
+from hvdlite_tf.keras.stopping import StopTogetherCallback, averaged, may_stop
 
-WRITERS = (keras.callbacks.ModelCheckpoint, keras.callbacks.CSVLogger, keras.callbacks.TensorBoard,
-           keras.callbacks.RemoteMonitor, keras.callbacks.BackupAndRestore, keras.callbacks.ProgbarLogger)
+WRITERS = tuple(getattr(keras.callbacks, name) for name in (
+    "ModelCheckpoint", "CSVLogger", "TensorBoard", "RemoteMonitor", "BackupAndRestore", "ProgbarLogger", "OrbaxCheckpoint")
+    if hasattr(keras.callbacks, name))
 """Callbacks that only rank 0 has."""
 METHODS = ("fit", "evaluate", "predict", "train_step", "test_step", "train_on_batch", "test_on_batch", "make_train_function",
            "make_test_function", "make_predict_function", "_get_metrics_result_or_logs")
 """Methods of a model that `MirroredModel` stands in for, by a method of the same name."""
 _DEFAULT_BATCH = 32
+_HELD_OUT = (np.zeros((1, 1), "float32"),)
+"""What Keras' `fit` gets for validation data: it asks this model's `evaluate`, which has the data, after an epoch."""
 
 
 def adopt_model(strategy: Mirrored, model: Any) -> None:
@@ -59,6 +65,9 @@ class MirroredModel:
         self._preparing: ExitStack | None = None  # what is ended when the model is built and has rank 0's values
         self.is_trained = False
         self._applying_shares = False
+        self._fits = 0
+        self._held_out: Applied | None = None  # validation data of the training that goes on
+        self._applied: Applied | None = None  # what the model is being applied to
 
     def fit(self, *arguments: Any, **named: Any) -> Any:
         """Like the model's, of a global batch of which each rank takes its share."""
@@ -72,11 +81,16 @@ class MirroredModel:
             held_out = shares.rows_taken(arrays, slice(kept, None))
             arrays = shares.rows_taken(arrays, slice(kept))
         batch = given["batch_size"] or _DEFAULT_BATCH
-        local = {"x": shares.training_batches(x, arrays, batch, given["shuffle"], self._strategy), "y": None,
-                 "sample_weight": None, "batch_size": None, "shuffle": False, "validation_split": 0.0}
+        follow_rank_0()
+        self._fits += 1
+        seed = order_seed(self._fits) if given["shuffle"] else None
+        local = {"x": shares.training_batches(x, arrays, batch, seed, self._strategy), "y": None, "sample_weight": None,
+                 "batch_size": None, "shuffle": False, "validation_split": 0.0, "validation_steps": None}
+        before = self._held_out
+        self._held_out = None
         if held_out is not None:
-            local["validation_data"], local["validation_batch_size"] = self._applied(
-                held_out, given["validation_batch_size"] or batch)
+            self._held_out = self._applied_to(held_out, given["validation_batch_size"] or batch, given["validation_steps"])
+            local["validation_data"] = _HELD_OUT
         self._adopt_optimizers()
         self._fitting = True
         try:
@@ -84,48 +98,40 @@ class MirroredModel:
                 return self.original["fit"](**{**given, **local, "callbacks": self._callbacks(given["callbacks"]),
                                                "verbose": self._verbose(given["verbose"])})
         finally:
-            self._fitting = False
+            self._fitting, self._held_out = False, before
 
     def evaluate(self, *arguments: Any, **named: Any) -> Any:
         """Like the model's, of data of which each rank takes its share; all ranks return the same."""
-        if self._fitting:  # Keras' own call, of data that is shared out already
-            self._mirror_if_different(self._model.non_trainable_variables)  # trainable ones are trained alike
-            return self.original["evaluate"](*arguments, **named)
+        if self._held_out is not None and named.get("_use_cached_eval_dataset"):  # Keras' own call, after an epoch
+            given = {"callbacks": named["callbacks"], "return_dict": True}
+            return self._apply("evaluate", self._held_out, given)
         given = self._bound("evaluate", arguments, named)
         x, arrays = self._data(given, "x", "y", "sample_weight")
-        data, batch = self._applied(arrays if arrays is not None else x, given["batch_size"] or _DEFAULT_BATCH)
-        x, y, weights = (*data, None, None)[:3] if isinstance(data, tuple) else (data, None, None)
-        with _local_input(self._strategy), self._prepared():
-            return self.original["evaluate"](**{**given, "x": x, "y": y, "sample_weight": weights, "batch_size": batch,
-                                                "verbose": self._verbose(given["verbose"])})
+        applied = Applied(x, arrays, given["batch_size"] or _DEFAULT_BATCH, given["steps"], self._strategy)
+        return self._apply("evaluate", applied, given)
 
     def predict(self, *arguments: Any, **named: Any) -> Any:
         """Like the model's, of data of which each rank takes its share; all ranks return all predictions, in order."""
         given = self._bound("predict", arguments, named)
         x, arrays = self._data(given, "x")
-        given["verbose"] = self._verbose(given["verbose"])
-        size, runtime = self._strategy.num_replicas_in_sync, api.runtime()
-        sizes: list[tuple[int, int]] = []
-        with _local_input(self._strategy), self._prepared():
-            if arrays is not None:
-                given["x"] = shares.block(arrays, self._strategy)[0]
-                given["batch_size"] = _share_of_batch(given["batch_size"], size)
-                mine = self.original["predict"](**given)
-                if shares.rows_of(arrays) < size:
-                    return mine
-            else:
-                mine = self.original["predict"](**{**given, "x": shares.whole_batches(x, self._strategy, sizes)})
-        everywhere = allgather_object(runtime, (keras.tree.map_structure(np.asarray, mine), sizes),
-                                      runtime.unnamed("keras", "predict"))
-        if arrays is not None:
-            return _joined([predictions for predictions, _ in everywhere])
-        pieces = {}
-        for predictions, counts in everywhere:
-            begin = 0
-            for number, rows in sorted(set(counts)):
-                pieces[number] = shares.rows_taken(predictions, slice(begin, begin + rows))
-                begin += rows
-        return _joined([pieces[number] for number in sorted(pieces)])
+        applied = Applied(x, arrays, given["batch_size"] or _DEFAULT_BATCH, given["steps"], self._strategy)
+        return applied.joined(self._apply("predict", applied, given))
+
+    def _apply(self, name: str, applied: Applied, given: dict[str, Any]) -> Any:
+        """Let Keras evaluate or predict this rank's part."""
+        alone = {argument: None for argument in ("y", "sample_weight", "batch_size") if argument in given}
+        data, steps = applied.begin()
+        before, self._applied = self._applied, applied
+        if self._fitting:
+            self._mirror_if_different(self._model.non_trainable_variables)  # trainable ones are trained alike
+        try:
+            with _local_input(self._strategy), without_warnings(self._strategy.rank), \
+                    nullcontext() if self._fitting else self._prepared():
+                return self.original[name](**{**given, **alone, "x": data, "steps": steps,
+                                              "verbose": self._verbose(given.get("verbose", 0))})
+        finally:
+            self._applied = before
+            applied.end()
 
     def train_step(self, *arguments: Any, **named: Any) -> Any:
         """Like the model's; inside Keras sees one replica, and this rank counts by its samples."""
@@ -163,9 +169,13 @@ class MirroredModel:
         return self._on_batch("test_on_batch", arguments, named)
 
     def _get_metrics_result_or_logs(self, logs: Any) -> Any:
-        """Like the model's, of all ranks' metrics."""
+        """Like the model's, of all ranks' metrics; logs of a custom step are averaged over ranks."""
+        counts = self._applied is None or not self._applied.is_spare
+        if not counts:
+            self._forget_metrics()
         with self._summed_metrics():
-            return self.original["_get_metrics_result_or_logs"](logs)
+            result = self.original["_get_metrics_result_or_logs"](logs)
+        return averaged(result, counts) if result is logs and isinstance(logs, dict) else result
 
     def _on_batch(self, name: str, arguments: Any, named: Any) -> Any:
         given = self._bound(name, arguments, named)
@@ -183,6 +193,13 @@ class MirroredModel:
         finally:
             self._fitting = self._applying_shares = False
         return logs if given["return_dict"] else self._model._flatten_metrics_in_order(logs)
+
+    def _forget_metrics(self) -> None:
+        """Reset this rank's part of the metrics."""
+        if keras.backend.backend() == "tensorflow":  # outside of a replica an assignment also reads, which all ranks must do
+            self._strategy.extended.call_for_each_replica(self._model.reset_metrics)  # type: ignore[attr-defined]
+        else:
+            self._model.reset_metrics()
 
     @contextmanager
     def _prepared(self) -> Iterator[None]:
@@ -252,15 +269,13 @@ class MirroredModel:
         return {**given, **more}
 
     def _data(self, given: dict[str, Any], *names: str) -> tuple[Any, tuple[Any, ...] | None]:
-        x = given["x"]
+        x = shares.global_dataset(given["x"])
         return x, shares.as_arrays(*(given[name] for name in names)) if shares.is_arrays(x) else None
 
-    def _applied(self, data: Any, batch_size: int) -> tuple[Any, int | None]:
-        """Return this rank's part of data that the model is only applied to, and of how many samples to do at a time."""
-        if isinstance(data, (tuple, list)):
-            return (shares.block(shares.as_arrays(*data), self._strategy),
-                    _share_of_batch(batch_size, self._strategy.num_replicas_in_sync))
-        return shares.whole_batches(data, self._strategy), None
+    def _applied_to(self, held_out: Any, batch_size: int, steps: int | None) -> Applied:
+        arrays = shares.as_arrays(*held_out) if isinstance(held_out, (tuple, list)) else None
+        x = None if arrays is not None else shares.global_dataset(held_out)
+        return Applied(x, arrays, batch_size, steps, self._strategy)
 
     def _callbacks(self, callbacks: Any) -> Any:
         if callbacks is None:
@@ -268,7 +283,7 @@ class MirroredModel:
         given = list(callbacks.callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else
                      callbacks if isinstance(callbacks, (list, tuple)) else [callbacks])
         kept = [each for each in given if self._strategy.rank == 0 or not isinstance(each, WRITERS)]
-        return [*kept, _Beginning(self)]
+        return [*kept, _Beginning(self), StopTogetherCallback(every_batch=any(map(may_stop, given)))]
 
     def _verbose(self, verbose: Any) -> Any:
         return verbose if self._strategy.rank == 0 else 0
@@ -319,14 +334,6 @@ def _local_input(strategy: Any) -> Iterator[None]:
         yield
     finally:
         strategy.has_local_input = before
-
-
-def _share_of_batch(batch_size: int | None, size: int) -> int:
-    return -(-(batch_size or _DEFAULT_BATCH) // size)
-
-
-def _joined(parts: Sequence[Any]) -> Any:
-    return keras.tree.map_structure(lambda *leaves: np.concatenate(leaves), *parts)
 
 
 def _as_numbers(logs: Any) -> Any:

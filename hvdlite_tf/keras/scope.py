@@ -21,6 +21,7 @@ from hvdlite.training.scopes import Scopes
 from hvdlite.training.strategies import Launching
 from hvdlite_tf.keras import step
 from hvdlite_tf.keras.optimizer import distribute_when_used, is_distributed
+from hvdlite_tf.keras.order import follow_rank_0
 from hvdlite_tf.keras.replicas import Replicas
 
 
@@ -52,6 +53,7 @@ class Mirrored(Launching):
         self.has_local_input = False
         self._seed = int(broadcast_object(runtime, int(np.random.default_rng().integers(1 << 30)), 0,
                                           runtime.unnamed(adapter, "strategy_seed")))
+        follow_rank_0()
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -64,11 +66,6 @@ class Mirrored(Launching):
 
     def check_applies(self) -> None:
         """Raise where gradients cannot be applied."""
-
-    def next_seed(self) -> int:
-        """Return a number that is the same on all ranks, and another one in each call."""
-        self._seed += 1
-        return self._seed
 
 
 def current() -> Mirrored | None:

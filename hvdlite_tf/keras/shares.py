@@ -1,19 +1,23 @@
-"""Each rank's share of what is given to `fit`, `evaluate` and `predict`.
+"""Each rank's rows of the global batches that are given to `fit`; see `applied` for `evaluate` and `predict`.
 
-In training, every rank takes its rows of every global batch. Nothing has to keep step when a model is only applied, so then
-ranks take whole blocks of rows, or every so-manieth batch.
+Every rank takes a step for every global batch. How many batches there are, and what `steps_per_epoch` counts, is what it is
+in one process.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 
+from hvdlite import api
+from hvdlite.core.errors import MismatchError
 from hvdlite.training.shares import share
+from hvdlite_tf.keras.loading import ENDLESS, Loading
+from hvdlite_tf.keras.order import check_shuffles, follow_rank_0, lineage
 from hvdlite_tf.keras.scope import Mirrored
 
 Batch = Any
@@ -32,7 +36,7 @@ def rows_taken(batch: Batch, rows: Any) -> Batch:
 
 def is_arrays(x: Any) -> bool:
     """Return whether `x` is data by itself, and nothing that makes it."""
-    return not (_is_tf_dataset(x) or isinstance(x, keras.utils.PyDataset) or _is_loader(x) or hasattr(x, "__next__"))
+    return not (is_tf_dataset(x) or isinstance(x, keras.utils.PyDataset) or is_loader(x) or hasattr(x, "__next__"))
 
 
 def as_arrays(*structures: Any) -> tuple[Any, ...]:
@@ -51,57 +55,37 @@ def as_arrays(*structures: Any) -> tuple[Any, ...]:
     return arrays  # type: ignore[no-any-return]
 
 
-def block(arrays: Sequence[Any], strategy: Mirrored) -> tuple[Any, ...]:
-    """Return this rank's rows of arrays, one after the other; all of them when there are fewer than ranks."""
-    rows = share(rows_of(arrays), strategy.rank, strategy.num_replicas_in_sync)
-    return tuple(rows_taken(array, rows) if array is not None else None for array in arrays)
-
-
-def training_batches(x: Any, arrays: tuple[Any, ...] | None, batch_size: int, shuffle: bool, strategy: Mirrored) -> Any:
+def training_batches(x: Any, arrays: tuple[Any, ...] | None, batch_size: int, seed: Sequence[int] | None,
+                     strategy: Mirrored) -> Any:
     """Return what Keras trains on: this rank's rows of every global batch.
 
     Args:
         x: what the user gave.
         arrays: the same, with targets and weights, when it is arrays.
         batch_size: global, for arrays.
-        shuffle: arrays in a new order in every epoch, the batches of a PyDataset too; the same one on all ranks.
+        seed: of a new order of arrays in every epoch, and of the batches of a PyDataset; the same on all ranks. None to keep
+            their order.
 
     Raises:
         ValueError: for data that cannot be shared out.
+        MismatchError: for a tf.data.Dataset or DataLoader that is another one on another rank.
     """
+    rank, size = strategy.rank, strategy.num_replicas_in_sync
     if arrays is not None:
         if keras.backend.backend() == "tensorflow":
-            return _array_dataset(arrays, batch_size, shuffle, strategy)
-        return _ArrayShares(arrays, batch_size, shuffle, strategy)
-    if _is_tf_dataset(x):
-        return shared_dataset(x, strategy)
+            order = None if seed is None else Order(rows_of(arrays), seed)
+            return array_dataset(arrays, batch_size, order, lambda rows: rows[graph_rows(rows, rank, size)])
+        return _ArrayShares(arrays, batch_size, seed, rank, size)
+    if is_tf_dataset(x):
+        return x if is_distributed(x) else shared_dataset(checked(x), strategy)
     if isinstance(x, keras.utils.PyDataset):
-        return _BatchShares(x, shuffle, strategy)
-    if _is_loader(x):
-        return _shared_loader(x, strategy)
+        return _BatchShares(x, seed, rank, size)
+    if is_loader(x):
+        return _shared_loader(x)
     if hasattr(x, "__next__"):
-        return (rows_taken(batch, _rows(rows_of(batch), strategy)) for batch in x)
+        return (rows_taken(batch, share(rows_of(batch), rank, size)) for batch in x)
     raise ValueError(f"MirroredStrategy cannot share out {type(x).__name__}; give arrays, a tf.data.Dataset, a PyDataset, a "
                      "torch DataLoader or a generator")
-
-
-def whole_batches(x: Any, strategy: Mirrored, sizes: list[tuple[int, int]] | None = None) -> Any:
-    """Return what Keras evaluates or predicts: every so-manieth batch of anything but arrays.
-
-    Args:
-        sizes: takes each batch's number and its samples.
-    """
-    if _is_tf_dataset(x):
-        return _every_batch_of(x, strategy, sizes)
-    if isinstance(x, keras.utils.PyDataset):
-        return _EveryBatch(x, strategy, sizes)
-    if _is_loader(x):
-        return _shared_loader(x, strategy, sizes, whole=True)
-    return _every(x, strategy, sizes)
-
-
-def _rows(rows: int, strategy: Mirrored) -> slice:
-    return share(rows, strategy.rank, strategy.num_replicas_in_sync)
 
 
 def _as_array(leaf: Any) -> Any:
@@ -115,47 +99,64 @@ def _as_array(leaf: Any) -> Any:
     return array
 
 
-def _is_tf_dataset(x: Any) -> bool:
+def is_tf_dataset(x: Any) -> bool:
+    """Return whether `x` is a tf.data.Dataset."""
     tf = sys.modules.get("tensorflow")
     return tf is not None and isinstance(x, tf.data.Dataset)
 
 
-def _is_loader(x: Any) -> bool:
+def is_loader(x: Any) -> bool:
+    """Return whether `x` is a torch DataLoader."""
     data = sys.modules.get("torch.utils.data")
     return data is not None and isinstance(x, data.DataLoader)
 
 
-class _ArrayShares(keras.utils.PyDataset):
-    """This rank's rows of every global batch of arrays."""
+class Order:
+    """A new order of samples for every pass over them.
 
-    def __init__(self, arrays: tuple[Any, ...], batch_size: int, shuffle: bool, strategy: Mirrored) -> None:
+    Args:
+        count: of the samples.
+        seed: of all orders.
+    """
+
+    def __init__(self, count: int, seed: Sequence[int]) -> None:
+        self.count = count
+        self._random = np.random.default_rng(seed)
+
+    def drawn(self) -> Any:
+        """Return the next order, as indices."""
+        return self._random.permutation(self.count)
+
+
+class _ArrayShares(keras.utils.PyDataset):
+    """This rank's rows of every global batch of arrays. Keras asks for batches one after the other."""
+
+    def __init__(self, arrays: tuple[Any, ...], batch_size: int, seed: Sequence[int] | None, rank: int, size: int) -> None:
         super().__init__()
-        self._arrays, self._batch, self._strategy = arrays, batch_size, strategy
+        self._arrays, self._batch, self._rank, self._size = arrays, batch_size, rank, size
+        self._orders = None if seed is None else Order(rows_of(arrays), seed)
         self._order = np.arange(rows_of(arrays))
-        self._random = np.random.default_rng(strategy.next_seed()) if shuffle else None
-        self.on_epoch_end()
 
     def __len__(self) -> int:
         return -(-len(self._order) // self._batch)
 
     def __getitem__(self, index: int) -> Any:
+        if index == 0 and self._orders is not None:
+            self._order = self._orders.drawn()
         rows = self._order[index * self._batch:(index + 1) * self._batch]
-        return rows_taken(self._arrays, rows[_rows(len(rows), self._strategy)])
-
-    def on_epoch_end(self) -> None:
-        if self._random is not None:
-            self._random.shuffle(self._order)
+        return rows_taken(self._arrays, rows[share(len(rows), self._rank, self._size)])
 
 
 class _BatchShares(keras.utils.PyDataset):
-    """This rank's rows of every batch of another dataset."""
+    """This rank's rows of every batch of another dataset. Keras asks for batches one after the other."""
 
-    def __init__(self, dataset: Any, shuffle: bool, strategy: Mirrored) -> None:
-        super().__init__(dataset.workers, dataset.use_multiprocessing, dataset.max_queue_size)
-        self._dataset, self._strategy = dataset, strategy
-        self._random = np.random.default_rng(strategy.next_seed()) if shuffle and dataset.num_batches is not None else None
-        self._order = np.arange(dataset.num_batches or 0)
-        self._shuffle()
+    def __init__(self, dataset: Any, seed: Sequence[int] | None, rank: int, size: int) -> None:
+        super().__init__()
+        self._dataset, self._rank, self._size = dataset, rank, size
+        self._loading = Loading(dataset)
+        count = dataset.num_batches
+        self._orders = None if seed is None or count is None else Order(count, seed)
+        self._order: Sequence[int] = ENDLESS if count is None else range(count)
 
     @property
     def num_batches(self) -> int | None:
@@ -163,79 +164,91 @@ class _BatchShares(keras.utils.PyDataset):
         return batches
 
     def __getitem__(self, index: int) -> Any:
-        batch = self._dataset[int(self._order[index]) if self._random is not None else index]
-        return rows_taken(batch, _rows(rows_of(batch), self._strategy))
+        if index == 0 and self._orders is not None:
+            self._order = self._orders.drawn()
+            self._loading.stop()
+        batch = self._loading.batch(index, self._order)
+        return rows_taken(batch, share(rows_of(batch), self._rank, self._size))
 
     def on_epoch_begin(self) -> None:
-        self._dataset.on_epoch_begin()
+        begin_epoch(self._dataset)
 
     def on_epoch_end(self) -> None:
-        self._dataset.on_epoch_end()
-        self._shuffle()
-
-    def _shuffle(self) -> None:
-        if self._random is not None:
-            self._random.shuffle(self._order)
+        self._loading.stop()
+        end_epoch(self._dataset)
 
 
-class _EveryBatch(keras.utils.PyDataset):
-    """Every so-manieth batch of another dataset, which has a length."""
-
-    def __init__(self, dataset: Any, strategy: Mirrored, sizes: list[tuple[int, int]] | None) -> None:
-        super().__init__(dataset.workers, dataset.use_multiprocessing, dataset.max_queue_size)
-        if dataset.num_batches is None:
-            raise ValueError("evaluate and predict need a PyDataset with a length (num_batches)")
-        self._dataset, self._sizes = dataset, sizes
-        self._mine = range(strategy.rank, dataset.num_batches, strategy.num_replicas_in_sync)
-
-    @property
-    def num_batches(self) -> int:
-        return len(self._mine)
-
-    def __getitem__(self, index: int) -> Any:
-        batch = self._dataset[self._mine[index]]
-        if self._sizes is not None:
-            self._sizes.append((self._mine[index], rows_of(batch)))
-        return batch
+def begin_epoch(dataset: Any) -> None:
+    """Call a PyDataset's hook, which may shuffle: with rank 0's random numbers."""
+    _call_hook(dataset, "on_epoch_begin")
 
 
-def _every(batches: Any, strategy: Mirrored, sizes: list[tuple[int, int]] | None) -> Iterator[Any]:
-    for index, batch in enumerate(batches):
-        if index % strategy.num_replicas_in_sync == strategy.rank:
-            if sizes is not None:
-                sizes.append((index, rows_of(batch)))
-            yield batch
+def end_epoch(dataset: Any) -> None:
+    """Like `begin_epoch`."""
+    _call_hook(dataset, "on_epoch_end")
 
 
-def _shared_loader(loader: Any, strategy: Mirrored, sizes: list[tuple[int, int]] | None = None, whole: bool = False) -> Any:
-    """Return a torch DataLoader of this rank's rows, or of its whole batches."""
+def _call_hook(dataset: Any, name: str) -> None:
+    if getattr(type(dataset), name, None) is not getattr(keras.utils.PyDataset, name, None):
+        follow_rank_0()
+        getattr(dataset, name)()
+
+
+def loaded_shares(loader: Any) -> Callable[[], Iterator[tuple[int, Any]]]:
+    """Return what begins an epoch of a torch DataLoader: the rows of each global batch, and this rank's share of it.
+
+    Of a map-style dataset a rank loads its own samples, in the order of rank 0's sampler.
+
+    Raises:
+        MismatchError: on all ranks, when they have different data.
+        ValueError: when the loader's sampler shares samples out already.
+    """
+    from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
+    from hvdlite_torch.distributed_loader import source_of
+    from hvdlite_torch.replica import Replica
+
+    replica = Replica(api.runtime(), GLOBAL_PROCESS_SET_ID)
+    shares = source_of(loader, replica)
+    everywhere = replica.allgather_object((shares.facts(), shares.depth), "loader")
+    for rank, (facts, _) in enumerate(everywhere):
+        if facts != everywhere[0][0]:
+            raise MismatchError(f"ranks have different DataLoaders: {everywhere[0][0]} on rank 0, {facts} on rank {rank}")
+    depth = max(each for _, each in everywhere)
+    return lambda: shares.batches(depth)
+
+
+def _shared_loader(loader: Any) -> Any:
+    """Return a torch DataLoader of this rank's rows."""
     from torch.utils.data import DataLoader, IterableDataset
+    begin = loaded_shares(loader)
 
     class Shares(IterableDataset):  # type: ignore[misc,type-arg]
         def __iter__(self) -> Iterator[Any]:
-            if whole:
-                yield from _every(loader, strategy, sizes)
-                return
-            for batch in loader:
-                yield rows_taken(batch, _rows(rows_of(batch), strategy))
+            return (batch for _, batch in begin())
 
+    class SizedShares(Shares):
         def __len__(self) -> int:
-            if not whole:
-                return len(loader)
-            return len(range(strategy.rank, len(loader), strategy.num_replicas_in_sync))
-    return DataLoader(Shares(), batch_size=None)
+            return len(loader)
+    return DataLoader(SizedShares() if hasattr(loader.dataset, "__len__") else Shares(), batch_size=None)
 
 
-def _array_dataset(arrays: tuple[Any, ...], batch_size: int, shuffle: bool, strategy: Mirrored) -> Any:
-    """Return a tf.data.Dataset of this rank's rows of every global batch of arrays."""
+def array_dataset(arrays: tuple[Any, ...], batch_size: int, order: Order | None, mine: Callable[[Any], Any]) -> Any:
+    """Return a tf.data.Dataset of rows of every global batch of arrays.
+
+    Args:
+        order: of the rows; None for their own.
+        mine: takes the indices of a global batch's rows, returns those to keep.
+    """
     import tensorflow as tf
     tensors = keras.tree.map_structure(lambda leaf: None if leaf is None else tf.convert_to_tensor(leaf), arrays)
     count = rows_of(arrays)
-    order = tf.data.Dataset.range(count)
-    if shuffle:
-        order = order.shuffle(count, seed=strategy.next_seed(), reshuffle_each_iteration=True)
-    order = order.batch(batch_size).map(lambda rows: rows[_graph_rows(rows, strategy)])
-    return order.map(lambda rows: keras.tree.map_structure(
+    indices = tf.data.Dataset.range(count)
+    if order is not None:  # drawn in Python: TensorFlow's own shuffle also depends on its global seed
+        def drawn(_: Any) -> Any:
+            return tf.data.Dataset.from_tensor_slices(
+                tf.ensure_shape(tf.numpy_function(order.drawn, [], tf.int64), [count]))
+        indices = tf.data.Dataset.range(1).flat_map(drawn).apply(tf.data.experimental.assert_cardinality(count))
+    return indices.batch(batch_size).map(mine).map(lambda rows: keras.tree.map_structure(
         lambda leaf: None if leaf is None else tf.gather(leaf, rows), tensors)).prefetch(tf.data.AUTOTUNE)
 
 
@@ -246,34 +259,59 @@ def shared_dataset(dataset: Any, strategy: Mirrored) -> Any:
     def mine(*batch: Any) -> Any:
         structure = batch if isinstance(dataset.element_spec, tuple) else batch[0]
         first = keras.tree.flatten(structure)[0]
-        rows = _graph_rows(first, strategy)
+        rows = graph_rows(first, strategy.rank, strategy.num_replicas_in_sync)
         return keras.tree.map_structure(lambda leaf: leaf[rows], structure)
     return dataset.map(mine).prefetch(tf.data.AUTOTUNE)
 
 
-def _every_batch_of(dataset: Any, strategy: Mirrored, sizes: list[tuple[int, int]] | None) -> Any:
+def distributed_dataset(dataset: Any, strategy: Mirrored) -> Any:
+    """Return what `experimental_distribute_dataset` does; given to `fit` and the like, it stands for the dataset itself."""
+    shared = shared_dataset(checked(dataset), strategy)
+    shared._hvdlite_global = dataset
+    return shared
+
+
+def local_dataset(dataset: Any) -> Any:
+    """Return a dataset of which `fit` and the like know that it holds this rank's part of every global batch."""
     import tensorflow as tf
-    batches = dataset.enumerate().shard(strategy.num_replicas_in_sync, strategy.rank)
-
-    def noted(index: Any, batch: Any) -> Any:
-        if sizes is None:
-            return batch
-        def note(number: Any, rows: Any) -> Any:
-            sizes.append((int(number), int(rows)))
-            return np.int64(0)
-        done = tf.numpy_function(note, [index, tf.shape(keras.tree.flatten(batch)[0])[0]], tf.int64)
-        with tf.control_dependencies([done]):
-            return keras.tree.map_structure(tf.identity, batch)
-    return batches.map(noted).prefetch(tf.data.AUTOTUNE)
+    local = dataset.with_options(tf.data.Options())  # another object: the user's stays what it is
+    local._hvdlite_global = None
+    return local
 
 
-def _graph_rows(leaf: Any, strategy: Mirrored) -> Any:
-    """Return this rank's rows of a batch whose length is known when the graph runs; see `training.shares.share`."""
+def global_dataset(x: Any) -> Any:
+    """Return the dataset that was distributed, when `x` is what `experimental_distribute_dataset` made of it."""
+    whole = getattr(x, "_hvdlite_global", None)
+    return x if whole is None else whole
+
+
+def is_distributed(dataset: Any) -> bool:
+    """Return whether a tf.data.Dataset was made from one that holds this rank's part only."""
+    return any(hasattr(each, "_hvdlite_global") for each in lineage(dataset))
+
+
+def checked(dataset: Any) -> Any:
+    """Return a tf.data.Dataset whose shuffles are alike on all ranks.
+
+    Raises:
+        MismatchError: when they are not.
+    """
+    check_shuffles(dataset)
+    return dataset
+
+
+def graph_rows(leaf: Any, rank: int, size: int, *, is_exclusive: bool = False) -> Any:
+    """Return this rank's rows of a batch whose length is known when the graph runs.
+
+    Args:
+        is_exclusive: as `training.shares.part` has it, and not as `training.shares.share`.
+    """
     import tensorflow as tf
-    size, rank = strategy.num_replicas_in_sync, strategy.rank
     rows = tf.shape(leaf)[0]
     each, more = rows // size, rows % size
     begin = rank * each + tf.minimum(rank, more)
     end = begin + each + tf.cast(rank < more, tf.int32)
+    if is_exclusive:
+        return slice(begin, end)
     few = rows < size
     return slice(tf.where(few, 0, begin), tf.where(few, rows, end))

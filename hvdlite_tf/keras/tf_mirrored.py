@@ -18,10 +18,11 @@ from tensorflow.python.distribute.one_device_strategy import OneDeviceExtended
 
 from hvdlite import api
 from hvdlite.core.types import ReduceOp
+from hvdlite.training.objects import allgather_object
 from hvdlite.training.strategies import reduction
 from hvdlite_tf import ops
 from hvdlite_tf.keras import scope, step
-from hvdlite_tf.keras.shares import shared_dataset
+from hvdlite_tf.keras.shares import distributed_dataset, local_dataset
 from hvdlite_tf.random_states import RANDOM_STATE
 
 
@@ -38,7 +39,7 @@ class MirroredStrategy(scope.Mirrored, tf.distribute.Strategy):  # type: ignore[
     share by itself, and its moving averages stay each rank's own, of which rank 0's are saved; `hvd.SyncBatchNormalization`
     normalises the global batch.
 
-    Random operations of TensorFlow get a seed that all ranks share, unless the script has set one, so that datasets
+    Random operations of TensorFlow get a seed that all ranks share, rank 0's if the script has set one, so that datasets
     shuffle alike; make datasets after the strategy.
 
     Args:
@@ -53,8 +54,9 @@ class MirroredStrategy(scope.Mirrored, tf.distribute.Strategy):  # type: ignore[
         scope.Mirrored.__init__(self, "tf", devices, scale_learning_rate)
         tf.distribute.Strategy.__init__(self, _Extended(self, own_device(api.local_rank())))
         from tensorflow.python.eager import context
-        if context.global_seed() is None:
-            tf.random.set_seed(self._seed)
+        seeds = allgather_object(api.runtime(), context.global_seed(), api.runtime().unnamed("tf", "global_seed"))
+        if seeds[0] is None or seeds != seeds[:1] * len(seeds):  # setting it begins the sequence of operations' seeds anew
+            tf.random.set_seed(self._seed if seeds[0] is None else seeds[0])
 
     @contextmanager
     def _entered(self) -> Iterator[MirroredStrategy]:
@@ -192,13 +194,13 @@ class _Extended(OneDeviceExtended):  # type: ignore[misc]
         del options
         if self._mirrored.has_local_input or self._num_replicas_in_sync == 1:
             return dataset
-        return shared_dataset(dataset, self._mirrored)
+        return distributed_dataset(dataset, self._mirrored)
 
     def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
         del options
         size = self._num_replicas_in_sync
-        return dataset_fn(tf.distribute.InputContext(num_input_pipelines=size, input_pipeline_id=self._mirrored.rank,
-                                                     num_replicas_in_sync=size))
+        return local_dataset(dataset_fn(tf.distribute.InputContext(
+            num_input_pipelines=size, input_pipeline_id=self._mirrored.rank, num_replicas_in_sync=size)))
 
     def _experimental_distribute_values_from_function(self, value_fn: Any) -> Any:
         return value_fn(tf.distribute.experimental.ValueContext(self._mirrored.rank, self._num_replicas_in_sync))

@@ -1,0 +1,260 @@
+"""Each rank's part of the global batches that a model is only applied to: `evaluate`, `predict` and validation.
+
+Every row is computed by exactly one rank, so that sums over ranks are sums over samples. Steps count global batches.
+
+| data | a rank takes |
+|---|---|
+| arrays, tf.data.Dataset, torch DataLoader, generator | its rows of every global batch; no batch of which it has none |
+| PyDataset | every so-manieth batch, whole, which others do not load; its rows of those that are left over |
+| a tf.data.Dataset that is distributed already | all of it: its rows of every global batch |
+
+A rank without any row computes a batch that does not count: its model is built, and it takes part in what ranks do together.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+
+from hvdlite import api
+from hvdlite.training.objects import allgather_object
+from hvdlite.training.shares import part
+from hvdlite_tf.keras import shares
+from hvdlite_tf.keras.loading import Loading
+from hvdlite_tf.keras.scope import Mirrored
+
+
+class Taken(NamedTuple):
+    """What this rank computes of one global batch."""
+
+    number: int
+    """Of the global batch, from 0."""
+    rows: int
+    """How many this rank computes."""
+    counts: bool
+    """Whether they are this rank's."""
+
+
+class Applied:
+    """Data that a model is applied to, once or (validation) after every epoch.
+
+    Args:
+        x: what the user gave.
+        arrays: the same, with targets and weights, when it is arrays.
+        batch_size: global, for arrays.
+        steps: global batches to take at most; None for all.
+
+    Raises:
+        ValueError: for data that cannot be shared out.
+        MismatchError: for a tf.data.Dataset or DataLoader that is another one on another rank.
+    """
+
+    def __init__(self, x: Any, arrays: tuple[Any, ...] | None, batch_size: int, steps: int | None,
+                 strategy: Mirrored) -> None:
+        self._rank, self._size, self._steps = strategy.rank, strategy.num_replicas_in_sync, steps
+        self._taken: dict[int, Taken] = {}  # by number; a pass that is begun again takes the same
+        self._rounds: _Rounds | None = None
+        self._x, self._arrays, self._batch = x, arrays, batch_size
+        self._dataset: Any = None
+        if arrays is not None and keras.backend.backend() == "tensorflow":
+            self._dataset = self._arrays_in_graph(arrays)
+        elif arrays is None and shares.is_tf_dataset(x):
+            self._dataset = self._in_graph(x if shares.is_distributed(x) else shares.checked(x))
+        elif arrays is None and shares.is_loader(x):
+            self._begin_loader = shares.loaded_shares(x)
+        elif arrays is None and not isinstance(x, keras.utils.PyDataset):
+            if not hasattr(x, "__next__"):
+                raise ValueError(f"MirroredStrategy cannot share out {type(x).__name__}; give arrays, a tf.data.Dataset, a "
+                                 "PyDataset, a torch DataLoader or a generator")
+            first = 2 if steps is None else min(2, steps)
+            self._first = list(itertools.islice(x, first))  # every pass has them, as in Keras
+
+    def begin(self) -> tuple[Any, int | None]:
+        """Return what Keras takes in one pass, and in how many steps where they must be told."""
+        self._taken.clear()
+        if self._dataset is not None:
+            return self._dataset, self._steps if self._rank == 0 else None
+        if self._arrays is not None:
+            arrays, batch = self._arrays, self._batch
+            count = self._bounded(-(-shares.rows_of(arrays) // batch))
+            batches = (shares.rows_taken(arrays, slice(number * batch, (number + 1) * batch)) for number in range(count))
+            return self._noted(self._split(batches)), count if self._rank == 0 else None
+        if isinstance(self._x, keras.utils.PyDataset):
+            shares.begin_epoch(self._x)
+            self._rounds = _Rounds(self._x, self._bounded(self._x.num_batches), self._rank, self._size)
+            return self._rounds, None
+        if shares.is_loader(self._x):
+            return self._noted(self._loaded()), self._steps if self._rank == 0 else None
+        batches = itertools.islice(itertools.chain(self._first, self._x), self._steps)
+        return self._noted(self._split(batches)), self._steps if self._rank == 0 else None
+
+    def end(self) -> None:
+        """Be done with one pass."""
+        if isinstance(self._x, keras.utils.PyDataset):
+            shares.end_epoch(self._x)
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether nothing that this rank has computed counts."""
+        return not any(each.counts for each in self._all_taken())
+
+    def joined(self, predictions: Any) -> Any:
+        """Return all ranks' predictions, in the order of the global batches."""
+        runtime = api.runtime()
+        everywhere = allgather_object(runtime, (keras.tree.map_structure(np.asarray, predictions), self._all_taken()),
+                                      runtime.unnamed("keras", "predict"))
+        pieces: dict[tuple[int, int], Any] = {}
+        for rank, (theirs, taken) in enumerate(everywhere):
+            total, begin = sum(each.rows for each in taken), 0
+            for each in taken:
+                if each.counts:
+                    pieces[each.number, rank] = keras.tree.map_structure(
+                        lambda leaf, begin=begin, rows=each.rows, total=total: _piece(leaf, begin, rows, total), theirs)
+                begin += each.rows
+        return keras.tree.map_structure(lambda *leaves: np.concatenate(leaves), *(pieces[place] for place in sorted(pieces)))
+
+    def _all_taken(self) -> list[Taken]:
+        return self._rounds.taken() if self._rounds is not None else [self._taken[number] for number in sorted(self._taken)]
+
+    def _bounded(self, count: int | None) -> int:
+        if count is None and self._steps is None:
+            raise ValueError("evaluate and predict need steps, or a PyDataset with a length (num_batches)")
+        return min(each for each in (count, self._steps) if each is not None)
+
+    def _split(self, batches: Iterator[Any]) -> Iterator[tuple[Any, int]]:
+        for batch in batches:
+            mine = part(shares.rows_of(batch), self._rank, self._size)
+            rows = mine.stop - mine.start
+            yield (shares.rows_taken(batch, mine) if rows else batch), rows
+
+    def _loaded(self) -> Iterator[tuple[Any, int]]:
+        for rows, batch in itertools.islice(self._begin_loader(), self._steps):
+            if rows >= self._size:
+                yield batch, shares.rows_of(batch)
+            else:  # every rank has the batch whole
+                mine = part(rows, self._rank, self._size)
+                yield (shares.rows_taken(batch, mine), 1) if mine.stop > mine.start else (batch, 0)
+
+    def _noted(self, batches: Iterator[tuple[Any, int]]) -> Iterator[Any]:
+        """Yield batches of which this rank has rows; the first one when it has rows of none.
+
+        Args:
+            batches: this rank's rows, and how many there are; a whole batch when there are none.
+        """
+        spare: Any = None
+        for number, (batch, rows) in enumerate(batches):
+            if rows:
+                self._taken[number] = Taken(number, rows, True)
+                yield _as_tuple(batch)
+            elif spare is None:
+                spare = batch
+        if spare is not None and self.is_spare:
+            self._taken[0] = Taken(0, shares.rows_of(spare), False)
+            yield _as_tuple(spare)
+
+    def _arrays_in_graph(self, arrays: tuple[Any, ...]) -> Any:
+        rows = shares.rows_of(arrays)
+        if self._steps is not None:
+            rows = min(rows, self._steps * self._batch)
+        kept = shares.rows_taken(arrays, slice(rows))
+        whole = shares.array_dataset(kept, self._batch, None, lambda indices: indices)
+        return self._in_graph(whole)
+
+    def _in_graph(self, dataset: Any) -> Any:
+        """Return a tf.data.Dataset of this rank's rows."""
+        import tensorflow as tf
+        is_local, rank, size = shares.is_distributed(dataset), self._rank, self._size
+
+        def mine(number: Any, batch: Any) -> tuple[Any, Any, Any]:
+            first = keras.tree.flatten(batch)[0]
+            if is_local:
+                return number, tf.shape(first)[0], batch
+            rows = shares.graph_rows(first, rank, size, is_exclusive=True)
+            return number, rows.stop - rows.start, keras.tree.map_structure(lambda leaf: leaf[rows], batch)
+
+        def noted(counts: bool) -> Any:
+            def note(number: Any, rows: Any) -> Any:
+                self._taken[int(number)] = Taken(int(number), int(rows), counts)
+                return np.int64(0)
+
+            def pass_on(number: Any, rows: Any, batch: Any) -> Any:
+                with tf.control_dependencies([tf.numpy_function(note, [number, rows], tf.int64)]):
+                    return keras.tree.map_structure(tf.identity, batch)
+            return pass_on
+
+        numbered = dataset.enumerate() if self._steps is None else dataset.take(self._steps).enumerate()
+        shared = numbered.map(mine)
+        if rank == 0 or is_local:
+            return shared.map(noted(True)).prefetch(tf.data.AUTOTUNE)
+        has_none = lambda *_: tf.numpy_function(lambda: np.bool_(self.is_spare), [], tf.bool)  # noqa: E731
+        spare = numbered.take(1).map(lambda number, batch: (number, tf.shape(keras.tree.flatten(batch)[0])[0], batch))
+        return shared.filter(lambda number, rows, batch: rows > 0).map(noted(True)).concatenate(
+            spare.filter(has_none).map(noted(False))).prefetch(tf.data.AUTOTUNE)
+
+
+class _Rounds(keras.utils.PyDataset):
+    """This rank's part of a PyDataset.
+
+    As long as there is a batch for every rank, each takes one. Of the last ones, which are fewer than ranks, it takes its
+    rows.
+
+    Args:
+        count: of the global batches.
+    """
+
+    def __init__(self, dataset: Any, count: int, rank: int, size: int) -> None:
+        super().__init__()
+        full = count // size * size
+        self._loading, self._whole = Loading(dataset), range(rank, full, size)
+        self._taken: dict[int, Taken] = {}
+        self._left: list[tuple[Taken, Any]] = []
+        for number in range(full, count):
+            batch = dataset[number]
+            mine = part(shares.rows_of(batch), rank, size)
+            if mine.stop > mine.start:
+                self._left.append((Taken(number, mine.stop - mine.start, True), shares.rows_taken(batch, mine)))
+        if count and not self._whole and not self._left:
+            self._left = [(Taken(full, shares.rows_of(batch), False), batch)]
+
+    @property
+    def num_batches(self) -> int:
+        return len(self._whole) + len(self._left)
+
+    def __getitem__(self, index: int) -> Any:
+        if index >= len(self._whole):
+            return self._left[index - len(self._whole)][1]
+        batch = self._loading.batch(index, self._whole)
+        self._taken[index] = Taken(self._whole[index], shares.rows_of(batch), True)
+        return batch
+
+    def on_epoch_end(self) -> None:
+        self._loading.stop()
+
+    def taken(self) -> list[Taken]:
+        """Return what this rank has computed."""
+        return [*(self._taken[index] for index in sorted(self._taken)), *(taken for taken, _ in self._left)]
+
+
+@contextmanager
+def without_warnings(rank: int) -> Iterator[None]:
+    """Let ranks that cannot know how many batches they have rows of come to their end without Keras' warning."""
+    with warnings.catch_warnings():
+        if rank > 0:
+            warnings.filterwarnings("ignore", message=".*ran out of data")
+        yield
+
+
+def _as_tuple(batch: Any) -> Any:
+    """Return a batch as Keras takes it from a generator."""
+    return tuple(batch) if isinstance(batch, list) else batch if isinstance(batch, tuple) else (batch,)
+
+
+def _piece(leaf: Any, begin: int, rows: int, total: int) -> Any:
+    each = max(1, len(leaf) // total)  # predictions of one sample
+    return leaf[begin * each:(begin + rows) * each]

@@ -1,0 +1,83 @@
+"""Batches of a PyDataset, loaded ahead of time by the workers that it asks for.
+
+Keras' own loader hands what is left over from one iteration to the next one. In a scope, Keras begins an iteration to build
+the model and drops it after one batch; what is left over then depends on time, and ranks would get different batches. Here a
+batch belongs to its number: an iteration that was dropped cannot change what another one gets.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from typing import Any
+
+ENDLESS = range(sys.maxsize)
+"""Numbers of the batches of a PyDataset without a length."""
+_in_worker: Any = None  # the dataset, in a process that loads
+
+
+class Loading:
+    """Loads the batches of one PyDataset.
+
+    Args:
+        dataset: its `workers`, `use_multiprocessing` and `max_queue_size` mean what they mean in Keras.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        has_workers = dataset.workers > 1 or (dataset.workers > 0 and dataset.use_multiprocessing)
+        self._workers = dataset.workers if has_workers else 0
+        self._lock = threading.Lock()
+        self._executor: Executor | None = None
+        self._asked: dict[int, Future[Any]] = {}  # by position
+        self._next = 0  # position to ask for
+
+    def batch(self, position: int, numbers: Sequence[int]) -> Any:
+        """Return one batch; those at the following positions are loaded meanwhile.
+
+        Args:
+            position: in `numbers`.
+            numbers: of batches, in the order in which they are needed.
+        """
+        if self._workers == 0:
+            return self._dataset[int(numbers[position])]
+        with self._lock:
+            if position not in self._asked:
+                self._stop()
+                self._next = position
+            while self._next < len(numbers) and len(self._asked) < max(1, self._dataset.max_queue_size):
+                self._asked[self._next] = self._submit(int(numbers[self._next]))
+                self._next += 1
+            future = self._asked.pop(position)
+        return future.result()
+
+    def stop(self) -> None:
+        """Forget what was loaded ahead: the dataset changes, or nothing more is needed."""
+        with self._lock:
+            self._stop()
+
+    def _submit(self, number: int) -> Future[Any]:
+        if self._dataset.use_multiprocessing:
+            if self._executor is None:
+                self._executor = ProcessPoolExecutor(self._workers, initializer=_begin, initargs=(self._dataset,))
+            return self._executor.submit(_load, number)
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(self._workers)
+        return self._executor.submit(self._dataset.__getitem__, number)
+
+    def _stop(self) -> None:
+        self._asked.clear()
+        if self._executor is not None:
+            self._executor.shutdown(wait=False, cancel_futures=True)
+            self._executor = None
+
+
+def _begin(dataset: Any) -> None:
+    global _in_worker
+    _in_worker = dataset
+
+
+def _load(number: int) -> Any:
+    return _in_worker[number]

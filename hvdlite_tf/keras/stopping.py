@@ -1,0 +1,171 @@
+"""Ranks end training in the same batch.
+
+A rank that leaves the loop alone makes the others wait for its gradients for ever. `model.stop_training` is a rank's own: a
+callback may set it because of something that only this rank sees, such as the loss of its share of a batch.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdlite import api
+from hvdlite.core.types import ReduceOp
+from hvdlite.training.objects import allgather_object
+
+
+class _EndOfEpoch:
+    """What `model.stop_training` is, in place of True, when an epoch ends early and training goes on."""
+
+
+_END_OF_EPOCH = _EndOfEpoch()
+
+_NEVER_STOPS = tuple(getattr(keras.callbacks, name) for name in (
+    "BackupAndRestore", "CSVLogger", "EarlyStopping", "History", "LearningRateScheduler", "ModelCheckpoint",
+    "OrbaxCheckpoint", "ProgbarLogger", "ReduceLROnPlateau", "RemoteMonitor", "SwapEMAWeights", "TensorBoard")
+    if hasattr(keras.callbacks, name))
+"""Keras' callbacks that do not set `stop_training` in a batch."""
+_BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
+
+
+class StopTogetherCallback(keras.callbacks.Callback):
+    """Stop training on all ranks as soon as one rank stops, and end epochs together. Put it last, on all ranks.
+
+    When one rank's `model.stop_training` is set at the end of a batch, or at the beginning or end of an epoch, it is set on
+    all ranks. When ranks have different numbers of steps in an epoch, each epoch ends after the smallest number. Where Keras
+    does not know the number of steps, give `fit` the same `steps_per_epoch` on all ranks.
+
+    Args:
+        every_batch: ask all ranks after every batch, which costs one reduction of a few bytes; else only at the beginning
+            and end of an epoch. One rank's True is enough.
+    """
+
+    def __init__(self, every_batch: bool = True) -> None:
+        super().__init__()
+        self._wants_every_batch = every_batch
+        self._every_batch = every_batch
+        self._last: int | None = None  # step after which an epoch ends
+        self._are_steps_known = True
+
+    def set_model(self, model: Any) -> None:
+        """Note in the model that ranks end epochs together."""
+        super().set_model(model)
+        object.__setattr__(model, "_hvdlite_stops_together", True)
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Agree on the number of steps.
+
+        Raises:
+            ValueError: on all ranks, when some rank has fewer steps than one execution of the training function takes.
+        """
+        runtime = api.runtime()
+        own = (self.params.get("steps"), self._wants_every_batch)
+        everywhere = allgather_object(runtime, own, runtime.unnamed("keras", "steps"))
+        steps = [each for each, _ in everywhere]
+        self._every_batch = any(wanted for _, wanted in everywhere)
+        self._are_steps_known, self._last = None not in steps, None
+        if self._are_steps_known and min(steps) != max(steps):
+            together = getattr(self.model, "steps_per_execution", 1)
+            together = together if isinstance(together, int) else 1
+            self._last = min(steps) // together * together
+            if self._last == 0:
+                raise ValueError(f"ranks have {steps} steps in an epoch, and steps_per_execution is {together}: give every "
+                                 "rank at least as many steps")
+            if runtime.world.rank == 0:
+                warnings.warn(f"ranks have {steps} steps in an epoch: every epoch ends after {self._last}", stacklevel=2)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Be done with the model."""
+        object.__setattr__(self.model, "_hvdlite_stops_together", False)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Agree, for a callback that has decided at the beginning of the epoch."""
+        self._agree()
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Find out whether all ranks have another batch, where Keras does not know it."""
+        if not self._are_steps_known:
+            self._check_data(has_ended=False)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Agree, and end the epoch after the agreed number of steps."""
+        if self._every_batch:
+            self._agree()
+        if self._last is not None and batch + 1 >= self._last and not self.model.stop_training:
+            self.model.stop_training = _END_OF_EPOCH
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Agree; training goes on when only the epoch has ended."""
+        if not self._are_steps_known:
+            self._check_data(has_ended=not self.model.stop_training)
+        if self.model.stop_training is _END_OF_EPOCH:
+            self.model.stop_training = False
+        self._agree()
+
+    def _agree(self) -> None:
+        if _sum("keras.stop", bool(self.model.stop_training)):
+            self.model.stop_training = True
+
+    def _check_data(self, has_ended: bool) -> None:
+        world = api.runtime().world
+        ended = _sum("keras.data_ended", has_ended)
+        if 0 < ended < world.size:
+            raise RuntimeError(f"{ended} of {world.size} ranks have come to the end of their data in this epoch, and rank "
+                               f"{world.rank} {'is one of them' if has_ended else 'is not'}: give fit the same "
+                               "steps_per_epoch on all ranks")
+
+
+def refuse_uneven_steps(callback: Any) -> None:
+    """Compare between ranks how many steps an epoch has; call it on all ranks from a callback's `on_train_begin`.
+
+    Raises:
+        ValueError: on all ranks, when they differ and nothing makes epochs end together.
+    """
+    runtime = api.runtime()
+    own = (callback.params.get("steps"), bool(getattr(callback.model, "_hvdlite_stops_together", False)))
+    everywhere = allgather_object(runtime, own, runtime.unnamed("keras", "steps"))
+    steps = [each for each, _ in everywhere]
+    known = [each for each in steps if each is not None]
+    if known and min(known) != max(known) and not all(together for _, together in everywhere):
+        raise ValueError(f"ranks have {steps} steps in an epoch, in rank order: those with more would wait for the others "
+                         f"for ever. Give fit steps_per_epoch={min(known)} on all ranks, or end epochs together with "
+                         "hvd.callbacks.StopTogetherCallback()")
+
+
+def may_stop(callback: Any) -> bool:
+    """Return whether a callback could set `stop_training` in a batch."""
+    if type(callback) in _NEVER_STOPS or type(callback).__module__.startswith("hvdlite_tf."):
+        return False
+    return any(hook in vars(callback) or getattr(type(callback), hook, None) is not getattr(keras.callbacks.Callback, hook)
+               for hook in _BATCH_HOOKS)
+
+
+def averaged(logs: dict[str, Any], counts: bool) -> dict[str, Any]:
+    """Return logs with the means of their numbers over ranks.
+
+    Args:
+        counts: whether this rank's numbers do.
+    """
+    runtime = api.runtime()
+    numbers = {name: np.asarray(keras.ops.convert_to_numpy(value), np.float64) for name, value in logs.items()
+               if np.ndim(keras.ops.convert_to_numpy(value)) == 0}
+    if runtime.world.size == 1 or not numbers:
+        return logs
+    names = sorted(numbers)
+    own = np.array([1.0, *(numbers[name] for name in names)]) if counts else np.zeros(len(names) + 1)
+    total = np.empty_like(own)
+    runtime.allreduce(f"keras.logs.{'.'.join(names)}", own, total, ReduceOp.SUM).wait()
+    return {**logs, **{name: float(value / total[0]) for name, value in zip(names, total[1:], strict=True)}}
+
+
+def _sum(name: str, flag: bool) -> int:
+    """Return on how many ranks something holds."""
+    runtime = api.runtime()
+    if runtime.world.size == 1:
+        return int(flag)
+    total = np.empty(1, np.int64)
+    runtime.allreduce(name, np.array([flag], np.int64), total, ReduceOp.SUM).wait()
+    return int(total[0])
