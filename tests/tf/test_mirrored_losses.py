@@ -39,7 +39,7 @@ for name, loss, make, model, x, y, sample_weight in [
     ("accumulated, weighted", "mse", lambda: keras.optimizers.SGD(0.05, gradient_accumulation_steps=2), regularized, X, Y,
      weights),
 ]:
-    first = lambda rows, data: keras.tree.map_structure(lambda leaf: leaf[:rows], data)
+    first = lambda rows, data: keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[:rows], data)
     with strategy.scope():
         one = model(1 + 7 * rank)
         one.compile(make(), loss)
