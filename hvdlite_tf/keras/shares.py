@@ -48,7 +48,7 @@ def as_arrays(*structures: Any) -> tuple[Any, ...]:
     if all(structure is None for structure in structures):
         raise ValueError("there is no data: give arrays")
     given = structures[:max(index for index, structure in enumerate(structures) if structure is not None) + 1]
-    arrays = keras.tree.map_structure(_as_array, tuple(given))
+    arrays = keras.tree.lists_to_tuples(keras.tree.map_structure(_as_array, tuple(given)))  # lists are arrays to tf.data
     lengths = {len(leaf) for leaf in keras.tree.flatten(arrays) if leaf is not None}
     if len(lengths) != 1:
         raise ValueError(f"arrays must have equally many samples, not {sorted(lengths)}")

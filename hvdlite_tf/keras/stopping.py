@@ -17,12 +17,6 @@ from hvdlite.core.types import ReduceOp
 from hvdlite.training.objects import allgather_object
 
 
-class _EndOfEpoch:
-    """What `model.stop_training` is, in place of True, when an epoch ends early and training goes on."""
-
-
-_END_OF_EPOCH = _EndOfEpoch()
-
 _NEVER_STOPS = tuple(getattr(keras.callbacks, name) for name in (
     "BackupAndRestore", "CSVLogger", "EarlyStopping", "History", "LearningRateScheduler", "ModelCheckpoint",
     "OrbaxCheckpoint", "ProgbarLogger", "ReduceLROnPlateau", "RemoteMonitor", "SwapEMAWeights", "TensorBoard")
@@ -47,7 +41,8 @@ class StopTogetherCallback(keras.callbacks.Callback):
         super().__init__()
         self._wants_every_batch = every_batch
         self._every_batch = every_batch
-        self._last: int | None = None  # step after which an epoch ends
+        self._own: int | None = None  # steps that this rank has in an epoch
+        self._last: int | None = None  # steps after which an epoch ends, when that is fewer on some rank
         self._are_steps_known = True
 
     def set_model(self, model: Any) -> None:
@@ -55,27 +50,29 @@ class StopTogetherCallback(keras.callbacks.Callback):
         super().set_model(model)
         object.__setattr__(model, "_hvdlite_stops_together", True)
 
-    def on_train_begin(self, logs: Any = None) -> None:
-        """Agree on the number of steps.
+    def set_params(self, params: Any) -> None:
+        """Agree on the number of steps, before any callback reads it.
 
         Raises:
             ValueError: on all ranks, when some rank has fewer steps than one execution of the training function takes.
         """
+        super().set_params(params)
         runtime = api.runtime()
-        own = (self.params.get("steps"), self._wants_every_batch)
-        everywhere = allgather_object(runtime, own, runtime.unnamed("keras", "steps"))
+        self._own = params.get("steps")
+        everywhere = allgather_object(runtime, (self._own, self._wants_every_batch), runtime.unnamed("keras", "steps"))
         steps = [each for each, _ in everywhere]
         self._every_batch = any(wanted for _, wanted in everywhere)
         self._are_steps_known, self._last = None not in steps, None
         if self._are_steps_known and min(steps) != max(steps):
             together = getattr(self.model, "steps_per_execution", 1)
             together = together if isinstance(together, int) else 1
-            self._last = min(steps) // together * together
+            self._last = params["steps"] = min(steps) // together * together
             if self._last == 0:
                 raise ValueError(f"ranks have {steps} steps in an epoch, and steps_per_execution is {together}: give every "
                                  "rank at least as many steps")
             if runtime.world.rank == 0:
-                warnings.warn(f"ranks have {steps} steps in an epoch: every epoch ends after {self._last}", stacklevel=2)
+                warnings.warn(f"ranks have {steps} steps in an epoch, in rank order: every epoch ends after {self._last}",
+                              stacklevel=2)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Be done with the model."""
@@ -91,19 +88,34 @@ class StopTogetherCallback(keras.callbacks.Callback):
             self._check_data(has_ended=False)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Agree, and end the epoch after the agreed number of steps."""
+        """Agree, and train no more in this epoch after the agreed number of steps."""
+        if self._last is not None and batch >= self._last:
+            return  # other ranks' epochs have ended
         if self._every_batch:
             self._agree()
-        if self._last is not None and batch + 1 >= self._last and not self.model.stop_training:
-            self.model.stop_training = _END_OF_EPOCH
+        if self._last is not None and batch + 1 == self._last:
+            self._idle(logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Agree; training goes on when only the epoch has ended."""
+        """Agree, for a callback that has decided at the end of the epoch."""
         if not self._are_steps_known:
             self._check_data(has_ended=not self.model.stop_training)
-        if self.model.stop_training is _END_OF_EPOCH:
-            self.model.stop_training = False
         self._agree()
+
+    def _idle(self, logs: Any) -> None:
+        """Let this rank's other batches of the epoch pass: Keras has no way to end an epoch and go on training."""
+        assert self._own is not None and self._last is not None
+        model, trained = self.model, self.model.train_function
+        left = -(-(self._own - self._last) // getattr(model, "steps_per_execution", 1))
+
+        def idle(*arguments: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                model.train_function = trained
+            return (logs, arguments[0]) if len(arguments) == 2 else logs  # JAX' takes the state, and returns it
+        if left > 0:
+            model.train_function = idle
 
     def _agree(self) -> None:
         if _sum("keras.stop", bool(self.model.stop_training)):

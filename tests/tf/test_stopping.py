@@ -92,7 +92,7 @@ class batches_of(keras.utils.PyDataset):
         return self.batches[index]
 counting = Counting()
 model = own(counting, StopTogetherCallback())
-assert counting.seen == [0, 1, "end"] * 2 and iterations(model) == 4
+assert counting.seen == [*range(2 if rank else 4), "end"] * 2 and iterations(model) == 4  # two batches pass untrained
 reference = build(1)
 reference.compile(keras.optimizers.SGD(0.05), "mse", run_eagerly=True)
 reference.fit(X[:40], Y[:40], batch_size=20, epochs=2, shuffle=False, verbose=0)
