@@ -107,7 +107,8 @@ class MirroredModel:
             return self._apply("evaluate", self._held_out, given)
         given = self._bound("evaluate", arguments, named)
         x, arrays = self._data(given, "x", "y", "sample_weight")
-        applied = Applied(x, arrays, given["batch_size"] or _DEFAULT_BATCH, given["steps"], self._strategy)
+        applied = Applied(x, arrays, given["batch_size"] or _DEFAULT_BATCH, given["steps"], self._strategy,
+                          step.needs_whole_batches(self._model))
         return self._apply("evaluate", applied, given)
 
     def predict(self, *arguments: Any, **named: Any) -> Any:
@@ -140,7 +141,8 @@ class MirroredModel:
 
     def test_step(self, *arguments: Any, **named: Any) -> Any:
         """Like the model's; inside Keras sees one replica. Losses are of this rank's batch, which may be a share of one."""
-        with step.one_replica(_data_of(arguments, named), self._applying_shares):
+        is_part = self._applied is not None and not self._applied.is_whole
+        with step.one_replica(_data_of(arguments, named), self._applying_shares, is_part):
             return self.original["test_step"](*arguments, **named)
 
     def make_train_function(self, *arguments: Any, **named: Any) -> Any:
@@ -275,7 +277,7 @@ class MirroredModel:
     def _applied_to(self, held_out: Any, batch_size: int, steps: int | None) -> Applied:
         arrays = shares.as_arrays(*held_out) if isinstance(held_out, (tuple, list)) else None
         x = None if arrays is not None else shares.global_dataset(held_out)
-        return Applied(x, arrays, batch_size, steps, self._strategy)
+        return Applied(x, arrays, batch_size, steps, self._strategy, step.needs_whole_batches(self._model))
 
     def _callbacks(self, callbacks: Any) -> Any:
         if callbacks is None:

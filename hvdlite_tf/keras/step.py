@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -28,6 +29,7 @@ from hvdlite.core.array import Array
 from hvdlite.training.exchange import counting
 from hvdlite_tf.keras.exchange import call
 
+_log = logging.getLogger("hvdlite")
 _MARK = "_hvdlite_original"
 
 
@@ -36,12 +38,14 @@ class Step:
 
     Args:
         data: what Keras gave the step, a structure of tensors.
-        is_share: whether that is this rank's share of a global batch, as in training; else losses stay what they are.
+        is_share: whether that is this rank's share of a global batch of which every rank has one, as in training; else
+            losses stay what they are.
+        is_part: whether it is a part of a global batch all the same.
     """
 
-    def __init__(self, data: Any, is_share: bool) -> None:
+    def __init__(self, data: Any, is_share: bool, is_part: bool) -> None:
         self._leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
-        self.is_share = is_share and api.size() > 1
+        self.is_share, self.is_part = is_share and api.size() > 1, is_part and api.size() > 1
         self._ordinals = itertools.count()
         self._corrections: list[Any] = []  # the last one
 
@@ -117,9 +121,9 @@ def current() -> Step | None:
 
 
 @contextmanager
-def one_replica(data: Any, is_share: bool = True) -> Iterator[None]:
+def one_replica(data: Any, is_share: bool = True, is_part: bool = False) -> Iterator[None]:
     """Be in a step; see `Step`."""
-    step = Step(data, is_share)
+    step = Step(data, is_share, is_part)
     token = _current.set(step)
     try:
         with counting(step.samples if is_share else None):
@@ -156,11 +160,32 @@ def prepared(gradients: Sequence[Any], accumulates: bool) -> list[Any]:
     return [_times(gradient, factor) for gradient in gradients]
 
 
+def needs_whole_batches(model: Any) -> bool:
+    """Return whether a loss of a model could divide by something else than samples, which no part of a batch knows."""
+    losses = keras.tree.flatten(getattr(getattr(model, "_compile_loss", None), "_user_loss", None))
+    if any(getattr(loss, "reduction", None) in ("sum", "mean_with_sample_weight") for loss in losses):
+        return True
+    return any(isinstance(layer, keras.layers.Masking) or getattr(layer, "mask_zero", False)
+               or (hasattr(type(layer), "compute_mask") and not _is_keras(type(layer).compute_mask))
+               for layer in model._flatten_layers())
+
+
 def install() -> None:
     """Let Keras' losses be corrected inside a step; again is fine."""
     from keras.src.losses import loss  # all of Keras' losses reduce their values by one function of this module
     if not hasattr(loss.reduce_weighted_values, _MARK):
         loss.reduce_weighted_values = _correcting(loss.reduce_weighted_values, loss.apply_mask)
+
+
+def _is_keras(function: Any) -> bool:
+    return str(function.__module__).partition(".")[0] == "keras"
+
+
+@functools.cache
+def _warn() -> None:
+    _log.warning("a loss that divides by something else than samples (a sum, or a mean over sample weights or valid tokens) "
+                 "is evaluated on parts of batches, so it differs from one process's. Give evaluate arrays, or a dataset "
+                 "that is not distributed yet, and compile the model with that loss")
 
 
 def _times(gradient: Any, factor: Any) -> Any:
@@ -179,7 +204,7 @@ def _correcting(original: Any, apply_mask: Any) -> Any:
     def reduce_weighted_values(*arguments: Any, **named: Any) -> Any:
         reduced = original(*arguments, **named)
         step = _current.get()
-        if step is None or not step.is_share:
+        if step is None or not (step.is_share or step.is_part):
             return reduced
         bound = signature.bind(*arguments, **named)
         bound.apply_defaults()
@@ -197,6 +222,9 @@ def _correcting(original: Any, apply_mask: Any) -> Any:
         elif mask is not None:
             divisor = keras.ops.sum(keras.ops.cast(mask, "float32"))
         else:
+            return reduced
+        if step.is_part:
+            _warn()
             return reduced
         return reduced * keras.ops.cast(step.correction(divisor), reduced.dtype)
     setattr(reduce_weighted_values, _MARK, original)
