@@ -106,14 +106,17 @@ class GradientExchange(ArrayExchange):
         return tf.TensorSpec(variable.shape, tf.as_dtype(self._described(variable)[1]))
 
     def _agreed(self, slots: list[int], kinds: list[Kind]) -> list[Kind]:
-        """Return what the gradients of these slots are on the ranks that have any. All ranks trace what has them.
+        """Return what the gradients of these slots are on the ranks that have any.
+
+        Ranks ask each other when this rank's gradients are of a choice that it has not had before. So a rank may trace more
+        often than others (for another batch size), but all ranks must come to a new choice in the same step.
 
         Raises:
             MismatchError: when ranks trace other variables, or a gradient is sparse on one rank only.
         """
         key = tuple(slots), tuple(kinds)
         if key not in self._agreements:
-            name = f"{self.label}.traced.{len(self._agreements)}"
+            name = f"{self.label}.gradients_of_a_new_trace.{len(self._agreements)}"
             everywhere = allgather_object(self._runtime, key, name, self.process_set)
             ranks = self._runtime.members(self.process_set)
             for rank, (theirs, _) in zip(ranks, everywhere, strict=True):

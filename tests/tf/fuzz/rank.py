@@ -1,0 +1,264 @@
+"""A rank of a job that carries out trainings."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from tests.tf.fuzz.draws import Training, draw
+
+BEGUN, FINE, WRONG = "begun", "fine", "wrong"
+FEATURES, CLASSES = 4, 7
+
+
+class WrongError(AssertionError):
+    """Raised when two ranks differ from one process."""
+
+
+def main(seeds: Sequence[int], backend: str) -> None:
+    """Carry out the trainings of some seeds; both ranks of a job call this with the same ones."""
+    os.environ["KERAS_BACKEND"] = backend
+    import hvdlite_tf.keras as hvd
+    hvd.init()
+    if backend == "torch":
+        import torch
+        torch.set_num_threads(1)
+    for seed in seeds:
+        print(BEGUN, seed, flush=True)
+        try:
+            check(draw(seed, backend), hvd)
+        except WrongError as error:
+            print(WRONG, seed, error, flush=True)
+        print(FINE, seed, flush=True)
+    hvd.shutdown()
+
+
+def check(training: Training, hvd: Any) -> None:
+    """Train on both ranks and in one process, and compare.
+
+    Raises:
+        WrongError: when they differ.
+    """
+    import keras
+    keras.backend.clear_session()
+    mine = train(training, hvd, alone=False)
+    everywhere = hvd.allgather_object(mine)
+    for name, value in everywhere[0].items():
+        if any(not np.array_equal(value, other[name]) for other in everywhere[1:]):
+            raise WrongError(f"ranks differ in {name}: {[other[name].tolist() for other in everywhere]}")
+    if hvd.rank() != 0:
+        return
+    for name, value in train(training, hvd, alone=True).items():
+        if name not in mine:
+            continue
+        if not np.allclose(mine[name], value, rtol=2e-3, atol=2e-4):
+            worst = float(np.abs(mine[name] - value).max())
+            raise WrongError(f"{name} differs by {worst:.3g}: {mine[name].tolist()}, alone {value.tolist()}")
+
+
+def train(training: Training, hvd: Any, alone: bool) -> dict[str, Any]:
+    """Train, and return weights, predictions and histories by name.
+
+    Args:
+        alone: in one process with plain Keras.
+    """
+    import keras
+    scope: Callable[[], Any] = contextlib.nullcontext
+    if training.scoped and not alone:
+        scope = hvd.MirroredStrategy().scope
+    x, y, weights = samples(training)
+    found: dict[str, Any] = {}
+    with scope():
+        keras.utils.set_random_seed(training.seed + (0 if alone or training.scoped else 5 * hvd.rank()))
+        model = made(training)
+    for turn in range(1 + training.again):
+        with scope():
+            optimizer = optimizer_of(training, 0.5 ** turn)
+            if not training.scoped and not alone:
+                optimizer = hvd.DistributedOptimizer(optimizer)
+            model.compile(optimizer, losses(training), run_eagerly=training.eager, steps_per_execution=training.steps,
+                          **({} if training.backend != "jax" else {"jit_compile": True}))
+        options: dict[str, Any] = {"epochs": training.epochs, "shuffle": False, "verbose": 0}
+        if training.scoped:
+            if training.validated:
+                options.update(validation_data=(x, y), validation_batch_size=training.batch)
+            history = fit(training, model, x, y, weights, options)
+            for name, values in history.history.items():
+                found[f"{name} of turn {turn}"] = np.array(values)
+        else:
+            callbacks = [] if alone else [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+            mine = x, y
+            if not alone:
+                mine = keras.tree.map_structure(lambda array: part(array, training.batch, hvd), (x, y))
+            model.fit(*mine, batch_size=training.batch // (1 if alone else hvd.size()), callbacks=callbacks, **options)
+    for index, variable in enumerate(model.trainable_variables):
+        found[f"variable {index} {list(variable.shape)}"] = np.array(keras.ops.convert_to_numpy(variable))
+    if training.scoped:
+        found["predictions"] = np.concatenate([np.ravel(each) for each in keras.tree.flatten(
+            model.predict(x, batch_size=training.batch, verbose=0))])
+        found["evaluation"] = np.ravel(model.evaluate(x, y, batch_size=training.batch, verbose=0))
+    return found
+
+
+def part(array: Any, batch: int, hvd: Any) -> Any:
+    """Return this rank's part of each global batch."""
+    size = hvd.size()
+    return array.reshape(-1, size, batch // size, *array.shape[1:])[:, hvd.rank()].reshape(-1, *array.shape[1:])
+
+
+def samples(training: Training) -> tuple[Any, Any, Any]:
+    """Return inputs, targets and weights of samples."""
+    rng = np.random.default_rng(training.seed)
+    rows = training.rows
+    x: Any = rng.normal(size=(rows, FEATURES)).astype("float32")
+    if training.model == "embedding":
+        x = rng.integers(0, CLASSES, (rows, 3)).astype("int32")
+    if training.model == "convolution":
+        x = rng.normal(size=(rows, 6, FEATURES)).astype("float32")
+    y: Any = rng.normal(size=(rows, 2)).astype("float32")
+    if training.model == "two inputs":
+        x = (x, rng.normal(size=(rows, 3)).astype("float32"))
+    if training.model == "two outputs":
+        y = (y, rng.normal(size=(rows, 1)).astype("float32"))
+    return x, y, rng.uniform(0.2, 2.0, rows).astype("float32") if training.weighted else None
+
+
+def made(training: Training) -> Any:
+    """Return the model, not compiled yet."""
+    import keras
+    from keras import layers
+    activated = layers.Dense(5, activation="tanh")
+    inputs = keras.Input((FEATURES,))
+    match training.model:
+        case "deep":
+            return keras.Sequential([inputs, *(layers.Dense(6, activation="tanh") for _ in range(4)), layers.Dense(2)])
+        case "embedding":
+            return keras.Sequential([keras.Input((3,), dtype="int32"), layers.Embedding(CLASSES, 4), layers.Flatten(),
+                                     layers.Dense(2)])
+        case "two inputs":
+            others = keras.Input((3,))
+            return keras.Model([inputs, others], layers.Dense(2)(layers.Concatenate()([activated(inputs), others])))
+        case "two outputs":
+            hidden = activated(inputs)
+            return keras.Model(inputs, [layers.Dense(2)(hidden), layers.Dense(1)(hidden)])
+        case "shared layer":
+            shared = layers.Dense(FEATURES, activation="tanh")
+            return keras.Model(inputs, layers.Dense(2)(shared(shared(inputs))))
+        case "regularized":
+            return keras.Sequential([inputs, layers.Dense(5, activation="tanh", kernel_regularizer="l2"), layers.Dense(2)])
+        case "frozen":
+            activated.trainable = False
+            return keras.Sequential([inputs, activated, layers.Dense(2)])
+        case "convolution":
+            return keras.Sequential([keras.Input((6, FEATURES)), layers.Conv1D(3, 2, activation="tanh"), layers.Flatten(),
+                                     layers.Dense(2)])
+        case "subclass":
+            return keras.Sequential([activated, layers.Dense(2)])  # built by the first batch
+        case "own train_step":
+            hidden = activated(inputs)
+            return own_step()(inputs, layers.Dense(2)(hidden))
+        case "unused layer":
+            model = keras.Sequential([inputs, activated, layers.Dense(2)])
+            model.unused = layers.Dense(3)
+            model.unused.build((None, FEATURES))
+            return model
+    return keras.Sequential([inputs, activated, layers.Dense(2)])
+
+
+def own_step() -> Any:
+    """Return a class of models with a train_step of their own, whose loss is a plain mean."""
+    import keras
+
+    class Model(keras.Model):  # type: ignore[misc]
+        def mean(self, data: Any) -> Any:
+            x, y = data[:2]
+            return keras.ops.mean(keras.ops.square(self(x, training=True) - y))
+
+        if keras.backend.backend() == "tensorflow":
+            def train_step(self, data: Any) -> Any:
+                import tensorflow as tf
+                with tf.GradientTape() as tape:
+                    loss = self.mean(data)
+                self.optimizer.apply_gradients(zip(tape.gradient(loss, self.trainable_variables), self.trainable_variables,
+                                                   strict=True))
+                return {}
+        if keras.backend.backend() == "torch":
+            def train_step(self, data: Any) -> Any:
+                self.zero_grad()
+                self.mean(data).backward()
+                self.optimizer.apply([each.value.grad for each in self.trainable_weights], self.trainable_weights)
+                return {}
+    return Model
+
+
+def losses(training: Training) -> Any:
+    """Return the loss to compile with."""
+    import keras
+    one = {"huber": "huber", "mae": "mae", "sum": keras.losses.MeanSquaredError(reduction="sum"),
+           "function": lambda truth, found: keras.ops.mean(keras.ops.square(truth - found))}.get(training.loss, "mse")
+    return [one, "mse"] if training.model == "two outputs" else one
+
+
+def optimizer_of(training: Training, factor: float) -> Any:
+    """Return a new optimizer. Epsilons are large, so that a rounding error stays one."""
+    import keras
+    rate: Any = 0.02 * factor * (0.05 if training.loss == "sum" else 1)
+    options: dict[str, Any] = {}
+    known = {"clipnorm": {"clipnorm": 0.2}, "global_clipnorm": {"global_clipnorm": 0.2}, "clipvalue": {"clipvalue": 0.05},
+             "ema": {"use_ema": True, "ema_overwrite_frequency": 3}, "accumulation": {"gradient_accumulation_steps": 2},
+             "loss_scale_factor": {"loss_scale_factor": 8.0}}
+    for setting in training.settings:
+        options |= known.get(setting, {})
+    if "schedule" in training.settings:
+        rate = keras.optimizers.schedules.ExponentialDecay(rate, 3, 0.8)
+    kinds = {"SGD": keras.optimizers.SGD, "momentum": keras.optimizers.SGD, "Adam": keras.optimizers.Adam,
+             "AdamW": keras.optimizers.AdamW, "RMSprop": keras.optimizers.RMSprop, "Adagrad": keras.optimizers.Adagrad}
+    if training.optimizer == "momentum":
+        options |= {"momentum": 0.9, "nesterov": True}
+    if training.optimizer not in ("SGD", "momentum"):
+        options["epsilon"] = 1e-2
+    optimizer = kinds[training.optimizer](rate, **options)
+    if "scaled" in training.settings and "accumulation" not in training.settings:
+        return keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=64.0)
+    return optimizer
+
+
+def fit(training: Training, model: Any, x: Any, y: Any, weights: Any, options: dict[str, Any]) -> Any:
+    """Fit the model on the data as they were drawn."""
+    batches = -(-training.rows // training.batch)
+    if training.data == "arrays":
+        return model.fit(x, y, sample_weight=weights, batch_size=training.batch, **options)
+    if training.data == "tf.data":
+        import tensorflow as tf
+        data = (x, y) if weights is None else (x, y, weights)
+        return model.fit(tf.data.Dataset.from_tensor_slices(data).batch(training.batch), **options)
+    import keras
+
+    def batch(index: int) -> Any:
+        rows = slice(index * training.batch, (index + 1) * training.batch)
+        return keras.tree.map_structure(lambda array: array[rows], (x, y))
+    if training.data == "PyDataset":
+        class Batches(keras.utils.PyDataset):  # type: ignore[misc]
+            def __len__(self) -> int:
+                return batches
+
+            def __getitem__(self, index: int) -> Any:
+                return batch(index)
+        return model.fit(Batches(), **options)
+    if training.data == "generator":
+        endless = (batch(index % batches) for index in range(batches * (training.epochs + 1)))
+        return model.fit(endless, steps_per_epoch=batches, **options)
+    import torch
+    from torch.utils.data import DataLoader, Dataset
+
+    class Rows(Dataset):  # type: ignore[misc,type-arg]
+        def __len__(self) -> int:
+            return training.rows
+
+        def __getitem__(self, index: int) -> Any:
+            return keras.tree.map_structure(lambda array: torch.from_numpy(np.ascontiguousarray(array[index])), (x, y))
+    return model.fit(DataLoader(Rows(), training.batch), **options)
