@@ -94,7 +94,7 @@ def _applying(original: Any) -> Any:
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
         if not is_distributed(self.inner_optimizer):
             return original(self, grads, trainable_variables)
-        variables = self._trainable_variables if trainable_variables is None else trainable_variables
+        variables = self.inner_optimizer._trainable_variables if trainable_variables is None else trainable_variables
         with self.inner_optimizer._hvdlite_reducing(grads, variables) as reduced:
             return original(self, reduced, trainable_variables)
     return apply
@@ -104,7 +104,8 @@ def _applying_statelessly(original: Any) -> Any:
     def stateless_apply(self: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
         if not is_distributed(self.inner_optimizer):
             return original(self, optimizer_variables, grads, trainable_variables)
-        with self.inner_optimizer._hvdlite_reducing(grads, self._trainable_variables) as reduced:
+        inner = self.inner_optimizer
+        with inner._hvdlite_reducing(grads, inner._trainable_variables) as reduced:
             return original(self, optimizer_variables, reduced, trainable_variables)
     return stateless_apply
 

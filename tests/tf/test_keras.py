@@ -153,26 +153,6 @@ assert abs(alone.numpy().mean()) < 1e-3  # ordinary normalization of its own bat
 """)
 
 
-@pytest.mark.parametrize("outside", [False, True])
-def test_an_overflow_on_one_rank_skips_the_step_on_all(outside: bool) -> None:
-    run(2, COMMON + """
-model = make(1, dtype="mixed_float16")
-adam = keras.optimizers.Adam(0.01)
-scaled = hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(adam, initial_scale=64.0)) if OUTSIDE else \\
-    keras.optimizers.LossScaleOptimizer(hvd.DistributedOptimizer(adam), initial_scale=64.0)
-model.compile(scaled, "mse")
-x, y = shares(8, X).copy(), shares(8, Y).copy()
-if rank == 1:
-    y[10] = np.inf
-model.fit(x, y, batch_size=8, epochs=1, shuffle=False, verbose=0)
-iterations = hvd.allgather_object(int(adam.iterations.numpy()))
-scales = hvd.allgather_object(float(scaled.dynamic_scale.numpy()))
-assert iterations == [5, 5] and scales == [32.0, 32.0], (iterations, scales)
-weights = hvd.allgather_object([variable.numpy() for variable in model.trainable_variables])
-assert all((one == other).all() and np.isfinite(one).all() for one, other in zip(*weights))
-""".replace("OUTSIDE", str(outside)))
-
-
 def test_an_overflow_on_a_process_set_is_its_members_business() -> None:
     run(3, COMMON + """
 own = hvd.add_process_set([0, 1])
