@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -42,6 +42,14 @@ class _Mode(enum.Enum):
 _mode: ContextVar[_Mode] = ContextVar("hvdlite_replicas", default=_Mode.NOTED)
 
 
+class _Made(NamedTuple):
+    """A variable that was made."""
+
+    variable: weakref.ref[Any]
+    description: tuple[str, tuple[int, ...], str]
+    """Name, shape and dtype."""
+
+
 class Replicas:
     """The variables of one strategy that have not rank 0's values yet.
 
@@ -51,8 +59,9 @@ class Replicas:
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
-        self._made: list[weakref.ref[Any]] = []
-        self._unmatched: list[weakref.ref[Any]] = []  # made in a scope, and not the same ones on all ranks
+        self._made: list[_Made] = []
+        self._unmatched: list[_Made] = []  # made in a scope, and not the same ones on all ranks
+        self._was_unmatched = False  # the same on all ranks
         self._at_once = 0
 
     @property
@@ -86,7 +95,7 @@ class Replicas:
         if self.mirrors_at_once and getattr(variable, "_value", variable) is not None:
             variable.assign(self.first_value(array_of(variable), is_random_state(variable)))
         else:
-            self._made.append(weakref.ref(variable))
+            self._made.append(_Made(weakref.ref(variable), _described(variable)))
 
     def first_value(self, array: Array, is_seed: bool) -> Array:
         """Return rank 0's value of the variable that all ranks make now."""
@@ -106,18 +115,19 @@ class Replicas:
         """
         if self._size == 1 or self.is_held:
             return
-        pending = [*self._unmatched, *self._made] if must_match else self._made
-        variables = [variable for variable in (reference() for reference in pending) if variable is not None]
-        if not variables:
-            return
-        try:
-            self.mirror(variables)
-        except MismatchError as error:
-            if must_match:
-                raise
-            _log.info("left to the model's first use: %s", error)
-            self._unmatched += self._made
-            self._made = []
+        if must_match and self._was_unmatched:
+            self._mirror([*(each for each in self._unmatched if each.variable() is not None), *self._made])
+            self._made, self._unmatched, self._was_unmatched = [], [], False
+        elif self._made:
+            made, self._made = self._made, []
+            try:
+                self._mirror(made)
+            except MismatchError as error:
+                self._unmatched += made
+                self._was_unmatched = True
+                if must_match:
+                    raise
+                _log.info("left to the model's first use: %s", error)
 
     def mirror(self, variables: Sequence[Any]) -> None:
         """Give variables rank 0's values; all ranks call this with the same ones, in the same order.
@@ -127,15 +137,24 @@ class Replicas:
         """
         if self._size == 1:
             return
-        with _eagerly():
-            variables = [variable for variable in variables if getattr(variable, "_value", variable) is not None]
-            runtime = api.runtime()
-            described = [(_name(variable), tuple(variable.shape), _dtype(variable)) for variable in variables]
-            _check_same(allgather_object(runtime, described, runtime.unnamed("keras", "scope_variables")))
-            broadcast_variables(variables, 0, runtime.unnamed("keras", "mirror"))
+        self._mirror([_Made(weakref.ref(variable), _described(variable)) for variable in variables
+                      if getattr(variable, "_value", variable) is not None])
         done = set(map(id, variables))
-        self._made, self._unmatched = ([reference for reference in references if id(reference()) not in done]
-                                       for references in (self._made, self._unmatched))
+        self._made, self._unmatched = ([each for each in made if id(each.variable()) not in done]
+                                       for made in (self._made, self._unmatched))
+
+    def _mirror(self, made: Sequence[_Made]) -> None:
+        """Mirror what all ranks still have. (When a rank drops what nobody uses is up to its garbage collector.)"""
+        with _eagerly():
+            runtime = api.runtime()
+            variables = [each.variable() for each in made]
+            exist = [variable is not None and getattr(variable, "_value", variable) is not None for variable in variables]
+            everywhere = allgather_object(runtime, ([each.description for each in made], exist),
+                                          runtime.unnamed("keras", "scope_variables"))
+            _check_same([descriptions for descriptions, _ in everywhere])
+            exist_everywhere = np.all([theirs for _, theirs in everywhere], 0)
+            kept = [variable for variable, exists in zip(variables, exist_everywhere, strict=True) if exists]
+            broadcast_variables(kept, 0, runtime.unnamed("keras", "mirror"))
 
     def are_equal(self, variables: Sequence[Any]) -> bool:
         """Return whether all ranks have the same values, random generators aside; all ranks call this.
@@ -195,7 +214,7 @@ def _in_mode(mode: _Mode) -> Iterator[None]:
         _mode.reset(token)
 
 
-def _check_same(everywhere: Sequence[Sequence[tuple[str, Any, str]]]) -> None:
+def _check_same(everywhere: Sequence[Sequence[tuple[str, tuple[int, ...], str]]]) -> None:
     first = everywhere[0]
     for rank, theirs in enumerate(everywhere):
         if [each[1:] for each in theirs] == [each[1:] for each in first]:
@@ -214,9 +233,6 @@ def _eagerly() -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def _name(variable: Any) -> str:
-    return str(getattr(variable, "path", variable.name))
-
-
-def _dtype(variable: Any) -> str:
-    return keras.backend.standardize_dtype(getattr(variable, "_dtype", variable.dtype))
+def _described(variable: Any) -> tuple[str, tuple[int, ...], str]:
+    return (str(getattr(variable, "path", variable.name)), tuple(variable.shape),
+            keras.backend.standardize_dtype(getattr(variable, "_dtype", variable.dtype)))

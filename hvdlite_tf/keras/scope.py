@@ -64,6 +64,10 @@ class Mirrored(Launching):
         """Return a context in which the variables that are made get rank 0's values at once."""
         return nullcontext()
 
+    def building(self) -> AbstractContextManager[Any]:
+        """Return a context in which an optimizer of the scope can be built."""
+        return nullcontext()
+
     def check_applies(self) -> None:
         """Raise where gradients cannot be applied."""
 
@@ -117,6 +121,7 @@ def adopt_optimizer(strategy: Mirrored, optimizer: Any) -> None:
     distribute_when_used(inner, ReduceOp.AVERAGE)
     object.__setattr__(inner, "_hvdlite_strategy", strategy)
     object.__setattr__(inner, "apply", _applying(inner))
+    object.__setattr__(inner, "build", _building(inner))
     if keras.backend.backend() == "tensorflow":
         inner._distribution_strategy = strategy
 
@@ -136,6 +141,16 @@ def _applying(optimizer: Any) -> Callable[..., Any]:
         grads = step.prepared(grads, bool(optimizer.gradient_accumulation_steps))
         return original(grads, trainable_variables)
     return apply
+
+
+def _building(optimizer: Any) -> Callable[..., Any]:
+    original = optimizer.build
+
+    @functools.wraps(original)
+    def build(variables: Sequence[Any]) -> Any:
+        with optimizer._hvdlite_strategy.building():
+            return original(variables)
+    return build
 
 
 def _builds_in_step(strategy: Mirrored, layer: Any) -> None:

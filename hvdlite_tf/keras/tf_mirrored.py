@@ -78,6 +78,15 @@ class MirroredStrategy(scope.Mirrored, tf.distribute.Strategy):  # type: ignore[
         """Return a context in which the variables that are made get rank 0's values at once."""
         return tf.variable_creator_scope(self._extended.first_created)  # type: ignore[no-any-return]
 
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """Return a context in which an optimizer of the scope can be built: TensorFlow wants to be in the strategy's."""
+        if tf.distribute.get_strategy() is self:
+            yield
+            return
+        with scope.making(self), super().scope():
+            yield
+
     def check_applies(self) -> None:
         """Raise where gradients cannot be applied.
 
