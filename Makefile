@@ -28,10 +28,11 @@ test:
 	$(MAKE) -j2 --output-sync lint ready
 	$(MAKE) pytest
 
-# Random training loops against plain torch, more of them than the tests run: a few minutes.
+# Random training loops against plain torch, and random Keras trainings against one process; more than the tests run. Half an hour.
 fuzz: $(VENV)/installed
 	$(BIN)/python -m tests.torch.fuzz --seeds 0:200 --ranks 2
 	$(BIN)/python -m tests.torch.fuzz --seeds 0:50 --ranks 4
+	$(BIN)/python -m tests.tf.fuzz --seeds 0:1000
 
 # A few minutes; `python -m benchmarks.run` takes longer and also runs 4 ranks.
 bench: $(VENV)/installed data

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
 
 from hvdlite import frontend
@@ -38,6 +39,18 @@ __all__ = [
 __all__ += frontend.__all__
 
 
+def init(comm: object = None, process_sets: Any = None) -> None:  # type: ignore[no-redef]
+    """Like `hvdlite.init`; Keras' own `BatchNormalization(synchronized=True)` uses all ranks' batches from then on."""
+    frontend.init(comm, process_sets)
+    _synchronise_keras()
+
+
+def _synchronise_keras() -> None:
+    """Change Keras' layer, if this process has imported Keras; importing TensorFlow does."""
+    if "keras" in sys.modules:
+        importlib.import_module("hvdlite_tf.sync_batch_norm").install()
+
+
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module 'hvdlite_tf' has no attribute {name!r}")
@@ -49,4 +62,5 @@ def __getattr__(name: str) -> Any:
         if error.name in ("tensorflow", "keras"):
             raise ImportError(f"hvdlite_tf.{name} needs {error.name}: pip install 'hvdlite[tensorflow]'") from None
         raise
+    _synchronise_keras()
     return module if name == "keras" else getattr(module, name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -64,10 +63,3 @@ def check_not_xla() -> None:
     if control_flow_util.GraphOrParentsInXlaContext(graph):
         raise ValueError("hvdlite's collectives cannot be compiled by XLA; use jit_compile=False (in model.compile and "
                          "tf.function)")
-
-
-def graph_name(kind: str, tensor: Any) -> str:
-    """Return the name of a collective inside `tf.function`: made of the function's and the tensor's, as in Horovod."""
-    graph = tf.compat.v1.get_default_graph()
-    function = getattr(graph, "name", "") or "graph"
-    return re.sub(r"[^A-Za-z0-9_.]", "_", f"{kind}.{function}.{tensor.name}")

@@ -17,13 +17,18 @@ from hvdlite.core.array import Array
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
 from hvdlite_tf import gpu
-from hvdlite_tf.arrays import graph_name, run
+from hvdlite_tf.arrays import run
+from hvdlite_tf.call_sites import graph_name
 from hvdlite_tf.compression import Compression, Compressor
 
 Average, Sum, Adasum = api.Average, api.Sum, api.Adasum
 Min, Max, Product = api.Min, api.Max, api.Product
 
+_plain = tf.autograph.experimental.do_not_convert
+"""Nothing here depends on tensors' values while it is traced: autograph would slow it down, at every step."""
 
+
+@_plain
 def allreduce(tensor: Any, average: bool | None = None, device_dense: str = "", device_sparse: str = "",
               compression: type[Compressor] = Compression.none, op: ReduceOp | None = None, prescale_factor: float = 1.0,
               postscale_factor: float = 1.0, name: str | None = None, process_set: ProcessSet = global_process_set,
@@ -50,7 +55,7 @@ def allreduce(tensor: Any, average: bool | None = None, device_dense: str = "", 
             raise NotImplementedError("IndexedSlices are gathered: use op Average or Sum and no factors, or make them dense")
         return _gathered_slices(tensor, operation, name, process_set)
     compressed, context = compression.compress(tf.convert_to_tensor(tensor))
-    where = _name("allreduce", name, compressed, process_set)
+    where = _name("allreduce", name, process_set)
     arguments = (operation, prescale_factor, postscale_factor, process_set)
 
     @tf.custom_gradient
@@ -59,6 +64,7 @@ def allreduce(tensor: Any, average: bool | None = None, device_dense: str = "", 
     return compression.decompress(reduce(compressed), context)
 
 
+@_plain
 def grouped_allreduce(tensors: Sequence[Any], average: bool | None = None, device_dense: str = "", device_sparse: str = "",
                       compression: type[Compressor] = Compression.none, op: ReduceOp | None = None,
                       prescale_factor: float = 1.0, postscale_factor: float = 1.0,
@@ -76,7 +82,7 @@ def grouped_allreduce(tensors: Sequence[Any], average: bool | None = None, devic
     if not dense:
         return results
     pairs = [compression.compress(tf.convert_to_tensor(results[index])) for index in dense]
-    where = _name("grouped_allreduce", name, pairs[0][0], process_set)
+    where = _name("grouped_allreduce", name, process_set)
     arguments = (operation, prescale_factor, postscale_factor, process_set)
 
     @tf.custom_gradient
@@ -88,12 +94,13 @@ def grouped_allreduce(tensors: Sequence[Any], average: bool | None = None, devic
     return results
 
 
+@_plain
 def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = False,
               process_set: ProcessSet = global_process_set) -> tf.Tensor:
     """Return all ranks' tensors concatenated along the first dimension, which may differ between ranks. Differentiable."""
     del ignore_name_scope
     tensor = tf.convert_to_tensor(tensor)
-    where = _name("allgather", name, tensor, process_set)
+    where = _name("allgather", name, process_set)
 
     @tf.custom_gradient
     def gather(x: tf.Tensor) -> Any:
@@ -110,6 +117,7 @@ def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = Fa
     return gather(tensor)
 
 
+@_plain
 def grouped_allgather(tensors: Sequence[Any], name: str | None = None, ignore_name_scope: bool = False,
                       process_set: ProcessSet = global_process_set) -> list[tf.Tensor]:
     """Like `allgather`, of several tensors."""
@@ -117,12 +125,13 @@ def grouped_allgather(tensors: Sequence[Any], name: str | None = None, ignore_na
     return [allgather(tensor, each, ignore_name_scope, process_set) for tensor, each in zip(tensors, names, strict=True)]
 
 
+@_plain
 def broadcast(tensor: Any, root_rank: int, name: str | None = None, ignore_name_scope: bool = False,
               process_set: ProcessSet = global_process_set) -> tf.Tensor:
     """Return rank `root_rank`'s tensor; all ranks pass one of the same shape and dtype. Differentiable."""
     del ignore_name_scope
     tensor = tf.convert_to_tensor(tensor)
-    where = _name("broadcast", name, tensor, process_set)
+    where = _name("broadcast", name, process_set)
 
     @tf.custom_gradient
     def send(x: tf.Tensor) -> Any:
@@ -134,23 +143,26 @@ def broadcast(tensor: Any, root_rank: int, name: str | None = None, ignore_name_
     return send(tensor)
 
 
+@_plain
 def broadcast_(variables: Sequence[tf.Variable], root_rank: int, name: str | None = None,
                process_set: ProcessSet = global_process_set) -> list[tf.Tensor]:
     """Overwrite variables with rank `root_rank`'s, and return their values."""
     variables = list(variables)
     if not variables:
         return []
-    where = _name("broadcast_", name, variables[0], process_set)
+    where = _name("broadcast_", name, process_set)
 
     def send(*arrays: Array) -> list[Array]:
         return _broadcast_all(arrays, root_rank, where, process_set)
     values = run(send, [tf.convert_to_tensor(variable) for variable in variables],
                  [variable.dtype for variable in variables], [variable.shape for variable in variables])
-    for variable, value in zip(variables, values, strict=True):
-        variable.assign(value)
+    if api.rank() != root_rank:
+        for variable, value in zip(variables, values, strict=True):
+            variable.assign(value)
     return values
 
 
+@_plain
 def alltoall(tensor: Any, splits: Any = None, name: str | None = None, ignore_name_scope: bool = False,
              process_set: ProcessSet = global_process_set) -> Any:
     """Send rows to each rank and return those received, in rank order; with `splits` also how many came from each.
@@ -160,7 +172,7 @@ def alltoall(tensor: Any, splits: Any = None, name: str | None = None, ignore_na
     """
     del ignore_name_scope
     tensor = tf.convert_to_tensor(tensor)
-    where = _name("alltoall", name, tensor, process_set)
+    where = _name("alltoall", name, process_set)
     given = [] if splits is None else [tf.cast(splits, tf.int64)]
 
     @tf.custom_gradient
@@ -178,13 +190,14 @@ def alltoall(tensor: Any, splits: Any = None, name: str | None = None, ignore_na
     return received if splits is None else (received, tf.cast(rows, tf.int32))
 
 
+@_plain
 def reducescatter(tensor: Any, device_dense: str = "", compression: type[Compressor] = Compression.none,
                   op: ReduceOp = Average, name: str | None = None, process_set: ProcessSet = global_process_set,
                   ignore_name_scope: bool = False, prescale_factor: float = 1.0, postscale_factor: float = 1.0) -> tf.Tensor:
     """Return this rank's rows of the reduction over all ranks. Differentiable for Average and Sum."""
     del device_dense, ignore_name_scope
     compressed, context = compression.compress(tf.convert_to_tensor(tensor))
-    where = _name("reducescatter", name, compressed, process_set)
+    where = _name("reducescatter", name, process_set)
 
     @tf.custom_gradient
     def reduce(x: tf.Tensor) -> Any:
@@ -202,6 +215,7 @@ def reducescatter(tensor: Any, device_dense: str = "", compression: type[Compres
     return compression.decompress(reduce(compressed), context)
 
 
+@_plain
 def grouped_reducescatter(tensors: Sequence[Any], device_dense: str = "", compression: type[Compressor] = Compression.none,
                           op: ReduceOp = Average, process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0,
                           postscale_factor: float = 1.0) -> list[tf.Tensor]:
@@ -210,6 +224,7 @@ def grouped_reducescatter(tensors: Sequence[Any], device_dense: str = "", compre
             for tensor in tensors]
 
 
+@_plain
 def join() -> tf.Tensor:
     """Take no further part until all ranks have called this; return the rank that came last (int32)."""
     def wait() -> list[Array]:
@@ -217,26 +232,31 @@ def join() -> tf.Tensor:
     return run(wait, [], [tf.int32], [tf.TensorShape([])])[0]
 
 
+@_plain
 def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
     """Return the number of ranks of a process set, when the graph runs (int32)."""
     return _number(lambda: len(api.runtime().members(process_set_id)))
 
 
+@_plain
 def rank_op(name: str | None = None) -> tf.Tensor:
     """Return this rank, when the graph runs (int32)."""
     return _number(api.rank)
 
 
+@_plain
 def local_rank_op(name: str | None = None) -> tf.Tensor:
     """Return this rank among those of its host, when the graph runs (int32)."""
     return _number(api.local_rank)
 
 
+@_plain
 def local_size_op(name: str | None = None) -> tf.Tensor:
     """Return the number of ranks on this host, when the graph runs (int32)."""
     return _number(api.local_size)
 
 
+@_plain
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
     """Return 1 when this rank is in a process set, else 0, when the graph runs (int32)."""
     return _number(lambda: int(api.rank() in api.runtime().members(process_set_id)))
@@ -246,9 +266,9 @@ def _number(value: Any) -> tf.Tensor:
     return run(lambda: [np.array(value(), np.int32)], [], [tf.int32], [tf.TensorShape([])])[0]
 
 
-def _name(kind: str, name: str | None, tensor: Any, process_set: ProcessSet) -> str:
+def _name(kind: str, name: str | None, process_set: ProcessSet) -> str:
     if name is None and not tf.executing_eagerly():
-        return graph_name(kind, tensor)
+        return graph_name(kind, api.set_id(process_set))
     return api.negotiated_name("tf", kind, name, process_set)
 
 

@@ -32,8 +32,12 @@ MODULES = {
     "horovod.ray.runner": "hvdlite.ray",
     "horovod.spark": "hvdlite.spark",
     "horovod.tensorflow": "hvdlite_tf",
+    "horovod.tensorflow.compression": "hvdlite_tf.compression",
+    "horovod.tensorflow.functions": "hvdlite_tf",
     "horovod.tensorflow.keras": "hvdlite_tf.keras",
     "horovod.tensorflow.keras.callbacks": "hvdlite_tf.keras.callbacks",
+    "horovod.tensorflow.mpi_ops": "hvdlite_tf",
+    "horovod.tensorflow.sync_batch_norm": "hvdlite_tf.sync_batch_norm",
     "horovod.torch": "hvdlite_torch",
     "horovod.torch.compression": "hvdlite_torch.compression",
     "horovod.torch.elastic": "hvdlite_torch.elastic",
@@ -47,14 +51,21 @@ MODULES = {
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds Horovod's modules before anything else does."""
+    """Finds Horovod's modules.
+
+    Args:
+        modules: names, and what they are here.
+    """
+
+    def __init__(self, modules: dict[str, str]) -> None:
+        self._modules = modules
 
     def find_spec(self, fullname: str, path: Sequence[str] | None,
                   target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in MODULES:
+        if fullname not in self._modules:
             return None
-        is_package = any(name.startswith(f"{fullname}.") for name in MODULES)
-        return importlib.util.spec_from_loader(fullname, _Loader(MODULES[fullname]), is_package=is_package)
+        is_package = any(name.startswith(f"{fullname}.") for name in self._modules)
+        return importlib.util.spec_from_loader(fullname, _Loader(self._modules[fullname]), is_package=is_package)
 
 
 class _Loader(importlib.abc.Loader):
@@ -73,6 +84,12 @@ class _Loader(importlib.abc.Loader):
         module.__spec__ = self._own
 
 
+def _aliases() -> dict[str, str]:
+    """Return what `from horovod.torch import mpi_ops` imports: Python puts the module's own name before it."""
+    pairs = [(name.rpartition("."), target) for name, target in MODULES.items()]
+    return {f"{MODULES[parent]}.{leaf}": target for (parent, _, leaf), target in pairs if parent in MODULES}
+
+
 def install() -> None:
     """Take over the name `horovod`; again is fine.
 
@@ -85,7 +102,8 @@ def install() -> None:
     if loaded is not None and "horovod_compat" not in str(getattr(loaded, "__file__", "")):
         raise ImportError(f"Horovod itself has been imported already, from {getattr(loaded, '__file__', '?')}; import "
                           "hvdlite.horovod_compat before it")
-    sys.meta_path.insert(0, _Finder())
+    sys.meta_path.insert(0, _Finder(MODULES))
+    sys.meta_path.append(_Finder(_aliases()))
     api.set_default("wait_in", "step")
 
 

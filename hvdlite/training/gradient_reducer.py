@@ -29,7 +29,7 @@ import enum
 import logging
 import threading
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic
 
@@ -105,6 +105,7 @@ class GradientReducer(Generic[Parameter]):
 
     Attributes:
         by_bucket: whether the last round that began goes by learned buckets.
+        on_reduced: called at the end of each round with the parameters whose gradients were reduced in it.
     """
 
     def __init__(self, runtime: Runtime, framework: Framework[Parameter], label: str, *, op: ReduceOp, prescale: float,
@@ -141,6 +142,8 @@ class GradientReducer(Generic[Parameter]):
         self._wait_lock = threading.RLock()  # gradients may be read from several threads
         self._suspended = False
         self._touched = False  # some member was accumulated into in this period
+        self.on_reduced: Callable[[Sequence[Parameter]], None] | None = None
+        self._reduced: list[Parameter] = []  # in this round
         self._missed = False  # a gradient came too late for the round under way: another round follows it
         self.passes = passes
         if self.is_shared:
@@ -256,6 +259,7 @@ class GradientReducer(Generic[Parameter]):
         with self._wait_lock:
             if not self.is_under_way:
                 return True
+            self._reduced = []
             try:
                 self._collect(errors, deferrable)
             except WaitDeferred:
@@ -266,6 +270,9 @@ class GradientReducer(Generic[Parameter]):
                                  self._runtime.world.rank, self._label)
                 return False
             self._end_round()
+            if self.on_reduced is not None and not errors:
+                self.on_reduced(self._reduced)
+            self._reduced = []
         if errors:
             raise errors[0]
         return True
@@ -494,6 +501,8 @@ class GradientReducer(Generic[Parameter]):
     def _mark(self, member: _Member[Parameter], mark: Any) -> None:
         """The reduced gradient is the parameter's."""
         member.mark, member.marked = mark, self._generation
+        if self.on_reduced is not None:
+            self._reduced.append(member.parameter)
 
     def _check_unchanged(self) -> None:
         for member in self._members.values():

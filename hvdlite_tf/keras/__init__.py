@@ -18,10 +18,12 @@ from hvdlite_tf.keras.collectives import allgather, allreduce, broadcast, reduce
 from hvdlite_tf.keras.hooks import install as _install
 from hvdlite_tf.keras.models import load_model
 from hvdlite_tf.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
+from hvdlite_tf.sync_batch_norm import SyncBatchNormalization
+from hvdlite_tf.sync_batch_norm import install as _install_sync_batch_norm
 
 __all__ = [
-    "Compression", "DistributedOptimizer", "MirroredStrategy", "PartialDistributedOptimizer", "allgather",
-    "allgather_object", "allreduce", "broadcast", "broadcast_global_variables", "broadcast_object",
+    "Compression", "DistributedOptimizer", "MirroredStrategy", "PartialDistributedOptimizer", "SyncBatchNormalization",
+    "allgather", "allgather_object", "allreduce", "broadcast", "broadcast_global_variables", "broadcast_object",
     "broadcast_variables", "callbacks", "join", "load_model", "reducescatter",
 ]
 __all__ += frontend.__all__
@@ -32,6 +34,7 @@ else:
     from hvdlite_tf.keras.mirrored import MirroredStrategy  # type: ignore[assignment]
 
 _install()
+_install_sync_batch_norm()
 
 
 def broadcast_variables(variables: Any, root_rank: int) -> None:

@@ -101,8 +101,8 @@ class Applied:
             return self._rounds, None
         if shares.is_loader(self._x):
             return self._noted(self._loaded()), self._steps if self._rank == 0 else None
-        batches = itertools.islice(itertools.chain(self._first, self._x), self._steps)
-        return self._noted(self._split(batches)), self._steps if self._rank == 0 else None
+        generated = itertools.islice(itertools.chain(self._first, self._x), self._steps)
+        return self._noted(self._split(generated)), self._steps if self._rank == 0 else None
 
     def end(self) -> None:
         """Be done with one pass."""

@@ -45,8 +45,8 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int, name: str = "k
         if (packed[:_DIGEST] != expected).any():
             raise MismatchError(f"as many bytes as those of rank {root_rank}, for other shapes or dtypes")
     except MismatchError as error:
-        raise MismatchError(f"rank {runtime.world.rank} has other variables than another rank: {_listed(variables)}. Make the "
-                            f"same model and optimizer on all ranks. ({error})") from None
+        raise MismatchError(f"rank {runtime.world.rank} has other variables than another rank: {_listed(variables)}. Make "
+                            f"the same model and optimizer on all ranks. ({error})") from None
     if runtime.world.rank == root_rank:
         return
     _unpack(packed, [arrays[index] for index in small])

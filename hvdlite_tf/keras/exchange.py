@@ -69,8 +69,9 @@ def call(function: Callable[[Sequence[Array]], Sequence[Array]], tensors: Sequen
         import jax
         from jax.experimental import io_callback
         shapes = [jax.ShapeDtypeStruct(tensor.shape, tensor.dtype) for tensor in tensors]
+        # Ordered: callbacks block, so two that ran in another order on another rank would wait for each other.
         return list(io_callback(lambda *arrays: list(function([np.asarray(each, order="C") for each in arrays])), shapes,
-                                *tensors))
+                                *tensors, ordered=True))
     if backend == "torch":
         from hvdlite_torch.framework import as_tensor, on_host
         results = function([on_host(tensor, "gradient") for tensor in tensors])

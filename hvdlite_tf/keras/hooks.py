@@ -76,7 +76,7 @@ def _compiling(original: Any) -> Any:
 
 def _making(original: Any) -> Any:
     def make_train_function(self: Any, force: bool = False) -> Any:
-        optimizer = distributed_in(self.optimizer)
+        optimizer = distributed_in(getattr(self, "optimizer", None))
         exchange = None if optimizer is None else optimizer._hvdlite_exchange()
         if exchange is not vars(self).get("_hvdlite_trained_with"):
             object.__setattr__(self, "_hvdlite_trained_with", exchange)

@@ -38,7 +38,9 @@ _HELD_OUT = (np.zeros((1, 1), "float32"),)
 
 
 def adopt_model(strategy: Mirrored, model: Any) -> None:
-    """Make a compiled model one of the scope; again is fine."""
+    """Make a compiled model one of the scope; again is fine. With one replica it stays what it is."""
+    if strategy.num_replicas_in_sync == 1:
+        return
     if vars(model).get("_hvdlite_strategy") is strategy:
         model._hvdlite_mirrored.is_trained = False  # its optimizer is another one
         return
@@ -120,7 +122,7 @@ class MirroredModel:
 
     def _apply(self, name: str, applied: Applied, given: dict[str, Any]) -> Any:
         """Let Keras evaluate or predict this rank's part."""
-        alone = {argument: None for argument in ("y", "sample_weight", "batch_size") if argument in given}
+        alone: dict[str, Any] = {argument: None for argument in ("y", "sample_weight", "batch_size") if argument in given}
         data, steps = applied.begin()
         before, self._applied = self._applied, applied
         if self._fitting:

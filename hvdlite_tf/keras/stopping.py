@@ -16,7 +16,6 @@ from hvdlite import api
 from hvdlite.core.types import ReduceOp
 from hvdlite.training.objects import allgather_object
 
-
 _NEVER_STOPS = tuple(getattr(keras.callbacks, name) for name in (
     "BackupAndRestore", "CSVLogger", "EarlyStopping", "History", "LearningRateScheduler", "ModelCheckpoint",
     "OrbaxCheckpoint", "ProgbarLogger", "ReduceLROnPlateau", "RemoteMonitor", "SwapEMAWeights", "TensorBoard")

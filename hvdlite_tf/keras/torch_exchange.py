@@ -61,14 +61,12 @@ class TorchExchange(Exchange):
             for gradient, tensor in zip(gradients, tensors, strict=True):
                 self._hand_over(hooks, tensor, gradient)
         hooks.finish_if_due(in_step=True)
-        factor = self._unweight(None if samples() is None or self._count.grad is None else float(self._count.grad))
         results = [get_grad(tensor) for tensor in tensors]
         hooks.stepped()
         if before is not None:
             for tensor, gradient in zip(tensors, before, strict=True):
                 set_grad(tensor, gradient)
-        return results if abs(factor - 1.0) < 1e-6 else [
-            None if gradient is None else gradient * factor for gradient in results]
+        return results
 
     def _member(self, variables: Sequence[Any]) -> BackwardHooks:
         """Let variables take part; return the hooks."""
@@ -81,6 +79,7 @@ class TorchExchange(Exchange):
             reducer: GradientReducer[torch.Tensor] = GradientReducer(
                 self._runtime, framework, self.label, op=self._op, prescale=self._prescale, postscale=self._postscale,
                 passes=1, process_set=self.process_set)
+            reducer.on_reduced = self._unweigh
             self._hooks = BackwardHooks(reducer)
             self._hooks.on_begin = self._begin_round
             reducer.add(self._count, "count")
@@ -119,6 +118,17 @@ class TorchExchange(Exchange):
             self._count.requires_grad_()
             self._count.grad = torch.tensor([self._hooks.weight])
             self._hooks.reducer.hand_over(self._count)
+
+    def _unweigh(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Divide what was reduced in a round by the mean of all ranks' weights."""
+        if not any(tensor is self._count for tensor in tensors):
+            return
+        factor = self._unweight(float(self._count.grad))  # type: ignore[arg-type]
+        if abs(factor - 1.0) > 1e-6:
+            with torch.no_grad():
+                for tensor in tensors:
+                    if tensor is not self._count and (gradient := get_grad(tensor)) is not None:
+                        gradient.mul_(factor)
 
     def _hand_over(self, hooks: BackwardHooks, tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
         """Hand over a gradient that no watched backward pass computed."""

@@ -105,8 +105,16 @@ TENSORFLOW = """
     import keras
     import horovod.tensorflow as hvd
     from horovod.common.exceptions import HorovodInternalError
+    from horovod.tensorflow import mpi_ops
+    from horovod.tensorflow.compression import Compression
+    from horovod.tensorflow.functions import allgather_object, broadcast_object, broadcast_variables
+    from horovod.tensorflow.mpi_ops import Average, Sum, allreduce, rank, rank_op, size, size_op
+    from horovod.tensorflow.sync_batch_norm import SyncBatchNormalization
 
     hvd.init()
+    assert mpi_ops is hvd and Compression is hvd.Compression and SyncBatchNormalization is hvd.SyncBatchNormalization
+    assert SyncBatchNormalization(fused=False)(tf.ones((2, 3)), training=True).shape == (2, 3)
+    assert float(allreduce(tf.constant(1.0), op=Sum)) == size() == int(size_op())
     keras.utils.set_random_seed(hvd.rank())
     x, y = tf.random.normal((64, 5)), tf.random.uniform((64,), maxval=3, dtype=tf.int64)
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).repeat().shuffle(64).batch(16)
@@ -265,6 +273,9 @@ def test_the_names_are_the_same_modules() -> None:
         import hvdlite.horovod_compat, importlib
         import horovod, horovod.torch, hvdlite_torch, hvdlite
         assert horovod.torch is hvdlite_torch and hvdlite_torch.__spec__.name == "hvdlite_torch"
+        from horovod import torch as frontend
+        from horovod.torch import functions, mpi_ops, sync_batch_norm
+        assert frontend is functions is mpi_ops is hvdlite_torch and sync_batch_norm is hvdlite_torch.sync_batch_norm
         assert importlib.import_module("horovod.common.process_sets").ProcessSet is hvdlite.ProcessSet
         try:
             import horovod.mxnet

@@ -12,7 +12,7 @@ ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_NUM_INTRAOP_THREADS": "1", "TF_N
 
 def imported(backend: str) -> list[str]:
     """Return what a rank begins with whose Keras is on a backend."""
-    return [backend, "keras"]
+    return list(dict.fromkeys([backend, "tensorflow", "keras"]))  # keras.utils.set_random_seed imports TensorFlow
 
 
 def run(size: int, body: str, timeout: float = 150.0, **environment: str) -> list[Ended]:

@@ -103,9 +103,8 @@ raises(RuntimeError, "BroadcastGlobalVariablesCallback", lambda: hvd.broadcast_g
 """)
 
 
-def test_sparse_embeddings_local_layers_and_synchronised_normalization() -> None:
+def test_sparse_embeddings_and_local_layers() -> None:
     run(2, COMMON + """
-import hvdlite_tf
 words = rng.integers(0, 11, (96, 3)).astype("int32")
 
 def train(shared, dense=False):
@@ -128,28 +127,6 @@ assert (kernels[0][0] == kernels[1][0]).all() and (kernels[0][2] != kernels[1][2
 raises(ValueError, "Keras layers", lambda: hvd.PartialDistributedOptimizer(keras.optimizers.SGD(), local_layers=[1]))
 raises(ValueError, "build the model first",
        lambda: hvd.PartialDistributedOptimizer(keras.optimizers.SGD(), local_layers=keras.layers.Dense(2)))
-
-def normalized(shared):
-    keras.utils.set_random_seed(1)
-    layer = hvdlite_tf.SyncBatchNormalization() if shared else keras.layers.BatchNormalization()
-    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(5), layer, keras.layers.Dense(2)])
-    optimizer = keras.optimizers.SGD(0.05)
-    model.compile(hvd.DistributedOptimizer(optimizer) if shared else optimizer, "mse")
-    model.fit(shares(8, X) if shared else X, shares(8, Y) if shared else Y, batch_size=8 if shared else 16, shuffle=False,
-              verbose=0)
-    return model
-one, other = normalized(True), normalized(False)
-close(one, other)
-for mine, theirs in zip(one.non_trainable_variables, other.non_trainable_variables):
-    np.testing.assert_allclose(mine.numpy(), theirs.numpy(), atol=1e-4)
-large = 1000 + rng.normal(size=(16, 3))  # nothing of the variance is lost beside the mean
-mine = slice(8 * rank, 8 * rank + 8)
-expected = (large - large.mean(0)) / np.sqrt(large.var(0) + 1e-3)
-layer = hvdlite_tf.SyncBatchNormalization()
-np.testing.assert_allclose(layer(large[mine].astype("float32"), training=True).numpy(), expected[mine], atol=5e-3)
-own = hvd.add_process_set([1])
-alone = hvdlite_tf.SyncBatchNormalization(process_set=own)(large[mine].astype("float32"), training=True)
-assert abs(alone.numpy().mean()) < 1e-3  # ordinary normalization of its own batch, on the member and on the other rank
 """)
 
 

@@ -32,7 +32,8 @@ def generator(size=10, count=11):
         yield from (Batches(size=size)[index] for index in range(count))
 
 backend = keras.backend.backend()
-kinds = {"arrays": lambda size: ((X, Y), {"batch_size": size}), "PyDataset": lambda size: ((Batches(-(-101 // size), size),), {}),
+kinds = {"arrays": lambda size: ((X, Y), {"batch_size": size}),
+         "PyDataset": lambda size: ((Batches(-(-101 // size), size),), {}),
          "generator": lambda size: ((generator(size, -(-101 // size)),), {})}
 if backend == "tensorflow":
     import tensorflow as tf
@@ -141,7 +142,8 @@ same_history(*(model.fit(data, epochs=2, validation_data=validation, verbose=0, 
 same(one, other)
 for steps in (None, 2):
     for method in ("evaluate", "predict"):
-        results = [getattr(model, method)(data, steps=steps, verbose=0) for model, data in ((one, distributed), (other, whole()))]
+        results = [getattr(model, method)(data, steps=steps, verbose=0)
+                   for model, data in ((one, distributed), (other, whole()))]
         np.testing.assert_allclose(*results, rtol=1e-4, atol=1e-5)
 
 # Each rank's own part: rank r has every other sample, so that two ranks' batches make a global one.

@@ -1,0 +1,33 @@
+"""Random trainings of Keras models, a fixed number of them; `make fuzz` carries out more. What they are: tests/tf/fuzz."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import pytest
+
+from tests.tf.fuzz import draws
+from tests.tf.fuzz.jobs import fuzz
+
+DRAWS = int(os.environ.get("FUZZ_KERAS", "100"))
+"""How many trainings there are in all; most on torch, where no function is compiled. 0 is none."""
+SHARES = {"torch": 0.6, "tensorflow": 0.2, "jax": 0.2}
+PATIENT = {"HVDLITE_STALL_CHECK_TIME_SECONDS": "30", "HVDLITE_STALL_SHUTDOWN_TIME_SECONDS": "60"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", draws.BACKENDS)
+def test_trainings_equal_one_process(backend: str) -> None:
+    failures = list(fuzz(range(round(DRAWS * SHARES[backend])), backend, stalled=PATIENT))
+    assert not failures, "\n\n".join(map(str, failures))
+
+
+def test_everything_is_drawn() -> None:
+    for backend in draws.BACKENDS:
+        trainings = [draws.draw(seed, backend) for seed in range(400)]
+        for name, values in (("model", draws.MODELS), ("optimizer", draws.OPTIMIZERS), ("loss", draws.LOSSES),
+                             ("data", draws.DATA[backend]), ("scoped", (True, False)), ("again", (True, False))):
+            assert {getattr(training, name) for training in trainings} == set(values)
+        assert {setting for training in trainings for setting in training.settings} == set(draws.SETTINGS)
+    assert len({dataclasses.replace(training, seed=0) for training in trainings}) > 390
