@@ -12,13 +12,13 @@ import numpy as np
 
 from hvdlite.core.array import Array
 
-_NAME = "seed_generator_state"
+RANDOM_STATE = "seed_generator_state"
 """Keras' name for the states of random layers."""
 
 
 def is_random_state(variable: Any) -> bool:
     """Return whether a variable, of Keras or TensorFlow, is the random state of a layer."""
-    return str(getattr(variable, "path", variable.name)).partition(":")[0].endswith(_NAME)
+    return str(getattr(variable, "path", variable.name)).partition(":")[0].endswith(RANDOM_STATE)
 
 
 def moved_on(state: Array, rank: int, root_rank: int) -> Array:

@@ -10,6 +10,7 @@ Rules
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -99,6 +100,7 @@ class _Patch(Generic[Scope]):
             if scope is not None:
                 made(scope, instance)
 
+        __init__.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]  # Keras reads it
         self._replacement = __init__
         owner.__init__ = __init__  # type: ignore[misc]
 

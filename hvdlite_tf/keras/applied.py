@@ -8,6 +8,9 @@ Every row is computed by exactly one rank, so that sums over ranks are sums over
 | PyDataset | every so-manieth batch, whole, which others do not load; its rows of those that are left over |
 | a tf.data.Dataset that is distributed already | all of it: its rows of every global batch |
 
+For losses that divide by something else than samples (`step.py`), each rank takes every so-manieth batch, whole; not of a
+DataLoader, nor of a dataset that is distributed already.
+
 A rank without any row computes a batch that does not count: its model is built, and it takes part in what ranks do together.
 """
 
@@ -49,6 +52,10 @@ class Applied:
         arrays: the same, with targets and weights, when it is arrays.
         batch_size: global, for arrays.
         steps: global batches to take at most; None for all.
+        is_whole: whether ranks are to take whole batches.
+
+    Attributes:
+        is_whole: whether they do.
 
     Raises:
         ValueError: for data that cannot be shared out.
@@ -56,7 +63,9 @@ class Applied:
     """
 
     def __init__(self, x: Any, arrays: tuple[Any, ...] | None, batch_size: int, steps: int | None,
-                 strategy: Mirrored) -> None:
+                 strategy: Mirrored, is_whole: bool = False) -> None:
+        is_distributed = shares.is_tf_dataset(x) and shares.is_distributed(x)
+        self.is_whole = is_whole and not shares.is_loader(x) and not is_distributed
         self._rank, self._size, self._steps = strategy.rank, strategy.num_replicas_in_sync, steps
         self._taken: dict[int, Taken] = {}  # by number; a pass that is begun again takes the same
         self._rounds: _Rounds | None = None
@@ -87,7 +96,8 @@ class Applied:
             return self._noted(self._split(batches)), count if self._rank == 0 else None
         if isinstance(self._x, keras.utils.PyDataset):
             shares.begin_epoch(self._x)
-            self._rounds = _Rounds(self._x, self._bounded(self._x.num_batches), self._rank, self._size)
+            self._rounds = _Rounds(self._x, self._bounded(self._x.num_batches), self._rank, self._size,
+                                   self.is_whole)
             return self._rounds, None
         if shares.is_loader(self._x):
             return self._noted(self._loaded()), self._steps if self._rank == 0 else None
@@ -128,8 +138,8 @@ class Applied:
         return min(each for each in (count, self._steps) if each is not None)
 
     def _split(self, batches: Iterator[Any]) -> Iterator[tuple[Any, int]]:
-        for batch in batches:
-            mine = part(shares.rows_of(batch), self._rank, self._size)
+        for number, batch in enumerate(batches):
+            mine = _rows_of_one(number, shares.rows_of(batch), self._rank, self._size, self.is_whole)
             rows = mine.stop - mine.start
             yield (shares.rows_taken(batch, mine) if rows else batch), rows
 
@@ -175,7 +185,10 @@ class Applied:
             first = keras.tree.flatten(batch)[0]
             if is_local:
                 return number, tf.shape(first)[0], batch
-            rows = shares.graph_rows(first, rank, size, is_exclusive=True)
+            if self.is_whole:
+                rows = slice(0, tf.where(tf.equal(number % size, rank), tf.shape(first)[0], 0))
+            else:
+                rows = shares.graph_rows(first, rank, size, is_exclusive=True)
             return number, rows.stop - rows.start, keras.tree.map_structure(lambda leaf: leaf[rows], batch)
 
         def noted(counts: bool) -> Any:
@@ -208,7 +221,7 @@ class _Rounds(keras.utils.PyDataset):
         count: of the global batches.
     """
 
-    def __init__(self, dataset: Any, count: int, rank: int, size: int) -> None:
+    def __init__(self, dataset: Any, count: int, rank: int, size: int, is_whole: bool) -> None:
         super().__init__()
         full = count // size * size
         self._loading, self._whole = Loading(dataset), range(rank, full, size)
@@ -216,7 +229,7 @@ class _Rounds(keras.utils.PyDataset):
         self._left: list[tuple[Taken, Any]] = []
         for number in range(full, count):
             batch = dataset[number]
-            mine = part(shares.rows_of(batch), rank, size)
+            mine = _rows_of_one(number, shares.rows_of(batch), rank, size, is_whole)
             if mine.stop > mine.start:
                 self._left.append((Taken(number, mine.stop - mine.start, True), shares.rows_taken(batch, mine)))
         if count and not self._whole and not self._left:
@@ -248,6 +261,13 @@ def without_warnings(rank: int) -> Iterator[None]:
         if rank > 0:
             warnings.filterwarnings("ignore", message=".*ran out of data")
         yield
+
+
+def _rows_of_one(number: int, rows: int, rank: int, size: int, is_whole: bool) -> slice:
+    """Return which rows of a global batch a rank takes."""
+    if is_whole:
+        return slice(0, rows if number % size == rank else 0)
+    return part(rows, rank, size)
 
 
 def _as_tuple(batch: Any) -> Any:

@@ -32,7 +32,7 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int, name: str = "k
         MismatchError: when a shape or dtype differs between ranks.
     """
     runtime = api.runtime()
-    arrays = [np.array(keras.ops.convert_to_numpy(variable.value), order="C") for variable in variables]
+    arrays = [array_of(variable) for variable in variables]
     small = [index for index, array in enumerate(arrays) if array.nbytes <= _SMALL]
     packed = _packed([arrays[index] for index in small])
     handles = [runtime.broadcast(f"{name}.{index}", array, root_rank)
@@ -52,6 +52,12 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int, name: str = "k
     _unpack(packed, [arrays[index] for index in small])
     for variable, array in zip(variables, arrays, strict=True):
         variable.assign(moved_on(array, runtime.world.rank, root_rank) if is_random_state(variable) else array)
+
+
+def array_of(variable: Any) -> Array:
+    """Return a copy of a variable's value, be it Keras' or TensorFlow's."""
+    value = getattr(variable, "_value", variable)  # in its own dtype: `value` is cast where Keras casts automatically
+    return np.array(keras.ops.convert_to_numpy(value), order="C")
 
 
 def _packed(arrays: Sequence[Array]) -> Array:

@@ -11,6 +11,11 @@ import numpy as np
 from hvdlite import api
 from hvdlite.core.types import ReduceOp
 from hvdlite_tf.keras.broadcast import broadcast_variables
+from hvdlite_tf.keras.replicas import optimizers_of
+from hvdlite_tf.keras.stopping import StopTogetherCallback, refuse_uneven_steps
+
+__all__ = ["BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "LearningRateScheduleCallback",
+           "LearningRateWarmupCallback", "MetricAverageCallback", "StopTogetherCallback"]
 
 
 def _read_back(model: Any) -> None:
@@ -20,7 +25,9 @@ def _read_back(model: Any) -> None:
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Start training from one rank's model and optimizer: at the first batch, or after it for what it builds.
+    """Start training from one rank's model and optimizers: at the first batch, or after it for what it builds.
+
+    Optimizers are the model's own and those that it holds as attributes.
 
     The random states of layers such as Dropout are taken over too, but moved on by another distance on every rank.
 
@@ -38,14 +45,20 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._done = False
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Every training starts anew."""
+        """Every training starts anew.
+
+        Raises:
+            ValueError: on all ranks, when they have different numbers of steps in an epoch.
+        """
         self._done = False
+        refuse_uneven_steps(self)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Broadcast, if everything is built."""
-        if not self._done and self.model.built and self.model.optimizer is not None:
-            if not self.model.optimizer.built:
-                self.model.optimizer.build(self.model.trainable_variables)
+        own = self.model.optimizer
+        if not self._done and self.model.built and optimizers_of(self.model):
+            if own is not None and not own.built:
+                own.build(self.model.trainable_variables)
             self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -56,7 +69,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def _broadcast(self) -> None:
         self._done = True
         _read_back(self.model)
-        variables = [*self.model.variables, *self.model.optimizer.variables]
+        optimizers = [variable for optimizer in optimizers_of(self.model) for variable in optimizer.variables]
+        variables = [*self.model.variables, *optimizers]
         broadcast_variables([variable for variable in variables if id(variable) not in self._local], self.root_rank,
                             "keras.broadcast")
 

@@ -1,10 +1,11 @@
-"""What Keras must know of distributed optimizers; changed once, when this package is imported.
+"""What Keras must know of distributed optimizers and losses; changed once, when this package is imported.
 
 - `Trainer.compile`: TensorFlow's XLA cannot call Python, so with a distributed optimizer "auto" means no. In the scope of a
   `MirroredStrategy`, what is compiled becomes the strategy's.
 - `Trainer.make_train_function`: a compiled step that was made before the optimizer was wrapped is made anew.
 - `LossScaleOptimizer`: it tests gradients that are reduced, which are the same on all ranks, so that an overflow on one rank
   skips the step on all of them. Where they are not (accumulation, local variables), all ranks' tests count.
+- The reduction of losses; see `step.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 import keras
 
-from hvdlite_tf.keras import scope
+from hvdlite_tf.keras import scope, step
 from hvdlite_tf.keras.exchange import everywhere
 from hvdlite_tf.keras.mirrored_model import adopt_model
 from hvdlite_tf.keras.optimizer import distributed_in, is_distributed
@@ -33,6 +34,7 @@ def install() -> None:
     scaler = keras.optimizers.LossScaleOptimizer
     for name, hook in (("apply", _applying), ("stateless_apply", _applying_statelessly), ("check_finite", _checking)):
         _replace(scaler, name, hook)
+    step.install()
 
 
 def _replace(owner: Any, name: str, hook: Callable[[Any], Any]) -> None:

@@ -32,7 +32,7 @@ class MirroredStrategy(scope.Mirrored):
     def __init__(self, devices: int | Sequence[str] | None = None, cross_device_ops: Any = None, *,
                  scale_learning_rate: bool = False) -> None:
         del cross_device_ops
-        super().__init__("keras", devices, ReduceOp.AVERAGE, scale_learning_rate)
+        super().__init__("keras", devices, scale_learning_rate)
 
     @contextmanager
     def scope(self) -> Iterator[MirroredStrategy]:
@@ -41,8 +41,10 @@ class MirroredStrategy(scope.Mirrored):
             yield self
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Return what `fn` returns on this rank."""
-        return fn(*args, **(kwargs or {}))
+        """Return what `fn` returns on this rank. What it makes gets rank 0's values."""
+        self.replicas.settle(must_match=True)
+        with scope.making(self):
+            return fn(*args, **(kwargs or {}))
 
     def reduce(self, reduce_op: Any, value: Any, axis: int | None = None) -> Any:
         """Return the sum or mean of a value over all ranks, as a NumPy array; means of integers are floats.

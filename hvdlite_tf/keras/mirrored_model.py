@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import keras
@@ -16,21 +16,21 @@ import numpy as np
 
 from hvdlite import api
 from hvdlite.core.types import ReduceOp
-from hvdlite.training.exchange import counting
 from hvdlite.training.objects import broadcast_object
 from hvdlite.training.shares import share
-from hvdlite_tf.keras import shares
+from hvdlite_tf.keras import shares, step
 from hvdlite_tf.keras.applied import Applied, without_warnings
-from hvdlite_tf.keras.callbacks import BroadcastGlobalVariablesCallback
 from hvdlite_tf.keras.order import follow_rank_0, order_seed
-from hvdlite_tf.keras.scope import Mirrored
+from hvdlite_tf.keras.replicas import optimizers_of
+from hvdlite_tf.keras.scope import Mirrored, adopt_optimizer
 from hvdlite_tf.keras.stopping import StopTogetherCallback, averaged, may_stop
 
 WRITERS = tuple(getattr(keras.callbacks, name) for name in (
     "ModelCheckpoint", "CSVLogger", "TensorBoard", "RemoteMonitor", "BackupAndRestore", "ProgbarLogger", "OrbaxCheckpoint")
     if hasattr(keras.callbacks, name))
 """Callbacks that only rank 0 has."""
-METHODS = ("fit", "evaluate", "predict", "train_step", "train_on_batch", "test_on_batch", "_get_metrics_result_or_logs")
+METHODS = ("fit", "evaluate", "predict", "train_step", "test_step", "train_on_batch", "test_on_batch", "make_train_function",
+           "make_test_function", "make_predict_function", "_get_metrics_result_or_logs")
 """Methods of a model that `MirroredModel` stands in for, by a method of the same name."""
 _DEFAULT_BATCH = 32
 _HELD_OUT = (np.zeros((1, 1), "float32"),)
@@ -39,12 +39,16 @@ _HELD_OUT = (np.zeros((1, 1), "float32"),)
 
 def adopt_model(strategy: Mirrored, model: Any) -> None:
     """Make a compiled model one of the scope; again is fine. With one replica it stays what it is."""
-    if vars(model).get("_hvdlite_strategy") is strategy or strategy.num_replicas_in_sync == 1:
+    if strategy.num_replicas_in_sync == 1:
+        return
+    if vars(model).get("_hvdlite_strategy") is strategy:
+        model._hvdlite_mirrored.is_trained = False  # its optimizer is another one
         return
     mirrored = MirroredModel(strategy, model)
     for name in METHODS:
         object.__setattr__(model, name, _standing_in(mirrored.original[name], getattr(mirrored, name)))
     object.__setattr__(model, "_hvdlite_strategy", strategy)
+    object.__setattr__(model, "_hvdlite_mirrored", mirrored)
 
 
 class MirroredModel:
@@ -52,6 +56,7 @@ class MirroredModel:
 
     Attributes:
         original: the model's own methods, by name.
+        is_trained: whether `train_on_batch` goes on with a training that began with rank 0's values.
     """
 
     def __init__(self, strategy: Mirrored, model: Any) -> None:
@@ -59,6 +64,9 @@ class MirroredModel:
         self.original: dict[str, Callable[..., Any]] = {
             name: getattr(model, name) for name in METHODS}
         self._fitting = False
+        self._preparing: ExitStack | None = None  # what is ended when the model is built and has rank 0's values
+        self.is_trained = False
+        self._applying_shares = False
         self._fits = 0
         self._held_out: Applied | None = None  # validation data of the training that goes on
         self._applied: Applied | None = None  # what the model is being applied to
@@ -85,9 +93,10 @@ class MirroredModel:
         if held_out is not None:
             self._held_out = self._applied_to(held_out, given["validation_batch_size"] or batch, given["validation_steps"])
             local["validation_data"] = _HELD_OUT
+        self._adopt_optimizers()
         self._fitting = True
         try:
-            with _local_input(self._strategy):
+            with _local_input(self._strategy), self._strategy.replicas.held():
                 return self.original["fit"](**{**given, **local, "callbacks": self._callbacks(given["callbacks"]),
                                                "verbose": self._verbose(given["verbose"])})
         finally:
@@ -100,7 +109,8 @@ class MirroredModel:
             return self._apply("evaluate", self._held_out, given)
         given = self._bound("evaluate", arguments, named)
         x, arrays = self._data(given, "x", "y", "sample_weight")
-        applied = Applied(x, arrays, given["batch_size"] or _DEFAULT_BATCH, given["steps"], self._strategy)
+        applied = Applied(x, arrays, given["batch_size"] or _DEFAULT_BATCH, given["steps"], self._strategy,
+                          step.needs_whole_batches(self._model))
         return self._apply("evaluate", applied, given)
 
     def predict(self, *arguments: Any, **named: Any) -> Any:
@@ -115,8 +125,11 @@ class MirroredModel:
         alone: dict[str, Any] = {argument: None for argument in ("y", "sample_weight", "batch_size") if argument in given}
         data, steps = applied.begin()
         before, self._applied = self._applied, applied
+        if self._fitting:
+            self._mirror_if_different(self._model.non_trainable_variables)  # trainable ones are trained alike
         try:
-            with _local_input(self._strategy), without_warnings(self._strategy.rank):
+            with _local_input(self._strategy), without_warnings(self._strategy.rank), \
+                    nullcontext() if self._fitting else self._prepared():
                 return self.original[name](**{**given, **alone, "x": data, "steps": steps,
                                               "verbose": self._verbose(given.get("verbose", 0))})
         finally:
@@ -124,13 +137,32 @@ class MirroredModel:
             applied.end()
 
     def train_step(self, *arguments: Any, **named: Any) -> Any:
-        """Like the model's; inside, this rank counts by its samples."""
-        if not self._fitting:
+        """Like the model's; inside Keras sees one replica, and this rank counts by its samples."""
+        with step.one_replica(_data_of(arguments, named)):
             return self.original["train_step"](*arguments, **named)
-        data = named.get("data", arguments[-1] if arguments else None)
-        first = next(leaf for leaf in keras.tree.flatten(data) if leaf is not None)
-        with counting(keras.ops.shape(first)[0]):
-            return self.original["train_step"](*arguments, **named)
+
+    def test_step(self, *arguments: Any, **named: Any) -> Any:
+        """Like the model's; inside Keras sees one replica. Losses are of this rank's batch, which may be a share of one."""
+        is_part = self._applied is not None and not self._applied.is_whole
+        with step.one_replica(_data_of(arguments, named), self._applying_shares, is_part):
+            return self.original["test_step"](*arguments, **named)
+
+    def make_train_function(self, *arguments: Any, **named: Any) -> Any:
+        """Like the model's. Keras calls it when the model is built, and before it reads variables."""
+        if self._preparing is not None:
+            self.mirror_training()
+            self._preparing.close()
+        return self.original["make_train_function"](*arguments, **named)
+
+    def make_test_function(self, *arguments: Any, **named: Any) -> Any:
+        """Like the model's. Keras calls it when the model is built, and before it reads variables."""
+        self._mirror_applied()
+        return self.original["make_test_function"](*arguments, **named)
+
+    def make_predict_function(self, *arguments: Any, **named: Any) -> Any:
+        """Like the model's. Keras calls it before it reads variables."""
+        self._mirror_applied()
+        return self.original["make_predict_function"](*arguments, **named)
 
     def train_on_batch(self, *arguments: Any, **named: Any) -> Any:
         """Like the model's, of a global batch."""
@@ -156,12 +188,14 @@ class MirroredModel:
             raise ValueError(f"{name} takes the arrays of one batch, not {type(x).__name__}")
         rows = share(shares.rows_of(arrays), self._strategy.rank, self._strategy.num_replicas_in_sync)
         x, y, weights = (*shares.rows_taken(arrays, rows), None, None)[:3]
-        self._fitting = True
+        self._adopt_optimizers()
+        self._fitting = self._applying_shares = True
         try:
-            logs = self.original[name](**{**given, "x": x, "y": y, "sample_weight": weights, "return_dict": True})
+            with self._prepared() if name == "test_on_batch" or not self.is_trained else nullcontext():
+                logs = self.original[name](**{**given, "x": x, "y": y, "sample_weight": weights, "return_dict": True})
             logs = _as_numbers(self._get_metrics_result_or_logs(logs))
         finally:
-            self._fitting = False
+            self._fitting = self._applying_shares = False
         return logs if given["return_dict"] else self._model._flatten_metrics_in_order(logs)
 
     def _forget_metrics(self) -> None:
@@ -170,6 +204,43 @@ class MirroredModel:
             self._strategy.extended.call_for_each_replica(self._model.reset_metrics)  # type: ignore[attr-defined]
         else:
             self._model.reset_metrics()
+
+    @contextmanager
+    def _prepared(self) -> Iterator[None]:
+        """Build the model without a thought of ranks' values, until Keras makes the function that uses them."""
+        with ExitStack() as self._preparing:
+            self._preparing.enter_context(self._strategy.replicas.held())
+            try:
+                yield
+            finally:
+                self._preparing = None
+
+    def _adopt_optimizers(self) -> None:
+        """Make optimizers that the model holds as attributes (GANs have two) ones of the scope."""
+        for optimizer in optimizers_of(self._model):
+            adopt_optimizer(self._strategy, optimizer)
+
+    def mirror_training(self) -> None:
+        """Give the model and its optimizers rank 0's values."""
+        model, own = self._model, self._model.optimizer
+        if own is not None and not own.built:
+            with self._strategy.scope():
+                own.build(model.trainable_variables)
+        state = [variable for optimizer in optimizers_of(model) for variable in optimizer.variables]
+        if self.is_trained:  # what has been accumulated since the last update is every rank's own
+            state = [variable for variable in state if "gradient_accumulator" not in variable.path]
+        self._strategy.replicas.mirror([*model.variables, *state])
+        self.is_trained = True
+
+    def _mirror_applied(self) -> None:
+        if self._preparing is not None:
+            self._mirror_if_different(self._model.variables)
+            self._preparing.close()
+
+    def _mirror_if_different(self, variables: Sequence[Any]) -> None:
+        """Give variables rank 0's values if ranks differ: weights were set on one only, or moving averages are their own."""
+        if not self._strategy.replicas.are_equal(variables):
+            self._strategy.replicas.mirror(variables)
 
     @contextmanager
     def _summed_metrics(self) -> Iterator[None]:
@@ -208,7 +279,7 @@ class MirroredModel:
     def _applied_to(self, held_out: Any, batch_size: int, steps: int | None) -> Applied:
         arrays = shares.as_arrays(*held_out) if isinstance(held_out, (tuple, list)) else None
         x = None if arrays is not None else shares.global_dataset(held_out)
-        return Applied(x, arrays, batch_size, steps, self._strategy)
+        return Applied(x, arrays, batch_size, steps, self._strategy, step.needs_whole_batches(self._model))
 
     def _callbacks(self, callbacks: Any) -> Any:
         if callbacks is None:
@@ -216,22 +287,22 @@ class MirroredModel:
         given = list(callbacks.callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else
                      callbacks if isinstance(callbacks, (list, tuple)) else [callbacks])
         kept = [each for each in given if self._strategy.rank == 0 or not isinstance(each, WRITERS)]
-        return [*kept, _Beginning(self._strategy), StopTogetherCallback(every_batch=any(map(may_stop, given)))]
+        return [*kept, _Beginning(self), StopTogetherCallback(every_batch=any(map(may_stop, given)))]
 
     def _verbose(self, verbose: Any) -> Any:
         return verbose if self._strategy.rank == 0 else 0
 
 
-class _Beginning(BroadcastGlobalVariablesCallback):
-    """Every training begins with rank 0's model, optimizer and epoch; only random layers differ."""
+class _Beginning(keras.callbacks.Callback):
+    """Every training begins with rank 0's model, optimizers and epoch; only random layers differ."""
 
-    def __init__(self, strategy: Mirrored) -> None:
-        super().__init__(0)
-        self._strategy = strategy
+    def __init__(self, mirrored: MirroredModel) -> None:
+        super().__init__()
+        self._mirrored, self._done = mirrored, False
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Take over from rank 0 the epoch that a backup was taken in."""
-        super().on_train_begin(logs)
+        self._done = False
         runtime = api.runtime()
         epoch = broadcast_object(runtime, getattr(self.model, "_initial_epoch", None), 0,
                                  runtime.unnamed("keras", "initial_epoch"))
@@ -239,9 +310,12 @@ class _Beginning(BroadcastGlobalVariablesCallback):
             self.model._initial_epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Broadcast, if everything is built."""
-        with self._strategy.scope():
-            super().on_train_batch_begin(batch, logs)
+        """Give the model and its optimizers rank 0's values; Keras has built the model."""
+        if not self._done:
+            self._done = True
+            if hasattr(self.model, "jax_state_sync"):  # what a callback has restored is there already
+                self.model.jax_state_sync()
+            self._mirrored.mirror_training()
 
 
 def _standing_in(original: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
@@ -249,6 +323,11 @@ def _standing_in(original: Callable[..., Any], method: Callable[..., Any]) -> Ca
     def wrapped(*arguments: Any, **named: Any) -> Any:
         return method(*arguments, **named)
     return wrapped
+
+
+def _data_of(arguments: Sequence[Any], named: dict[str, Any]) -> Any:
+    """Return the data of a step; with JAX it comes after the state."""
+    return named.get("data", arguments[-1] if arguments else None)
 
 
 @contextmanager

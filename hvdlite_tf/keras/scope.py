@@ -1,13 +1,14 @@
 """The scope of a `MirroredStrategy`: what is made or compiled inside is distributed.
 
-Keras' optimizer class is changed while some thread is inside a scope, and as it was afterwards; on threads that are not, it
-behaves as always.
+Keras' optimizer, layer and variable classes are changed while some thread is inside a scope, and as they were afterwards; on
+threads that are not, they behave as always.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import keras
@@ -18,8 +19,10 @@ from hvdlite.core.types import ReduceOp
 from hvdlite.training.objects import broadcast_object
 from hvdlite.training.scopes import Scopes
 from hvdlite.training.strategies import Launching
+from hvdlite_tf.keras import step
 from hvdlite_tf.keras.optimizer import distribute_when_used, is_distributed
 from hvdlite_tf.keras.order import follow_rank_0
+from hvdlite_tf.keras.replicas import Replicas
 
 
 class Mirrored(Launching):
@@ -27,26 +30,26 @@ class Mirrored(Launching):
 
     Args:
         adapter: names the strategies of a backend.
-        gradient_op: how gradients are reduced: Sum where Keras divides the loss by the number of replicas, else Average.
         scale_learning_rate: whether to multiply learning rates by the number of replicas.
 
     Attributes:
-        rank, num_replicas_in_sync: this rank's number among how many.
-        gradient_op, scales_learning_rate: as above.
+        rank: this rank's number.
+        scales_learning_rate: as above.
+        replicas: gives the scope's variables rank 0's values.
         has_local_input: whether datasets hold this rank's share only, at the moment.
         scope: returns the context of the strategy.
     """
 
     scope: Callable[[], Any]
 
-    def __init__(self, adapter: str, devices: int | Sequence[str] | None, gradient_op: ReduceOp,
-                 scale_learning_rate: bool) -> None:
+    def __init__(self, adapter: str, devices: int | Sequence[str] | None, scale_learning_rate: bool) -> None:
         super().__init__(devices)
         if not api.is_initialized():
             api.init()
         runtime = api.runtime()
         self.rank, self._size = runtime.world.rank, runtime.world.size
-        self.gradient_op, self.scales_learning_rate = gradient_op, scale_learning_rate
+        self.scales_learning_rate = scale_learning_rate
+        self.replicas = Replicas(self.rank, self._size)
         self.has_local_input = False
         self._seed = int(broadcast_object(runtime, int(np.random.default_rng().integers(1 << 30)), 0,
                                           runtime.unnamed(adapter, "strategy_seed")))
@@ -54,8 +57,19 @@ class Mirrored(Launching):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """How many ranks there are."""
-        return self._size
+        """How many ranks there are; 1 inside `train_step` and `test_step`, where Keras sees one replica."""
+        return self._size if step.current() is None else 1
+
+    def making(self) -> AbstractContextManager[Any]:
+        """Return a context in which the variables that are made get rank 0's values at once."""
+        return nullcontext()
+
+    def building(self) -> AbstractContextManager[Any]:
+        """Return a context in which an optimizer of the scope can be built."""
+        return nullcontext()
+
+    def check_applies(self) -> None:
+        """Raise where gradients cannot be applied."""
 
 
 def current() -> Mirrored | None:
@@ -63,19 +77,40 @@ def current() -> Mirrored | None:
     return _scopes.current()
 
 
-def entered(strategy: Mirrored) -> AbstractContextManager[None]:
-    """Return the scope of a strategy; again in the same one is fine.
+@contextmanager
+def entered(strategy: Mirrored) -> Iterator[None]:
+    """Be in the scope of a strategy; again in the same one is fine. What was made has rank 0's values when it is left.
 
     Raises:
         RuntimeError: inside another strategy's scope, or when another thread is in this one's.
     """
-    return _scopes.entered(strategy)
+    is_outermost = _scopes.current() is None
+    with _scopes.entered(strategy):
+        yield
+    if is_outermost:
+        strategy.replicas.settle()
+
+
+@contextmanager
+def making(strategy: Mirrored) -> Iterator[None]:
+    """Be in the scope of a strategy where all ranks are in step: what is made gets rank 0's values at once."""
+    with _scopes.entered(strategy), strategy.replicas.at_once(), strategy.making():
+        yield
 
 
 def adopt_optimizer(strategy: Mirrored, optimizer: Any) -> None:
-    """Make an optimizer one of the scope, unless it is distributed already."""
+    """Make an optimizer one of the scope; again is fine.
+
+    Raises:
+        ValueError: for one that `DistributedOptimizer` has wrapped.
+    """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if is_distributed(inner):
+        if "_hvdlite_strategy" not in vars(inner):
+            raise ValueError(f"this {type(inner).__name__} was wrapped by DistributedOptimizer before it came into a "
+                             "MirroredStrategy's scope, which distributes optimizers itself: leave out "
+                             "DistributedOptimizer, or the scope")
+        object.__setattr__(inner, "_hvdlite_strategy", strategy)
         return
     if strategy.scales_learning_rate:
         rate = inner._learning_rate
@@ -83,7 +118,10 @@ def adopt_optimizer(strategy: Mirrored, optimizer: Any) -> None:
             raise ValueError("scale_learning_rate=True multiplies a number; multiply the values of a "
                              f"{type(rate).__name__} by strategy.num_replicas_in_sync yourself")
         inner.learning_rate = float(keras.ops.convert_to_numpy(rate)) * strategy.num_replicas_in_sync
-    distribute_when_used(inner, strategy.gradient_op)
+    distribute_when_used(inner, ReduceOp.AVERAGE)
+    object.__setattr__(inner, "_hvdlite_strategy", strategy)
+    object.__setattr__(inner, "apply", _applying(inner))
+    object.__setattr__(inner, "build", _building(inner))
     if keras.backend.backend() == "tensorflow":
         inner._distribution_strategy = strategy
 
@@ -93,4 +131,48 @@ def _constructed(strategy: Mirrored, optimizer: Any) -> None:
         adopt_optimizer(strategy, optimizer)
 
 
-_scopes: Scopes[Mirrored] = Scopes({keras.optimizers.Optimizer: _constructed}, "MirroredStrategy")
+def _applying(optimizer: Any) -> Callable[..., Any]:
+    """Return an optimizer's `apply`, with what only optimizers of a scope need."""
+    original = optimizer.apply
+
+    @functools.wraps(original)
+    def apply(grads: Sequence[Any], trainable_variables: Any = None) -> Any:
+        optimizer._hvdlite_strategy.check_applies()
+        grads = step.prepared(grads, bool(optimizer.gradient_accumulation_steps))
+        return original(grads, trainable_variables)
+    return apply
+
+
+def _building(optimizer: Any) -> Callable[..., Any]:
+    original = optimizer.build
+
+    @functools.wraps(original)
+    def build(variables: Sequence[Any]) -> Any:
+        with optimizer._hvdlite_strategy.building():
+            return original(variables)
+    return build
+
+
+def _builds_in_step(strategy: Mirrored, layer: Any) -> None:
+    """Let a layer of the scope give its variables rank 0's values when it is built outside of it."""
+    original = layer.build
+
+    @functools.wraps(original)
+    def build(*arguments: Any, **named: Any) -> Any:
+        if _scopes.current() is not None or strategy.replicas.is_held:
+            return original(*arguments, **named)
+        with making(strategy):
+            return original(*arguments, **named)
+    object.__setattr__(layer, "build", build)
+
+
+def _takes_note(strategy: Mirrored, variable: Any) -> None:
+    if getattr(variable, "synchronization", None) != "on_read":  # a metric's
+        strategy.replicas.made(variable)
+
+
+_made: dict[type, Callable[[Mirrored, Any], None]] = {keras.optimizers.Optimizer: _constructed,
+                                                      keras.layers.Layer: _builds_in_step}
+if keras.backend.backend() != "tensorflow":  # which tells its strategies of variables
+    _made[keras.Variable] = _takes_note
+_scopes: Scopes[Mirrored] = Scopes(_made, "MirroredStrategy")

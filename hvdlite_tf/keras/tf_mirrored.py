@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import tensorflow as tf
@@ -17,14 +17,13 @@ from tensorflow.python.distribute import values
 from tensorflow.python.distribute.one_device_strategy import OneDeviceExtended
 
 from hvdlite import api
-from hvdlite.core.errors import MismatchError
 from hvdlite.core.types import ReduceOp
 from hvdlite.training.objects import allgather_object
 from hvdlite.training.strategies import reduction
 from hvdlite_tf import ops
-from hvdlite_tf.functions import broadcast_variables
-from hvdlite_tf.keras import scope
+from hvdlite_tf.keras import scope, step
 from hvdlite_tf.keras.shares import distributed_dataset, local_dataset
+from hvdlite_tf.random_states import RANDOM_STATE
 
 
 class MirroredStrategy(scope.Mirrored, tf.distribute.Strategy):  # type: ignore[misc]
@@ -33,10 +32,12 @@ class MirroredStrategy(scope.Mirrored, tf.distribute.Strategy):  # type: ignore[
     Batches are global: each rank takes its share of what is given to `fit` and of what `experimental_distribute_dataset`
     distributes. Started without a launcher there is one replica, and everything runs as it would without a strategy.
 
-    Optimizers made or compiled in the scope reduce gradients (Sum: Keras and `tf.nn.compute_average_loss` divide losses by
-    the global batch). Variables start as rank 0's. Metrics are summed over ranks when they are read outside of `run`, which
-    all ranks must do. BatchNormalization normalises each rank's share by itself, and its moving averages stay each rank's
-    own, of which rank 0's are saved; `hvd.SyncBatchNormalization` normalises the global batch.
+    Optimizers made or compiled in the scope reduce gradients. In `fit` and `train_on_batch` Keras sees one replica, and
+    gradients are averaged by samples; in `run` gradients are summed, and losses are to be divided by the global batch
+    (`tf.nn.compute_average_loss`); in loops outside of both they are averaged. Variables start as rank 0's. Metrics are
+    summed over ranks when they are read outside of `run`, which all ranks must do. BatchNormalization normalises each rank's
+    share by itself, and its moving averages stay each rank's own, of which rank 0's are saved; `hvd.SyncBatchNormalization`
+    normalises the global batch.
 
     Random operations of TensorFlow get a seed that all ranks share, rank 0's if the script has set one, so that datasets
     shuffle alike; make datasets after the strategy.
@@ -50,10 +51,8 @@ class MirroredStrategy(scope.Mirrored, tf.distribute.Strategy):  # type: ignore[
     def __init__(self, devices: int | Sequence[str] | None = None, cross_device_ops: Any = None, *,
                  scale_learning_rate: bool = False) -> None:
         del cross_device_ops
-        scope.Mirrored.__init__(self, "tf", devices, ReduceOp.SUM, scale_learning_rate)
-        gpus = tf.config.list_logical_devices("GPU")
-        device = gpus[api.local_rank() % len(gpus)].name if gpus else "/device:CPU:0"
-        tf.distribute.Strategy.__init__(self, _Extended(self, device))
+        scope.Mirrored.__init__(self, "tf", devices, scale_learning_rate)
+        tf.distribute.Strategy.__init__(self, _Extended(self, own_device(api.local_rank())))
         from tensorflow.python.eager import context
         seeds = allgather_object(api.runtime(), context.global_seed(), api.runtime().unnamed("tf", "global_seed"))
         if seeds[0] is None or seeds != seeds[:1] * len(seeds):  # setting it begins the sequence of operations' seeds anew
@@ -61,7 +60,8 @@ class MirroredStrategy(scope.Mirrored, tf.distribute.Strategy):  # type: ignore[
 
     @contextmanager
     def _entered(self) -> Iterator[MirroredStrategy]:
-        with scope.entered(self), super().scope():
+        is_inside = tf.distribute.get_strategy() is self and tf.distribute.in_cross_replica_context()
+        with scope.entered(self), nullcontext() if is_inside else super().scope():
             yield self
 
     def scope(self) -> Any:
@@ -69,9 +69,34 @@ class MirroredStrategy(scope.Mirrored, tf.distribute.Strategy):  # type: ignore[
         return self._entered()
 
     def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
-        """Return what `fn` returns on this rank. All ranks' variables are rank 0's before the first run."""
-        self._extended.synchronize()
-        return super().run(fn, args, kwargs, options)
+        """Return what `fn` returns on this rank. Variables have rank 0's values, also those that it makes."""
+        self.replicas.settle(must_match=True)
+        with nullcontext() if self.replicas.is_held else scope.making(self), step.summing():
+            return super().run(fn, args, kwargs, options)
+
+    def making(self) -> AbstractContextManager[Any]:
+        """Return a context in which the variables that are made get rank 0's values at once."""
+        return tf.variable_creator_scope(self._extended.first_created)  # type: ignore[no-any-return]
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """Return a context in which an optimizer of the scope can be built: TensorFlow wants to be in the strategy's."""
+        if tf.distribute.get_strategy() is self:
+            yield
+            return
+        with scope.making(self), super().scope():
+            yield
+
+    def check_applies(self) -> None:
+        """Raise where gradients cannot be applied.
+
+        Raises:
+            RuntimeError: in the scope but outside of `run`, where Keras divides losses by the number of replicas.
+        """
+        if self._size > 1 and tf.distribute.get_strategy() is self and tf.distribute.in_cross_replica_context():
+            raise RuntimeError("gradients are applied inside strategy.scope() but outside of strategy.run(), where Keras' "
+                               "losses are divided by the number of replicas: call the training step with "
+                               "strategy.run(step, args=...), or outside of the scope")
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
         """Return the sum or mean of a value over all ranks, and over a dimension of it where `axis` says so."""
@@ -94,8 +119,6 @@ class _Extended(OneDeviceExtended):  # type: ignore[misc]
     def __init__(self, strategy: MirroredStrategy, device: str) -> None:
         super().__init__(strategy, device)
         self._strategy = weakref.ref(strategy)
-        self._created: list[weakref.ref[Any]] = []
-        self._synchronized = False
 
     @property
     def _mirrored(self) -> MirroredStrategy:
@@ -103,42 +126,31 @@ class _Extended(OneDeviceExtended):  # type: ignore[misc]
         assert strategy is not None
         return strategy
 
-    def synchronize(self) -> None:
-        """Give all variables of the scope rank 0's values, once.
-
-        Raises:
-            MismatchError: when ranks have made other variables.
-        """
-        if self._synchronized or self._num_replicas_in_sync == 1:
-            return
-        self._synchronized = True
-        with tf.init_scope():
-            runtime = api.runtime()
-            variables = [variable for variable in (reference() for reference in self._created) if variable is not None]
-            described = [(variable.name, tuple(variable.shape), variable.dtype.name) for variable in variables]
-            everywhere = allgather_object(runtime, described, runtime.unnamed("tf", "scope_variables"))
-            for rank, theirs in enumerate(everywhere):
-                if [each[1:] for each in theirs] != [each[1:] for each in everywhere[0]]:
-                    pairs = zip(everywhere[0], theirs, strict=False)
-                    differing = next(((first, other) for first, other in pairs if first[1:] != other[1:]),
-                                     (f"{len(everywhere[0])} variables", f"{len(theirs)} variables"))
-                    raise MismatchError(f"the scope's variables differ: rank 0 made {differing[0]}, rank {rank} "
-                                        f"{differing[1]}; all ranks must make the same ones in the same order")
-            broadcast_variables(variables, 0)
-            for variable in variables:
-                if "seed_generator_state" in variable.name:  # every rank draws its own dropout masks
-                    state = variable.numpy()
-                    state.flat[0] += self._mirrored.rank
-                    variable.assign(state)
-
     def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
         variable = super()._create_variable(next_creator, **kwargs)
         if self._num_replicas_in_sync == 1:
             return variable
         if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
             return values.SyncOnReadVariable(self._mirrored, [variable], kwargs.get("aggregation"))
-        self._created.append(weakref.ref(variable))
+        if not self._mirrored.replicas.mirrors_at_once:
+            self._mirrored.replicas.made(variable)
         return variable
+
+    def first_created(self, next_creator: Any, **kwargs: Any) -> Any:
+        """Create a variable with rank 0's initial value."""
+        replicas, initial = self._mirrored.replicas, kwargs.get("initial_value")
+        if not replicas.mirrors_at_once or initial is None \
+                or kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
+            return next_creator(**kwargs)
+        is_seed = str(kwargs.get("name")).endswith(RANDOM_STATE)
+        if not callable(initial) and not hasattr(initial, "numpy"):  # a tensor of the function that is being traced
+            kwargs["initial_value"] = ops.broadcast(tf.convert_to_tensor(initial, kwargs.get("dtype")), 0)
+            return next_creator(**kwargs)
+        with tf.init_scope():
+            value = tf.convert_to_tensor(initial() if callable(initial) else initial, kwargs.get("dtype"))
+            first = replicas.first_value(value.numpy(), is_seed)
+        kwargs["initial_value"] = lambda: tf.constant(first, value.dtype)
+        return next_creator(**kwargs)
 
     @property
     def _num_replicas_in_sync(self) -> int:
@@ -218,6 +230,17 @@ class _Extended(OneDeviceExtended):  # type: ignore[misc]
     @property
     def should_save_summary(self) -> bool:
         return self._mirrored.rank == 0
+
+
+def own_device(local_rank: int) -> str:
+    """Return the device that a rank computes on. Of several GPUs TensorFlow takes memory of this one only, if it can."""
+    visible = tf.config.get_visible_devices("GPU")
+    if len(visible) > 1:
+        try:
+            tf.config.set_visible_devices(visible[local_rank % len(visible)], "GPU")
+        except RuntimeError:  # TensorFlow has taken all of them already
+            return str(tf.config.list_logical_devices("GPU")[local_rank % len(visible)].name)
+    return "/device:GPU:0" if visible else "/device:CPU:0"
 
 
 def _ready(reduce_op: Any, value: Any) -> Any:

@@ -33,6 +33,26 @@ def test_tensorflow_numbers_only_the_gpus_that_it_sees(tf: Any, monkeypatch: pyt
     assert gpu.number(second) == 5
 
 
+def test_a_strategy_takes_memory_of_its_ranks_gpu_only(tf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hvdlite_tf.keras.tf_mirrored import own_device
+    pinned: list[Any] = []
+    gpus = [types.SimpleNamespace(name=f"/device:GPU:{index}") for index in range(4)]
+    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: gpus)
+    monkeypatch.setattr(tf.config, "set_visible_devices", lambda device, kind: pinned.append(device))
+    monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: pytest.fail("this takes memory of all GPUs"))
+    assert own_device(5) == "/device:GPU:0" and pinned == [gpus[1]]
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("Visible devices cannot be modified after being initialized")
+    monkeypatch.setattr(tf.config, "set_visible_devices", refuse)
+    monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: gpus)
+    assert own_device(5) == "/device:GPU:1", "TensorFlow has taken all of them already"
+    del gpus[1:]
+    assert own_device(5) == "/device:GPU:0"
+    gpus.clear()
+    assert own_device(5) == "/device:CPU:0"
+
+
 def test_arrays_are_renumbered_without_a_copy() -> None:
     cupy = pytest.importorskip("cupy", reason="needs CuPy")
     from hvdlite_tf import gpu

@@ -172,7 +172,9 @@ for seed in (1, 1 + 7 * rank):
         zero, one = states(model.variables)
         assert all(a != b for a, b in zip(zero, one)) and (rank != root or own == (zero, one)[root])
         callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(root)]
+        model.second = keras.optimizers.SGD(0.1 + rank)  # as GANs have
         model.fit(shares(8, X), shares(8, Y), batch_size=8, verbose=0, callbacks=callbacks)
+        assert abs(float(keras.ops.convert_to_numpy(model.second.learning_rate)) - 0.1 - root) < 1e-6
         zero, one = states([*model.variables, *model.optimizer.variables])
         assert all(a != b for a, b in zip(zero, one)), (zero, one)
 """, KERAS_BACKEND=backend)

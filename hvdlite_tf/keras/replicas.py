@@ -1,0 +1,238 @@
+"""Every variable of a `MirroredStrategy` has rank 0's value before it is used.
+
+When a variable gets it:
+- Made inside the scope: when the scope is left. Ranks may make different ones there (one rank loads a model, the others
+  build it); then `fit` and its kin, which know the model, give rank 0's values.
+- Made inside `strategy.run`, or by a layer of the scope that is built later: at once. All ranks are in step there.
+- Made by `fit`, `evaluate` and their kin: with all of the model's variables, before the first step.
+
+States of random generators are rank 0's plus the rank, so that every rank draws its own masks.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import logging
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+
+from hvdlite import api
+from hvdlite.core.array import Array
+from hvdlite.core.errors import MismatchError
+from hvdlite.training.objects import allgather_object
+from hvdlite_tf.keras.broadcast import array_of, broadcast_variables
+from hvdlite_tf.random_states import is_random_state, moved_on
+
+_log = logging.getLogger("hvdlite")
+
+
+class _Mode(enum.Enum):
+    NOTED = "until the scope is left"
+    HELD = "until the caller mirrors the whole model"
+    AT_ONCE = "now"
+
+
+_mode: ContextVar[_Mode] = ContextVar("hvdlite_replicas", default=_Mode.NOTED)
+
+
+class _Made(NamedTuple):
+    """A variable that was made."""
+
+    variable: weakref.ref[Any]
+    description: tuple[str, tuple[int, ...], str]
+    """Name, shape and dtype."""
+
+
+class Replicas:
+    """The variables of one strategy that have not rank 0's values yet.
+
+    Args:
+        rank, size: this rank among how many.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+        self._made: list[_Made] = []
+        self._unmatched: list[_Made] = []  # made in a scope, and not the same ones on all ranks
+        self._was_unmatched = False  # the same on all ranks
+        self._at_once = 0
+
+    @property
+    def mirrors_at_once(self) -> bool:
+        """Whether a variable that is made now gets rank 0's value now."""
+        return self._size > 1 and _mode.get() is _Mode.AT_ONCE
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Leave what is made inside to `mirror`."""
+        before, self._made = self._made, []
+        try:
+            with _in_mode(_Mode.HELD):
+                yield
+        finally:
+            self._made = before
+
+    def at_once(self) -> AbstractContextManager[None]:
+        """Give what is made inside rank 0's value at once."""
+        return _in_mode(_Mode.AT_ONCE)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether somebody inside of `held` is going to mirror the whole model."""
+        return _mode.get() is _Mode.HELD
+
+    def made(self, variable: Any) -> None:
+        """Take note of a variable that was made; it is a metric's when it is summed when it is read."""
+        if self._size == 1:
+            return
+        if self.mirrors_at_once and getattr(variable, "_value", variable) is not None:
+            variable.assign(self.first_value(array_of(variable), is_random_state(variable)))
+        else:
+            self._made.append(_Made(weakref.ref(variable), _described(variable)))
+
+    def first_value(self, array: Array, is_seed: bool) -> Array:
+        """Return rank 0's value of the variable that all ranks make now."""
+        array = np.array(array, order="C")
+        self._at_once += 1
+        api.runtime().broadcast(f"scope.variable.{self._at_once}", array, 0).wait()
+        return moved_on(array, self._rank, 0) if is_seed else array
+
+    def settle(self, must_match: bool = False) -> None:
+        """Give the variables that were made rank 0's values; all ranks call this.
+
+        Args:
+            must_match: whether it is an error that ranks have made different variables.
+
+        Raises:
+            MismatchError: when they have.
+        """
+        if self._size == 1 or self.is_held:
+            return
+        if must_match and self._was_unmatched:
+            self._mirror([*(each for each in self._unmatched if each.variable() is not None), *self._made])
+            self._made, self._unmatched, self._was_unmatched = [], [], False
+        elif self._made:
+            made, self._made = self._made, []
+            try:
+                self._mirror(made)
+            except MismatchError as error:
+                self._unmatched += made
+                self._was_unmatched = True
+                if must_match:
+                    raise
+                _log.info("left to the model's first use: %s", error)
+
+    def mirror(self, variables: Sequence[Any]) -> None:
+        """Give variables rank 0's values; all ranks call this with the same ones, in the same order.
+
+        Raises:
+            MismatchError: on all ranks, when theirs differ.
+        """
+        if self._size == 1:
+            return
+        self._mirror([_Made(weakref.ref(variable), _described(variable)) for variable in variables
+                      if getattr(variable, "_value", variable) is not None])
+        done = set(map(id, variables))
+        self._made, self._unmatched = ([each for each in made if id(each.variable()) not in done]
+                                       for made in (self._made, self._unmatched))
+
+    def _mirror(self, made: Sequence[_Made]) -> None:
+        """Mirror what all ranks still have. (When a rank drops what nobody uses is up to its garbage collector.)"""
+        with _eagerly():
+            runtime = api.runtime()
+            variables = [each.variable() for each in made]
+            exist = [variable is not None and getattr(variable, "_value", variable) is not None for variable in variables]
+            everywhere = allgather_object(runtime, ([each.description for each in made], exist),
+                                          runtime.unnamed("keras", "scope_variables"))
+            _check_same([descriptions for descriptions, _ in everywhere])
+            exist_everywhere = np.all([theirs for _, theirs in everywhere], 0)
+            kept = [variable for variable, exists in zip(variables, exist_everywhere, strict=True) if exists]
+            broadcast_variables(kept, 0, runtime.unnamed("keras", "mirror"))
+
+    def are_equal(self, variables: Sequence[Any]) -> bool:
+        """Return whether all ranks have the same values, random generators aside; all ranks call this.
+
+        Costs a pass over the values and one small collective.
+        """
+        if self._size == 1:
+            return True
+        with _eagerly():
+            digest = hashlib.blake2b(digest_size=8)
+            for variable in variables:
+                if not is_random_state(variable):
+                    array = array_of(variable)
+                    digest.update(f"{array.dtype}{array.shape}".encode())
+                    digest.update(array.reshape(-1).view(np.uint8).data)
+            runtime = api.runtime()
+            own = np.frombuffer(digest.digest(), np.uint64).reshape(1, 1)
+            digests = runtime.allgather(runtime.unnamed("keras", "digest"), own).wait()
+        return bool((digests == digests[0]).all())
+
+
+def optimizers_of(model: Any) -> list[Any]:
+    """Return the optimizers that a model has, its own and those that it or a model in it holds as attributes."""
+    found: dict[int, Any] = {}
+
+    def visit(value: Any) -> None:
+        if isinstance(value, keras.optimizers.Optimizer):
+            found.setdefault(id(value), value)
+        elif isinstance(value, dict):
+            visit(list(value.values()))
+        elif isinstance(value, (list, tuple)):
+            for each in value:
+                visit(each)
+
+    def descend(model: Any, seen: set[int]) -> None:
+        if id(model) in seen:
+            return
+        seen.add(id(model))
+        visit(getattr(model, "optimizer", None))
+        for name, value in sorted(vars(model).items()):
+            if not name.startswith("_"):
+                visit(value)
+        for layer in getattr(model, "layers", ()):
+            if isinstance(layer, keras.Model):
+                descend(layer, seen)
+    descend(model, set())
+    inner = {id(getattr(each, "inner_optimizer", None)) for each in found.values()}
+    return [each for number, each in found.items() if number not in inner]
+
+
+@contextmanager
+def _in_mode(mode: _Mode) -> Iterator[None]:
+    token = _mode.set(mode)
+    try:
+        yield
+    finally:
+        _mode.reset(token)
+
+
+def _check_same(everywhere: Sequence[Sequence[tuple[str, tuple[int, ...], str]]]) -> None:
+    first = everywhere[0]
+    for rank, theirs in enumerate(everywhere):
+        if [each[1:] for each in theirs] == [each[1:] for each in first]:
+            continue
+        differing: tuple[Any, Any] = next(
+            ((one, other) for one, other in zip(first, theirs, strict=False) if one[1:] != other[1:]),
+            (f"{len(first)} variables", f"{len(theirs)} variables"))
+        raise MismatchError(f"the scope's variables differ: rank 0 made {differing[0]}, rank {rank} {differing[1]}; all "
+                            "ranks must make (and build) the same ones in the same order")
+
+
+def _eagerly() -> AbstractContextManager[Any]:
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+        return tf.init_scope()
+    return nullcontext()
+
+
+def _described(variable: Any) -> tuple[str, tuple[int, ...], str]:
+    return (str(getattr(variable, "path", variable.name)), tuple(variable.shape),
+            keras.backend.standardize_dtype(getattr(variable, "_dtype", variable.dtype)))

@@ -1,0 +1,231 @@
+"""What a training step's losses and gradients are, which decides how ranks' gradients are put together.
+
+- Inside `train_step` of a model of the scope Keras sees one replica. This rank's loss is a mean over its share, and
+  gradients are averaged, weighted by samples. The same holds in loops that `strategy.run` knows nothing of.
+- Inside `strategy.run` on TensorFlow the contract of `tf.distribute` holds: losses are parts of the global batch's loss, and
+  gradients are summed.
+
+Keras' losses can divide by something else than samples: by valid tokens, by the sum of sample weights, or by nothing. Inside
+`train_step` such a loss is multiplied by a correction that makes the average over samples the global batch's loss. With n
+samples and the divisor D on this rank, and N and T over all ranks, it is (D / n) * (N / T); for a sum, N / n.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdlite import api
+from hvdlite.core.array import Array
+from hvdlite.training.exchange import counting
+from hvdlite_tf.keras.exchange import call
+
+_log = logging.getLogger("hvdlite")
+_MARK = "_hvdlite_original"
+
+
+class Step:
+    """One step of a model on this rank.
+
+    Args:
+        data: what Keras gave the step, a structure of tensors.
+        is_share: whether that is this rank's share of a global batch of which every rank has one, as in training; else
+            losses stay what they are.
+        is_part: whether it is a part of a global batch all the same.
+    """
+
+    def __init__(self, data: Any, is_share: bool, is_part: bool) -> None:
+        self._leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
+        self.is_share, self.is_part = is_share and api.size() > 1, is_part and api.size() > 1
+        self._ordinals = itertools.count()
+        self._corrections: list[Any] = []  # the last one
+
+    @property
+    def samples(self) -> Any:
+        """This rank's samples: a number, or a scalar tensor."""
+        return keras.ops.shape(self._leaves[0])[0]
+
+    def correction(self, divisor: Any | None) -> Any:
+        """Return by what to multiply a loss, so that the average over samples is the loss of the global batch.
+
+        Args:
+            divisor: what the sum of this rank's losses was divided by; None for nothing.
+        """
+        if divisor is None:
+            return self._samples_everywhere() / keras.ops.cast(self.samples, "float32")
+        samples, divisors = self._corrected(lambda own: own.sum(0), self.samples, divisor)
+        own = keras.ops.stop_gradient(keras.ops.cast(divisor, "float32"))
+        return keras.ops.divide_no_nan(own * samples, keras.ops.cast(self.samples, "float32") * divisors)
+
+    def share_of_sum(self, gradients: Sequence[Any]) -> Any:
+        """Return what this rank's gradients count in a plain average of all ranks'; 1 if all have equally many samples."""
+        samples, _ = self._together(lambda own: own.sum(0), self.samples, 0.0,
+                                    after=[gradient for gradient in gradients if gradient is not None])
+        return keras.ops.cast(self.samples, "float32") * api.size() / samples
+
+    def _samples_everywhere(self) -> Any:
+        """Return how many samples the global batch has. One with fewer samples than ranks is computed by all of them."""
+        size = api.size()
+
+        def counted(own: Array) -> Array:
+            is_copied = own[0, 0] < size and (np.abs(own - own[0]) <= 1e-6 * np.abs(own[0])).all()
+            return own[0] if is_copied else own.sum(0)
+        prints = [keras.ops.sum(_numbers(leaf) * keras.ops.cos(keras.ops.arange(keras.ops.size(leaf), dtype="float32")))
+                  for leaf in self._leaves if keras.backend.standardize_dtype(leaf.dtype) != "string"]
+        return self._corrected(counted, self.samples, sum(prints))[0]
+
+    def _corrected(self, function: Callable[[Array], Array], *amounts: Any) -> list[Any]:
+        results = self._together(function, *amounts, after=self._corrections)
+        self._corrections = results[:1]
+        return results
+
+    def _together(self, function: Callable[[Array], Array], *amounts: Any, after: Sequence[Any]) -> list[Any]:
+        """Return what a function makes of all ranks' scalars, a row each; all ranks call this in the same order in a step.
+
+        Args:
+            after: tensors that come before: JAX calls Python in any order that leaves its arguments there.
+        """
+        name = f"keras.step.{next(self._ordinals)}"
+
+        def exchange(arrays: Sequence[Array]) -> list[Array]:
+            rows = api.runtime().allgather(name, arrays[0].reshape(1, -1)).wait()
+            return [np.ascontiguousarray(function(rows).astype(arrays[0].dtype))]
+        own = keras.ops.stack([keras.ops.cast(amount, "float32") for amount in amounts])
+        if keras.backend.backend() == "jax":
+            for each in after:
+                own = own + 0.0 * keras.ops.cast(keras.ops.isnan(keras.ops.reshape(each, (-1,))[0]), "float32")
+        (result,) = call(exchange, [keras.ops.stop_gradient(own)])
+        return [result[index] for index in range(len(amounts))]
+
+
+def _numbers(tensor: Any) -> Any:
+    return keras.ops.reshape(keras.ops.cast(tensor, "float32"), (-1,))
+
+
+_current: ContextVar[Step | None] = ContextVar("hvdlite_step", default=None)
+_sums: ContextVar[bool] = ContextVar("hvdlite_sums", default=False)
+
+
+def current() -> Step | None:
+    """Return the step that this thread is in."""
+    return _current.get()
+
+
+@contextmanager
+def one_replica(data: Any, is_share: bool = True, is_part: bool = False) -> Iterator[None]:
+    """Be in a step; see `Step`."""
+    step = Step(data, is_share, is_part)
+    token = _current.set(step)
+    try:
+        with counting(step.samples if is_share else None):
+            yield
+    finally:
+        _current.reset(token)
+
+
+@contextmanager
+def summing() -> Iterator[None]:
+    """Be inside `strategy.run` on TensorFlow."""
+    token = _sums.set(True)
+    try:
+        yield
+    finally:
+        _sums.reset(token)
+
+
+def prepared(gradients: Sequence[Any], accumulates: bool) -> list[Any]:
+    """Return this rank's gradients such that their average over ranks, as `Exchange` makes it, is what is to be applied.
+
+    Args:
+        accumulates: whether the optimizer adds up gradients before they are reduced; then all ranks' count alike, and
+            samples are weighed here.
+    """
+    step, size = _current.get(), api.size()
+    if size == 1:
+        return list(gradients)
+    if step is None:
+        return [_times(gradient, size) for gradient in gradients] if _sums.get() else list(gradients)
+    if not accumulates or not step.is_share:
+        return list(gradients)
+    factor = step.share_of_sum(gradients)
+    return [_times(gradient, factor) for gradient in gradients]
+
+
+def needs_whole_batches(model: Any) -> bool:
+    """Return whether a loss of a model could divide by something else than samples, which no part of a batch knows."""
+    losses = keras.tree.flatten(getattr(getattr(model, "_compile_loss", None), "_user_loss", None))
+    if any(getattr(loss, "reduction", None) in ("sum", "mean_with_sample_weight") for loss in losses):
+        return True
+    return any(isinstance(layer, keras.layers.Masking) or getattr(layer, "mask_zero", False)
+               or (hasattr(type(layer), "compute_mask") and not _is_keras(type(layer).compute_mask))
+               for layer in model._flatten_layers())
+
+
+def install() -> None:
+    """Let Keras' losses be corrected inside a step; again is fine."""
+    from keras.src.losses import loss  # all of Keras' losses reduce their values by one function of this module
+    if not hasattr(loss.reduce_weighted_values, _MARK):
+        loss.reduce_weighted_values = _correcting(loss.reduce_weighted_values, loss.apply_mask)
+
+
+def _is_keras(function: Any) -> bool:
+    return str(function.__module__).partition(".")[0] == "keras"
+
+
+@functools.cache
+def _warn() -> None:
+    _log.warning("a loss that divides by something else than samples (a sum, or a mean over sample weights or valid tokens) "
+                 "is evaluated on parts of batches, so it differs from one process's. Give evaluate arrays, or a dataset "
+                 "that is not distributed yet, and compile the model with that loss")
+
+
+def _times(gradient: Any, factor: Any) -> Any:
+    if gradient is None:
+        return None
+    if hasattr(gradient, "indices") and hasattr(gradient, "dense_shape"):  # tf.IndexedSlices
+        return type(gradient)(gradient.values * keras.ops.cast(factor, gradient.values.dtype), gradient.indices,
+                              gradient.dense_shape)
+    return gradient * keras.ops.cast(factor, gradient.dtype)
+
+
+def _correcting(original: Any, apply_mask: Any) -> Any:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def reduce_weighted_values(*arguments: Any, **named: Any) -> Any:
+        reduced = original(*arguments, **named)
+        step = _current.get()
+        if step is None or not (step.is_share or step.is_part):
+            return reduced
+        bound = signature.bind(*arguments, **named)
+        bound.apply_defaults()
+        given = bound.arguments
+        values, weights, mask = given["values"], given["sample_weight"], given["mask"]
+        reduction = given["reduction"]
+        if reduction in (None, "none") or not len(values.shape):  # nothing that Keras has divided
+            return reduced
+        if reduction == "sum":
+            divisor = None
+        elif reduction == "mean_with_sample_weight" and weights is not None:
+            weights = keras.ops.cast(weights, "float32")
+            divisor = keras.ops.sum(weights if mask is None else apply_mask(  # which multiplies in place
+                weights * 1.0, keras.ops.convert_to_tensor(mask), dtype="float32", reduction=reduction))
+        elif mask is not None:
+            divisor = keras.ops.sum(keras.ops.cast(mask, "float32"))
+        else:
+            return reduced
+        if step.is_part:
+            _warn()
+            return reduced
+        return reduced * keras.ops.cast(step.correction(divisor), reduced.dtype)
+    setattr(reduce_weighted_values, _MARK, original)
+    return reduce_weighted_values
