@@ -1,18 +1,21 @@
 """The gradients of one step, reduced together, with few calls into Python whatever their number.
 
-Dense ones go through the learned buckets of the core, IndexedSlices are gathered row by row. Everything is handed in before
+Dense ones go through the learned buckets of the core, the rows of IndexedSlices are gathered. Everything is handed in before
 anything is waited for, so the order of gradients on the ranks does not matter, and one inter-op thread is enough.
 
-Inside `tf.function`, gradients of many bytes are handed in part by part, the last layers' first, by calls that do not wait:
-their reduction goes on while TensorFlow computes the others.
+Inside `tf.function`, gradients of many bytes are handed in batch by batch, the last layers' first, by calls that do not
+wait: their reduction goes on while TensorFlow computes the others. TensorFlow makes these calls one after the other, in the
+order in which they were traced (automatic control dependencies).
 
 A variable that is not part of this rank's loss has no gradient here, but maybe on another rank. Eagerly, each step shows
-whether the result is a gradient or None. A graph must know that when it is traced, so ranks tell each other then which
-gradients they have: once for each list of variables and each choice of gradients among them.
+whether the result is a gradient or None. A graph must know that when it is traced. So ranks that lack some gradients tell
+each other what they have, once for each list of variables and each choice of gradients among them, and give zeros for what
+others have. A rank whose graph does not expect a gradient that arrives raises an error.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +24,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdlite.core.array import Array
-from hvdlite.core.errors import MismatchError
+from hvdlite.core.errors import MismatchError, UnsupportedError
 from hvdlite.training.array_gradients import Gradient, Rows
 from hvdlite.training.bucket_round import SMALL
 from hvdlite.training.exchange import ArrayExchange, samples
@@ -30,11 +33,30 @@ from hvdlite_tf.arrays import as_array, as_tensor, run
 
 
 class Kind(enum.IntEnum):
-    """What a variable's gradient is: the number of tensors that it travels as."""
+    """What a variable's gradient is."""
 
     NONE = 0
     DENSE = 1
     SPARSE = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sent:
+    """A gradient of this rank on its way.
+
+    Attributes:
+        gradient: as it came.
+        parts: the tensors that travel: one, or the values and the indices of rows.
+        context: what the compressor needs to undo its work.
+    """
+
+    gradient: Any
+    parts: list[tf.Tensor]
+    context: Any
+
+    @property
+    def kind(self) -> Kind:
+        return Kind.DENSE if len(self.parts) == 1 else Kind.SPARSE
 
 
 class GradientExchange(ArrayExchange):
@@ -49,123 +71,134 @@ class GradientExchange(ArrayExchange):
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        if not self.is_shared:
+        if not self.is_shared or not variables:
             return list(gradients)
         slots = self._slots_of(variables)
-        given = {slot: self._densified(gradient) for slot, gradient in zip(slots, gradients, strict=True)
-                 if gradient is not None}
-        reduce = self._reduced_eagerly if tf.executing_eagerly() else self._reduced_in_graph
-        reduced = reduce(given, slots, dict(zip(slots, variables, strict=True)))
-        return [reduced.get(slot) for slot in slots]
+        sent = {slot: self._sent(gradient) for slot, gradient in zip(slots, gradients, strict=True) if gradient is not None}
+        exchange = self._exchanged_eagerly if tf.executing_eagerly() else self._exchanged_in_graph
+        by_slot = dict(zip(slots, variables, strict=True))
+        reduced = exchange(sent, by_slot)
+        return [self._restored(reduced[slot], sent.get(slot), by_slot[slot]) if slot in reduced else None for slot in slots]
 
     def _described(self, variable: Any) -> tuple[tuple[int, ...] | None, str]:
         shape = tf.TensorShape(variable.shape)
-        dtype = tf.as_dtype(variable.dtype).name
-        return tuple(shape) if shape.is_fully_defined() else None, self._compression.target_for(dtype) or dtype
+        return tuple(shape) if shape.is_fully_defined() else None, self._wire_dtype(tf.as_dtype(variable.dtype).name)
 
-    def _densified(self, gradient: Any) -> Any:
-        return tf.convert_to_tensor(gradient) if self._sparse_as_dense and _is_sparse(gradient) else gradient
+    def _sent(self, gradient: Any) -> _Sent:
+        if self._sparse_as_dense and _is_sparse(gradient):
+            gradient = tf.convert_to_tensor(gradient)
+        values, context = self._compression.compress(gradient.values if _is_sparse(gradient) else gradient)
+        return _Sent(gradient, [values, tf.cast(gradient.indices, tf.int64)] if _is_sparse(gradient) else [values], context)
 
-    def _reduced_eagerly(self, given: dict[int, Any], slots: list[int], variables: dict[int, Any]) -> dict[int, Any]:
-        arrays = {slot: _gradient([as_array(part) for part in self._sent(gradient)]) for slot, gradient in given.items()}
-        own = None if samples() is None else float(samples())
-        weight = self._give(arrays, slots, own)
-        reduced = self._finish(slots, None if own is None else weight)
-        return {slot: self._restored([as_tensor(part) for part in _parts(gradient)], given.get(slot), variables[slot])
-                for slot, gradient in reduced.items()}
+    def _restored(self, parts: list[tf.Tensor], sent: _Sent | None, variable: Any) -> Any:
+        """Return a reduced gradient of the kind and dtype of this rank's own, or else of the variable's dtype."""
+        if sent is None:
+            values = tf.cast(parts[0], variable.dtype)
+            shape = tf.constant(tuple(variable.shape), tf.int64)
+            return values if len(parts) == 1 else tf.IndexedSlices(values, parts[1], shape)
+        values = tf.cast(self._compression.decompress(parts[0], sent.context), sent.gradient.dtype)
+        if sent.kind is Kind.DENSE:
+            return values
+        return tf.IndexedSlices(values, tf.cast(parts[1], sent.gradient.indices.dtype), sent.gradient.dense_shape)
 
-    def _reduced_in_graph(self, given: dict[int, Any], slots: list[int], variables: dict[int, Any]) -> dict[int, Any]:
-        agreed = self._agreed(slots, [_kind(given.get(slot)) for slot in slots])
-        kinds = {slot: kind for slot, kind in zip(slots, agreed, strict=True) if kind is not Kind.NONE}
-        sent = {slot: self._sent(gradient) for slot, gradient in given.items()}
-        specs = {slot: sent[slot][0] if slot in sent else self._spec(variables[slot]) for slot in kinds}
+    def _exchanged_eagerly(self, sent: dict[int, _Sent], variables: dict[int, Any]) -> dict[int, list[tf.Tensor]]:
+        """Return the reduced gradients by slot, as their parts; slots for which no rank has a gradient are missing."""
+        given = {slot: _gradient([as_array(part) for part in each.parts]) for slot, each in sent.items()}
+        counted = None if samples() is None else float(samples())
+        weight = self._give(given, variables, counted)
+        reduced = self._finish(variables, None if counted is None else weight)
+        return {slot: [as_tensor(part) for part in _parts(gradient)] for slot, gradient in reduced.items()}
+
+    def _exchanged_in_graph(self, sent: dict[int, _Sent], variables: dict[int, Any]) -> dict[int, list[tf.Tensor]]:
+        """Like `_exchanged_eagerly`; slots for which no rank has a gradient at the time of tracing are missing."""
+        kinds = self._agreed({slot: sent[slot].kind if slot in sent else Kind.NONE for slot in variables})
+        if not kinds:
+            return {}
+        specs = {slot: sent[slot].parts[0] if slot in sent else self._spec(slot, variables[slot]) for slot in kinds}
+        lacking = {slot: (tuple(specs[slot].shape), specs[slot].dtype.as_numpy_dtype) for slot in kinds if slot not in sent}
         counted = [] if samples() is None else [tf.cast(samples(), tf.float64)]
-        batches = _batches({slot: parts[0] for slot, parts in sent.items() if len(parts) == 1},
+        slots, rest = list(variables), {slot: each.parts for slot, each in sent.items()}
+        batches = _batches({slot: parts[0] for slot, parts in rest.items() if len(parts) == 1},
                            self._runtime.config.bucket_edge)
-        tokens = [self._submitted({slot: sent.pop(slot)[0] for slot in batch}, slots, counted) for batch in batches]
-        rest = {slot: len(parts) for slot, parts in sent.items()}
-        zeros = {slot: (tuple(spec.shape), spec.dtype.as_numpy_dtype) for slot, spec in specs.items()}
+        tokens = [self._submitted({slot: rest.pop(slot)[0] for slot in batch}, slots, counted) for batch in batches]
+        numbers = {slot: len(parts) for slot, parts in rest.items()}
 
-        def reduce(*arrays: Array) -> list[Array]:
-            own = float(arrays[sum(rest.values())]) if counted else None
-            weight = self._give(_by_slot(arrays, rest), slots, own)
-            reduced = self._finish(kinds, None if own is None else weight)
-            return [part for slot, kind in kinds.items()
-                    for part in (_parts(reduced[slot]) if slot in reduced else _zeros(kind, *zeros[slot]))]
+        def exchange(*arrays: Array) -> list[Array]:
+            own_samples = float(arrays[sum(numbers.values())]) if counted_here else None
+            given = _by_slot(arrays, numbers) | {slot: _zeros(kinds[slot], *spec) for slot, spec in lacking.items()}
+            weight = self._give(given, slots, own_samples)
+            reduced = self._finish(kinds, None if own_samples is None else weight)
+            return [part for slot in kinds for part in _parts(reduced[slot])]
+        counted_here = bool(counted)
         dtypes, shapes = [], []
         for slot, kind in kinds.items():
-            dtypes += [specs[slot].dtype, tf.int64][:kind]
             rows = tf.TensorShape([None])
+            dtypes += [specs[slot].dtype] if kind is Kind.DENSE else [specs[slot].dtype, tf.int64]
             shapes += [specs[slot].shape] if kind is Kind.DENSE else [rows.concatenate(specs[slot].shape[1:]), rows]
-        inputs = [part for parts in sent.values() for part in parts]
-        outputs = iter(run(reduce, [*inputs, *counted, *tokens], dtypes, shapes))
-        return {slot: self._restored([next(outputs) for _ in range(kind)], given.get(slot), variables[slot])
+        inputs = [part for parts in rest.values() for part in parts]
+        outputs = iter(run(exchange, [*inputs, *counted, *tokens], dtypes, shapes))
+        return {slot: [next(outputs)] if kind is Kind.DENSE else [next(outputs), next(outputs)]
                 for slot, kind in kinds.items()}
 
-    def _spec(self, variable: Any) -> tf.TensorSpec:
-        return tf.TensorSpec(variable.shape, tf.as_dtype(self._described(variable)[1]))
+    def _spec(self, slot: int, variable: Any) -> tf.TensorSpec:
+        """Return shape and dtype of the gradient that this rank lacks.
 
-    def _agreed(self, slots: list[int], kinds: list[Kind]) -> list[Kind]:
-        """Return what the gradients of these slots are on the ranks that have any.
+        Raises:
+            UnsupportedError: when the shape is not known.
+        """
+        shape, dtype = self._described(variable)
+        if shape is None:
+            raise UnsupportedError(f"gradient {slot} of '{self.label}' is missing on rank {self._runtime.world.rank}, and "
+                                   "the shape of what it is the gradient of is not known; give that a static shape")
+        return tf.TensorSpec(shape, tf.as_dtype(dtype))
 
-        Ranks ask each other when this rank's gradients are of a choice that it has not had before. So a rank may trace more
-        often than others (for another batch size), but all ranks must come to a new choice in the same step.
+    def _agreed(self, own: dict[int, Kind]) -> dict[int, Kind]:
+        """Return what the gradients of some slots are on the ranks that have any; slots without one are missing.
+
+        A rank asks the others when some gradients are missing, and it has not had this choice of gradients before. So it may
+        trace more often than others (for another batch size), but all ranks must come to a new choice in the same step.
 
         Raises:
             MismatchError: when ranks trace other variables, or a gradient is sparse on one rank only.
         """
-        key = tuple(slots), tuple(kinds)
+        if Kind.NONE not in own.values():
+            return own
+        key = tuple(own), tuple(own.values())
         if key not in self._agreements:
             name = f"{self.label}.gradients_of_a_new_trace.{len(self._agreements)}"
-            everywhere = allgather_object(self._runtime, key, name, self.process_set)
-            ranks = self._runtime.members(self.process_set)
-            for rank, (theirs, _) in zip(ranks, everywhere, strict=True):
-                if theirs != everywhere[0][0]:
-                    raise MismatchError(f"'{name}': rank {ranks[0]} traces the gradients of {len(everywhere[0][0])} "
-                                        f"variables, rank {rank} of {len(theirs)}, or of others; all ranks must train the "
-                                        "same variables")
-            columns = list(zip(*(theirs for _, theirs in everywhere), strict=True))
+            # Ranks that have joined do not answer.
+            answers = allgather_object(self._runtime, (self._runtime.world.rank, *key), name, self.process_set)
+            first = answers[0]
+            for rank, slots, _ in answers:
+                if slots != first[1]:
+                    numbers = f"{len(first[1])} and {len(slots)}" if len(slots) != len(first[1]) else "different"
+                    raise MismatchError(f"'{name}': rank {first[0]} and rank {rank} trace the gradients of {numbers} "
+                                        "variables; all ranks must train the same ones")
+            columns = list(zip(*(kinds for _, _, kinds in answers), strict=True))
             for index, column in enumerate(columns):
                 if {Kind.DENSE, Kind.SPARSE} <= set(column):
-                    raise MismatchError(f"'{name}': gradient {index} of {len(slots)} is sparse (tf.IndexedSlices) on rank "
-                                        f"{ranks[column.index(Kind.SPARSE)]}, and dense on rank "
-                                        f"{ranks[column.index(Kind.DENSE)]}; pass sparse_as_dense=True")
+                    raise MismatchError(f"'{name}': gradient {index} of {len(own)} is sparse (tf.IndexedSlices) on rank "
+                                        f"{answers[column.index(Kind.SPARSE)][0]}, and dense on rank "
+                                        f"{answers[column.index(Kind.DENSE)][0]}; pass sparse_as_dense=True")
             self._agreements[key] = [max(column) for column in columns]
-        return self._agreements[key]
-
-    def _sent(self, gradient: Any) -> list[tf.Tensor]:
-        """Return the tensors of a gradient as they travel: one, or the values and indices of rows."""
-        if not _is_sparse(gradient):
-            return [self._compression.compress(gradient)[0]]
-        return [self._compression.compress(gradient.values)[0], tf.cast(gradient.indices, tf.int64)]
-
-    def _restored(self, parts: list[tf.Tensor], given: Any, variable: Any) -> Any:
-        """Return a reduced gradient of the kind and dtype of this rank's own, or else of the variable's dtype."""
-        values = tf.cast(parts[0], variable.dtype if given is None else given.dtype)
-        if len(parts) == 1:
-            return values
-        if given is None:
-            return tf.IndexedSlices(values, parts[1], tf.constant(tuple(variable.shape), tf.int64))
-        return tf.IndexedSlices(values, tf.cast(parts[1], given.indices.dtype), given.dense_shape)
+        return {slot: kind for slot, kind in zip(own, self._agreements[key], strict=True) if kind is not Kind.NONE}
 
     def _submitted(self, batch: dict[int, tf.Tensor], slots: list[int], counted: Sequence[tf.Tensor]) -> tf.Tensor:
         """Hand in some of the dense gradients when they are there; return something to wait for that."""
-        given = list(batch)
+        given, is_counted = list(batch), bool(counted)
 
         def submit(*arrays: Array) -> list[Array]:
             # Small ones are not copied at once, and this memory is TensorFlow's.
-            own: dict[int, Gradient] = {slot: array.copy() if array.nbytes <= SMALL else array
-                                        for slot, array in zip(given, arrays, strict=False)}
-            self._give(own, slots, float(arrays[-1]) if counted else None)
+            gradients: dict[int, Gradient] = {slot: array.copy() if array.nbytes <= SMALL else array
+                                              for slot, array in zip(given, arrays, strict=False)}
+            self._give(gradients, slots, float(arrays[-1]) if is_counted else None)
             return [np.zeros((), np.int32)]
         return run(submit, [*batch.values(), *counted], [tf.int32], [tf.TensorShape([])])[0]
 
 
-def _zeros(kind: Kind, shape: tuple[int, ...], dtype: Any) -> list[Array]:
-    """Return what a graph takes as a variable's gradient in a step in which no rank has one."""
-    if kind is Kind.DENSE:
-        return [np.zeros(shape, dtype)]
-    return [np.zeros((0, *shape[1:]), dtype), np.zeros(0, np.int64)]
+def _zeros(kind: Kind, shape: tuple[int, ...], dtype: Any) -> Gradient:
+    """Return what a rank gives for a gradient that others have: zeros, or no rows."""
+    return np.zeros(shape, dtype) if kind is Kind.DENSE else Rows(np.zeros(0, np.int64), np.zeros((0, *shape[1:]), dtype))
 
 
 def _gradient(parts: Sequence[Array]) -> Gradient:
@@ -199,10 +232,6 @@ def _batches(tensors: dict[int, tf.Tensor], enough: int) -> list[list[int]]:
             batches.append(batch[::-1])
             batch, nbytes = [], 0
     return batches
-
-
-def _kind(gradient: Any) -> Kind:
-    return Kind.NONE if gradient is None else Kind.SPARSE if _is_sparse(gradient) else Kind.DENSE
 
 
 def _is_sparse(gradient: Any) -> bool:

@@ -42,7 +42,7 @@ class BackwardHooks:
 
     Attributes:
         weight: by what gradients are multiplied before they are handed over.
-        on_begin: called when a backward pass hands over its first gradient.
+        on_begin: called before a backward pass hands over its first gradient; returns whether it is to do so.
     """
 
     def __init__(self, reducer: GradientReducer[torch.Tensor]) -> None:
@@ -51,7 +51,7 @@ class BackwardHooks:
         self._hooks: list[Any] = []
         self._guarded: list[torch.Tensor] = []
         self.weight = 1.0
-        self.on_begin: Callable[[], None] | None = None
+        self.on_begin: Callable[[], bool] | None = None
 
     @property
     def reducer(self) -> GradientReducer[torch.Tensor]:
@@ -102,11 +102,11 @@ class BackwardHooks:
     def _accumulated(self, parameter: torch.Tensor) -> None:
         task = _graph_task()
         if task != self._task and _backward_depth() <= 1:
+            if self.on_begin is not None and not self.on_begin():
+                return
             self._task = task
             _backward.hooks.add(self)
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-            if self.on_begin is not None:
-                self.on_begin()
         if self.weight != 1.0:
             self.hand_over(parameter)
         else:

@@ -50,8 +50,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what is slow, so that no process works on it alone at the end."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    """Begin with what is slow, so that no process works on it alone at the end.
+
+    Tests whose ranks begin with the same frameworks follow each other: an importer (tests/warm.py) takes seconds to start.
+    """
+    def order(item: pytest.Item) -> tuple[bool, str]:
+        parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        return item.get_closest_marker("slow") is None, str(parameters.get("backend", ""))
+    items.sort(key=order)
 
 
 @pytest.fixture

@@ -15,6 +15,8 @@ STEPS = "number of optimizer steps before the reduction"
 _WAY_OUT = {STEPS: "The ranks made different numbers of backward passes between two steps, so one rank's gradients met "
                    "another's of the next step. Make the same number on all ranks, or use "
                    "DistributedOptimizer(wait_in=\"step\"), which reduces once a step"}
+_SPARSE = ("One rank's gradient is sparse (gathered row by row), another's is dense. Pass sparse_as_dense=True to the "
+           "optimizer or tape")
 _ANY_WAY_OUT = "Nothing was changed on any rank; call it with the same value everywhere, or use different names"
 
 _COMMON: tuple[Aspect, ...] = (
@@ -83,7 +85,8 @@ def disagreement(requests: Mapping[int, Request]) -> str | None:
             groups.setdefault(str(value_of(requests[rank])), []).append(rank)
         if len(groups) > 1:
             told = "; ".join(f"{named_ranks(ranks)}: {value}" for value, ranks in groups.items())
-            return f"ranks disagree about the {what} of '{first.name}': {told}. {_WAY_OUT.get(what, _ANY_WAY_OUT)}"
+            way_out = _SPARSE if what == "operation" and first.label else _WAY_OUT.get(what, _ANY_WAY_OUT)
+            return f"ranks disagree about the {what} of '{first.name}': {told}. {way_out}"
     return None
 
 

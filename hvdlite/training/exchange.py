@@ -7,6 +7,7 @@ the global batch, and both factors are 1, and skipped, when all ranks have the u
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -79,6 +80,7 @@ class Exchange:
         self.label = self._runtime.label(frontend, number)
         self.size = len(self._runtime.members(number))
         self._op, self._compression, self._sparse_as_dense = op, compression, sparse_as_dense
+        self._lock = threading.Lock()
         self._usual_samples: float | None = None
         self._groups = groups
         checked = clusters(groups, ())
@@ -109,11 +111,12 @@ class Exchange:
 
     def _weight(self, samples: float) -> float:
         """Return by what to multiply this rank's gradients; 1 when it has as many samples as in the first step."""
-        if self._usual_samples is None:
-            most = np.zeros(1)
-            self._runtime.allreduce(f"{self.label}.samples", np.array([samples], np.float64), most, ReduceOp.MAX,
-                                    process_set=self.process_set).wait()
-            self._usual_samples = float(most[0]) or 1.0
+        with self._lock:
+            if self._usual_samples is None:
+                most = np.zeros(1)
+                self._runtime.allreduce(f"{self.label}.samples", np.array([samples], np.float64), most, ReduceOp.MAX,
+                                        process_set=self.process_set).wait()
+                self._usual_samples = float(most[0]) or 1.0
         return samples / self._usual_samples
 
     def _unweight(self, reduced_weight: float | None) -> float:
@@ -156,10 +159,19 @@ class ArrayExchange(Exchange):
                     self._slots[id(variable)] = weakref.ref(variable), slot
         return [self._slots[id(variable)][1] for variable in variables]
 
+    def _name_of(self, slot: int) -> str:
+        """Return what the script knows a variable as."""
+        variable = next((reference() for reference, number in self._slots.values() if number == slot), None)
+        return str(getattr(variable, "path", None) or getattr(variable, "name", None) or f"number {slot}, from 1")
+
     def _described(self, variable: Any) -> tuple[tuple[int, ...] | None, str]:
         """Return the shape of a variable's gradient, and its dtype on the wire."""
-        dtype = str(variable.dtype)
-        return tuple(variable.shape), self._compression.target_for(dtype) or dtype
+        return tuple(variable.shape), self._wire_dtype(str(variable.dtype))
+
+    def _wire_dtype(self, dtype: str) -> str:
+        """Return the dtype in which gradients of a dtype travel; a compressor of the script's need not say."""
+        target_for = getattr(self._compression, "target_for", None)
+        return (target_for(dtype) if target_for is not None else None) or dtype
 
     def _give(self, gradients: dict[int, Gradient], slots: Collection[int], samples: float | None) -> float:
         """Hand in some gradients of the round, by slot; return this rank's weight.
@@ -189,10 +201,10 @@ class ArrayExchange(Exchange):
         count = reduced.pop(self._count_slot, None)
         others = sorted(reduced.keys() - set(slots))
         if others:
-            raise MismatchError(f"rank {self._runtime.world.rank}: another rank has gradients for {len(others)} variables "
-                                "that this rank does not update in this step (the first one is number "
-                                f"{others[0] - 1} in the order in which the optimizer met them); freeze the same "
-                                "variables everywhere, and make the same ones part of the loss when a tf.function is traced")
+            raise MismatchError(
+                f"rank {self._runtime.world.rank}: another rank has gradients for {len(others)} variables that have none "
+                f"here in this step (the first one is '{self._name_of(others[0])}'); freeze the same variables everywhere, "
+                "and make the same ones part of the loss when a tf.function is traced")
         factor = self._unweight(float(count[0]) if isinstance(count, np.ndarray) else None)
         return {slot: _weighted(gradient, factor) for slot, gradient in reduced.items()}
 

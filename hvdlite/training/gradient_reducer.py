@@ -172,8 +172,13 @@ class GradientReducer(Generic[Parameter]):
             cluster: parameters with the same one, from 1, are reduced together.
         """
         self._waiting_list[id(parameter)] = _Member(parameter, f"gradient.{self._label}.{name}", cluster)
-        if not self.is_under_way:
-            self._admit()
+        self.admit()
+
+    def admit(self) -> None:
+        """Take in the parameters that are trainable now, unless a round is under way; from any thread."""
+        with self._begin_lock:
+            if not self.is_under_way:
+                self._admit()
 
     def hand_over(self, parameter: Parameter) -> None:
         """A backward pass has accumulated this parameter's gradient.
@@ -287,8 +292,7 @@ class GradientReducer(Generic[Parameter]):
             GradientOrderError: when this rank changed gradients in between, and other ranks could not.
             HorovodInternalError: Like `finish`.
         """
-        if not self.is_under_way:
-            self._admit()
+        self.admit()
         if not self._members:
             return
         self._in_step = in_step
@@ -351,11 +355,10 @@ class GradientReducer(Generic[Parameter]):
 
     def _newcomer(self, parameter: Parameter) -> _Member[Parameter] | None:
         """Return the member for a parameter that has its first gradient; None when it has to wait for the round's end."""
-        if self.is_under_way:
+        self.admit()
+        if id(parameter) not in self._members:
             self._missed = True
-            return None
-        self._admit()
-        return self._members[id(parameter)]
+        return self._members.get(id(parameter))
 
     def _begin_round(self) -> None:
         with self._begin_lock:

@@ -30,15 +30,15 @@ class JaxExchange(ArrayExchange):
         slots = self._slots_of(variables)
         given = {slot: gradient for slot, gradient in zip(slots, gradients, strict=True) if gradient is not None}
         original = {slot: keras.backend.standardize_dtype(gradient.dtype) for slot, gradient in given.items()}
-        sent = [keras.ops.cast(gradient, self._compression.target_for(original[slot]) or original[slot])
-                for slot, gradient in given.items()]
+        sent = [keras.ops.cast(gradient, self._wire_dtype(original[slot])) for slot, gradient in given.items()]
+        present, is_counted = list(given), samples() is not None
         counted = [] if samples() is None else [keras.ops.convert_to_tensor(samples(), dtype="float32")]
 
         def reduce(arrays: Sequence[Array]) -> list[Array]:
-            own = float(arrays[-1]) if counted else None
-            weight = self._give(dict(zip(given, arrays, strict=False)), slots, own)
-            reduced = self._finish(given, None if own is None else weight)
-            return [*(reduced[slot] for slot in given), *arrays[len(given):]]  # type: ignore[list-item]  # dense ones
+            own = float(arrays[-1]) if is_counted else None
+            weight = self._give(dict(zip(present, arrays, strict=False)), slots, own)
+            reduced = self._finish(present, None if own is None else weight)
+            return [*(reduced[slot] for slot in present), *arrays[len(present):]]  # type: ignore[list-item]  # dense ones
         outputs = dict(zip(given, call(reduce, [*sent, *counted]), strict=False))
         return [keras.ops.cast(outputs[slot], original[slot]) if slot in given else None for slot in slots]
 

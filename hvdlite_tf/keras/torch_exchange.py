@@ -43,9 +43,9 @@ class TorchExchange(Exchange):
             return
         hooks = self._member(variables)
         if not self._is_watching:
-            self._is_watching = True
             for tensor in self._tensors.values():
                 self._hook(hooks, tensor)
+            self._is_watching = True
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         if not self.is_shared:
@@ -54,18 +54,22 @@ class TorchExchange(Exchange):
         if hooks.reducer.is_under_way:
             hooks.finish_if_due()
         is_accumulated = all(gradient is get_grad(tensor) for gradient, tensor in zip(gradients, tensors, strict=True))
-        before = None if is_accumulated else [get_grad(tensor) for tensor in tensors]
+        before = [get_grad(tensor) for tensor in tensors]
         is_reduced = hooks.reducer.has_reduced and any(map(hooks.reducer.is_reduced, tensors))
-        if not is_accumulated or not is_reduced:
-            self._begin_round()
-            for gradient, tensor in zip(gradients, tensors, strict=True):
-                self._hand_over(hooks, tensor, gradient)
-        hooks.finish_if_due(in_step=True)
-        results = [get_grad(tensor) for tensor in tensors]
-        hooks.stepped()
-        if before is not None:
-            for tensor, gradient in zip(tensors, before, strict=True):
-                set_grad(tensor, gradient)
+        if not is_accumulated:
+            self._check_not_summed(hooks, gradients, tensors)
+        try:
+            if not is_accumulated or not is_reduced:
+                self._begin_round()
+                for gradient, tensor in zip(gradients, tensors, strict=True):
+                    self._hand_over(hooks, tensor, gradient)
+            hooks.finish_if_due(in_step=True)
+            results = [get_grad(tensor) for tensor in tensors]
+            hooks.stepped()
+        finally:
+            if not is_accumulated:
+                for tensor, gradient in zip(tensors, before, strict=True):
+                    set_grad(tensor, gradient)
         return results
 
     def _member(self, variables: Sequence[Any]) -> BackwardHooks:
@@ -79,9 +83,9 @@ class TorchExchange(Exchange):
             reducer: GradientReducer[torch.Tensor] = GradientReducer(
                 self._runtime, framework, self.label, op=self._op, prescale=self._prescale, postscale=self._postscale,
                 passes=1, process_set=self.process_set)
-            reducer.on_reduced = self._unweigh
+            reducer.on_reduced = self._divide_by_weights
             self._hooks = BackwardHooks(reducer)
-            self._hooks.on_begin = self._begin_round
+            self._hooks.on_begin = self._begin_backward
             reducer.add(self._count, "count")
         for variable, cluster in new:
             tensor = variable.value
@@ -106,7 +110,16 @@ class TorchExchange(Exchange):
         assert self._hooks is not None
         self._is_watching = False
         self._hooks.unwatch()
-        self._hooks.cleared()
+        if self.is_current:
+            self._hooks.cleared()
+
+    def _begin_backward(self) -> bool:
+        """Begin a round with a backward pass's first gradient; return whether it is to be reduced."""
+        if not self.is_current:  # of a job that has ended; the optimizer gets another exchange in its next step
+            self._release()
+            return False
+        self._begin_round()
+        return True
 
     def _begin_round(self) -> None:
         """Find this rank's weight, and reduce it along with the gradients."""
@@ -119,29 +132,36 @@ class TorchExchange(Exchange):
             self._count.grad = torch.tensor([self._hooks.weight])
             self._hooks.reducer.hand_over(self._count)
 
-    def _unweigh(self, tensors: Sequence[torch.Tensor]) -> None:
+    def _divide_by_weights(self, tensors: Sequence[torch.Tensor]) -> None:
         """Divide what was reduced in a round by the mean of all ranks' weights."""
         if not any(tensor is self._count for tensor in tensors):
             return
         factor = self._unweight(float(self._count.grad))  # type: ignore[arg-type]
         if abs(factor - 1.0) > 1e-6:
-            with torch.no_grad():
-                for tensor in tensors:
-                    if tensor is not self._count and (gradient := get_grad(tensor)) is not None:
-                        gradient.mul_(factor)
+            for tensor in tensors:
+                if tensor is not self._count and (gradient := get_grad(tensor)) is not None:
+                    gradient.data.mul_(factor)  # part of the reduction: it does not count as a change by the script
 
     def _hand_over(self, hooks: BackwardHooks, tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
         """Hand over a gradient that no watched backward pass computed."""
-        if hooks.reducer.is_reduced(tensor):
-            if gradient is get_grad(tensor):
-                return
-            if self._op is ReduceOp.SUM and gradient is not None:
-                raise UnsupportedError(
-                    f"rank {self._runtime.world.rank}: with op=Sum, apply() was given other gradients than those in .grad, "
-                    "which backward() has computed and summed over all ranks. It cannot be told whether they are summed "
-                    "already: use op=Average, change .grad in place, or clear .grad before you compute others")
+        if gradient is get_grad(tensor) and hooks.reducer.is_reduced(tensor):
+            return
         if gradient is not None and gradient is not get_grad(tensor):
             gradient = gradient.to(tensor.dtype, copy=True)  # it is the caller's, and may be reduced in place
         set_grad(tensor, gradient)
         if gradient is not None:
             hooks.hand_over(tensor)
+
+    def _check_not_summed(self, hooks: BackwardHooks, gradients: Sequence[Any], tensors: Sequence[torch.Tensor]) -> None:
+        """Refuse gradients that may have been made of summed ones.
+
+        Raises:
+            UnsupportedError: with op=Sum, when a variable has a reduced gradient and another one is given for it.
+        """
+        if self._op is ReduceOp.SUM and any(
+                gradient is not None and gradient is not get_grad(tensor) and hooks.reducer.is_reduced(tensor)
+                for gradient, tensor in zip(gradients, tensors, strict=True)):
+            raise UnsupportedError(
+                f"rank {self._runtime.world.rank}: with op=Sum, apply() was given other gradients than those in .grad, "
+                "which backward() has computed and summed over all ranks. It cannot be told whether they are summed "
+                "already: use op=Average, change .grad in place, or clear .grad before you compute others")

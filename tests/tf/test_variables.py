@@ -214,4 +214,67 @@ optimizer.build(model.trainable_variables)
 (model(torch.tensor(X[:4])) ** 2).mean().backward()
 raises(Exception, "with op=Sum, apply", lambda: optimizer.apply(
     [variable.value.grad * 2 for variable in model.trainable_variables], model.trainable_variables))
+
+model, alone = make(1), make(1)  # a loop that goes on in another job of the same processes
+optimizer, plain = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), keras.optimizers.SGD(0.1)
+optimizer.build(model.trainable_variables)
+for turn in range(4):
+    for each, by, rows in ((model, optimizer, slice(8 * rank, 8 * rank + 8)), (alone, plain, slice(16))):
+        each.zero_grad()
+        ((each(torch.tensor(X[rows])) - torch.tensor(Y[rows])) ** 2).mean().backward()
+        with torch.no_grad():
+            by.apply([variable.value.grad for variable in each.trainable_variables], each.trainable_variables)
+    if turn == 1:
+        hvd.shutdown()
+        hvd.init()
+close(model, alone)
 """, KERAS_BACKEND=backend)
+
+
+def test_what_a_graph_did_not_expect_is_an_error_and_joined_ranks_are_not_asked() -> None:
+    run(2, """
+import numpy as np, tensorflow as tf, hvdlite_tf as hvd
+hvd.init()
+rank = hvd.rank()
+variables = [tf.Variable([1.0, 2.0]) for _ in range(3)]
+
+def gradients(loss, sources=variables):
+    with tf.GradientTape() as tape:
+        value = loss()
+    return [None if each is None else each.numpy().tolist() if tf.executing_eagerly() else each
+            for each in hvd.DistributedGradientTape(tape).gradient(value, sources)]
+
+# choices of gradients that come back in another combination
+phase = tf.function(lambda uses: gradients(lambda: tf.reduce_sum(variables[uses])))
+ones = [1.0, 1.0]
+def told(result):
+    return [None if each is None else each.numpy().tolist() for each in result]
+assert told(phase(0)) == [ones, None, None] and told(phase(1)) == [None, ones, None]
+raises(Exception, "another rank has gradients for 1 variables that have none here", lambda: phase(rank))
+assert told(phase(0)) == [ones, None, None]
+
+# nobody has a gradient; of a function without a shape; a compressor of the script's own
+unused = tf.function(lambda: gradients(lambda: tf.constant(1.0) * 2))
+assert told(unused()) == [None] * 3
+without_shape = tf.custom_gradient(lambda x: (
+    tf.identity(x), lambda upstream: tf.numpy_function(lambda a: a * 3, [upstream], tf.float32)))
+assert told(tf.function(lambda: gradients(lambda: tf.reduce_sum(without_shape(variables[0]))))())[0] == [3.0, 3.0]
+
+class Quarter:
+    def compress(tensor):
+        return tensor / 4, None
+    def decompress(tensor, context):
+        return tensor * 4
+def compressed():
+    with tf.GradientTape() as tape:
+        value = tf.reduce_sum(variables[0] * (1.0 + rank))
+    return hvd.DistributedGradientTape(tape, compression=Quarter).gradient(value, variables[:1])[0]
+assert compressed().numpy().tolist() == tf.function(compressed)().numpy().tolist() == [1.5, 1.5]
+
+# a rank that has joined before it has traced anything
+one = [variables[0], tf.Variable([3.0])]
+if rank == 0:
+    uneven = tf.function(lambda: gradients(lambda: tf.reduce_sum(one[0]), one))
+    assert told(uneven()) == [[0.5, 0.5], None]
+hvd.join()
+""")

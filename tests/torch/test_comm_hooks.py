@@ -9,6 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from hvdlite.core.errors import MismatchError  # noqa: E402
 from hvdlite.core.types import ReduceOp  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite_torch import Compression, DistributedOptimizer, comm_hooks  # noqa: E402
@@ -71,6 +72,18 @@ def test_training_converges_and_replicas_stay_equal(kind: str) -> None:
     assert end < 0.25 * begin, (begin, end)
     for mine, theirs in zip(one, other, strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_other_members_on_another_rank_are_told() -> None:
+    def step(runtime: Runtime) -> None:
+        first, second = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
+        (first, second)[runtime.world.rank].requires_grad_(False)
+        optimizer = DistributedOptimizer(torch.optim.SGD([first, second], lr=0.1), comm_hook=comm_hooks.AllReduce(),
+                                         _runtime=runtime)
+        with pytest.raises(MismatchError, match="disagree about the members of 'torch.optimizer.0'.*same parameters"):
+            (first + second).sum().backward()
+        del optimizer
+    threads(2, step)
 
 
 class Alone:
