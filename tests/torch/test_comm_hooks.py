@@ -80,7 +80,7 @@ def test_other_members_on_another_rank_are_told() -> None:
         (first, second)[runtime.world.rank].requires_grad_(False)
         optimizer = DistributedOptimizer(torch.optim.SGD([first, second], lr=0.1), comm_hook=comm_hooks.AllReduce(),
                                          _runtime=runtime)
-        with pytest.raises(MismatchError, match="disagree about the members of 'torch.optimizer.0'.*same parameters"):
+        with pytest.raises(MismatchError, match=r"disagree about the members of 'torch.optimizer.0'.*same parameters"):
             (first + second).sum().backward()
         del optimizer
     threads(2, step)
