@@ -1,8 +1,11 @@
-"""Versions of TensorFlow and Keras that would train something else are refused."""
+"""Versions of TensorFlow and Keras that would train something else are refused; what is imported."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -21,6 +24,11 @@ def test_older_versions_are_refused_with_both_versions(name: str, version: str) 
     oldest = ".".join(map(str, OLDEST[name]))
     with pytest.raises(ImportError, match=f"needs {name} {oldest} or newer, and {version} is installed"):
         check_installed(lambda asked: _version_of({name: version}, asked))
+
+
+def test_other_backends_do_not_import_tensorflow() -> None:
+    script = "import sys, hvdlite_tf.keras; sys.exit('tensorflow' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], env={**os.environ, "KERAS_BACKEND": "jax"}).returncode == 0
 
 
 def _version_of(installed: dict[str, str], name: str) -> str:
