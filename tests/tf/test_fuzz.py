@@ -12,7 +12,7 @@ from tests.tf.fuzz.jobs import fuzz
 
 DRAWS = int(os.environ.get("FUZZ_KERAS", "100"))
 """How many trainings there are in all; most on torch, where no function is compiled. 0 is none."""
-SHARES = {"torch": 0.6, "tensorflow": 0.2, "jax": 0.2}
+SHARES = {"torch": 0.8, "tensorflow": 0.12, "jax": 0.08}
 PATIENT = {"HVDLITE_STALL_CHECK_TIME_SECONDS": "30", "HVDLITE_STALL_SHUTDOWN_TIME_SECONDS": "60"}
 
 

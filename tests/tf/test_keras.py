@@ -217,25 +217,6 @@ assert config == model.optimizer.get_config() and isinstance(model.optimizer, ke
 """)
 
 
-@pytest.mark.parametrize("backend", ["torch", "jax"])
-def test_other_backends(backend: str) -> None:
-    run(2, COMMON + OPTIMIZERS + """
-for name in ("sgd", "clipnorm", "ema", "accumulation") if "torch" in sys.modules else ("adam", "accumulation"):
-    close(fit(make_optimizers[name](), True), fit(make_optimizers[name](), False), 5e-5)
-model = make(1)
-scaled = hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01), initial_scale=64.0))
-model.compile(scaled, "mse")
-x, y = shares(8, X).copy(), shares(8, Y).copy()
-if rank == 1:
-    y[10] = np.inf
-model.fit(x, y, batch_size=8, shuffle=False, verbose=0, callbacks=[hvd.callbacks.MetricAverageCallback()])
-scales = hvd.allgather_object(float(keras.ops.convert_to_numpy(scaled.dynamic_scale)))
-weights = hvd.allgather_object([keras.ops.convert_to_numpy(variable) for variable in model.trainable_variables])
-assert scales == [32.0, 32.0], scales
-assert all((one == other).all() and np.isfinite(one).all() for one, other in zip(*weights))
-""", KERAS_BACKEND=backend)
-
-
 @pytest.mark.parametrize("backend", ["torch"])
 def test_on_torch_gradients_are_final_when_backward_returns(backend: str) -> None:
     run(2, COMMON + """

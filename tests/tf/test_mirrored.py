@@ -46,7 +46,6 @@ adam = lambda: keras.optimizers.Adam(0.01, clipnorm=0.05)
 
 
 @pytest.mark.parametrize(("backend", "way"), [
-    ("tensorflow", "adam, {}"), ("tensorflow", "sgd, dict(run_eagerly=True)"),
     ("tensorflow", "lambda: 'sgd', dict(steps_per_execution=3)"), ("torch", "adam, {}"), ("jax", "adam, {}")])
 def test_fit_evaluate_and_predict_equal_one_process(backend: str, way: str) -> None:
     run(2, COMMON + """
@@ -65,60 +64,8 @@ for make, options in [(WAY)]:
     np.testing.assert_allclose(one.train_on_batch(X[:11], Y[:11]), other.train_on_batch(X[:11], Y[:11]), rtol=1e-4)
     np.testing.assert_allclose(one.test_on_batch(X[:7], Y[:7]), other.test_on_batch(X[:7], Y[:7]), rtol=1e-4)
     same(one, other)
+    raises(ValueError, "equally many", lambda: one.fit(X, Y[:50], verbose=0))
 """.replace("WAY", way), KERAS_BACKEND=backend)
-
-
-@pytest.mark.parametrize("backend", ["tensorflow", "torch", "jax"])
-def test_shuffled_training_keeps_the_replicas_equal(backend: str) -> None:
-    run(2, COMMON + """
-shuffled = mirrored(sgd)
-before = shuffled.fit(X, Y, batch_size=10, epochs=4, verbose=0).history["loss"]
-assert before[-1] < before[0]
-weights = hvd.allgather_object([keras.ops.convert_to_numpy(variable) for variable in shuffled.trainable_variables])
-assert all((one == other).all() for one, other in zip(*weights))
-raises(ValueError, "equally many", lambda: shuffled.fit(X, Y[:50], verbose=0))
-""", KERAS_BACKEND=backend)
-
-
-@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
-def test_datasets_of_every_kind_are_shared_out(backend: str) -> None:
-    run(2, COMMON + """
-class Batches(keras.utils.PyDataset):
-    def __init__(self):
-        super().__init__()
-    def __len__(self):
-        return 11
-    def __getitem__(self, index):
-        return X[10 * index:10 * index + 10], Y[10 * index:10 * index + 10]
-
-def generator():
-    while True:
-        yield from (Batches()[index] for index in range(11))
-
-kinds = {"PyDataset": lambda: (Batches(), {}), "generator": lambda: (generator(), {"steps_per_epoch": 11})}
-if keras.backend.backend() == "tensorflow":
-    import tensorflow as tf
-    kinds["tf.data"] = lambda: (tf.data.Dataset.from_tensor_slices((X, Y)).batch(10), {})
-if keras.backend.backend() == "torch":
-    from torch.utils.data import DataLoader, TensorDataset
-    import torch
-    kinds["DataLoader"] = lambda: (DataLoader(TensorDataset(torch.tensor(X), torch.tensor(Y)), 10), {})
-for kind, make in kinds.items():
-    models = mirrored(sgd), compiled(sgd)
-    histories = []
-    for model in models:
-        data, options = make()
-        histories.append(model.fit(data, epochs=2, shuffle=False, verbose=0, class_weight=None, **options,
-                                   **({"validation_data": make()[0]} if kind != "generator" else {})))
-    same(*models)
-    same_history(*histories, tolerance=0.05)  # a last batch of one sample counts once per rank in the logs
-    if kind != "generator":
-        assert abs(histories[0].history["val_loss"][-1] - histories[1].history["val_loss"][-1]) < 1e-5
-        np.testing.assert_allclose(*(model.evaluate(make()[0], verbose=0) for model in models), rtol=1e-4)
-        predictions = [model.predict(make()[0], verbose=0) for model in models]
-        np.testing.assert_allclose(*predictions, atol=1e-5, err_msg=kind)
-raises(ValueError, "equally many", lambda: models[0].fit(X, Y[:50], verbose=0))
-""", KERAS_BACKEND=backend)
 
 
 def test_callbacks_checkpoints_and_backups(tmp_path) -> None:  # type: ignore[no-untyped-def]

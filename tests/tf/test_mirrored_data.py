@@ -84,7 +84,7 @@ for kind in kinds:  # 100: the last batch has one sample; 101: there is one batc
 """, KERAS_BACKEND=backend)
 
 
-@pytest.mark.parametrize("backend", ["tensorflow", "torch", "jax"])
+@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
 def test_every_sample_is_seen_once_with_seeds_that_depend_on_the_rank(backend: str) -> None:
     run(2, DATA + """
 still = mirrored(lambda: keras.optimizers.SGD(0.0), run_eagerly=True)
