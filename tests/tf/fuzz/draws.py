@@ -60,8 +60,11 @@ def draw(seed: int, backend: str) -> Training:
     clips = [each for each in settings if each.startswith(("clip", "global"))]
     settings = [each for each in settings if each not in clips[1:]]  # Keras takes one
     eager = rng.random() < 0.3 and backend != "jax"
-    return Training(
+    training = Training(
         seed=seed, backend=backend, scoped=scoped, model=model, optimizer=rng.choice(OPTIMIZERS), settings=tuple(settings),
         loss=rng.choice(LOSSES if scoped else LOSSES[:-1]), data=data, rows=rows, batch=batch, epochs=rng.randint(1, 3),
         weighted=scoped and data in ("arrays", "tf.data") and rng.random() < 0.3, validated=scoped and rng.random() < 0.3,
         eager=eager, steps=1 if eager or backend == "torch" else rng.choice((1, 1, 2, 3)), again=rng.random() < 0.2)
+    if training.loss == "function":  # which returns one number: times a weight of each sample it is no mean over samples
+        return dataclasses.replace(training, weighted=False)
+    return training
