@@ -28,7 +28,7 @@ test:
 	$(MAKE) -j2 --output-sync lint ready
 	$(MAKE) pytest
 
-# Random training loops against plain torch, and random Keras trainings against one process; more than the tests run. Half an hour.
+# Random training loops against plain torch, and random Keras trainings against one process; more than the tests run. About an hour.
 fuzz: $(VENV)/installed
 	$(BIN)/python -m tests.torch.fuzz --seeds 0:200 --ranks 2
 	$(BIN)/python -m tests.torch.fuzz --seeds 0:50 --ranks 4

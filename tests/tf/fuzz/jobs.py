@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from tests.fuzzing import cause, job
 from tests.tf.fuzz.draws import draw
 from tests.tf.support import ENVIRONMENT, imported
-from tests.worlds import Ended, Processes
 
 STALLED = {"HVDLITE_STALL_CHECK_TIME_SECONDS": "10", "HVDLITE_STALL_SHUTDOWN_TIME_SECONDS": "20"}
 SECONDS_A_SEED = 40.0
@@ -42,7 +42,9 @@ def fuzz(seeds: Sequence[int], backend: str, *, stalled: Mapping[str, str] = STA
     """
     rest = list(seeds)
     while rest:
-        fine, ended = _job(rest, backend, stalled)
+        source = f"from tests.tf.fuzz.rank import main\nmain({rest}, {backend!r})\n"
+        environment = {**ENVIRONMENT, "KERAS_BACKEND": backend, **stalled}
+        fine, ended = job(2, rest, source, environment, imported(backend), SECONDS_A_SEED)
         tell(f"{backend}: {fine} of {len(rest)} seeds have ended")
         for rank in ended:
             for line in rank.stdout.splitlines():
@@ -51,21 +53,6 @@ def fuzz(seeds: Sequence[int], backend: str, *, stalled: Mapping[str, str] = STA
                     yield Failure(int(seed), backend, rank.rank, error)
         if fine == len(rest):
             break
-        failed = [rank for rank in ended if rank.code != 0]
-        cause = next((rank for rank in failed if "PeerFailedError" not in rank.stderr), failed[0])
-        yield Failure(rest[fine], backend, cause.rank, cause.stderr[-5000:])
+        first = cause(ended)
+        yield Failure(rest[fine], backend, first.rank, first.stderr[-5000:])
         rest = rest[fine + 1:]
-
-
-def _job(seeds: Sequence[int], backend: str, stalled: Mapping[str, str]) -> tuple[int, list[Ended]]:
-    """Return how many of the seeds both ranks have come to the end of, and how the ranks ended."""
-    source = f"from tests.tf.fuzz.rank import main\nmain({list(seeds)}, {backend!r})\n"
-    environment = {**ENVIRONMENT, "KERAS_BACKEND": backend, **stalled}
-    with Processes(2, source, environment=environment, imported=imported(backend)) as world:
-        try:
-            ended = world.wait(60.0 + SECONDS_A_SEED * len(seeds))
-        except AssertionError:
-            ended = [world._ended(rank) for rank in range(2)]
-    if all(rank.code == 0 for rank in ended):
-        return len(seeds), ended
-    return min(min(rank.stdout.count("fine ") for rank in ended), len(seeds) - 1), ended

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from tests.fuzzing import cause, job
 from tests.torch.fuzz.program import FEATURES, draw
-from tests.worlds import TORCH, Ended, Processes
+from tests.worlds import TORCH
 
 SETTINGS: Sequence[Mapping[str, str]] = (
     {},
@@ -52,31 +53,12 @@ def fuzz(seeds: Sequence[int], size: int, features: Sequence[str] = FEATURES, *,
     for number, environment in enumerate(settings):
         rest = list(seeds[number::len(settings)])
         while rest:
-            fine, ended = _job(rest, size, features, {**environment, **stalled})
+            source = f"from tests.torch.fuzz.rank import main\nmain({rest}, {list(features)})\n"
+            fine, ended = job(size, rest, source, {**environment, **stalled}, TORCH, SECONDS_A_SEED)
             tell(f"{size} ranks, {dict(environment)}: {fine} of {len(rest)} seeds are fine")
             if fine == len(rest):
                 break
-            cause = _cause(ended)
-            yield Failure(rest[fine], size, cause.rank, f"with {dict(environment)}\n{cause.stderr[-5000:]}",
+            first = cause(ended)
+            yield Failure(rest[fine], size, first.rank, f"with {dict(environment)}\n{first.stderr[-5000:]}",
                           draw(rest[fine], size, features).told())
             rest = rest[fine + 1:]
-
-
-def _job(seeds: Sequence[int], size: int, features: Sequence[str],
-         environment: Mapping[str, str]) -> tuple[int, list[Ended]]:
-    """Return how many of the seeds every rank has finished, and how the ranks ended."""
-    source = f"from tests.torch.fuzz.rank import main\nmain({list(seeds)}, {list(features)})\n"
-    with Processes(size, source, environment=dict(environment), imported=TORCH) as world:
-        try:
-            ended = world.wait(60.0 + SECONDS_A_SEED * len(seeds))
-        except AssertionError:
-            ended = [world._ended(rank) for rank in range(size)]
-    if all(rank.code == 0 for rank in ended):
-        return len(seeds), ended
-    return min(min(rank.stdout.count("fine ") for rank in ended), len(seeds) - 1), ended
-
-
-def _cause(ended: Sequence[Ended]) -> Ended:
-    """Return the rank whose error is not merely what another rank told it."""
-    failed = [rank for rank in ended if rank.code != 0]
-    return next((rank for rank in failed if "PeerFailedError" not in rank.stderr), failed[0])
