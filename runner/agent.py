@@ -22,7 +22,6 @@ from hvdlite._version import __version__
 from hvdlite.core.errors import ProtocolError
 from hvdlite_runner import monitor, survey
 from hvdlite_runner.commands import cores
-from hvdlite_runner.crew import POLL_WITHOUT_PIDFD, Crew
 from hvdlite_runner.messages import (
     MAGIC,
     SILENCE,
@@ -48,6 +47,7 @@ from hvdlite_runner.messages import (
     frame,
 )
 from hvdlite_runner.shells import PROBLEM_CODE
+from hvdlite_runner.worker_group import POLL_WITHOUT_PIDFD, WorkerGroup
 
 _LOOK: Final = 1.0
 _FULL, _EMPTY = 4 << 20, 1 << 20  # bytes waiting for the launcher: stop listening to the ranks, go on
@@ -68,7 +68,7 @@ class Agent:
         self._environ = environ
         self._selector = selectors.DefaultSelector()
         self._selector.register(orders, selectors.EVENT_READ, self._receive)
-        self._crew = Crew(self._selector, self._tell, environ)
+        self._workers = WorkerGroup(self._selector, self._tell, environ)
         self._frames = Frames(events=False)
         self._unsent = bytearray(MAGIC)
         self._heard = time.monotonic()
@@ -77,19 +77,19 @@ class Agent:
 
     def run(self) -> None:
         """Obey until the end."""
-        self._crew.prepare()
+        self._workers.prepare()
         self._wake_for_signals()
         try:
             self._tell(Hello(platform.python_version(), __version__, socket.gethostname(), cores(), os.getpid()))
             while not self._over:
-                wait = POLL_WITHOUT_PIDFD if self._crew.needs_polling() else _LOOK
+                wait = POLL_WITHOUT_PIDFD if self._workers.needs_polling() else _LOOK
                 for key, _ in self._selector.select(wait):
                     key.data()
-                self._crew.notice()
+                self._workers.notice()
                 if time.monotonic() - self._heard > SILENCE:
                     self._over = True
         finally:
-            self._crew.end()
+            self._workers.end()
         self._tell(Over())
         until = time.monotonic() + SILENCE
         while self._unsent and time.monotonic() < until:
@@ -126,9 +126,9 @@ class Agent:
         if isinstance(order, Start):
             if self._doorstep is not None:
                 self._doorstep.close()  # rank 0 will listen there
-            self._crew.start(order)
+            self._workers.start(order)
         elif isinstance(order, Signal):
-            self._crew.signal(order.number)
+            self._workers.signal(order.number)
         elif isinstance(order, End):
             self._over = True
         elif isinstance(order, Ping):
@@ -145,7 +145,7 @@ class Agent:
             except OSError as error:
                 self._tell(Speed(0.0, 0.0, str(error)))
         elif isinstance(order, AskProgress):
-            self._tell(Progress(*monitor.look(self._crew)))
+            self._tell(Progress(*monitor.look(self._workers)))
 
     def _route(self, order: AskRoute) -> Routed:
         if self._doorstep is None:
@@ -176,9 +176,9 @@ class Agent:
         elif waiting and not self._unsent:
             self._selector.unregister(self._out)
         if len(self._unsent) > _FULL:
-            self._crew.pause(True)
+            self._workers.pause(True)
         elif len(self._unsent) < _EMPTY and not self._over:
-            self._crew.pause(False)
+            self._workers.pause(False)
 
 
 def main() -> None:

@@ -35,7 +35,7 @@ _DESCRIPTORS: Final = 3
 """Of a rank: its two streams and its process."""
 
 
-class Crew:
+class WorkerGroup:
     """The ranks of one host.
 
     Args:
