@@ -2,7 +2,7 @@
 
 Rules
 - The launcher's end, a cut link (no order, not even a ping, for `SILENCE` seconds) and an `End` order all end the job here:
-  every process of it is killed, and its directory removed. Were the agent itself killed, its guardian would do that.
+  every process of it is killed, and its directory removed. Were the agent itself killed, its reaper would do that.
 - The agent never blocks on the link: while the launcher does not read, the ranks' output waits in their pipes.
 """
 

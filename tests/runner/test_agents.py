@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdlite.core.errors import ProtocolError
-from hvdlite_runner.guardian import marked_processes
 from hvdlite_runner.messages import MAGIC, End, Exited, Frames, Hello, Output, Ping, Signal, Start, frame
+from hvdlite_runner.reaper import marked_processes
 
 ORDERS = [Ping(), Signal(15), End(), Start([(0, 2, 0, 1, 0, 2)], ["python", "é"], {"A": "b"}, True, b"\0parcel")]
 EVENTS = [Hello("3.11.2", "0.1.0", "a", 8, 77), Output(3, "stderr", b"\xff\n"), Exited(3, -9, False, {"rank": 3}, {})]
