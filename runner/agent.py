@@ -20,7 +20,7 @@ from typing import Final
 
 from hvdlite._version import __version__
 from hvdlite.core.errors import ProtocolError
-from hvdlite_runner import monitor, survey
+from hvdlite_runner import host_probe, monitor
 from hvdlite_runner.commands import cores
 from hvdlite_runner.messages import (
     MAGIC,
@@ -73,7 +73,7 @@ class Agent:
         self._unsent = bytearray(MAGIC)
         self._heard = time.monotonic()
         self._over = False
-        self._doorstep: survey.Doorstep | None = None
+        self._probe_server: host_probe.ProbeServer | None = None
 
     def run(self) -> None:
         """Obey until the end."""
@@ -124,8 +124,8 @@ class Agent:
 
     def _obey(self, order: object) -> None:
         if isinstance(order, Start):
-            if self._doorstep is not None:
-                self._doorstep.close()  # rank 0 will listen there
+            if self._probe_server is not None:
+                self._probe_server.close()  # rank 0 will listen there
             self._workers.start(order)
         elif isinstance(order, Signal):
             self._workers.signal(order.number)
@@ -136,24 +136,24 @@ class Agent:
         elif isinstance(order, AskRoute):
             self._tell(self._route(order))
         elif isinstance(order, AskProbe):
-            self._tell(Probed(survey.probe(order.addresses, order.port)))
+            self._tell(Probed(host_probe.probe(order.addresses, order.port)))
         elif isinstance(order, AskFacts):
-            self._tell(Facts(survey.facts(self._environ)))
+            self._tell(Facts(host_probe.facts(self._environ)))
         elif isinstance(order, AskSpeed):
             try:
-                self._tell(Speed(*survey.speed(order.addresses, order.port)))
+                self._tell(Speed(*host_probe.speed(order.addresses, order.port)))
             except OSError as error:
                 self._tell(Speed(0.0, 0.0, str(error)))
         elif isinstance(order, AskProgress):
             self._tell(Progress(*monitor.look(self._workers)))
 
     def _route(self, order: AskRoute) -> Routed:
-        if self._doorstep is None:
+        if self._probe_server is None:
             try:
-                self._doorstep = survey.Doorstep(order.port)
+                self._probe_server = host_probe.ProbeServer(order.port)
             except OSError as error:
                 return Routed([], 0, f"cannot listen on port {order.port}: {error.strerror}")
-        return Routed(survey.own_addresses(order.hosts, order.interfaces), self._doorstep.port)
+        return Routed(host_probe.own_addresses(order.hosts, order.interfaces), self._probe_server.port)
 
     def _tell(self, event: Event) -> None:
         self._unsent += frame(event)

@@ -25,7 +25,7 @@ from types import FrameType
 from hvdlite.core import launch_contract
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.launch_contract import FailureRecord
-from hvdlite_runner import commands, failures, monitor, survey
+from hvdlite_runner import commands, failures, host_probe, monitor
 from hvdlite_runner.agents import Agents, Stopped, meeting_point
 from hvdlite_runner.failures import Exit
 from hvdlite_runner.messages import AskProgress, Event, Exited, Output, Progress, Refused, Result, Start, Started
@@ -289,7 +289,7 @@ class _Job:
             first = self._remote(groups[0].host.name)
             del agents[first]
             if None in agents and first is not None:
-                agents[None] = survey.route_to(first.host.address) or ""
+                agents[None] = host_probe.route_to(first.host.address) or ""
             where = meeting_point(self._agents, first, agents, self._settings.interfaces, self._settings.coordinator_port)
         elif self._settings.over_tcp:
             where = f"127.0.0.1:{_free_port()}"
