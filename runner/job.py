@@ -92,7 +92,7 @@ def run_job(settings: JobSettings, inherited: Mapping[str, str], observer: monit
     with job.signals():  # before there is anything to clean up
         job.open_files()
         try:
-            job.muster()
+            job.connect_hosts()
             job.start()
             job.loop()
         except Stopped:
@@ -145,7 +145,7 @@ class _Job:
             raise LaunchError(f"cannot write to --output-filename {self._settings.output_directory}: "
                               f"{error.filename}: {error.strerror}") from None
 
-    def muster(self) -> None:
+    def connect_hosts(self) -> None:
         """Reach all hosts at a time, and check that they can take part."""
         self._workers.prepare()
         if self._settings.task_directory is not None:  # standard input ends with whoever called `hvdlite.run`
@@ -165,9 +165,9 @@ class _Job:
         for line in self._settings.notice.splitlines():
             self._note(line)
         meeting = self._meeting()
-        parcel = b""
+        task_payload = b""
         if self._settings.task_directory is not None:
-            parcel = (Path(self._settings.task_directory) / launch_contract.TASK_FILE).read_bytes()
+            task_payload = (Path(self._settings.task_directory) / launch_contract.TASK_FILE).read_bytes()
         self._running = set(self._settings.ranks)
         threads = {group.host.name: max(1, self._cores(group.host.name) // len(group.ranks))
                    for group in self._settings.groups}
@@ -176,7 +176,7 @@ class _Job:
         for group in self._settings.groups:
             given = {"OMP_NUM_THREADS": str(threads[group.host.name])} if self._settings.share_cores else {}
             order = Start([dataclasses.astuple(world) for world in group.worlds], list(self._settings.command),
-                          {**given, **self._settings.environment, **meeting}, self._settings.bind, parcel)
+                          {**given, **self._settings.environment, **meeting}, self._settings.bind, task_payload)
             remote = self._remote(group.host.name)
             if remote is None:
                 self._workers.start(order, stop=lambda: bool(self._signal))

@@ -39,7 +39,7 @@ class Start(Message, frozen=True):
     command: list[str]
     environment: dict[str, str]  # on top of what the worker group inherits; may hold the job's key
     bind: bool = False
-    parcel: bytes = b""  # what every rank finds in the job's directory, as `task`
+    task_payload: bytes = b""  # what every rank finds in the job's directory, as `task`
 
 
 class Signal(Message, frozen=True):

@@ -68,8 +68,8 @@ class WorkerGroup:
     def start(self, order: Start, stop: Callable[[], bool] = lambda: False) -> None:
         """Start ranks, or tell why they cannot be started; `stop` is asked before each one."""
         worlds = [World(*each) for each in order.worlds]
-        if order.parcel:
-            write_privately(Path(self.directory) / TASK_FILE, order.parcel)
+        if order.task_payload:
+            write_privately(Path(self.directory) / TASK_FILE, order.task_payload)
         cores = sorted(os.sched_getaffinity(0)) if order.bind and hasattr(os, "sched_getaffinity") else []
         try:
             with descriptors_for(_DESCRIPTORS * len(worlds), f"starting {len(worlds)} ranks on one host"):
