@@ -1,0 +1,198 @@
+"""Derivatives of collectives over two ranks: autograd's own checks of first and second derivatives, torch.func, vmap.
+
+`together` makes one function of what all ranks do: from all ranks' inputs to all ranks' results. `gradcheck` and `gradgradcheck`
+compare its derivatives with finite differences. Rank 0's thread drives; the other ranks' threads carry out what it asks for.
+"""
+
+from __future__ import annotations
+
+import functools
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import hvdlite_torch as hvd
+from hvdlite import api
+from hvdlite.runtime.runtime import Runtime
+from tests.worlds import threads
+
+SIZE = 2
+Function = Callable[..., Sequence[Any]]  # of one rank's tensors
+first = functools.partial(torch.autograd.gradcheck, fast_mode=True)
+second = functools.partial(torch.autograd.gradgradcheck, fast_mode=True)
+
+
+class Ranks:
+    """All ranks of a world, driven by rank 0."""
+
+    def __init__(self) -> None:
+        self._jobs: list[queue.Queue[Any]] = [queue.Queue() for _ in range(SIZE)]
+        self._results: list[queue.Queue[Any]] = [queue.Queue() for _ in range(SIZE)]
+
+    def serve(self, rank: int) -> None:
+        """Carry out jobs until there is none."""
+        while (job := self._jobs[rank].get()) is not None:
+            try:
+                self._results[rank].put((job(rank), None))
+            except Exception as error:
+                self._results[rank].put((None, error))
+
+    def run(self, job: Callable[[int], Any]) -> list[Any]:
+        """Return what `job(rank)` returns on each rank; raise the first rank's error."""
+        for jobs in self._jobs[1:]:
+            jobs.put(job)
+        self._jobs[0].put(job)
+        self._jobs[0].put(None)
+        self.serve(0)
+        answers = [results.get(timeout=30) for results in self._results]
+        for _, error in answers:
+            if error is not None:
+                raise error
+        return [answer for answer, _ in answers]
+
+    def stop(self) -> None:
+        """Let the other ranks' threads end."""
+        for jobs in self._jobs[1:]:
+            jobs.put(None)
+
+
+def together(ranks: Ranks, function: Function) -> Callable[..., tuple[Any, ...]]:
+    """Return the function of all ranks' inputs, as many for each rank, whose results are all ranks' results.
+
+    Its gradient is what autograd computes on the ranks, each from its own upstream gradients, and is such a function itself.
+    """
+
+    def gradient(count: int, *arguments: Any) -> Sequence[Any]:
+        inputs, upstream = arguments[:count], arguments[count:]
+        wanted = [each for each in inputs if each.requires_grad]
+        return torch.autograd.grad(function(*inputs), wanted, upstream, create_graph=True, materialize_grads=True)
+
+    class Together(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            ctx.save_for_backward(*inputs)
+
+            def job(rank: int) -> list[Any]:
+                with torch.enable_grad():
+                    own = [each.detach().requires_grad_() for each in _of(rank, inputs)]
+                    return [each.detach() for each in function(*own)]
+            return tuple(each for results in ranks.run(job) for each in results)
+
+        @staticmethod
+        def backward(ctx: Any, *upstream: Any) -> Any:
+            inputs = ctx.saved_tensors
+            count = len(inputs) // SIZE
+            arguments = [each for rank in range(SIZE) for each in (*_of(rank, inputs), *_of(rank, upstream))]
+            return together(ranks, functools.partial(gradient, count))(*arguments)
+    return Together.apply
+
+
+def _of(rank: int, values: Sequence[Any]) -> Sequence[Any]:
+    count = len(values) // SIZE
+    return values[rank * count:(rank + 1) * count]
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[Ranks], None]], None]]:
+    """Run a function on rank 0 of a world whose other ranks do what it asks for."""
+    current = threading.local()
+    monkeypatch.setattr(api, "runtime", lambda: current.runtime)
+
+    def run(drive: Callable[[Ranks], None]) -> None:
+        ranks = Ranks()
+
+        def step(runtime: Runtime) -> None:
+            current.runtime = runtime
+            if runtime.world.rank:
+                ranks.serve(runtime.world.rank)
+                return
+            try:
+                drive(ranks)
+            finally:
+                ranks.stop()
+        threads(SIZE, step)
+    yield run
+
+
+def inputs(*shapes: Sequence[int], seed: int = 0) -> list[Any]:
+    """Return tensors of these shapes for each rank; the first dimension of rank 1's is one longer where it is -1 here."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn([rank + 2 if length == -1 else length for length in shape], dtype=torch.float64, generator=generator)
+            .requires_grad_() for rank in range(SIZE) for shape in shapes]
+
+
+def curved(call: Callable[..., Any]) -> Function:
+    """Return a collective between functions that are not linear, so that second derivatives are not zero."""
+    def function(*tensors: Any) -> Sequence[Any]:
+        results = call(*(tensor.sin() + tensor * tensor for tensor in tensors))
+        return [result * result for result in listed(results)]
+    return function
+
+
+def listed(results: Any) -> Sequence[Any]:
+    """Return the results of one call as a list."""
+    return [results] if isinstance(results, torch.Tensor) else list(results)
+
+
+COLLECTIVES: dict[str, tuple[Callable[..., Any], list[Any]]] = {
+    "allreduce, Sum": (lambda x: hvd.allreduce(x, op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.7), [(2, 2)]),
+    "allreduce, Average": (hvd.allreduce, [(3,)]),
+    "allreduce, Max": (lambda x: hvd.allreduce(x, op=hvd.Max), [(3,)]),
+    "allreduce, Min, scaled": (lambda x: hvd.allreduce(x, op=hvd.Min, prescale_factor=-2.0, postscale_factor=3.0), [(3,)]),
+    "allreduce, Product": (lambda x: hvd.allreduce(x, op=hvd.Product, prescale_factor=2.0, postscale_factor=0.3), [(3,)]),
+    "grouped_allreduce": (lambda *xs: hvd.grouped_allreduce(xs, op=hvd.Sum), [(2,), (1, 2)]),
+    "grouped_allreduce, Max": (lambda *xs: hvd.grouped_allreduce(xs, op=hvd.Max), [(2,), (1, 2)]),
+    "allreduce_": (lambda x: hvd.allreduce_(x * 1, op=hvd.Sum), [(2,)]),
+    "grouped_allreduce_": (lambda *xs: hvd.grouped_allreduce_([x * 1 for x in xs]), [(2,), (1, 2)]),
+    "allgather": (lambda x: hvd.allgather(x, horovod_gradient=False), [(-1, 2)]),
+    "grouped_allgather": (lambda *xs: hvd.grouped_allgather(xs, horovod_gradient=False), [(-1, 2), (1,)]),
+    "broadcast": (lambda x: hvd.broadcast(x, 1, horovod_gradient=False), [(3,)]),
+    "broadcast_": (lambda x: hvd.broadcast_(x * 1, 1), [(3,)]),
+    "reducescatter, Sum": (lambda x: hvd.reducescatter(x, op=hvd.Sum, horovod_gradient=False, postscale_factor=0.7), [(3, 2)]),
+    "reducescatter, Average": (lambda x: hvd.reducescatter(x, horovod_gradient=False), [(2,)]),
+    "alltoall": (hvd.alltoall, [(2, 2)]),
+    "alltoall, splits": (lambda x: hvd.alltoall(x, splits=[1, 2])[0], [(4,)]),  # one row stays
+}
+ONE_TENSOR = {name: call for name, (call, shapes) in COLLECTIVES.items() if len(shapes) == 1 and not name.endswith("_")}
+OF_HOROVOD: dict[str, tuple[Callable[..., Any], list[Any]]] = {
+    "allgather": (hvd.allgather, [(-1, 2)]),
+    "grouped_allgather": (lambda *xs: hvd.grouped_allgather(xs), [(-1, 2), (1,)]),
+    "broadcast": (lambda x: hvd.broadcast(x, 1), [(3,)]),
+    "reducescatter": (lambda x: hvd.reducescatter(x, op=hvd.Sum), [(3, 2)]),
+    "grouped_reducescatter": (lambda *xs: hvd.grouped_reducescatter(xs), [(3, 2), (2,)]),
+}
+
+
+def test_first_and_second_derivatives_of_every_collective(world: Any) -> None:
+    def drive(ranks: Ranks) -> None:
+        for name, (call, shapes) in COLLECTIVES.items():
+            function, given = together(ranks, curved(call)), inputs(*shapes)
+            assert first(function, given), name
+            assert second(function, given), name
+        for name, (call, shapes) in OF_HOROVOD.items():
+            given = inputs(*shapes)
+            linear = together(ranks, lambda *xs, call=call: listed(call(*(x.sin() for x in xs))))
+            assert second(linear, given), f"{name}: the derivative of Horovod's gradient"
+    world(drive)
+
+
+def test_derivatives_of_synchronised_batch_norm(world: Any) -> None:
+    def drive(ranks: Ranks) -> None:
+        layers = [hvd.SyncBatchNorm(2, **options).double() for options in ({"affine": False}, {})
+                  for _ in range(SIZE)]
+
+        def normalized(first: int, x: Any, *parameters: Any) -> Sequence[Any]:
+            layer = layers[first + api.rank()]
+            names = dict(zip(("weight", "bias"), parameters))
+            return [torch.func.functional_call(layer, names, (x,)).sin()]
+        for shape in ((-1, 2), (-1, 2, 2), (1, 2, 2, 1)):
+            assert first(together(ranks, functools.partial(normalized, 0)), inputs(shape))
+            given = inputs(shape, (2,), (2,))
+            for check in (first, second):
+                assert check(together(ranks, functools.partial(normalized, SIZE)), given)
+    world(drive)
