@@ -196,3 +196,86 @@ def test_derivatives_of_synchronised_batch_norm(world: Any) -> None:
             for check in (first, second):
                 assert check(together(ranks, functools.partial(normalized, SIZE)), given)
     world(drive)
+
+
+def on_all_ranks(monkeypatch: pytest.MonkeyPatch, step: Callable[[], None]) -> None:
+    """Run a script on ranks that are threads."""
+    current = threading.local()
+    monkeypatch.setattr(api, "runtime", lambda: current.runtime)
+
+    def run(runtime: Runtime) -> None:
+        current.runtime = runtime
+        step()
+    threads(SIZE, run)
+
+
+def test_transforms_of_torch_func(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward mode is in test_ops: its levels are the process's, and ranks are threads here."""
+    def step() -> None:
+        own = torch.tensor([[1.0, 2.0], [3.0, 5.0]], dtype=torch.float64)[api.rank()]
+        both = torch.tensor([4.0, 7.0], dtype=torch.float64)  # the sum
+        sums = functools.partial(hvd.allreduce, op=hvd.Sum)
+        equal = torch.testing.assert_close
+        equal(torch.func.grad(lambda x: sums(x * x).square().sum())(own), SIZE * 4 * own * (own * own + (both - own) ** 2))
+        _, backward = torch.func.vjp(hvd.allgather, own)
+        equal(backward(torch.arange(4, dtype=torch.float64))[0], torch.arange(4.0, dtype=torch.float64)[2 * api.rank():][:2])
+        equal(torch.func.jacrev(lambda x: sums(x * x))(own), SIZE * 2 * own.diag())
+        layer = hvd.SyncBatchNorm(2, track_running_stats=False).double()
+        got = torch.func.grad(lambda weight: (torch.func.functional_call(layer, {"weight": weight}, (own[None],)) ** 3).sum())
+        values = torch.tensor([[1.0, 2.0], [3.0, 5.0]], dtype=torch.float64)
+        normal = ((values - both / 2) / (values.var(0, correction=0) + layer.eps).sqrt())[api.rank()]
+        equal(got(torch.full((2,), 2.0, dtype=torch.float64)), 3 * (2 * normal) ** 2 * normal)
+    on_all_ranks(monkeypatch, step)
+
+
+def test_under_vmap_one_collective_carries_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step() -> None:
+        rank = api.rank()
+        for name, call in ONE_TENSOR.items():
+            for dim in range(3):
+                rows = 4 if "alltoall" in name else 3 if "reduce" in name else 2 + rank if "gather" in name else 3
+                given = torch.randn(rows, 2, dtype=torch.float64).unsqueeze(dim).repeat_interleave(3, dim) + rank
+                given.select(dim, 1).add_(1)
+                expected = [call(each) for each in given.unbind(dim)]
+                got = torch.vmap(call, in_dims=dim)(given)
+                torch.testing.assert_close(got, torch.stack(expected), msg=name)
+        one, two = torch.vmap(lambda x: tuple(hvd.grouped_allreduce([x, torch.full((2,), rank)], op=hvd.Sum)), out_dims=(0, None))(
+            torch.ones(3, 2))
+        assert one.tolist() == [[2, 2]] * 3 and two.tolist() == [1, 1]
+        received, counts = torch.vmap(lambda x: hvd.alltoall(x, splits=[1, 1]), out_dims=(0, None))(torch.full((3, 2), rank))
+        assert received.tolist() == [[0, 1]] * 3 and counts.tolist() == [1, 1]
+        with pytest.raises(hvd.UnsupportedError, match="under vmap this tensor is a scalar"):
+            torch.vmap(hvd.allgather)(torch.ones(3))
+        with pytest.raises(hvd.UnsupportedError, match="cannot run under vmap"):
+            torch.vmap(lambda x: hvd.allreduce(x, op=hvd.Adasum))(torch.ones(3, 2))
+        per_sample = torch.vmap(torch.func.grad(lambda x: hvd.allreduce(x * x, op=hvd.Sum).sum()))(torch.ones(3, 2) + rank)
+        assert per_sample.tolist() == [[SIZE * 2 * (1 + rank)] * 2] * 3
+    on_all_ranks(monkeypatch, step)
+
+
+def test_collectives_in_place_are_seen_by_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step() -> None:
+        for call in (lambda x: hvd.allreduce_(x, op=hvd.Sum), lambda x: hvd.grouped_allreduce_([x])[0],
+                     lambda x: hvd.broadcast_(x, 1)):
+            weight = torch.ones(3, requires_grad=True)
+            saved = (weight * 2).exp()  # exp saves its result
+            call(saved.detach())
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                saved.sum().backward()
+            for each in (torch.ones(2, 3), torch.ones(3, 2).t()):
+                before = each._version
+                assert call(each) is each and each._version > before
+            leaf = torch.nn.Parameter(torch.full((2,), float(api.rank())))
+            assert call(leaf) is leaf and leaf.grad_fn is None
+            assert leaf.tolist() == [1, 1] or call(leaf).tolist() == [0.5, 0.5]
+        own = torch.ones(2, requires_grad=True)
+        computed = own * 3
+        handle = hvd.allreduce_async_(computed, op=hvd.Sum)
+        assert hvd.synchronize(handle) is computed
+        (computed * (1 + api.rank())).sum().backward()
+        assert own.grad.tolist() == [9, 9], "3 times the sum of both ranks' upstream gradients"
+        with pytest.raises(hvd.UnsupportedError, match="in place with op=Max has no gradient"):
+            hvd.allreduce_(own * 1, op=hvd.Max).sum().backward()
+        with pytest.raises(hvd.UnsupportedError, match="Adasum has no gradient"):
+            hvd.allreduce(own, op=hvd.Adasum).sum().backward()
+    on_all_ranks(monkeypatch, step)

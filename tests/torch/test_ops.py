@@ -255,6 +255,14 @@ def test_gradients_are_the_derivatives_or_horovods() -> None:
         assert torch.equal(got, wanted), (got, wanted)
         got = gradient(lambda x: hvd.allreduce(x, op=hvd.Sum), 2)
         assert torch.equal(got, 3 * one[:2])
+        own, both = torch.tensor([[1.0, 2.0], [3.0, 5.0]])[rank], torch.tensor([4.0, 7.0])  # forward mode
+        def squares(x):
+            return hvd.allreduce(x * x, op=hvd.Sum)
+        assert torch.equal(torch.func.jvp(squares, (own,), (torch.ones(2),))[1], 2 * both)
+        assert torch.equal(torch.func.jacfwd(squares)(own), 2 * both.diag())
+        assert torch.equal(torch.func.hessian(lambda x: squares(x).sum())(own), 4 * torch.eye(2))
+        gathered = torch.func.jvp(hvd.allgather, (own[:1 + rank],), (own[:1 + rank],))[1]
+        assert gathered.tolist() == [1, 3, 5]
     """)
 
 
