@@ -1,7 +1,8 @@
 """Derivatives of collectives over two ranks: autograd's own checks of first and second derivatives, torch.func, vmap.
 
-`together` makes one function of what all ranks do: from all ranks' inputs to all ranks' results. `gradcheck` and `gradgradcheck`
-compare its derivatives with finite differences. Rank 0's thread drives; the other ranks' threads carry out what it asks for.
+`together` makes one function of what all ranks do: from all ranks' inputs to all ranks' results. `gradcheck` and
+`gradgradcheck` compare its derivatives with finite differences. Rank 0's thread drives; the other ranks' threads carry out
+what it asks for.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
+
+import torch
 
 import hvdlite_torch as hvd
 from hvdlite import api
@@ -153,7 +156,8 @@ COLLECTIVES: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     "grouped_allgather": (lambda *xs: hvd.grouped_allgather(xs, horovod_gradient=False), [(-1, 2), (1,)]),
     "broadcast": (lambda x: hvd.broadcast(x, 1, horovod_gradient=False), [(3,)]),
     "broadcast_": (lambda x: hvd.broadcast_(x * 1, 1), [(3,)]),
-    "reducescatter, Sum": (lambda x: hvd.reducescatter(x, op=hvd.Sum, horovod_gradient=False, postscale_factor=0.7), [(3, 2)]),
+    "reducescatter, Sum": (lambda x: hvd.reducescatter(x, op=hvd.Sum, horovod_gradient=False, postscale_factor=0.7),
+                           [(3, 2)]),
     "reducescatter, Average": (lambda x: hvd.reducescatter(x, horovod_gradient=False), [(2,)]),
     "alltoall": (hvd.alltoall, [(2, 2)]),
     "alltoall, splits": (lambda x: hvd.alltoall(x, splits=[1, 2])[0], [(4,)]),  # one row stays
@@ -188,7 +192,7 @@ def test_derivatives_of_synchronised_batch_norm(world: Any) -> None:
 
         def normalized(first: int, x: Any, *parameters: Any) -> Sequence[Any]:
             layer = layers[first + api.rank()]
-            names = dict(zip(("weight", "bias"), parameters))
+            names = dict(zip(("weight", "bias"), parameters, strict=False))
             return [torch.func.functional_call(layer, names, (x,)).sin()]
         for shape in ((-1, 2), (-1, 2, 2), (1, 2, 2, 1)):
             assert first(together(ranks, functools.partial(normalized, 0)), inputs(shape))
@@ -221,7 +225,8 @@ def test_transforms_of_torch_func(monkeypatch: pytest.MonkeyPatch) -> None:
         equal(backward(torch.arange(4, dtype=torch.float64))[0], torch.arange(4.0, dtype=torch.float64)[2 * api.rank():][:2])
         equal(torch.func.jacrev(lambda x: sums(x * x))(own), SIZE * 2 * own.diag())
         layer = hvd.SyncBatchNorm(2, track_running_stats=False).double()
-        got = torch.func.grad(lambda weight: (torch.func.functional_call(layer, {"weight": weight}, (own[None],)) ** 3).sum())
+        got = torch.func.grad(
+            lambda weight: (torch.func.functional_call(layer, {"weight": weight}, (own[None],)) ** 3).sum())
         values = torch.tensor([[1.0, 2.0], [3.0, 5.0]], dtype=torch.float64)
         normal = ((values - both / 2) / (values.var(0, correction=0) + layer.eps).sqrt())[api.rank()]
         equal(got(torch.full((2,), 2.0, dtype=torch.float64)), 3 * (2 * normal) ** 2 * normal)
@@ -239,8 +244,8 @@ def test_under_vmap_one_collective_carries_the_batch(monkeypatch: pytest.MonkeyP
                 expected = [call(each) for each in given.unbind(dim)]
                 got = torch.vmap(call, in_dims=dim)(given)
                 torch.testing.assert_close(got, torch.stack(expected), msg=name)
-        one, two = torch.vmap(lambda x: tuple(hvd.grouped_allreduce([x, torch.full((2,), rank)], op=hvd.Sum)), out_dims=(0, None))(
-            torch.ones(3, 2))
+        one, two = torch.vmap(lambda x: tuple(hvd.grouped_allreduce([x, torch.full((2,), rank)], op=hvd.Sum)),
+                              out_dims=(0, None))(torch.ones(3, 2))
         assert one.tolist() == [[2, 2]] * 3 and two.tolist() == [1, 1]
         received, counts = torch.vmap(lambda x: hvd.alltoall(x, splits=[1, 1]), out_dims=(0, None))(torch.full((3, 2), rank))
         assert received.tolist() == [[0, 1]] * 3 and counts.tolist() == [1, 1]

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
+
+import torch
 
 import hvdlite_torch as hvd
 from hvdlite import api
@@ -89,7 +91,8 @@ def on_ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return run
 
 
-def compare(rank: int, plain: Any, whole: Any, counts: Sequence[int], use: Callable[[Any, Any], Any], **close: float) -> None:
+def compare(rank: int, plain: Any, whole: Any, counts: Sequence[int], use: Callable[[Any, Any], Any],
+            **close: float) -> None:
     """Assert that output, gradients and statistics on a rank's rows are those of one process with all rows.
 
     Args:
@@ -97,7 +100,7 @@ def compare(rank: int, plain: Any, whole: Any, counts: Sequence[int], use: Calla
     """
     synced = hvd.SyncBatchNorm.convert_sync_batchnorm(torch.nn.Sequential(copy.deepcopy(plain)))[0]
     rows = slice(sum(counts[:rank]), sum(counts[:rank + 1]))
-    expected_x, x = (each.detach().clone(memory_format=torch.preserve_format).requires_grad_() for each in (whole, whole[rows]))
+    expected_x, x = (each.detach().clone().requires_grad_() for each in (whole, whole[rows]))
     expected, got = plain(expected_x), synced(x)
     use(expected, expected_x).backward()
     use(got, x).backward()
@@ -158,7 +161,8 @@ def test_batches_without_values_and_layers_in_place(on_ranks: Any) -> None:
         with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
             hvd.SyncBatchNorm(3)(torch.ones(rank, 3))
         for affine in (True, False):
-            model = torch.nn.Sequential(torch.nn.Linear(3, 3), hvd.SyncBatchNorm(3, affine=affine), torch.nn.ReLU(inplace=True))
+            norm = hvd.SyncBatchNorm(3, affine=affine)
+            model = torch.nn.Sequential(torch.nn.Linear(3, 3), norm, torch.nn.ReLU(inplace=True))
             model(torch.randn(4, 3)).square().sum().backward()
         frozen = hvd.SyncBatchNorm(3)
         frozen(torch.randn(4, 3)).sum().backward()  # an input without a gradient
