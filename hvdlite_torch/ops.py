@@ -240,11 +240,11 @@ def grouped_reducescatter_async(tensors: Sequence[torch.Tensor], name: str | Non
 def grouped_reducescatter(tensors: Sequence[torch.Tensor], name: str | None = None,
                           compression: type[Compressor] = Compression.none, op: ReduceOp = Average,
                           process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0,
-                          postscale_factor: float = 1.0) -> list[torch.Tensor]:
+                          postscale_factor: float = 1.0, horovod_gradient: bool = True) -> list[torch.Tensor]:
     """Like `reducescatter`, of several tensors. Differentiable."""
     base = _name("grouped_reducescatter", name, process_set)
     pairs = [compression.compress(tensor) for tensor in tensors]
-    call = Scattering(base, process_set, ReduceOp(op), prescale_factor, postscale_factor, True,
+    call = Scattering(base, process_set, ReduceOp(op), prescale_factor, postscale_factor, horovod_gradient,
                       api.member_names(base, len(tensors)))
     scattered = apply(call, *(tensor for tensor, _ in pairs))
     return [compression.decompress(tensor, context) for tensor, (_, context) in zip(scattered, pairs, strict=True)]

@@ -159,6 +159,7 @@ COLLECTIVES: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     "reducescatter, Sum": (lambda x: hvd.reducescatter(x, op=hvd.Sum, horovod_gradient=False, postscale_factor=0.7),
                            [(3, 2)]),
     "reducescatter, Average": (lambda x: hvd.reducescatter(x, horovod_gradient=False), [(2,)]),
+    "grouped_reducescatter": (lambda *xs: hvd.grouped_reducescatter(xs, horovod_gradient=False), [(3, 2), (2,)]),
     "alltoall": (hvd.alltoall, [(2, 2)]),
     "alltoall, splits": (lambda x: hvd.alltoall(x, splits=[1, 2])[0], [(4,)]),  # one row stays
 }

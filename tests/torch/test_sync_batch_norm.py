@@ -19,7 +19,7 @@ from hvdlite.runtime.runtime import Runtime
 from tests.worlds import TORCH, processes, threads
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_it_equals_one_rank_with_the_whole_batch(size: int) -> None:
     processes(size, """
         import torch, hvdlite_torch as hvd
