@@ -26,6 +26,7 @@ from hvdlite.core.process_set import ProcessSet
 from hvdlite.core.types import ReduceOp
 from hvdlite_torch import collectives
 from hvdlite_torch.collectives import TorchHandle
+from hvdlite_torch.framework import contiguous
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 Tensors = Sequence[torch.Tensor]
@@ -191,6 +192,9 @@ class Exchange(Call):
 
 def apply(call: Call, *tensors: torch.Tensor) -> list[torch.Tensor]:
     """Return what a collective makes of tensors. Differentiable."""
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            contiguous(tensor, call.name)  # raises
     is_recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     if not is_recorded and not _transforms_active() and forward_ad._current_level < 0:
         return call.run(tensors)  # autograd's function alone takes 10 us

@@ -274,6 +274,8 @@ def test_collectives_in_place_are_seen_by_autograd(monkeypatch: pytest.MonkeyPat
             leaf = torch.nn.Parameter(torch.full((2,), float(api.rank())))
             assert call(leaf) is leaf and leaf.grad_fn is None
             assert leaf.tolist() == [1, 1] or call(leaf).tolist() == [0.5, 0.5]
+        with torch.inference_mode():
+            assert hvd.allreduce_(torch.ones(2), op=hvd.Sum).tolist() == [2, 2]
         own = torch.ones(2, requires_grad=True)
         computed = own * 3
         handle = hvd.allreduce_async_(computed, op=hvd.Sum)

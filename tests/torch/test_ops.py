@@ -112,13 +112,15 @@ def test_every_error_condition_of_horovod_reaches_every_rank_and_the_job_goes_on
             "cannot be shared equally": lambda: hvd.alltoall(torch.ones(3)),
             "bool has no Sum": lambda: hvd.allreduce(torch.ones(2, dtype=torch.bool), op=hvd.Sum),
             "must be a torch.Tensor, not ndarray": lambda: hvd.broadcast_(ones.numpy(), 0),
+            "must be a torch.Tensor, not ndarray ": lambda: hvd.allreduce(ones.numpy()),
+            "must be a torch.Tensor, not ndarray  ": lambda: hvd.grouped_allgather([ones, ones.numpy()]),
             "not 'sum'": lambda: hvd.allreduce(ones, op="sum"),
             "not Tensor": lambda: hvd.synchronize(ones),
             "not NoneType": lambda: hvd.poll(None),
             "no Linear in it (entry 0)": lambda: hvd.broadcast_parameters(torch.nn.Linear(1, 1), 0),
         }
         for told, call in here.items():
-            raises(ValueError, told, call)
+            raises(ValueError, told.rstrip(), call)
         own = hvd.add_process_set([0])
         if rank == 1:
             raises(ValueError, "not a member", lambda: hvd.allreduce(ones, process_set=own))

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import hvdlite_torch as hvd
 from hvdlite import api
@@ -164,6 +165,14 @@ def test_batches_without_values_and_layers_in_place(on_ranks: Any) -> None:
             norm = hvd.SyncBatchNorm(3, affine=affine)
             model = torch.nn.Sequential(torch.nn.Linear(3, 3), norm, torch.nn.ReLU(inplace=True))
             model(torch.randn(4, 3)).square().sum().backward()
+            gradients = []
+            for options in (None, {"use_reentrant": False}, {"use_reentrant": True}):
+                model.zero_grad()
+                x = random(4, 3, dtype=torch.float32).requires_grad_()
+                (model(x) if options is None else checkpoint(model, x, **options)).square().sum().backward()
+                gradients.append([x.grad, *(parameter.grad for parameter in model.parameters())])
+            torch.testing.assert_close(gradients[0], gradients[1])
+            torch.testing.assert_close(gradients[0], gradients[2])
         frozen = hvd.SyncBatchNorm(3)
         frozen(torch.randn(4, 3)).sum().backward()  # an input without a gradient
         assert frozen.bias.grad.tolist() == [4, 4, 4]
