@@ -7,13 +7,14 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from hvdlite.training.gradient_reducer import GradientReducer
 from hvdlite_torch import cuda, unfinal
+from hvdlite_torch.framework import is_elsewhere
+from hvdlite_torch.shared_parameters import SharedParameters, come_last
 from hvdlite_torch.unfinal import get_grad
 
 _graph_task = torch._C._current_graph_task_id
@@ -33,7 +34,7 @@ class _Backward(threading.local):
 _backward = _Backward()
 
 
-class BackwardHooks:
+class BackwardHooks(SharedParameters):
     """Hands gradients over as they are accumulated, and waits for the round before `backward()` returns.
 
     Where the wait is left for later, by choice or because it was deferred, gradients are guarded until the round is over:
@@ -41,8 +42,8 @@ class BackwardHooks:
     `torch.utils.checkpoint(..., use_reentrant=True)`, nothing marks the end of the outer backward pass: then the round is
     the reducer's to finish.
 
-    A parameter's other hooks are called first, whenever they were registered, as under DDP: they see this rank's gradient, and
-    what they write to it is reduced.
+    A parameter's other hooks are called first, whenever they were registered, as under DDP: they see this rank's gradient,
+    and what they write to it is reduced.
 
     Attributes:
         weight: by what gradients are multiplied before they are handed over.
@@ -50,11 +51,11 @@ class BackwardHooks:
     """
 
     def __init__(self, reducer: GradientReducer[torch.Tensor]) -> None:
-        self._reducer = reducer
+        super().__init__(reducer)
         self._task = -1  # the autograd run whose end we already wait for
         self._hooks: list[RemovableHandle] = []
         self._registered = -1  # torch's count of hooks when ours were last known to be called last
-        self._late: list[torch.Tensor] = []  # to be handed over when the backward pass ends
+        self._late: list[torch.Tensor] = []  # with hooks that come after ours in this backward pass
         self._guarded: list[torch.Tensor] = []
         self.weight = 1.0
         self.on_begin: Callable[[], bool] | None = None
@@ -75,7 +76,7 @@ class BackwardHooks:
                 return
             parameter.requires_grad_(True)
         try:
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), note)))
+            self._hooks.append(self._share(parameter, _hook(weakref.ref(self), note)))
         finally:
             if frozen:
                 parameter.requires_grad_(False)
@@ -85,9 +86,12 @@ class BackwardHooks:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._unshare()
 
     def finish_if_due(self, *, in_step: bool = False) -> None:
         """Like the reducer's."""
+        if self.elsewhere:
+            self.take_back()
         try:
             self._reducer.finish_if_due(in_step=in_step)
         finally:
@@ -99,13 +103,17 @@ class BackwardHooks:
             self._reducer.cleared()
         finally:
             self._unguard()
+            self.claim()
 
     def stepped(self) -> None:
         """Like the reducer's."""
         self._reducer.stepped()
         self._unguard()
+        self.claim()
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
+        if self.elsewhere and is_elsewhere(parameter, self.elsewhere):
+            return
         task = _graph_task()
         if task != self._task and _backward_depth() <= 1:
             if self.on_begin is not None and not self.on_begin():
@@ -113,8 +121,12 @@ class BackwardHooks:
             self._task = task
             _backward.hooks.add(self)
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-            if self._registered != RemovableHandle.next_id and self._come_last(parameter):
-                return
+            self._late.clear()  # of a backward pass that failed
+            if self._registered != RemovableHandle.next_id:
+                self._registered = RemovableHandle.next_id
+                if come_last(self._hooks, parameter):
+                    self._late.append(parameter)
+                    return
         if self.weight != 1.0:
             self.hand_over(parameter)
         else:
@@ -126,21 +138,6 @@ class BackwardHooks:
         if self.weight != 1.0 and gradient is not None:
             gradient.mul_(self.weight)
         self._reducer.hand_over(parameter)
-
-    def _come_last(self, running: torch.Tensor) -> bool:
-        """Move our hooks behind those that were registered since.
-
-        Return whether hooks of `running`, which torch is calling, are still to come in this backward pass.
-        """
-        self._registered = RemovableHandle.next_id
-        self._late.clear()  # of a backward pass that failed
-        for handle in self._hooks:
-            hooks = handle.hooks_dict_ref()
-            if hooks and handle.id in hooks and next(reversed(hooks)) != handle.id:
-                hooks[handle.id] = hooks.pop(handle.id)
-                if hooks is running._post_accumulate_grad_hooks:
-                    self._late.append(running)
-        return bool(self._late)
 
     def _end_backward(self) -> None:
         self._task = -1
@@ -163,18 +160,20 @@ class BackwardHooks:
         """While a round is under way: let whatever reads a gradient end it first."""
         if not self._reducer.is_under_way:
             return
-        owner, guarded = weakref.ref(self), list(self._reducer.parameters)
+        owner, guarded = weakref.ref(self), [parameter for parameter in self._reducer.parameters
+                                               if not is_elsewhere(parameter, self.elsewhere)]
 
         def finish() -> None:
             hooks = owner()
             if hooks is None:  # the optimizer is gone
                 unfinal.unguard(guarded)
             else:
-                hooks._finish()
+                hooks.finish()
         self._guarded = guarded
         unfinal.guard(guarded, finish)
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
+        """End the round that is under way, if there is one; gradients are final then."""
         with torch.profiler.record_function("hvdlite.wait_for_gradients"):
             try:
                 self._reducer.finish_under_way()

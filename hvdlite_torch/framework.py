@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from hvdlite_torch import cuda
 from hvdlite_torch.compression import Compressor
 from hvdlite_torch.seats import COUNTS, Mark, Seat, SeatBatch, fill_seats, given_to
 from hvdlite_torch.unfinal import get_grad, set_grad
+
+Elsewhere = dict[int, weakref.ref[Any]]
 
 
 def contiguous(tensor: torch.Tensor, name: str) -> torch.Tensor:
@@ -95,6 +98,8 @@ class TorchGradients:
         devices: the plane for tensors on GPUs; without it they go over host memory.
 
     Attributes:
+        elsewhere: parameters, by identity, whose gradients another optimizer reduces, as long as what is referred to lives:
+            here they have none.
         unseen_sparse_dims: how many dimensions of a densified gradient are to be sparse afterwards, where this rank has had
             none of its own.
     """
@@ -103,6 +108,7 @@ class TorchGradients:
 
     def __init__(self, compression: type[Compressor], sparse_as_dense: bool, as_view: bool = True,
                  devices: DeviceAccess | None = None) -> None:
+        self.elsewhere: Elsewhere = {}
         self._devices = devices
         self._compression = compression
         self._sparse_as_dense = sparse_as_dense
@@ -111,6 +117,8 @@ class TorchGradients:
         self._sparse_dims_of: dict[int, int] = {}  # by parameter: of sparse gradients that were densified
 
     def has_gradient(self, parameter: torch.Tensor) -> bool:
+        if self.elsewhere and is_elsewhere(parameter, self.elsewhere):
+            return False
         return get_grad(parameter) is not None
 
     def is_trainable(self, parameter: torch.Tensor) -> bool:
@@ -290,6 +298,12 @@ class TorchGradients:
         compressed, context = self._compression.compress(values)
         dense = cuda.carried(contiguous(compressed, "gradient"), self._devices, Collective.ALLREDUCE)
         return Loan(parameter, lent(dense, "gradient", self._devices), dense, context)
+
+
+def is_elsewhere(parameter: torch.Tensor, elsewhere: Elsewhere) -> bool:
+    """Return whether another optimizer reduces the parameter's gradients."""
+    reference = elsewhere.get(id(parameter))
+    return reference is not None and reference() is not None
 
 
 def as_tensor(array: AnyArray) -> torch.Tensor:

@@ -311,6 +311,11 @@ class GradientReducer(Generic[Parameter]):
         member = self._members.get(id(parameter))
         return member is not None and self._is_reduced(member)
 
+    def has_mark(self, parameter: Parameter) -> bool:
+        """Return whether the parameter's gradient is one that was reduced, in whichever step."""
+        member = self._members.get(id(parameter))
+        return member is not None and self._framework.is_marked(parameter, member.mark)
+
     def stepped(self) -> None:
         """The optimizer has used the gradients; accumulating onto them is the user's business again."""
         self._steps += 1
