@@ -191,20 +191,22 @@ class GradientReducer(Generic[Parameter]):
             member = self._newcomer(parameter)
             if member is None:
                 return
-        if self.is_under_way and member.given == self._number:
+        if member.given == self._number and self.is_under_way:
             if member.missing != self._number and not self.is_idempotent:
                 raise self._twice(member)
             self._come_late(member)
             return
-        if not self.is_idempotent and self._gradients.is_reduced(member):
+        gradients = self._gradients
+        if not gradients.is_idempotent and gradients.is_reduced(member):
             raise self._twice(member)
         self._touched = True
-        self._gradients.count_pass(member)
+        if member.period != gradients.period:
+            member.period, member.passes = gradients.period, 0
         if self._suspended:
             return
         member.passes += 1
         if member.passes >= self.passes:
-            if not self.is_under_way:
+            if self._phase is Phase.IDLE:
                 self._begin_round()
             self._give(member, self._framework.has_gradient(parameter))
 
@@ -493,13 +495,14 @@ class GradientReducer(Generic[Parameter]):
 
     def _give(self, member: Member[Parameter], present: bool) -> None:
         """Hand a member over, with or without a gradient."""
-        if self._buckets is None or member.sparse:
+        buckets = self._buckets
+        if buckets is None or member.sparse:
             self._declare(member, present)
         else:
-            for parameter, has_gradient in self._buckets.give(member.parameter, present, self._in_step):
+            for parameter, has_gradient in buckets.give(member.parameter, present, self._in_step):
                 self._declare(self._members[id(parameter)], has_gradient)
-            while self._buckets.vacated:
-                parameter, mark = self._buckets.vacated.pop()
+            while buckets.vacated:
+                parameter, mark = buckets.vacated.pop()
                 self._members[id(parameter)].mark = mark
         member.given = self._number
         if not present:
@@ -524,8 +527,7 @@ class GradientReducer(Generic[Parameter]):
         """Wait for every handle of the round, and make the results the parameters' gradients."""
         if self._buckets is not None:
             for reduced, marks in self._buckets.wait(errors, deferrable):
-                for (parameter, _), mark in zip(reduced, marks, strict=True):
-                    self._mark(self._members[id(parameter)], mark)
+                self._mark_all([self._members[id(parameter)] for parameter, _ in reduced], marks)
             for parameter, rows in self._buckets.gathered:
                 self._take_rows(self._members[id(parameter)], rows, errors)
             self._note_behind(self._buckets.behind)
@@ -570,9 +572,12 @@ class GradientReducer(Generic[Parameter]):
 
     def _mark(self, member: Member[Parameter], mark: Any) -> None:
         """The reduced gradient is the parameter's."""
-        self._gradients.mark(member, mark)
+        self._mark_all([member], [mark])
+
+    def _mark_all(self, members: Sequence[Member[Parameter]], marks: Sequence[Any]) -> None:
+        self._gradients.mark_all(members, marks)
         if self.on_reduced is not None:
-            self._reduced.append(member.parameter)
+            self._reduced += [member.parameter for member in members]
 
     def _check_unchanged(self) -> None:
         changed = self._gradients.changed(self._members.values())

@@ -42,6 +42,7 @@ class MemberGradients(Generic[Parameter]):
     """Knows the state of the members' gradients.
 
     Attributes:
+        period: the present one; it grows when what was accumulated has been reduced, or is cleared.
         is_idempotent: whether reducing a reduced gradient again leaves it as it is.
         takes_changed: whether reduced gradients count as present that were written to since their step.
     """
@@ -49,27 +50,29 @@ class MemberGradients(Generic[Parameter]):
     def __init__(self, framework: Framework[Parameter]) -> None:
         self._framework = framework
         self._generation = 0  # grows when gradients are cleared or stepped with
-        self._period = 1  # grows when what was accumulated has been reduced, or is cleared
+        self.period = 1
         self.is_idempotent = self.takes_changed = False
         self._aside: list[tuple[Member[Parameter], Any]] = []  # gradients that came too late for the round under way
 
     def count_pass(self, member: Member[Parameter]) -> None:
         """A backward pass has accumulated into the member's gradient; `passes` is to be counted by the caller."""
-        if member.period != self._period:
-            member.period, member.passes = self._period, 0
+        if member.period != self.period:
+            member.period, member.passes = self.period, 0
 
-    def mark(self, member: Member[Parameter], mark: Any) -> None:
-        """The reduced gradient is the parameter's."""
-        member.mark, member.marked = mark, self._generation
+    def mark_all(self, members: Iterable[Member[Parameter]], marks: Iterable[Any]) -> None:
+        """The reduced gradients are the parameters'."""
+        generation = self._generation
+        for member, mark in zip(members, marks, strict=True):
+            member.mark, member.marked = mark, generation
 
     def end_period(self) -> None:
         """A round is over: what is accumulated from now on is new."""
-        self._period += 1
+        self.period += 1
 
     def end_generation(self) -> None:
         """The gradients were used or cleared."""
         self._generation += 1
-        self._period += 1
+        self.period += 1
 
     def renew(self, members: Iterable[Member[Parameter]]) -> None:
         """What has been written to the gradients so far does not make them new ones."""
@@ -85,7 +88,7 @@ class MemberGradients(Generic[Parameter]):
         """Return whether a member that was not handed over takes part in a round with its gradient."""
         if not self._framework.has_gradient(member.parameter):
             return False
-        if member.period == self._period or not self._framework.is_marked(member.parameter, member.mark):
+        if member.period == self.period or not self._framework.is_marked(member.parameter, member.mark):
             return True
         return self.is_idempotent and (member.marked == self._generation or (
             self.takes_changed and self._framework.is_changed(member.parameter, member.mark)))
