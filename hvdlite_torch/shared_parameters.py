@@ -44,10 +44,11 @@ class SharedParameters:
 
     def take_back(self) -> None:
         """Before gradients are used: let those count that the other optimizer has not reduced."""
-        for key, reference in list(self.elsewhere.items()):
-            other = reference()
+        for other in {reference() for reference in self.elsewhere.values()}:
             if other is not None:
                 other.finish()
+        for key, reference in list(self.elsewhere.items()):
+            other = reference()
             if other is None or not other._reducer.has_mark(self._own[key]):
                 del self.elsewhere[key]
 
