@@ -124,7 +124,7 @@ class BackwardHooks:
             self._reducer.hand_over(parameter)
 
     def _enter(self, task: int, parameter: torch.Tensor) -> bool:
-        """Look at the first gradients of an autograd run whose end we do not wait for; return whether to hand one over now."""
+        """Enter an autograd run whose end we do not wait for, by a gradient; return whether to hand that over now."""
         if task != self._nested:
             _check_not_compiled()
             is_nested, node = _enclosing()
@@ -145,9 +145,9 @@ class BackwardHooks:
         if key in self._nested_now:
             self._nested_once.clear()
             raise GradientOrderError(
-                f"a parameter of shape {list(parameter.shape)} is in several torch.utils.checkpoint(..., use_reentrant=True) "
-                "of one backward pass, and was in one only before: its gradient was handed over when the first one was "
-                "computed. Use use_reentrant=False, or clear gradients and repeat the step")
+                f"a parameter of shape {list(parameter.shape)} is in several torch.utils.checkpoint(..., "
+                "use_reentrant=True) of one backward pass, and was in one only before: its gradient was handed over when the "
+                "first one was computed. Use use_reentrant=False, or clear gradients and repeat the step")
         self._nested_now.add(key)
         return True
 

@@ -490,11 +490,12 @@ class GradientReducer(Generic[Parameter]):
         if self._buckets is None or member.sparse:
             self._declare(member, present)
         else:
+            is_own = not present and self._gradients.is_own(member)
             for parameter, has_gradient in self._buckets.give(member.parameter, present, self._in_step):
                 self._declare(self._members[id(parameter)], has_gradient)
             while self._buckets.vacated:
-                parameter, mark = self._buckets.vacated.pop()
-                self._members[id(parameter)].mark = mark
+                _, mark = self._buckets.vacated.pop()  # of this member
+                member.mark = None if is_own else mark
         member.given = self._number
         if not present:
             member.missing = self._number
