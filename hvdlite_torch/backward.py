@@ -46,10 +46,10 @@ class BackwardHooks(SharedParameters):
     reading one ends it. Hooks do not keep this object alive, and end with it.
 
     `torch.utils.checkpoint(..., use_reentrant=True)` nests an autograd run in the outer one, and nothing tells the nested
-    run when the outer one ends. So when a gradient comes from a nested run, the nodes that follow the checkpoint in the outer
-    run get a hook, which asks to be told of its end. A layer in several such checkpoints is accumulated into several times in
-    one backward pass. Hence gradients from nested runs are handed over when the outer pass ends, until a pass has shown which
-    come only once; those are handed over at once from then on.
+    run when the outer one ends. So when a gradient comes from a nested run, the nodes that follow the checkpoint in the
+    outer run get a hook, which asks to be told of its end. A layer in several such checkpoints is accumulated into several
+    times in one backward pass. Hence gradients from nested runs are handed over when the outer pass ends, until a pass has
+    shown which come only once; those are handed over at once from then on.
 
     A parameter's other hooks are called first, whenever they were registered, as under DDP: they see this rank's gradient,
     and what they write to it is reduced.
@@ -91,7 +91,8 @@ class BackwardHooks(SharedParameters):
                 return
             parameter.requires_grad_(True)
         try:
-            self._hooks.append(self._share(parameter, _hook(weakref.ref(self), note)))
+            with torch._C.DisableTorchFunctionSubclass():  # a lazy parameter refuses it, but keeps the hook
+                self._hooks.append(self._share(parameter, _hook(weakref.ref(self), note)))
         finally:
             if frozen:
                 parameter.requires_grad_(False)
@@ -138,7 +139,7 @@ class BackwardHooks(SharedParameters):
             self._reducer.hand_over(parameter)
 
     def _enter(self, task: int, parameter: torch.Tensor) -> bool:
-        """A gradient comes from another autograd run than the one whose end we wait for; return whether to hand it over now."""
+        """Enter an autograd run whose end we do not wait for, by a gradient; return whether to hand that over now."""
         is_early = False
         if task != self._nested:
             _check_not_compiled()
@@ -160,11 +161,11 @@ class BackwardHooks(SharedParameters):
             self._nested_later[key] = parameter, 1 + self._nested_later.get(key, (parameter, 0))[1]
             return False
         if key in self._nested_now:
-            self._nested_once.discard(key)
+            self._nested_once.clear()
             raise GradientOrderError(
-                f"a parameter of shape {list(parameter.shape)} is in several torch.utils.checkpoint(..., use_reentrant=True) of "
-                "one backward pass, and was in one only before: its gradient was handed over when the first one was computed. "
-                "Use use_reentrant=False, or repeat the step")
+                f"a parameter of shape {list(parameter.shape)} is in several torch.utils.checkpoint(..., "
+                "use_reentrant=True) of one backward pass, and was in one only before: its gradient was handed over when the "
+                "first one was computed. Use use_reentrant=False, or clear gradients and repeat the step")
         self._nested_now.add(key)
         return True
 
@@ -317,7 +318,7 @@ def _check_not_compiled() -> None:
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")
     if compiled is not None and getattr(compiled, "in_compiled_autograd_region", False):
         raise UnsupportedError("compiled autograd does not tell hooks when a backward pass ends, which DistributedOptimizer "
-                               "has to know. Leave torch._dynamo.config.compiled_autograd off; compiled models work without it")
+                               "has to know. Leave torch._dynamo.config.compiled_autograd off; compiled models need it not")
 
 
 def _remove(hooks: list[Any]) -> None:

@@ -65,8 +65,8 @@ def DistributedOptimizer(
     with communication hooks that are not exact, one of these is needed: a second pass onto reduced gradients is an error.
 
     Gradients that a script sets itself (`p.grad = ...`, by `torch.autograd.grad` or torch.func, of float32 copies) are
-    reduced in `step()` or `synchronize()`, on all ranks. So are those with which it replaces reduced ones; what it changes in place
-    after the reduction (clipping) stays as it is.
+    reduced in `step()` or `synchronize()`, on all ranks. So are those with which it replaces reduced ones; what it changes
+    in place after the reduction (clipping) stays as it is.
 
     `step(closure)`: gradients are final when the closure returns, also on a rank whose closure had no `backward()`. For
     `torch.optim.LBFGS`, which decides by the losses how often it calls the closure, losses are reduced like gradients. For

@@ -18,7 +18,7 @@ Rules (PROTOCOL rules 7, 8; docs/decisions/0017)
 - Accumulating onto a reduced gradient is reduced in another round where that is exact (`is_idempotent`: for averages). For
   other operations the reduced part would count twice, so that is an error, unless the gradient was cleared.
 - A gradient that comes too late for a round under way (another backward pass, where the wait was left for later) is set
-  aside and added to the reduced one. A further round follows for each of these passes, as on ranks that wait in `backward()`.
+  aside and added to the reduced one. Each of these passes has a round that follows, as on ranks that wait in `backward()`.
 - A gradient that was not computed by a watched backward pass counts when it is not the one that was reduced last. In the
   step (and in `synchronize()`), one that was written to since the step before counts too.
 - A parameter that does not require a gradient is no member. It becomes one in the first round that finds it trainable.
@@ -323,13 +323,12 @@ class GradientReducer(Generic[Parameter]):
         """While the round under way is left for later: keep further backward passes from writing to what it reduces."""
         if not (self.is_idempotent and self._moves_gradients):
             return  # further passes are errors, or what they add is reduced with the rest
-        for member, _, _ in self._alone:
-            if member.missing != self._number:
+        handed_over = [member for member, _, _ in self._alone]
+        if self._phase is Phase.CLOSED:  # a wait that was deferred may have come to some of them
+            handed_over += filter(self._gradients.is_reduced, self._members.values())
+        for member in handed_over:
+            if member.missing != self._number and id(member.parameter) not in self._late:
                 self._gradients.withdraw(member)
-        if self._phase is Phase.CLOSED:
-            for member in self._members.values():  # a wait that was deferred may have come to some of them
-                if member.missing != self._number and self._gradients.is_reduced(member):
-                    self._gradients.withdraw(member)
 
     def is_reduced(self, parameter: Parameter) -> bool:
         """Return whether the parameter's gradient is one that was reduced in this step (and changed since, perhaps)."""
@@ -461,8 +460,8 @@ class GradientReducer(Generic[Parameter]):
         if replaced is not None and not self.is_idempotent:
             raise GradientOrderError(
                 f"'{replaced.name}' has another gradient on rank {self._runtime.world.rank} than the one that was reduced "
-                f"in this step. With {self._told_reduction()} it cannot be told whether it is reduced already. Change .grad in "
-                "place (p.grad.copy_(...), p.grad.mul_(...)) to use it as it is, or clear gradients with "
+                f"in this step. With {self._told_reduction()} it cannot be told whether it is reduced already. Change .grad "
+                "in place (p.grad.copy_(...), p.grad.mul_(...)) to use it as it is, or clear gradients with "
                 "optimizer.zero_grad() before you set them, to have them reduced")
         return replaced is not None
 
@@ -499,11 +498,12 @@ class GradientReducer(Generic[Parameter]):
         if buckets is None or member.sparse:
             self._declare(member, present)
         else:
+            is_own = not present and self._gradients.is_own(member)
             for parameter, has_gradient in buckets.give(member.parameter, present, self._in_step):
                 self._declare(self._members[id(parameter)], has_gradient)
             while buckets.vacated:
-                parameter, mark = buckets.vacated.pop()
-                self._members[id(parameter)].mark = mark
+                _, mark = buckets.vacated.pop()  # of this member
+                member.mark = None if is_own else mark
         member.given = self._number
         if not present:
             member.missing = self._number

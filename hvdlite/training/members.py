@@ -104,11 +104,15 @@ class MemberGradients(Generic[Parameter]):
 
         It is new when it is not the one that was reduced last. Where that is exact also when that one has been written to.
         """
-        is_old = (lambda parameter, mark: not self._framework.is_changed(parameter, mark)) if self.is_idempotent \
-            else self._framework.is_marked
-        return any(self._framework.has_gradient(member.parameter)
-                   and (member.mark is None or not is_old(member.parameter, member.mark))
-                   for member in members if member.marked != self._generation)
+        return any(self.is_own(member) for member in members if member.marked != self._generation)
+
+    def is_own(self, member: Member[Parameter]) -> bool:
+        """Return whether the member has a gradient that the script has set, or has written to where that can be reduced."""
+        if not self._framework.has_gradient(member.parameter):
+            return False
+        if member.mark is None or not self.is_idempotent:
+            return not self._framework.is_marked(member.parameter, member.mark)
+        return self._framework.is_changed(member.parameter, member.mark)
 
     def were_cleared(self, members: Iterable[Member[Parameter]]) -> bool:
         """Return whether there were reduced gradients in this generation, of which the script has left none."""
