@@ -165,6 +165,12 @@ class GradientReducer(Generic[Parameter]):
         return (member.parameter for member in (*self._members.values(), *self._waiting_list.values())
                 if self._framework.is_trainable(member.parameter))
 
+    def change_framework(self, framework: Framework[Parameter]) -> None:
+        """Between rounds: access gradients in another way, because they are in another memory now."""
+        self.framework = self._framework = framework
+        self._gradients.framework = framework
+        self._seating = None
+
     def add(self, parameter: Parameter, name: str, cluster: int = 0) -> None:
         """Take a parameter into the set, from the next round on in which it is trainable; the same ones on all ranks.
 
