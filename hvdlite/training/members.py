@@ -93,9 +93,12 @@ class MemberGradients(Generic[Parameter]):
 
     def replaced(self, members: Iterable[Member[Parameter]]) -> Member[Parameter] | None:
         """Return a member whose gradient was reduced in this generation, and is another tensor now."""
-        return next((member for member in members
-                     if member.marked == self._generation and not self.framework.is_marked(member.parameter, member.mark)
-                     and self.framework.has_gradient(member.parameter)), None)
+        generation, is_marked = self._generation, self.framework.is_marked  # this is done for every gradient of every step
+        for member in members:
+            if (member.marked == generation and not is_marked(member.parameter, member.mark)
+                    and self.framework.has_gradient(member.parameter)):
+                return member
+        return None
 
     def have_unreduced(self, members: Iterable[Member[Parameter]]) -> bool:
         """Return whether a member without a reduction in this generation has a gradient that is new.
