@@ -508,6 +508,8 @@ class GradientReducer(Generic[Parameter]):
 
     def _declare(self, member: Member[Parameter], present: bool) -> None:
         """Let a member go by itself."""
+        if present and self._gradients.is_again(member):
+            member.again = self._number
         moment = Moment(self._label, self._number, self._steps, self._in_step)
         if present and self._framework.is_sparse(member.parameter):
             rows = self._framework.rows(member.parameter)
@@ -538,10 +540,22 @@ class GradientReducer(Generic[Parameter]):
             if handle.completion is not None:
                 self._framework.follow(handle.completion)
             self._note_behind(handle.behind)
+            if member.again == self._number:
+                self._check_all_contributed(member, handle.contributors, errors)
             if loan is None or result is not loan.array:
                 self._take_rows(member, result, errors)
             elif handle.contributors:
                 self._mark(member, self._framework.give_back(loan))
+
+    def _check_all_contributed(self, member: Member[Parameter], ranks: Collection[int], errors: list[HvdliteError]) -> None:
+        """Without some ranks' reduced gradients, an average of reduced gradients is too small."""
+        others = sorted(set(self._runtime.members(self._process_set)) - set(ranks))
+        if others:
+            errors.append(GradientOrderError(
+                f"'{member.name}' was computed again after its reduction in this step, but {named_ranks(others)} took part "
+                "without the reduced gradient (joined, or cleared it): their shares would be missing. Make one backward "
+                "pass a step there: use backward_passes_per_step, optimizer.no_sync() for all but the last backward pass, "
+                "or add the losses"))
 
     def _end_round(self) -> None:
         self._buckets = None

@@ -167,6 +167,22 @@ def test_different_numbers_of_passes_over_the_same_parameters_are_an_error_on_al
     threads(2, step)
 
 
+def test_a_second_pass_is_an_error_while_ranks_have_joined() -> None:
+    """Their reduced gradients would be missing."""
+    def step(runtime: Runtime) -> None:
+        model = net()
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), _runtime=runtime)
+        with optimizer.join():
+            for turn in range(3 + 3 * (runtime.world.rank == 0)):
+                optimizer.zero_grad()
+                model(torch.ones(1, 6)).sum().backward()
+                if turn == 5:
+                    with pytest.raises(GradientOrderError, match=r"rank 1 took part without the reduced gradient \(joined"):
+                        model(torch.ones(1, 6)).sum().backward()
+                optimizer.step()
+    threads(2, step)
+
+
 # --- closures --------------------------------------------------------------------------------------------------------
 
 
