@@ -106,7 +106,7 @@ class DistributedLoader:
         """
         if self._replica.size == 1:
             return 0
-        own = (self._source.facts(), self._source.depth, self._holdings.due)
+        own = (self._source.facts(), self._source.depth, self._holdings.due or self._holdings.has_loaded)
         everywhere = self._replica.allgather_object(own, "epoch")
         for number, (facts, _, _) in enumerate(everywhere):
             if facts != everywhere[0][0]:

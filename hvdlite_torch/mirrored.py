@@ -34,8 +34,7 @@ class MirroredStrategy(Launching):
     Batches are global: `distribute` gives each rank its share, and averages weigh ranks by their samples, so losses are to
     be means over the batch. Started without a launcher there is one replica, and everything runs as without a strategy.
 
-    A `load_state_dict` is for all ranks; on some only, it counts when it comes before the first batch or step, or between
-    the epochs of a distributed loader. Running statistics of BatchNorm are each rank's own, after the first step.
+    A `load_state_dict` may be called on some ranks only: rank 0's values count. Running statistics of BatchNorm are each rank's own, after the first step.
 
     Args:
         devices: how many ranks `launch` starts when no launcher has; a number, or as many as the list is long.
@@ -92,6 +91,7 @@ class MirroredStrategy(Launching):
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Return `fn(*args, **kwargs)`, after mirroring what is due; all ranks call this together."""
+        self._holdings.agree()
         self._holdings.mirror_if_due()
         return fn(*args, **(kwargs or {}))
 
@@ -168,10 +168,10 @@ class MirroredStrategy(Launching):
         return mapped(value, gathered)
 
     def _reduced(self, op: ReduceOp, value: Any, axis: int | None) -> Any:
-        tensor = torch.as_tensor(value).detach()
+        tensor = _widest(value) if isinstance(value, (int, float, complex)) else torch.as_tensor(value).detach()
         averages = op is ReduceOp.AVERAGE
         if averages and not (tensor.is_floating_point() or tensor.is_complex()):
-            tensor = tensor.to(torch.get_default_dtype())
+            tensor = tensor.to(torch.get_default_dtype() if isinstance(value, torch.Tensor) else torch.float64)
         result = tensor
         if axis is not None:
             result = self._over_axis(tensor, axis, averages)
@@ -194,6 +194,12 @@ class MirroredStrategy(Launching):
         else:
             return self._replica.allreduce(sums, ReduceOp.SUM)
         return (total / count).to(tensor.dtype) if averages else total
+
+
+def _widest(number: complex) -> torch.Tensor:
+    """Return a Python number as a tensor, without rounding it to 32 bits."""
+    kinds = ((bool, torch.bool), (int, torch.int64), (float, torch.float64))
+    return torch.tensor(number, dtype=next((dtype for kind, dtype in kinds if isinstance(number, kind)), torch.complex128))
 
 
 def _of_settings(devices: int | None, scale_learning_rate: bool, sync_batch_norm: bool, backward_passes_per_step: int,
