@@ -34,7 +34,8 @@ class MirroredStrategy(Launching):
     Batches are global: `distribute` gives each rank its share, and averages weigh ranks by their samples, so losses are to
     be means over the batch. Started without a launcher there is one replica, and everything runs as without a strategy.
 
-    A `load_state_dict` may be called on some ranks only: rank 0's values count. Running statistics of BatchNorm are each rank's own, after the first step.
+    A `load_state_dict` may be called on some ranks only: rank 0's values count. Running statistics of BatchNorm are each
+    rank's own, after the first step (see `broadcast_buffers`).
 
     Args:
         devices: how many ranks `launch` starts when no launcher has; a number, or as many as the list is long.

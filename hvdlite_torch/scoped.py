@@ -28,6 +28,7 @@ from hvdlite.core.errors import MismatchError
 from hvdlite.core.process_set import ProcessSet
 from hvdlite_torch.backward import BackwardHooks
 from hvdlite_torch.compression import Compressor
+from hvdlite_torch.foreign_optimizers import refuse_foreign_optimizers
 from hvdlite_torch.optimizer import Distributed, DistributedOptimizer, is_distributed, reads_gradients
 from hvdlite_torch.replica import Replica
 from hvdlite_torch.sync_batch_norm import SyncBatchNorm
@@ -59,6 +60,8 @@ class Holdings:
         self._optimizers: _Living[Any] = _Living()
         self._owners = WeakTensorKeyDictionary()  # by parameter: a weak reference to the hooks that hand its gradient over
         self._weight = 1.0
+        if replica.size > 1:
+            refuse_foreign_optimizers(self)
         self._weighing: list[tuple[Any, Any]] = []  # while the weight is not 1: nodes of the graph, and our hooks on them
 
     # --- what is made ------------------------------------------------------------------------------------------------
@@ -110,6 +113,14 @@ class Holdings:
         """Return who hands a parameter's gradient over already."""
         reference = self._owners.get(parameter)
         return None if reference is None else reference()
+
+    def paths(self) -> dict[int, str]:
+        """Return the paths of the parameters of the scope's modules, by the parameters' identity."""
+        paths: dict[int, str] = {}
+        for name, module in self._living_modules():
+            for path, parameter in module.named_parameters():
+                paths.setdefault(id(parameter), f"{name}.{path}")
+        return paths
 
     def own(self, parameter: torch.Tensor, hooks: BackwardHooks) -> None:
         """Note who hands a parameter's gradient over."""
