@@ -32,7 +32,7 @@ class _Guard:
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         holdings = self._holdings()
-        if holdings is None or self._groups.get(optimizer) == len(optimizer.param_groups) or is_distributed(optimizer):
+        if is_distributed(optimizer) or holdings is None or self._groups.get(optimizer) == len(optimizer.param_groups):
             return
         paths = holdings.paths()
         for group in optimizer.param_groups:

@@ -74,6 +74,15 @@ class MirroredStrategy(Launching):
         """The number of replicas: of ranks in the process set."""
         return self._replica.size
 
+    @property
+    def weight(self) -> float:
+        """What this rank's mean over the current batch counts in the average of all ranks' means; 1 in even batches.
+
+        Gradients that a backward pass accumulates are multiplied by it. Multiply those that you compute with
+        `torch.autograd.grad` by it yourself, before you set them.
+        """
+        return self._current.weight
+
     @contextmanager
     def scope(self) -> Iterator[MirroredStrategy]:
         """Distribute optimizers that this thread makes inside, and remember modules.

@@ -180,10 +180,11 @@ def test_what_autograd_grad_returns_is_not_weighed() -> None:
         strategy = MirroredStrategy(_runtime=runtime)
         with strategy.scope():
             model = torch.nn.Linear(1, 1, bias=False)
-            torch.optim.SGD(model.parameters(), lr=0.1).zero_grad()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for (x,) in strategy.distribute([(torch.ones(3, 1),)]):
             gradient, = torch.autograd.grad(model(x).mean(), model.weight)
-            assert gradient.item() == 1.0
+            assert gradient.item() == 1.0 and strategy.weight == (4 / 3, 2 / 3)[runtime.world.rank]
+            optimizer.step()
     threads(2, step)
 
 
