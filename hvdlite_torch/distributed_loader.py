@@ -77,7 +77,7 @@ class DistributedLoader:
         self._source: _Source = _Whole(loader)
         if replica.size > 1:
             self._source = source_of(loader, replica)
-        self._is_compared = not self._source.is_whole
+        self._is_compared, self._is_begun = not self._source.is_whole, False
 
     def __len__(self) -> int:
         """Return the number of global batches."""
@@ -119,14 +119,18 @@ class DistributedLoader:
         """
         if self._replica.size == 1:
             return 0
-        own = (self._source.facts(), self._source.depth, self._holdings.due or self._holdings.has_loaded)
+        own = (self._source.facts(), self._source.depth, self._holdings.due or self._holdings.has_loaded,
+               same_data.fingerprint(self._loader))
         everywhere = self._replica.allgather_object(own, "epoch")
-        for number, (facts, _, _) in enumerate(everywhere):
+        for number, (facts, *_) in enumerate(everywhere):
             if facts != everywhere[0][0]:
                 raise MismatchError(f"ranks distribute different data: replica 0 has {everywhere[0][0]}, replica {number} "
                                     f"{facts}")
-        self._holdings.due = any(due for _, _, due in everywhere)
-        return max(depth for _, depth, _ in everywhere)
+        if not self._is_begun:
+            self._is_begun = True
+            same_data.compare_fingerprints([fingerprint for *_, fingerprint in everywhere])
+        self._holdings.due = any(due for _, _, due, _ in everywhere)
+        return max(depth for _, depth, *_ in everywhere)
 
 
 class _Source:

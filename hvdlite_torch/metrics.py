@@ -19,6 +19,7 @@ def synchronize_metrics(module: torch.nn.Module) -> None:
     Metrics with a `dist_sync_fn` of their own are left alone. All ranks call `compute()` together from then on. A metric's
     `process_group` may be a `ProcessSet`.
     """
+    metric: Any
     for metric in module.modules():
         if hasattr(metric, "dist_sync_fn") and hasattr(metric, "distributed_available_fn") and metric.dist_sync_fn is None:
             metric.dist_sync_fn = gather_all_tensors

@@ -5,6 +5,7 @@
 | a sampler, or a dataset of Hugging Face, that knows how many ranks there are | `ValueError` in `strategy.distribute` |
 | `torch.utils.data.Subset` with other indices (`random_split` without a seed) | `MismatchError` on all ranks |
 | first batches that every rank makes whole, and that have nothing in common | a warning: it can also be augmentation |
+| other fingerprints of a map-style dataset of Hugging Face | a warning: they can also be random |
 """
 
 from __future__ import annotations
@@ -78,8 +79,22 @@ def compare(replica: Replica, seen: list[str] | None) -> None:
                   "the same; then seed it alike, or filter this warning", stacklevel=2)
 
 
-_ADVICE = (". Seed the dataset alike on all ranks, and leave out what splits it by rank (split_by_node, hvd.rank()), or "
-           "iterate over it without strategy.distribute")
+def fingerprint(loader: Any) -> str | None:
+    """Return what a Dataset of Hugging Face calls its content; None where there is none."""
+    found = [vars(part).get("_fingerprint") for part in _parts(loader) if hasattr(part, "__dict__")]
+    return next((each for each in found if isinstance(each, str)), None)
+
+
+def compare_fingerprints(fingerprints: list[str | None]) -> None:
+    """Warn when ranks have datasets with other fingerprints."""
+    if len(set(fingerprints)) > 1:
+        warnings.warn("the ranks' datasets have different fingerprints, but each rank takes its share of the same indices: the "
+                      f"others' samples are lost{_ADVICE}. After a transform that cannot be hashed, a fingerprint is random; "
+                      "then filter this warning", stacklevel=2)
+
+
+_ADVICE = (". Seed the dataset alike on all ranks, and leave out what splits it by rank (split_by_node, hvd.rank(), "
+           "split_dataset_by_node), or iterate over it without strategy.distribute")
 
 
 def _parts(loader: Any) -> Iterator[Any]:

@@ -1,5 +1,4 @@
-"""What scripts do in a scope beside plain loops: wrapped optimizers, loads on one rank, closures, loss scaling, state in other
-dtypes. Two ranks equal one process."""
+"""What scripts do in a scope beside plain loops: wrapped optimizers, loads on one rank, closures, other loaders."""
 
 from __future__ import annotations
 
@@ -354,5 +353,11 @@ def test_data_that_are_split_already_are_not_split_again(monkeypatch: pytest.Mon
         for loader in (DataLoader(Split(rank), 8), DataLoader(Split(rank), batch_size=None), [torch.arange(4) + rank],
                        Buffered(Split(rank), 8)):
             list(strategy.distribute(loader))
+        part = TensorDataset(torch.arange(8) + 8 * rank)
+        part._fingerprint = f"half {rank}"  # type: ignore[attr-defined]  # as a Dataset of Hugging Face has one
+        loader = strategy.distribute(DataLoader(part, 2))
+        for _ in range(2):
+            list(loader)
     threads(2, step)
-    assert len(told) == 2 * 4 and all("nothing in common" in text and "split_by_node" in text for text in told)
+    assert all("the others' samples are lost" in text and "split_by_node" in text for text in told)
+    assert sum("nothing in common" in text for text in told) == 2 * 4 and sum("fingerprints" in text for text in told) == 2
