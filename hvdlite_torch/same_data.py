@@ -88,8 +88,8 @@ def fingerprint(loader: Any) -> str | None:
 def compare_fingerprints(fingerprints: list[str | None]) -> None:
     """Warn when ranks have datasets with other fingerprints."""
     if len(set(fingerprints)) > 1:
-        warnings.warn("the ranks' datasets have different fingerprints, but each rank takes its share of the same indices: the "
-                      f"others' samples are lost{_ADVICE}. After a transform that cannot be hashed, a fingerprint is random; "
+        warnings.warn("the datasets of the ranks have other fingerprints, but ranks take shares of the same indices: the "
+                      f"others' samples are lost{_ADVICE}. After a transform that cannot be hashed it is random; "
                       "then filter this warning", stacklevel=2)
 
 
