@@ -178,7 +178,8 @@ class MirroredStrategy(Launching):
         return mapped(value, gathered)
 
     def _reduced(self, op: ReduceOp, value: Any, axis: int | None) -> Any:
-        tensor = _widest(value) if isinstance(value, (int, float, complex)) else torch.as_tensor(value).detach()
+        wide = {float: torch.float64, complex: torch.complex128}.get(type(value))  # Python's numbers are not rounded
+        tensor = torch.as_tensor(value, dtype=wide).detach()
         averages = op is ReduceOp.AVERAGE
         if averages and not (tensor.is_floating_point() or tensor.is_complex()):
             tensor = tensor.to(torch.get_default_dtype() if isinstance(value, torch.Tensor) else torch.float64)
@@ -204,12 +205,6 @@ class MirroredStrategy(Launching):
         else:
             return self._replica.allreduce(sums, ReduceOp.SUM)
         return (total / count).to(tensor.dtype) if averages else total
-
-
-def _widest(number: complex) -> torch.Tensor:
-    """Return a Python number as a tensor, without rounding it to 32 bits."""
-    kinds = ((bool, torch.bool), (int, torch.int64), (float, torch.float64))
-    return torch.tensor(number, dtype=next((dtype for kind, dtype in kinds if isinstance(number, kind)), torch.complex128))
 
 
 def _of_settings(devices: int | None, scale_learning_rate: bool, sync_batch_norm: bool, backward_passes_per_step: int,
