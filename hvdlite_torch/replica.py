@@ -56,11 +56,15 @@ class Replica:
         return objects.allgather_object(self.runtime, value, self.name(kind), self.process_set)
 
     def ask(self, kind: str, flag: bool) -> Callable[[], bool]:
-        """Begin to find out whether a flag is set on some replica; return what waits for the answer."""
+        """Begin to find out whether a flag is set on some replica; return what waits for the answer.
+
+        The question travels with the next collective.
+        """
         if self.size == 1:
             return lambda: flag
         array = np.array([flag], np.uint8)
-        handle = self.runtime.allreduce(self.name(kind), array, array, ReduceOp.MAX, process_set=self.process_set)
+        handle = self.runtime.allreduce(self.name(kind), array, array, ReduceOp.MAX, process_set=self.process_set,
+                                        at_once=False)
 
         def answer() -> bool:
             handle.wait()

@@ -276,7 +276,8 @@ class Holdings:
         weighed = functools.partial(_weighed, self._weight)
         parameters = {id(parameter): parameter for _, optimizer in self._optimizers.living()
                       for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad}
-        nodes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters.values()]
+        with torch.inference_mode(False):  # a loop over batches may be inside of one
+            nodes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters.values()]
         self._weighing = [(node, node.register_prehook(weighed)) for node in nodes]  # a node lives as long as we hold it
 
 

@@ -182,6 +182,8 @@ def test_what_autograd_grad_returns_is_not_weighed() -> None:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for (x,) in strategy.distribute([(torch.ones(3, 1),)]):
             gradient, = torch.autograd.grad(model(x).mean(), model.weight)
+            with torch.inference_mode():
+                assert sum(len(inner) for inner, in strategy.distribute([(torch.ones(5, 1),)])) == (3, 2)[runtime.world.rank]
             assert gradient.item() == 1.0 and strategy.weight == (4 / 3, 2 / 3)[runtime.world.rank]
             optimizer.step()
     threads(2, step)
