@@ -86,8 +86,8 @@ class Holdings:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         names = self._agreed_names(parameters)
         self.scale(optimizer.param_groups)
-        if "lr" in optimizer.defaults:
-            optimizer.defaults["lr"] = optimizer.defaults["lr"] * self.learning_rate_factor
+        if not any(other.defaults is optimizer.defaults for _, other in self._optimizers.living()):
+            self.scale([optimizer.defaults])
         number = self._optimizers.count
         optimizer._holdings, optimizer._companions = self, []  # type: ignore[attr-defined]
         optimizer._answer, optimizer._number = None, number  # type: ignore[attr-defined]

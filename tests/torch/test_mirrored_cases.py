@@ -79,7 +79,12 @@ def test_optimizers_around_others_keep_their_groups_and_their_rates() -> None:
         strategy = MirroredStrategy(scale_learning_rate=True, _runtime=runtime)
         with strategy.scope():
             optimizer = Ascent(Net().parameters(), torch.optim.SGD, lr=0.1)
-        assert [group["lr"] for group in optimizer.param_groups] == [0.2] and optimizer.base.defaults["lr"] == 0.2
+            class Around(torch.optim.Optimizer):
+                def __init__(self, base: Any) -> None:
+                    super().__init__(base.param_groups, base.defaults)
+            around = Around(optimizer.base)
+        for each in (optimizer, optimizer.base, around):
+            assert [group["lr"] for group in each.param_groups] == [0.2] and each.defaults["lr"] == 0.2
     threads(2, scaled)
 
 
