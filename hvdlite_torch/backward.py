@@ -11,11 +11,15 @@ from typing import Any
 
 import torch
 
-from hvdlite.training.gradient_reducer import GradientReducer
+from hvdlite.core.errors import UnsupportedError
+from hvdlite.training.gradient_reducer import GradientOrderError, GradientReducer
 from hvdlite_torch import cuda, unfinal
 from hvdlite_torch.unfinal import get_grad
 
 _graph_task = torch._C._current_graph_task_id
+_NODES = {getattr(torch.autograd.function.BackwardCFunction, name).__code__ for name in ("apply", "apply_boxed")
+          if hasattr(torch.autograd.function.BackwardCFunction, name)}
+"""Of the functions that carry out nodes which are defined in Python, such as reentrant checkpoints."""
 
 
 class _Backward(threading.local):
@@ -36,9 +40,13 @@ class BackwardHooks:
     """Hands gradients over as they are accumulated, and waits for the round before `backward()` returns.
 
     Where the wait is left for later, by choice or because it was deferred, gradients are guarded until the round is over:
-    reading one ends it. Hooks do not keep this object alive, and end with it. When *every* watched parameter lies inside
-    `torch.utils.checkpoint(..., use_reentrant=True)`, nothing marks the end of the outer backward pass: then the round is
-    the reducer's to finish.
+    reading one ends it. Hooks do not keep this object alive, and end with it.
+
+    `torch.utils.checkpoint(..., use_reentrant=True)` nests an autograd run in the outer one, and nothing tells the nested
+    run when the outer one ends. So when a gradient comes from a nested run, the nodes that follow the checkpoint in the
+    outer run get a hook, which asks to be told of its end. A layer in several such checkpoints is accumulated into several
+    times in one backward pass. Hence gradients from nested runs are handed over when the outer pass ends, until a pass has
+    shown which come only once; those are handed over at once from then on.
 
     Attributes:
         weight: by what gradients are multiplied before they are handed over.
@@ -49,6 +57,12 @@ class BackwardHooks:
         self._reducer = reducer
         self._task = -1  # the autograd run whose end we already wait for
         self._hooks: list[Any] = []
+        weakref.finalize(self, _remove, self._hooks).atexit = False
+        self._nested = -1  # the last nested run that was entered
+        self._has_begun = False  # the backward pass has handed over its first gradient, from a nested run
+        self._nested_later: dict[int, tuple[torch.Tensor, int]] = {}  # to be handed over at the end; how often accumulated
+        self._nested_now: set[int] = set()  # handed over from nested runs of this backward pass, by identity
+        self._nested_once: set[int] = set()  # accumulated into once in a backward pass, from a nested run, by identity
         self._guarded: list[torch.Tensor] = []
         self.weight = 1.0
         self.on_begin: Callable[[], bool] | None = None
@@ -69,16 +83,15 @@ class BackwardHooks:
                 return
             parameter.requires_grad_(True)
         try:
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), note)))
+            with torch._C.DisableTorchFunctionSubclass():  # a lazy parameter refuses it, but keeps the hook
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), note)))
         finally:
             if frozen:
                 parameter.requires_grad_(False)
 
     def unwatch(self) -> None:
         """Hand nothing over any more."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        _remove(self._hooks)
 
     def finish_if_due(self, *, in_step: bool = False) -> None:
         """Like the reducer's."""
@@ -93,24 +106,82 @@ class BackwardHooks:
             self._reducer.cleared()
         finally:
             self._unguard()
+            self._forget_nested()
 
     def stepped(self) -> None:
         """Like the reducer's."""
         self._reducer.stepped()
         self._unguard()
+        self._forget_nested()
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         task = _graph_task()
-        if task != self._task and _backward_depth() <= 1:
-            if self.on_begin is not None and not self.on_begin():
-                return
-            self._task = task
-            _backward.hooks.add(self)
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        if task != self._task and not self._enter(task, parameter):
+            return
         if self.weight != 1.0:
             self.hand_over(parameter)
         else:
             self._reducer.hand_over(parameter)
+
+    def _enter(self, task: int, parameter: torch.Tensor) -> bool:
+        """Look at the first gradients of an autograd run whose end we do not wait for; return whether to hand one over now."""
+        if task != self._nested:
+            _check_not_compiled()
+            is_nested, node = _enclosing()
+            if not self._has_begun and self.on_begin is not None and not self.on_begin():
+                return False
+            if not is_nested:
+                self._await_end(task)
+                return True
+            if node is None:
+                return True  # nobody knows when the outer run ends: the round is the reducer's to finish
+            self._has_begun = True
+            self._nested = task
+            self._await_next(node)
+        key = id(parameter)
+        if key not in self._nested_once:
+            self._nested_later[key] = parameter, 1 + self._nested_later.get(key, (parameter, 0))[1]
+            return False
+        if key in self._nested_now:
+            self._nested_once.clear()
+            raise GradientOrderError(
+                f"a parameter of shape {list(parameter.shape)} is in several torch.utils.checkpoint(..., use_reentrant=True) "
+                "of one backward pass, and was in one only before: its gradient was handed over when the first one was "
+                "computed. Use use_reentrant=False, or clear gradients and repeat the step")
+        self._nested_now.add(key)
+        return True
+
+    def _await_end(self, task: int) -> None:
+        self._task = task
+        _backward.hooks.add(self)
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _await_next(self, node: Any) -> None:
+        """Wait for the end of the run to which a node belongs, which is being carried out, as soon as another one is."""
+        owner = weakref.ref(self)
+        handles: list[Any] = []
+
+        def reached(*_: Any) -> None:
+            while handles:
+                handles.pop().remove()
+            hooks, task = owner(), _graph_task()
+            if hooks is not None and hooks._task != task:
+                hooks._await_end(task)
+        handles += [following.register_prehook(reached) for following, _ in node.next_functions if following is not None]
+
+    def _hand_over_nested(self) -> None:
+        """The outer backward pass is over."""
+        later = list(self._nested_later.values())
+        self._forget_nested()
+        for parameter, times in later:
+            if times == 1:
+                self._nested_once.add(id(parameter))
+            self.hand_over(parameter)
+
+    def _forget_nested(self) -> None:
+        self._nested, self._has_begun = -1, False
+        self._nested_now.clear()
+        self._nested_later.clear()
 
     def hand_over(self, parameter: torch.Tensor) -> None:
         """Hand a gradient over now, times the weight."""
@@ -122,6 +193,7 @@ class BackwardHooks:
     def _end_backward(self) -> None:
         self._task = -1
         with _guarding_all():
+            self._hand_over_nested()
             if self._reducer.end_backward():
                 torch.autograd.Variable._execution_engine.queue_callback(self._wait)  # behind the other optimizers' ends
                 return
@@ -138,6 +210,7 @@ class BackwardHooks:
         """While a round is under way: let whatever reads a gradient end it first."""
         if not self._reducer.is_under_way:
             return
+        self._reducer.withdraw()
         owner, guarded = weakref.ref(self), list(self._reducer.parameters)
 
         def finish() -> None:
@@ -196,10 +269,28 @@ def _hook(owner: weakref.ref[BackwardHooks],
     return accumulated
 
 
-def _backward_depth() -> int:
-    """Return how many backward passes are nested on this thread (reentrant checkpoints nest them)."""
-    depth, frame = 0, sys._getframe(1)
+def _enclosing() -> tuple[bool, Any]:
+    """Return whether the autograd run on this thread is nested in another one.
+
+    Return also the node of the outermost run that is being carried out meanwhile, if it is defined in Python. On a GPU the
+    outermost run has threads of torch's own, so that such a node is all that is seen of it.
+    """
+    runs, outermost, frame = 0, None, sys._getframe(1)
     while frame is not None:
-        depth += frame.f_code.co_name == "_engine_run_backward"
+        runs += frame.f_code.co_name == "_engine_run_backward"
+        if frame.f_code in _NODES:
+            outermost = frame
         frame = frame.f_back  # type: ignore[assignment]
-    return depth
+    return outermost is not None or runs > 1, None if outermost is None else outermost.f_locals["self"]
+
+
+def _check_not_compiled() -> None:
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    if compiled is not None and getattr(compiled, "in_compiled_autograd_region", False):
+        raise UnsupportedError("compiled autograd does not tell hooks when a backward pass ends, which DistributedOptimizer "
+                               "has to know. Leave torch._dynamo.config.compiled_autograd off; compiled models need it not")
+
+
+def _remove(hooks: list[Any]) -> None:
+    while hooks:
+        hooks.pop().remove()

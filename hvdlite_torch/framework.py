@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
 from hvdlite.core.array import BFLOAT16, Array
 from hvdlite.core.device import AnyArray, Completion, DeviceAccess, DeviceArray, Event
@@ -184,7 +185,7 @@ class TorchGradients:
         return get_grad(parameter) is not None
 
     def is_trainable(self, parameter: torch.Tensor) -> bool:
-        return parameter.requires_grad
+        return parameter.requires_grad and not is_lazy(parameter)  # a lazy one has no shape before its first forward pass
 
     def shape(self, parameter: torch.Tensor) -> Shape:
         compressed, _ = self._compression.compress(parameter.detach().new_empty(0))
@@ -294,6 +295,25 @@ class TorchGradients:
     def is_changed(self, parameter: torch.Tensor, mark: Mark) -> bool:
         gradient = get_grad(parameter)
         return gradient is not mark.tensor() or (gradient is not None and gradient._version != mark.version)
+
+    def renew(self, parameter: torch.Tensor, mark: Mark) -> None:
+        if (gradient := mark.tensor()) is not None:
+            mark.version = gradient._version
+
+    def take(self, parameter: torch.Tensor) -> Any:
+        gradient = get_grad(parameter)
+        set_grad(parameter, None)
+        return gradient
+
+    @torch.no_grad()
+    def accumulate(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        own = get_grad(parameter)
+        if own is None:
+            set_grad(parameter, gradient)
+        elif own.layout is not torch.strided or gradient.layout is not torch.strided:
+            set_grad(parameter, own + gradient)
+        else:
+            own.add_(gradient)
 
     def _shows_views(self, parameter: torch.Tensor) -> bool:
         """Return whether the parameter's gradient is a view of its bucket."""
