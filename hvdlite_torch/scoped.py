@@ -29,6 +29,7 @@ from hvdlite_torch.backward import BackwardHooks
 from hvdlite_torch.compression import Compressor
 from hvdlite_torch.optimizer import Distributed, DistributedOptimizer, is_distributed, reads_gradients
 from hvdlite_torch.replica import Replica
+from hvdlite_torch.state import load_exactly
 from hvdlite_torch.sync_batch_norm import SyncBatchNorm
 
 
@@ -331,7 +332,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
 def _take(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Load a state dict, without telling anybody, into the dicts and lists there are: others may hold on to them."""
     groups, tensors = optimizer.param_groups, optimizer.state
-    super(Distributed, optimizer).load_state_dict(state)  # type: ignore[misc]
+    load_exactly(optimizer, state, super(Distributed, optimizer).load_state_dict)  # type: ignore[misc]
     for group, loaded in zip(groups, optimizer.param_groups, strict=True):
         if group is not loaded:
             group.clear()
