@@ -22,7 +22,8 @@ class PlainCopies:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Reduce to the base class, so that a pickle can be loaded where hvdlite is not installed."""
-        make, arguments, *rest = super().__reduce_ex__(protocol)
+        # Later protocols insist that the class is the object's own.
+        make, arguments, *rest = super().__reduce_ex__(0)
         plain = plain_class(type(self))
         return (make, tuple(plain if argument is type(self) else argument for argument in arguments), *rest)
 
