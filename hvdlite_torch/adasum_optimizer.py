@@ -60,7 +60,7 @@ class DistributedAdasum(PlainCopies, UnevenInputs):
                 (self._optimizer_step_pre_hooks, self.register_step_pre_hook, _before_step),
                 (self._optimizer_step_post_hooks, self.register_step_post_hook, _after_step)):
             handle = register(torch.compiler.disable(hook))
-            hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+            hooks.move_to_end(handle.id, last=False)  # type: ignore[union-attr]
 
     def synchronize(self) -> None:
         """Nothing to do: gradients are not reduced."""
@@ -116,11 +116,12 @@ class DistributedAdasum(PlainCopies, UnevenInputs):
         scales = self._scales(changes)
         if scales:
             torch._foreach_mul_(changes.narrowed, scales)
+        devices = self._runtime.devices
         sent, tensors, contexts = [], [], []
         for delta in changes.real:
             tensor, context = self._compression.compress(delta)
-            tensor = cuda.carried(contiguous(tensor, self._name), self._runtime.devices, Collective.ALLREDUCE, ReduceOp.ADASUM)
-            sent.append(lent(tensor, self._name, self._runtime.devices))
+            tensor = cuda.carried(contiguous(tensor, self._name), devices, Collective.ALLREDUCE, ReduceOp.ADASUM)
+            sent.append(lent(tensor, self._name, devices))
             tensors.append(tensor)
             contexts.append(context)
         cuda.wait(self._runtime.grouped_allreduce(self._name, sent, sent, ReduceOp.ADASUM))
@@ -133,8 +134,8 @@ class DistributedAdasum(PlainCopies, UnevenInputs):
     def _scales(self, changes: _Changes) -> list[float]:
         """Return by what deltas that travel as float16 are multiplied; equal on all ranks.
 
-        The squared length of the adaptive sum of two vectors is at most the sum of theirs. So no element of the sum is larger
-        than the longest vector times the root of the number of ranks.
+        The squared length of the adaptive sum of two vectors is at most the sum of theirs. So no element of the sum is
+        larger than the longest vector times the root of the number of ranks.
         """
         if not changes.narrowed:
             return []
@@ -189,7 +190,7 @@ class _Changes:
         narrowed: those of `real` that travel as float16 but are wider.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], compression: type[Compressor]) -> None:
+    def __init__(self, parameters: list[torch.Tensor], compression: type[Compressor]) -> None:
         self.parameters = parameters
         self.starts = [torch.empty_like(parameter, requires_grad=False) for parameter in parameters]
         self.deltas = [torch.empty_like(start, memory_format=torch.contiguous_format) for start in self.starts]

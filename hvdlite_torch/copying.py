@@ -22,8 +22,8 @@ class PlainCopies:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Reduce to the base class, so that a pickle can be loaded where hvdlite is not installed."""
-        # Later protocols insist that the class is the object's own.
-        make, arguments, *rest = super().__reduce_ex__(0)
+        reduced: Any = super().__reduce_ex__(0)  # later protocols insist that the class is the object's own
+        make, arguments, *rest = reduced
         plain = plain_class(type(self))
         return (make, tuple(plain if argument is type(self) else argument for argument in arguments), *rest)
 
@@ -50,7 +50,8 @@ class PlainCopies:
 
 def plain_class(kind: type) -> type:
     """Return the class that an optimizer had before it was wrapped, given the one it has now."""
-    return next(base for base in kind.__mro__ if issubclass(base, torch.optim.Optimizer) and not issubclass(base, PlainCopies))
+    return next(base for base in kind.__mro__
+                if issubclass(base, torch.optim.Optimizer) and not issubclass(base, PlainCopies))
 
 
 class _WarnsOnce:
@@ -64,6 +65,6 @@ class _WarnsOnce:
         if self._has_warned or isinstance(optimizer, PlainCopies):
             return
         self._has_warned = True
-        warnings.warn(f"rank {self._rank}: this {type(optimizer).__name__} is a copy of a distributed optimizer and trains on "
-                      "this rank alone; to train in step with the other ranks, wrap the copy on all ranks: "
+        warnings.warn(f"rank {self._rank}: this {type(optimizer).__name__} is a copy of a distributed optimizer and trains "
+                      "on this rank alone; to train in step with the other ranks, wrap the copy on all ranks: "
                       "hvd.DistributedOptimizer(copy, copied_model.named_parameters())", UserWarning, stacklevel=4)

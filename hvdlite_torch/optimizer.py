@@ -55,8 +55,7 @@ def DistributedOptimizer(
     `wait_in="step"` they are final in `step()`, after `synchronize()`, or when one is read from Python, whichever comes
     first. A parameter without a gradient on some ranks counts as zeros there; without one on all ranks it keeps None. A
     parameter that is frozen when the optimizer is wrapped is reduced from the step in which it is trainable on all ranks.
-    The optimizer keeps its class name, `isinstance`, state, defaults, hooks and schedulers. Copies and pickles of it are plain
-    optimizers.
+    The optimizer keeps its class name, `isinstance`, state, defaults, hooks and schedulers. Copies and pickles are plain.
 
     Exception: when *every* parameter lies inside `torch.utils.checkpoint(..., use_reentrant=True)`, nothing marks the end
     of the outer backward pass, and gradients are final in `step()` or after `optimizer.synchronize()`.

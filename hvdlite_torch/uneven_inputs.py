@@ -45,7 +45,15 @@ class UnevenInputs:
             models: modules whose parameters and buffers are taken from the last rank as well. An optimizer does not know
                 buffers: pass the model when it has running statistics (BatchNorm).
             synchronize: whether to take anything.
+
+        Raises:
+            TypeError: for models that are no modules.
+            UnsupportedError: for an optimizer of some ranks only.
         """
+        for model in models:
+            if not isinstance(model, torch.nn.Module):
+                raise TypeError(f"join() takes the modules whose parameters and buffers are brought up to date, not a "
+                                f"{type(model).__name__}; whether to do so at all is synchronize=...")
         joined = Joined()
         yield joined
         joined.last_rank = self._runtime.world.rank

@@ -35,7 +35,8 @@ class AdaptiveSum:
         rows: how many elements each tensor has.
     """
 
-    def __init__(self, response: Response, dtype: np.dtype[np.generic], chunk: int, casts: Casts, rows: Sequence[int]) -> None:
+    def __init__(self, response: Response, dtype: np.dtype[np.generic], chunk: int, casts: Casts,
+                 rows: Sequence[int]) -> None:
         self.dtype = dtype
         self.chunk = max(1, chunk)
         self._casts = casts

@@ -380,7 +380,7 @@ def _bytes(values: Array) -> Array:
 
 
 def _batches(rows: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
-    """Yield first..last of tensors with at most `limit` elements together, or of one that has more; empty ones by the way."""
+    """Yield first..last of tensors with at most `limit` elements together, or of one that has more."""
     first = total = 0
     for index, count in enumerate(rows):
         if total and total + count > limit:
