@@ -1,4 +1,4 @@
-"""`DistributedOptimizer(op=Adasum)` on ranks as threads, against Adasum in NumPy and float64 of what plain optimizers did."""
+"""`DistributedOptimizer(op=Adasum)` on ranks as threads, against Adasum of what plain optimizers did (NumPy, float64)."""
 
 from __future__ import annotations
 
@@ -38,6 +38,14 @@ def wide(tensor: Any) -> Any:
 
 def inputs(rank: int, number: int, rows: int = 4) -> Any:
     return torch.randn(rows, 6, generator=torch.Generator().manual_seed(100 * number + rank))
+
+
+def seeded(model: Any) -> Any:
+    """Return a model with values that do not depend on threads."""
+    generator = torch.Generator().manual_seed(7)
+    for parameter in model.parameters():
+        parameter.data.normal_(generator=generator)
+    return model
 
 
 @dataclasses.dataclass
@@ -140,8 +148,7 @@ class FrozenAndAdded(Case):
 
 class Sparse(Case):
     def model(self) -> Any:
-        torch.manual_seed(0)
-        return torch.nn.Embedding(9, 3, sparse=True)
+        return seeded(torch.nn.Embedding(9, 3, sparse=True))
 
     def optimizer(self, model: Any) -> Any:
         return torch.optim.SparseAdam(model.parameters(), lr=0.1)
@@ -154,10 +161,9 @@ class Sparse(Case):
 
 class ChannelsLastAndComplex(Case):
     def model(self) -> Any:
-        torch.manual_seed(0)
         model = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last).double()
-        model.phase = torch.nn.Parameter(torch.randn(5, dtype=torch.complex64))
-        return model
+        model.phase = torch.nn.Parameter(torch.empty(5, dtype=torch.complex64))
+        return seeded(model)
 
     def train(self, replica: Replica, number: int) -> None:
         replica.optimizer.zero_grad()
@@ -343,10 +349,7 @@ class Widened:
 
 def test_ranks_that_join_early_take_what_the_last_one_has() -> None:
     def step(runtime: Runtime) -> Any:
-        model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4))
-        torch.manual_seed(0)
-        for parameter in model.parameters():
-            torch.nn.init.normal_(parameter)
+        model = seeded(torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4)))
         optimizer = DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.1), op=ReduceOp.ADASUM, _runtime=runtime)
         with optimizer.join(model) as joined:
             for number in range(3 + runtime.world.rank):
