@@ -139,7 +139,8 @@ class DistributedAdasum(PlainCopies, UnevenInputs):
         """
         if not changes.narrowed:
             return []
-        lengths = torch.stack([length.float().cpu() for length in torch._foreach_norm(changes.narrowed)])
+        device = changes.narrowed[0].device
+        lengths = torch.stack([length.to(device, torch.float32) for length in torch._foreach_norm(changes.narrowed)]).cpu()
         name = f"{self._name}.lengths"
         array = as_array(lengths, name)
         self._runtime.allreduce(name, array, array, ReduceOp.MAX).wait()

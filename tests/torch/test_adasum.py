@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from hvdlite.core.errors import MismatchError  # noqa: E402
 from hvdlite.core.types import ReduceOp  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
-from hvdlite_torch import Compression, DistributedOptimizer  # noqa: E402
+from hvdlite_torch import Compression, DistributedOptimizer, comm_hooks  # noqa: E402
 from tests.torch.test_optimizer import net, weights  # noqa: E402
 from tests.worlds import threads  # noqa: E402
 
@@ -372,4 +372,7 @@ def test_what_has_no_meaning_here() -> None:
         with pytest.raises(ValueError, match="whole number"):
             optimizer.set_backward_passes_per_step(0)
         optimizer.set_backward_passes_per_step(2)
+        with pytest.raises(ValueError, match="comm_hook decides"):
+            DistributedOptimizer(torch.optim.SGD(net().parameters(), lr=0.1), op=ReduceOp.ADASUM, _runtime=runtime,
+                                 comm_hook=comm_hooks.PowerSGD())
     threads(2, step)
