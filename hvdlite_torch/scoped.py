@@ -31,6 +31,7 @@ from hvdlite_torch.compression import Compressor
 from hvdlite_torch.foreign_optimizers import refuse_foreign_optimizers
 from hvdlite_torch.optimizer import Distributed, DistributedOptimizer, is_distributed
 from hvdlite_torch.replica import Replica
+from hvdlite_torch.state import load_exactly
 from hvdlite_torch.sync_batch_norm import SyncBatchNorm
 
 Kind = TypeVar("Kind")
@@ -437,14 +438,8 @@ def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
 
 
 def _take(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load replica 0's state dict, without telling anybody; its tensors keep their dtypes."""
-    super(Distributed, optimizer).load_state_dict(state)  # type: ignore[misc]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for index, sent in state.get("state", {}).items():
-        own = optimizer.state.get(parameters[index]) if isinstance(index, int) and index < len(parameters) else None
-        for key, value in sent.items() if isinstance(own, dict) else ():
-            if isinstance(value, torch.Tensor) and isinstance(own.get(key), torch.Tensor) and own[key].dtype != value.dtype:
-                own[key] = value  # torch has cast it to the parameter's
+    """Load replica 0's state dict, without telling anybody."""
+    load_exactly(optimizer, state, super(Distributed, optimizer).load_state_dict)  # type: ignore[misc]
 
 
 def _kind(tensor: torch.Tensor) -> tuple[tuple[int, ...], str, bool]:
