@@ -14,7 +14,7 @@ import torch
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.training.gradient_reducer import GradientOrderError, GradientReducer
 from hvdlite_torch import cuda, unfinal
-from hvdlite_torch.unfinal import get_grad
+from hvdlite_torch.unfinal import get_grad, set_grad
 
 _graph_task = torch._C._current_graph_task_id
 _NODES = {getattr(torch.autograd.function.BackwardCFunction, name).__code__ for name in ("apply", "apply_boxed")
@@ -50,6 +50,7 @@ class BackwardHooks:
 
     Attributes:
         weight: by what gradients are multiplied before they are handed over.
+        own_weight: by what gradients are multiplied that the script has set itself.
         on_begin: called before a backward pass hands over its first gradient; returns whether it is to do so.
     """
 
@@ -64,7 +65,7 @@ class BackwardHooks:
         self._nested_now: set[int] = set()  # handed over from nested runs of this backward pass, by identity
         self._nested_once: set[int] = set()  # accumulated into once in a backward pass, from a nested run, by identity
         self._guarded: list[torch.Tensor] = []
-        self.weight = 1.0
+        self.weight = self.own_weight = 1.0
         self.on_begin: Callable[[], bool] | None = None
 
     @property
@@ -96,6 +97,7 @@ class BackwardHooks:
     def finish_if_due(self, *, in_step: bool = False) -> None:
         """Like the reducer's."""
         try:
+            self._weigh_own()
             self._reducer.finish_if_due(in_step=in_step)
         finally:
             self._unguard()
@@ -190,10 +192,16 @@ class BackwardHooks:
             gradient.mul_(self.weight)
         self._reducer.hand_over(parameter)
 
+    def _weigh_own(self) -> None:
+        if self.own_weight != 1.0:
+            for parameter in self._reducer.unseen():
+                set_grad(parameter, get_grad(parameter) * self.own_weight)  # the script may use its tensor further
+
     def _end_backward(self) -> None:
         self._task = -1
         with _guarding_all():
             self._hand_over_nested()
+            self._weigh_own()
             if self._reducer.end_backward():
                 torch.autograd.Variable._execution_engine.queue_callback(self._wait)  # behind the other optimizers' ends
                 return

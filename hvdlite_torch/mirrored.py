@@ -78,8 +78,8 @@ class MirroredStrategy(Launching):
     def weight(self) -> float:
         """What this rank's mean over the current batch counts in the average of all ranks' means; 1 in even batches.
 
-        Gradients that a backward pass accumulates are multiplied by it. Multiply those that you compute with
-        `torch.autograd.grad` by it yourself, before you set them.
+        Gradients that a backward pass accumulates, or that a script sets itself, are multiplied by it before they are
+        averaged. Gradients that `torch.autograd.grad` returns are not.
         """
         return self._current.weight
 

@@ -257,7 +257,8 @@ class Holdings:
     def weigh(self, weight: float) -> None:
         """Multiply gradients by `weight` from now on, before they are accumulated; nothing is done to them when it is 1.
 
-        What `torch.autograd.grad` returns is not multiplied: it accumulates nothing.
+        What `torch.autograd.grad` returns is not multiplied: it accumulates nothing. Gradients that a script sets itself
+        are, before they are reduced.
         """
         if weight != self._weight:
             self._weight = weight
@@ -272,6 +273,8 @@ class Holdings:
                 for module in root.modules():
                     if isinstance(module, SyncBatchNorm):
                         module.gradient_weight = self._weight
+        for _, optimizer in self._optimizers.living():
+            optimizer._hooks.own_weight = self._weight
         if self._weight == 1:
             return
         weighed = functools.partial(_weighed, self._weight)

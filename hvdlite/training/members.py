@@ -107,6 +107,10 @@ class MemberGradients(Generic[Parameter]):
                    and (member.mark is None or not is_old(member.parameter, member.mark))
                    for member in members if member.marked != self._generation)
 
+    def is_unseen(self, member: Member[Parameter]) -> bool:
+        """Return whether the member has a gradient of which no backward pass and no round of this generation has told."""
+        return member.period != self._period and self.have_unreduced([member])
+
     def were_cleared(self, members: Iterable[Member[Parameter]]) -> bool:
         """Return whether there were reduced gradients in this generation, of which the script has left none."""
         reduced = (member.parameter for member in members if member.marked == self._generation)

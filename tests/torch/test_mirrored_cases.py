@@ -168,7 +168,35 @@ def with_penalty(model: Any, optimizer: Any, batches: Any) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("loop", [with_closure, with_scaler, with_checkpoints, with_penalty])
+def with_own_gradients(model: Any, optimizer: Any, batches: Any) -> None:
+    """By `torch.autograd.grad`: all of them; together with a backward pass over the others; in place of reduced ones."""
+    parameters = list(model.parameters())
+    for index, (x, y) in enumerate(batches):
+        optimizer.zero_grad()
+        if index % 3 == 0:
+            own = torch.autograd.grad(mse(model(x), y), parameters)
+            for parameter, gradient in zip(parameters, own, strict=True):
+                parameter.grad = gradient
+        elif index % 3 == 1:
+            parameters[0].grad, = torch.autograd.grad(mse(model(x), y), parameters[:1])
+            mse(model(x), y).backward(inputs=parameters[1:])
+        else:
+            mse(model(x), y).backward()
+            for parameter in parameters:
+                parameter.grad = parameter.grad * 0.5
+        optimizer.step()
+
+
+def with_two_backward_passes(model: Any, optimizer: Any, batches: Any) -> None:
+    for x, y in batches:
+        optimizer.zero_grad()
+        mse(model(x), y).backward()
+        mse(model(x) * 0.5, y).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("loop", [with_closure, with_scaler, with_checkpoints, with_penalty, with_own_gradients,
+                                  with_two_backward_passes])
 def test_uneven_batches_in(loop: Callable[[Any, Any, Any], None]) -> None:
     def case(strategy: MirroredStrategy | None, scope: Any) -> list[Any]:
         with scope():
