@@ -1,4 +1,4 @@
-"""A real `Trainer.fit` on two ranks equals one process with the whole batch."""
+"""A real `Trainer.fit` on two ranks equals one process with the whole batch; metrics are over all ranks."""
 
 from __future__ import annotations
 
@@ -115,7 +115,43 @@ SOURCE = """
 """
 
 
-def test_a_fit_on_two_ranks(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    source = SOURCE.replace("sys.argv[1]", repr(str(tmp_path)))
+METRICS = """
+    rank = hvd.rank()
+    torch.manual_seed(1)
+    predicted, target = torch.rand(40, 3), torch.randint(3, (40,))
+    mine = slice(0, 25) if rank == 0 else slice(25, 40)
+
+    def metrics():
+        return torch.nn.ModuleDict({
+            "accuracy": torchmetrics.classification.MulticlassAccuracy(3),
+            "both": torchmetrics.MetricCollection([torchmetrics.classification.MulticlassF1Score(3),
+                                                   torchmetrics.classification.MulticlassAUROC(3)]),  # sums, and lists
+        })
+    own = torchmetrics.MeanMetric(dist_sync_fn=hvd.gather_all_tensors, distributed_available_fn=hvd.is_initialized)
+    part, whole = metrics(), metrics()
+    hvd.synchronize_metrics(part)
+    for _ in range(2):
+        for name in part:
+            part[name].update(predicted[mine], target[mine])
+            whole[name].update(predicted, target)
+            torch.testing.assert_close(part[name].compute(), whole[name].compute())
+    own.update(float(rank))
+    assert own.compute() == 0.5
+    empty = torchmetrics.CatMetric()
+    hvd.synchronize_metrics(empty)
+    if rank == 1:
+        empty.update(torch.arange(3.0))
+    assert empty.compute().tolist() == [0, 1, 2]
+    leaf = torch.ones(2 + rank, 2, requires_grad=True)
+    gathered = hvd.gather_all_tensors(leaf)
+    assert [tuple(each.shape) for each in gathered] == [(2, 2), (3, 2)] and gathered[rank] is leaf
+    assert [each.dtype for each in hvd.gather_all_tensors(torch.ones(1).to((torch.bool, torch.bfloat16)[rank]))] == [
+        torch.bool, torch.bfloat16]
+    print("metrics done")
+"""
+
+
+def test_fits_and_metrics_on_two_ranks(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    source = (SOURCE + METRICS).replace("sys.argv[1]", repr(str(tmp_path)))
     for ended in processes(2, source, timeout=150):
-        assert "done" in ended.stdout
+        assert "metrics done" in ended.stdout

@@ -1,8 +1,7 @@
-"""Buffers are broadcast when DDP broadcasts them; metrics of torchmetrics are over all ranks."""
+"""Buffers are broadcast when DDP broadcasts them."""
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -69,49 +68,5 @@ BUFFERS = """
     assert torch.equal(ours[1].running_mean, means[1]) and ours.scale.tolist() == [rank] * 2
 """
 
-METRICS = """
-    import torch
-    import torchmetrics
-    import hvdlite_torch as hvd
-    hvd.init()
-    rank = hvd.rank()
-    torch.manual_seed(1)
-    predicted, target = torch.rand(40, 3), torch.randint(3, (40,))
-    mine = slice(0, 25) if rank == 0 else slice(25, 40)
-
-    def metrics():
-        return torch.nn.ModuleDict({
-            "accuracy": torchmetrics.classification.MulticlassAccuracy(3),
-            "both": torchmetrics.MetricCollection([torchmetrics.classification.MulticlassF1Score(3),
-                                                   torchmetrics.classification.MulticlassAUROC(3)]),  # sums, and lists
-        })
-    own = torchmetrics.MeanMetric(dist_sync_fn=hvd.gather_all_tensors, distributed_available_fn=hvd.is_initialized)
-    part, whole = metrics(), metrics()
-    hvd.synchronize_metrics(part)
-    for _ in range(2):
-        for name in part:
-            part[name].update(predicted[mine], target[mine])
-            whole[name].update(predicted, target)
-            torch.testing.assert_close(part[name].compute(), whole[name].compute())
-    own.update(float(rank))
-    assert own.compute() == 0.5
-    empty = torchmetrics.CatMetric()
-    hvd.synchronize_metrics(empty)
-    if rank == 1:
-        empty.update(torch.arange(3.0))
-    assert empty.compute().tolist() == [0, 1, 2]
-    leaf = torch.ones(2 + rank, 2, requires_grad=True)
-    gathered = hvd.gather_all_tensors(leaf)
-    assert [tuple(each.shape) for each in gathered] == [(2, 2), (3, 2)] and gathered[rank] is leaf
-    assert [each.dtype for each in hvd.gather_all_tensors(torch.ones(1).to((torch.bool, torch.bfloat16)[rank]))] == [
-        torch.bool, torch.bfloat16]
-"""
-
-
 def test_buffers_are_broadcast_when_ddp_does(tmp_path: Path) -> None:
     processes(2, BUFFERS.replace("{sys.argv[1]}", str(tmp_path)), imported=TORCH)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("torchmetrics") is None, reason="torchmetrics is not installed")
-def test_metrics_are_over_all_ranks() -> None:
-    processes(2, METRICS, imported=TORCH)
