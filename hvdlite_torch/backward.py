@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from hvdlite.core.errors import UnsupportedError
+from hvdlite.training.framework import Framework
 from hvdlite.training.gradient_reducer import GradientOrderError, GradientReducer
 from hvdlite_torch import cuda, unfinal
 from hvdlite_torch.unfinal import get_grad, set_grad
@@ -51,6 +52,8 @@ class BackwardHooks:
     Attributes:
         weight: by what gradients are multiplied before they are handed over.
         own_weight: by what gradients are multiplied that the script has set itself.
+        on_moved: returns what handles gradients on GPUs and on the host; called when a parameter is on a GPU for the first
+            time.
         on_begin: called before a backward pass hands over its first gradient; returns whether it is to do so.
     """
 
@@ -65,6 +68,10 @@ class BackwardHooks:
         self._nested_now: set[int] = set()  # handed over from nested runs of this backward pass, by identity
         self._nested_once: set[int] = set()  # accumulated into once in a backward pass, from a nested run, by identity
         self._guarded: list[torch.Tensor] = []
+        # On a GPU: is told on which stream each gradient was made.
+        self._note: Callable[[torch.Tensor], None] | None = getattr(reducer.framework, "note", None)
+        self._first: torch.Tensor | None = None  # the first watched parameter
+        self.on_moved: Callable[[], Framework[torch.Tensor]] | None = None
         self.weight = self.own_weight = 1.0
         self.on_begin: Callable[[], bool] | None = None
 
@@ -77,7 +84,7 @@ class BackwardHooks:
         """Hand this parameter's gradients over from now on, whenever it is trainable; the reducer knows it already."""
         if not (parameter.is_floating_point() or parameter.is_complex()):
             return  # it can never have one
-        note = getattr(self._reducer.framework, "note", None) if cuda.is_on_gpu(parameter) else None
+        self._first = parameter if self._first is None else self._first
         frozen = not parameter.requires_grad
         if frozen:  # torch takes no hook then, but keeps one when a parameter is frozen
             if parameter.is_inference():
@@ -85,7 +92,7 @@ class BackwardHooks:
             parameter.requires_grad_(True)
         try:
             with torch._C.DisableTorchFunctionSubclass():  # a lazy parameter refuses it, but keeps the hook
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), note)))
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self))))
         finally:
             if frozen:
                 parameter.requires_grad_(False)
@@ -97,6 +104,8 @@ class BackwardHooks:
     def finish_if_due(self, *, in_step: bool = False) -> None:
         """Like the reducer's."""
         try:
+            if self._first is not None:
+                self._notice_move(self._first)
             self._weigh_own()
             self._reducer.finish_if_due(in_step=in_step)
         finally:
@@ -117,6 +126,8 @@ class BackwardHooks:
         self._forget_nested()
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
+        if self._note is not None and cuda.is_on_gpu(parameter):
+            self._note(parameter)
         task = _graph_task()
         if task != self._task and not self._enter(task, parameter):
             return
@@ -126,9 +137,10 @@ class BackwardHooks:
             self._reducer.hand_over(parameter)
 
     def _enter(self, task: int, parameter: torch.Tensor) -> bool:
-        """Look at the first gradients of an autograd run whose end we do not wait for; return whether to hand one over now."""
+        """Enter an autograd run whose end we do not wait for, by a gradient; return whether to hand that over now."""
         if task != self._nested:
             _check_not_compiled()
+            self._notice_move(parameter)
             is_nested, node = _enclosing()
             if not self._has_begun and self.on_begin is not None and not self.on_begin():
                 return False
@@ -147,11 +159,22 @@ class BackwardHooks:
         if key in self._nested_now:
             self._nested_once.clear()
             raise GradientOrderError(
-                f"a parameter of shape {list(parameter.shape)} is in several torch.utils.checkpoint(..., use_reentrant=True) "
-                "of one backward pass, and was in one only before: its gradient was handed over when the first one was "
-                "computed. Use use_reentrant=False, or clear gradients and repeat the step")
+                f"a parameter of shape {list(parameter.shape)} is in several torch.utils.checkpoint(..., "
+                "use_reentrant=True) of one backward pass, and was in one only before: its gradient was handed over when "
+                "the first one was computed. Use use_reentrant=False, or clear gradients and repeat the step")
         self._nested_now.add(key)
         return True
+
+    def _notice_move(self, parameter: torch.Tensor) -> None:
+        """If the model was moved to a GPU after the optimizer was made, let gradients be reduced there from now on."""
+        if self._note is None and self.on_moved is not None and cuda.is_on_gpu(parameter) and not self._reducer.is_under_way:
+            framework = self.on_moved()
+            self._note = getattr(framework, "note", None)
+            if self._note is None:
+                self.on_moved = None  # there is no plane for GPUs
+            else:
+                self._reducer.change_framework(framework)
+                self._note(parameter)
 
     def _await_end(self, task: int) -> None:
         self._task = task
@@ -255,21 +278,8 @@ def _guarding_all() -> Iterator[None]:
         raise
 
 
-def _hook(owner: weakref.ref[BackwardHooks],
-          note: Callable[[torch.Tensor], None] | None) -> Callable[[torch.Tensor], None]:
-    """Return a hook that does not keep its owner alive: torch does not let Python see the cycle that would make.
-
-    Args:
-        note: is told of every gradient first; on a GPU, where it matters on which stream it was made.
-    """
-    if note is not None:
-        def noted(parameter: torch.Tensor) -> None:
-            hooks = owner()
-            if hooks is not None:
-                note(parameter)
-                hooks._accumulated(parameter)
-        return noted
-
+def _hook(owner: weakref.ref[BackwardHooks]) -> Callable[[torch.Tensor], None]:
+    """Return a hook that does not keep its owner alive: torch does not let Python see the cycle that would make."""
     def accumulated(parameter: torch.Tensor) -> None:
         hooks = owner()
         if hooks is not None:

@@ -165,6 +165,12 @@ class GradientReducer(Generic[Parameter]):
         return (member.parameter for member in (*self._members.values(), *self._waiting_list.values())
                 if self._framework.is_trainable(member.parameter))
 
+    def change_framework(self, framework: Framework[Parameter]) -> None:
+        """Between rounds: access gradients in another way, because they are in another memory now."""
+        self.framework = self._framework = framework
+        self._gradients.framework = framework
+        self._seating = None
+
     def add(self, parameter: Parameter, name: str, cluster: int = 0) -> None:
         """Take a parameter into the set, from the next round on in which it is trainable; the same ones on all ranks.
 
@@ -496,11 +502,12 @@ class GradientReducer(Generic[Parameter]):
         if self._buckets is None or member.sparse:
             self._declare(member, present)
         else:
+            is_own = not present and self._gradients.is_own(member)
             for parameter, has_gradient in self._buckets.give(member.parameter, present, self._in_step):
                 self._declare(self._members[id(parameter)], has_gradient)
             while self._buckets.vacated:
-                parameter, mark = self._buckets.vacated.pop()
-                self._members[id(parameter)].mark = mark
+                _, mark = self._buckets.vacated.pop()  # of this member
+                member.mark = None if is_own else mark
         member.given = self._number
         if not present:
             member.missing = self._number

@@ -42,12 +42,13 @@ class MemberGradients(Generic[Parameter]):
     """Knows the state of the members' gradients.
 
     Attributes:
+        framework: gives access to gradients.
         is_idempotent: whether reducing a reduced gradient again leaves it as it is.
         takes_changed: whether reduced gradients count as present that were written to since their step.
     """
 
     def __init__(self, framework: Framework[Parameter]) -> None:
-        self._framework = framework
+        self.framework = framework
         self._generation = 0  # grows when gradients are cleared or stepped with
         self._period = 1  # grows when what was accumulated has been reduced, or is cleared
         self.is_idempotent = self.takes_changed = False
@@ -75,62 +76,66 @@ class MemberGradients(Generic[Parameter]):
         """What has been written to the gradients so far does not make them new ones."""
         for member in members:
             if member.mark is not None:
-                self._framework.renew(member.parameter, member.mark)
+                self.framework.renew(member.parameter, member.mark)
 
     def is_reduced(self, member: Member[Parameter]) -> bool:
         """Return whether the gradient is one that was reduced in this generation (and written to since, perhaps)."""
-        return member.marked == self._generation and self._framework.is_marked(member.parameter, member.mark)
+        return member.marked == self._generation and self.framework.is_marked(member.parameter, member.mark)
 
     def is_present(self, member: Member[Parameter]) -> bool:
         """Return whether a member that was not handed over takes part in a round with its gradient."""
-        if not self._framework.has_gradient(member.parameter):
+        if not self.framework.has_gradient(member.parameter):
             return False
-        if member.period == self._period or not self._framework.is_marked(member.parameter, member.mark):
+        if member.period == self._period or not self.framework.is_marked(member.parameter, member.mark):
             return True
         return self.is_idempotent and (member.marked == self._generation or (
-            self.takes_changed and self._framework.is_changed(member.parameter, member.mark)))
+            self.takes_changed and self.framework.is_changed(member.parameter, member.mark)))
 
     def replaced(self, members: Iterable[Member[Parameter]]) -> Member[Parameter] | None:
         """Return a member whose gradient was reduced in this generation, and is another tensor now."""
         return next((member for member in members
-                     if member.marked == self._generation and not self._framework.is_marked(member.parameter, member.mark)
-                     and self._framework.has_gradient(member.parameter)), None)
+                     if member.marked == self._generation and not self.framework.is_marked(member.parameter, member.mark)
+                     and self.framework.has_gradient(member.parameter)), None)
 
     def have_unreduced(self, members: Iterable[Member[Parameter]]) -> bool:
         """Return whether a member without a reduction in this generation has a gradient that is new.
 
         It is new when it is not the one that was reduced last. Where that is exact also when that one has been written to.
         """
-        is_old = (lambda parameter, mark: not self._framework.is_changed(parameter, mark)) if self.is_idempotent \
-            else self._framework.is_marked
-        return any(self._framework.has_gradient(member.parameter)
-                   and (member.mark is None or not is_old(member.parameter, member.mark))
-                   for member in members if member.marked != self._generation)
+        return any(self.is_own(member) for member in members if member.marked != self._generation)
+
+    def is_own(self, member: Member[Parameter]) -> bool:
+        """Return whether the member has a gradient that the script has set, or has written to where that can be reduced."""
+        if not self.framework.has_gradient(member.parameter):
+            return False
+        if member.mark is None or not self.is_idempotent:
+            return not self.framework.is_marked(member.parameter, member.mark)
+        return self.framework.is_changed(member.parameter, member.mark)
 
     def is_unseen(self, member: Member[Parameter]) -> bool:
         """Return whether the member has a gradient of which no backward pass and no round of this generation has told."""
-        return member.period != self._period and self.have_unreduced([member])
+        return member.marked != self._generation and member.period != self._period and self.is_own(member)
 
     def were_cleared(self, members: Iterable[Member[Parameter]]) -> bool:
         """Return whether there were reduced gradients in this generation, of which the script has left none."""
         reduced = (member.parameter for member in members if member.marked == self._generation)
         first = next(reduced, None)
-        if first is None or self._framework.has_gradient(first):
+        if first is None or self.framework.has_gradient(first):
             return False
-        return not any(map(self._framework.has_gradient, reduced))
+        return not any(map(self.framework.has_gradient, reduced))
 
     def changed(self, members: Iterable[Member[Parameter]]) -> Member[Parameter] | None:
         """Return a member whose gradient was written to or replaced after its reduction in this generation."""
         return next((member for member in members if member.marked == self._generation
-                     and self._framework.is_changed(member.parameter, member.mark)), None)
+                     and self.framework.is_changed(member.parameter, member.mark)), None)
 
     def withdraw(self, member: Member[Parameter]) -> None:
         """Take the gradient away from the parameter, whose next one is accumulated into other memory then."""
-        self._framework.take(member.parameter)
+        self.framework.take(member.parameter)
 
     def set_aside(self, member: Member[Parameter]) -> None:
         """Keep a gradient that came too late for a round until that is over."""
-        gradient = self._framework.take(member.parameter)
+        gradient = self.framework.take(member.parameter)
         if gradient is not None:
             self._aside.append((member, gradient))
 
@@ -139,7 +144,7 @@ class MemberGradients(Generic[Parameter]):
         if not self._aside:
             return False
         for member, gradient in self._aside:
-            self._framework.accumulate(member.parameter, gradient)
+            self.framework.accumulate(member.parameter, gradient)
             self.count_pass(member)
         self._aside.clear()
         return True

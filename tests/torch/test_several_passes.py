@@ -253,7 +253,7 @@ def test_a_layer_that_is_in_a_second_reentrant_checkpoint_later_is_an_error_once
         layer = torch.nn.Linear(3, 3)
         torch.nn.init.ones_(layer.weight)
         optimizer = DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.01), _runtime=runtime)
-        for turn in range(4):
+        for _ in range(4):
             optimizer.zero_grad()
             reentrant(layer, torch.ones(1, 3)).sum().backward()
             optimizer.step()
