@@ -280,8 +280,10 @@ def test_an_optimizer_made_outside_for_a_module_made_inside_is_refused() -> None
             fine.step()
         del strategy, inside, fine
         outside.step()
+    gc.collect()
     before = len(optimizer_hooks)
     threads(2, step)
+    gc.collect()
     assert len(optimizer_hooks) == before, "the hook goes with the strategy"
 
 
