@@ -13,7 +13,8 @@ import torch
 
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.training.framework import Framework
-from hvdlite.training.gradient_reducer import GradientOrderError, GradientReducer
+from hvdlite.training.gradient_reducer import GradientReducer
+from hvdlite.training.order_errors import GradientOrderError
 from hvdlite_torch import cuda, unfinal
 from hvdlite_torch.unfinal import get_grad, set_grad
 

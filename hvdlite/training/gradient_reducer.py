@@ -40,7 +40,6 @@ from hvdlite.core.array import Array
 from hvdlite.core.errors import HvdliteError, UnsupportedError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import ReduceOp
-from hvdlite.negotiation.agreement import named_ranks
 from hvdlite.negotiation.buckets import first_round
 from hvdlite.runtime.declared import Moment
 from hvdlite.runtime.handle import Handle, WaitDeferred
@@ -48,16 +47,10 @@ from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.bucket_round import BucketRound, Seating
 from hvdlite.training.framework import Framework, Loan, Parameter
 from hvdlite.training.members import Member, MemberGradients
+from hvdlite.training.order_errors import changed_alone, computed_again_without, computed_twice, replaced
 from hvdlite.training.replicas import check_replicas
 
 _log = logging.getLogger("hvdlite")
-
-
-class GradientOrderError(HvdliteError, AssertionError):
-    """Raised when a gradient is computed again although its round is over or under way (Horovod: AssertionError).
-
-    Also raised by a step whose gradients were changed on this rank, but could not be on others.
-    """
 
 
 class WaitIn(enum.Enum):
@@ -199,11 +192,11 @@ class GradientReducer(Generic[Parameter]):
                 return
         if self.is_under_way and member.given == self._number:
             if member.missing != self._number and not self.is_idempotent:
-                raise self._twice(member)
+                raise computed_twice(member.name, self._runtime.world.rank, self.passes, self._told_reduction())
             self._come_late(member)
             return
         if not self.is_idempotent and self._gradients.is_reduced(member):
-            raise self._twice(member)
+            raise computed_twice(member.name, self._runtime.world.rank, self.passes, self._told_reduction())
         self._touched = True
         self._gradients.count_pass(member)
         if self._suspended:
@@ -461,25 +454,13 @@ class GradientReducer(Generic[Parameter]):
         members = self._members.values()
         if self._gradients.have_unreduced(members):
             return True
-        replaced = self._gradients.replaced(members) if self.looks_for_own else None
-        if replaced is not None and not self.is_idempotent:
-            raise GradientOrderError(
-                f"'{replaced.name}' has another gradient on rank {self._runtime.world.rank} than the one that was reduced "
-                f"in this step. With {self._told_reduction()} it cannot be told whether it is reduced already. Change .grad "
-                "in place (p.grad.copy_(...), p.grad.mul_(...)) to use it as it is, or clear gradients with "
-                "optimizer.zero_grad() before you set them, to have them reduced")
-        return replaced is not None
+        other = self._gradients.replaced(members) if self.looks_for_own else None
+        if other is not None and not self.is_idempotent:
+            raise replaced(other.name, self._runtime.world.rank, self._told_reduction())
+        return other is not None
 
     def _told_reduction(self) -> str:
         return f"op={self._op.name.capitalize()}" if self._op is not ReduceOp.AVERAGE else "this communication hook"
-
-    def _twice(self, member: Member[Parameter]) -> GradientOrderError:
-        return GradientOrderError(
-            f"'{member.name}' was computed more than backward_passes_per_step={self.passes} times before optimizer.step() "
-            f"or zero_grad() on rank {self._runtime.world.rank}: its gradient is already reduced, and with "
-            f"{self._told_reduction()} reducing it again would count the other ranks twice. Raise backward_passes_per_step, "
-            "use optimizer.no_sync() for all but the last backward pass, add the losses before one backward(), or use "
-            "op=Average")
 
     def _come_late(self, member: Member[Parameter]) -> None:
         """A gradient was accumulated into after the round under way got it (or was told that there is none)."""
@@ -514,6 +495,8 @@ class GradientReducer(Generic[Parameter]):
 
     def _declare(self, member: Member[Parameter], present: bool) -> None:
         """Let a member go by itself."""
+        if present and self._gradients.is_again(member):
+            member.again = self._number
         moment = Moment(self._label, self._number, self._steps, self._in_step)
         if present and self._framework.is_sparse(member.parameter):
             rows = self._framework.rows(member.parameter)
@@ -544,10 +527,18 @@ class GradientReducer(Generic[Parameter]):
             if handle.completion is not None:
                 self._framework.follow(handle.completion)
             self._note_behind(handle.behind)
+            if member.again == self._number:
+                self._check_all_contributed(member, handle.contributors, errors)
             if loan is None or result is not loan.array:
                 self._take_rows(member, result, errors)
             elif handle.contributors:
                 self._mark(member, self._framework.give_back(loan))
+
+    def _check_all_contributed(self, member: Member[Parameter], ranks: Collection[int], errors: list[HvdliteError]) -> None:
+        """Without some ranks' reduced gradients, an average of reduced gradients is too small."""
+        others = set(self._runtime.members(self._process_set)) - set(ranks)
+        if others:
+            errors.append(computed_again_without(member.name, others))
 
     def _end_round(self) -> None:
         self._buckets = None
@@ -583,8 +574,4 @@ class GradientReducer(Generic[Parameter]):
     def _check_unchanged(self) -> None:
         changed = self._gradients.changed(self._members.values())
         if changed is not None:
-            raise GradientOrderError(
-                f"'{changed.name}' was written to on this rank after its reduction (clipped or unscaled, say), but "
-                f"{named_ranks(sorted(self._behind))} had no backward() in this step and took part in the reduction "
-                "only in optimizer.step(), too late to change it: the replicas would differ. Call "
-                "optimizer.synchronize() on all ranks, also where there was no backward(), and then change gradients")
+            raise changed_alone(changed.name, self._behind)

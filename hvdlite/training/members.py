@@ -32,6 +32,7 @@ class Member(Generic[Parameter]):
     period: int = 0  # the last period in which it was accumulated into
     passes: int = 0  # how often in that period
     given: int = 0  # the last round in which it was handed over
+    again: int = 0  # the last round in which it went by itself with a gradient that was reduced before
     missing: int = 0  # the last round in which this rank reported it as missing
     sparse: bool = False  # some rank had a sparse gradient for it once: it always goes by itself
     mark: Any = None  # identifies the reduced gradient
@@ -82,20 +83,27 @@ class MemberGradients(Generic[Parameter]):
         """Return whether the gradient is one that was reduced in this generation (and written to since, perhaps)."""
         return member.marked == self._generation and self.framework.is_marked(member.parameter, member.mark)
 
+    def is_again(self, member: Member[Parameter]) -> bool:
+        """Return whether a part of the gradient may be what was reduced in this generation already."""
+        return self.is_idempotent and member.marked == self._generation
+
     def is_present(self, member: Member[Parameter]) -> bool:
         """Return whether a member that was not handed over takes part in a round with its gradient."""
         if not self.framework.has_gradient(member.parameter):
             return False
         if member.period == self._period or not self.framework.is_marked(member.parameter, member.mark):
             return True
-        return self.is_idempotent and (member.marked == self._generation or (
-            self.takes_changed and self.framework.is_changed(member.parameter, member.mark)))
+        return self.is_again(member) or (
+            self.is_idempotent and self.takes_changed and self.framework.is_changed(member.parameter, member.mark))
 
     def replaced(self, members: Iterable[Member[Parameter]]) -> Member[Parameter] | None:
         """Return a member whose gradient was reduced in this generation, and is another tensor now."""
-        return next((member for member in members
-                     if member.marked == self._generation and not self.framework.is_marked(member.parameter, member.mark)
-                     and self.framework.has_gradient(member.parameter)), None)
+        generation, is_marked = self._generation, self.framework.is_marked  # this is done for every gradient of every step
+        for member in members:
+            if (member.marked == generation and not is_marked(member.parameter, member.mark)
+                    and self.framework.has_gradient(member.parameter)):
+                return member
+        return None
 
     def have_unreduced(self, members: Iterable[Member[Parameter]]) -> bool:
         """Return whether a member without a reduction in this generation has a gradient that is new.

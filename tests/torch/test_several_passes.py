@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 from hvdlite.core.errors import MismatchError  # noqa: E402
 from hvdlite.core.types import ReduceOp  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
-from hvdlite.training.gradient_reducer import GradientOrderError  # noqa: E402
+from hvdlite.training.order_errors import GradientOrderError  # noqa: E402
 from hvdlite_torch import Compression, DistributedOptimizer, comm_hooks  # noqa: E402
 from tests.torch.one_process import Case, compare  # noqa: E402
 from tests.torch.test_optimizer import net  # noqa: E402
@@ -163,6 +163,22 @@ def test_different_numbers_of_passes_over_the_same_parameters_are_an_error_on_al
                 optimizer.zero_grad()
                 for _ in range(1 + (turn == 3 and runtime.world.rank == 0)):
                     model(torch.ones(1, 6)).sum().backward()
+                optimizer.step()
+    threads(2, step)
+
+
+def test_a_second_pass_is_an_error_while_ranks_have_joined() -> None:
+    """Their reduced gradients would be missing."""
+    def step(runtime: Runtime) -> None:
+        model = net()
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), _runtime=runtime)
+        with optimizer.join():
+            for turn in range(3 + 3 * (runtime.world.rank == 0)):
+                optimizer.zero_grad()
+                model(torch.ones(1, 6)).sum().backward()
+                if turn == 5:
+                    with pytest.raises(GradientOrderError, match=r"rank 1 took part without the reduced gradient \(joined"):
+                        model(torch.ones(1, 6)).sum().backward()
                 optimizer.step()
     threads(2, step)
 
