@@ -19,7 +19,7 @@ from hvdlite.training.order_errors import GradientOrderError
 from hvdlite_torch import cuda, unfinal
 from hvdlite_torch.framework import is_elsewhere
 from hvdlite_torch.shared_parameters import SharedParameters, come_last
-from hvdlite_torch.unfinal import get_grad
+from hvdlite_torch.unfinal import get_grad, set_grad
 
 _graph_task = torch._C._current_graph_task_id
 _NODES = {getattr(torch.autograd.function.BackwardCFunction, name).__code__ for name in ("apply", "apply_boxed")
@@ -58,6 +58,7 @@ class BackwardHooks(SharedParameters):
 
     Attributes:
         weight: by what gradients are multiplied before they are handed over.
+        own_weight: by what gradients are multiplied that the script has set itself.
         on_moved: returns what handles gradients on GPUs and on the host; called when a parameter is on a GPU for the first
             time.
         on_begin: called before a backward pass hands over its first gradient; returns whether it is to do so.
@@ -80,7 +81,7 @@ class BackwardHooks(SharedParameters):
         self._note: Callable[[torch.Tensor], None] | None = getattr(reducer.framework, "note", None)
         self._first: torch.Tensor | None = None  # the first watched parameter
         self.on_moved: Callable[[], Framework[torch.Tensor]] | None = None
-        self.weight = 1.0
+        self.weight = self.own_weight = 1.0
         self.on_begin: Callable[[], bool] | None = None
 
     @property
@@ -117,6 +118,7 @@ class BackwardHooks(SharedParameters):
         try:
             if self._first is not None:
                 self._notice_move(self._first)
+            self._weigh_own()
             self._reducer.finish_if_due(in_step=in_step)
         finally:
             self._unguard()
@@ -243,10 +245,16 @@ class BackwardHooks(SharedParameters):
             gradient.mul_(self.weight)
         self._reducer.hand_over(parameter)
 
+    def _weigh_own(self) -> None:
+        if self.own_weight != 1.0:
+            for parameter in self._reducer.unseen():
+                set_grad(parameter, get_grad(parameter) * self.own_weight)  # the script may use its tensor further
+
     def _end_backward(self) -> None:
         self._task = -1
         with _guarding_all():
             self._hand_over_late()
+            self._weigh_own()
             if self._reducer.end_backward():
                 torch.autograd.Variable._execution_engine.queue_callback(self._wait)  # behind the other optimizers' ends
                 return

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 
 from hvdlite import api
-from hvdlite.core.errors import UnsupportedError
-from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID, ProcessSet, global_process_set
+from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.arguments import WRAPPED, check_compression, check_passes, chosen_groups, factors
@@ -26,9 +25,10 @@ from hvdlite_torch.backward import BackwardHooks
 from hvdlite_torch.closures import FinalClosure, closure_of, with_closure
 from hvdlite_torch.comm_hooks import AllReduce, Cast, CommHook, Exchange, reduce_round
 from hvdlite_torch.compression import Compression, Compressor
+from hvdlite_torch.copying import PlainCopies
 from hvdlite_torch.cuda_gradients import CudaGradients
 from hvdlite_torch.framework import TorchGradients, on_host
-from hvdlite_torch.state import take_over
+from hvdlite_torch.uneven_inputs import UnevenInputs
 
 OptimizerType = TypeVar("OptimizerType", bound=torch.optim.Optimizer)
 
@@ -57,7 +57,7 @@ def DistributedOptimizer(
     `wait_in="step"` they are final in `step()`, after `synchronize()`, or when one is read from Python, whichever comes
     first. A parameter without a gradient on some ranks counts as zeros there; without one on all ranks it keeps None. A
     parameter that is frozen when the optimizer is wrapped is reduced from the step in which it is trainable on all ranks.
-    The optimizer keeps its class name, `isinstance`, state, defaults, hooks and schedulers.
+    The optimizer keeps its class name, `isinstance`, state, defaults, hooks and schedulers. Copies and pickles are plain.
 
     Several `backward()` calls before a step just work, when all ranks make the same number of them (over disjoint parameters
     and with `wait_in="step"` the numbers may differ): each one is reduced, and gradients add up. It is cheaper to sum the
@@ -107,17 +107,17 @@ def DistributedOptimizer(
     prescale, postscale = factors(op, gradient_predivide_factor)
     names = _names(optimizer, named_parameters)
     numbers = clusters(groups, list(names))
+    if comm_hook is not None and (op is not ReduceOp.AVERAGE or compression is not Compression.none or groups is not None
+                                  or gradient_predivide_factor != 1.0):
+        raise ValueError("comm_hook decides itself how gradients are averaged: leave op, compression, groups and "
+                         "gradient_predivide_factor at their defaults")
     base = type(optimizer)
     if op is ReduceOp.ADASUM and runtime.world.size > 1:
         check_whole_job(api.set_id(process_set))
         optimizer.__class__ = type(base.__name__, (DistributedAdasum, base), {"__module__": base.__module__})
         assert isinstance(optimizer, DistributedAdasum)
-        optimizer._attach(runtime, names, runtime.label("torch"), compression, backward_passes_per_step)
+        optimizer._attach(runtime, names, runtime.label("torch"), compression)
         return optimizer
-    if comm_hook is not None and (op is not ReduceOp.AVERAGE or compression is not Compression.none or groups is not None
-                                  or gradient_predivide_factor != 1.0):
-        raise ValueError("comm_hook decides itself how gradients are averaged: leave op, compression, groups and "
-                         "gradient_predivide_factor at their defaults")
     if isinstance(comm_hook, type):
         name = getattr(comm_hook, "__name__", "")
         raise ValueError(f"comm_hook takes an instance with state of its own, such as {name}(), not the class")
@@ -169,7 +169,7 @@ def is_distributed(optimizer: torch.optim.Optimizer) -> bool:
     return isinstance(optimizer, (Distributed, DistributedAdasum))
 
 
-class Distributed:
+class Distributed(PlainCopies, UnevenInputs):
     """Mixed into the user's optimizer class. Only translates between torch's events and the reducer."""
 
     param_groups: list[dict[str, Any]]
@@ -235,27 +235,6 @@ class Distributed:
             yield
         finally:
             self._synchronizes = before
-
-    @contextmanager
-    def join(self, *, synchronize: bool = True) -> Iterator[None]:
-        """Let ranks run out of batches at different times inside this; all ranks use it, around their training loop.
-
-        A rank that comes to the end waits, and its share in the others' averages is nothing (which are divided by the number
-        of all ranks, unless HVDLITE_JOIN_DIVIDES_BY_ACTIVE is set). When all have come, parameters and optimizer state are
-        taken from the last one, because the others have missed its steps.
-
-        Args:
-            synchronize: whether to do that.
-        """
-        yield
-        if not self._active:
-            return
-        if self._process_set != GLOBAL_PROCESS_SET_ID:
-            raise UnsupportedError("join() is for all ranks; this optimizer shares gradients with some only")
-        last = self._runtime.join().wait()
-        if synchronize:
-            assert isinstance(self, torch.optim.Optimizer)
-            take_over(self._runtime, self, last)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients locally; the first backward pass after it reduces the sums."""

@@ -167,22 +167,33 @@ class ShmPlane:
                 piece.reduce_slices(sources, outputs, wait_until)
 
     def _adasum(self, group: Group, plan: Plan, wait_until: WaitUntil) -> None:
-        """Each tensor by itself: measure the inner products slice by slice, add them up, then a weighted sum by slices."""
+        """Measure the inner products slice by slice, add them up, then weighted sums by slices; all tensors together."""
         response, dtype = plan.response, SUPPORTED_DTYPES[plan.response.dtype]
-        receives = response.collective is Collective.ALLREDUCE or self._rank == response.root_rank
-        contributors = len(response.contributors)
-        per_piece = group.segment.slot // dtype.itemsize
-        for index, total in enumerate(response.rows if contributors else ()):
-            adaptive = AdaptiveSum(response, dtype, self._chunk // dtype.itemsize, self._casts)
-            source = Concatenation(plan.sources[index:index + 1]) if self._rank in response.contributors else None
-            output = Concatenation(plan.outputs[index:index + 1]) if plan.outputs and receives else None
-            products = np.zeros((contributors, contributors))
+        if not response.contributors:
+            return
+        receives = plan.outputs and (response.collective is Collective.ALLREDUCE or self._rank == response.root_rank)
+        adaptive = AdaptiveSum(response, dtype, self._chunk // dtype.itemsize, self._casts, response.rows)
+        sources = Concatenation(plan.sources) if self._rank in response.contributors else None
+        outputs = Concatenation(plan.outputs) if receives else None
+        total, per_piece = sum(response.rows), group.segment.slot // dtype.itemsize
+
+        def pieces() -> Iterator[_AdaptivePiece]:
             for low in range(0, total, per_piece):
-                piece = _Piece(group, response, adaptive, low, min(low + per_piece, total))
-                products += piece.measure_slice(source, adaptive, wait_until)
-            adaptive.weigh(group.total(products, wait_until))
-            for low in range(0, total, per_piece):
-                _Piece(group, response, adaptive, low, min(low + per_piece, total)).reduce_slices(source, output, wait_until)
+                yield _AdaptivePiece(group, response, adaptive, low, min(low + per_piece, total))
+
+        if total * dtype.itemsize <= self._direct:
+            for piece in pieces():
+                piece.reduce_whole(sources, outputs, wait_until)
+            return
+        products = np.zeros((len(response.rows), len(response.contributors), len(response.contributors)))
+        for piece in pieces():
+            products += piece.measure_slice(sources, wait_until)
+        fitting = max(1, group.segment.slot // products[0].nbytes)
+        for first in range(0, len(products), fitting):
+            products[first:first + fitting] = group.total(products[first:first + fitting], wait_until)
+        adaptive.weigh(products)
+        for piece in pieces():
+            piece.reduce_slices(sources, outputs, wait_until)
 
     def _reducescatter(self, group: Group, plan: Plan, wait_until: WaitUntil) -> None:
         reduction = self._reduction(group, plan.response)
@@ -295,7 +306,7 @@ class _Piece:
             self._publish(sources, self.low, self.high)
         self._group.barrier(wait_until)
         for start, stop, part in outputs.parts(self.low, self.high, self._reduction.chunk) if outputs else ():
-            self._reduction.combine([self._staged(index, start, stop) for index in self._contributors], part)
+            self._combine([self._staged(index, start, stop) for index in self._contributors], part, start)
 
     def reduce_slices(self, sources: Concatenation | None, outputs: Concatenation | None, wait_until: WaitUntil) -> None:
         """Let every rank reduce the slice it owns, and collect the other slices' results."""
@@ -309,7 +320,7 @@ class _Piece:
         guide = outputs or sources or Concatenation([self._slots[group.index][:self.high - self.low]], self.low)
         for start, stop, part in guide.parts(begin, end, self._reduction.chunk):
             result = self._staged(group.index, start, stop)
-            self._reduction.combine([self._term(index, sources, start, stop) for index in self._contributors], result)
+            self._combine([self._term(index, sources, start, stop) for index in self._contributors], result, start)
             if outputs is not None:
                 np.copyto(part, result)
         group.barrier(wait_until)
@@ -319,19 +330,6 @@ class _Piece:
             if owner != group.index:
                 for start, stop, part in outputs.parts(bounds[owner], bounds[owner + 1], self.high - self.low):
                     np.copyto(part, self._staged(owner, start, stop))
-
-    def measure_slice(self, sources: Concatenation | None, adaptive: AdaptiveSum, wait_until: WaitUntil) -> Array:
-        """Publish what others own, and return the inner products of the contributors' values in the slice owned here."""
-        group = self._group
-        bounds = slice_bounds(self.low, self.high, group.size, adaptive.dtype)
-        begin, end = bounds[group.index], bounds[group.index + 1]
-        if sources is not None:
-            self._publish(sources, self.low, begin)
-            self._publish(sources, end, self.high)
-        group.barrier(wait_until)
-        if begin == end:
-            return np.zeros((len(self._contributors), len(self._contributors)))
-        return adaptive.products([self._term(index, sources, begin, end) for index in self._contributors])
 
     def reduce_own(self, sources: Concatenation | None, output: Array | None, begin: int, end: int,
                    wait_until: WaitUntil) -> None:
@@ -360,8 +358,47 @@ class _Piece:
         (_, _, part), = sources.parts(start, stop, stop - start)
         return self._reduction.placed(part)
 
+    def _combine(self, terms: Sequence[Array], out: Array, start: int) -> None:
+        self._reduction.combine(terms, out)
+
     def _staged(self, index: int, start: int, stop: int) -> Array:
         return self._slots[index][start - self.low:stop - self.low]
+
+
+class _AdaptivePiece(_Piece):
+    """Like `_Piece`, of an adaptive sum, which depends on the tensor that an element belongs to."""
+
+    def __init__(self, group: Group, response: Response, adaptive: AdaptiveSum, low: int, high: int) -> None:
+        super().__init__(group, response, adaptive, low, high)
+        self._adaptive = adaptive
+
+    def reduce_whole(self, sources: Concatenation | None, outputs: Concatenation | None, wait_until: WaitUntil) -> None:
+        """Publish everything, then let every rank measure and reduce everything; the piece is all there is."""
+        if sources is not None:
+            self._publish(sources, self.low, self.high)
+        self._group.barrier(wait_until)
+        if outputs is None:
+            return
+        terms = [self._staged(index, self.low, self.high) for index in self._contributors]
+        self._adaptive.weigh(self._adaptive.products(terms, self.low))
+        for start, stop, part in outputs.parts(self.low, self.high, self._adaptive.chunk):
+            self._combine([self._staged(index, start, stop) for index in self._contributors], part, start)
+
+    def measure_slice(self, sources: Concatenation | None, wait_until: WaitUntil) -> Array:
+        """Publish what others own, and return the inner products, by tensor, of the values in the slice owned here."""
+        group = self._group
+        bounds = slice_bounds(self.low, self.high, group.size, self._adaptive.dtype)
+        begin, end = bounds[group.index], bounds[group.index + 1]
+        if sources is not None:
+            self._publish(sources, self.low, begin)
+            self._publish(sources, end, self.high)
+        group.barrier(wait_until)
+        terms = [self._staged(index, begin, end) if index != group.index or sources is None
+                 else sources.contiguous(begin, end) for index in self._contributors]
+        return self._adaptive.products(terms, begin)
+
+    def _combine(self, terms: Sequence[Array], out: Array, start: int) -> None:
+        self._adaptive.combine(terms, out, start)
 
 
 def slice_bounds(low: int, high: int, size: int, dtype: np.dtype[np.generic]) -> list[int]:

@@ -329,6 +329,12 @@ class GradientReducer(Generic[Parameter]):
             if member.missing != self._number and id(member.parameter) not in self._late:
                 self._gradients.withdraw(member)
 
+    def unseen(self) -> list[Parameter]:
+        """Return the parameters whose gradients the script has set, and that are reduced with the next round."""
+        if self._suspended:
+            return []
+        return [member.parameter for member in self._members.values() if self._gradients.is_unseen(member)]
+
     def is_reduced(self, parameter: Parameter) -> bool:
         """Return whether the parameter's gradient is one that was reduced in this step (and changed since, perhaps)."""
         member = self._members.get(id(parameter))

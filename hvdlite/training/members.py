@@ -123,6 +123,10 @@ class MemberGradients(Generic[Parameter]):
             return not self.framework.is_marked(member.parameter, member.mark)
         return self.framework.is_changed(member.parameter, member.mark)
 
+    def is_unseen(self, member: Member[Parameter]) -> bool:
+        """Return whether the member has a gradient of which no backward pass and no round of this generation has told."""
+        return member.marked != self._generation and member.period != self._period and self.is_own(member)
+
     def were_cleared(self, members: Iterable[Member[Parameter]]) -> bool:
         """Return whether there were reduced gradients in this generation, of which the script has left none."""
         reduced = (member.parameter for member in members if member.marked == self._generation)

@@ -226,6 +226,13 @@ def test_norms_and_hooks_on_a_gpu(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -
         for _ in range(3):
             train(optimizer, model, torch.ones(4, 6), torch.ones(4, 3))
         hvd.check_replicas(model.state_dict())
+        for compression in (hvd.Compression.none, hvd.Compression.fp16):
+            model = net()
+            optimizer = wrapped(runtime, model, op=hvd.Adasum, compression=compression)
+            with optimizer.join(model, norm):
+                for number in range(2 + runtime.world.rank):
+                    train(optimizer, model, torch.ones(4, 6) + number, torch.ones(4, 3) * runtime.world.rank)
+            hvd.check_replicas(model.state_dict())
     threads(2, step)
 
 

@@ -431,45 +431,6 @@ def test_only_optimizers_of_torch_are_wrapped() -> None:
     threads(1, step)
 
 
-def adaptive(one: Any, other: Any) -> Any:
-    """Adasum of two tensors, as the paper has it."""
-    agreement = (one * other).sum()
-    squares = [(each * each).sum() for each in (one, other)]
-    return sum((1 - agreement / (2 * square) if square > 0 else 1) * each
-               for each, square in zip((one, other), squares, strict=True))
-
-
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_adasum_combines_what_the_ranks_steps_did(kind: str) -> None:
-    data = list(batches(3, 2))
-
-    def step(runtime: Runtime) -> list[Any]:
-        model = net()
-        optimizer = DistributedOptimizer(OPTIMIZERS[kind](model.parameters()), model.named_parameters(), op=ReduceOp.ADASUM,
-                                         _runtime=runtime)
-        with pytest.raises(AssertionError, match="skip_synchronize"), optimizer.skip_synchronize():
-            pass
-        for x, y in data:
-            train(optimizer, model, share(x, runtime), share(y, runtime))
-        return weights(model)
-    found = threads(2, step)
-
-    models = [net(), net()]
-    optimizers = [OPTIMIZERS[kind](model.parameters()) for model in models]
-    for x, y in data:
-        before = weights(models[0])
-        for rank in range(2):
-            train(optimizers[rank], models[rank], x.chunk(2)[rank], y.chunk(2)[rank])
-        for start, one, other in zip(before, models[0].parameters(), models[1].parameters(), strict=True):
-            with torch.no_grad():
-                together = start + adaptive(one - start, other - start)
-                one.copy_(together)
-                other.copy_(together)
-    for rank in range(2):
-        for mine, theirs in zip(found[rank], weights(models[0]), strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
-
-
 def test_adasum_on_some_ranks_is_refused_as_in_horovod() -> None:
     def step(runtime: Runtime) -> None:
         number = runtime.add_process_set([0, 1]).wait()
