@@ -26,6 +26,7 @@ from hvdlite_torch.compression import Compression, Compressor
 from hvdlite_torch.copying import PlainCopies
 from hvdlite_torch.cuda_gradients import CudaGradients
 from hvdlite_torch.framework import TorchGradients, on_host
+from hvdlite_torch.step_hooks import once_a_step
 from hvdlite_torch.uneven_inputs import UnevenInputs
 
 OptimizerType = TypeVar("OptimizerType", bound=torch.optim.Optimizer)
@@ -171,7 +172,7 @@ class Distributed(PlainCopies, UnevenInputs):
             self._watch(parameter)
         for register, hook in ((self.register_step_pre_hook, _before_step),  # type: ignore[attr-defined]
                                (self.register_step_post_hook, _after_step)):  # type: ignore[attr-defined]
-            register(torch.compiler.disable(hook))  # a compiled step waits for gradients as an ordinary one does
+            register(once_a_step(hook))
 
     def _watch(self, parameter: torch.Tensor) -> None:
         if self._active:
