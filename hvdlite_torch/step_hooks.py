@@ -1,8 +1,8 @@
 """Hooks around an optimizer's `step` that run once a step.
 
 torch runs an instance's hooks in every `step` that it has prepared for hooks: in that of each class of which an optimizer
-was made in this process. A class whose `step` calls its base class's runs them twice, but only where a plain optimizer of the
-base class has been made too, which can be on some ranks only.
+was made in this process. A class whose `step` calls its base class's runs them twice, but only where a plain optimizer
+of the base class has been made too, which can be on some ranks only.
 """
 
 from __future__ import annotations
