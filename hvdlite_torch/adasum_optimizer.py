@@ -18,10 +18,8 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import FrameType
 from typing import Any
 
 import torch
@@ -35,10 +33,8 @@ from hvdlite_torch import cuda
 from hvdlite_torch.compression import Compressor
 from hvdlite_torch.copying import PlainCopies
 from hvdlite_torch.framework import as_array, contiguous, lent, on_host
+from hvdlite_torch.step_hooks import once_a_step
 from hvdlite_torch.uneven_inputs import UnevenInputs
-
-_HOOKED_STEP = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
-"""The code that runs step hooks around `step`."""
 
 
 class DistributedAdasum(PlainCopies, UnevenInputs):
@@ -59,7 +55,7 @@ class DistributedAdasum(PlainCopies, UnevenInputs):
         for hooks, register, hook in (
                 (self._optimizer_step_pre_hooks, self.register_step_pre_hook, _before_step),
                 (self._optimizer_step_post_hooks, self.register_step_post_hook, _after_step)):
-            handle = register(torch.compiler.disable(hook))
+            handle = register(once_a_step(hook))
             hooks.move_to_end(handle.id, last=False)  # type: ignore[union-attr]
 
     def synchronize(self) -> None:
@@ -209,27 +205,12 @@ class _Changes:
 
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     assert isinstance(optimizer, DistributedAdasum)
-    if _step_depth(optimizer) <= 1:
-        optimizer._begin()
+    optimizer._begin()
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     assert isinstance(optimizer, DistributedAdasum)
-    if _step_depth(optimizer) <= 1:
-        optimizer._combine()
-
-
-def _step_depth(optimizer: torch.optim.Optimizer) -> int:
-    """Return how many steps of this optimizer with hooks are nested.
-
-    A class whose `step` calls its base class's runs the hooks twice, if a plain optimizer of the base class has ever been
-    made in this process.
-    """
-    depth, frame = 0, sys._getframe(1)
-    while frame is not None:
-        depth += frame.f_code is _HOOKED_STEP and frame.f_locals.get("self") is optimizer
-        frame: FrameType | None = frame.f_back  # type: ignore[no-redef]
-    return depth
+    optimizer._combine()
 
 
 def check_whole_job(process_set: int) -> None:

@@ -28,6 +28,7 @@ from hvdlite_torch.compression import Compression, Compressor
 from hvdlite_torch.copying import PlainCopies
 from hvdlite_torch.cuda_gradients import CudaGradients
 from hvdlite_torch.framework import TorchGradients, on_host
+from hvdlite_torch.step_hooks import once_a_step
 from hvdlite_torch.uneven_inputs import UnevenInputs
 
 OptimizerType = TypeVar("OptimizerType", bound=torch.optim.Optimizer)
@@ -107,17 +108,17 @@ def DistributedOptimizer(
     prescale, postscale = factors(op, gradient_predivide_factor)
     names = _names(optimizer, named_parameters)
     numbers = clusters(groups, list(names))
-    if comm_hook is not None and (op is not ReduceOp.AVERAGE or compression is not Compression.none or groups is not None
-                                  or gradient_predivide_factor != 1.0):
-        raise ValueError("comm_hook decides itself how gradients are averaged: leave op, compression, groups and "
-                         "gradient_predivide_factor at their defaults")
     base = type(optimizer)
-    if op is ReduceOp.ADASUM and runtime.world.size > 1:
+    if op is ReduceOp.ADASUM and runtime.world.size > 1 and comm_hook is None:
         check_whole_job(api.set_id(process_set))
         optimizer.__class__ = type(base.__name__, (DistributedAdasum, base), {"__module__": base.__module__})
         assert isinstance(optimizer, DistributedAdasum)
         optimizer._attach(runtime, names, runtime.label("torch"), compression)
         return optimizer
+    if comm_hook is not None and (op is not ReduceOp.AVERAGE or compression is not Compression.none or groups is not None
+                                  or gradient_predivide_factor != 1.0):
+        raise ValueError("comm_hook decides itself how gradients are averaged: leave op, compression, groups and "
+                         "gradient_predivide_factor at their defaults")
     if isinstance(comm_hook, type):
         name = getattr(comm_hook, "__name__", "")
         raise ValueError(f"comm_hook takes an instance with state of its own, such as {name}(), not the class")
@@ -191,7 +192,7 @@ class Distributed(PlainCopies, UnevenInputs):
             self._watch(parameter)
         for register, hook in ((self.register_step_pre_hook, _before_step),  # type: ignore[attr-defined]
                                (self.register_step_post_hook, _after_step)):  # type: ignore[attr-defined]
-            register(torch.compiler.disable(hook))  # a compiled step waits for gradients as an ordinary one does
+            register(once_a_step(hook))
 
     def _watch(self, parameter: torch.Tensor) -> None:
         if self._active:

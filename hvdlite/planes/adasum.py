@@ -43,7 +43,7 @@ class AdaptiveSum:
         self._wide = accumulator_dtype(dtype)
         self._factor = response.prescale * response.postscale  # scaling all tensors alike scales the result
         self._ends = list(itertools.accumulate(rows))
-        self._factors: list[list[float]] = []  # by tensor and contributor
+        self._factors = np.empty((0, 0))  # by tensor and contributor
 
     def products(self, sources: Sequence[Array], begin: int = 0) -> Array:
         """Return the inner products of each two contributors' values, by tensor: float64, (tensors, n, n).
@@ -55,16 +55,17 @@ class AdaptiveSum:
         count = sources[0].size if sources else 0
         total = np.zeros((len(self._ends), len(sources), len(sources)))
         rows = np.empty((len(sources), min(self.chunk, count)))
-        for tensor, piece in self._pieces(begin, count):
+        for piece, tensors in self._pieces(begin, count):
             for row, source in zip(rows, sources, strict=True):
                 row[:piece.stop - piece.start] = self._widened(source[piece])
-            part = rows[:, :piece.stop - piece.start]
-            total[tensor] += part @ part.T
+            for tensor, low, high in tensors:
+                part = rows[:, low:high]
+                total[tensor] += part @ part.T
         return total
 
     def weigh(self, products: Array) -> None:
         """Derive the factors from the inner products of the whole tensors."""
-        self._factors = (factors(products) * self._factor).tolist()
+        self._factors = factors(products) * self._factor
 
     def place(self, source: Array, out: Array) -> None:
         """Copy `source` to `out`."""
@@ -81,25 +82,31 @@ class AdaptiveSum:
             begin: like that of `products`.
         """
         with np.errstate(all="ignore"):
-            for tensor, piece in self._pieces(begin, out.size):
+            for piece, tensors in self._pieces(begin, out.size):
+                factors = self._factors[[tensor for tensor, _, _ in tensors]].astype(self._wide)
+                if len(tensors) > 1:
+                    factors = factors.repeat([high - low for _, low, high in tensors], axis=0)
                 total = np.zeros(piece.stop - piece.start, self._wide)
-                for factor, source in zip(self._factors[tensor], sources, strict=True):
-                    total += self._widened(source[piece]) * self._wide.type(factor)
+                for factor, source in zip(factors.T, sources, strict=True):
+                    total += self._widened(source[piece]) * factor
                 if self.dtype == self._wide:
                     np.copyto(out[piece], total)
                 else:
                     self._casts.narrow(total, out[piece])
 
-    def _pieces(self, begin: int, count: int) -> Iterator[tuple[int, slice]]:
-        """Yield (tensor, slice of an array that begins with element `begin`), each within one tensor and one chunk."""
-        start, end = begin, begin + count
+    def _pieces(self, begin: int, count: int) -> Iterator[tuple[slice, list[tuple[int, int, int]]]]:
+        """Yield chunks of an array that begins with element `begin`, and (tensor, begin, end) of what is in each chunk."""
         tensor = bisect.bisect_right(self._ends, begin)
-        while start < end:
-            stop = min(start + self.chunk, self._ends[tensor], end)
-            if start < stop:
-                yield tensor, slice(start - begin, stop - begin)
-            tensor += stop == self._ends[tensor]
-            start = stop
+        for first in range(begin, begin + count, self.chunk):
+            last = min(first + self.chunk, begin + count)
+            tensors, start = [], first
+            while start < last:
+                stop = min(self._ends[tensor], last)
+                if start < stop:
+                    tensors.append((tensor, start - first, stop - first))
+                tensor += stop == self._ends[tensor]
+                start = stop
+            yield slice(first - begin, last - begin), tensors
 
     def _widened(self, source: Array) -> Array:
         if self.dtype == self._wide:

@@ -306,7 +306,7 @@ class _Piece:
             self._publish(sources, self.low, self.high)
         self._group.barrier(wait_until)
         for start, stop, part in outputs.parts(self.low, self.high, self._reduction.chunk) if outputs else ():
-            self._combine([self._staged(index, start, stop) for index in self._contributors], part, start)
+            self._reduction.combine([self._staged(index, start, stop) for index in self._contributors], part)
 
     def reduce_slices(self, sources: Concatenation | None, outputs: Concatenation | None, wait_until: WaitUntil) -> None:
         """Let every rank reduce the slice it owns, and collect the other slices' results."""
@@ -317,19 +317,13 @@ class _Piece:
             self._publish(sources, self.low, begin)
             self._publish(sources, end, self.high)
         group.barrier(wait_until)
-        guide = outputs or sources or Concatenation([self._slots[group.index][:self.high - self.low]], self.low)
-        for start, stop, part in guide.parts(begin, end, self._reduction.chunk):
-            result = self._staged(group.index, start, stop)
-            self._combine([self._term(index, sources, start, stop) for index in self._contributors], result, start)
-            if outputs is not None:
-                np.copyto(part, result)
+        self._reduce_slice(sources, outputs, begin, end)
         group.barrier(wait_until)
         if outputs is None:
             return
         for owner in range(group.size):
             if owner != group.index:
-                for start, stop, part in outputs.parts(bounds[owner], bounds[owner + 1], self.high - self.low):
-                    np.copyto(part, self._staged(owner, start, stop))
+                self._collect(outputs, owner, bounds[owner], bounds[owner + 1])
 
     def reduce_own(self, sources: Concatenation | None, output: Array | None, begin: int, end: int,
                    wait_until: WaitUntil) -> None:
@@ -358,8 +352,20 @@ class _Piece:
         (_, _, part), = sources.parts(start, stop, stop - start)
         return self._reduction.placed(part)
 
-    def _combine(self, terms: Sequence[Array], out: Array, start: int) -> None:
-        self._reduction.combine(terms, out)
+    def _reduce_slice(self, sources: Concatenation | None, outputs: Concatenation | None, begin: int, end: int) -> None:
+        """Reduce elements begin..end into the own slot and the output."""
+        own = self._group.index
+        guide = outputs or sources or Concatenation([self._slots[own][:self.high - self.low]], self.low)
+        for start, stop, part in guide.parts(begin, end, self._reduction.chunk):
+            result = self._staged(own, start, stop)
+            self._reduction.combine([self._term(index, sources, start, stop) for index in self._contributors], result)
+            if outputs is not None:
+                np.copyto(part, result)
+
+    def _collect(self, outputs: Concatenation, owner: int, begin: int, end: int) -> None:
+        """Copy elements begin..end from their owner's slot to the output."""
+        for start, stop, part in outputs.parts(begin, end, self.high - self.low):
+            np.copyto(part, self._staged(owner, start, stop))
 
     def _staged(self, index: int, start: int, stop: int) -> Array:
         return self._slots[index][start - self.low:stop - self.low]
@@ -381,8 +387,10 @@ class _AdaptivePiece(_Piece):
             return
         terms = [self._staged(index, self.low, self.high) for index in self._contributors]
         self._adaptive.weigh(self._adaptive.products(terms, self.low))
-        for start, stop, part in outputs.parts(self.low, self.high, self._adaptive.chunk):
-            self._combine([self._staged(index, start, stop) for index in self._contributors], part, start)
+        result = np.empty_like(terms[0])
+        self._adaptive.combine(terms, result, self.low)
+        for start, stop, part in outputs.parts(self.low, self.high, self.high - self.low):
+            np.copyto(part, result[start - self.low:stop - self.low])
 
     def measure_slice(self, sources: Concatenation | None, wait_until: WaitUntil) -> Array:
         """Publish what others own, and return the inner products, by tensor, of the values in the slice owned here."""
@@ -393,12 +401,18 @@ class _AdaptivePiece(_Piece):
             self._publish(sources, self.low, begin)
             self._publish(sources, end, self.high)
         group.barrier(wait_until)
-        terms = [self._staged(index, begin, end) if index != group.index or sources is None
-                 else sources.contiguous(begin, end) for index in self._contributors]
-        return self._adaptive.products(terms, begin)
+        return self._adaptive.products(self._terms(sources, begin, end), begin)
 
-    def _combine(self, terms: Sequence[Array], out: Array, start: int) -> None:
-        self._adaptive.combine(terms, out, start)
+    def _reduce_slice(self, sources: Concatenation | None, outputs: Concatenation | None, begin: int, end: int) -> None:
+        own = self._group.index
+        self._adaptive.combine(self._terms(sources, begin, end), self._staged(own, begin, end), begin)
+        if outputs is not None:
+            self._collect(outputs, own, begin, end)
+
+    def _terms(self, sources: Concatenation | None, begin: int, end: int) -> list[Array]:
+        """Return every contributor's elements begin..end; the own ones are in no slot."""
+        return [self._staged(index, begin, end) if index != self._group.index or sources is None
+                else sources.contiguous(begin, end) for index in self._contributors]
 
 
 def slice_bounds(low: int, high: int, size: int, dtype: np.dtype[np.generic]) -> list[int]:
