@@ -32,6 +32,7 @@ from hvdlite_torch.foreign_optimizers import refuse_foreign_optimizers
 from hvdlite_torch.optimizer import Distributed, DistributedOptimizer, is_distributed
 from hvdlite_torch.replica import Replica
 from hvdlite_torch.state import load_exactly
+from hvdlite_torch.step_hooks import once_a_step
 from hvdlite_torch.sync_batch_norm import SyncBatchNorm
 
 Kind = TypeVar("Kind")
@@ -95,8 +96,8 @@ class Holdings:
         DistributedOptimizer(optimizer, list(zip(names, parameters, strict=True)), compression=self._compression,
                              backward_passes_per_step=self._passes, process_set=self._process_set,
                              _runtime=self._replica.runtime, _label=f"{self._replica.label}.{number}", _mixin=Mirrored)
-        optimizer.register_step_pre_hook(torch.compiler.disable(_before_step))
-        optimizer.register_step_post_hook(torch.compiler.disable(_after_step))
+        optimizer.register_step_pre_hook(once_a_step(_before_step))
+        optimizer.register_step_post_hook(once_a_step(_after_step))
         self._optimizers.add(f"optimizer{number}", optimizer)
         self._replica.broadcast_tensors([each.detach() for each in parameters if not is_lazy(each)], "parameters")
         self.due = True

@@ -125,7 +125,7 @@ class MemberGradients(Generic[Parameter]):
 
     def is_unseen(self, member: Member[Parameter]) -> bool:
         """Return whether the member has a gradient of which no backward pass and no round of this generation has told."""
-        return member.marked != self._generation and member.period != self._period and self.is_own(member)
+        return member.marked != self._generation and member.period != self.period and self.is_own(member)
 
     def were_cleared(self, members: Iterable[Member[Parameter]]) -> bool:
         """Return whether there were reduced gradients in this generation, of which the script has left none."""
