@@ -21,7 +21,8 @@ from tests.torch.test_optimizer import net, share, train, weights  # noqa: E402
 from tests.worlds import RAISES, TORCH, processes, threads  # noqa: E402
 
 BOTH = pytest.mark.parametrize("wait_in", ["backward", "step"])
-ALL = pytest.mark.parametrize("wait_in", ["backward", "step", "backward, with a communication hook"])
+HOOKS = {"with a communication hook": comm_hooks.AllReduce, "with one that starts early": lambda: comm_hooks.TopK(1.0)}
+ALL = pytest.mark.parametrize("wait_in", ["backward", "step", *(f"backward, {hook}" for hook in HOOKS)])
 
 
 def parameter(length: int = 4) -> Any:
@@ -32,7 +33,7 @@ def wrapped(runtime: Runtime, *parameters: Any, wait_in: str | None = None) -> A
     """Return an optimizer of these parameters; `wait_in` is one of `ALL`."""
     wait_in, _, hook = (wait_in or "").partition(", ")
     return DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), _runtime=runtime, wait_in=wait_in or None,
-                                comm_hook=comm_hooks.AllReduce() if hook else None)
+                                comm_hook=HOOKS[hook]() if hook else None)
 
 
 def mean(runtime: Runtime, value: float) -> float:
@@ -308,7 +309,7 @@ def test_gradients_changed_where_other_ranks_could_not_change_them_raise(wait_in
             assert torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize("wait_in", ["backward", "backward, with a communication hook"])
+@pytest.mark.parametrize("wait_in", ["backward", *(f"backward, {hook}" for hook in HOOKS)])
 def test_a_second_backward_on_some_ranks_only_raises_instead_of_meeting_the_next_step(wait_in: str) -> None:
     def step(runtime: Runtime) -> None:
         a, b = parameter(), parameter()
