@@ -236,7 +236,7 @@ def test_other_dtypes_lose_what_their_rounding_loses(dtype: Any) -> None:
             sent = gradient.clone()
             hook.reduce([("w", sent)], Alone())
             total += sent
-        torch.testing.assert_close(total / steps, gradient.double(), rtol=0.02, atol=0.02)
+        torch.testing.assert_close(total / steps, gradient.double(), rtol=0.06, atol=0.06)
     if dtype is torch.float64:
         for hook in (comm_hooks.PowerSGD(6, start_iter=0, min_compression_rate=0.0), comm_hooks.TopK(1.0)):
             sent = gradient.clone()
