@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -358,6 +359,30 @@ def test_the_gradients_that_there_are_change_from_step_to_step(kind: str) -> Non
                 assert (parameter.grad is None) == (not having), (turn, name)
                 if having:
                     assert parameter.grad.tolist() == [(turn + 1) * having / 2] * 3, (turn, name)
+            optimizer.step()
+    threads(2, step)
+
+
+def test_a_round_like_the_last_one_starts_before_other_ranks_answer() -> None:
+    started = threading.Event()
+
+    class Told(comm_hooks.TopK):
+        calls = 0
+
+        def reduce(self, gradients: Any, exchange: Any) -> None:
+            self.calls += 1
+            if self.calls == 2:
+                started.set()
+            super().reduce(gradients, exchange)
+
+    def step(runtime: Runtime) -> None:
+        model, rank = net(), runtime.world.rank
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), _runtime=runtime,
+                                         comm_hook=comm_hooks.TopK(0.1) if rank else Told(0.1))
+        for turn, loss in enumerate(losses(runtime, model, optimizer, range(3))):
+            if turn == 1 and rank:
+                assert started.wait(20)
+            loss.backward()
             optimizer.step()
     threads(2, step)
 

@@ -95,13 +95,15 @@ def test_a_rank_that_calls_a_collective_before_its_backward_still_counts(wait_in
     def step(runtime: Runtime) -> None:
         a = parameter()
         optimizer = wrapped(runtime, a, wait_in=wait_in)
-        if runtime.world.rank == 1:
-            mean(runtime, 1.0)
-        (a * (runtime.world.rank + 1)).sum().backward()
-        if runtime.world.rank == 0:
-            mean(runtime, 1.0)
-        optimizer.step()
-        torch.testing.assert_close(a.data, torch.full((4,), 0.85))
+        for circles in (False, False, True, True):
+            optimizer.zero_grad()
+            if circles and runtime.world.rank == 1:
+                mean(runtime, 1.0)
+            (a * (runtime.world.rank + 1)).sum().backward()
+            if circles and runtime.world.rank == 0:
+                mean(runtime, 1.0)
+            optimizer.step()
+        torch.testing.assert_close(a.data, torch.full((4,), 0.4))
     threads(2, step)
 
 
@@ -418,10 +420,11 @@ def test_an_interrupted_wait_can_be_taken_up_again() -> None:
             while not runtime._sleepers:
                 time.sleep(0.01)
             signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
-        for interrupt in (True, False):
+        hooks = hvd.comm_hooks
+        for interrupt, hook in (True, None), (False, None), (True, hooks.AllReduce()), (True, hooks.TopK(1.0)):
             model = torch.nn.Linear(4, 4)
             hvd.broadcast_parameters(model.state_dict(), 0)
-            optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), comm_hook=hook)
             for step in range(6):
                 if step == 1 and interrupt and hvd.rank() == 0:
                     signal.signal(signal.SIGALRM, ring)
