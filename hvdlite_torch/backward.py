@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from hvdlite.training.gradient_reducer import GradientReducer
 from hvdlite_torch import cuda, unfinal
@@ -40,6 +41,9 @@ class BackwardHooks:
     `torch.utils.checkpoint(..., use_reentrant=True)`, nothing marks the end of the outer backward pass: then the round is
     the reducer's to finish.
 
+    A parameter's other hooks are called first, whenever they were registered, as under DDP: they see this rank's gradient, and
+    what they write to it is reduced.
+
     Attributes:
         weight: by what gradients are multiplied before they are handed over.
         on_begin: called before a backward pass hands over its first gradient; returns whether it is to do so.
@@ -48,7 +52,9 @@ class BackwardHooks:
     def __init__(self, reducer: GradientReducer[torch.Tensor]) -> None:
         self._reducer = reducer
         self._task = -1  # the autograd run whose end we already wait for
-        self._hooks: list[Any] = []
+        self._hooks: list[RemovableHandle] = []
+        self._registered = -1  # torch's count of hooks when ours were last known to be called last
+        self._late: list[torch.Tensor] = []  # to be handed over when the backward pass ends
         self._guarded: list[torch.Tensor] = []
         self.weight = 1.0
         self.on_begin: Callable[[], bool] | None = None
@@ -107,6 +113,8 @@ class BackwardHooks:
             self._task = task
             _backward.hooks.add(self)
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            if self._registered != RemovableHandle.next_id and self._come_last(parameter):
+                return
         if self.weight != 1.0:
             self.hand_over(parameter)
         else:
@@ -119,9 +127,26 @@ class BackwardHooks:
             gradient.mul_(self.weight)
         self._reducer.hand_over(parameter)
 
+    def _come_last(self, running: torch.Tensor) -> bool:
+        """Move our hooks behind those that were registered since.
+
+        Return whether hooks of `running`, which torch is calling, are still to come in this backward pass.
+        """
+        self._registered = RemovableHandle.next_id
+        self._late.clear()  # of a backward pass that failed
+        for handle in self._hooks:
+            hooks = handle.hooks_dict_ref()
+            if hooks and handle.id in hooks and next(reversed(hooks)) != handle.id:
+                hooks[handle.id] = hooks.pop(handle.id)
+                if hooks is running._post_accumulate_grad_hooks:
+                    self._late.append(running)
+        return bool(self._late)
+
     def _end_backward(self) -> None:
         self._task = -1
         with _guarding_all():
+            while self._late:
+                self.hand_over(self._late.pop())
             if self._reducer.end_backward():
                 torch.autograd.Variable._execution_engine.queue_callback(self._wait)  # behind the other optimizers' ends
                 return

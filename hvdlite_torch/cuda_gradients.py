@@ -16,7 +16,8 @@ import torch
 from hvdlite.core.device import AnyArray, Completion, DeviceAccess, DeviceArray, Event, Pair
 from hvdlite_torch import cuda
 from hvdlite_torch.compression import BF16Compressor, Compressor, FP16Compressor
-from hvdlite_torch.framework import Seat, TorchGradients, contiguous, fill_seats
+from hvdlite_torch.framework import TorchGradients, contiguous
+from hvdlite_torch.seats import Seat, fill_seats
 
 _PLAIN = (Compressor, FP16Compressor, BF16Compressor)
 """Compressors that a kernel can stand in for: they cast."""
@@ -43,10 +44,13 @@ class CudaGradients(TorchGradients):
         self._index = place.device
         return Seat(cuda.over(place), self._compression.compress(parameter.detach().new_empty(0))[1], on_gpu=True)
 
-    def fill(self, parameter: torch.Tensor, seat: Seat) -> bool:
-        return self.fill_all([(parameter, seat)])[0] if seat.on_gpu else super().fill(parameter, seat)
+    def batch(self, pairs: Sequence[tuple[torch.Tensor, Seat]]) -> Sequence[tuple[torch.Tensor, Seat]]:
+        return pairs if pairs and pairs[0][1].on_gpu else super().batch(pairs)
 
-    def fill_all(self, pairs: Sequence[tuple[torch.Tensor, Seat]]) -> list[bool]:
+    def fill(self, parameter: torch.Tensor, seat: Seat) -> bool:
+        return self.fill_all([(parameter, seat)]) if seat.on_gpu else super().fill(parameter, seat)
+
+    def fill_all(self, pairs: Sequence[tuple[torch.Tensor, Seat]]) -> bool:
         if not pairs[0][1].on_gpu:  # a bucket is in one place
             return super().fill_all(pairs)
         others = self._join_streams()  # also for what lies in its seat already
@@ -74,7 +78,7 @@ class CudaGradients(TorchGradients):
     def adopt(self, parameter: torch.Tensor, seat: Seat) -> Any:
         return self.adopt_all([(parameter, seat)])[0]
 
-    def adopt_all(self, pairs: Sequence[tuple[torch.Tensor, Seat]]) -> list[Any]:
+    def adopt_all(self, pairs: Sequence[tuple[torch.Tensor, Seat]]) -> Sequence[Any]:
         if not pairs or not pairs[0][1].on_gpu:
             return super().adopt_all(pairs)
         homes, targets, shown = [], [], []

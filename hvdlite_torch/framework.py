@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import sys
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,14 +16,8 @@ from hvdlite.core.types import Collective
 from hvdlite.training.framework import Loan, Shape
 from hvdlite_torch import cuda
 from hvdlite_torch.compression import Compressor
+from hvdlite_torch.seats import COUNTS, Mark, Seat, SeatBatch, fill_seats, given_to
 from hvdlite_torch.unfinal import get_grad, set_grad
-
-_use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda storage: 0)
-"""Return how many tensors share a storage."""
-_uses: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count", lambda tensor: 0)
-"""Return how often torch itself refers to a tensor."""
-_COUNTS = hasattr(torch._C, "_storage_Use_Count") and hasattr(torch.Tensor, "_use_count")
-"""Whether torch can tell who uses a tensor; else gradients are never views of buckets."""
 
 
 def contiguous(tensor: torch.Tensor, name: str) -> torch.Tensor:
@@ -91,68 +83,6 @@ def _sixteen_bits(array: Array) -> torch.Tensor:
     return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16 if array.dtype == BFLOAT16 else torch.float16)
 
 
-class Mark:
-    """Identifies a reduced gradient without keeping it alive."""
-
-    __slots__ = ("tensor", "version")
-
-    def __init__(self, gradient: torch.Tensor) -> None:
-        self.tensor = weakref.ref(gradient)
-        self.version: int = gradient._version  # torch counts how often a tensor is written to
-
-
-class Seat:
-    """A tensor over a place in a bucket.
-
-    `home` never leaves the adapter. Parameters get a view of the same memory as their gradient, so users can do anything to
-    it. While anybody else uses the view, or anything that shares its memory, the seat `is_in_use`; else the next round's
-    gradient is the same tensor, because making 2,000 of them costs a millisecond and garbage collections.
-
-    Attributes:
-        context: what the compressor needs to undo its work; None when nothing is compressed.
-        dtype: of gradients that fit.
-        copy: on a GPU: memory for the gradient when it is not a view, made when it is first needed.
-    """
-
-    __slots__ = ("_idle", "_mark", "_storage", "_view", "address", "context", "copy", "dtype", "home", "on_gpu", "shape")
-
-    def __init__(self, home: torch.Tensor, context: Any, *, on_gpu: bool = False) -> None:
-        self.home, self.context, self.on_gpu = home, context, on_gpu
-        self.address, self.dtype, self.shape = home.data_ptr(), home.dtype, home.shape
-        self.copy: Seat | None = None
-        self._storage = home.untyped_storage()._cdata
-        self._make_view()
-
-    def give_to(self, parameter: torch.Tensor) -> Mark:
-        """Make the view the parameter's gradient; return its mark."""
-        if self._view.data_ptr() != self.address:  # somebody gave it other memory
-            self._make_view()
-        set_grad(parameter, self._view)
-        self._mark.version = self._view._version
-        return self._mark
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether `tensor` is the view, unchanged."""
-        return tensor is self._view and tensor.data_ptr() == self.address and tensor.dtype is self.dtype
-
-    @property
-    def is_in_use(self) -> bool:
-        """Whether somebody else uses the memory: the view, a slice of it, its NumPy array, an autograd graph.
-
-        Or `home` has other memory now, because the view was moved (`share_memory_()`).
-        """
-        if self.home.data_ptr() != self.address:
-            return True
-        if self._view.data_ptr() != self.address:
-            self._make_view()
-        return (_use_count(self._storage), sys.getrefcount(self._view), _uses(self._view)) != self._idle
-
-    def _make_view(self) -> None:
-        self._view = self.home.detach()
-        self._mark = Mark(self._view)
-        self._idle = _use_count(self._storage), sys.getrefcount(self._view), _uses(self._view)
-
-
 MANY_KEPT = 4
 """When so many parameters' gradients were kept over a round, all gradients are copied out of their buckets."""
 
@@ -176,7 +106,7 @@ class TorchGradients:
         self._devices = devices
         self._compression = compression
         self._sparse_as_dense = sparse_as_dense
-        self._as_view = as_view and _COUNTS
+        self._as_view = as_view and COUNTS
         self._copied: set[int] = set()  # parameters, by identity, whose gradients are copied out of their buckets
         self._sparse_dims_of: dict[int, int] = {}  # by parameter: of sparse gradients that were densified
 
@@ -253,7 +183,14 @@ class TorchGradients:
         set_grad(parameter, None)
         return True
 
-    def fill_all(self, pairs: Sequence[tuple[torch.Tensor, Seat]]) -> list[bool]:
+    def batch(self, pairs: Sequence[tuple[torch.Tensor, Seat]]) -> Sequence[tuple[torch.Tensor, Seat]]:
+        is_plain = (self._compression is Compressor and not self._sparse_as_dense and self._as_view and len(pairs) > 1
+                    and not any(cuda.is_on_gpu(parameter) for parameter, _ in pairs))
+        return SeatBatch(pairs) if is_plain else pairs
+
+    def fill_all(self, pairs: Sequence[tuple[torch.Tensor, Seat]]) -> bool:
+        if isinstance(pairs, SeatBatch) and pairs.fill():
+            return True
         return fill_seats(pairs, self._fitting, torch._foreach_copy_)
 
     def fill_with(self, parameter: torch.Tensor, seat: Seat, value: Any) -> bool:
@@ -285,7 +222,11 @@ class TorchGradients:
         own = seat.home.clone() if seat.context is None else self._compression.decompress(seat.home, seat.context)
         return given_to(parameter, own.to(parameter.device))
 
-    def adopt_all(self, pairs: Sequence[tuple[torch.Tensor, Seat]]) -> list[Any]:
+    def adopt_all(self, pairs: Sequence[tuple[torch.Tensor, Seat]]) -> Sequence[Any]:
+        if isinstance(pairs, SeatBatch) and self._as_view and not self._copied:
+            marks = pairs.adopt()
+            if marks is not None:
+                return marks
         return [self.adopt(parameter, seat) for parameter, seat in pairs]
 
     def is_marked(self, parameter: torch.Tensor, mark: Mark | None) -> bool:
@@ -349,38 +290,6 @@ class TorchGradients:
         compressed, context = self._compression.compress(values)
         dense = cuda.carried(contiguous(compressed, "gradient"), self._devices, Collective.ALLREDUCE)
         return Loan(parameter, lent(dense, "gradient", self._devices), dense, context)
-
-
-def fill_seats(pairs: Sequence[tuple[torch.Tensor, Seat]],
-               fitting: Callable[[torch.Tensor, torch.Tensor, Seat], torch.Tensor | None],
-               copy: Callable[[list[torch.Tensor], list[torch.Tensor]], object]) -> list[bool]:
-    """Put gradients into their seats; see `training.Framework.fill_all`.
-
-    Args:
-        fitting: returns what is to be copied for a parameter's gradient; None when it does not fit its seat.
-        copy: copies all that is to be copied into the seats.
-    """
-    homes, values, fits = [], [], []
-    for parameter, seat in pairs:
-        gradient = get_grad(parameter)
-        if gradient is not None and (seat.context is not None or not seat.holds(gradient)):
-            gradient = fitting(parameter, gradient, seat)
-            if gradient is not None:
-                homes.append(seat.home)
-                values.append(gradient)
-        fits.append(gradient is not None)
-    if homes:
-        copy(homes, values)
-    for (parameter, _), fit in zip(pairs, fits, strict=True):
-        if fit:
-            set_grad(parameter, None)
-    return fits
-
-
-def given_to(parameter: torch.Tensor, gradient: torch.Tensor) -> Mark:
-    """Make a tensor the parameter's gradient; return its mark."""
-    set_grad(parameter, gradient)
-    return Mark(gradient)
 
 
 def as_tensor(array: AnyArray) -> torch.Tensor:

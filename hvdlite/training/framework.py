@@ -79,8 +79,11 @@ class Framework(Protocol[Parameter]):
         Afterwards the framework does not write to the seat through the parameter until `adopt`.
         """
 
-    def fill_all(self, pairs: Sequence[tuple[Parameter, Any]]) -> list[bool]:
-        """Like `fill`, of many small gradients at once."""
+    def batch(self, pairs: Sequence[tuple[Parameter, Any]]) -> Sequence[tuple[Parameter, Any]]:
+        """Return members of one bucket in the form that `fill_all` and `adopt_all` handle fastest; their seats are new."""
+
+    def fill_all(self, pairs: Sequence[tuple[Parameter, Any]]) -> bool:
+        """Like `fill`, of many gradients of one bucket at once. Return False when one does not fit; then none is copied."""
 
     def fill_with(self, parameter: Parameter, seat: Any, value: Any) -> bool:
         """Give a seat's elements one value, for a parameter without a gradient.

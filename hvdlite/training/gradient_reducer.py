@@ -460,8 +460,9 @@ class GradientReducer(Generic[Parameter]):
     def _collect(self, errors: list[HvdliteError], deferrable: bool) -> None:
         """Wait for every handle of the round, and make the results the parameters' gradients."""
         if self._buckets is not None:
-            for parameter, mark in self._buckets.wait(errors, deferrable):
-                self._mark(self._members[id(parameter)], mark)
+            for reduced, marks in self._buckets.wait(errors, deferrable):
+                for (parameter, _), mark in zip(reduced, marks, strict=True):
+                    self._mark(self._members[id(parameter)], mark)
             for parameter, rows in self._buckets.gathered:
                 self._take_rows(self._members[id(parameter)], rows, errors)
             self._note_behind(self._buckets.behind)
