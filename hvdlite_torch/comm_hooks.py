@@ -10,6 +10,8 @@ everywhere. The hook then keeps the state that it had before.
 
 from __future__ import annotations
 
+import functools
+import math
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -163,21 +165,31 @@ class PowerSGD(ErrorFeedback):
         exact = [gradient for name, gradient in gradients if name not in names]
         matrices = [self._matrix(name, gradient, scale) for name, gradient in chosen]
         left = [matrix @ self._factor(name, matrix) for (name, _), matrix in zip(chosen, matrices, strict=True)]
-        exchange.average("left", left)
+        left = self._averaged("left", left, exchange)
         self._steps += 1
         wait_for_exact = exchange.start_average("exact", exact)
-        left = [_orthonormal(factor) for factor in left]
-        right = [matrix.t() @ factor for matrix, factor in zip(matrices, left, strict=True)]
-        exchange.average("right", right)
+        left = [torch.linalg.qr(factor)[0] for factor in left] if _are_finite(left) else [
+            torch.full_like(factor, torch.nan) for factor in left]
+        right = self._averaged("right", [matrix.t() @ factor for matrix, factor in zip(matrices, left, strict=True)], exchange)
         for (_, gradient), one, other in zip(chosen, left, right, strict=True):
             gradient.copy_((one @ other.t()).view(gradient.shape))
         wait_for_exact()
-        if chosen and _are_finite([*exact, *right]):
-            for (name, gradient), matrix, other in zip(chosen, matrices, right, strict=True):
-                matrix.sub_(gradient.reshape(matrix.shape))
-                # A factor of zeros would stay one.
-                self._factors[name] = torch.where(other.any(0), other, self._factors[name])
+        largest = _largest([*right, *exact]) if chosen else [math.nan]
+        if all(map(math.isfinite, largest)):
+            torch._foreach_sub_(matrices, [gradient.reshape(matrix.shape) for (_, gradient), matrix
+                                           in zip(chosen, matrices, strict=True)])
+            for (name, _), other, size in zip(chosen, right, largest[:len(right)], strict=True):
+                if size:
+                    self._factors[name] = other
+                else:  # a factor of zeros would stay one
+                    self._factors.pop(name, None)
             self._keep({name: matrix for (name, _), matrix in zip(chosen, matrices, strict=True)}, scale)
+
+    def _averaged(self, name: str, factors: Sequence[torch.Tensor], exchange: Exchange) -> list[torch.Tensor]:
+        """Return the averages of factors, which travel as one tensor."""
+        flat = [torch.cat([factor.reshape(-1) for factor in factors])] if factors else []
+        exchange.average(name, flat)
+        return _parts(flat[0], factors) if factors else []
 
     def _pays(self, gradient: torch.Tensor) -> bool:
         if gradient.dim() < 2 or not gradient.is_floating_point() or gradient.numel() == 0:
@@ -195,14 +207,13 @@ class PowerSGD(ErrorFeedback):
         return torch.add(matrix, error.to(matrix.device, dtype), alpha=scale)
 
     def _factor(self, name: str, matrix: torch.Tensor) -> torch.Tensor:
-        """Return where the power iteration goes on; the same on all ranks at first."""
+        """Return where the power iteration goes on; random and the same on all ranks where it begins."""
         rank = min(self._most, *matrix.shape)
         factor = self._factors.get(name)
         if factor is None or factor.shape != (matrix.shape[1], rank):
-            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + self._steps)
             factor = torch.randn(matrix.shape[1], rank, generator=generator)
-        self._factors[name] = factor.to(matrix)
-        return self._factors[name]
+        return factor.to(matrix)
 
 
 class TopK(ErrorFeedback):
@@ -224,23 +235,21 @@ class TopK(ErrorFeedback):
         scale = self._begin(exchange)
         names = [name for name, _ in gradients]
         numbers = [_real(gradient) for _, gradient in gradients]
-        dtype = torch.float32
-        for gradient in numbers:
-            dtype = torch.promote_types(dtype, gradient.dtype)
+        dtype = functools.reduce(torch.promote_types, {gradient.dtype for gradient in numbers}, torch.float32)
         flat = torch.cat([gradient.reshape(-1).to(dtype) for gradient in numbers]) if numbers else torch.zeros(0)
         parts = _parts(flat, numbers)
-        for name, part in zip(names, parts, strict=True):
-            error = self._errors.get(name)
-            if error is not None and error.shape == part.shape:
-                part.add_(error.to(part), alpha=scale)
+        kept = [(part, error) for part, error in zip(parts, map(self._errors.get, names), strict=True)
+                if error is not None and error.shape == part.shape]
+        if kept:
+            torch._foreach_add_([part for part, _ in kept], [error.to(flat) for _, error in kept], alpha=scale)
         count = max(1, round(self._ratio * flat.numel())) if flat.numel() else 0
         chosen = flat.abs().topk(count, sorted=False).indices
         indices = exchange.gather("indices", chosen)
         values = exchange.gather("values", flat[chosen])
         total = torch.zeros_like(flat).index_add_(0, indices, values).div_(exchange.size)
         averages = _parts(total, numbers)
-        for gradient, average in zip(numbers, averages, strict=True):
-            gradient.copy_(average)
+        if numbers:
+            torch._foreach_copy_(numbers, averages)
         if _are_finite([values]):
             flat.index_fill_(0, chosen, 0.0)
             for gradient, average, part in zip(numbers, averages, parts, strict=True):
@@ -264,12 +273,15 @@ def _parts(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tenso
     return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
 
 
-def _orthonormal(factor: torch.Tensor) -> torch.Tensor:
-    """Return an orthonormal basis of the columns; NaN when some element is not finite."""
-    return torch.linalg.qr(factor)[0] if _are_finite([factor]) else torch.full_like(factor, torch.nan)
+def _largest(tensors: Sequence[torch.Tensor]) -> list[float]:
+    """Return the largest absolute value in each tensor, NaN where there is one; in one transfer from a GPU."""
+    if not tensors:
+        return []
+    found = torch._foreach_norm([tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors], math.inf)
+    largest: list[float] = torch.stack([each.to(found[0].device, torch.float64) for each in found]).tolist()
+    return largest
 
 
 def _are_finite(tensors: Sequence[torch.Tensor]) -> bool:
     """Return whether all elements are finite; the same on all ranks for tensors that are equal there."""
-    sums = [_real(tensor).sum(dtype=torch.float64) for tensor in tensors]  # finite float32 numbers have a finite sum
-    return not sums or bool(torch.stack([each.to(sums[0].device) for each in sums]).isfinite().all())
+    return all(map(math.isfinite, _largest(tensors)))

@@ -120,6 +120,15 @@ def test_what_is_lost_comes_later(hook: Any) -> None:
     torch.testing.assert_close(total / steps, gradient, rtol=0.1, atol=0.1)
 
 
+def test_gradients_of_zeros_do_not_end_the_power_iteration() -> None:
+    """LoRA begins with them; the row of a padding index stays zero."""
+    hook, gradient = comm_hooks.PowerSGD(1, start_iter=0, min_compression_rate=0.0), torch.ones(4, 3)
+    gradient[0] = 0
+    for sent in (torch.zeros(4, 3), torch.zeros(4, 3), gradient.clone()):
+        hook.reduce([("w", sent)], Alone())
+    torch.testing.assert_close(sent, gradient)
+
+
 def test_gradients_that_are_missing_or_accumulated() -> None:
     def step(runtime: Runtime) -> None:
         rank = runtime.world.rank
