@@ -15,7 +15,7 @@ WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cor
 # One at a time, also where make does several things at a time.
 APT := flock . env RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get -qq
 
-.PHONY: demo demo-keras test fuzz bench docs lint ready pytest system data wheel clean
+.PHONY: demo demo-keras test long fuzz bench docs lint ready pytest system data wheel clean
 
 demo: $(VENV)/installed data
 	$(BIN)/hvdrun -np 2 $(BIN)/python examples/pytorch_fashion_mnist.py --epochs 4 --minimum-accuracy 0.88
@@ -27,6 +27,10 @@ demo-keras: $(VENV)/installed data
 test:
 	$(MAKE) -j2 --output-sync lint ready
 	$(MAKE) pytest
+
+# Tests that take long and differ from others in size or backend only.
+long: ready
+	$(BIN)/python -m pytest -q -n $(WORKERS) -m long
 
 # Random training loops against plain torch, and random Keras trainings against one process; more than the tests run. About an hour.
 fuzz: $(VENV)/installed

@@ -1,11 +1,17 @@
 """Images/s of training on 2 ranks: hvdlite's tape and Keras `fit`, TensorFlow's own strategy, and (almost) no communication.
 
-    python -m benchmarks.tensorflow_training            # starts the ranks itself; a few minutes
+    python -m benchmarks.tensorflow_training                      # starts the ranks itself; a few minutes
+    python -m benchmarks.tensorflow_training --groups features    # what Keras' features cost
 
-Every mode trains the example's CNN (421,642 parameters, 64 images a rank) on the same random images, in processes of its
-own, in turns; medians over the rounds. "one number" reduces a single number a step: what it costs that ranks keep step at
-all, whoever reduces the gradients. The strategy is `tf.distribute.MultiWorkerMirroredStrategy` with a custom loop: with
-Keras 3 its `fit` does not work on several workers.
+Every mode trains a CNN on the same random images, 64 a rank, in processes of its own, in turns; medians over the rounds.
+The strategy is `tf.distribute.MultiWorkerMirroredStrategy` (mwms) with a custom loop: with Keras 3 its `fit` does not work
+on several workers. A ceiling is the same training on two ranks that do not communicate.
+
+- "loops" trains the example's CNN (421,642 parameters). "one number" reduces a single number a step: what it costs that
+  ranks keep step at all, whoever reduces the gradients.
+- "features" trains a CNN of ten convolutions, each with a batch normalization: local ones, synchronized ones, and the
+  strategy's; and the example's CNN in `fit` with dynamic loss scaling, and with gradients that are accumulated over four
+  batches.
 """
 
 from __future__ import annotations
@@ -20,7 +26,16 @@ import sys
 import time
 from pathlib import Path
 
-MODES = ("ceiling", "one number", "tape", "fit ceiling", "fit", "mwms")
+GROUPS = {
+    "loops": ("ceiling", "one number", "tape", "fit ceiling", "fit", "mwms"),
+    "features": ("batch norm ceiling", "batch norm tape", "sync batch norm tape", "sync batch norm mwms",
+                 "scaled fit ceiling", "scaled fit", "accumulated fit ceiling", "accumulated fit"),
+}
+MODES = tuple(mode for modes in GROUPS.values() for mode in modes)
+RATIOS = (("tape", "mwms"), ("tape", "ceiling"), ("one number", "ceiling"), ("fit", "mwms"), ("fit", "fit ceiling"),
+          ("batch norm tape", "batch norm ceiling"), ("sync batch norm tape", "batch norm tape"),
+          ("sync batch norm tape", "sync batch norm mwms"), ("scaled fit", "scaled fit ceiling"),
+          ("accumulated fit", "accumulated fit ceiling"))
 BATCH, WARMUP, STEPS = 64, 30, 200
 
 
@@ -28,10 +43,10 @@ def rank_main(mode: str, steps: int) -> None:
     """Train on one rank, and print its images/s."""
     import numpy as np
     import tensorflow as tf
-    strategy = tf.distribute.MultiWorkerMirroredStrategy() if mode == "mwms" else None
+    strategy = tf.distribute.MultiWorkerMirroredStrategy() if mode.endswith("mwms") else None
     import keras
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-    from keras_fashion_mnist import build
+    import keras_fashion_mnist
 
     import hvdlite_tf as hvd
     if strategy is None:
@@ -40,11 +55,20 @@ def rank_main(mode: str, steps: int) -> None:
     x = np.random.default_rng(0).normal(size=(BATCH * 50, 28, 28, 1)).astype("float32")
     y = np.random.default_rng(1).integers(0, 10, BATCH * 50)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum_over_batch_size")
-    optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
-    if mode.startswith("fit"):
+    accumulated = 4 if mode.startswith("accumulated") else None
+    optimizer = keras.optimizers.SGD(0.01, momentum=0.9, gradient_accumulation_steps=accumulated)
+    if mode.startswith("scaled"):
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+
+    def build() -> keras.Model:
+        if "batch norm" not in mode:
+            return keras_fashion_mnist.build()
+        return _normalized(keras, hvd.SyncBatchNormalization if mode == "sync batch norm tape" else
+                           lambda: keras.layers.BatchNormalization(synchronized=strategy is not None))
+    if "fit" in mode:
         model = build()
-        model.compile(hvd.keras.DistributedOptimizer(optimizer) if mode == "fit" else optimizer, loss, jit_compile=False,
-                      steps_per_execution=10)
+        model.compile(optimizer if mode.endswith("ceiling") else hvd.keras.DistributedOptimizer(optimizer), loss,
+                      jit_compile=False, steps_per_execution=10)
         model.fit(x, y, batch_size=BATCH, epochs=1, verbose=0)
         begun = time.perf_counter()
         model.fit(x, y, batch_size=BATCH, epochs=steps // 50, verbose=0)
@@ -59,7 +83,7 @@ def rank_main(mode: str, steps: int) -> None:
         def step(images: tf.Tensor, labels: tf.Tensor) -> None:
             with tf.GradientTape() as tape:
                 value = loss(labels, model(images, training=True))
-            if mode == "tape":
+            if mode.endswith("tape"):
                 tape = hvd.DistributedGradientTape(tape)
             gradients = tape.gradient(value, variables)
             if mode == "one number":
@@ -81,6 +105,15 @@ def rank_main(mode: str, steps: int) -> None:
     print(f"images/s {2 * steps * BATCH / seconds:.1f}", flush=True)
 
 
+def _normalized(keras: object, normalization: object) -> object:
+    """Return a model of ten convolutions, with a normalization after each."""
+    layers = keras.layers  # type: ignore[attr-defined]
+    body = [layer for width in (8,) * 5 + (16,) * 5
+            for layer in (layers.Conv2D(width, 3, strides=2 if width == 16 else 1, padding="same", use_bias=False),
+                          normalization(), layers.ReLU())]  # type: ignore[operator]
+    return keras.Sequential([keras.Input((28, 28, 1)), *body, layers.Flatten(), layers.Dense(10)])  # type: ignore[attr-defined]
+
+
 def _variables(tf: object, build: object) -> tuple[object, list[object], list[object]]:
     """Return a model, its variables as TensorFlow's, and as many zeros for their momentum."""
     model = build()  # type: ignore[operator]
@@ -92,7 +125,7 @@ def measure(mode: str, steps: int) -> float:
     """Start two ranks in one mode; return their images/s."""
     command = [sys.executable, "-m", "benchmarks.tensorflow_training", "--rank", mode, "--steps", str(steps)]
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "TF_NUM_INTRAOP_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    if mode != "mwms":
+    if not mode.endswith("mwms"):
         ended = subprocess.run([sys.executable, "-m", "hvdlite_runner.cli", "-np", "2", "--no-prefix", *command],
                                capture_output=True, text=True, env=environment, timeout=300)
         outputs = [ended.stdout]
@@ -106,7 +139,7 @@ def measure(mode: str, steps: int) -> float:
         outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
     rates = [float(line.split()[1]) for output in outputs for line in output.splitlines() if line.startswith("images/s")]
     if len(rates) != 2:
-        raise SystemExit(f"mode {mode} failed:\n{outputs}\n{ended.stderr if mode != 'mwms' else ''}")
+        raise SystemExit(f"mode {mode} failed:\n{outputs}\n{ended.stderr if not mode.endswith('mwms') else ''}")
     return min(rates)
 
 
@@ -119,6 +152,7 @@ def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rank", choices=MODES, help=argparse.SUPPRESS)
+    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
     parser.add_argument("--steps", type=int, default=STEPS, help="a multiple of 50")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--record", type=Path, help="write the figures here, as JSON")
@@ -126,17 +160,16 @@ def main() -> None:
     if arguments.rank:
         rank_main(arguments.rank, arguments.steps)
         return
-    rates: dict[str, list[float]] = {mode: [] for mode in MODES}
+    rates: dict[str, list[float]] = {mode: [] for group in arguments.groups for mode in GROUPS[group]}
     for _ in range(arguments.rounds):
-        for mode in MODES:
-            rates[mode].append(measure(mode, arguments.steps))
+        for mode, found in rates.items():
+            found.append(measure(mode, arguments.steps))
     medians = {mode: statistics.median(found) for mode, found in rates.items()}
     for mode, median in medians.items():
-        print(f"{mode:12} {median:8.0f} images/s   ({', '.join(f'{rate:.0f}' for rate in rates[mode])})")
-    print(f"tape / mwms {medians['tape'] / medians['mwms']:.2f}, tape / ceiling {medians['tape'] / medians['ceiling']:.3f}, "
-          f"one number / ceiling {medians['one number'] / medians['ceiling']:.3f}, "
-          f"fit / mwms {medians['fit'] / medians['mwms']:.2f}, "
-          f"fit / ceiling {medians['fit'] / medians['fit ceiling']:.3f}")
+        print(f"{mode:24} {median:8.0f} images/s   ({', '.join(f'{rate:.0f}' for rate in rates[mode])})")
+    for mode, peer in RATIOS:
+        if mode in medians:
+            print(f"{mode} / {peer}: {medians[mode] / medians[peer]:.3f}")
     if arguments.record:
         figures = {"ranks": 2, "images_per_second": rates, "medians": medians}
         arguments.record.write_text(json.dumps(figures, indent=1) + "\n")

@@ -13,7 +13,9 @@ This file is both ends: what tests import, and the program that imports the fram
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
+import hashlib
 import importlib
 import json
 import os
@@ -27,8 +29,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-KEPT = 2
-"""Pairs of importers that wait at a time; each has the memory of its frameworks."""
 READ_LATER = ("HVDLITE_", "HOROVOD_", "PYTHONHASHSEED")
 """How variables begin that no framework reads when it is imported."""
 
@@ -62,13 +62,34 @@ class Rank:
 
 
 class Importer:
-    """A process that imports modules, and then forks ranks."""
+    """A process that imports modules, and then forks ranks. All test processes of a run share it; it ends after them.
 
-    def __init__(self, modules: Sequence[str], environment: Mapping[str, str]) -> None:
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno()), *modules], stdin=subprocess.DEVNULL,
+    Args:
+        name: of the abstract socket at which it listens.
+        modules: what it imports.
+        environment: what it is started with, if nobody has started it yet.
+    """
+
+    def __init__(self, name: str, modules: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._control, self._modules = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET), modules
+        while True:
+            self._process = self._started(name, environment)  # kept, so that it is waited for
+            with contextlib.suppress(ConnectionRefusedError):  # who has bound the name is about to listen, or has ended
+                self._control.connect(f"\0{name}")
+                return
+
+    def _started(self, name: str, environment: Mapping[str, str]) -> subprocess.Popen[bytes] | None:
+        """Return the process that listens at the name; None when another test process has started it."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as theirs:
+            try:
+                theirs.bind(f"\0{name}")
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                return None
+            theirs.listen()
+            return subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno()), *self._modules], stdin=subprocess.DEVNULL,
                 env={name: value for name, value in environment.items() if not name.startswith(READ_LATER)},
                 pass_fds=[theirs.fileno()])
 
@@ -81,38 +102,34 @@ class Importer:
                 socket.send_fds(self._control, [json.dumps(job).encode()], [out, err, tells])
             answer = self._control.recv(100)
         rank = Rank(int(answer or 0), told)
-        assert answer, f"an importer has ended: {self._process.args}; why stands in the captured errors"
+        assert answer, f"the importer of {', '.join(self._modules)} has ended; why stands in the captured errors"
         return rank
-
-    def end(self) -> None:
-        """Let it end as soon as the ranks that it has forked have."""
-        self._control.close()
 
 
 _kept: dict[tuple[object, ...], list[Importer]] = {}
+_RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+"""Equal in the test processes of one run."""
 
 
 def importers(modules: Sequence[str], environment: Mapping[str, str], given: Mapping[str, str]) -> list[Importer]:
-    """Return the two processes that have imported `modules` for this test process, or are about to.
+    """Return the two processes that have imported `modules` for this run, or are about to.
 
     Args:
         environment: what they are started with if there are none.
         given: the part of it that the test has set: with another one, other processes.
     """
     key = (*modules, *sorted(item for item in given.items() if not item[0].startswith(READ_LATER)))
-    pair = _kept.pop(key, None) or [Importer(modules, environment) for _ in range(2)]
-    while len(_kept) >= KEPT:
-        for importer in _kept.pop(next(iter(_kept))):
-            importer.end()
-    _kept[key] = pair  # last, so the first one is what was not used for longest
-    return pair
+    if key not in _kept:
+        name = f"hvdlite-tests-{_RUN}-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
+        _kept[key] = [Importer(f"{name}-{number}", modules, environment) for number in range(2)]
+    return _kept[key]
 
 
 # --- the other end -----------------------------------------------------------------------------------------------------
 
 
-def serve(control: socket.socket) -> dict[str, Any] | None:
-    """Fork for each request; return the request in the new process, and None in this one when tests have ended."""
+def serve(listener: socket.socket) -> dict[str, Any] | None:
+    """Fork for each request; return the request in the new process, and None in this one when all tests have ended."""
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"importing {sys.argv[2:]} starts {threads - 1} threads, which a forked process would lack"
     gc.freeze()  # what has been imported is garbage in no rank, and is not looked through
@@ -120,21 +137,27 @@ def serve(control: socket.socket) -> dict[str, Any] | None:
     signal.set_wakeup_fd(dies, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     tells: dict[int, int] = {}
-    open_to_requests = True
-    while open_to_requests or tells:
-        ready, _, _ = select.select([died, *([control] if open_to_requests else [])], [], [])
+    listener.settimeout(60)  # seconds; who has started this process connects, unless it was killed
+    controls = [listener.accept()[0]]
+    listener.setblocking(True)
+    while controls or tells:
+        ready, _, _ = select.select([died, *controls, *([listener] if controls else [])], [], [])
         if died in ready:
             os.read(died, 4096)
             tell_of_the_dead(tells)
-        if control in ready:
+        if listener in ready:
+            controls.append(listener.accept()[0])
+        for control in [each for each in controls if each in ready]:
             request, descriptors, _, _ = socket.recv_fds(control, 1 << 20, 3)
-            open_to_requests = bool(request)
             if not request:
+                controls.remove(control)
+                control.close()
                 continue
             out, err, tell = descriptors
             pid = os.fork()
             if pid == 0:
-                become_a_process(out, err, [control.detach(), died, dies, tell, *tells.values()])
+                become_a_process(out, err, [*(each.detach() for each in (listener, *controls)), died, dies, tell,
+                                            *tells.values()])
                 job: dict[str, Any] = json.loads(request)
                 return job
             os.close(out)

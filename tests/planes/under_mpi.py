@@ -14,6 +14,8 @@ from hvdlite.planes.base import Plane, WaitUntil
 
 ACTIVE = "CONTRACT_UNDER_MPI" in os.environ
 HANGS_SECONDS = 30.0
+POLL_SECONDS = 50e-6
+"""Between two looks. There are more processes than cores, and MPI's own waiting takes a core all the time."""
 
 
 @functools.cache
@@ -36,16 +38,20 @@ def run(make_planes: Callable[..., list[Plane]], size: int,
         deadline = time.monotonic() + HANGS_SECONDS
         while not predicate():
             assert time.monotonic() < deadline, "another rank failed, or this one waits in vain"
-            os.sched_yield()
+            time.sleep(POLL_SECONDS)
+
+    def barrier() -> None:
+        wait_until(communicator.Ibarrier().Test)
 
     (plane,) = make_planes(size, lambda rank: None)
     try:
-        result = step(communicator.rank, plane, wait_until, communicator.Barrier)
+        result = step(communicator.rank, plane, wait_until, barrier)
     except BaseException:
         traceback.print_exc(file=sys.__stderr__)
         sys.__stderr__.flush()
         communicator.Abort(1)
         raise
     plane.close()
+    barrier()
     results: list[Any] = communicator.allgather(result)
     return results

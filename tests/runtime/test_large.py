@@ -20,7 +20,7 @@ def available() -> int:
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), 0)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(available() < NEEDED, reason=f"needs {NEEDED >> 30} GiB of memory")
 def test_more_than_two_to_the_31_elements() -> None:
     processes(2, """

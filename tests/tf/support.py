@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import textwrap
 
+import pytest
+
 from tests.worlds import RAISES, Ended, processes
 
 ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1",
                "CUDA_VISIBLE_DEVICES": "", "TF_ENABLE_ONEDNN_OPTS": "0", "JAX_PLATFORMS": "cpu"}
+
+
+BACKENDS = ["tensorflow", "torch", pytest.param("jax", marks=pytest.mark.long)]
+"""Keras' backends, for what is different code on each of them. The fuzz draws JAX in every run."""
 
 
 def imported(backend: str) -> list[str]:
@@ -16,5 +22,6 @@ def imported(backend: str) -> list[str]:
 
 
 def run(size: int, body: str, timeout: float = 150.0, **environment: str) -> list[Ended]:
-    return processes(size, RAISES + textwrap.dedent(body), timeout=timeout, environment={**ENVIRONMENT, **environment},
-                     imported=imported(environment.get("KERAS_BACKEND", "tensorflow")))
+    environment = {**ENVIRONMENT, "KERAS_BACKEND": "tensorflow", **environment}
+    return processes(size, RAISES + textwrap.dedent(body), timeout=timeout, environment=environment,
+                     imported=imported(environment["KERAS_BACKEND"]))

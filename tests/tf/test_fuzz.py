@@ -11,15 +11,14 @@ from tests.tf.fuzz import draws
 from tests.tf.fuzz.jobs import fuzz
 
 DRAWS = int(os.environ.get("FUZZ_KERAS", "100"))
-"""How many trainings there are in all; most on torch, where no function is compiled. 0 is none."""
-SHARES = {"torch": 0.8, "tensorflow": 0.12, "jax": 0.08}
+"""How many trainings there are in all. 0 is none."""
 PATIENT = {"HVDLITE_STALL_CHECK_TIME_SECONDS": "30", "HVDLITE_STALL_SHUTDOWN_TIME_SECONDS": "60"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", draws.BACKENDS)
 def test_trainings_equal_one_process(backend: str) -> None:
-    failures = list(fuzz(range(round(DRAWS * SHARES[backend])), backend, stalled=PATIENT))
+    failures = list(fuzz(range(round(DRAWS * draws.SHARES[backend])), backend, stalled=PATIENT))
     assert not failures, "\n\n".join(map(str, failures))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.tf.support import run
+from tests.tf.support import BACKENDS, run
 from tests.tf.test_mirrored import COMMON
 
 DATA = COMMON + """
@@ -61,7 +61,7 @@ def pair(method, kind, size, **options):
 """
 
 
-@pytest.mark.parametrize("backend", ["tensorflow", "torch", "jax"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_steps_count_global_batches(backend: str) -> None:
     run(2, DATA + """
 alike()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.tf.support import run
+from tests.tf.support import BACKENDS, run
 from tests.tf.test_mirrored import COMMON
 
 LOSSES = COMMON + """
@@ -184,11 +184,11 @@ raises(MismatchError, "the scope's variables differ: rank 0 made", lambda: strat
 """
 
 
-@pytest.mark.parametrize("backend", ["tensorflow", "torch", "jax"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_every_loss_is_the_global_batchs(backend: str) -> None:
     run(2, LOSSES, KERAS_BACKEND=backend)
 
 
-@pytest.mark.parametrize("backend", ["tensorflow", "torch", "jax"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_every_variable_is_rank_0s(backend: str) -> None:
     run(2, VARIABLES, KERAS_BACKEND=backend)

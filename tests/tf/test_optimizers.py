@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.tf.support import run
+from tests.tf.support import BACKENDS, run
 from tests.tf.test_keras import COMMON
 
 SCALING = """
@@ -36,7 +36,7 @@ hooks.everywhere = lambda *arguments: asked.append(arguments[1]) or everywhere(*
 """
 
 
-@pytest.mark.parametrize("backend", ["tensorflow", "torch", "jax"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_optimizers_that_scale_accumulate_and_are_wrapped_saved_and_used_late(
         backend: str, tmp_path) -> None:  # type: ignore[no-untyped-def]
     run(2, COMMON + SCALING + f"folder = {str(tmp_path)!r}\n" + """

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.tf.support import run
+from tests.tf.support import BACKENDS, run
 from tests.tf.test_mirrored import COMMON
 
 
-@pytest.mark.parametrize("backend", ["tensorflow", "torch", "jax"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_ranks_stop_together(backend: str) -> None:
     run(2, COMMON + """
 one, other = mirrored(sgd, run_eagerly=True), compiled(sgd, run_eagerly=True)

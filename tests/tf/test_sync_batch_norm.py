@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.tf.support import run
+from tests.tf.support import BACKENDS, run
 from tests.tf.test_keras import COMMON
 
 LAYERS = """
@@ -122,6 +122,6 @@ assert abs(keras.ops.convert_to_numpy(lone).mean()) < 2e-3
 """
 
 
-@pytest.mark.parametrize("backend", ["tensorflow", "torch", "jax"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_layers_and_models_equal_one_process_with_all_batches(backend: str) -> None:
     run(2, COMMON + LAYERS + FIT, KERAS_BACKEND=backend)

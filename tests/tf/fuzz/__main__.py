@@ -6,7 +6,7 @@ import argparse
 import sys
 import time
 
-from tests.tf.fuzz.draws import BACKENDS
+from tests.tf.fuzz.draws import BACKENDS, SHARES
 from tests.tf.fuzz.jobs import fuzz
 
 
@@ -19,8 +19,9 @@ def main() -> int:
     begin, _, end = options.seeds.partition(":")
     seeds = range(int(begin), int(end) if end else int(begin) + 1)
     begun, failures = time.monotonic(), 0
-    for number, backend in enumerate(options.backend or BACKENDS):
-        for failure in fuzz(seeds if options.backend else seeds[number::len(BACKENDS)], backend, tell=print):
+    for backend in options.backend or BACKENDS:
+        part = seeds if options.backend else seeds[:round(len(seeds) * SHARES[backend])]
+        for failure in fuzz(part, backend, tell=print):
             print(failure, flush=True)
             failures += 1
     print(f"{len(seeds)} seeds in {time.monotonic() - begun:.0f} s: {failures} failed")

@@ -194,6 +194,18 @@ def own_step() -> Any:
                 loss.backward()
                 self.optimizer.apply([each.value.grad for each in self.trainable_weights], self.trainable_weights)
                 return {"own": loss}
+        if keras.backend.backend() == "jax":
+            def train_step(self, state: Any, data: Any) -> Any:
+                import jax
+                trainable, others, slots, metrics = state
+                x, y = data[:2]
+
+                def mean(trainable: Any) -> Any:
+                    found, updated = self.stateless_call(trainable, others, x, training=True)
+                    return keras.ops.mean(keras.ops.square(found - y)), updated
+                (loss, updated), gradients = jax.value_and_grad(mean, has_aux=True)(trainable)
+                trainable, slots = self.optimizer.stateless_apply(slots, gradients, trainable)
+                return {"own": loss}, (trainable, updated, slots, metrics)
     return Model
 
 
