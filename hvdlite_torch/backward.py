@@ -12,11 +12,17 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from hvdlite.training.gradient_reducer import GradientReducer
+from hvdlite.core.errors import UnsupportedError
+from hvdlite.training.gradient_reducer import GradientOrderError, GradientReducer
 from hvdlite_torch import cuda, unfinal
+from hvdlite_torch.framework import is_elsewhere
+from hvdlite_torch.shared_parameters import SharedParameters, come_last
 from hvdlite_torch.unfinal import get_grad
 
 _graph_task = torch._C._current_graph_task_id
+_NODES = {getattr(torch.autograd.function.BackwardCFunction, name).__code__ for name in ("apply", "apply_boxed")
+          if hasattr(torch.autograd.function.BackwardCFunction, name)}
+"""Of the functions that carry out nodes which are defined in Python, such as reentrant checkpoints."""
 
 
 class _Backward(threading.local):
@@ -33,16 +39,20 @@ class _Backward(threading.local):
 _backward = _Backward()
 
 
-class BackwardHooks:
+class BackwardHooks(SharedParameters):
     """Hands gradients over as they are accumulated, and waits for the round before `backward()` returns.
 
     Where the wait is left for later, by choice or because it was deferred, gradients are guarded until the round is over:
-    reading one ends it. Hooks do not keep this object alive, and end with it. When *every* watched parameter lies inside
-    `torch.utils.checkpoint(..., use_reentrant=True)`, nothing marks the end of the outer backward pass: then the round is
-    the reducer's to finish.
+    reading one ends it. Hooks do not keep this object alive, and end with it.
 
-    A parameter's other hooks are called first, whenever they were registered, as under DDP: they see this rank's gradient, and
-    what they write to it is reduced.
+    `torch.utils.checkpoint(..., use_reentrant=True)` nests an autograd run in the outer one, and nothing tells the nested
+    run when the outer one ends. So when a gradient comes from a nested run, the nodes that follow the checkpoint in the outer
+    run get a hook, which asks to be told of its end. A layer in several such checkpoints is accumulated into several times in
+    one backward pass. Hence gradients from nested runs are handed over when the outer pass ends, until a pass has shown which
+    come only once; those are handed over at once from then on.
+
+    A parameter's other hooks are called first, whenever they were registered, as under DDP: they see this rank's gradient,
+    and what they write to it is reduced.
 
     Attributes:
         weight: by what gradients are multiplied before they are handed over.
@@ -50,11 +60,17 @@ class BackwardHooks:
     """
 
     def __init__(self, reducer: GradientReducer[torch.Tensor]) -> None:
-        self._reducer = reducer
+        super().__init__(reducer)
         self._task = -1  # the autograd run whose end we already wait for
         self._hooks: list[RemovableHandle] = []
+        weakref.finalize(self, _remove, self._hooks).atexit = False
         self._registered = -1  # torch's count of hooks when ours were last known to be called last
-        self._late: list[torch.Tensor] = []  # to be handed over when the backward pass ends
+        self._late: list[torch.Tensor] = []  # with hooks that come after ours in this backward pass
+        self._nested = -1  # the last nested run that was entered
+        self._has_begun = False  # the backward pass has handed over its first gradient, from a nested run
+        self._nested_later: dict[int, tuple[torch.Tensor, int]] = {}  # to be handed over at the end; how often accumulated
+        self._nested_now: set[int] = set()  # handed over from nested runs of this backward pass, by identity
+        self._nested_once: set[int] = set()  # accumulated into once in a backward pass, from a nested run, by identity
         self._guarded: list[torch.Tensor] = []
         self.weight = 1.0
         self.on_begin: Callable[[], bool] | None = None
@@ -75,19 +91,20 @@ class BackwardHooks:
                 return
             parameter.requires_grad_(True)
         try:
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), note)))
+            self._hooks.append(self._share(parameter, _hook(weakref.ref(self), note)))
         finally:
             if frozen:
                 parameter.requires_grad_(False)
 
     def unwatch(self) -> None:
         """Hand nothing over any more."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        _remove(self._hooks)
+        self._unshare()
 
     def finish_if_due(self, *, in_step: bool = False) -> None:
         """Like the reducer's."""
+        if self.elsewhere:
+            self.take_back()
         try:
             self._reducer.finish_if_due(in_step=in_step)
         finally:
@@ -99,26 +116,99 @@ class BackwardHooks:
             self._reducer.cleared()
         finally:
             self._unguard()
+            self._forget_nested()
+            self.claim()
 
     def stepped(self) -> None:
         """Like the reducer's."""
         self._reducer.stepped()
         self._unguard()
+        self._forget_nested()
+        self.claim()
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
+        if self.elsewhere and is_elsewhere(parameter, self.elsewhere):
+            return
         task = _graph_task()
-        if task != self._task and _backward_depth() <= 1:
-            if self.on_begin is not None and not self.on_begin():
-                return
-            self._task = task
-            _backward.hooks.add(self)
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-            if self._registered != RemovableHandle.next_id and self._come_last(parameter):
-                return
+        if task != self._task and not self._enter(task, parameter):
+            return
         if self.weight != 1.0:
             self.hand_over(parameter)
         else:
             self._reducer.hand_over(parameter)
+
+    def _enter(self, task: int, parameter: torch.Tensor) -> bool:
+        """A gradient comes from another autograd run than the one whose end we wait for; return whether to hand it over now."""
+        is_early = False
+        if task != self._nested:
+            _check_not_compiled()
+            is_nested, node = _enclosing()
+            if not self._has_begun and self.on_begin is not None and not self.on_begin():
+                return False
+            is_early = self._comes_early(parameter)
+            if not is_nested:
+                self._await_end(task)
+                self._late = [parameter] if is_early else []
+                return not is_early
+            if node is None:
+                return True  # nobody knows when the outer run ends: the round is the reducer's to finish
+            self._has_begun = True
+            self._nested = task
+            self._await_next(node)
+        key = id(parameter)
+        if is_early or key not in self._nested_once:
+            self._nested_later[key] = parameter, 1 + self._nested_later.get(key, (parameter, 0))[1]
+            return False
+        if key in self._nested_now:
+            self._nested_once.discard(key)
+            raise GradientOrderError(
+                f"a parameter of shape {list(parameter.shape)} is in several torch.utils.checkpoint(..., use_reentrant=True) of "
+                "one backward pass, and was in one only before: its gradient was handed over when the first one was computed. "
+                "Use use_reentrant=False, or repeat the step")
+        self._nested_now.add(key)
+        return True
+
+    def _await_end(self, task: int) -> None:
+        self._task = task
+        _backward.hooks.add(self)
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _await_next(self, node: Any) -> None:
+        """Wait for the end of the run to which a node belongs, which is being carried out, as soon as another one is."""
+        owner = weakref.ref(self)
+        handles: list[Any] = []
+
+        def reached(*_: Any) -> None:
+            while handles:
+                handles.pop().remove()
+            hooks, task = owner(), _graph_task()
+            if hooks is not None and hooks._task != task:
+                hooks._await_end(task)
+        handles += [following.register_prehook(reached) for following, _ in node.next_functions if following is not None]
+
+    def _comes_early(self, running: torch.Tensor) -> bool:
+        """Return whether hooks of `running`, which torch is calling, come after ours; only in this backward pass."""
+        if self._registered == RemovableHandle.next_id:
+            return False
+        self._registered = RemovableHandle.next_id
+        return come_last(self._hooks, running)
+
+    def _hand_over_late(self) -> None:
+        """The outer backward pass is over: hand over what was left for then."""
+        late, later = self._late.copy(), list(self._nested_later.values())
+        self._forget_nested()
+        for parameter in late:
+            self.hand_over(parameter)
+        for parameter, times in later:
+            if times == 1:
+                self._nested_once.add(id(parameter))
+            self.hand_over(parameter)
+
+    def _forget_nested(self) -> None:
+        self._nested, self._has_begun = -1, False
+        self._nested_now.clear()
+        self._nested_later.clear()
+        self._late.clear()
 
     def hand_over(self, parameter: torch.Tensor) -> None:
         """Hand a gradient over now, times the weight."""
@@ -127,26 +217,10 @@ class BackwardHooks:
             gradient.mul_(self.weight)
         self._reducer.hand_over(parameter)
 
-    def _come_last(self, running: torch.Tensor) -> bool:
-        """Move our hooks behind those that were registered since.
-
-        Return whether hooks of `running`, which torch is calling, are still to come in this backward pass.
-        """
-        self._registered = RemovableHandle.next_id
-        self._late.clear()  # of a backward pass that failed
-        for handle in self._hooks:
-            hooks = handle.hooks_dict_ref()
-            if hooks and handle.id in hooks and next(reversed(hooks)) != handle.id:
-                hooks[handle.id] = hooks.pop(handle.id)
-                if hooks is running._post_accumulate_grad_hooks:
-                    self._late.append(running)
-        return bool(self._late)
-
     def _end_backward(self) -> None:
         self._task = -1
         with _guarding_all():
-            while self._late:
-                self.hand_over(self._late.pop())
+            self._hand_over_late()
             if self._reducer.end_backward():
                 torch.autograd.Variable._execution_engine.queue_callback(self._wait)  # behind the other optimizers' ends
                 return
@@ -163,18 +237,21 @@ class BackwardHooks:
         """While a round is under way: let whatever reads a gradient end it first."""
         if not self._reducer.is_under_way:
             return
-        owner, guarded = weakref.ref(self), list(self._reducer.parameters)
+        self._reducer.withdraw()
+        owner, guarded = weakref.ref(self), [parameter for parameter in self._reducer.parameters
+                                               if not is_elsewhere(parameter, self.elsewhere)]
 
         def finish() -> None:
             hooks = owner()
             if hooks is None:  # the optimizer is gone
                 unfinal.unguard(guarded)
             else:
-                hooks._finish()
+                hooks.finish()
         self._guarded = guarded
         unfinal.guard(guarded, finish)
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
+        """End the round that is under way, if there is one; gradients are final then."""
         with torch.profiler.record_function("hvdlite.wait_for_gradients"):
             try:
                 self._reducer.finish_under_way()
@@ -221,10 +298,28 @@ def _hook(owner: weakref.ref[BackwardHooks],
     return accumulated
 
 
-def _backward_depth() -> int:
-    """Return how many backward passes are nested on this thread (reentrant checkpoints nest them)."""
-    depth, frame = 0, sys._getframe(1)
+def _enclosing() -> tuple[bool, Any]:
+    """Return whether the autograd run on this thread is nested in another one.
+
+    Return also the node of the outermost run that is being carried out meanwhile, if it is defined in Python. On a GPU the
+    outermost run has threads of torch's own, so that such a node is all that is seen of it.
+    """
+    runs, outermost, frame = 0, None, sys._getframe(1)
     while frame is not None:
-        depth += frame.f_code.co_name == "_engine_run_backward"
+        runs += frame.f_code.co_name == "_engine_run_backward"
+        if frame.f_code in _NODES:
+            outermost = frame
         frame = frame.f_back  # type: ignore[assignment]
-    return depth
+    return outermost is not None or runs > 1, None if outermost is None else outermost.f_locals["self"]
+
+
+def _check_not_compiled() -> None:
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    if compiled is not None and getattr(compiled, "in_compiled_autograd_region", False):
+        raise UnsupportedError("compiled autograd does not tell hooks when a backward pass ends, which DistributedOptimizer "
+                               "has to know. Leave torch._dynamo.config.compiled_autograd off; compiled models work without it")
+
+
+def _remove(hooks: list[Any]) -> None:
+    while hooks:
+        hooks.pop().remove()

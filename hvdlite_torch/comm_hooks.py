@@ -28,6 +28,8 @@ __all__ = ["AllReduce", "Cast", "CommHook", "DDPHook", "ErrorFeedback", "Exchang
 class AllReduce:
     """Plain averaging: what happens without a hook, but at the end of backward."""
 
+    is_idempotent = True
+
     def reduce(self, gradients: Gradients, exchange: Exchange) -> None:
         """Average the gradients."""
         exchange.average("gradients", [gradient for _, gradient in gradients])
@@ -41,7 +43,7 @@ class Cast:
             travel as they are; complex numbers are cast part by part.
     """
 
-    is_repeatable = True
+    is_idempotent = True
 
     def __init__(self, dtype: torch.dtype) -> None:
         if dtype not in (torch.float16, torch.bfloat16):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
 from hvdlite.core.array import BFLOAT16, Array
 from hvdlite.core.device import AnyArray, Completion, DeviceAccess, DeviceArray, Event
@@ -18,6 +20,8 @@ from hvdlite_torch import cuda
 from hvdlite_torch.compression import Compressor, wire_dtype
 from hvdlite_torch.seats import COUNTS, Mark, Seat, SeatBatch, fill_seats, given_to
 from hvdlite_torch.unfinal import get_grad, set_grad
+
+Elsewhere = dict[int, weakref.ref[Any]]
 
 
 def contiguous(tensor: torch.Tensor, name: str) -> torch.Tensor:
@@ -95,6 +99,8 @@ class TorchGradients:
         devices: the plane for tensors on GPUs; without it they go over host memory.
 
     Attributes:
+        elsewhere: parameters, by identity, whose gradients another optimizer reduces, as long as what is referred to lives:
+            here they have none.
         unseen_sparse_dims: how many dimensions of a densified gradient are to be sparse afterwards, where this rank has had
             none of its own.
     """
@@ -103,6 +109,7 @@ class TorchGradients:
 
     def __init__(self, compression: type[Compressor], sparse_as_dense: bool, as_view: bool = True,
                  devices: DeviceAccess | None = None) -> None:
+        self.elsewhere: Elsewhere = {}
         self._devices = devices
         self._compression = compression
         self._casts = wire_dtype(compression, torch.float32) is not None  # it does nothing that a copy does not do
@@ -112,10 +119,12 @@ class TorchGradients:
         self._sparse_dims_of: dict[int, int] = {}  # by parameter: of sparse gradients that were densified
 
     def has_gradient(self, parameter: torch.Tensor) -> bool:
+        if self.elsewhere and is_elsewhere(parameter, self.elsewhere):
+            return False
         return get_grad(parameter) is not None
 
     def is_trainable(self, parameter: torch.Tensor) -> bool:
-        return parameter.requires_grad
+        return parameter.requires_grad and not is_lazy(parameter)  # a lazy one has no shape before its first forward pass
 
     def shape(self, parameter: torch.Tensor) -> Shape:
         return Shape(_dtype_name(self._wire(parameter)[0]), tuple(parameter.shape), dense_strides(parameter))
@@ -241,6 +250,25 @@ class TorchGradients:
         gradient = get_grad(parameter)
         return gradient is not mark.tensor() or (gradient is not None and gradient._version != mark.version)
 
+    def renew(self, parameter: torch.Tensor, mark: Mark) -> None:
+        if (gradient := mark.tensor()) is not None:
+            mark.version = gradient._version
+
+    def take(self, parameter: torch.Tensor) -> Any:
+        gradient = get_grad(parameter)
+        set_grad(parameter, None)
+        return gradient
+
+    @torch.no_grad()
+    def accumulate(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        own = get_grad(parameter)
+        if own is None:
+            set_grad(parameter, gradient)
+        elif own.layout is not torch.strided or gradient.layout is not torch.strided:
+            set_grad(parameter, own + gradient)
+        else:
+            own.add_(gradient)
+
     def _shows_views(self, parameter: torch.Tensor) -> bool:
         """Return whether the parameter's gradient is a view of its bucket."""
         return self._as_view and id(parameter) not in self._copied
@@ -306,6 +334,12 @@ class TorchGradients:
         compressed, context = self._compression.compress(values)
         dense = cuda.carried(contiguous(compressed, "gradient"), self._devices, Collective.ALLREDUCE)
         return Loan(parameter, lent(dense, "gradient", self._devices), dense, context)
+
+
+def is_elsewhere(parameter: torch.Tensor, elsewhere: Elsewhere) -> bool:
+    """Return whether another optimizer reduces the parameter's gradients."""
+    reference = elsewhere.get(id(parameter))
+    return reference is not None and reference() is not None
 
 
 def as_tensor(array: AnyArray) -> torch.Tensor:

@@ -23,10 +23,13 @@ Gradients = Sequence[tuple[str, torch.Tensor]]
 class CommHook(Protocol):
     """What `comm_hook` takes.
 
-    A hook can have an attribute `is_repeatable`. It is true when `reduce` may be called a second time with the same
-    gradients because an exception left its first collective call: until that call returns, `reduce` changes neither state
-    nor gradients, and the tensors that it passes to that call are its own and new. The collectives of such a hook start
-    without waiting until all ranks have said which gradients they have.
+    A hook can have one of two attributes:
+    - `is_idempotent`: averaging averages again leaves them as they are, so parameters can have several backward passes before
+      a step. A second one raises with other hooks.
+    - `is_repeatable`: `reduce` may be called a second time with the same gradients because an exception left its first
+      collective call. Until that call returns, `reduce` changes neither state nor gradients, and the tensors that it passes
+      to that call are its own and new. The collectives of such a hook start without waiting until all ranks have said which
+      gradients they have.
     """
 
     def reduce(self, gradients: Gradients, exchange: Exchange) -> None:

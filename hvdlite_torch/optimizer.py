@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from hvdlite import api
@@ -22,6 +23,7 @@ from hvdlite.training.hooked_reducer import HookedReducer
 from hvdlite_torch import cuda
 from hvdlite_torch.adasum_optimizer import DistributedAdasum, check_whole_job
 from hvdlite_torch.backward import BackwardHooks
+from hvdlite_torch.closures import FinalClosure, closure_of, with_closure
 from hvdlite_torch.compression import Compression, Compressor
 from hvdlite_torch.cuda_gradients import CudaGradients
 from hvdlite_torch.framework import TorchGradients, on_host
@@ -57,12 +59,18 @@ def DistributedOptimizer(
     parameter that is frozen when the optimizer is wrapped is reduced from the step in which it is trainable on all ranks.
     The optimizer keeps its class name, `isinstance`, state, defaults, hooks and schedulers.
 
-    Exception: when *every* parameter lies inside `torch.utils.checkpoint(..., use_reentrant=True)`, nothing marks the end
-    of the outer backward pass, and gradients are final in `step()` or after `optimizer.synchronize()`.
+    Several `backward()` calls before a step just work, when all ranks make the same number of them (over disjoint parameters
+    and with `wait_in="step"` the numbers may differ): each one is reduced, and gradients add up. It is cheaper to sum the
+    losses, to use `backward_passes_per_step`, or `optimizer.no_sync()` for all but the last. For other ops than Average, and
+    with communication hooks that are not exact, one of these is needed: a second pass onto reduced gradients is an error.
 
-    Several `backward()` calls before a step: over disjoint parameters they just work, when all ranks make the same number of
-    them (with `wait_in="step"` the numbers may differ). Onto the same parameters, sum the losses, use
-    `backward_passes_per_step`, or `optimizer.no_sync()` for all but the last.
+    Gradients that a script sets itself (`p.grad = ...`, by `torch.autograd.grad` or torch.func, of float32 copies) are
+    reduced in `step()` or `synchronize()`, on all ranks. So are those with which it replaces reduced ones; what it changes in place
+    after the reduction (clipping) stays as it is.
+
+    `step(closure)`: gradients are final when the closure returns, also on a rank whose closure had no `backward()`. For
+    `torch.optim.LBFGS`, which decides by the losses how often it calls the closure, losses are reduced like gradients. For
+    other optimizers that do, return `hvd.allreduce(loss)` from the closure.
 
     Args:
         named_parameters: names for messages and matching; `model.named_parameters()`. Default: numbered.
@@ -125,7 +133,11 @@ def DistributedOptimizer(
     bases = (Distributed, base) if _mixin is None else (_mixin, Distributed, base)
     optimizer.__class__ = type(base.__name__, bases, {"__module__": base.__module__})
     assert isinstance(optimizer, Distributed)
+    reducer.looks_for_own = True
+    reducer.is_idempotent = op is ReduceOp.AVERAGE and (comm_hook is None
+                                                              or getattr(comm_hook, "is_idempotent", False))
     optimizer._attach(runtime, reducer, names, numbers, number)
+    optimizer._loss_reduction = (f"{label}.loss", op) if isinstance(optimizer, torch.optim.LBFGS) else None
     return optimizer
 
 
@@ -154,6 +166,7 @@ class Distributed:
     """Mixed into the user's optimizer class. Only translates between torch's events and the reducer."""
 
     param_groups: list[dict[str, Any]]
+    _loss_reduction: tuple[str, ReduceOp] | None  # name and op, where losses steer the optimizer
 
     def _attach(self, runtime: Runtime, reducer: GradientReducer[torch.Tensor], names: dict[torch.Tensor, str],
                 clusters: dict[int, int], process_set: int) -> None:
@@ -194,11 +207,13 @@ class Distributed:
             self._parameter_names.setdefault(parameter, _number(group, index))
             self._watch(parameter)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Like the base class's; reductions under way are completed first."""
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Like the base class's, whose arguments it takes; reductions under way are completed first."""
         if self._active:
             self._hooks.cleared()
-        super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
+        super().zero_grad(*args, **kwargs)  # type: ignore[misc]
+        if self._active and not (args[0] if args else kwargs.get("set_to_none", True)):
+            self._hooks.reducer.zeroed()
 
     def synchronize(self) -> None:
         """Make gradients final now. Only needed where `backward()` does not already (see `DistributedOptimizer`)."""
@@ -250,21 +265,44 @@ class Distributed:
             self._hooks.cleared()
         return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
 
+    def _sources(self) -> Sequence[BackwardHooks]:
+        """Return who reduces this optimizer's gradients."""
+        return [self._hooks] if self._active else []
 
-def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _make_final(self) -> None:
+        """In a step: make gradients final, without the script being able to change them before they are used."""
+        for hooks in self._sources():
+            hooks.finish_if_due(in_step=True)
+
+    def _expect_gradients(self) -> None:
+        """In a step: gradients are computed anew, so a round is due."""
+        for hooks in self._sources():
+            hooks.reducer.expect_round()
+
+    def _loss_weight(self) -> float:
+        """Return by what this rank's gradients are multiplied before they are averaged."""
+        return 1.0
+
+    def _reduce_loss(self, loss: Any) -> Any:
+        """Return the reduction of all ranks' losses, like that of their gradients, where it steers the optimizer."""
+        if self._loss_reduction is None or not self._active:
+            return loss
+        name, op = self._loss_reduction
+        value = np.array((loss.item() if isinstance(loss, torch.Tensor) else float(loss)) * self._loss_weight())
+        self._runtime.allreduce(name, value, value, op, process_set=self._process_set).wait()
+        return torch.full_like(loss, float(value), requires_grad=False) if isinstance(loss, torch.Tensor) else float(value)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     assert isinstance(optimizer, Distributed)
-    if optimizer._active and reads_gradients(optimizer, args, kwargs):
-        optimizer._hooks.finish_if_due(in_step=True)
-
-
-def reads_gradients(optimizer: Distributed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a step with these arguments needs final gradients: a closure runs backward() itself.
-
-    Args:
-        args: of `step`, the optimizer first.
-    """
-    has_closure = bool(args[1:] and args[1] is not None) or kwargs.get("closure") is not None
-    return optimizer._synchronizes and not has_closure
+    if not optimizer._synchronizes:
+        return None
+    closure = closure_of(args, kwargs)
+    if closure is None:
+        optimizer._make_final()
+        return None
+    return with_closure(args, kwargs, FinalClosure(closure, optimizer._expect_gradients, optimizer._make_final,
+                                                   optimizer._reduce_loss))
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

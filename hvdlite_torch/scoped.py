@@ -27,7 +27,7 @@ from hvdlite.core.errors import MismatchError
 from hvdlite.core.process_set import ProcessSet
 from hvdlite_torch.backward import BackwardHooks
 from hvdlite_torch.compression import Compressor
-from hvdlite_torch.optimizer import Distributed, DistributedOptimizer, is_distributed, reads_gradients
+from hvdlite_torch.optimizer import Distributed, DistributedOptimizer, is_distributed
 from hvdlite_torch.replica import Replica
 from hvdlite_torch.sync_batch_norm import SyncBatchNorm
 
@@ -269,11 +269,17 @@ class Mirrored:
         self._holdings.due = True
         super().add_param_group(param_group)  # type: ignore[misc]
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Like the base class's; reductions under way are completed first."""
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Like the base class's, whose arguments it takes; reductions under way are completed first."""
         for hooks in self._companions:
             hooks.cleared()
-        super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
+        super().zero_grad(*args, **kwargs)  # type: ignore[misc]
+
+    def _sources(self) -> Sequence[BackwardHooks]:
+        return [*super()._sources(), *self._companions]  # type: ignore[misc]
+
+    def _loss_weight(self) -> float:
+        return self._holdings._weight
 
     def no_sync(self) -> AbstractContextManager[Any]:
         """Accumulate gradients locally; the first backward pass after it reduces the sums."""
@@ -316,9 +322,6 @@ def _nothing(module: torch.nn.Module, keys: Any) -> None:
 
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     assert isinstance(optimizer, Mirrored) and isinstance(optimizer, Distributed)
-    if reads_gradients(optimizer, args, kwargs):
-        for hooks in optimizer._companions:
-            hooks.finish_if_due(in_step=True)
     optimizer._holdings.mirror_if_due()
 
 

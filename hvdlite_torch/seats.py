@@ -100,9 +100,9 @@ class Seat:
         self._idle = _use_count(self.storage), sys.getrefcount(self.view), _uses(self.view)
 
 
-_view_of: Callable[[Seat], torch.Tensor] = Seat.view.__get__  # type: ignore[attr-defined]
-_mark_of: Callable[[Seat], Mark] = Seat.mark.__get__  # type: ignore[attr-defined]
-_set_version: Callable[[Mark, int], None] = Mark.version.__set__  # type: ignore[attr-defined]
+_view_of = operator.attrgetter("view")
+_mark_of = operator.attrgetter("mark")
+_set_version: Callable[[Mark, int], None] = vars(Mark)["version"].__set__
 
 
 class SeatBatch(list[tuple[torch.Tensor, Seat]]):

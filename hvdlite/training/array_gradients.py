@@ -176,6 +176,15 @@ class ArrayGradients:
     def is_changed(self, parameter: Slot, mark: Any) -> bool:
         return False
 
+    def renew(self, parameter: Slot, mark: Any) -> None:
+        return None
+
+    def take(self, parameter: Slot) -> Any:
+        raise NotImplementedError  # a slot is handed over once a round
+
+    def accumulate(self, parameter: Slot, gradient: Any) -> None:
+        raise NotImplementedError
+
 
 class ArrayReducer:
     """Reduces the gradients of the same variables again and again, as one round of a declared set each time.

@@ -115,3 +115,12 @@ class Framework(Protocol[Parameter]):
 
     def is_changed(self, parameter: Parameter, mark: Any) -> bool:
         """Return whether the gradient that `mark` identified has been replaced or written to since."""
+
+    def renew(self, parameter: Parameter, mark: Any) -> None:
+        """Let what was written so far to the gradient that `mark` identifies not count as a change."""
+
+    def take(self, parameter: Parameter) -> Any:
+        """Return the parameter's gradient, which it does not have any more; None when there is none."""
+
+    def accumulate(self, parameter: Parameter, gradient: Any) -> None:
+        """Add to the parameter's gradient what `take` returned."""

@@ -40,6 +40,8 @@ class HookedReducer(GradientReducer[Parameter]):
     some rank has started in this way, all ranks reduce the last round's gradients first, and then what else there is.
     """
 
+    _moves_gradients = False
+
     def use(self, reduce_round: ReduceRound[Parameter], *, is_repeatable: bool = False) -> None:
         """Take the function; before the first round.
 
@@ -78,8 +80,9 @@ class HookedReducer(GradientReducer[Parameter]):
         if self._last is not None and len(self._last) != len(present):
             self._last = None  # there are more members now
         has_deferred = self._runtime.has_deferred
-        self._is_early = (self._is_repeatable and not has_deferred and self._last is not None
-                          and bool(present.any()) and np.array_equal(present, self._last))
+        self._is_early = (self._is_repeatable and not self.is_idempotent  # else gradients may change while the wait is deferred
+                          and not has_deferred and self._last is not None and bool(present.any())
+                          and np.array_equal(present, self._last))
         self._has_reduced_last = self._is_confirming = False
         digests = np.frombuffer(self._names_digest() + _digest(b"" if self._last is None else self._last.tobytes()), np.uint8)
         self._asked = self._ask("present", np.concatenate(
