@@ -1,8 +1,8 @@
 """Communication hooks and compression, one core a rank: ms of a training step, beside DDP (Gloo) with the hooks of torch.
 
-Each contender trains its own copy of the model on random images. "plain" is without any hook; "alone" is the same ranks without
-any communication. DDP's PowerSGD begins in its third step, ours at once. It gets one bucket: with several, torch's hook calls
-collectives from threads of Gloo in an order that differs between ranks, and the job aborts.
+Each contender trains its own copy of the model on random images. "plain" is without any hook; "alone" is the same ranks
+without any communication. DDP's PowerSGD begins in its third step, ours at once. It gets one bucket: with several, torch's
+hook calls collectives from threads of Gloo in an order that differs between ranks, and the job aborts.
 """
 
 from __future__ import annotations

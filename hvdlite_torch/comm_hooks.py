@@ -71,8 +71,8 @@ class ErrorFeedback:
     another rank takes over only what is equal on all ranks.
 
     Args:
-        loss_scale: returns the factor by which losses are multiplied now, such as `scaler.get_scale` of a `GradScaler`. When it
-            changes, what is kept changes with it. Needed with loss scaling only.
+        loss_scale: returns the factor by which losses are multiplied now, such as `scaler.get_scale` of a `GradScaler`. What
+            is kept is scaled when it changes. Needed with loss scaling only.
     """
 
     is_repeatable = True
@@ -104,8 +104,8 @@ class ErrorFeedback:
         if user is None:
             self._user = weakref.ref(exchange)
         elif user is not exchange:
-            raise ValueError(f"this {type(self).__name__} belongs to another optimizer already, whose errors it keeps; give each "
-                             "optimizer a hook of its own")
+            raise ValueError(f"this {type(self).__name__} belongs to another optimizer already, whose errors it keeps; give "
+                             "each optimizer a hook of its own")
         self._rank = exchange.rank
         if self._writer not in (None, exchange.rank):
             self._errors.clear()
@@ -172,7 +172,8 @@ class PowerSGD(ErrorFeedback):
         wait_for_exact = exchange.start_average("exact", exact)
         left = [torch.linalg.qr(factor)[0] for factor in left] if _are_finite(left) else [
             torch.full_like(factor, torch.nan) for factor in left]
-        right = self._averaged("right", [matrix.t() @ factor for matrix, factor in zip(matrices, left, strict=True)], exchange)
+        right = [matrix.t() @ factor for matrix, factor in zip(matrices, left, strict=True)]
+        right = self._averaged("right", right, exchange)
         for (_, gradient), one, other in zip(chosen, left, right, strict=True):
             gradient.copy_((one @ other.t()).view(gradient.shape))
         wait_for_exact()

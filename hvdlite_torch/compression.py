@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from hvdlite.training.compression import compresses
@@ -28,7 +26,6 @@ class Compressor:
         return tensor if context is None else tensor.to(context)
 
 
-@functools.cache
 def wire_dtype(compression: type[Compressor], dtype: torch.dtype) -> torch.dtype | None:
     """Return the dtype to which a compressor casts tensors of a dtype; None for one with methods of its own, a script's."""
     for method in ("compress", "decompress"):

@@ -115,7 +115,7 @@ class DDPHook:
                                    "torch.distributed.init_process_group, with the ranks that share gradients, before "
                                    f"backward. {type(error).__name__}: {error}") from error
             raise
-        result: Any = future.wait() if isinstance(future, torch._C.Future) else future  # torch.futures.Future derives from it
+        result: Any = future.wait() if isinstance(future, torch._C.Future) else future  # the base of torch.futures.Future
         result = result[0] if isinstance(result, (list, tuple)) else result
         if not isinstance(result, torch.Tensor) or result.numel() != bucket.buffer().numel():
             raise TypeError(f"the hook of comm_hooks.DDPHook must return a torch.futures.Future of a tensor like "

@@ -24,8 +24,8 @@ class CommHook(Protocol):
     """What `comm_hook` takes.
 
     A hook can have one of two attributes:
-    - `is_idempotent`: averaging averages again leaves them as they are, so parameters can have several backward passes before
-      a step. A second one raises with other hooks.
+    - `is_idempotent`: averaging averages again leaves them as they are, so parameters can have several backward passes
+      before a step. A second one raises with other hooks.
     - `is_repeatable`: `reduce` may be called a second time with the same gradients because an exception left its first
       collective call. Until that call returns, `reduce` changes neither state nor gradients, and the tensors that it passes
       to that call are its own and new. The collectives of such a hook start without waiting until all ranks have said which
@@ -51,7 +51,7 @@ class Exchange:
         self.rank = runtime.world.rank
         self.parameters: Sequence[torch.Tensor] = ()
         self._runtime, self._label, self._process_set = runtime, label, process_set
-        self._confirm: Callable[[], None] = _nothing
+        self._confirm: Callable[[], object] = _nothing
         self._is_confirming = False
         # By name: collectives that were started and not waited for, and the tensors that they write to.
         self._started: dict[str, tuple[Handle | Handles, Sequence[torch.Tensor]]] = {}
@@ -82,9 +82,8 @@ class Exchange:
         if name not in self._started:
             devices = self._runtime.devices
             source = cuda.carried(contiguous(tensor, name), devices, Collective.ALLGATHER)
-            handle = self._runtime.allgather(f"{self._label}.{name}", lent(source, name, devices),
-                                             process_set=self._process_set)
-            self._started[name] = handle, ()
+            self._started[name] = self._runtime.allgather(f"{self._label}.{name}", lent(source, name, devices),
+                                                          process_set=self._process_set), ()
         self.confirm()
         handle, _ = self._started.pop(name)
         return as_tensor(cuda.wait(handle)).to(tensor.device)
@@ -99,7 +98,7 @@ class Exchange:
             raise
         self._is_confirming = False
 
-    def begin(self, parameters: Sequence[torch.Tensor], confirm: Callable[[], None]) -> None:
+    def begin(self, parameters: Sequence[torch.Tensor], confirm: Callable[[], object]) -> None:
         """A hook is about to be called; `confirm` is called before anything is waited for.
 
         A hook that is called again, because an exception left `confirm`, finds the collective that it had started.
@@ -149,7 +148,7 @@ def check_hook(hook: Any) -> None:
 
 
 def reduce_round(hook: CommHook, exchange: Exchange, members: Sequence[tuple[str, torch.Tensor, bool]],
-                 confirm: Callable[[], None]) -> list[tuple[torch.Tensor, Any]]:
+                 confirm: Callable[[], object]) -> list[tuple[torch.Tensor, Any]]:
     """Let a hook average the gradients that some rank has; see `training.hooked_reducer`."""
     reduced = []
     with torch.no_grad():

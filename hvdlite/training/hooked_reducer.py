@@ -19,11 +19,11 @@ from hvdlite.training.gradient_reducer import GradientReducer, Phase
 
 _DIGEST = 4
 """Bytes of a digest."""
-ReduceRound = Callable[[Sequence[tuple[str, Parameter, bool]], Callable[[], None]], Sequence[tuple[Parameter, Any]]]
+ReduceRound = Callable[[Sequence[tuple[str, Parameter, bool]], Callable[[], object]], Sequence[tuple[Parameter, Any]]]
 """Reduce the gradients of (name, parameter, has one here), which some rank has; return the parameters and their marks.
 
-Names are those that `add` was given. It calls the second argument before it waits for another rank. `WaitDeferred` can come out of that, and out of the function;
-then it is called again.
+Names are those that `add` was given. The function calls the second argument before it waits for another rank. `WaitDeferred`
+can come out of that, and out of the function; then the function is called again.
 """
 
 
@@ -46,8 +46,8 @@ class HookedReducer(GradientReducer[Parameter]):
         """Take the function; before the first round.
 
         Args:
-            is_repeatable: whether it can be called again after `WaitDeferred` came out of its second argument; otherwise it is
-                called only when the answer is there.
+            is_repeatable: whether it can be called again with the same gradients after `WaitDeferred` came out of its second
+                argument; otherwise it is called only when the answer is there.
         """
         self._reduce_round, self._is_repeatable = reduce_round, is_repeatable
         self._present: dict[int, bool] = {}  # members that were handed over, by identity: whether they have a gradient
@@ -80,11 +80,12 @@ class HookedReducer(GradientReducer[Parameter]):
         if self._last is not None and len(self._last) != len(present):
             self._last = None  # there are more members now
         has_deferred = self._runtime.has_deferred
-        self._is_early = (self._is_repeatable and not self.is_idempotent  # else gradients may change while the wait is deferred
-                          and not has_deferred and self._last is not None and bool(present.any())
-                          and np.array_equal(present, self._last))
+        # Where reductions are idempotent, gradients may change while a wait is deferred.
+        self._is_early = (self._is_repeatable and not self.is_idempotent and not has_deferred and self._last is not None
+                          and bool(present.any()) and np.array_equal(present, self._last))
         self._has_reduced_last = self._is_confirming = False
-        digests = np.frombuffer(self._names_digest() + _digest(b"" if self._last is None else self._last.tobytes()), np.uint8)
+        of_last = _digest(b"" if self._last is None else self._last.tobytes())
+        digests = np.frombuffer(self._names_digest() + of_last, np.uint8)
         self._asked = self._ask("present", np.concatenate(
             [present, np.array([has_deferred, self._is_early], np.uint8), digests, 255 - digests]))
         self._entered = None
@@ -116,8 +117,10 @@ class HookedReducer(GradientReducer[Parameter]):
             some_are_early = self._confirm(deferrable)
             if some_are_early:
                 self._reduce_last(deferrable)
-            assert self._answer is not None
-            rest = self._answer & (1 - self._last) if some_are_early else self._answer
+            rest = self._answer
+            assert rest is not None
+            if some_are_early and self._last is not None:
+                rest = rest & (1 - self._last)
             if rest.any():
                 self._reduce(rest, deferrable)
         except WaitDeferred:

@@ -351,8 +351,8 @@ def test_ranks_that_joined_early_compress_in_the_same_step() -> None:
 @pytest.mark.parametrize("kind", ["everything", "allreduce"])
 def test_the_gradients_that_there_are_change_from_step_to_step(kind: str) -> None:
     """Ranks that start with the last round's gradients, and ranks that cannot, reduce the same."""
-    turns = [("ab", "ab"), ("ab", "ab"), ("ab", "a"), ("a", "a"), ("a", "ab"), ("b", "b"), ("b", "a"), ("", "ab"), ("ab", "ab"),
-             ("abc", "ab"), ("ab", "abc"), ("c", "c"), ("", ""), ("ab", "ab")]
+    turns = [("ab", "ab"), ("ab", "ab"), ("ab", "a"), ("a", "a"), ("a", "ab"), ("b", "b"), ("b", "a"), ("", "ab"),
+             ("ab", "ab"), ("abc", "ab"), ("ab", "abc"), ("c", "c"), ("", ""), ("ab", "ab")]
 
     def step(runtime: Runtime) -> None:
         named = {name: torch.nn.Parameter(torch.ones(3)) for name in "abc"}

@@ -1,4 +1,4 @@
-"""Communication hooks beside torch's own: DDP over Gloo, DDP's hooks through the adapter, and hooks of the same algorithm."""
+"""Communication hooks beside torch's own over Gloo: DDP's hooks through the adapter, and hooks of the same algorithm."""
 
 from __future__ import annotations
 
