@@ -72,6 +72,13 @@ def _small_gradients(rows: Rows, ranks: int) -> list[str]:
             "The ceiling is the same ranks without communication.", "", *_compared(rows, "parameters", 1e3, "ms")]
 
 
+def _hooks(rows: Rows, ranks: int) -> list[str]:
+    names = list(rows[0]["seconds"])
+    body = [[row["model"], *(f"{row['seconds'][name] * 1e3:.2f}" for name in names)] for row in rows]
+    return [f"## Communication hooks and compression, ms of a training step, {ranks} ranks", "",
+            *_table(["model", *names], body)]
+
+
 def _training(rows: Rows, ranks: int) -> list[str]:
     title = "Overhead of wrapping the optimizer, 1 rank" if ranks == 1 else f"Training on Fashion-MNIST, {ranks} ranks"
     body = []
@@ -119,7 +126,8 @@ def _two_hosts(rows: Rows, ranks: int) -> list[str]:
 
 
 _TABLES = {"planes": _planes, "planes_openmpi": functools.partial(_planes, under="Open MPI"), "collectives": _collectives,
-           "gradients": _gradients, "small_gradients": _small_gradients, "training": _training, "idle": _idle,
+           "gradients": _gradients, "small_gradients": _small_gradients, "training": _training,
+           "hooks": _hooks, "idle": _idle,
            "control_scale": _control_scale,
            **{f"two_hosts_{engine}_{plane}": _two_hosts for engine in ("mpi", "gloo") for plane in (engine, "hierarchical")}}
 
