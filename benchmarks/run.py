@@ -121,6 +121,7 @@ def main() -> None:
         ("training", 2, [*long_rounds, *short]),
         ("hooks", 2, [*long_rounds, *short]),
         ("collectives", 2, [*rounds, *short]),
+        ("batch_norm", 2, [*rounds, *short]),
         ("training", 1, [*long_rounds, *short]),
         ("idle", 2, ["--idle-seconds", "10" if arguments.short else "60"]),
         ("control_scale", 1, short),

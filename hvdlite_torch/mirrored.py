@@ -168,10 +168,11 @@ class MirroredStrategy(Launching):
         return mapped(value, gathered)
 
     def _reduced(self, op: ReduceOp, value: Any, axis: int | None) -> Any:
-        tensor = torch.as_tensor(value).detach()
+        wide = {float: torch.float64, complex: torch.complex128}.get(type(value))  # Python's numbers are not rounded
+        tensor = torch.as_tensor(value, dtype=wide).detach()
         averages = op is ReduceOp.AVERAGE
         if averages and not (tensor.is_floating_point() or tensor.is_complex()):
-            tensor = tensor.to(torch.get_default_dtype())
+            tensor = tensor.to(torch.get_default_dtype() if isinstance(value, torch.Tensor) else torch.float64)
         result = tensor
         if axis is not None:
             result = self._over_axis(tensor, axis, averages)

@@ -98,7 +98,7 @@ class Entry:
         if completion is not None:
             completion = completion.holding((self.sources, self.outputs))
         if not self._abandoned:
-            self.handle.behind = response.behind
+            self.handle.behind, self.handle.rows = response.behind, response.rows
             self.handle._complete(self._result, response.contributors, completion)
 
     def fail(self, error: Exception) -> None:
