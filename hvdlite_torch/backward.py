@@ -13,7 +13,9 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from hvdlite.core.errors import UnsupportedError
-from hvdlite.training.gradient_reducer import GradientOrderError, GradientReducer
+from hvdlite.training.framework import Framework
+from hvdlite.training.gradient_reducer import GradientReducer
+from hvdlite.training.order_errors import GradientOrderError
 from hvdlite_torch import cuda, unfinal
 from hvdlite_torch.framework import is_elsewhere
 from hvdlite_torch.shared_parameters import SharedParameters, come_last
@@ -46,16 +48,18 @@ class BackwardHooks(SharedParameters):
     reading one ends it. Hooks do not keep this object alive, and end with it.
 
     `torch.utils.checkpoint(..., use_reentrant=True)` nests an autograd run in the outer one, and nothing tells the nested
-    run when the outer one ends. So when a gradient comes from a nested run, the nodes that follow the checkpoint in the outer
-    run get a hook, which asks to be told of its end. A layer in several such checkpoints is accumulated into several times in
-    one backward pass. Hence gradients from nested runs are handed over when the outer pass ends, until a pass has shown which
-    come only once; those are handed over at once from then on.
+    run when the outer one ends. So when a gradient comes from a nested run, the nodes that follow the checkpoint in the
+    outer run get a hook, which asks to be told of its end. A layer in several such checkpoints is accumulated into several
+    times in one backward pass. Hence gradients from nested runs are handed over when the outer pass ends, until a pass has
+    shown which come only once; those are handed over at once from then on.
 
     A parameter's other hooks are called first, whenever they were registered, as under DDP: they see this rank's gradient,
     and what they write to it is reduced.
 
     Attributes:
         weight: by what gradients are multiplied before they are handed over.
+        on_moved: returns what handles gradients on GPUs and on the host; called when a parameter is on a GPU for the first
+            time.
         on_begin: called before a backward pass hands over its first gradient; returns whether it is to do so.
     """
 
@@ -72,6 +76,10 @@ class BackwardHooks(SharedParameters):
         self._nested_now: set[int] = set()  # handed over from nested runs of this backward pass, by identity
         self._nested_once: set[int] = set()  # accumulated into once in a backward pass, from a nested run, by identity
         self._guarded: list[torch.Tensor] = []
+        # On a GPU: is told on which stream each gradient was made.
+        self._note: Callable[[torch.Tensor], None] | None = getattr(reducer.framework, "note", None)
+        self._first: torch.Tensor | None = None  # the first watched parameter
+        self.on_moved: Callable[[], Framework[torch.Tensor]] | None = None
         self.weight = 1.0
         self.on_begin: Callable[[], bool] | None = None
 
@@ -84,14 +92,15 @@ class BackwardHooks(SharedParameters):
         """Hand this parameter's gradients over from now on, whenever it is trainable; the reducer knows it already."""
         if not (parameter.is_floating_point() or parameter.is_complex()):
             return  # it can never have one
-        note = getattr(self._reducer.framework, "note", None) if cuda.is_on_gpu(parameter) else None
+        self._first = parameter if self._first is None else self._first
         frozen = not parameter.requires_grad
         if frozen:  # torch takes no hook then, but keeps one when a parameter is frozen
             if parameter.is_inference():
                 return
             parameter.requires_grad_(True)
         try:
-            self._hooks.append(self._share(parameter, _hook(weakref.ref(self), note)))
+            with torch._C.DisableTorchFunctionSubclass():  # a lazy parameter refuses it, but keeps the hook
+                self._hooks.append(self._share(parameter, _hook(weakref.ref(self))))
         finally:
             if frozen:
                 parameter.requires_grad_(False)
@@ -106,6 +115,8 @@ class BackwardHooks(SharedParameters):
         if self.elsewhere:
             self.take_back()
         try:
+            if self._first is not None:
+                self._notice_move(self._first)
             self._reducer.finish_if_due(in_step=in_step)
         finally:
             self._unguard()
@@ -129,6 +140,8 @@ class BackwardHooks(SharedParameters):
     def _accumulated(self, parameter: torch.Tensor) -> None:
         if self.elsewhere and is_elsewhere(parameter, self.elsewhere):
             return
+        if self._note is not None and cuda.is_on_gpu(parameter):
+            self._note(parameter)
         task = _graph_task()
         if task != self._task and not self._enter(task, parameter):
             return
@@ -138,10 +151,11 @@ class BackwardHooks(SharedParameters):
             self._reducer.hand_over(parameter)
 
     def _enter(self, task: int, parameter: torch.Tensor) -> bool:
-        """A gradient comes from another autograd run than the one whose end we wait for; return whether to hand it over now."""
+        """Enter an autograd run whose end we do not wait for, by a gradient; return whether to hand that over now."""
         is_early = False
         if task != self._nested:
             _check_not_compiled()
+            self._notice_move(parameter)
             is_nested, node = _enclosing()
             if not self._has_begun and self.on_begin is not None and not self.on_begin():
                 return False
@@ -160,13 +174,25 @@ class BackwardHooks(SharedParameters):
             self._nested_later[key] = parameter, 1 + self._nested_later.get(key, (parameter, 0))[1]
             return False
         if key in self._nested_now:
-            self._nested_once.discard(key)
+            self._nested_once.clear()
             raise GradientOrderError(
-                f"a parameter of shape {list(parameter.shape)} is in several torch.utils.checkpoint(..., use_reentrant=True) of "
-                "one backward pass, and was in one only before: its gradient was handed over when the first one was computed. "
-                "Use use_reentrant=False, or repeat the step")
+                f"a parameter of shape {list(parameter.shape)} is in several torch.utils.checkpoint(..., "
+                "use_reentrant=True) of one backward pass, and was in one only before: its gradient was handed over when "
+                "the first one was computed. Use use_reentrant=False, or clear gradients and repeat the step")
         self._nested_now.add(key)
         return True
+
+    def _notice_move(self, parameter: torch.Tensor) -> None:
+        """If the model was moved to a GPU after the optimizer was made, let gradients be reduced there from now on."""
+        if self._note is None and self.on_moved is not None and cuda.is_on_gpu(parameter) and not self._reducer.is_under_way:
+            framework = self.on_moved()
+            self._note = getattr(framework, "note", None)
+            if self._note is None:
+                self.on_moved = None  # there is no plane for GPUs
+            else:
+                self._reducer.change_framework(framework)
+                self._tell(framework)
+                self._note(parameter)
 
     def _await_end(self, task: int) -> None:
         self._task = task
@@ -276,21 +302,8 @@ def _guarding_all() -> Iterator[None]:
         raise
 
 
-def _hook(owner: weakref.ref[BackwardHooks],
-          note: Callable[[torch.Tensor], None] | None) -> Callable[[torch.Tensor], None]:
-    """Return a hook that does not keep its owner alive: torch does not let Python see the cycle that would make.
-
-    Args:
-        note: is told of every gradient first; on a GPU, where it matters on which stream it was made.
-    """
-    if note is not None:
-        def noted(parameter: torch.Tensor) -> None:
-            hooks = owner()
-            if hooks is not None:
-                note(parameter)
-                hooks._accumulated(parameter)
-        return noted
-
+def _hook(owner: weakref.ref[BackwardHooks]) -> Callable[[torch.Tensor], None]:
+    """Return a hook that does not keep its owner alive: torch does not let Python see the cycle that would make."""
     def accumulated(parameter: torch.Tensor) -> None:
         hooks = owner()
         if hooks is not None:
@@ -317,7 +330,7 @@ def _check_not_compiled() -> None:
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")
     if compiled is not None and getattr(compiled, "in_compiled_autograd_region", False):
         raise UnsupportedError("compiled autograd does not tell hooks when a backward pass ends, which DistributedOptimizer "
-                               "has to know. Leave torch._dynamo.config.compiled_autograd off; compiled models work without it")
+                               "has to know. Leave torch._dynamo.config.compiled_autograd off; compiled models need it not")
 
 
 def _remove(hooks: list[Any]) -> None:

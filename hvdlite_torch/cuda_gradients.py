@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from hvdlite.core.device import AnyArray, Completion, DeviceAccess, DeviceArray, Event, Pair
+from hvdlite.core.types import Collective
 from hvdlite_torch import cuda
 from hvdlite_torch.compression import Compressor
 from hvdlite_torch.framework import TorchGradients
@@ -72,7 +73,7 @@ class CudaGradients(TorchGradients):
         return super().vacate(parameter, seat) if seat.context is None else None
 
     def adopt(self, parameter: torch.Tensor, seat: Seat) -> Any:
-        return self.adopt_all([(parameter, seat)])[0]
+        return self.adopt_all([(parameter, seat)])[0] if seat.on_gpu else super().adopt(parameter, seat)
 
     def adopt_all(self, pairs: Sequence[tuple[torch.Tensor, Seat]]) -> Sequence[Any]:
         if not pairs or not pairs[0][1].on_gpu:
@@ -102,6 +103,18 @@ class CudaGradients(TorchGradients):
         for other in others:
             self._devices.join(stream, other)
         return bool(others)
+
+    def _fitting(self, parameter: torch.Tensor, gradient: torch.Tensor, seat: Seat) -> torch.Tensor | None:
+        return super()._fitting(parameter, gradient, seat) if self._belongs(gradient, seat) else None
+
+    def _belongs(self, tensor: torch.Tensor, seat: Seat) -> bool:
+        """Return whether a seat is in the memory where a gradient like `tensor` is reduced: models are moved."""
+        if not cuda.is_on_gpu(tensor):
+            return not seat.on_gpu
+        return seat.on_gpu or not self._devices.carries(Collective.ALLREDUCE, None, cuda.name_of(seat.dtype))
+
+    def _suits(self, parameter: torch.Tensor, seat: Seat) -> bool:
+        return self._belongs(parameter, seat) and super()._suits(parameter, seat)
 
     def _copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Copy tensors on the current stream, cast to the targets' dtypes."""

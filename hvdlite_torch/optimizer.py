@@ -65,8 +65,8 @@ def DistributedOptimizer(
     with communication hooks that are not exact, one of these is needed: a second pass onto reduced gradients is an error.
 
     Gradients that a script sets itself (`p.grad = ...`, by `torch.autograd.grad` or torch.func, of float32 copies) are
-    reduced in `step()` or `synchronize()`, on all ranks. So are those with which it replaces reduced ones; what it changes in place
-    after the reduction (clipping) stays as it is.
+    reduced in `step()` or `synchronize()`, on all ranks. So are those with which it replaces reduced ones; what it changes
+    in place after the reduction (clipping) stays as it is.
 
     `step(closure)`: gradients are final when the closure returns, also on a rank whose closure had no `backward()`. For
     `torch.optim.LBFGS`, which decides by the losses how often it calls the closure, losses are reduced like gradients. For
@@ -123,10 +123,10 @@ def DistributedOptimizer(
     number = api.set_id(process_set)
     label = _label if _label is not None else runtime.label("torch", number)
     make: type[GradientReducer[torch.Tensor]] = GradientReducer if comm_hook is None else HookedReducer
-    framework = framework_for(runtime, compression, sparse_as_dense, names)
-    framework.unseen_sparse_dims = int(isinstance(optimizer, torch.optim.SparseAdam))  # it takes no dense ones
-    reducer = make(runtime, framework, label, op=op, prescale=prescale, postscale=postscale, passes=backward_passes_per_step,
-                   process_set=number, wait_in=_chosen_wait(wait_in, runtime))
+    unseen_sparse_dims = int(isinstance(optimizer, torch.optim.SparseAdam))  # it takes no dense gradients
+    make_framework = functools.partial(framework_for, runtime, compression, sparse_as_dense, list(names), unseen_sparse_dims)
+    reducer = make(runtime, make_framework(), label, op=op, prescale=prescale, postscale=postscale,
+                   passes=backward_passes_per_step, process_set=number, wait_in=_chosen_wait(wait_in, runtime))
     if comm_hook is not None and isinstance(reducer, HookedReducer):
         reducer.use(functools.partial(reduce_round, comm_hook, Exchange(runtime, f"{label}.hook", number)),
                     is_repeatable=getattr(comm_hook, "is_repeatable", False))
@@ -137,17 +137,25 @@ def DistributedOptimizer(
     reducer.is_idempotent = op is ReduceOp.AVERAGE and (comm_hook is None
                                                               or getattr(comm_hook, "is_idempotent", False))
     optimizer._attach(runtime, reducer, names, numbers, number)
+    optimizer._hooks.on_moved = make_framework
     optimizer._loss_reduction = (f"{label}.loss", op) if isinstance(optimizer, torch.optim.LBFGS) else None
     return optimizer
 
 
 def framework_for(runtime: Runtime, compression: type[Compressor], sparse_as_dense: bool,
-                  parameters: Iterable[torch.Tensor]) -> TorchGradients:
-    """Return the gradients' keeper: that for GPUs where there is a parameter on one, and a plane for it."""
+                  parameters: Iterable[torch.Tensor], unseen_sparse_dims: int = 0) -> TorchGradients:
+    """Return the gradients' keeper: that for GPUs where there is a parameter on one, and a plane for it.
+
+    Args:
+        unseen_sparse_dims: see `TorchGradients`.
+    """
     devices, as_view = runtime.devices, runtime.config.gradient_as_bucket_view
     if devices is None or devices.missing() or not any(map(cuda.is_on_gpu, parameters)):
-        return TorchGradients(compression, sparse_as_dense, as_view)
-    return CudaGradients(compression, sparse_as_dense, as_view, devices)
+        framework = TorchGradients(compression, sparse_as_dense, as_view)
+    else:
+        framework = CudaGradients(compression, sparse_as_dense, as_view, devices)
+    framework.unseen_sparse_dims = unseen_sparse_dims
+    return framework
 
 
 def _chosen_wait(wait_in: str | None, runtime: Runtime) -> WaitIn:

@@ -153,8 +153,8 @@ class SeatBatch(list[tuple[torch.Tensor, Seat]]):
     def adopt(self) -> list[Mark] | None:
         """Make the views the parameters' gradients; return their marks.
 
-        Return None, and change nothing, when somebody gave a view other memory, uses a private copy, or has moved a parameter
-        to a GPU.
+        Return None, and change nothing, when somebody gave a view other memory, uses a private copy, or has moved a
+        parameter to a GPU.
         """
         if self._is_cast:
             if not (self._users() == self._idle and self._have_addresses(self._homes)):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from hvdlite.training.framework import Framework
 from hvdlite.training.gradient_reducer import GradientReducer
 from hvdlite_torch.framework import TorchGradients
 
@@ -32,8 +33,7 @@ class SharedParameters:
         self._sharers: weakref.WeakSet[SharedParameters] = weakref.WeakSet()
         self.elsewhere: dict[int, weakref.ref[Any]] = {}
         self._reducer = reducer
-        if isinstance(reducer.framework, TorchGradients):
-            reducer.framework.elsewhere = self.elsewhere
+        self._tell(reducer.framework)
 
     def claim(self) -> None:
         """Reduce all gradients of the own parameters from now on."""
@@ -44,16 +44,22 @@ class SharedParameters:
 
     def take_back(self) -> None:
         """Before gradients are used: let those count that the other optimizer has not reduced."""
-        for key, reference in list(self.elsewhere.items()):
-            other = reference()
+        for other in {reference() for reference in self.elsewhere.values()}:
             if other is not None:
                 other.finish()
+        for key, reference in list(self.elsewhere.items()):
+            other = reference()
             if other is None or not other._reducer.has_mark(self._own[key]):
                 del self.elsewhere[key]
 
     def finish(self) -> None:
         """End the round that is under way, if there is one."""
         raise NotImplementedError
+
+    def _tell(self, framework: Framework[torch.Tensor]) -> None:
+        """Let a keeper of gradients know which ones it does not have."""
+        if isinstance(framework, TorchGradients):
+            framework.elsewhere = self.elsewhere
 
     def _share(self, parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
         """Register a hook of the own, which hands the parameter's gradients over from now on."""

@@ -18,7 +18,7 @@ Rules (PROTOCOL rules 7, 8; docs/decisions/0017)
 - Accumulating onto a reduced gradient is reduced in another round where that is exact (`is_idempotent`: for averages). For
   other operations the reduced part would count twice, so that is an error, unless the gradient was cleared.
 - A gradient that comes too late for a round under way (another backward pass, where the wait was left for later) is set
-  aside and added to the reduced one. A further round follows for each of these passes, as on ranks that wait in `backward()`.
+  aside and added to the reduced one. Each of these passes has a round that follows, as on ranks that wait in `backward()`.
 - A gradient that was not computed by a watched backward pass counts when it is not the one that was reduced last. In the
   step (and in `synchronize()`), one that was written to since the step before counts too.
 - A parameter that does not require a gradient is no member. It becomes one in the first round that finds it trainable.
@@ -40,7 +40,6 @@ from hvdlite.core.array import Array
 from hvdlite.core.errors import HvdliteError, UnsupportedError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import ReduceOp
-from hvdlite.negotiation.agreement import named_ranks
 from hvdlite.negotiation.buckets import first_round
 from hvdlite.runtime.declared import Moment
 from hvdlite.runtime.handle import Handle, WaitDeferred
@@ -48,16 +47,10 @@ from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.bucket_round import BucketRound, Seating
 from hvdlite.training.framework import Framework, Loan, Parameter
 from hvdlite.training.members import Member, MemberGradients
+from hvdlite.training.order_errors import changed_alone, computed_again_without, computed_twice, replaced
 from hvdlite.training.replicas import check_replicas
 
 _log = logging.getLogger("hvdlite")
-
-
-class GradientOrderError(HvdliteError, AssertionError):
-    """Raised when a gradient is computed again although its round is over or under way (Horovod: AssertionError).
-
-    Also raised by a step whose gradients were changed on this rank, but could not be on others.
-    """
 
 
 class WaitIn(enum.Enum):
@@ -166,6 +159,12 @@ class GradientReducer(Generic[Parameter]):
         return (member.parameter for member in (*self._members.values(), *self._waiting_list.values())
                 if self._framework.is_trainable(member.parameter))
 
+    def change_framework(self, framework: Framework[Parameter]) -> None:
+        """Between rounds: access gradients in another way, because they are in another memory now."""
+        self.framework = self._framework = framework
+        self._gradients.framework = framework
+        self._seating = None
+
     def add(self, parameter: Parameter, name: str, cluster: int = 0) -> None:
         """Take a parameter into the set, from the next round on in which it is trainable; the same ones on all ranks.
 
@@ -194,12 +193,12 @@ class GradientReducer(Generic[Parameter]):
                 return
         if member.given == self._number and self.is_under_way:
             if member.missing != self._number and not self.is_idempotent:
-                raise self._twice(member)
+                raise computed_twice(member.name, self._runtime.world.rank, self.passes, self._told_reduction())
             self._come_late(member)
             return
         gradients = self._gradients
         if not gradients.is_idempotent and gradients.is_reduced(member):
-            raise self._twice(member)
+            raise computed_twice(member.name, self._runtime.world.rank, self.passes, self._told_reduction())
         self._touched = True
         if member.period != gradients.period:
             member.period, member.passes = gradients.period, 0
@@ -324,13 +323,12 @@ class GradientReducer(Generic[Parameter]):
         """While the round under way is left for later: keep further backward passes from writing to what it reduces."""
         if not (self.is_idempotent and self._moves_gradients):
             return  # further passes are errors, or what they add is reduced with the rest
-        for member, _, _ in self._alone:
-            if member.missing != self._number:
+        handed_over = [member for member, _, _ in self._alone]
+        if self._phase is Phase.CLOSED:  # a wait that was deferred may have come to some of them
+            handed_over += filter(self._gradients.is_reduced, self._members.values())
+        for member in handed_over:
+            if member.missing != self._number and id(member.parameter) not in self._late:
                 self._gradients.withdraw(member)
-        if self._phase is Phase.CLOSED:
-            for member in self._members.values():  # a wait that was deferred may have come to some of them
-                if member.missing != self._number and self._gradients.is_reduced(member):
-                    self._gradients.withdraw(member)
 
     def is_reduced(self, parameter: Parameter) -> bool:
         """Return whether the parameter's gradient is one that was reduced in this step (and changed since, perhaps)."""
@@ -458,25 +456,13 @@ class GradientReducer(Generic[Parameter]):
         members = self._members.values()
         if self._gradients.have_unreduced(members):
             return True
-        replaced = self._gradients.replaced(members) if self.looks_for_own else None
-        if replaced is not None and not self.is_idempotent:
-            raise GradientOrderError(
-                f"'{replaced.name}' has another gradient on rank {self._runtime.world.rank} than the one that was reduced "
-                f"in this step. With {self._told_reduction()} it cannot be told whether it is reduced already. Change .grad in "
-                "place (p.grad.copy_(...), p.grad.mul_(...)) to use it as it is, or clear gradients with "
-                "optimizer.zero_grad() before you set them, to have them reduced")
-        return replaced is not None
+        other = self._gradients.replaced(members) if self.looks_for_own else None
+        if other is not None and not self.is_idempotent:
+            raise replaced(other.name, self._runtime.world.rank, self._told_reduction())
+        return other is not None
 
     def _told_reduction(self) -> str:
         return f"op={self._op.name.capitalize()}" if self._op is not ReduceOp.AVERAGE else "this communication hook"
-
-    def _twice(self, member: Member[Parameter]) -> GradientOrderError:
-        return GradientOrderError(
-            f"'{member.name}' was computed more than backward_passes_per_step={self.passes} times before optimizer.step() "
-            f"or zero_grad() on rank {self._runtime.world.rank}: its gradient is already reduced, and with "
-            f"{self._told_reduction()} reducing it again would count the other ranks twice. Raise backward_passes_per_step, "
-            "use optimizer.no_sync() for all but the last backward pass, add the losses before one backward(), or use "
-            "op=Average")
 
     def _come_late(self, member: Member[Parameter]) -> None:
         """A gradient was accumulated into after the round under way got it (or was told that there is none)."""
@@ -500,17 +486,20 @@ class GradientReducer(Generic[Parameter]):
         if buckets is None or member.sparse:
             self._declare(member, present)
         else:
+            is_own = not present and self._gradients.is_own(member)
             for parameter, has_gradient in buckets.give(member.parameter, present, self._in_step):
                 self._declare(self._members[id(parameter)], has_gradient)
             while buckets.vacated:
-                parameter, mark = buckets.vacated.pop()
-                self._members[id(parameter)].mark = mark
+                _, mark = buckets.vacated.pop()  # of this member
+                member.mark = None if is_own else mark
         member.given = self._number
         if not present:
             member.missing = self._number
 
     def _declare(self, member: Member[Parameter], present: bool) -> None:
         """Let a member go by itself."""
+        if present and self._gradients.is_again(member):
+            member.again = self._number
         moment = Moment(self._label, self._number, self._steps, self._in_step)
         if present and self._framework.is_sparse(member.parameter):
             rows = self._framework.rows(member.parameter)
@@ -541,10 +530,18 @@ class GradientReducer(Generic[Parameter]):
             if handle.completion is not None:
                 self._framework.follow(handle.completion)
             self._note_behind(handle.behind)
+            if member.again == self._number:
+                self._check_all_contributed(member, handle.contributors, errors)
             if loan is None or result is not loan.array:
                 self._take_rows(member, result, errors)
             elif handle.contributors:
                 self._mark(member, self._framework.give_back(loan))
+
+    def _check_all_contributed(self, member: Member[Parameter], ranks: Collection[int], errors: list[HvdliteError]) -> None:
+        """Without some ranks' reduced gradients, an average of reduced gradients is too small."""
+        others = set(self._runtime.members(self._process_set)) - set(ranks)
+        if others:
+            errors.append(computed_again_without(member.name, others))
 
     def _end_round(self) -> None:
         self._buckets = None
@@ -583,8 +580,4 @@ class GradientReducer(Generic[Parameter]):
     def _check_unchanged(self) -> None:
         changed = self._gradients.changed(self._members.values())
         if changed is not None:
-            raise GradientOrderError(
-                f"'{changed.name}' was written to on this rank after its reduction (clipped or unscaled, say), but "
-                f"{named_ranks(sorted(self._behind))} had no backward() in this step and took part in the reduction "
-                "only in optimizer.step(), too late to change it: the replicas would differ. Call "
-                "optimizer.synchronize() on all ranks, also where there was no backward(), and then change gradients")
+            raise changed_alone(changed.name, self._behind)

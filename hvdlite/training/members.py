@@ -32,6 +32,7 @@ class Member(Generic[Parameter]):
     period: int = 0  # the last period in which it was accumulated into
     passes: int = 0  # how often in that period
     given: int = 0  # the last round in which it was handed over
+    again: int = 0  # the last round in which it went by itself with a gradient that was reduced before
     missing: int = 0  # the last round in which this rank reported it as missing
     sparse: bool = False  # some rank had a sparse gradient for it once: it always goes by itself
     mark: Any = None  # identifies the reduced gradient
@@ -42,13 +43,14 @@ class MemberGradients(Generic[Parameter]):
     """Knows the state of the members' gradients.
 
     Attributes:
+        framework: gives access to gradients.
         period: the present one; it grows when what was accumulated has been reduced, or is cleared.
         is_idempotent: whether reducing a reduced gradient again leaves it as it is.
         takes_changed: whether reduced gradients count as present that were written to since their step.
     """
 
     def __init__(self, framework: Framework[Parameter]) -> None:
-        self._framework = framework
+        self.framework = framework
         self._generation = 0  # grows when gradients are cleared or stepped with
         self.period = 1
         self.is_idempotent = self.takes_changed = False
@@ -78,58 +80,69 @@ class MemberGradients(Generic[Parameter]):
         """What has been written to the gradients so far does not make them new ones."""
         for member in members:
             if member.mark is not None:
-                self._framework.renew(member.parameter, member.mark)
+                self.framework.renew(member.parameter, member.mark)
 
     def is_reduced(self, member: Member[Parameter]) -> bool:
         """Return whether the gradient is one that was reduced in this generation (and written to since, perhaps)."""
-        return member.marked == self._generation and self._framework.is_marked(member.parameter, member.mark)
+        return member.marked == self._generation and self.framework.is_marked(member.parameter, member.mark)
+
+    def is_again(self, member: Member[Parameter]) -> bool:
+        """Return whether a part of the gradient may be what was reduced in this generation already."""
+        return self.is_idempotent and member.marked == self._generation
 
     def is_present(self, member: Member[Parameter]) -> bool:
         """Return whether a member that was not handed over takes part in a round with its gradient."""
-        if not self._framework.has_gradient(member.parameter):
+        if not self.framework.has_gradient(member.parameter):
             return False
-        if member.period == self.period or not self._framework.is_marked(member.parameter, member.mark):
+        if member.period == self.period or not self.framework.is_marked(member.parameter, member.mark):
             return True
-        return self.is_idempotent and (member.marked == self._generation or (
-            self.takes_changed and self._framework.is_changed(member.parameter, member.mark)))
+        return self.is_again(member) or (
+            self.is_idempotent and self.takes_changed and self.framework.is_changed(member.parameter, member.mark))
 
     def replaced(self, members: Iterable[Member[Parameter]]) -> Member[Parameter] | None:
         """Return a member whose gradient was reduced in this generation, and is another tensor now."""
-        return next((member for member in members
-                     if member.marked == self._generation and not self._framework.is_marked(member.parameter, member.mark)
-                     and self._framework.has_gradient(member.parameter)), None)
+        generation, is_marked = self._generation, self.framework.is_marked  # this is done for every gradient of every step
+        for member in members:
+            if (member.marked == generation and not is_marked(member.parameter, member.mark)
+                    and self.framework.has_gradient(member.parameter)):
+                return member
+        return None
 
     def have_unreduced(self, members: Iterable[Member[Parameter]]) -> bool:
         """Return whether a member without a reduction in this generation has a gradient that is new.
 
         It is new when it is not the one that was reduced last. Where that is exact also when that one has been written to.
         """
-        is_old = (lambda parameter, mark: not self._framework.is_changed(parameter, mark)) if self.is_idempotent \
-            else self._framework.is_marked
-        return any(self._framework.has_gradient(member.parameter)
-                   and (member.mark is None or not is_old(member.parameter, member.mark))
-                   for member in members if member.marked != self._generation)
+        return any(self.is_own(member) for member in members if member.marked != self._generation)
+
+    def is_own(self, member: Member[Parameter]) -> bool:
+        """Return whether the member has a gradient that the script has set, or has written to where that can be reduced."""
+        if not self.framework.has_gradient(member.parameter):
+            return False
+        if member.mark is None or not self.is_idempotent:
+            return not self.framework.is_marked(member.parameter, member.mark)
+        return self.framework.is_changed(member.parameter, member.mark)
 
     def were_cleared(self, members: Iterable[Member[Parameter]]) -> bool:
         """Return whether there were reduced gradients in this generation, of which the script has left none."""
         reduced = (member.parameter for member in members if member.marked == self._generation)
         first = next(reduced, None)
-        if first is None or self._framework.has_gradient(first):
+        if first is None or self.framework.has_gradient(first):
             return False
-        return not any(map(self._framework.has_gradient, reduced))
+        return not any(map(self.framework.has_gradient, reduced))
 
     def changed(self, members: Iterable[Member[Parameter]]) -> Member[Parameter] | None:
         """Return a member whose gradient was written to or replaced after its reduction in this generation."""
         return next((member for member in members if member.marked == self._generation
-                     and self._framework.is_changed(member.parameter, member.mark)), None)
+                     and self.framework.is_changed(member.parameter, member.mark)), None)
 
     def withdraw(self, member: Member[Parameter]) -> None:
         """Take the gradient away from the parameter, whose next one is accumulated into other memory then."""
-        self._framework.take(member.parameter)
+        self.framework.take(member.parameter)
 
     def set_aside(self, member: Member[Parameter]) -> None:
         """Keep a gradient that came too late for a round until that is over."""
-        gradient = self._framework.take(member.parameter)
+        gradient = self.framework.take(member.parameter)
         if gradient is not None:
             self._aside.append((member, gradient))
 
@@ -138,7 +151,7 @@ class MemberGradients(Generic[Parameter]):
         if not self._aside:
             return False
         for member, gradient in self._aside:
-            self._framework.accumulate(member.parameter, gradient)
+            self.framework.accumulate(member.parameter, gradient)
             self.count_pass(member)
         self._aside.clear()
         return True

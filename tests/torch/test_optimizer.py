@@ -171,10 +171,10 @@ def test_accumulation_equals_one_large_batch(how: str) -> None:
     threads(2, step)
 
 
-def test_a_second_backward_onto_reduced_gradients_is_refused() -> None:
+def test_a_second_backward_onto_reduced_gradients_is_refused_where_they_are_summed() -> None:
     def step(runtime: Runtime) -> None:
         model = net()
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), _runtime=runtime)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), op=ReduceOp.SUM, _runtime=runtime)
         model(torch.ones(1, 6)).sum().backward()
         with pytest.raises(AssertionError, match="no_sync"):
             model(torch.ones(1, 6)).sum().backward()
@@ -182,6 +182,19 @@ def test_a_second_backward_onto_reduced_gradients_is_refused() -> None:
         train(optimizer, model, torch.ones(1, 6), torch.ones(1, 3))
         model.zero_grad()  # the module's, not the optimizer's: the gradients are new all the same
         train(optimizer, model, torch.ones(1, 6), torch.ones(1, 3))
+    threads(2, step)
+
+
+def test_a_second_backward_onto_averaged_gradients_adds_up() -> None:
+    def step(runtime: Runtime) -> None:
+        model = net()
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), _runtime=runtime)
+        for turn in range(6):
+            optimizer.zero_grad()
+            for _ in range(2):
+                (model(torch.ones(1, 6)).sum() * (1 + runtime.world.rank + turn)).backward()
+            torch.testing.assert_close(model[2].bias.grad, torch.full((3,), 3.0 + 2 * turn))
+            optimizer.step()
     threads(2, step)
 
 
