@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
 from hvdlite.core.array import BFLOAT16, Array
 from hvdlite.core.device import AnyArray, Completion, DeviceAccess, DeviceArray, Event
@@ -17,15 +17,11 @@ from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.types import Collective
 from hvdlite.training.framework import Loan, Shape
 from hvdlite_torch import cuda
-from hvdlite_torch.compression import Compressor
+from hvdlite_torch.compression import Compressor, wire_dtype
+from hvdlite_torch.seats import COUNTS, Mark, Seat, SeatBatch, fill_seats, given_to
 from hvdlite_torch.unfinal import get_grad, set_grad
 
-_use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda storage: 0)
-"""Return how many tensors share a storage."""
-_uses: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count", lambda tensor: 0)
-"""Return how often torch itself refers to a tensor."""
-_COUNTS = hasattr(torch._C, "_storage_Use_Count") and hasattr(torch.Tensor, "_use_count")
-"""Whether torch can tell who uses a tensor; else gradients are never views of buckets."""
+Elsewhere = dict[int, weakref.ref[Any]]
 
 
 def contiguous(tensor: torch.Tensor, name: str) -> torch.Tensor:
@@ -91,68 +87,6 @@ def _sixteen_bits(array: Array) -> torch.Tensor:
     return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16 if array.dtype == BFLOAT16 else torch.float16)
 
 
-class Mark:
-    """Identifies a reduced gradient without keeping it alive."""
-
-    __slots__ = ("tensor", "version")
-
-    def __init__(self, gradient: torch.Tensor) -> None:
-        self.tensor = weakref.ref(gradient)
-        self.version: int = gradient._version  # torch counts how often a tensor is written to
-
-
-class Seat:
-    """A tensor over a place in a bucket.
-
-    `home` never leaves the adapter. Parameters get a view of the same memory as their gradient, so users can do anything to
-    it. While anybody else uses the view, or anything that shares its memory, the seat `is_in_use`; else the next round's
-    gradient is the same tensor, because making 2,000 of them costs a millisecond and garbage collections.
-
-    Attributes:
-        context: what the compressor needs to undo its work; None when nothing is compressed.
-        dtype: of gradients that fit.
-        copy: on a GPU: memory for the gradient when it is not a view, made when it is first needed.
-    """
-
-    __slots__ = ("_idle", "_mark", "_storage", "_view", "address", "context", "copy", "dtype", "home", "on_gpu", "shape")
-
-    def __init__(self, home: torch.Tensor, context: Any, *, on_gpu: bool = False) -> None:
-        self.home, self.context, self.on_gpu = home, context, on_gpu
-        self.address, self.dtype, self.shape = home.data_ptr(), home.dtype, home.shape
-        self.copy: Seat | None = None
-        self._storage = home.untyped_storage()._cdata
-        self._make_view()
-
-    def give_to(self, parameter: torch.Tensor) -> Mark:
-        """Make the view the parameter's gradient; return its mark."""
-        if self._view.data_ptr() != self.address:  # somebody gave it other memory
-            self._make_view()
-        set_grad(parameter, self._view)
-        self._mark.version = self._view._version
-        return self._mark
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether `tensor` is the view, unchanged."""
-        return tensor is self._view and tensor.data_ptr() == self.address and tensor.dtype is self.dtype
-
-    @property
-    def is_in_use(self) -> bool:
-        """Whether somebody else uses the memory: the view, a slice of it, its NumPy array, an autograd graph.
-
-        Or `home` has other memory now, because the view was moved (`share_memory_()`).
-        """
-        if self.home.data_ptr() != self.address:
-            return True
-        if self._view.data_ptr() != self.address:
-            self._make_view()
-        return (_use_count(self._storage), sys.getrefcount(self._view), _uses(self._view)) != self._idle
-
-    def _make_view(self) -> None:
-        self._view = self.home.detach()
-        self._mark = Mark(self._view)
-        self._idle = _use_count(self._storage), sys.getrefcount(self._view), _uses(self._view)
-
-
 MANY_KEPT = 4
 """When so many parameters' gradients were kept over a round, all gradients are copied out of their buckets."""
 
@@ -165,6 +99,8 @@ class TorchGradients:
         devices: the plane for tensors on GPUs; without it they go over host memory.
 
     Attributes:
+        elsewhere: parameters, by identity, whose gradients another optimizer reduces, as long as what is referred to lives:
+            here they have none.
         unseen_sparse_dims: how many dimensions of a densified gradient are to be sparse afterwards, where this rank has had
             none of its own.
     """
@@ -173,22 +109,25 @@ class TorchGradients:
 
     def __init__(self, compression: type[Compressor], sparse_as_dense: bool, as_view: bool = True,
                  devices: DeviceAccess | None = None) -> None:
+        self.elsewhere: Elsewhere = {}
         self._devices = devices
         self._compression = compression
+        self._casts = wire_dtype(compression, torch.float32) is not None  # it does nothing that a copy does not do
         self._sparse_as_dense = sparse_as_dense
-        self._as_view = as_view and _COUNTS
+        self._as_view = as_view and COUNTS
         self._copied: set[int] = set()  # parameters, by identity, whose gradients are copied out of their buckets
         self._sparse_dims_of: dict[int, int] = {}  # by parameter: of sparse gradients that were densified
 
     def has_gradient(self, parameter: torch.Tensor) -> bool:
+        if self.elsewhere and is_elsewhere(parameter, self.elsewhere):
+            return False
         return get_grad(parameter) is not None
 
     def is_trainable(self, parameter: torch.Tensor) -> bool:
-        return parameter.requires_grad
+        return parameter.requires_grad and not is_lazy(parameter)  # a lazy one has no shape before its first forward pass
 
     def shape(self, parameter: torch.Tensor) -> Shape:
-        compressed, _ = self._compression.compress(parameter.detach().new_empty(0))
-        return Shape(_dtype_name(compressed.dtype), tuple(parameter.shape), dense_strides(parameter))
+        return Shape(_dtype_name(self._wire(parameter)[0]), tuple(parameter.shape), dense_strides(parameter))
 
     def lend(self, parameter: torch.Tensor) -> Loan[torch.Tensor]:
         return self._loan(parameter, self._gradient(parameter).detach())
@@ -219,28 +158,28 @@ class TorchGradients:
         return np.concatenate([indices, flat], axis=1)
 
     def give_rows(self, parameter: torch.Tensor, rows: Array, factor: float) -> Any:
-        sample, context = self._compression.compress(parameter.detach().new_empty(0))
-        sparse_dims = self._sparse_dims(parameter, rows.shape[1], sample)
+        dtype, context = self._wire(parameter)
+        sparse_dims = self._sparse_dims(parameter, rows.shape[1], dtype)
         # Flat, because the slice of a single row counts as contiguous whatever its strides, which the views refuse.
         indices = torch.from_numpy(rows[:, :8 * sparse_dims].reshape(-1)).view(torch.int64).clone()  # torch may resize it
-        values = torch.from_numpy(rows[:, 8 * sparse_dims:].reshape(-1)).view(sample.dtype)
+        values = torch.from_numpy(rows[:, 8 * sparse_dims:].reshape(-1)).view(dtype)
         values = self._compression.decompress(values, context).reshape(-1, *parameter.shape[sparse_dims:]) * factor
         gradient = torch.sparse_coo_tensor(indices.reshape(-1, sparse_dims).t(), values, parameter.shape,
                                            check_invariants=False).coalesce()
         return given_to(parameter, gradient.to(parameter.device))
 
     @staticmethod
-    def _sparse_dims(parameter: torch.Tensor, row_bytes: int, sample: torch.Tensor) -> int:
+    def _sparse_dims(parameter: torch.Tensor, row_bytes: int, dtype: torch.dtype) -> int:
         """Return how many of the first dimensions are sparse, given the bytes of a row."""
         for dims in range(1, parameter.dim() + 1):
-            if 8 * dims + sample.element_size() * parameter.shape[dims:].numel() == row_bytes:
+            if 8 * dims + dtype.itemsize * parameter.shape[dims:].numel() == row_bytes:
                 return dims
         raise UnsupportedError(f"a sparse gradient with rows of {row_bytes} bytes does not fit a parameter of shape "
                                f"{list(parameter.shape)}")
 
     def seat(self, parameter: torch.Tensor, place: AnyArray) -> Seat:
         assert isinstance(place, np.ndarray)
-        return Seat(_tensor(place), self._compression.compress(parameter.detach().new_empty(0))[1])
+        return Seat(_tensor(place), self._wire(parameter)[1])
 
     def fill(self, parameter: torch.Tensor, seat: Seat) -> bool:
         gradient = get_grad(parameter)
@@ -253,7 +192,15 @@ class TorchGradients:
         set_grad(parameter, None)
         return True
 
-    def fill_all(self, pairs: Sequence[tuple[torch.Tensor, Seat]]) -> list[bool]:
+    def batch(self, pairs: Sequence[tuple[torch.Tensor, Seat]]) -> Sequence[tuple[torch.Tensor, Seat]]:
+        is_plain = (self._casts and not self._sparse_as_dense and self._as_view and len(pairs) > 1
+                    and len({seat.context is None for _, seat in pairs}) == 1
+                    and not any(cuda.is_on_gpu(parameter) for parameter, _ in pairs))
+        return SeatBatch(pairs) if is_plain else pairs
+
+    def fill_all(self, pairs: Sequence[tuple[torch.Tensor, Seat]]) -> bool:
+        if isinstance(pairs, SeatBatch) and pairs.fill():
+            return True
         return fill_seats(pairs, self._fitting, torch._foreach_copy_)
 
     def fill_with(self, parameter: torch.Tensor, seat: Seat, value: Any) -> bool:
@@ -282,10 +229,18 @@ class TorchGradients:
             return given_to(parameter, self._compression.decompress(seat.home, seat.context).to_sparse(sparse_dims))
         if seat.context is None and self._shows_views(parameter) and not cuda.is_on_gpu(parameter):
             return seat.give_to(parameter)
+        if seat.context is not None and self._casts and self._as_view and not cuda.is_on_gpu(parameter):
+            copy = seat.private_copy(parameter)
+            copy.home.copy_(seat.home)
+            return copy.give_to(parameter)
         own = seat.home.clone() if seat.context is None else self._compression.decompress(seat.home, seat.context)
         return given_to(parameter, own.to(parameter.device))
 
-    def adopt_all(self, pairs: Sequence[tuple[torch.Tensor, Seat]]) -> list[Any]:
+    def adopt_all(self, pairs: Sequence[tuple[torch.Tensor, Seat]]) -> Sequence[Any]:
+        if isinstance(pairs, SeatBatch) and self._as_view and not self._copied:
+            marks = pairs.adopt()
+            if marks is not None:
+                return marks
         return [self.adopt(parameter, seat) for parameter, seat in pairs]
 
     def is_marked(self, parameter: torch.Tensor, mark: Mark | None) -> bool:
@@ -294,6 +249,25 @@ class TorchGradients:
     def is_changed(self, parameter: torch.Tensor, mark: Mark) -> bool:
         gradient = get_grad(parameter)
         return gradient is not mark.tensor() or (gradient is not None and gradient._version != mark.version)
+
+    def renew(self, parameter: torch.Tensor, mark: Mark) -> None:
+        if (gradient := mark.tensor()) is not None:
+            mark.version = gradient._version
+
+    def take(self, parameter: torch.Tensor) -> Any:
+        gradient = get_grad(parameter)
+        set_grad(parameter, None)
+        return gradient
+
+    @torch.no_grad()
+    def accumulate(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        own = get_grad(parameter)
+        if own is None:
+            set_grad(parameter, gradient)
+        elif own.layout is not torch.strided or gradient.layout is not torch.strided:
+            set_grad(parameter, own + gradient)
+        else:
+            own.add_(gradient)
 
     def _shows_views(self, parameter: torch.Tensor) -> bool:
         """Return whether the parameter's gradient is a view of its bucket."""
@@ -311,17 +285,28 @@ class TorchGradients:
     def _suits(self, parameter: torch.Tensor, seat: Seat) -> bool:
         """Return whether a seat is right for the parameter as it is now, which has no gradient."""
         dtype = parameter.dtype
-        if self._compression is not Compressor:
-            sample, seat.context = self._compression.compress(parameter.detach().new_empty(0))
-            dtype = sample.dtype
-        return dtype is seat.dtype and parameter.shape == seat.shape
+        if not self._casts:
+            dtype, seat.context = self._wire(parameter)
+        return dtype is self._fitting_dtype(seat) and parameter.shape == seat.shape
+
+    def _fitting_dtype(self, seat: Seat) -> torch.dtype:
+        """Return the dtype of what can be copied into a seat; where a copy does not cast, of what has been compressed."""
+        return seat.context if self._casts and seat.context is not None else seat.dtype
+
+    def _wire(self, parameter: torch.Tensor) -> tuple[torch.dtype, Any]:
+        """Return the dtype in which the parameter's gradients travel, and what the compressor needs to undo its work."""
+        dtype = wire_dtype(self._compression, parameter.dtype)
+        if dtype is None:
+            sample, context = self._compression.compress(parameter.detach().new_empty(0))
+            return sample.dtype, context
+        return dtype, None if dtype is parameter.dtype else parameter.dtype
 
     def _restored_dims(self, parameter: torch.Tensor) -> int:
         """Return how many dimensions of the reduced gradient are to be sparse, as in the gradient that came in."""
         return self._sparse_dims_of.get(id(parameter), self.unseen_sparse_dims) if self._sparse_as_dense else 0
 
     def _fitting(self, parameter: torch.Tensor, gradient: torch.Tensor, seat: Seat) -> torch.Tensor | None:
-        """Return what is to be copied into the seat; None when it does not fit. Called for every gradient of every step."""
+        """Return what is to be copied, and cast, into the seat; None when it does not fit."""
         if not self._is_free(parameter, seat):
             return None
         if gradient.layout is not torch.strided:
@@ -330,9 +315,9 @@ class TorchGradients:
             gradient = contiguous(self._gradient(parameter), "gradient")
         if gradient.requires_grad:
             gradient = gradient.detach()
-        if self._compression is not Compressor:
+        if not self._casts:
             gradient, seat.context = self._compression.compress(gradient)
-        return gradient if gradient.dtype is seat.dtype and gradient.shape == seat.shape else None
+        return gradient if gradient.dtype is self._fitting_dtype(seat) and gradient.shape == seat.shape else None
 
     def _gradient(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the parameter's gradient, densified for the reduction when that is wanted."""
@@ -351,36 +336,10 @@ class TorchGradients:
         return Loan(parameter, lent(dense, "gradient", self._devices), dense, context)
 
 
-def fill_seats(pairs: Sequence[tuple[torch.Tensor, Seat]],
-               fitting: Callable[[torch.Tensor, torch.Tensor, Seat], torch.Tensor | None],
-               copy: Callable[[list[torch.Tensor], list[torch.Tensor]], object]) -> list[bool]:
-    """Put gradients into their seats; see `training.Framework.fill_all`.
-
-    Args:
-        fitting: returns what is to be copied for a parameter's gradient; None when it does not fit its seat.
-        copy: copies all that is to be copied into the seats.
-    """
-    homes, values, fits = [], [], []
-    for parameter, seat in pairs:
-        gradient = get_grad(parameter)
-        if gradient is not None and (seat.context is not None or not seat.holds(gradient)):
-            gradient = fitting(parameter, gradient, seat)
-            if gradient is not None:
-                homes.append(seat.home)
-                values.append(gradient)
-        fits.append(gradient is not None)
-    if homes:
-        copy(homes, values)
-    for (parameter, _), fit in zip(pairs, fits, strict=True):
-        if fit:
-            set_grad(parameter, None)
-    return fits
-
-
-def given_to(parameter: torch.Tensor, gradient: torch.Tensor) -> Mark:
-    """Make a tensor the parameter's gradient; return its mark."""
-    set_grad(parameter, gradient)
-    return Mark(gradient)
+def is_elsewhere(parameter: torch.Tensor, elsewhere: Elsewhere) -> bool:
+    """Return whether another optimizer reduces the parameter's gradients."""
+    reference = elsewhere.get(id(parameter))
+    return reference is not None and reference() is not None
 
 
 def as_tensor(array: AnyArray) -> torch.Tensor:
