@@ -79,9 +79,12 @@ def hvdrun(shell: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
                           env={**environment, "OMP_NUM_THREADS": "1"})
 
 
-def test_ranks_of_agents_and_of_the_launcher(shell: Path) -> None:
+def test_ranks_of_agents_and_of_the_launcher(shell: Path, tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    said.mkdir()
     ended = hvdrun(shell, "-H", "localhost:1,b:2", "sh", "-c", "echo ${HOST:-here} $HVDLITE_RANK $HVDLITE_CROSS_RANK; "
-                   "exit $((HVDLITE_RANK / 2 * 5))")
+                   f"touch {said}/$HVDLITE_RANK; while [ $(ls {said} | wc -l) -lt 3 ]; do sleep 0.05; done; "
+                   "exit $((HVDLITE_RANK / 2 * 5))")  # the first failure ends the others
     assert sorted(ended.stdout.splitlines()) == ["b 1 1", "b 2 0", "here 0 0"]
     assert ended.returncode == 5 and "hvdrun: rank 2 on b failed first: exit code 5" in ended.stderr
 
