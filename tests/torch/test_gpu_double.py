@@ -157,10 +157,13 @@ def test_without_kernels_torch_copies(gpus: Gpus) -> None:
 
 
 def test_a_capture_is_refused_where_it_is_made(gpus: Gpus) -> None:
+    settled = threading.Barrier(2)
+
     def step(runtime: Runtime) -> None:
         model = net()
         optimizer = wrapped(runtime, model)
         settle(runtime, model, optimizer)
+        settled.wait(60)
         gpus.made[0].graph = gpus.made[1].graph = True
         with pytest.raises(UnsupportedError, match="CUDA graph"):
             torch.nn.functional.mse_loss(model(torch.ones(4, 6)), torch.ones(4, 3)).backward()
