@@ -1,7 +1,7 @@
 """What the fuzzes have in common: many seeds in one job, which of them failed, and the command that says so.
 
-A rank prints, with the seed, "begun", "wrong" and an error where its values are not one process's, and "fine" when it has come to
-the end of a seed.
+A rank prints, with the seed, "begun", "wrong" and an error where its values are not one process's, and "fine" when it
+has come to the end of a seed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Failure:
 
 
 def failures(seeds: Sequence[int], size: int, source: Callable[[Sequence[int]], str], drawn: Callable[[int], object],
-             environment: Mapping[str, str], imported: Sequence[str], seconds_a_seed: float, tell: Tell) -> Iterator[Failure]:
+             environment: Mapping[str, str], imported: Sequence[str], seconds_a_seed: float,
+             tell: Tell) -> Iterator[Failure]:
     """Carry out some seeds, many in one job, and yield those that fail.
 
     Args:

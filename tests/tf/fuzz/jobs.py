@@ -22,5 +22,5 @@ def fuzz(seeds: Sequence[int], backend: str, *, stalled: Mapping[str, str] = STA
         tell: gets a line a job.
     """
     return failures(seeds, 2, lambda seeds: f"from tests.tf.fuzz.rank import main\nmain({seeds}, {backend!r})\n",
-                    lambda seed: draw(seed, backend), {**ENVIRONMENT, "KERAS_BACKEND": backend, **stalled}, imported(backend),
-                    SECONDS_A_SEED, tell)
+                    lambda seed: draw(seed, backend), {**ENVIRONMENT, "KERAS_BACKEND": backend, **stalled},
+                    imported(backend), SECONDS_A_SEED, tell)

@@ -32,5 +32,5 @@ def fuzz(seeds: Sequence[int], size: int, features: Sequence[str] = FEATURES, *,
     for number, environment in enumerate(settings):
         yield from failures(seeds[number::len(settings)], size,
                             lambda seeds: f"from tests.torch.fuzz.rank import main\nmain({seeds}, {list(features)})\n",
-                            lambda seed: draw(seed, size, features).told(), {**environment, **stalled}, TORCH, SECONDS_A_SEED,
-                            tell)
+                            lambda seed: draw(seed, size, features).told(), {**environment, **stalled}, TORCH,
+                            SECONDS_A_SEED, tell)

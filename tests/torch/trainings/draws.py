@@ -12,12 +12,13 @@ from collections.abc import Callable
 
 FEATURES: dict[str, tuple[object, ...]] = {
     "scoped": (False, True),
-    "model": ("mlp", "sync batch norm", "channels last", "embedding", "sparse embedding", "lstm", "gru", "transformer", "tied",
-              "unused", "frozen", "weight norm", "spectral norm", "complex", "parameter list", "checkpoint",
-              "reentrant checkpoint", "reentrant twice", "all reentrant", "layer twice", "bfloat16 part", "float64 part", "experts",
+    "model": ("mlp", "sync batch norm", "channels last", "embedding", "sparse embedding", "lstm", "gru", "transformer",
+              "tied", "unused", "frozen", "weight norm", "spectral norm", "complex", "parameter list", "checkpoint",
+              "reentrant checkpoint", "reentrant twice", "all reentrant", "layer twice", "bfloat16 part", "float64 part",
+              "experts",
               "functional call", "custom function", "lazy"),
-    "optimizer": ("SGD", "momentum", "nesterov", "Adam", "amsgrad", "AdamW foreach", "AdamW fused", "Adagrad", "RMSprop", "NAdam",
-                  "RAdam", "Adamax", "Adadelta", "LBFGS", "LBFGS strong_wolfe", "SparseAdam"),
+    "optimizer": ("SGD", "momentum", "nesterov", "Adam", "amsgrad", "AdamW foreach", "AdamW fused", "Adagrad", "RMSprop",
+                  "NAdam", "RAdam", "Adamax", "Adadelta", "LBFGS", "LBFGS strong_wolfe", "SparseAdam"),
     "structure": ("one", "groups", "two", "in turns"),
     "loss": ("mse", "huber", "cross entropy", "penalty", "disjoint"),
     "gradients": ("backward", "closure", "autograd.grad", "func.grad"),
@@ -48,8 +49,8 @@ FEATURES: dict[str, tuple[object, ...]] = {
 """By name of a feature, its values; the first one is the plain one."""
 FIRST = ("model", "optimizer", "scoped")
 """What is drawn first, as most rules are about these."""
-CHANCES = {"model": 1.0, "optimizer": 1.0, "scoped": 1.0, "loader": 1.0, "returns": 1.0, "sparse_as_dense": 1.0, "named": 1.0,
-           "event": 0.7}
+CHANCES = {"model": 1.0, "optimizer": 1.0, "scoped": 1.0, "loader": 1.0, "returns": 1.0, "sparse_as_dense": 1.0,
+           "named": 1.0, "event": 0.7}
 """How probable it is that a feature is drawn from all of its values; else it has the plain one. By default `CHANCE`."""
 CHANCE = 0.35
 
@@ -135,6 +136,11 @@ class Training:
         return self.compression != "none" or "autocast" in self.amp or self.model == "bfloat16 part"
 
     @property
+    def scales(self) -> bool:
+        """Whether there is a GradScaler."""
+        return "scaler" in self.amp or self.amp == "infinity"
+
+    @property
     def left(self) -> int:
         """How many rows the last batch of an epoch has in a scope."""
         if self.model == "sync batch norm":  # a batch of one row is on both ranks: it normalises with two rows
@@ -179,21 +185,23 @@ RULES: dict[str, Callable[[Training], bool]] = {
     "torch neither clamps complex numbers nor scales them": lambda it: it.model == "complex" and (
         it.clips == "value" or it.amp != "none" or it.optimizer in ("AdamW fused", "Adamax")),
     "only closures return losses": lambda it: it.returns != "mean" and it.gradients != "closure",
-    "parameters that are added are none of the scheduler's": lambda it: it.event == "add_param_group" and it.scheduler not in (
-        "none", "StepLR", "StepLR first"),
+    "most schedulers of torch refuse a group that is added": lambda it: it.event == "add_param_group" and (
+        it.scheduler not in ("none", "StepLR", "StepLR first")),
     "a closure is one backward pass, without a scaler": lambda it: it.gradients == "closure" and (
-        it.accumulation != "none" or "scaler" in it.amp or it.amp == "infinity" or it.structure in ("two", "in turns")),
+        it.accumulation != "none" or it.scales or it.structure in ("two", "in turns")),
     "reentrant checkpoints take backward() only, and once": lambda it: it.model in REENTRANT and (
         it.gradients in ("autograd.grad", "func.grad") or it.loss == "penalty"),
     "functions of torch.func take no such layers": lambda it: it.gradients == "func.grad" and (
         it.model in (*RECURRENT, "checkpoint", "functional call", "sync batch norm", "custom function", "spectral norm",
                      "sparse embedding", "experts")),
     "integers have no gradient": lambda it: it.loss == "penalty" and "embedding" in it.model,
-    "these have no second derivative on a CPU, or none that a penalty on the input reaches": lambda it: it.loss == "penalty" and (
-        it.model in ("transformer", "custom function") or it.gradients == "func.grad"),
+    "attention has no second derivative on a CPU, and the function of our own is not differentiable twice": lambda it: (
+        it.loss == "penalty" and it.model in ("transformer", "custom function")),
+    "torch.autograd.grad does not work inside torch.func.grad": lambda it: (
+        it.loss == "penalty" and it.gradients == "func.grad"),
     "state of the old dtype is not for parameters of the new one": lambda it: it.event == "double" and (
         it.optimizer != "SGD" or it.averaged or it.amp != "none" or it.model in ("bfloat16 part", "float64 part")),
-    "a scaler unscales once between two steps": lambda it: it.event == "skip" and ("scaler" in it.amp or it.amp == "infinity"),
+    "a scaler unscales once between two steps": lambda it: it.event == "skip" and it.scales,
     "there is a frozen part to thaw in one model": lambda it: it.event == "thaw" and it.model != "frozen",
     "a scheduler keeps its optimizer": lambda it: it.event == "copy both" and it.scheduler != "none",
     "a generator has one kind of loss, and a discriminator one": lambda it: it.structure == "in turns" and (
@@ -201,8 +209,10 @@ RULES: dict[str, Callable[[Training], bool]] = {
     "gradients that are set add up by hand": lambda it: it.gradients in ("autograd.grad", "func.grad") and (
         it.accumulation != "none" or it.loss == "disjoint" or it.hooks not in ("none", "tensor")),
     "hooks are not called for functions": lambda it: it.gradients == "func.grad" and it.hooks != "none",
-    "two dtypes have no common norm that torch's foreach or fused kernels compute": lambda it: (
-        it.model in ("bfloat16 part", "float64 part") and (it.optimizer.startswith("LBFGS") or "scaler" in it.amp)),
+    "LBFGS' vectors have one dtype": lambda it: (
+        it.optimizer.startswith("LBFGS") and it.model in ("bfloat16 part", "float64 part")),
+    "a scaler refuses to step an optimizer without any gradient": lambda it: it.scales and it.structure == "two" and (
+        it.event == "freeze" or it.model in ("frozen", "unused")),
     # What is not promised.
     "a strategy has none of these options": lambda it: it.scoped and _differs(it, *OUTSIDE),
     "these belong to a strategy": lambda it: not it.scoped and _differs(it, "scaled_rate", "loader"),
@@ -243,8 +253,9 @@ COMING: dict[str, Callable[[Training], bool]] = {
         it.uneven and not it.scoped and it.structure == "two"),
     "copies of optimizers": lambda it: it.event == "copy both",
     "a layer in two reentrant checkpoints": lambda it: it.model == "reentrant twice",
-    "zeros that a script writes over gradients that no step has used": lambda it: it.clears in ("model zeros", "hand zeros") and (
-        it.event == "skip" or it.amp == "infinity" or it.structure == "in turns"),
+    "zeros that a script writes over gradients that no step has used": lambda it: (
+        it.clears in ("model zeros", "hand zeros")
+        and (it.event == "skip" or it.amp == "infinity" or it.structure == "in turns")),
     "disjoint losses with backward_passes_per_step": lambda it: it.accumulation == "passes" and it.loss == "disjoint",
     "gradients that a script sets": lambda it: it.gradients in ("autograd.grad", "func.grad"),
 }
@@ -267,13 +278,13 @@ def draw(seed: int) -> Training:
     steps = rng.randint(3, 5) if batches == 1 else 3
     rows = 2 * rng.randint(2, 4)
     epochs = rng.choice((1, 1, 2)) if steps == 3 else 1
-    when = rng.choice([step for step in range(1, steps * epochs) if step % steps != steps - 1])  # not where a rank has no batch
+    when = rng.choice([step for step in range(1, steps * epochs) if step % steps != steps - 1])  # where no rank has joined
     return dataclasses.replace(training, rows=rows, batches=batches, steps=steps, epochs=epochs, when=when)
 
 
 def _with(training: Training, name: str, value: object) -> Training:
     """Return the training with a feature, and with what it cannot do without; as it was where that contradicts the rules."""
-    changed = dataclasses.replace(training, **{name: value})  # type: ignore[arg-type]
+    changed = dataclasses.replace(training, **{name: value})
     if name == "optimizer" and str(value).startswith("LBFGS"):
         changed = dataclasses.replace(changed, gradients="closure")
     if name == "optimizer" and value == "SparseAdam":

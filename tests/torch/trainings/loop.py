@@ -48,7 +48,7 @@ class Script:
         self.found: dict[str, torch.Tensor] = {}
         self.number = 0
         self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2,
-                                           enabled="scaler" in training.amp or training.amp == "infinity")
+                                           enabled=training.scales)
         self.build(side.seed)
         self.average: Any = None
         if training.averaged:
@@ -95,7 +95,8 @@ class Script:
         half = (len(parameters) + 1) // 2
         match self.training.structure:
             case "groups":
-                return [self.optimizer([{"params": parameters[:half]}, {"params": parameters[half:], "lr": 0.01 * self.side.rate}])]
+                return [self.optimizer([{"params": parameters[:half]},
+                                        {"params": parameters[half:], "lr": 0.01 * self.side.rate}])]
             case "two" if self.training.optimizer == "SparseAdam":
                 return [self.optimizer(parameters[:1]), torch.optim.Adam(parameters[1:], lr=0.02 * self.side.rate, eps=1e-2)]
             case "two":
@@ -116,13 +117,15 @@ class Script:
             case "Adam" | "amsgrad":
                 return torch.optim.Adam(parameters, lr=rate, eps=1e-2, amsgrad=name == "amsgrad", weight_decay=0.05)
             case "AdamW foreach" | "AdamW fused":
-                return torch.optim.AdamW(parameters, lr=rate, eps=1e-2, weight_decay=0.1, **{name.removeprefix("AdamW "): True})
+                return torch.optim.AdamW(parameters, lr=rate, eps=1e-2, weight_decay=0.1,
+                                         **{name.removeprefix("AdamW "): True})
             case "RMSprop":
                 return torch.optim.RMSprop(parameters, lr=rate, eps=1e-2, momentum=0.5, centered=True)
             case "LBFGS" | "LBFGS strong_wolfe":
-                return torch.optim.LBFGS(parameters, lr=rate, max_iter=3, history_size=4, tolerance_grad=0, tolerance_change=0,
+                return torch.optim.LBFGS(parameters, lr=rate, max_iter=3, history_size=4, tolerance_grad=0,
+                                         tolerance_change=0,
                                          line_search_fn="strong_wolfe" if name.endswith("wolfe") else None)
-        return getattr(torch.optim, name)(parameters, lr=rate, eps=1e-2)  # type: ignore[no-any-return]
+        return getattr(torch.optim, name)(parameters, lr=rate, eps=1e-2)
 
     def schedule(self) -> None:
         """Make the scheduler of the first optimizer."""
@@ -206,7 +209,7 @@ class Script:
         if training.gradients == "func.grad":
             return self.functional(x, y, factor)
         found = self.loss(x, y)
-        metric = self.side.mean(sum(found))  # type: ignore[arg-type]
+        metric = self.side.mean(sum(found))
         scaled = [self.scaler.scale(loss * factor * self.infinity()) for loss in found]
         if training.gradients == "autograd.grad":
             parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -230,7 +233,7 @@ class Script:
             if self.training.clips in ("norm", "value"):
                 self.clip(self.model.parameters())
             measured.append(self.side.mean(loss))
-            return loss.new_tensor(measured[-1]) if self.training.returns == "mean" else loss * factor  # type: ignore[no-any-return]
+            return loss.new_tensor(measured[-1]) if self.training.returns == "mean" else loss * factor
         self.optimizers[0].step(closure)
         return measured[0]
 
@@ -240,7 +243,8 @@ class Script:
 
         def loss(values: Any) -> Any:
             with self.autocast():
-                found, = losses(self.training, self.model, x, y, at=lambda x: torch.func.functional_call(self.model, values, (x,)))
+                found, = losses(self.training, self.model, x, y,
+                                at=lambda x: torch.func.functional_call(self.model, values, (x,)))
             return self.scaler.scale(found * factor * self.infinity()), found
         values = {name: parameter.detach() for name, parameter in parameters.items()}
         gradients, found = torch.func.grad(loss, has_aux=True)(values)
@@ -315,7 +319,8 @@ class Script:
                 self.reload(everywhere=event == "reload")
             case "add_param_group":
                 self.model.extra.requires_grad_(True)
-                self.optimizers[0].add_param_group({"params": list(self.model.extra.parameters()), "lr": 0.01 * self.side.rate})
+                self.optimizers[0].add_param_group({"params": list(self.model.extra.parameters()),
+                                                    "lr": 0.01 * self.side.rate})
             case "freeze":
                 next(parameter for parameter in self.model.parameters() if parameter.requires_grad).requires_grad_(False)
             case "thaw":

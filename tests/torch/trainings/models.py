@@ -18,12 +18,12 @@ class Squared(torch.autograd.Function):
     """x * x * scale, with a derivative of its own."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, scale)
         return x * x * scale
 
     @staticmethod
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x, scale = ctx.saved_tensors
         return 2 * x * scale * upstream, (x * x * upstream).sum()
 
@@ -57,7 +57,8 @@ class Model(nn.Module):
             case "sync batch norm":
                 self.first = nn.Sequential(nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3), nn.Tanh(), nn.Flatten(), nn.Linear(12, 5))
             case "channels last":
-                self.first = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Conv2d(3, 5, 2)).to(memory_format=torch.channels_last)
+                self.first = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Conv2d(3, 5, 2))
+                self.first.to(memory_format=torch.channels_last)
             case "embedding" | "sparse embedding":
                 self.first = nn.EmbeddingBag(WORDS, 5, sparse=self.kind == "sparse embedding")
             case "lstm":
@@ -132,8 +133,8 @@ class Model(nn.Module):
             case "reentrant checkpoint":
                 return checkpoint(self.middle, torch.tanh(self.first(x)), use_reentrant=True)
             case "reentrant twice":
-                hidden = torch.tanh(self.first(x))
-                return checkpoint(self.middle, torch.tanh(checkpoint(self.middle, hidden, use_reentrant=True)), use_reentrant=True)
+                hidden = checkpoint(self.middle, torch.tanh(self.first(x)), use_reentrant=True)
+                return checkpoint(self.middle, torch.tanh(hidden), use_reentrant=True)
             case "layer twice":
                 return self.middle(torch.tanh(self.middle(self.first(x))))
             case "bfloat16 part" | "float64 part":
@@ -143,13 +144,14 @@ class Model(nn.Module):
                 chosen = (x[:, 0] > 0).long() + (x[:, 0] > 0.8).long()
                 hidden = x.new_zeros(len(x), 5)
                 for index, expert in enumerate(self.first):
-                    if (chosen == index).any():
-                        hidden = hidden.index_put((torch.nonzero(chosen == index)[:, 0],), expert(x[chosen == index]).to(x.dtype))
+                    rows = torch.nonzero(chosen == index)[:, 0]
+                    if len(rows):
+                        hidden = hidden.index_put((rows,), expert(x[rows]).to(x.dtype))
                 return hidden
             case "functional call":
                 return torch.func.functional_call(self.first, dict(self.first.named_parameters()), (x,))
             case "custom function":
-                return Squared.apply(self.first(x), self.scale)  # type: ignore[no-untyped-call,no-any-return]
+                return Squared.apply(self.first(x), self.scale)
         return self.first(x)
 
 

@@ -88,7 +88,8 @@ class Alone:
                 return DataLoader(TensorDataset(x, y), training.rows, shuffle=True,
                                   generator=torch.Generator().manual_seed(self.seed))
             case "batch sampler":
-                return DataLoader(TensorDataset(x, y), batch_sampler=BatchSampler(SequentialSampler(x), training.rows, False))
+                sampler = BatchSampler(SequentialSampler(x), training.rows, drop_last=False)
+                return DataLoader(TensorDataset(x, y), batch_sampler=sampler)
             case "iterable":
                 return DataLoader(_Rows(x, y), training.rows)
         return list(zip(x.split(training.rows), y.split(training.rows), strict=True))
