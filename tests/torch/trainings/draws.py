@@ -228,6 +228,8 @@ RULES: dict[str, Callable[[Training], bool]] = {
         it.model == "experts" and it.structure == "two" and it.clips != "none"),
     "a sum of disjoint losses takes as many reductions on all ranks": lambda it: (
         it.op == "Sum" and it.loss == "disjoint" and it.wait_in == "mixed"),
+    "ranks that wait in different places make different numbers of reductions, which only a step evens out": lambda it: (
+        it.wait_in == "mixed" and it.loss == "disjoint" and (it.amp == "infinity" or it.event == "skip")),
     "ranks that have joined take over parameters and optimizers from the last one, nothing else": lambda it: (
         it.uneven and not it.scoped and (
             _differs(it, "averaged", "scheduler", "amp", "hook", "accumulation") or it.structure == "in turns"
