@@ -67,6 +67,16 @@ def _gradients(rows: Rows, ranks: int) -> list[str]:
     return [f"## The 161 gradients of a ResNet-50, 102 MB, {ranks} ranks", "", *_compared(rows, "path", 1e3, "ms")]
 
 
+def _small_gradients(rows: Rows, ranks: int) -> list[str]:
+    return [f"## A training step over many small gradients, {ranks} ranks", "",
+            "The ceiling is the same ranks without communication.", "", *_compared(rows, "parameters", 1e3, "ms")]
+
+
+def _batch_norm(rows: Rows, ranks: int) -> list[str]:
+    return [f"## Batch normalization over {ranks} ranks, forward and backward, beside torch's own without other ranks", "",
+            *_compared(rows, "input", 1e3, "ms")]
+
+
 def _training(rows: Rows, ranks: int) -> list[str]:
     title = "Overhead of wrapping the optimizer, 1 rank" if ranks == 1 else f"Training on Fashion-MNIST, {ranks} ranks"
     body = []
@@ -114,7 +124,8 @@ def _two_hosts(rows: Rows, ranks: int) -> list[str]:
 
 
 _TABLES = {"planes": _planes, "planes_openmpi": functools.partial(_planes, under="Open MPI"), "collectives": _collectives,
-           "gradients": _gradients, "training": _training, "idle": _idle, "control_scale": _control_scale,
+           "gradients": _gradients, "small_gradients": _small_gradients, "batch_norm": _batch_norm, "training": _training,
+           "idle": _idle, "control_scale": _control_scale,
            **{f"two_hosts_{engine}_{plane}": _two_hosts for engine in ("mpi", "gloo") for plane in (engine, "hierarchical")}}
 
 

@@ -117,8 +117,10 @@ def main() -> None:
     long_rounds = [*rounds, "--seconds", "0.5" if arguments.short else "1"]
     plan: list[tuple[str, int, list[str]]] = [
         ("gradients", 2, rounds),
+        ("small_gradients", 2, [*rounds, *short]),
         ("training", 2, [*long_rounds, *short]),
         ("collectives", 2, [*rounds, *short]),
+        ("batch_norm", 2, [*rounds, *short]),
         ("training", 1, [*long_rounds, *short]),
         ("idle", 2, ["--idle-seconds", "10" if arguments.short else "60"]),
         ("control_scale", 1, short),

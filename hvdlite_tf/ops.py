@@ -299,9 +299,9 @@ def _grouped_allreduce(tensors: Sequence[tf.Tensor], name: str, op: ReduceOp, pr
 def _gathered(array: Array, name: str, process_set: ProcessSet) -> list[Array]:
     """Return all ranks' rows, and where this rank's begin."""
     runtime, number = api.runtime(), api.set_id(process_set)
-    rows = runtime.allgather(f"{name}.rows", np.array([array.shape[0] if array.ndim else 0], np.int64), process_set=number)
-    result = gpu.finished(runtime.allgather(name, array, process_set=number))
-    before = rows.wait()[:runtime.members(number).index(runtime.world.rank)].sum()
+    handle = runtime.allgather(name, array, process_set=number)
+    result = gpu.finished(handle)
+    before = sum(handle.rows[:runtime.members(number).index(runtime.world.rank)])
     return [result, np.array(before, np.int64)]
 
 

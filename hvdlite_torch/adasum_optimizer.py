@@ -2,13 +2,24 @@
 
 What is summed adaptively is what the optimizer did to the parameters, not the gradient, so that momentum and learning rates
 are part of it. Source: Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021, section 4.
+
+Rules
+- Hooks around the base class's `step` do everything, so it does not matter how `step` is reached (schedulers replace it on
+  the instance). They are the first after the step: other hooks see the combined parameters.
+- Every rank takes part in every step. A rank without gradients contributes no change.
+- Gradients stay local, and so does loss scaling: a rank whose gradients overflowed skips the update and contributes no
+  change, and its GradScaler lowers its own scale. For that, GradScaler has to call `step()` on all ranks; it does so for
+  optimizers that say that they unscale gradients themselves.
+- Changes travel as float16 only after they have been multiplied by a power of two, the same on all ranks, so that small
+  ones do not become zero and the sum does not overflow.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,51 +28,35 @@ from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.arguments import check_passes
+from hvdlite.training.replicas import check_replicas
 from hvdlite_torch import cuda
 from hvdlite_torch.compression import Compressor
-from hvdlite_torch.framework import contiguous, lent
+from hvdlite_torch.copying import PlainCopies
+from hvdlite_torch.framework import as_array, contiguous, lent, on_host
+from hvdlite_torch.step_hooks import once_a_step
+from hvdlite_torch.uneven_inputs import UnevenInputs
 
 
-class DistributedAdasum:
+class DistributedAdasum(PlainCopies, UnevenInputs):
     """Mixed into the user's optimizer class."""
 
     param_groups: list[dict[str, Any]]
 
-    def _attach(self, runtime: Runtime, names: dict[torch.Tensor, str], label: str, compression: type[Compressor],
-                passes: int) -> None:
-        self._runtime, self._label, self._compression = runtime, label, compression
+    def _attach(self, runtime: Runtime, names: dict[torch.Tensor, str], label: str, compression: type[Compressor]) -> None:
+        self._runtime, self._process_set, self._active = runtime, GLOBAL_PROCESS_SET_ID, True
+        self._name, self._compression = f"adasum.{label}", compression
         self._parameter_names = dict(names)
-        self._passes, self._passes_done = passes, 0
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step on this rank, and make the adaptive sum of all ranks' steps the parameters' change.
-
-        With `backward_passes_per_step`, all but every so-manieth call return at once: gradients go on accumulating.
-        """
-        self._passes_done += 1
-        if self._passes_done < self._passes:
-            return None
-        self._passes_done = 0
-        parameters = [parameter for parameter in self._parameters() if parameter.requires_grad]
-        before = [parameter.detach().clone() for parameter in parameters]
-        loss = super().step(closure) if closure is not None else super().step()  # type: ignore[misc]
-        handles = []
-        with torch.no_grad():
-            for parameter, start in zip(parameters, before, strict=True):
-                name = f"adasum.{self._label}.{self._parameter_names[parameter]}"
-                delta, context = self._compression.compress(contiguous(parameter - start, name))
-                delta = cuda.carried(delta, self._runtime.devices, Collective.ALLREDUCE, ReduceOp.ADASUM)
-                array = lent(delta, name, self._runtime.devices)
-                handles.append((self._runtime.allreduce(name, array, array, ReduceOp.ADASUM), delta, context))
-            for parameter, start, (handle, delta, context) in zip(parameters, before, handles, strict=True):
-                cuda.wait(handle)
-                parameter.copy_(start + self._compression.decompress(delta, context).to(start.device))
-        return loss
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Like the base class's; does nothing between the accumulated backward passes of one step."""
-        if self._passes_done == 0:
-            super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
+        self._changes: _Changes | None = None
+        self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []  # gradients that the step is not to see
+        self._steps, self._check_every = 0, runtime.config.replica_check_steps
+        self._base_unscales = getattr(self, "_step_supports_amp_scaling", False)  # fused optimizers
+        self._step_supports_amp_scaling = True
+        assert isinstance(self, torch.optim.Optimizer)
+        for hooks, register, hook in (
+                (self._optimizer_step_pre_hooks, self.register_step_pre_hook, _before_step),
+                (self._optimizer_step_post_hooks, self.register_step_post_hook, _after_step)):
+            handle = register(once_a_step(hook))
+            hooks.move_to_end(handle.id, last=False)  # type: ignore[union-attr]
 
     def synchronize(self) -> None:
         """Nothing to do: gradients are not reduced."""
@@ -74,23 +69,148 @@ class DistributedAdasum:
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Nothing to do: gradients are not reduced."""
-        return _nothing()
+        return nullcontext()
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Change how many backward passes are accumulated before each step."""
+        """Nothing to do: gradients accumulate until `step()` is called."""
         check_passes(passes)
-        self._passes, self._passes_done = passes, 0
 
-    def _parameters(self) -> Iterator[torch.Tensor]:
-        for group, settings in enumerate(self.param_groups):
-            for index, parameter in enumerate(settings["params"]):
-                self._parameter_names.setdefault(parameter, f"noname.{group}.{index}")  # of a group added later
-        return itertools.chain.from_iterable(group["params"] for group in self.param_groups)
+    def _begin(self) -> None:
+        """Keep the parameters as they are before the step."""
+        self._show_gradients()  # if the last step failed
+        if not self._base_unscales:
+            self._unscale()
+        trained = [parameter for group in self.param_groups for parameter in group["params"] if parameter.requires_grad]
+        if self._changes is None or not self._changes.fits(trained):
+            self._changes = _Changes(trained, self._compression)
+        with torch.no_grad():
+            torch._foreach_copy_(self._changes.starts, trained)
+
+    def _combine(self) -> None:
+        """Make the adaptive sum of all ranks' changes the parameters' change.
+
+        Raises:
+            HorovodInternalError: when the reduction failed; parameters are as they were before the step.
+        """
+        self._show_gradients()
+        changes = self._changes
+        assert changes is not None
+        with torch.no_grad():
+            if changes.parameters:
+                torch._foreach_copy_(changes.deltas, changes.parameters)
+                torch._foreach_sub_(changes.deltas, changes.starts)
+                try:
+                    self._reduce(changes)
+                    torch._foreach_add_(changes.starts, changes.deltas)
+                finally:
+                    torch._foreach_copy_(changes.parameters, changes.starts)
+        self._runtime.progress.round()
+        self._check_replicas()
+
+    def _reduce(self, changes: _Changes) -> None:
+        """Make deltas their adaptive sum over all ranks."""
+        scales = self._scales(changes)
+        if scales:
+            torch._foreach_mul_(changes.narrowed, scales)
+        devices = self._runtime.devices
+        sent, tensors, contexts = [], [], []
+        for delta in changes.real:
+            tensor, context = self._compression.compress(delta)
+            tensor = cuda.carried(contiguous(tensor, self._name), devices, Collective.ALLREDUCE, ReduceOp.ADASUM)
+            sent.append(lent(tensor, self._name, devices))
+            tensors.append(tensor)
+            contexts.append(context)
+        cuda.wait(self._runtime.grouped_allreduce(self._name, sent, sent, ReduceOp.ADASUM))
+        for delta, tensor, context in zip(changes.real, tensors, contexts, strict=True):
+            if tensor.data_ptr() != delta.data_ptr():
+                delta.copy_(self._compression.decompress(tensor, context))
+        if scales:
+            torch._foreach_mul_(changes.narrowed, [1 / scale for scale in scales])
+
+    def _scales(self, changes: _Changes) -> list[float]:
+        """Return by what deltas that travel as float16 are multiplied; equal on all ranks.
+
+        The squared length of the adaptive sum of two vectors is at most the sum of theirs. So no element of the sum is
+        larger than the longest vector times the root of the number of ranks.
+        """
+        if not changes.narrowed:
+            return []
+        device = changes.narrowed[0].device
+        lengths = torch.stack([length.to(device, torch.float32) for length in torch._foreach_norm(changes.narrowed)]).cpu()
+        name = f"{self._name}.lengths"
+        array = as_array(lengths, name)
+        self._runtime.allreduce(name, array, array, ReduceOp.MAX).wait()
+        largest = 15 - math.ceil(math.log2(self._runtime.world.size) / 2)  # float16 ends at 2**16
+        return [2.0 ** min(largest - math.frexp(length)[1], 126) if 0 < length < math.inf else 1.0
+                for length in lengths.tolist()]
+
+    def _unscale(self) -> None:
+        """Do what GradScaler leaves to an optimizer that unscales gradients itself."""
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if scale is None and found_inf is None:
+            return
+        self.grad_scale = self.found_inf = None  # the base class takes no others; GradScaler deletes them
+        owners = [parameter for group in self.param_groups for parameter in group["params"] if parameter.grad is not None]
+        if found_inf is not None and float(found_inf):
+            self._hidden = [(parameter, parameter.grad) for parameter in owners]
+            for parameter in owners:
+                parameter.grad = None
+        elif scale is not None:
+            inverse = scale.double().reciprocal().float()
+            for parameter in owners:
+                gradient = parameter.grad
+                if gradient.dtype is torch.float16:
+                    raise ValueError("Attempting to unscale FP16 gradients.")  # as GradScaler does
+                (gradient._values() if gradient.is_sparse else gradient).mul_(inverse.to(gradient.device))
+
+    def _show_gradients(self) -> None:
+        for parameter, gradient in self._hidden:
+            parameter.grad = gradient
+        self._hidden = []
+
+    def _check_replicas(self) -> None:
+        self._steps += 1
+        if self._check_every and self._steps % self._check_every == 0:
+            names = self._parameter_names
+            named = [(name := names.get(parameter, f"noname.{index}"), on_host(parameter, name)) for index, parameter in
+                     enumerate(itertools.chain.from_iterable(group["params"] for group in self.param_groups))]
+            check_replicas(self._runtime, named, f"{self._name}.check", self._process_set)
 
 
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
+class _Changes:
+    """Memory for what a step does to parameters, kept from step to step.
+
+    Attributes:
+        starts: the parameters before the step.
+        deltas: what the step did to them.
+        real: the same memory, complex deltas as pairs of floats.
+        narrowed: those of `real` that travel as float16 but are wider.
+    """
+
+    def __init__(self, parameters: list[torch.Tensor], compression: type[Compressor]) -> None:
+        self.parameters = parameters
+        self.starts = [torch.empty_like(parameter, requires_grad=False) for parameter in parameters]
+        self.deltas = [torch.empty_like(start, memory_format=torch.contiguous_format) for start in self.starts]
+        self.real = [torch.view_as_real(delta) if delta.is_complex() else delta for delta in self.deltas]
+        self.narrowed = [delta for delta in self.real if delta.dtype is not torch.float16
+                         and compression.compress(delta.new_empty(0))[0].dtype is torch.float16]
+
+    def fits(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Return whether the memory is for these parameters as they are now."""
+        return len(parameters) == len(self.parameters) and all(
+            known is parameter and start.shape == parameter.shape and start.dtype is parameter.dtype
+            and start.device == parameter.device
+            for known, start, parameter in zip(self.parameters, self.starts, parameters, strict=True))
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    assert isinstance(optimizer, DistributedAdasum)
+    optimizer._begin()
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    assert isinstance(optimizer, DistributedAdasum)
+    optimizer._combine()
 
 
 def check_whole_job(process_set: int) -> None:

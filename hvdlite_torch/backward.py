@@ -10,12 +10,21 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
+from hvdlite.core.errors import UnsupportedError
+from hvdlite.training.framework import Framework
 from hvdlite.training.gradient_reducer import GradientReducer
+from hvdlite.training.order_errors import GradientOrderError
 from hvdlite_torch import cuda, unfinal
-from hvdlite_torch.unfinal import get_grad
+from hvdlite_torch.framework import is_elsewhere
+from hvdlite_torch.shared_parameters import SharedParameters, come_last
+from hvdlite_torch.unfinal import get_grad, set_grad
 
 _graph_task = torch._C._current_graph_task_id
+_NODES = {getattr(torch.autograd.function.BackwardCFunction, name).__code__ for name in ("apply", "apply_boxed")
+          if hasattr(torch.autograd.function.BackwardCFunction, name)}
+"""Of the functions that carry out nodes which are defined in Python, such as reentrant checkpoints."""
 
 
 class _Backward(threading.local):
@@ -32,25 +41,47 @@ class _Backward(threading.local):
 _backward = _Backward()
 
 
-class BackwardHooks:
+class BackwardHooks(SharedParameters):
     """Hands gradients over as they are accumulated, and waits for the round before `backward()` returns.
 
     Where the wait is left for later, by choice or because it was deferred, gradients are guarded until the round is over:
-    reading one ends it. Hooks do not keep this object alive, and end with it. When *every* watched parameter lies inside
-    `torch.utils.checkpoint(..., use_reentrant=True)`, nothing marks the end of the outer backward pass: then the round is
-    the reducer's to finish.
+    reading one ends it. Hooks do not keep this object alive, and end with it.
+
+    `torch.utils.checkpoint(..., use_reentrant=True)` nests an autograd run in the outer one, and nothing tells the nested
+    run when the outer one ends. So when a gradient comes from a nested run, the nodes that follow the checkpoint in the
+    outer run get a hook, which asks to be told of its end. A layer in several such checkpoints is accumulated into several
+    times in one backward pass. Hence gradients from nested runs are handed over when the outer pass ends, until a pass has
+    shown which come only once; those are handed over at once from then on.
+
+    A parameter's other hooks are called first, whenever they were registered, as under DDP: they see this rank's gradient,
+    and what they write to it is reduced.
 
     Attributes:
         weight: by what gradients are multiplied before they are handed over.
+        own_weight: by what gradients are multiplied that the script has set itself.
+        on_moved: returns what handles gradients on GPUs and on the host; called when a parameter is on a GPU for the first
+            time.
         on_begin: called before a backward pass hands over its first gradient; returns whether it is to do so.
     """
 
     def __init__(self, reducer: GradientReducer[torch.Tensor]) -> None:
-        self._reducer = reducer
+        super().__init__(reducer)
         self._task = -1  # the autograd run whose end we already wait for
-        self._hooks: list[Any] = []
+        self._hooks: list[RemovableHandle] = []
+        weakref.finalize(self, _remove, self._hooks).atexit = False
+        self._registered = -1  # torch's count of hooks when ours were last known to be called last
+        self._late: list[torch.Tensor] = []  # with hooks that come after ours in this backward pass
+        self._nested = -1  # the last nested run that was entered
+        self._has_begun = False  # the backward pass has handed over its first gradient, from a nested run
+        self._nested_later: dict[int, tuple[torch.Tensor, int]] = {}  # to be handed over at the end; how often accumulated
+        self._nested_now: set[int] = set()  # handed over from nested runs of this backward pass, by identity
+        self._nested_once: set[int] = set()  # accumulated into once in a backward pass, from a nested run, by identity
         self._guarded: list[torch.Tensor] = []
-        self.weight = 1.0
+        # On a GPU: is told on which stream each gradient was made.
+        self._note: Callable[[torch.Tensor], None] | None = getattr(reducer.framework, "note", None)
+        self._first: torch.Tensor | None = None  # the first watched parameter
+        self.on_moved: Callable[[], Framework[torch.Tensor]] | None = None
+        self.weight = self.own_weight = 1.0
         self.on_begin: Callable[[], bool] | None = None
 
     @property
@@ -62,27 +93,32 @@ class BackwardHooks:
         """Hand this parameter's gradients over from now on, whenever it is trainable; the reducer knows it already."""
         if not (parameter.is_floating_point() or parameter.is_complex()):
             return  # it can never have one
-        note = getattr(self._reducer.framework, "note", None) if cuda.is_on_gpu(parameter) else None
+        self._first = parameter if self._first is None else self._first
         frozen = not parameter.requires_grad
         if frozen:  # torch takes no hook then, but keeps one when a parameter is frozen
             if parameter.is_inference():
                 return
             parameter.requires_grad_(True)
         try:
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), note)))
+            with torch._C.DisableTorchFunctionSubclass():  # a lazy parameter refuses it, but keeps the hook
+                self._hooks.append(self._share(parameter, _hook(weakref.ref(self))))
         finally:
             if frozen:
                 parameter.requires_grad_(False)
 
     def unwatch(self) -> None:
         """Hand nothing over any more."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        _remove(self._hooks)
+        self._unshare()
 
     def finish_if_due(self, *, in_step: bool = False) -> None:
         """Like the reducer's."""
+        if self.elsewhere:
+            self.take_back()
         try:
+            if self._first is not None:
+                self._notice_move(self._first)
+            self._weigh_own()
             self._reducer.finish_if_due(in_step=in_step)
         finally:
             self._unguard()
@@ -93,24 +129,114 @@ class BackwardHooks:
             self._reducer.cleared()
         finally:
             self._unguard()
+            self._forget_nested()
+            self.claim()
 
     def stepped(self) -> None:
         """Like the reducer's."""
         self._reducer.stepped()
         self._unguard()
+        self._forget_nested()
+        self.claim()
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
+        if self.elsewhere and is_elsewhere(parameter, self.elsewhere):
+            return
+        if self._note is not None and cuda.is_on_gpu(parameter):
+            self._note(parameter)
         task = _graph_task()
-        if task != self._task and _backward_depth() <= 1:
-            if self.on_begin is not None and not self.on_begin():
-                return
-            self._task = task
-            _backward.hooks.add(self)
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        if task != self._task and not self._enter(task, parameter):
+            return
         if self.weight != 1.0:
             self.hand_over(parameter)
         else:
             self._reducer.hand_over(parameter)
+
+    def _enter(self, task: int, parameter: torch.Tensor) -> bool:
+        """Enter an autograd run whose end we do not wait for, by a gradient; return whether to hand that over now."""
+        is_early = False
+        if task != self._nested:
+            _check_not_compiled()
+            self._notice_move(parameter)
+            is_nested, node = _enclosing()
+            if not self._has_begun and self.on_begin is not None and not self.on_begin():
+                return False
+            is_early = self._comes_early(parameter)
+            if not is_nested:
+                self._await_end(task)
+                self._late = [parameter] if is_early else []
+                return not is_early
+            if node is None:
+                return True  # nobody knows when the outer run ends: the round is the reducer's to finish
+            self._has_begun = True
+            self._nested = task
+            self._await_next(node)
+        key = id(parameter)
+        if is_early or key not in self._nested_once:
+            self._nested_later[key] = parameter, 1 + self._nested_later.get(key, (parameter, 0))[1]
+            return False
+        if key in self._nested_now:
+            self._nested_once.clear()
+            raise GradientOrderError(
+                f"a parameter of shape {list(parameter.shape)} is in several torch.utils.checkpoint(..., "
+                "use_reentrant=True) of one backward pass, and was in one only before: its gradient was handed over when "
+                "the first one was computed. Use use_reentrant=False, or clear gradients and repeat the step")
+        self._nested_now.add(key)
+        return True
+
+    def _notice_move(self, parameter: torch.Tensor) -> None:
+        """If the model was moved to a GPU after the optimizer was made, let gradients be reduced there from now on."""
+        if self._note is None and self.on_moved is not None and cuda.is_on_gpu(parameter) and not self._reducer.is_under_way:
+            framework = self.on_moved()
+            self._note = getattr(framework, "note", None)
+            if self._note is None:
+                self.on_moved = None  # there is no plane for GPUs
+            else:
+                self._reducer.change_framework(framework)
+                self._tell(framework)
+                self._note(parameter)
+
+    def _await_end(self, task: int) -> None:
+        self._task = task
+        _backward.hooks.add(self)
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _await_next(self, node: Any) -> None:
+        """Wait for the end of the run to which a node belongs, which is being carried out, as soon as another one is."""
+        owner = weakref.ref(self)
+        handles: list[Any] = []
+
+        def reached(*_: Any) -> None:
+            while handles:
+                handles.pop().remove()
+            hooks, task = owner(), _graph_task()
+            if hooks is not None and hooks._task != task:
+                hooks._await_end(task)
+        handles += [following.register_prehook(reached) for following, _ in node.next_functions if following is not None]
+
+    def _comes_early(self, running: torch.Tensor) -> bool:
+        """Return whether hooks of `running`, which torch is calling, come after ours; only in this backward pass."""
+        if self._registered == RemovableHandle.next_id:
+            return False
+        self._registered = RemovableHandle.next_id
+        return come_last(self._hooks, running)
+
+    def _hand_over_late(self) -> None:
+        """The outer backward pass is over: hand over what was left for then."""
+        late, later = self._late.copy(), list(self._nested_later.values())
+        self._forget_nested()
+        for parameter in late:
+            self.hand_over(parameter)
+        for parameter, times in later:
+            if times == 1:
+                self._nested_once.add(id(parameter))
+            self.hand_over(parameter)
+
+    def _forget_nested(self) -> None:
+        self._nested, self._has_begun = -1, False
+        self._nested_now.clear()
+        self._nested_later.clear()
+        self._late.clear()
 
     def hand_over(self, parameter: torch.Tensor) -> None:
         """Hand a gradient over now, times the weight."""
@@ -119,9 +245,16 @@ class BackwardHooks:
             gradient.mul_(self.weight)
         self._reducer.hand_over(parameter)
 
+    def _weigh_own(self) -> None:
+        if self.own_weight != 1.0:
+            for parameter in self._reducer.unseen():
+                set_grad(parameter, get_grad(parameter) * self.own_weight)  # the script may use its tensor further
+
     def _end_backward(self) -> None:
         self._task = -1
         with _guarding_all():
+            self._hand_over_late()
+            self._weigh_own()
             if self._reducer.end_backward():
                 torch.autograd.Variable._execution_engine.queue_callback(self._wait)  # behind the other optimizers' ends
                 return
@@ -138,18 +271,21 @@ class BackwardHooks:
         """While a round is under way: let whatever reads a gradient end it first."""
         if not self._reducer.is_under_way:
             return
-        owner, guarded = weakref.ref(self), list(self._reducer.parameters)
+        self._reducer.withdraw()
+        owner, guarded = weakref.ref(self), [parameter for parameter in self._reducer.parameters
+                                               if not is_elsewhere(parameter, self.elsewhere)]
 
         def finish() -> None:
             hooks = owner()
             if hooks is None:  # the optimizer is gone
                 unfinal.unguard(guarded)
             else:
-                hooks._finish()
+                hooks.finish()
         self._guarded = guarded
         unfinal.guard(guarded, finish)
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
+        """End the round that is under way, if there is one; gradients are final then."""
         with torch.profiler.record_function("hvdlite.wait_for_gradients"):
             try:
                 self._reducer.finish_under_way()
@@ -174,21 +310,8 @@ def _guarding_all() -> Iterator[None]:
         raise
 
 
-def _hook(owner: weakref.ref[BackwardHooks],
-          note: Callable[[torch.Tensor], None] | None) -> Callable[[torch.Tensor], None]:
-    """Return a hook that does not keep its owner alive: torch does not let Python see the cycle that would make.
-
-    Args:
-        note: is told of every gradient first; on a GPU, where it matters on which stream it was made.
-    """
-    if note is not None:
-        def noted(parameter: torch.Tensor) -> None:
-            hooks = owner()
-            if hooks is not None:
-                note(parameter)
-                hooks._accumulated(parameter)
-        return noted
-
+def _hook(owner: weakref.ref[BackwardHooks]) -> Callable[[torch.Tensor], None]:
+    """Return a hook that does not keep its owner alive: torch does not let Python see the cycle that would make."""
     def accumulated(parameter: torch.Tensor) -> None:
         hooks = owner()
         if hooks is not None:
@@ -196,10 +319,28 @@ def _hook(owner: weakref.ref[BackwardHooks],
     return accumulated
 
 
-def _backward_depth() -> int:
-    """Return how many backward passes are nested on this thread (reentrant checkpoints nest them)."""
-    depth, frame = 0, sys._getframe(1)
+def _enclosing() -> tuple[bool, Any]:
+    """Return whether the autograd run on this thread is nested in another one.
+
+    Return also the node of the outermost run that is being carried out meanwhile, if it is defined in Python. On a GPU the
+    outermost run has threads of torch's own, so that such a node is all that is seen of it.
+    """
+    runs, outermost, frame = 0, None, sys._getframe(1)
     while frame is not None:
-        depth += frame.f_code.co_name == "_engine_run_backward"
+        runs += frame.f_code.co_name == "_engine_run_backward"
+        if frame.f_code in _NODES:
+            outermost = frame
         frame = frame.f_back  # type: ignore[assignment]
-    return depth
+    return outermost is not None or runs > 1, None if outermost is None else outermost.f_locals["self"]
+
+
+def _check_not_compiled() -> None:
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    if compiled is not None and getattr(compiled, "in_compiled_autograd_region", False):
+        raise UnsupportedError("compiled autograd does not tell hooks when a backward pass ends, which DistributedOptimizer "
+                               "has to know. Leave torch._dynamo.config.compiled_autograd off; compiled models need it not")
+
+
+def _remove(hooks: list[Any]) -> None:
+    while hooks:
+        hooks.pop().remove()

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 
 from hvdlite.core.device import AnyArray, Completion, DeviceAccess, DeviceArray, Event, Pair
+from hvdlite.core.types import Collective
 from hvdlite_torch import cuda
 from hvdlite_torch.compression import BF16Compressor, Compressor, FP16Compressor
-from hvdlite_torch.framework import Seat, TorchGradients, contiguous, fill_seats
+from hvdlite_torch.framework import TorchGradients, contiguous
+from hvdlite_torch.seats import Seat, fill_seats
 
 _PLAIN = (Compressor, FP16Compressor, BF16Compressor)
 """Compressors that a kernel can stand in for: they cast."""
@@ -43,10 +45,13 @@ class CudaGradients(TorchGradients):
         self._index = place.device
         return Seat(cuda.over(place), self._compression.compress(parameter.detach().new_empty(0))[1], on_gpu=True)
 
-    def fill(self, parameter: torch.Tensor, seat: Seat) -> bool:
-        return self.fill_all([(parameter, seat)])[0] if seat.on_gpu else super().fill(parameter, seat)
+    def batch(self, pairs: Sequence[tuple[torch.Tensor, Seat]]) -> Sequence[tuple[torch.Tensor, Seat]]:
+        return pairs if pairs and pairs[0][1].on_gpu else super().batch(pairs)
 
-    def fill_all(self, pairs: Sequence[tuple[torch.Tensor, Seat]]) -> list[bool]:
+    def fill(self, parameter: torch.Tensor, seat: Seat) -> bool:
+        return self.fill_all([(parameter, seat)]) if seat.on_gpu else super().fill(parameter, seat)
+
+    def fill_all(self, pairs: Sequence[tuple[torch.Tensor, Seat]]) -> bool:
         if not pairs[0][1].on_gpu:  # a bucket is in one place
             return super().fill_all(pairs)
         others = self._join_streams()  # also for what lies in its seat already
@@ -72,9 +77,9 @@ class CudaGradients(TorchGradients):
         return super().vacate(parameter, seat) if seat.context is None else None
 
     def adopt(self, parameter: torch.Tensor, seat: Seat) -> Any:
-        return self.adopt_all([(parameter, seat)])[0]
+        return self.adopt_all([(parameter, seat)])[0] if seat.on_gpu else super().adopt(parameter, seat)
 
-    def adopt_all(self, pairs: Sequence[tuple[torch.Tensor, Seat]]) -> list[Any]:
+    def adopt_all(self, pairs: Sequence[tuple[torch.Tensor, Seat]]) -> Sequence[Any]:
         if not pairs or not pairs[0][1].on_gpu:
             return super().adopt_all(pairs)
         homes, targets, shown = [], [], []
@@ -103,9 +108,18 @@ class CudaGradients(TorchGradients):
             self._devices.join(stream, other)
         return bool(others)
 
+    def _fitting(self, parameter: torch.Tensor, gradient: torch.Tensor, seat: Seat) -> torch.Tensor | None:
+        return super()._fitting(parameter, gradient, seat) if self._belongs(gradient, seat) else None
+
+    def _belongs(self, tensor: torch.Tensor, seat: Seat) -> bool:
+        """Return whether a seat is in the memory where a gradient like `tensor` is reduced: models are moved."""
+        if not cuda.is_on_gpu(tensor):
+            return not seat.on_gpu
+        return seat.on_gpu or not self._devices.carries(Collective.ALLREDUCE, None, cuda.name_of(seat.dtype))
+
     def _fitting_value(self, parameter: torch.Tensor, gradient: torch.Tensor, seat: Seat) -> torch.Tensor | None:
         """Return what is to be copied, and cast, into the seat; None when it does not fit."""
-        if not self._is_free(parameter, seat):
+        if not self._belongs(gradient, seat) or not self._is_free(parameter, seat):
             return None
         if gradient.layout is not torch.strided:
             if self.is_sparse(parameter):
@@ -121,6 +135,8 @@ class CudaGradients(TorchGradients):
         return gradient if fits else None
 
     def _suits(self, parameter: torch.Tensor, seat: Seat) -> bool:
+        if not self._belongs(parameter, seat):
+            return False
         if not (seat.on_gpu and self._casts):
             return super()._suits(parameter, seat)
         return parameter.dtype is (seat.context or seat.dtype) and parameter.shape == seat.shape

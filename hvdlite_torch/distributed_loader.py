@@ -5,6 +5,7 @@
 | DataLoader, map style | the indices of each batch: a rank loads its own samples only | replica 0's sampler |
 | DataLoader, iterable style | the samples of each batch, before they are collated | the dataset: the same on all ranks |
 | DataLoader whose samples are batches, other iterables | the rows of each batch | replica 0's sampler; the iterable |
+| a DataLoader's subclass with an `__iter__` of its own | the rows of each batch | replica 0's sampler |
 
 Replica 0's indices are broadcast some thousands at a time, ahead of what any rank's workers ask for. So any sampler will do,
 and shuffling is what it would be in one process. The other ranks' samplers are advanced too: generators stay in step.
@@ -13,16 +14,17 @@ and shuffling is what it would be in one process. The other ranks' samplers are 
 from __future__ import annotations
 
 import collections
+import copy
 from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from hvdlite.core.errors import MismatchError
 from hvdlite.training.shares import share, weight
-from hvdlite_torch.elastic import ElasticSampler
+from hvdlite_torch import same_data
 from hvdlite_torch.replica import Replica
 from hvdlite_torch.rows import rows_of, rows_taken
 from hvdlite_torch.scoped import Holdings
@@ -74,8 +76,8 @@ class DistributedLoader:
         self._loader, self._replica, self._holdings, self._current = loader, replica, holdings, current
         self._source: _Source = _Whole(loader)
         if replica.size > 1:
-            _refuse_shared(loader)
-            self._source = _source(loader, replica)
+            self._source = source_of(loader, replica)
+        self._is_compared, self._is_begun = not self._source.is_whole, False
 
     def __len__(self) -> int:
         """Return the number of global batches."""
@@ -91,12 +93,23 @@ class DistributedLoader:
         depth = self._agree()
         loop = object()
         try:
-            for rows, batch in self._source.batches(depth):
+            for rows, batch in self._compared(self._source.batches(depth)):
                 self._holdings.mirror_if_due()
                 self._current.reached(loop, rows)
                 yield batch
         finally:
             self._current.over(loop)
+
+    def _compared(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield batches; where every rank makes all of them, ranks compare the first one of the first epoch."""
+        if not self._is_compared:
+            self._is_compared = True
+            first = next(batches, _END)
+            same_data.compare(self._replica, None if first is _END else self._source.seen)
+            if first is _END:
+                return
+            yield first
+        yield from batches
 
     def _agree(self) -> int:
         """Agree on what is to be mirrored; return how many batches some rank's workers load ahead.
@@ -106,20 +119,32 @@ class DistributedLoader:
         """
         if self._replica.size == 1:
             return 0
-        own = (self._source.facts(), self._source.depth, self._holdings.due)
+        own = (self._source.facts(), self._source.depth, self._holdings.due or self._holdings.has_loaded,
+               same_data.fingerprint(self._loader))
         everywhere = self._replica.allgather_object(own, "epoch")
-        for number, (facts, _, _) in enumerate(everywhere):
+        for number, (facts, *_) in enumerate(everywhere):
             if facts != everywhere[0][0]:
                 raise MismatchError(f"ranks distribute different data: replica 0 has {everywhere[0][0]}, replica {number} "
                                     f"{facts}")
-        self._holdings.due = any(due for _, _, due in everywhere)
-        return max(depth for _, depth, _ in everywhere)
+        if not self._is_begun:
+            self._is_begun = True
+            same_data.compare_fingerprints([fingerprint for *_, fingerprint in everywhere])
+        self._holdings.due = any(due for _, _, due, _ in everywhere)
+        return max(depth for _, depth, *_ in everywhere)
 
 
 class _Source:
-    """Where shares come from."""
+    """Where shares come from.
 
-    depth = 0  # batches that are asked for before they are needed
+    Attributes:
+        depth: how many batches are asked for before they are needed.
+        is_whole: whether every rank makes whole batches, in an order that the data decide.
+        seen: where it does, the `signature` of its first batch.
+    """
+
+    depth = 0
+    is_whole = False
+    seen: list[str] | None = None
 
     def facts(self) -> dict[str, Any]:
         """Return what must be equal on all ranks."""
@@ -143,6 +168,8 @@ class _Whole(_Source):
 class _Rows(_Source):
     """Rows of batches that every rank makes whole."""
 
+    is_whole = True
+
     def __init__(self, batches: Iterable[Any], replica: Replica) -> None:
         self._batches = batches
         self._shared = ShareOfRows(replica)
@@ -151,11 +178,16 @@ class _Rows(_Source):
         return {"batches": _length(self._batches)}
 
     def batches(self, depth: int) -> Iterator[tuple[int, Any]]:
-        return map(self._shared, self._batches)
+        for batch in self._batches:
+            rows, share, seen = self._shared(batch)
+            self.seen = seen or self.seen
+            yield rows, share
 
 
 class _Stream(_Source):
     """Samples of an iterable dataset, which every rank iterates over."""
+
+    is_whole = True
 
     def __init__(self, loader: DataLoader[Any], replica: Replica) -> None:
         collate: Any = ShareOfRows(replica, loader.collate_fn) if loader.batch_size is None else \
@@ -167,7 +199,9 @@ class _Stream(_Source):
                 "batch_size": self._loader.batch_size}
 
     def batches(self, depth: int) -> Iterator[tuple[int, Any]]:
-        return ((rows, batch) for rows, batch in self._loader)
+        for rows, batch, seen in self._loader:
+            self.seen = seen or self.seen
+            yield rows, batch
 
 
 class _Indexed(_Source):
@@ -186,7 +220,8 @@ class _Indexed(_Source):
             self._loader = _remade(loader, loader.collate_fn, batch_sampler=self._indices)
 
     def facts(self) -> dict[str, Any]:
-        return {"samples": _length(self._loader.dataset), "batches": _length(self._indices.sampler)}
+        return {"samples": _length(self._loader.dataset), "batches": _length(self._indices.sampler),
+                **same_data.subset(self._loader.dataset)}
 
     def batches(self, depth: int) -> Iterator[tuple[int, Any]]:
         epoch = self._indices.begin(depth)
@@ -198,20 +233,53 @@ class _Indexed(_Source):
             if item is _END:
                 return
             received += 1
-            yield (epoch.rows.popleft(), item) if self._has_batches else item
+            yield (epoch.rows.popleft(), item) if self._has_batches else item[:2]
+
+
+class _OwnIteration(_Source):
+    """Rows of the batches of a DataLoader whose class iterates in a way of its own, in the order of replica 0's sampler.
+
+    What such a class does with batches is not known, so every rank makes them whole.
+    """
+
+    def __init__(self, loader: DataLoader[Any], replica: Replica) -> None:
+        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        self._indices = _SharedIndices(getattr(loader, name), replica, has_rows=loader.batch_sampler is not None)
+        self._loader = copy.copy(loader)
+        vars(self._loader)[name] = self._indices  # torch allows no assignment, because its own iterators would not notice
+        self._shared = ShareOfRows(replica)
+
+    def facts(self) -> dict[str, Any]:
+        return {"samples": _length(self._loader.dataset), "batches": _length(self._indices.sampler),
+                **same_data.subset(self._loader.dataset)}
+
+    def batches(self, depth: int) -> Iterator[tuple[int, Any]]:
+        epoch = self._indices.begin(depth)
+        epoch.has_end = _length(self._indices.sampler) is not None  # then ranks may load ahead as far as they like
+        return (self._shared(batch)[:2] for batch in self._loader)
 
 
 class _SharedIndices:
-    """Stands for the sampler in this rank's loader."""
+    """Stands for the sampler in this rank's loader.
 
-    def __init__(self, sampler: Iterable[Any], replica: Replica, *, is_shared: bool) -> None:
+    Args:
+        is_shared: whether indices come in batches of which each rank takes its share.
+        has_rows: whether they come in batches; what counts towards a chunk.
+    """
+
+    def __init__(self, sampler: Iterable[Any], replica: Replica, *, is_shared: bool = False, has_rows: bool = False) -> None:
         self.sampler = sampler
-        self._replica, self._is_shared = replica, is_shared
+        self._replica, self._is_shared, self._has_rows = replica, is_shared, is_shared or has_rows
         self._epoch: _Epoch | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "sampler" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.sampler, name)
 
     def begin(self, depth: int) -> _Epoch:
         """Begin an epoch; the next iteration is over its indices."""
-        self._epoch = _Epoch(self.sampler, self._replica, depth, self._is_shared)
+        self._epoch = _Epoch(self.sampler, self._replica, depth, self._is_shared, self._has_rows)
         return self._epoch
 
     def __iter__(self) -> Iterator[Any]:
@@ -227,17 +295,22 @@ class _Epoch:
 
     Attributes:
         rows: of the global batches whose shares were asked for and not received yet.
+        has_end: whether all indices are to be fetched as soon as the first one is asked for.
     """
 
-    def __init__(self, sampler: Iterable[Any], replica: Replica, depth: int, is_shared: bool) -> None:
+    def __init__(self, sampler: Iterable[Any], replica: Replica, depth: int, is_shared: bool, has_rows: bool) -> None:
         self.rows: collections.deque[int] = collections.deque()
-        self._sampler, self._replica, self._depth, self._is_shared = sampler, replica, depth, is_shared
+        self._sampler, self._replica, self._depth = sampler, replica, depth
+        self._is_shared, self._has_rows = is_shared, has_rows
         self._own: Iterator[Any] | None = None  # not before the loader asks, as in one process
         self._waiting: collections.deque[Any] = collections.deque()
         self._fetched = 0
         self._is_over = False
+        self.has_end = False
 
     def __iter__(self) -> Iterator[Any]:
+        while self.has_end and not self._is_over:
+            self._fetch()
         while True:
             if not self._waiting and not self._is_over:
                 self._fetch()
@@ -291,60 +364,52 @@ class _Epoch:
             if isinstance(item, (torch.Tensor, np.ndarray)):
                 item = item.tolist()
             chunk.append(item)
-            count += len(item) if self._is_shared else 1
+            count += len(item) if self._has_rows else 1
         return False
 
 
 class ShareOfSamples:
-    """Collates this rank's share of a batch's samples; returns the batch's rows too."""
+    """Collates this rank's share of a batch's samples; returns the batch's rows too, and of the first one the signature."""
 
     def __init__(self, replica: Replica, collate: Callable[[Any], Any]) -> None:
         self._number, self._size, self._collate = replica.number, replica.size, collate
+        self._is_first = True
 
-    def __call__(self, samples: list[Any]) -> tuple[int, Any]:
-        return len(samples), self._collate(samples[share(len(samples), self._number, self._size)])
+    def __call__(self, samples: list[Any]) -> tuple[int, Any, list[str] | None]:
+        seen, self._is_first = same_data.signature(samples) if self._is_first else None, False
+        return len(samples), self._collate(samples[share(len(samples), self._number, self._size)]), seen
 
 
 class ShareOfRows:
-    """Converts this rank's share of a batch; returns the batch's rows too."""
+    """Converts this rank's share of a batch; returns the batch's rows too, and of the first one the signature."""
 
     def __init__(self, replica: Replica, convert: Callable[[Any], Any] = lambda batch: batch) -> None:
         self._number, self._size, self._convert = replica.number, replica.size, convert
+        self._is_first = True
 
-    def __call__(self, batch: Any) -> tuple[int, Any]:
+    def __call__(self, batch: Any) -> tuple[int, Any, list[str] | None]:
+        seen, self._is_first = same_data.signature([batch]) if self._is_first else None, False
         rows = rows_of(batch)
-        return rows, self._convert(rows_taken(batch, rows, share(rows, self._number, self._size)))
+        return rows, self._convert(rows_taken(batch, rows, share(rows, self._number, self._size))), seen
 
 
-def source_of(loader: DataLoader[Any], replica: Replica) -> _Source:
+def source_of(loader: Iterable[Any], replica: Replica) -> _Source:
     """Return where this rank's shares of a loader's batches come from.
 
     Raises:
         ValueError: for a loader that gives each rank other samples already.
     """
-    _refuse_shared(loader)
-    return _source(loader, replica)
-
-
-def _source(loader: Iterable[Any], replica: Replica) -> _Source:
-    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+    same_data.refuse_shared(loader)
+    if not isinstance(loader, DataLoader):
         return _Rows(loader, replica)
+    iterates_itself = type(loader).__iter__ is not DataLoader.__iter__
     if isinstance(loader.dataset, IterableDataset):
-        return _Stream(loader, replica)
-    return _Indexed(loader, replica)
-
-
-def _refuse_shared(loader: Any) -> None:
-    """Raise `ValueError` for a loader that gives each rank other samples already."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    for sampler in (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)):
-        if isinstance(sampler, (DistributedSampler, ElasticSampler)) and sampler.num_replicas > 1:
-            raise ValueError(f"the loader's {type(sampler).__name__} shares samples out already; give strategy.distribute "
-                             "one over all of them, with the global batch size (shuffle=True, or a sampler for one process)")
+        return _Rows(loader, replica) if iterates_itself else _Stream(loader, replica)
+    return _OwnIteration(loader, replica) if iterates_itself else _Indexed(loader, replica)
 
 
 def _remade(loader: DataLoader[Any], collate: Callable[[Any], Any] | None, **sampling: Any) -> DataLoader[Any]:
-    """Return a loader like the user's, with another sampler."""
+    """Return a loader like the user's, with another sampler; batches come in order, so that ranks have parts of the same."""
     return DataLoader(
         loader.dataset, num_workers=loader.num_workers, collate_fn=collate, pin_memory=loader.pin_memory,
         timeout=loader.timeout, worker_init_fn=loader.worker_init_fn, multiprocessing_context=loader.multiprocessing_context,

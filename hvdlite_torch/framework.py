@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
 from hvdlite.core.array import BFLOAT16, Array
 from hvdlite.core.device import AnyArray, Completion, DeviceAccess, DeviceArray, Event
@@ -18,14 +18,10 @@ from hvdlite.core.types import Collective
 from hvdlite.training.framework import Loan, Shape
 from hvdlite_torch import cuda
 from hvdlite_torch.compression import Compressor
+from hvdlite_torch.seats import COUNTS, Mark, Seat, SeatBatch, fill_seats, given_to
 from hvdlite_torch.unfinal import get_grad, set_grad
 
-_use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda storage: 0)
-"""Return how many tensors share a storage."""
-_uses: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count", lambda tensor: 0)
-"""Return how often torch itself refers to a tensor."""
-_COUNTS = hasattr(torch._C, "_storage_Use_Count") and hasattr(torch.Tensor, "_use_count")
-"""Whether torch can tell who uses a tensor; else gradients are never views of buckets."""
+Elsewhere = dict[int, weakref.ref[Any]]
 
 
 def contiguous(tensor: torch.Tensor, name: str) -> torch.Tensor:
@@ -91,68 +87,6 @@ def _sixteen_bits(array: Array) -> torch.Tensor:
     return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16 if array.dtype == BFLOAT16 else torch.float16)
 
 
-class Mark:
-    """Identifies a reduced gradient without keeping it alive."""
-
-    __slots__ = ("tensor", "version")
-
-    def __init__(self, gradient: torch.Tensor) -> None:
-        self.tensor = weakref.ref(gradient)
-        self.version: int = gradient._version  # torch counts how often a tensor is written to
-
-
-class Seat:
-    """A tensor over a place in a bucket.
-
-    `home` never leaves the adapter. Parameters get a view of the same memory as their gradient, so users can do anything to
-    it. While anybody else uses the view, or anything that shares its memory, the seat `is_in_use`; else the next round's
-    gradient is the same tensor, because making 2,000 of them costs a millisecond and garbage collections.
-
-    Attributes:
-        context: what the compressor needs to undo its work; None when nothing is compressed.
-        dtype: of gradients that fit.
-        copy: on a GPU: memory for the gradient when it is not a view, made when it is first needed.
-    """
-
-    __slots__ = ("_idle", "_mark", "_storage", "_view", "address", "context", "copy", "dtype", "home", "on_gpu", "shape")
-
-    def __init__(self, home: torch.Tensor, context: Any, *, on_gpu: bool = False) -> None:
-        self.home, self.context, self.on_gpu = home, context, on_gpu
-        self.address, self.dtype, self.shape = home.data_ptr(), home.dtype, home.shape
-        self.copy: Seat | None = None
-        self._storage = home.untyped_storage()._cdata
-        self._make_view()
-
-    def give_to(self, parameter: torch.Tensor) -> Mark:
-        """Make the view the parameter's gradient; return its mark."""
-        if self._view.data_ptr() != self.address:  # somebody gave it other memory
-            self._make_view()
-        set_grad(parameter, self._view)
-        self._mark.version = self._view._version
-        return self._mark
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether `tensor` is the view, unchanged."""
-        return tensor is self._view and tensor.data_ptr() == self.address and tensor.dtype is self.dtype
-
-    @property
-    def is_in_use(self) -> bool:
-        """Whether somebody else uses the memory: the view, a slice of it, its NumPy array, an autograd graph.
-
-        Or `home` has other memory now, because the view was moved (`share_memory_()`).
-        """
-        if self.home.data_ptr() != self.address:
-            return True
-        if self._view.data_ptr() != self.address:
-            self._make_view()
-        return (_use_count(self._storage), sys.getrefcount(self._view), _uses(self._view)) != self._idle
-
-    def _make_view(self) -> None:
-        self._view = self.home.detach()
-        self._mark = Mark(self._view)
-        self._idle = _use_count(self._storage), sys.getrefcount(self._view), _uses(self._view)
-
-
 MANY_KEPT = 4
 """When so many parameters' gradients were kept over a round, all gradients are copied out of their buckets."""
 
@@ -165,6 +99,8 @@ class TorchGradients:
         devices: the plane for tensors on GPUs; without it they go over host memory.
 
     Attributes:
+        elsewhere: parameters, by identity, whose gradients another optimizer reduces, as long as what is referred to lives:
+            here they have none.
         unseen_sparse_dims: how many dimensions of a densified gradient are to be sparse afterwards, where this rank has had
             none of its own.
     """
@@ -173,18 +109,21 @@ class TorchGradients:
 
     def __init__(self, compression: type[Compressor], sparse_as_dense: bool, as_view: bool = True,
                  devices: DeviceAccess | None = None) -> None:
+        self.elsewhere: Elsewhere = {}
         self._devices = devices
         self._compression = compression
         self._sparse_as_dense = sparse_as_dense
-        self._as_view = as_view and _COUNTS
+        self._as_view = as_view and COUNTS
         self._copied: set[int] = set()  # parameters, by identity, whose gradients are copied out of their buckets
         self._sparse_dims_of: dict[int, int] = {}  # by parameter: of sparse gradients that were densified
 
     def has_gradient(self, parameter: torch.Tensor) -> bool:
+        if self.elsewhere and is_elsewhere(parameter, self.elsewhere):
+            return False
         return get_grad(parameter) is not None
 
     def is_trainable(self, parameter: torch.Tensor) -> bool:
-        return parameter.requires_grad
+        return parameter.requires_grad and not is_lazy(parameter)  # a lazy one has no shape before its first forward pass
 
     def shape(self, parameter: torch.Tensor) -> Shape:
         compressed, _ = self._compression.compress(parameter.detach().new_empty(0))
@@ -253,7 +192,14 @@ class TorchGradients:
         set_grad(parameter, None)
         return True
 
-    def fill_all(self, pairs: Sequence[tuple[torch.Tensor, Seat]]) -> list[bool]:
+    def batch(self, pairs: Sequence[tuple[torch.Tensor, Seat]]) -> Sequence[tuple[torch.Tensor, Seat]]:
+        is_plain = (self._compression is Compressor and not self._sparse_as_dense and self._as_view and len(pairs) > 1
+                    and not any(cuda.is_on_gpu(parameter) for parameter, _ in pairs))
+        return SeatBatch(pairs) if is_plain else pairs
+
+    def fill_all(self, pairs: Sequence[tuple[torch.Tensor, Seat]]) -> bool:
+        if isinstance(pairs, SeatBatch) and pairs.fill():
+            return True
         return fill_seats(pairs, self._fitting, torch._foreach_copy_)
 
     def fill_with(self, parameter: torch.Tensor, seat: Seat, value: Any) -> bool:
@@ -285,7 +231,11 @@ class TorchGradients:
         own = seat.home.clone() if seat.context is None else self._compression.decompress(seat.home, seat.context)
         return given_to(parameter, own.to(parameter.device))
 
-    def adopt_all(self, pairs: Sequence[tuple[torch.Tensor, Seat]]) -> list[Any]:
+    def adopt_all(self, pairs: Sequence[tuple[torch.Tensor, Seat]]) -> Sequence[Any]:
+        if isinstance(pairs, SeatBatch) and self._as_view and not self._copied:
+            marks = pairs.adopt()
+            if marks is not None:
+                return marks
         return [self.adopt(parameter, seat) for parameter, seat in pairs]
 
     def is_marked(self, parameter: torch.Tensor, mark: Mark | None) -> bool:
@@ -294,6 +244,25 @@ class TorchGradients:
     def is_changed(self, parameter: torch.Tensor, mark: Mark) -> bool:
         gradient = get_grad(parameter)
         return gradient is not mark.tensor() or (gradient is not None and gradient._version != mark.version)
+
+    def renew(self, parameter: torch.Tensor, mark: Mark) -> None:
+        if (gradient := mark.tensor()) is not None:
+            mark.version = gradient._version
+
+    def take(self, parameter: torch.Tensor) -> Any:
+        gradient = get_grad(parameter)
+        set_grad(parameter, None)
+        return gradient
+
+    @torch.no_grad()
+    def accumulate(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        own = get_grad(parameter)
+        if own is None:
+            set_grad(parameter, gradient)
+        elif own.layout is not torch.strided or gradient.layout is not torch.strided:
+            set_grad(parameter, own + gradient)
+        else:
+            own.add_(gradient)
 
     def _shows_views(self, parameter: torch.Tensor) -> bool:
         """Return whether the parameter's gradient is a view of its bucket."""
@@ -351,36 +320,10 @@ class TorchGradients:
         return Loan(parameter, lent(dense, "gradient", self._devices), dense, context)
 
 
-def fill_seats(pairs: Sequence[tuple[torch.Tensor, Seat]],
-               fitting: Callable[[torch.Tensor, torch.Tensor, Seat], torch.Tensor | None],
-               copy: Callable[[list[torch.Tensor], list[torch.Tensor]], object]) -> list[bool]:
-    """Put gradients into their seats; see `training.Framework.fill_all`.
-
-    Args:
-        fitting: returns what is to be copied for a parameter's gradient; None when it does not fit its seat.
-        copy: copies all that is to be copied into the seats.
-    """
-    homes, values, fits = [], [], []
-    for parameter, seat in pairs:
-        gradient = get_grad(parameter)
-        if gradient is not None and (seat.context is not None or not seat.holds(gradient)):
-            gradient = fitting(parameter, gradient, seat)
-            if gradient is not None:
-                homes.append(seat.home)
-                values.append(gradient)
-        fits.append(gradient is not None)
-    if homes:
-        copy(homes, values)
-    for (parameter, _), fit in zip(pairs, fits, strict=True):
-        if fit:
-            set_grad(parameter, None)
-    return fits
-
-
-def given_to(parameter: torch.Tensor, gradient: torch.Tensor) -> Mark:
-    """Make a tensor the parameter's gradient; return its mark."""
-    set_grad(parameter, gradient)
-    return Mark(gradient)
+def is_elsewhere(parameter: torch.Tensor, elsewhere: Elsewhere) -> bool:
+    """Return whether another optimizer reduces the parameter's gradients."""
+    reference = elsewhere.get(id(parameter))
+    return reference is not None and reference() is not None
 
 
 def as_tensor(array: AnyArray) -> torch.Tensor:

@@ -28,6 +28,7 @@ except ImportError:
 import hvdlite_torch as hvd
 from hvdlite import api
 from hvdlite.core.types import ReduceOp
+from hvdlite_torch.buffers import BufferBroadcast
 
 _OPS = {"mean": ReduceOp.AVERAGE, "avg": ReduceOp.AVERAGE, "sum": ReduceOp.SUM, "min": ReduceOp.MIN, "max": ReduceOp.MAX,
         "product": ReduceOp.PRODUCT}
@@ -82,10 +83,12 @@ class HvdliteEnvironment(ClusterEnvironment):
 class HvdliteStrategy(ParallelStrategy):
     """One replica per rank; optimizers are wrapped, parameters broadcast from rank 0, logged values reduced.
 
-    Use `Trainer(strategy=HvdliteStrategy(), devices=1)` and start the script with `hvdrun -np N`.
+    Use `Trainer(strategy=HvdliteStrategy(), devices=1)` and start the script with `hvdrun -np N`. Metrics of torchmetrics
+    that are attributes of the LightningModule when `fit`, `validate` or `test` begins are computed over all ranks.
 
     Args:
         optimizer_arguments: for every `hvdlite_torch.DistributedOptimizer`, such as `compression=Compression.bf16`.
+        broadcast_buffers: like DDP's: give all ranks rank 0's buffers before each training step.
         arguments: of Lightning's `ParallelStrategy`.
     """
 
@@ -93,10 +96,13 @@ class HvdliteStrategy(ParallelStrategy):
     is_distributed = True
     model: Any
 
-    def __init__(self, optimizer_arguments: dict[str, Any] | None = None, **arguments: Any) -> None:
+    def __init__(self, optimizer_arguments: dict[str, Any] | None = None, broadcast_buffers: bool = False,
+                 **arguments: Any) -> None:
         hvd.init()
         super().__init__(cluster_environment=HvdliteEnvironment(), **arguments)
         self._optimizer_arguments = dict(optimizer_arguments or {})
+        self._broadcasts_buffers = broadcast_buffers
+        self._buffers: BufferBroadcast | None = None
         rank_zero_only.rank = hvd.rank()
 
     @property
@@ -118,6 +124,8 @@ class HvdliteStrategy(ParallelStrategy):
         self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
+        hvd.synchronize_metrics(self.model)
+        self._buffers = BufferBroadcast(self.model) if self._broadcasts_buffers else None
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             for optimizer in self.optimizers:
@@ -129,9 +137,19 @@ class HvdliteStrategy(ParallelStrategy):
         assert self.model is not None
         self.model.to(self.root_device)
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Like the base class's, after broadcasting buffers when that is wanted."""
+        if self._buffers is not None:
+            self._buffers()
+        return super().training_step(*args, **kwargs)
+
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        """Return all ranks' tensors, stacked along a new first dimension; differentiable with `sync_grads`."""
-        return hvd.allgather(tensor[None] if sync_grads else tensor.detach()[None])
+        """Return all ranks' tensors, stacked along a new first dimension.
+
+        Args:
+            sync_grads: make it differentiable: as under DDP, gradients are the sum of all ranks' upstream gradients.
+        """
+        return hvd.allgather(tensor[None] if sync_grads else tensor.detach()[None], horovod_gradient=False)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Return the reduction of a tensor over all ranks; anything else is returned as it is.

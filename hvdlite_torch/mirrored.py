@@ -34,8 +34,8 @@ class MirroredStrategy(Launching):
     Batches are global: `distribute` gives each rank its share, and averages weigh ranks by their samples, so losses are to
     be means over the batch. Started without a launcher there is one replica, and everything runs as without a strategy.
 
-    A `load_state_dict` is for all ranks; on some only, it counts when it comes before the first batch or step, or between
-    the epochs of a distributed loader. Running statistics of BatchNorm are each rank's own, after the first step.
+    A `load_state_dict` may be called on some ranks only: rank 0's values count. Running statistics of BatchNorm are each
+    rank's own, after the first step (see `broadcast_buffers`).
 
     Args:
         devices: how many ranks `launch` starts when no launcher has; a number, or as many as the list is long.
@@ -74,6 +74,15 @@ class MirroredStrategy(Launching):
         """The number of replicas: of ranks in the process set."""
         return self._replica.size
 
+    @property
+    def weight(self) -> float:
+        """What this rank's mean over the current batch counts in the average of all ranks' means; 1 in even batches.
+
+        Gradients that a backward pass accumulates, or that a script sets itself, are multiplied by it before they are
+        averaged. Gradients that `torch.autograd.grad` returns are not.
+        """
+        return self._current.weight
+
     @contextmanager
     def scope(self) -> Iterator[MirroredStrategy]:
         """Distribute optimizers that this thread makes inside, and remember modules.
@@ -92,6 +101,7 @@ class MirroredStrategy(Launching):
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Return `fn(*args, **kwargs)`, after mirroring what is due; all ranks call this together."""
+        self._holdings.agree()
         self._holdings.mirror_if_due()
         return fn(*args, **(kwargs or {}))
 
@@ -168,10 +178,11 @@ class MirroredStrategy(Launching):
         return mapped(value, gathered)
 
     def _reduced(self, op: ReduceOp, value: Any, axis: int | None) -> Any:
-        tensor = torch.as_tensor(value).detach()
+        wide = {float: torch.float64, complex: torch.complex128}.get(type(value))  # Python's numbers are not rounded
+        tensor = torch.as_tensor(value, dtype=wide).detach()
         averages = op is ReduceOp.AVERAGE
         if averages and not (tensor.is_floating_point() or tensor.is_complex()):
-            tensor = tensor.to(torch.get_default_dtype())
+            tensor = tensor.to(torch.get_default_dtype() if isinstance(value, torch.Tensor) else torch.float64)
         result = tensor
         if axis is not None:
             result = self._over_axis(tensor, axis, averages)

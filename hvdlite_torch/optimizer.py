@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from hvdlite import api
-from hvdlite.core.errors import UnsupportedError
-from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID, ProcessSet, global_process_set
+from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.arguments import WRAPPED, check_compression, check_passes, chosen_groups, factors
@@ -22,11 +22,14 @@ from hvdlite.training.hooked_reducer import HookedReducer
 from hvdlite_torch import cuda
 from hvdlite_torch.adasum_optimizer import DistributedAdasum, check_whole_job
 from hvdlite_torch.backward import BackwardHooks
-from hvdlite_torch.comm_hooks import CommHook, Exchange, reduce_round
+from hvdlite_torch.closures import FinalClosure, closure_of, with_closure
+from hvdlite_torch.comm_hooks import AllReduce, Cast, CommHook, Exchange, reduce_round
 from hvdlite_torch.compression import Compression, Compressor
+from hvdlite_torch.copying import PlainCopies
 from hvdlite_torch.cuda_gradients import CudaGradients
 from hvdlite_torch.framework import TorchGradients, on_host
-from hvdlite_torch.state import take_over
+from hvdlite_torch.step_hooks import once_a_step
+from hvdlite_torch.uneven_inputs import UnevenInputs
 
 OptimizerType = TypeVar("OptimizerType", bound=torch.optim.Optimizer)
 
@@ -55,14 +58,20 @@ def DistributedOptimizer(
     `wait_in="step"` they are final in `step()`, after `synchronize()`, or when one is read from Python, whichever comes
     first. A parameter without a gradient on some ranks counts as zeros there; without one on all ranks it keeps None. A
     parameter that is frozen when the optimizer is wrapped is reduced from the step in which it is trainable on all ranks.
-    The optimizer keeps its class name, `isinstance`, state, defaults, hooks and schedulers.
+    The optimizer keeps its class name, `isinstance`, state, defaults, hooks and schedulers. Copies and pickles are plain.
 
-    Exception: when *every* parameter lies inside `torch.utils.checkpoint(..., use_reentrant=True)`, nothing marks the end
-    of the outer backward pass, and gradients are final in `step()` or after `optimizer.synchronize()`.
+    Several `backward()` calls before a step just work, when all ranks make the same number of them (over disjoint parameters
+    and with `wait_in="step"` the numbers may differ): each one is reduced, and gradients add up. It is cheaper to sum the
+    losses, to use `backward_passes_per_step`, or `optimizer.no_sync()` for all but the last. For other ops than Average, and
+    with communication hooks that are not exact, one of these is needed: a second pass onto reduced gradients is an error.
 
-    Several `backward()` calls before a step: over disjoint parameters they just work, when all ranks make the same number of
-    them (with `wait_in="step"` the numbers may differ). Onto the same parameters, sum the losses, use
-    `backward_passes_per_step`, or `optimizer.no_sync()` for all but the last.
+    Gradients that a script sets itself (`p.grad = ...`, by `torch.autograd.grad` or torch.func, of float32 copies) are
+    reduced in `step()` or `synchronize()`, on all ranks. So are those with which it replaces reduced ones; what it changes
+    in place after the reduction (clipping) stays as it is.
+
+    `step(closure)`: gradients are final when the closure returns, also on a rank whose closure had no `backward()`. For
+    `torch.optim.LBFGS`, which decides by the losses how often it calls the closure, losses are reduced like gradients. For
+    other optimizers that do, return `hvd.allreduce(loss)` from the closure.
 
     Args:
         named_parameters: names for messages and matching; `model.named_parameters()`. Default: numbered.
@@ -100,11 +109,11 @@ def DistributedOptimizer(
     names = _names(optimizer, named_parameters)
     numbers = clusters(groups, list(names))
     base = type(optimizer)
-    if op is ReduceOp.ADASUM and runtime.world.size > 1:
+    if op is ReduceOp.ADASUM and runtime.world.size > 1 and comm_hook is None:
         check_whole_job(api.set_id(process_set))
         optimizer.__class__ = type(base.__name__, (DistributedAdasum, base), {"__module__": base.__module__})
         assert isinstance(optimizer, DistributedAdasum)
-        optimizer._attach(runtime, names, runtime.label("torch"), compression, backward_passes_per_step)
+        optimizer._attach(runtime, names, runtime.label("torch"), compression)
         return optimizer
     if comm_hook is not None and (op is not ReduceOp.AVERAGE or compression is not Compression.none or groups is not None
                                   or gradient_predivide_factor != 1.0):
@@ -116,26 +125,37 @@ def DistributedOptimizer(
     number = api.set_id(process_set)
     label = _label if _label is not None else runtime.label("torch", number)
     make: type[GradientReducer[torch.Tensor]] = GradientReducer if comm_hook is None else HookedReducer
-    framework = framework_for(runtime, compression, sparse_as_dense, names)
-    framework.unseen_sparse_dims = int(isinstance(optimizer, torch.optim.SparseAdam))  # it takes no dense ones
-    reducer = make(runtime, framework, label, op=op, prescale=prescale, postscale=postscale, passes=backward_passes_per_step,
-                   process_set=number, wait_in=_chosen_wait(wait_in, runtime))
+    unseen_sparse_dims = int(isinstance(optimizer, torch.optim.SparseAdam))  # it takes no dense gradients
+    make_framework = functools.partial(framework_for, runtime, compression, sparse_as_dense, list(names), unseen_sparse_dims)
+    reducer = make(runtime, make_framework(), label, op=op, prescale=prescale, postscale=postscale,
+                   passes=backward_passes_per_step, process_set=number, wait_in=_chosen_wait(wait_in, runtime))
     if comm_hook is not None and isinstance(reducer, HookedReducer):
         reducer.use(functools.partial(reduce_round, comm_hook, Exchange(runtime, f"{label}.hook", number)))
     bases = (Distributed, base) if _mixin is None else (_mixin, Distributed, base)
     optimizer.__class__ = type(base.__name__, bases, {"__module__": base.__module__})
     assert isinstance(optimizer, Distributed)
+    reducer.looks_for_own = True
+    reducer.is_idempotent = op is ReduceOp.AVERAGE and (comm_hook is None or isinstance(comm_hook, (AllReduce, Cast)))
     optimizer._attach(runtime, reducer, names, numbers, number)
+    optimizer._hooks.on_moved = make_framework
+    optimizer._loss_reduction = (f"{label}.loss", op) if isinstance(optimizer, torch.optim.LBFGS) else None
     return optimizer
 
 
 def framework_for(runtime: Runtime, compression: type[Compressor], sparse_as_dense: bool,
-                  parameters: Iterable[torch.Tensor]) -> TorchGradients:
-    """Return the gradients' keeper: that for GPUs where there is a parameter on one, and a plane for it."""
+                  parameters: Iterable[torch.Tensor], unseen_sparse_dims: int = 0) -> TorchGradients:
+    """Return the gradients' keeper: that for GPUs where there is a parameter on one, and a plane for it.
+
+    Args:
+        unseen_sparse_dims: see `TorchGradients`.
+    """
     devices, as_view = runtime.devices, runtime.config.gradient_as_bucket_view
     if devices is None or devices.missing() or not any(map(cuda.is_on_gpu, parameters)):
-        return TorchGradients(compression, sparse_as_dense, as_view)
-    return CudaGradients(compression, sparse_as_dense, as_view, devices)
+        framework = TorchGradients(compression, sparse_as_dense, as_view)
+    else:
+        framework = CudaGradients(compression, sparse_as_dense, as_view, devices)
+    framework.unseen_sparse_dims = unseen_sparse_dims
+    return framework
 
 
 def _chosen_wait(wait_in: str | None, runtime: Runtime) -> WaitIn:
@@ -150,10 +170,11 @@ def is_distributed(optimizer: torch.optim.Optimizer) -> bool:
     return isinstance(optimizer, (Distributed, DistributedAdasum))
 
 
-class Distributed:
+class Distributed(PlainCopies, UnevenInputs):
     """Mixed into the user's optimizer class. Only translates between torch's events and the reducer."""
 
     param_groups: list[dict[str, Any]]
+    _loss_reduction: tuple[str, ReduceOp] | None  # name and op, where losses steer the optimizer
 
     def _attach(self, runtime: Runtime, reducer: GradientReducer[torch.Tensor], names: dict[torch.Tensor, str],
                 clusters: dict[int, int], process_set: int) -> None:
@@ -171,7 +192,7 @@ class Distributed:
             self._watch(parameter)
         for register, hook in ((self.register_step_pre_hook, _before_step),  # type: ignore[attr-defined]
                                (self.register_step_post_hook, _after_step)):  # type: ignore[attr-defined]
-            register(torch.compiler.disable(hook))  # a compiled step waits for gradients as an ordinary one does
+            register(once_a_step(hook))
 
     def _watch(self, parameter: torch.Tensor) -> None:
         if self._active:
@@ -194,11 +215,13 @@ class Distributed:
             self._parameter_names.setdefault(parameter, _number(group, index))
             self._watch(parameter)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Like the base class's; reductions under way are completed first."""
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Like the base class's, whose arguments it takes; reductions under way are completed first."""
         if self._active:
             self._hooks.cleared()
-        super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
+        super().zero_grad(*args, **kwargs)  # type: ignore[misc]
+        if self._active and not (args[0] if args else kwargs.get("set_to_none", True)):
+            self._hooks.reducer.zeroed()
 
     def synchronize(self) -> None:
         """Make gradients final now. Only needed where `backward()` does not already (see `DistributedOptimizer`)."""
@@ -213,27 +236,6 @@ class Distributed:
             yield
         finally:
             self._synchronizes = before
-
-    @contextmanager
-    def join(self, *, synchronize: bool = True) -> Iterator[None]:
-        """Let ranks run out of batches at different times inside this; all ranks use it, around their training loop.
-
-        A rank that comes to the end waits, and its share in the others' averages is nothing (which are divided by the number
-        of all ranks, unless HVDLITE_JOIN_DIVIDES_BY_ACTIVE is set). When all have come, parameters and optimizer state are
-        taken from the last one, because the others have missed its steps.
-
-        Args:
-            synchronize: whether to do that.
-        """
-        yield
-        if not self._active:
-            return
-        if self._process_set != GLOBAL_PROCESS_SET_ID:
-            raise UnsupportedError("join() is for all ranks; this optimizer shares gradients with some only")
-        last = self._runtime.join().wait()
-        if synchronize:
-            assert isinstance(self, torch.optim.Optimizer)
-            take_over(self._runtime, self, last)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients locally; the first backward pass after it reduces the sums."""
@@ -250,21 +252,44 @@ class Distributed:
             self._hooks.cleared()
         return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
 
+    def _sources(self) -> Sequence[BackwardHooks]:
+        """Return who reduces this optimizer's gradients."""
+        return [self._hooks] if self._active else []
 
-def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _make_final(self) -> None:
+        """In a step: make gradients final, without the script being able to change them before they are used."""
+        for hooks in self._sources():
+            hooks.finish_if_due(in_step=True)
+
+    def _expect_gradients(self) -> None:
+        """In a step: gradients are computed anew, so a round is due."""
+        for hooks in self._sources():
+            hooks.reducer.expect_round()
+
+    def _loss_weight(self) -> float:
+        """Return by what this rank's gradients are multiplied before they are averaged."""
+        return 1.0
+
+    def _reduce_loss(self, loss: Any) -> Any:
+        """Return the reduction of all ranks' losses, like that of their gradients, where it steers the optimizer."""
+        if self._loss_reduction is None or not self._active:
+            return loss
+        name, op = self._loss_reduction
+        value = np.array((loss.item() if isinstance(loss, torch.Tensor) else float(loss)) * self._loss_weight())
+        self._runtime.allreduce(name, value, value, op, process_set=self._process_set).wait()
+        return torch.full_like(loss, float(value), requires_grad=False) if isinstance(loss, torch.Tensor) else float(value)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     assert isinstance(optimizer, Distributed)
-    if optimizer._active and reads_gradients(optimizer, args, kwargs):
-        optimizer._hooks.finish_if_due(in_step=True)
-
-
-def reads_gradients(optimizer: Distributed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a step with these arguments needs final gradients: a closure runs backward() itself.
-
-    Args:
-        args: of `step`, the optimizer first.
-    """
-    has_closure = bool(args[1:] and args[1] is not None) or kwargs.get("closure") is not None
-    return optimizer._synchronizes and not has_closure
+    if not optimizer._synchronizes:
+        return None
+    closure = closure_of(args, kwargs)
+    if closure is None:
+        optimizer._make_final()
+        return None
+    return with_closure(args, kwargs, FinalClosure(closure, optimizer._expect_gradients, optimizer._make_final,
+                                                   optimizer._reduce_loss))
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from hvdlite.core.errors import MismatchError
@@ -53,6 +54,22 @@ class Replica:
         if self.size == 1:
             return [value]
         return objects.allgather_object(self.runtime, value, self.name(kind), self.process_set)
+
+    def ask(self, kind: str, flag: bool) -> Callable[[], bool]:
+        """Begin to find out whether a flag is set on some replica; return what waits for the answer.
+
+        The question travels with the next collective.
+        """
+        if self.size == 1:
+            return lambda: flag
+        array = np.array([flag], np.uint8)
+        handle = self.runtime.allreduce(self.name(kind), array, array, ReduceOp.MAX, process_set=self.process_set,
+                                        at_once=False)
+
+        def answer() -> bool:
+            handle.wait()
+            return bool(array[0])
+        return answer
 
     def broadcast_tensors(self, tensors: Sequence[torch.Tensor], kind: str) -> None:
         """Overwrite tensors with replica 0's."""

@@ -1,4 +1,9 @@
-"""Rows of batches: structures of tensors whose first dimension counts samples."""
+"""Rows of batches.
+
+A batch is a tensor or an array, or a dict, list or tuple of them, at any depth. Each tensor has a row for each sample; one
+without dimensions has none, and stays whole. Lists and tuples of strings with as many entries as there are rows have an
+entry for each sample (torch's default_collate makes them). Everything else stays whole, also lists of numbers.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +20,10 @@ def rows_of(batch: Any) -> int:
 
     Raises:
         TypeError: when there is none.
+        ValueError: for a list that may be one of images.
     """
-    for leaf in _leaves(batch):
+    _refuse_lists_of_images(batch)
+    for leaf in leaves(batch):
         if isinstance(leaf, (torch.Tensor, np.ndarray)) and leaf.ndim > 0:
             return int(leaf.shape[0])
     raise TypeError(f"a batch of type {type(batch).__name__} cannot be shared among ranks: there is no tensor in it "
@@ -38,9 +45,9 @@ def rows_taken(batch: Any, count: int, rows: slice) -> Any:
         return leaf[rows]
 
     def of_samples(values: list[Any] | tuple[Any, ...]) -> Any:
-        """Lists with an entry a sample, such as file names, are shared too."""
-        plain = all(isinstance(each, (str, bytes, int, float)) for each in values)
-        return values[rows] if plain and len(values) == count else None
+        """Lists of strings with an entry a sample, such as file names, are shared too."""
+        texts = all(isinstance(each, (str, bytes)) for each in values)
+        return values[rows] if texts and len(values) == count else None
 
     return mapped(batch, taken, of_samples)
 
@@ -69,12 +76,29 @@ def mapped(value: Any, change: Callable[[Any], Any], whole: Callable[[Any], Any]
     return change(value)
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def leaves(value: Any) -> Iterator[Any]:
+    """Yield what a structure of dicts, lists and tuples holds."""
     if isinstance(value, Mapping):
         for item in value.values():
-            yield from _leaves(item)
+            yield from leaves(item)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _leaves(item)
+            yield from leaves(item)
     else:
         yield value
+
+
+def _refuse_lists_of_images(value: Any) -> None:
+    """Raise `ValueError` for a list of which nobody can tell whether it has an entry for each sample."""
+    if isinstance(value, Mapping):
+        for item in value.values():
+            _refuse_lists_of_images(item)
+    elif isinstance(value, (list, tuple)):
+        images = all(isinstance(item, (torch.Tensor, np.ndarray)) and item.ndim == 3 for item in value)
+        if isinstance(value, list) and len(value) > 1 and images and len({str(item.dtype) for item in value}) == 1:
+            raise ValueError(
+                f"a batch has a list of {len(value)} tensors with 3 dimensions, such as {list(value[0].shape)}. If these "
+                "are images, one for each sample, stack them into one tensor, or distribute a DataLoader over single "
+                "samples; if each of them has a row for each sample, make it a tuple or a dict")
+        for item in value:
+            _refuse_lists_of_images(item)

@@ -4,7 +4,8 @@ Rules
 - A parameter's gradient is reduced once a backward pass, by the first living optimizer of the scope that has it. Others that
   have it too share that reduction: their `step` waits for it, their `zero_grad` clears it.
 - Whatever decides that ranks communicate is the same on all of them: an optimizer is made, a batch or a step is the first
-  one after that or after a `load_state_dict`.
+  one after that. A `load_state_dict` may happen on one rank only, so ranks ask each other first: in every step, where the
+  question travels together with the gradients, in `run`, and at the beginning of a distributed epoch.
 - Modules are known by class and number of construction; what ranks have besides replica 0 stays as it is.
 """
 
@@ -14,9 +15,9 @@ import collections
 import functools
 import itertools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.nn.modules.batchnorm import BatchNorm1d, BatchNorm2d, BatchNorm3d
@@ -27,9 +28,14 @@ from hvdlite.core.errors import MismatchError
 from hvdlite.core.process_set import ProcessSet
 from hvdlite_torch.backward import BackwardHooks
 from hvdlite_torch.compression import Compressor
-from hvdlite_torch.optimizer import Distributed, DistributedOptimizer, is_distributed, reads_gradients
+from hvdlite_torch.foreign_optimizers import refuse_foreign_optimizers
+from hvdlite_torch.optimizer import Distributed, DistributedOptimizer, is_distributed
 from hvdlite_torch.replica import Replica
+from hvdlite_torch.state import load_exactly
+from hvdlite_torch.step_hooks import once_a_step
 from hvdlite_torch.sync_batch_norm import SyncBatchNorm
+
+Kind = TypeVar("Kind")
 
 
 class Holdings:
@@ -40,29 +46,32 @@ class Holdings:
         sync_batch_norm: whether BatchNorm layers become `SyncBatchNorm`.
 
     Attributes:
-        due: whether something is to be mirrored before the next batch or step.
+        due: whether something is to be mirrored before the next batch or step; the same on all ranks.
+        has_loaded: whether something of the scope has loaded a checkpoint on this rank since the last time.
     """
 
     def __init__(self, replica: Replica, process_set: ProcessSet, *, learning_rate_factor: float, sync_batch_norm: bool,
                  backward_passes_per_step: int, compression: type[Compressor]) -> None:
-        self.due = False
+        self.due = self.has_loaded = False
         self.learning_rate_factor = learning_rate_factor
         self._replica, self._process_set = replica, process_set
         self._sync_batch_norm = sync_batch_norm
         self._passes, self._compression = backward_passes_per_step, compression
-        self._modules: list[tuple[str, weakref.ref[torch.nn.Module]]] = []
+        self._modules: _Living[torch.nn.Module] = _Living()
         self._counts: collections.Counter[str] = collections.Counter()
-        self._optimizers: list[tuple[str, weakref.ref[Any]]] = []
+        self._optimizers: _Living[Any] = _Living()
         self._owners = WeakTensorKeyDictionary()  # by parameter: a weak reference to the hooks that hand its gradient over
         self._weight = 1.0
-        self._weighing: list[Any] = []  # hooks on gradients, while the weight is not 1
+        if replica.size > 1:
+            refuse_foreign_optimizers(self)
+        self._weighing: list[tuple[Any, Any]] = []  # while the weight is not 1: nodes of the graph, and our hooks on them
 
     # --- what is made ------------------------------------------------------------------------------------------------
 
     def add_module(self, module: torch.nn.Module) -> None:
         """Remember a module, of which only `torch.nn.Module.__init__` is over yet."""
         kind = type(module).__name__
-        self._modules.append((f"{kind}{self._counts[kind]}", weakref.ref(module)))
+        self._modules.add(f"{kind}{self._counts[kind]}", module)
         self._counts[kind] += 1
         if not isinstance(module, torch.jit.ScriptModule):
             module.register_load_state_dict_post_hook(_Reloaded(self))
@@ -79,31 +88,41 @@ class Holdings:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         names = self._agreed_names(parameters)
         self.scale(optimizer.param_groups)
-        if "lr" in optimizer.defaults:
-            optimizer.defaults["lr"] = optimizer.defaults["lr"] * self.learning_rate_factor
-        number = len(self._optimizers)
+        if not any(other.defaults is optimizer.defaults for _, other in self._optimizers.living()):
+            self.scale([optimizer.defaults])
+        number = self._optimizers.count
         optimizer._holdings, optimizer._companions = self, []  # type: ignore[attr-defined]
+        optimizer._answer, optimizer._number = None, number  # type: ignore[attr-defined]
         DistributedOptimizer(optimizer, list(zip(names, parameters, strict=True)), compression=self._compression,
                              backward_passes_per_step=self._passes, process_set=self._process_set,
                              _runtime=self._replica.runtime, _label=f"{self._replica.label}.{number}", _mixin=Mirrored)
-        optimizer.register_step_pre_hook(_before_step)
-        optimizer.register_step_post_hook(_after_step)
-        self._optimizers.append((f"optimizer{number}", weakref.ref(optimizer)))
+        optimizer.register_step_pre_hook(once_a_step(_before_step))
+        optimizer.register_step_post_hook(once_a_step(_after_step))
+        self._optimizers.add(f"optimizer{number}", optimizer)
         self._replica.broadcast_tensors([each.detach() for each in parameters if not is_lazy(each)], "parameters")
         self.due = True
         self._weigh_anew()
 
     def scale(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Multiply the learning rates that parameter groups have."""
+        """Multiply the learning rates that parameter groups have, unless another optimizer of the scope has them already."""
         if self.learning_rate_factor != 1:
+            scaled = {id(group) for _, optimizer in self._optimizers.living() for group in optimizer.param_groups}
             for group in groups:
-                if "lr" in group:
+                if "lr" in group and id(group) not in scaled:
                     group["lr"] = group["lr"] * self.learning_rate_factor
 
     def owner(self, parameter: torch.Tensor) -> BackwardHooks | None:
         """Return who hands a parameter's gradient over already."""
         reference = self._owners.get(parameter)
         return None if reference is None else reference()
+
+    def paths(self) -> dict[int, str]:
+        """Return the paths of the parameters of the scope's modules, by the parameters' identity."""
+        paths: dict[int, str] = {}
+        for name, module in self._living_modules():
+            for path, parameter in module.named_parameters():
+                paths.setdefault(id(parameter), f"{name}.{path}")
+        return paths
 
     def own(self, parameter: torch.Tensor, hooks: BackwardHooks) -> None:
         """Note who hands a parameter's gradient over."""
@@ -137,6 +156,24 @@ class Holdings:
 
     # --- mirroring ---------------------------------------------------------------------------------------------------
 
+    def agree(self) -> None:
+        """Find out whether some rank has loaded a checkpoint; all ranks call this together."""
+        if not self.due:
+            self.due = self._replica.ask("loaded", self.has_loaded)()
+
+    def ask(self, optimizer: Mirrored) -> None:
+        """Begin asking whether some rank has loaded a checkpoint, once for every step of an optimizer."""
+        if optimizer._answer is None:
+            optimizer._answer = self._replica.ask(f"loaded.{optimizer._number}", self.has_loaded)
+
+    def agree_in_step(self, optimizer: Mirrored) -> None:
+        """Mirror when something is due, or when some rank had loaded a checkpoint before it asked; in every step."""
+        self.ask(optimizer)
+        answer, optimizer._answer = optimizer._answer, None
+        assert answer is not None
+        if answer() or self.due:
+            self.mirror()
+
     def mirror_if_due(self) -> None:
         """Mirror what has been made or loaded since the last time, if anything; all ranks call this together."""
         if self.due:
@@ -149,11 +186,11 @@ class Holdings:
             MismatchError: on all ranks, when a tensor's shape or dtype differs.
         """
         self._convert()
-        self.due = False
+        self.due = self.has_loaded = False
         if self._replica.size == 1:
             return
         self._mirror_tensors()
-        known = {name: optimizer for name, reference in self._optimizers if (optimizer := reference()) is not None}
+        known = dict(self._optimizers.living())
         for name in self._replica.broadcast_object(list(known), "optimizers"):
             optimizer = known.get(name)
             state = self._replica.broadcast_structure(None if optimizer is None else optimizer.state_dict(), "state")
@@ -190,10 +227,9 @@ class Holdings:
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Return what is to be mirrored, by name; a tensor has as many names as there are ways to it."""
         named: dict[str, torch.Tensor] = {}
-        for name, reference in self._optimizers:
-            if (optimizer := reference()) is not None:
-                for group, settings in enumerate(optimizer.param_groups):
-                    named.update((f"{name}.{group}.{index}", each) for index, each in enumerate(settings["params"]))
+        for name, optimizer in self._optimizers.living():
+            for group, settings in enumerate(optimizer.param_groups):
+                named.update((f"{name}.{group}.{index}", each) for index, each in enumerate(settings["params"]))
         modules = list(self._living_modules())
         for name, module in modules:
             for attribute, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -205,11 +241,7 @@ class Holdings:
         return {name: tensor for name, tensor in named.items() if tensor.device.type != "meta"}
 
     def _living_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        self._modules = [entry for entry in self._modules if entry[1]() is not None]
-        for name, reference in self._modules:
-            module = reference()
-            if module is not None and hasattr(module, "_parameters"):
-                yield name, module
+        return ((name, module) for name, module in self._modules.living() if hasattr(module, "_parameters"))
 
     def _convert(self) -> None:
         """Make BatchNorm layers synchronise, in place, so that whoever has one keeps it."""
@@ -224,13 +256,17 @@ class Holdings:
     # --- weights -----------------------------------------------------------------------------------------------------
 
     def weigh(self, weight: float) -> None:
-        """Multiply gradients by `weight` from now on, before they are accumulated; nothing is done to them when it is 1."""
+        """Multiply gradients by `weight` from now on, before they are accumulated; nothing is done to them when it is 1.
+
+        What `torch.autograd.grad` returns is not multiplied: it accumulates nothing. Gradients that a script sets itself
+        are, before they are reduced.
+        """
         if weight != self._weight:
             self._weight = weight
             self._weigh_anew()
 
     def _weigh_anew(self) -> None:
-        for hook in self._weighing:
+        for _, hook in self._weighing:
             hook.remove()
         self._weighing = []
         if self._sync_batch_norm:
@@ -238,12 +274,16 @@ class Holdings:
                 for module in root.modules():
                     if isinstance(module, SyncBatchNorm):
                         module.gradient_weight = self._weight
+        for _, optimizer in self._optimizers.living():
+            optimizer._hooks.own_weight = self._weight
         if self._weight == 1:
             return
         weighed = functools.partial(_weighed, self._weight)
-        parameters = {id(parameter): parameter for _, reference in self._optimizers if (optimizer := reference()) is not None
+        parameters = {id(parameter): parameter for _, optimizer in self._optimizers.living()
                       for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad}
-        self._weighing = [parameter.register_hook(weighed) for parameter in parameters.values()]
+        with torch.inference_mode(False):  # a loop over batches may be inside of one
+            nodes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters.values()]
+        self._weighing = [(node, node.register_prehook(weighed)) for node in nodes]  # a node lives as long as we hold it
 
 
 class Mirrored:
@@ -251,11 +291,15 @@ class Mirrored:
 
     _holdings: Holdings
     _companions: list[BackwardHooks]  # of other optimizers, which reduce gradients for this one
+    _answer: Callable[[], bool] | None  # of the ranks that were asked for the next step; see `Holdings.ask`
+    _number: int  # among the optimizers of the scope
     _hooks: BackwardHooks
     _active: bool
 
     def _watch(self, parameter: torch.Tensor) -> None:
         owner = self._holdings.owner(parameter)
+        if self._active:
+            _ask_in_backward(self, owner or self._hooks)
         if owner is not None and owner is not self._hooks:
             if owner not in self._companions:
                 self._companions.append(owner)
@@ -269,11 +313,17 @@ class Mirrored:
         self._holdings.due = True
         super().add_param_group(param_group)  # type: ignore[misc]
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Like the base class's; reductions under way are completed first."""
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Like the base class's, whose arguments it takes; reductions under way are completed first."""
         for hooks in self._companions:
             hooks.cleared()
-        super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
+        super().zero_grad(*args, **kwargs)  # type: ignore[misc]
+
+    def _sources(self) -> Sequence[BackwardHooks]:
+        return [*super()._sources(), *self._companions]  # type: ignore[misc]
+
+    def _loss_weight(self) -> float:
+        return self._holdings._weight
 
     def no_sync(self) -> AbstractContextManager[Any]:
         """Accumulate gradients locally; the first backward pass after it reduces the sums."""
@@ -284,11 +334,77 @@ class Mirrored:
         return stack
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Like the base class's; before the next batch or step, everything is mirrored again. Call it on all ranks."""
-        self._holdings.due = True
+        """Like the base class's, into the dicts and lists there are; everything is mirrored before the next step."""
+        self._holdings.has_loaded = True
         for hooks in self._companions:
             hooks.cleared()
         return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over what `load_state_dict` has made; optimizers around this one hold on to its dicts and lists."""
+        if state.keys() == {"state", "param_groups"} and "param_groups" in self.__dict__:
+            groups, tensors = self.__dict__["param_groups"], self.__dict__["state"]
+            for group, loaded in zip(groups, state["param_groups"], strict=True):
+                group.clear()
+                group.update(loaded)
+            tensors.clear()
+            tensors.update(state["state"])
+            state = {"state": tensors, "param_groups": groups}
+        super().__setstate__(state)  # type: ignore[misc]
+
+
+class _Living(Generic[Kind]):
+    """What was made and is still alive, in order, with names.
+
+    Attributes:
+        count: of all that were ever made.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._entries: dict[int, tuple[str, weakref.ref[Kind]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, name: str, value: Kind) -> None:
+        """Remember it until it is gone."""
+        entries, number = self._entries, self.count
+        entries[number] = name, weakref.ref(value, lambda gone: _forget(entries, number))
+        self.count += 1
+
+    def living(self) -> Iterator[tuple[str, Kind]]:
+        """Return what is alive."""
+        for name, reference in list(self._entries.values()):
+            value = reference()
+            if value is not None:
+                yield name, value
+
+
+def _forget(entries: dict[int, Any], number: int) -> None:
+    entries.pop(number, None)
+
+
+class _Asking:
+    """Asks the other ranks at the beginning of a backward pass, so that the step need not wait for the answers.
+
+    Args:
+        optimizers: whose gradients are computed in it.
+    """
+
+    def __init__(self, optimizers: weakref.WeakSet[Mirrored]) -> None:
+        self.optimizers = optimizers
+
+    def __call__(self) -> bool:
+        for optimizer in self.optimizers:
+            optimizer._holdings.ask(optimizer)
+        return True
+
+
+def _ask_in_backward(optimizer: Mirrored, hooks: BackwardHooks) -> None:
+    if not isinstance(hooks.on_begin, _Asking):
+        hooks.on_begin = _Asking(weakref.WeakSet())
+    hooks.on_begin.optimizers.add(optimizer)
 
 
 class _Reloaded:
@@ -300,7 +416,7 @@ class _Reloaded:
     def __call__(self, module: torch.nn.Module, keys: Any) -> None:
         holdings = self._holdings()
         if holdings is not None:
-            holdings.due = True
+            holdings.has_loaded = True
 
     def __reduce__(self) -> Any:
         return _deaf, ()
@@ -316,10 +432,7 @@ def _nothing(module: torch.nn.Module, keys: Any) -> None:
 
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     assert isinstance(optimizer, Mirrored) and isinstance(optimizer, Distributed)
-    if reads_gradients(optimizer, args, kwargs):
-        for hooks in optimizer._companions:
-            hooks.finish_if_due(in_step=True)
-    optimizer._holdings.mirror_if_due()
+    optimizer._holdings.agree_in_step(optimizer)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -329,18 +442,8 @@ def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
 
 
 def _take(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load a state dict, without telling anybody, into the dicts and lists there are: others may hold on to them."""
-    groups, tensors = optimizer.param_groups, optimizer.state
-    super(Distributed, optimizer).load_state_dict(state)  # type: ignore[misc]
-    for group, loaded in zip(groups, optimizer.param_groups, strict=True):
-        if group is not loaded:
-            group.clear()
-            group.update(loaded)
-    optimizer.param_groups = groups
-    if optimizer.state is not tensors:
-        tensors.clear()
-        tensors.update(optimizer.state)
-        optimizer.state = tensors
+    """Load replica 0's state dict, without telling anybody."""
+    load_exactly(optimizer, state, super(Distributed, optimizer).load_state_dict)  # type: ignore[misc]
 
 
 def _kind(tensor: torch.Tensor) -> tuple[tuple[int, ...], str, bool]:
@@ -353,5 +456,5 @@ def _told(kind: tuple[tuple[int, ...], str, bool]) -> str:
     return f"{dtype} {list(shape)}{'' if is_trained else ' (frozen)'}"
 
 
-def _weighed(weight: float, gradient: torch.Tensor) -> torch.Tensor:
-    return gradient * weight
+def _weighed(weight: float, gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+    return tuple(None if gradient is None else gradient * weight for gradient in gradients)

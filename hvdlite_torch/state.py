@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     """Give every rank rank `root_rank`'s optimizer state and hyper-parameters.
 
     Works for every torch optimizer, stepped or not: the state's structure travels as an object and its tensors as tensors,
-    so no step is taken to create it.
+    so no step is taken to create it. Tensors keep their dtypes.
 
     Args:
         model: accepted for Horovod's sake; not needed.
@@ -49,17 +49,50 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     _broadcast_state(api.runtime(), optimizer, root_rank)
 
 
-def take_over(runtime: Runtime, optimizer: torch.optim.Optimizer, root_rank: int) -> None:
-    """Give every rank rank `root_rank`'s parameters and optimizer state."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    broadcast_tensors(runtime, [parameter.detach() for parameter in parameters], root_rank, "take_over.parameters")
+def take_over(runtime: Runtime, optimizer: torch.optim.Optimizer, root_rank: int,
+              models: Iterable[torch.nn.Module] = ()) -> None:
+    """Give every rank rank `root_rank`'s parameters and optimizer state, and the parameters and buffers of models."""
+    tensors = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
+    for model in models:
+        tensors.update((id(tensor), tensor) for tensor in (*model.parameters(), *model.buffers()))
+    broadcast_tensors(runtime, [tensor.detach() for tensor in tensors.values()], root_rank, "take_over.parameters")
     _broadcast_state(runtime, optimizer, root_rank)
 
 
 def _broadcast_state(runtime: Runtime, optimizer: torch.optim.Optimizer, root_rank: int) -> None:
     state = broadcast_structure(runtime, optimizer.state_dict(), root_rank, "optimizer_state")
     if runtime.world.rank != root_rank:
-        optimizer.load_state_dict(state)
+        load_exactly(optimizer, state)
+
+
+def load_exactly(optimizer: torch.optim.Optimizer, state: dict[str, Any],
+                 load: Callable[[dict[str, Any]], Any] | None = None) -> None:
+    """Load a state dict that belongs to the caller, so that its tensors keep their dtypes.
+
+    torch casts floating-point state to its parameter's dtype: float32 moments of bfloat16 parameters would lose their bits.
+
+    Args:
+        load: another function than `optimizer.load_state_dict`.
+    """
+    (load or optimizer.load_state_dict)(state)
+    for saved, group in zip(state.get("param_groups", ()), optimizer.param_groups, strict=False):
+        for key, parameter in zip(saved["params"], group["params"], strict=True):
+            if parameter in optimizer.state and key in state["state"]:
+                optimizer.state[parameter] = _with_dtypes_of(state["state"][key], optimizer.state[parameter])
+
+
+def _with_dtypes_of(saved: Any, loaded: Any) -> Any:
+    """Return the loaded structure of state, where tensors that were cast are replaced by the saved ones."""
+    if isinstance(loaded, torch.Tensor):
+        was_cast = isinstance(saved, torch.Tensor) and saved.dtype is not loaded.dtype and saved.shape == loaded.shape
+        return saved.to(loaded.device) if was_cast else loaded
+    if isinstance(loaded, dict) and isinstance(saved, Mapping):
+        for key in loaded:
+            if key in saved:
+                loaded[key] = _with_dtypes_of(saved[key], loaded[key])
+    elif type(loaded) in (list, tuple) and type(saved) is type(loaded) and len(saved) == len(loaded):
+        return type(loaded)(map(_with_dtypes_of, saved, loaded))
+    return loaded
 
 
 def broadcast_structure(runtime: Runtime, value: Any, root_rank: int, name: str,

@@ -12,9 +12,10 @@ from hvdlite.negotiation.requests import first_of, grouped
 
 Aspect = tuple[str, Callable[[Request], object]]
 STEPS = "number of optimizer steps before the reduction"
-_WAY_OUT = {STEPS: "The ranks made different numbers of backward passes between two steps, so one rank's gradients met "
-                   "another's of the next step. Make the same number on all ranks, or use "
-                   "DistributedOptimizer(wait_in=\"step\"), which reduces once a step"}
+_WAY_OUT = {STEPS: "The ranks made different numbers of backward passes between two steps, or some of them replaced "
+                   "gradients after their reduction, so one rank's gradients met another's of the next step. Do the same on "
+                   "all ranks. For passes over different parameters, DistributedOptimizer(wait_in=\"step\") reduces once a "
+                   "step"}
 _SPARSE = ("One rank's gradient is sparse (gathered row by row), another's is dense. Pass sparse_as_dense=True to the "
            "optimizer or tape")
 _ANY_WAY_OUT = "Nothing was changed on any rank; call it with the same value everywhere, or use different names"

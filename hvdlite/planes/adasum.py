@@ -5,12 +5,15 @@ first: ((0, 1), (2, 3)), and one without a partner goes up a level as it is, so 
 et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021, section 3 (powers of two only, as in Horovod).
 
 Whatever is combined is a linear combination of the ranks' tensors, and its factors depend on nothing but their inner
-products. So a plane measures those once, every rank derives the same factors, and one weighted sum gives the result.
+products. So a plane measures those once, every rank derives the same factors, and one weighted sum gives the result. The
+tensors of a group share the exchanges for all that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import bisect
+import itertools
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -20,38 +23,49 @@ from hvdlite.planes.arithmetic import Casts
 
 
 class AdaptiveSum:
-    """The arithmetic of Adasum on one tensor; like `Reduction`, once `weigh` has been told the inner products.
+    """The arithmetic of Adasum on tensors that lie one after the other; each of them is weighed by itself.
+
+    Like `Reduction`, once `weigh` has been told the inner products.
 
     Args:
-        response: gives the factors.
+        response: gives the scale factors.
         dtype: a floating point dtype; 16-bit floats are accumulated in float32, inner products in float64.
         chunk: elements worked on at a time.
         casts: for 16-bit floats.
+        rows: how many elements each tensor has.
     """
 
-    def __init__(self, response: Response, dtype: np.dtype[np.generic], chunk: int, casts: Casts) -> None:
+    def __init__(self, response: Response, dtype: np.dtype[np.generic], chunk: int, casts: Casts,
+                 rows: Sequence[int]) -> None:
         self.dtype = dtype
         self.chunk = max(1, chunk)
         self._casts = casts
         self._wide = accumulator_dtype(dtype)
         self._factor = response.prescale * response.postscale  # scaling all tensors alike scales the result
-        self._factors: list[float] = []
+        self._ends = list(itertools.accumulate(rows))
+        self._factors = np.empty((0, 0))  # by tensor and contributor
 
-    def products(self, sources: Sequence[Array]) -> Array:
-        """Return the inner products of each two of some flat arrays: float64, (n, n)."""
-        total = np.zeros((len(sources), len(sources)))
-        rows = np.empty((len(sources), min(self.chunk, sources[0].size if sources else 0)))
-        for start in range(0, sources[0].size if sources else 0, self.chunk):
-            piece = slice(start, min(start + self.chunk, sources[0].size))
+    def products(self, sources: Sequence[Array], begin: int = 0) -> Array:
+        """Return the inner products of each two contributors' values, by tensor: float64, (tensors, n, n).
+
+        Args:
+            sources: one flat array for each contributor.
+            begin: the element of the concatenated tensors with which the arrays begin.
+        """
+        count = sources[0].size if sources else 0
+        total = np.zeros((len(self._ends), len(sources), len(sources)))
+        rows = np.empty((len(sources), min(self.chunk, count)))
+        for piece, tensors in self._pieces(begin, count):
             for row, source in zip(rows, sources, strict=True):
-                row[:piece.stop - start] = self._widened(source[piece])
-            part = rows[:, :piece.stop - start]
-            total += part @ part.T
+                row[:piece.stop - piece.start] = self._widened(source[piece])
+            for tensor, low, high in tensors:
+                part = rows[:, low:high]
+                total[tensor] += part @ part.T
         return total
 
     def weigh(self, products: Array) -> None:
         """Derive the factors from the inner products of the whole tensors."""
-        self._factors = [float(factor) * self._factor for factor in factors(products)]
+        self._factors = factors(products) * self._factor
 
     def place(self, source: Array, out: Array) -> None:
         """Copy `source` to `out`."""
@@ -61,18 +75,38 @@ class AdaptiveSum:
         """Return `source` itself."""
         return source
 
-    def combine(self, sources: Sequence[Array], out: Array) -> None:
-        """Write the weighted sum of flat arrays to `out`, which may be the memory of one of them."""
+    def combine(self, sources: Sequence[Array], out: Array, begin: int = 0) -> None:
+        """Write the weighted sums of flat arrays to `out`, which may be the memory of one of them.
+
+        Args:
+            begin: like that of `products`.
+        """
         with np.errstate(all="ignore"):
-            for start in range(0, out.size, self.chunk):
-                piece = slice(start, min(start + self.chunk, out.size))
-                total = np.zeros(piece.stop - start, self._wide)
-                for factor, source in zip(self._factors, sources, strict=True):
-                    total += self._widened(source[piece]) * self._wide.type(factor)
+            for piece, tensors in self._pieces(begin, out.size):
+                factors = self._factors[[tensor for tensor, _, _ in tensors]].astype(self._wide)
+                if len(tensors) > 1:
+                    factors = factors.repeat([high - low for _, low, high in tensors], axis=0)
+                total = np.zeros(piece.stop - piece.start, self._wide)
+                for factor, source in zip(factors.T, sources, strict=True):
+                    total += self._widened(source[piece]) * factor
                 if self.dtype == self._wide:
                     np.copyto(out[piece], total)
                 else:
                     self._casts.narrow(total, out[piece])
+
+    def _pieces(self, begin: int, count: int) -> Iterator[tuple[slice, list[tuple[int, int, int]]]]:
+        """Yield chunks of an array that begins with element `begin`, and (tensor, begin, end) of what is in each chunk."""
+        tensor = bisect.bisect_right(self._ends, begin)
+        for first in range(begin, begin + count, self.chunk):
+            last = min(first + self.chunk, begin + count)
+            tensors, start = [], first
+            while start < last:
+                stop = min(self._ends[tensor], last)
+                if start < stop:
+                    tensors.append((tensor, start - first, stop - first))
+                tensor += stop == self._ends[tensor]
+                start = stop
+            yield slice(first - begin, last - begin), tensors
 
     def _widened(self, source: Array) -> Array:
         if self.dtype == self._wide:
@@ -83,8 +117,16 @@ class AdaptiveSum:
 
 
 def factors(products: Array) -> Array:
-    """Return by what each of n tensors is multiplied in their adaptive sum, given their inner products, float64 (n, n)."""
-    terms = list(np.eye(len(products)))
+    """Return by what each of n vectors is multiplied in their adaptive sum.
+
+    Args:
+        products: the inner products of several tensors: float64, (tensors, n, n).
+
+    Returns:
+        float64, (tensors, n).
+    """
+    count = products.shape[1]
+    terms = [np.broadcast_to(row, (len(products), count)) for row in np.eye(count)]
     while len(terms) > 1:
         paired = [_combined(one, other, products) for one, other in zip(terms[::2], terms[1::2])]  # noqa: B905 (an odd one)
         terms = paired + terms[2 * len(paired):]
@@ -92,10 +134,10 @@ def factors(products: Array) -> Array:
 
 
 def _combined(one: Array, other: Array, products: Array) -> Array:
-    """Combine two tensors, each given as factors of the ranks' tensors."""
+    """Combine two vectors of each tensor, given as factors of the ranks' vectors."""
     with np.errstate(all="ignore"):
-        agreement = one @ products @ other
-        own = [1.0 if square == 0 else 1.0 - agreement / (2.0 * square)
-               for square in (one @ products @ one, other @ products @ other)]
+        agreement = np.einsum("ti,tij,tj->t", one, products, other)
+        squares = [np.einsum("ti,tij,tj->t", each, products, each) for each in (one, other)]
+        own = [np.where(square == 0, 1.0, 1.0 - agreement / (2.0 * square))[:, None] for square in squares]
     result: Array = own[0] * one + own[1] * other
     return result

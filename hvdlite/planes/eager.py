@@ -33,7 +33,7 @@ def reduced(response: Response, sources: Sequence[Array], size: int, casts: Cast
     dtype, chunk = SUPPORTED_DTYPES[response.dtype], max(1, sources[0].size)
     reduction: AdaptiveSum | Reduction
     if response.op is ReduceOp.ADASUM:
-        reduction = AdaptiveSum(response, dtype, chunk, casts)
+        reduction = AdaptiveSum(response, dtype, chunk, casts, (sources[0].size,))
         reduction.weigh(reduction.products(sources))
     else:
         reduction = Reduction(response, dtype, size, chunk, casts)

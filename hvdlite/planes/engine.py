@@ -15,9 +15,10 @@ which moves as many bytes as a ring does. Every rank gets the same bits; what th
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, Protocol
 
 import numpy as np
@@ -214,20 +215,20 @@ class _Work:
         reduction.conclude(out, out)
 
     def adasum(self) -> None:
-        """Each tensor by itself: measure the inner products slice by slice, add them up, then a weighted sum by slices."""
+        """Measure the inner products slice by slice, add them up, then weighted sums by slices; many tensors at a time."""
         receives = self._response.collective is Collective.ALLREDUCE or self._index == self._root
-        for index, total in enumerate(self._response.rows):
-            if not total:
-                continue
-            adaptive = AdaptiveSum(self._response, self._dtype, self._chunk // self._dtype.itemsize, self._casts)
-            source = Concatenation(self._plan.sources[index:index + 1]) if self._contributes else None
-            output = Concatenation(self._plan.outputs[index:index + 1]) if self._plan.outputs and receives else None
-            bounds = slice_bounds(0, total, self._size, self._dtype)
-            slices = self._slices(adaptive, source, 0, bounds)
-            products = np.zeros((len(slices), len(slices))) if not slices[0].size else adaptive.products(slices)
+        for first, last in _batches(self._response.rows, PIECE // self._dtype.itemsize):
+            rows = self._response.rows[first:last]
+            adaptive = AdaptiveSum(self._response, self._dtype, self._chunk // self._dtype.itemsize, self._casts, rows)
+            sources = Concatenation(self._plan.sources[first:last]) if self._contributes else None
+            outputs = Concatenation(self._plan.outputs[first:last]) if self._plan.outputs and receives else None
+            bounds = slice_bounds(0, sum(rows), self._size, self._dtype)
+            begin = bounds[self._index]
+            slices = self._slices(adaptive, sources, 0, bounds)
+            products = adaptive.products(slices, begin)
             self._link.allreduce(products.reshape(-1), ReduceOp.SUM, self._wait_until)
             adaptive.weigh(products)
-            self._combine(adaptive, slices, output, 0, bounds)
+            self._combine(functools.partial(adaptive.combine, begin=begin), slices, outputs, 0, bounds)
 
     def _reduction(self) -> Reduction:
         return Reduction(self._response, self._dtype, self._size, self._chunk // self._dtype.itemsize, self._casts)
@@ -267,7 +268,7 @@ class _Work:
         total, per_piece = self._total(), PIECE // self._dtype.itemsize
         for low in range(0, total, per_piece):
             bounds = slice_bounds(low, min(low + per_piece, total), self._size, self._dtype)
-            self._combine(reduction, self._slices(reduction, sources, low, bounds), outputs, low, bounds)
+            self._combine(reduction.combine, self._slices(reduction, sources, low, bounds), outputs, low, bounds)
 
     def _slices(self, reduction: Reduction | AdaptiveSum, sources: Concatenation | None, low: int,
                 bounds: Sequence[int]) -> list[Array]:
@@ -286,8 +287,8 @@ class _Work:
                             self._wait_until)
         return [received[at * mine:(at + 1) * mine] for at in range(len(contributors))]
 
-    def _combine(self, reduction: Reduction | AdaptiveSum, slices: list[Array], outputs: Concatenation | None, low: int,
-                 bounds: Sequence[int]) -> None:
+    def _combine(self, combine: Callable[[list[Array], Array], None], slices: list[Array], outputs: Concatenation | None,
+                 low: int, bounds: Sequence[int]) -> None:
         """Reduce this rank's slice, and hand the results to those who want them."""
         relative = [bound - low for bound in bounds]
         single = outputs.single(low, bounds[-1]) if outputs is not None else None
@@ -296,7 +297,7 @@ class _Work:
             whole = np.empty(relative[-1], self._dtype)
         result = np.empty(slices[0].size, self._dtype) if whole is None else whole[relative[self._index]:
                                                                                    relative[self._index + 1]]
-        reduction.combine(slices, result)
+        combine(slices, result)
         if self._response.collective is Collective.ALLREDUCE:
             assert whole is not None
             self._link.allgather(result, whole, relative, self._wait_until)
@@ -376,6 +377,18 @@ def _bounds(counts: Array) -> list[int]:
 
 def _bytes(values: Array) -> Array:
     return values.view(np.uint8)
+
+
+def _batches(rows: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
+    """Yield first..last of tensors with at most `limit` elements together, or of one that has more."""
+    first = total = 0
+    for index, count in enumerate(rows):
+        if total and total + count > limit:
+            yield first, index
+            first, total = index, 0
+        total += count
+    if total:
+        yield first, len(rows)
 
 
 def _unpack(values: Array, outputs: Sequence[Array | None]) -> None:

@@ -167,22 +167,33 @@ class ShmPlane:
                 piece.reduce_slices(sources, outputs, wait_until)
 
     def _adasum(self, group: Group, plan: Plan, wait_until: WaitUntil) -> None:
-        """Each tensor by itself: measure the inner products slice by slice, add them up, then a weighted sum by slices."""
+        """Measure the inner products slice by slice, add them up, then weighted sums by slices; all tensors together."""
         response, dtype = plan.response, SUPPORTED_DTYPES[plan.response.dtype]
-        receives = response.collective is Collective.ALLREDUCE or self._rank == response.root_rank
-        contributors = len(response.contributors)
-        per_piece = group.segment.slot // dtype.itemsize
-        for index, total in enumerate(response.rows if contributors else ()):
-            adaptive = AdaptiveSum(response, dtype, self._chunk // dtype.itemsize, self._casts)
-            source = Concatenation(plan.sources[index:index + 1]) if self._rank in response.contributors else None
-            output = Concatenation(plan.outputs[index:index + 1]) if plan.outputs and receives else None
-            products = np.zeros((contributors, contributors))
+        if not response.contributors:
+            return
+        receives = plan.outputs and (response.collective is Collective.ALLREDUCE or self._rank == response.root_rank)
+        adaptive = AdaptiveSum(response, dtype, self._chunk // dtype.itemsize, self._casts, response.rows)
+        sources = Concatenation(plan.sources) if self._rank in response.contributors else None
+        outputs = Concatenation(plan.outputs) if receives else None
+        total, per_piece = sum(response.rows), group.segment.slot // dtype.itemsize
+
+        def pieces() -> Iterator[_AdaptivePiece]:
             for low in range(0, total, per_piece):
-                piece = _Piece(group, response, adaptive, low, min(low + per_piece, total))
-                products += piece.measure_slice(source, adaptive, wait_until)
-            adaptive.weigh(group.total(products, wait_until))
-            for low in range(0, total, per_piece):
-                _Piece(group, response, adaptive, low, min(low + per_piece, total)).reduce_slices(source, output, wait_until)
+                yield _AdaptivePiece(group, response, adaptive, low, min(low + per_piece, total))
+
+        if total * dtype.itemsize <= self._direct:
+            for piece in pieces():
+                piece.reduce_whole(sources, outputs, wait_until)
+            return
+        products = np.zeros((len(response.rows), len(response.contributors), len(response.contributors)))
+        for piece in pieces():
+            products += piece.measure_slice(sources, wait_until)
+        fitting = max(1, group.segment.slot // products[0].nbytes)
+        for first in range(0, len(products), fitting):
+            products[first:first + fitting] = group.total(products[first:first + fitting], wait_until)
+        adaptive.weigh(products)
+        for piece in pieces():
+            piece.reduce_slices(sources, outputs, wait_until)
 
     def _reducescatter(self, group: Group, plan: Plan, wait_until: WaitUntil) -> None:
         reduction = self._reduction(group, plan.response)
@@ -306,32 +317,13 @@ class _Piece:
             self._publish(sources, self.low, begin)
             self._publish(sources, end, self.high)
         group.barrier(wait_until)
-        guide = outputs or sources or Concatenation([self._slots[group.index][:self.high - self.low]], self.low)
-        for start, stop, part in guide.parts(begin, end, self._reduction.chunk):
-            result = self._staged(group.index, start, stop)
-            self._reduction.combine([self._term(index, sources, start, stop) for index in self._contributors], result)
-            if outputs is not None:
-                np.copyto(part, result)
+        self._reduce_slice(sources, outputs, begin, end)
         group.barrier(wait_until)
         if outputs is None:
             return
         for owner in range(group.size):
             if owner != group.index:
-                for start, stop, part in outputs.parts(bounds[owner], bounds[owner + 1], self.high - self.low):
-                    np.copyto(part, self._staged(owner, start, stop))
-
-    def measure_slice(self, sources: Concatenation | None, adaptive: AdaptiveSum, wait_until: WaitUntil) -> Array:
-        """Publish what others own, and return the inner products of the contributors' values in the slice owned here."""
-        group = self._group
-        bounds = slice_bounds(self.low, self.high, group.size, adaptive.dtype)
-        begin, end = bounds[group.index], bounds[group.index + 1]
-        if sources is not None:
-            self._publish(sources, self.low, begin)
-            self._publish(sources, end, self.high)
-        group.barrier(wait_until)
-        if begin == end:
-            return np.zeros((len(self._contributors), len(self._contributors)))
-        return adaptive.products([self._term(index, sources, begin, end) for index in self._contributors])
+                self._collect(outputs, owner, bounds[owner], bounds[owner + 1])
 
     def reduce_own(self, sources: Concatenation | None, output: Array | None, begin: int, end: int,
                    wait_until: WaitUntil) -> None:
@@ -360,8 +352,67 @@ class _Piece:
         (_, _, part), = sources.parts(start, stop, stop - start)
         return self._reduction.placed(part)
 
+    def _reduce_slice(self, sources: Concatenation | None, outputs: Concatenation | None, begin: int, end: int) -> None:
+        """Reduce elements begin..end into the own slot and the output."""
+        own = self._group.index
+        guide = outputs or sources or Concatenation([self._slots[own][:self.high - self.low]], self.low)
+        for start, stop, part in guide.parts(begin, end, self._reduction.chunk):
+            result = self._staged(own, start, stop)
+            self._reduction.combine([self._term(index, sources, start, stop) for index in self._contributors], result)
+            if outputs is not None:
+                np.copyto(part, result)
+
+    def _collect(self, outputs: Concatenation, owner: int, begin: int, end: int) -> None:
+        """Copy elements begin..end from their owner's slot to the output."""
+        for start, stop, part in outputs.parts(begin, end, self.high - self.low):
+            np.copyto(part, self._staged(owner, start, stop))
+
     def _staged(self, index: int, start: int, stop: int) -> Array:
         return self._slots[index][start - self.low:stop - self.low]
+
+
+class _AdaptivePiece(_Piece):
+    """Like `_Piece`, of an adaptive sum, which depends on the tensor that an element belongs to."""
+
+    def __init__(self, group: Group, response: Response, adaptive: AdaptiveSum, low: int, high: int) -> None:
+        super().__init__(group, response, adaptive, low, high)
+        self._adaptive = adaptive
+
+    def reduce_whole(self, sources: Concatenation | None, outputs: Concatenation | None, wait_until: WaitUntil) -> None:
+        """Publish everything, then let every rank measure and reduce everything; the piece is all there is."""
+        if sources is not None:
+            self._publish(sources, self.low, self.high)
+        self._group.barrier(wait_until)
+        if outputs is None:
+            return
+        terms = [self._staged(index, self.low, self.high) for index in self._contributors]
+        self._adaptive.weigh(self._adaptive.products(terms, self.low))
+        result = np.empty_like(terms[0])
+        self._adaptive.combine(terms, result, self.low)
+        for start, stop, part in outputs.parts(self.low, self.high, self.high - self.low):
+            np.copyto(part, result[start - self.low:stop - self.low])
+
+    def measure_slice(self, sources: Concatenation | None, wait_until: WaitUntil) -> Array:
+        """Publish what others own, and return the inner products, by tensor, of the values in the slice owned here."""
+        group = self._group
+        bounds = slice_bounds(self.low, self.high, group.size, self._adaptive.dtype)
+        begin, end = bounds[group.index], bounds[group.index + 1]
+        if sources is not None:
+            self._publish(sources, self.low, begin)
+            self._publish(sources, end, self.high)
+        group.barrier(wait_until)
+        return self._adaptive.products(self._terms(sources, begin, end), begin)
+
+    def _reduce_slice(self, sources: Concatenation | None, outputs: Concatenation | None, begin: int, end: int) -> None:
+        own = self._group.index
+        self._adaptive.combine(self._terms(sources, begin, end), self._staged(own, begin, end), begin)
+        if outputs is not None:
+            self._collect(outputs, own, begin, end)
+
+    def _terms(self, sources: Concatenation | None, begin: int, end: int) -> list[Array]:
+        """Return every contributor's elements begin..end; the own ones are in no slot."""
+        return [self._staged(index, begin, end) if index != self._group.index or sources is None
+                else sources.contiguous(begin, end) for index in self._contributors]
 
 
 def slice_bounds(low: int, high: int, size: int, dtype: np.dtype[np.generic]) -> list[int]:

@@ -98,7 +98,7 @@ class Entry:
         if completion is not None:
             completion = completion.holding((self.sources, self.outputs))
         if not self._abandoned:
-            self.handle.behind = response.behind
+            self.handle.behind, self.handle.rows = response.behind, response.rows
             self.handle._complete(self._result, response.contributors, completion)
 
     def fail(self, error: Exception) -> None:
@@ -129,7 +129,7 @@ class Calls:
         self._counters_lock = threading.Lock()
         self.joins = 0  # how often all ranks have joined
 
-    def _submit(self, entry: Entry) -> Handle:
+    def _submit(self, entry: Entry, *, at_once: bool = True) -> Handle:
         raise NotImplementedError
 
     def _about_to_sleep(self) -> None:
@@ -168,7 +168,7 @@ class Calls:
         raise NotImplementedError
 
     def allreduce(self, name: str, source: AnyArray | None, output: AnyArray, op: ReduceOp, *, prescale: float = 1.0,
-                  postscale: float = 1.0, process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
+                  postscale: float = 1.0, process_set: int = GLOBAL_PROCESS_SET_ID, at_once: bool = True) -> Handle:
         """Reduce over all ranks of a process set into `output`.
 
         Args:
@@ -180,6 +180,7 @@ class Calls:
             prescale: factor on every rank's values before the reduction.
             postscale: factor on the result.
             process_set: id of the ranks that take part.
+            at_once: False lets the call travel together with the next one, or when this rank waits for something.
 
         Raises:
             UnsupportedError: for a dtype or op that cannot be served, arrays that do not match, or a process set that this
@@ -190,7 +191,7 @@ class Calls:
         request = self._request(name, Collective.ALLREDUCE, reducible(name, source, output, op), output.shape, op=op,
                                 prescale=float(prescale), postscale=float(postscale), absent=source is None,
                                 payload=self._payload(source), process_set=process_set, device=device_of(output))
-        return self._submit(Entry(request, *_memory(source, output), output, self._sleepers))
+        return self._submit(Entry(request, *_memory(source, output), output, self._sleepers), at_once=at_once)
 
     def grouped_allreduce(self, name: str, sources: Sequence[AnyArray], outputs: Sequence[AnyArray], op: ReduceOp, *,
                           prescale: float = 1.0, postscale: float = 1.0,

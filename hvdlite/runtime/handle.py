@@ -129,18 +129,20 @@ class Handle:
         waits_for: the tensor, or the round of a declared set to which it belongs.
         contributors: after completion, the ranks that contributed, ascending; empty when all were absent.
         behind: after completion, as in `Response`.
+        rows: after completion, likewise.
         completion: after completion, what the result is behind when it is on a GPU: the work is launched, not done. None on
             the host, and for results that need no work.
     """
 
     __slots__ = ("_done", "_error", "_lock", "_result", "_sleepers", "behind", "completion", "contributors", "name",
-                 "waits_for")
+                 "rows", "waits_for")
 
     def __init__(self, name: str, sleepers: Sleepers, waits_for: Wait) -> None:
         self.name, self.waits_for = name, waits_for
         self._sleepers = sleepers
         self.contributors: tuple[int, ...] = ()
         self.behind: tuple[int, ...] = ()
+        self.rows: tuple[int, ...] = ()
         self.completion: Completion | None = None
         self._result: Any = None
         self._error: Exception | None = None

@@ -265,7 +265,7 @@ class Runtime(DeclaredSets):
 
     # --- handing in ------------------------------------------------------------------------------------------------
 
-    def _submit(self, entry: Entry) -> Handle:
+    def _submit(self, entry: Entry, *, at_once: bool = True) -> Handle:
         name = entry.request.name
         self._check_usable(name)
         with self._names_lock:
@@ -273,7 +273,7 @@ class Runtime(DeclaredSets):
                 raise DuplicateNameError(f"'{name}' is still being processed on rank {self.world.rank}; wait for its handle "
                                          "first, or use another name")
             self._names.add(entry.key)
-        self._hand_in(entry)
+        self._hand_in(entry, at_once=at_once)
         return entry.handle
 
     def _check_usable(self, name: str) -> None:
@@ -286,11 +286,11 @@ class Runtime(DeclaredSets):
         if self._leaving:
             raise NotInitializedError(f"'{name}': hvdlite has been shut down; call init() again")
 
-    def _hand_in(self, item: Item) -> None:
+    def _hand_in(self, item: Item, *, at_once: bool = True) -> None:
         self._caller = threading.get_ident()
         self._inbox.append(item)
         # The thread clears _awake, then looks into the inbox, then sleeps: whoever sees it awake has been seen.
-        if not self._awake:
+        if at_once and not self._awake:
             self._control.wake()
         if self._ended.is_set():
             self._fail_inbox()  # the thread ended between the caller's check and the append
@@ -306,8 +306,8 @@ class Runtime(DeclaredSets):
         self._hand_in(lambda: self._controller.block(self._sleepers.blocked()))
 
     def _about_to_sleep(self) -> None:
-        if self._spin and not self._awake:
-            self._control.wake()  # it may sleep already, since before the caller did
+        if (self._spin or self._inbox) and not self._awake:
+            self._control.wake()  # it may sleep already, since before the caller did, or not know yet what it is to do
 
     # --- the background thread -------------------------------------------------------------------------------------
 

@@ -120,14 +120,19 @@ class ArrayGradients:
         return Seat(place)
 
     def fill(self, parameter: Slot, seat: Seat) -> bool:
-        given = parameter.gradient
-        if not isinstance(given, np.ndarray) or given.shape != seat.array.shape or given.dtype != seat.array.dtype:
-            return False
-        np.copyto(seat.array, given)
-        return True
+        return self.fill_all([(parameter, seat)])
 
-    def fill_all(self, pairs: Sequence[tuple[Slot, Seat]]) -> list[bool]:
-        return [self.fill(parameter, seat) for parameter, seat in pairs]
+    def batch(self, pairs: Sequence[tuple[Slot, Seat]]) -> Sequence[tuple[Slot, Seat]]:
+        return pairs
+
+    def fill_all(self, pairs: Sequence[tuple[Slot, Seat]]) -> bool:
+        copies = [(seat.array, given) for parameter, seat in pairs if isinstance(given := parameter.gradient, np.ndarray)
+                  and given.shape == seat.array.shape and given.dtype == seat.array.dtype]
+        if len(copies) < len(pairs):
+            return False
+        for array, given in copies:
+            np.copyto(array, given)
+        return True
 
     def fill_with(self, parameter: Slot, seat: Seat, value: Any) -> bool:
         if parameter.shape != seat.array.shape or parameter.dtype != seat.array.dtype:
@@ -170,6 +175,15 @@ class ArrayGradients:
 
     def is_changed(self, parameter: Slot, mark: Any) -> bool:
         return False
+
+    def renew(self, parameter: Slot, mark: Any) -> None:
+        return None
+
+    def take(self, parameter: Slot) -> Any:
+        raise NotImplementedError  # a slot is handed over once a round
+
+    def accumulate(self, parameter: Slot, gradient: Any) -> None:
+        raise NotImplementedError
 
 
 class ArrayReducer:

@@ -35,22 +35,28 @@ class Seating(Generic[Parameter]):
     Attributes:
         where: by a parameter's identity: its bucket's index, its index in the bucket, its seat, and whether it is small.
         members: by bucket: the parameters and their seats, in order.
+        small: by bucket: those of them whose gradients are copied together.
     """
 
     def __init__(self, learned: LearnedLayout, framework: Framework[Parameter],
                  parameters: Mapping[str, Parameter]) -> None:
         self.learned = learned
         self.where: dict[int, tuple[int, int, Any, bool]] = {}
-        self.members: list[list[tuple[Parameter, Any]]] = []
+        self.members: list[Sequence[tuple[Parameter, Any]]] = []
+        self.small: list[Sequence[tuple[Parameter, Any]]] = []
         for bucket_index, bucket in enumerate(learned.buckets):
-            seated = []
+            seated, small = [], []
             at_once = bucket.definition.response.device != CPU  # a GPU copies many gradients as fast as one
             for index, member in enumerate(bucket.definition.members):
                 parameter = parameters[member.name]
                 seat = framework.seat(parameter, bucket.logical(index))
                 seated.append((parameter, seat))
-                self.where[id(parameter)] = (bucket_index, index, seat, at_once or bucket.places[index].nbytes <= SMALL)
-            self.members.append(seated)
+                is_small = at_once or bucket.places[index].nbytes <= SMALL
+                if is_small:
+                    small.append((parameter, seat))
+                self.where[id(parameter)] = (bucket_index, index, seat, is_small)
+            self.members.append(framework.batch(seated))
+            self.small.append(self.members[-1] if len(small) == len(seated) else framework.batch(small))
 
     @classmethod
     def of(cls, learned: LearnedLayout, framework: Framework[Parameter],
@@ -117,29 +123,27 @@ class BucketRound(Generic[Parameter]):
         filling = self._fillings[bucket_index]
         if filling.broken:
             return [(parameter, present)]
-        if not present:
+        if present and small:
+            filling.later.append(index)
+        elif not present:
             mark = self._framework.vacate(parameter, seat)
             if mark is not None:
                 self.vacated.append((parameter, mark))
             filling.missing.append(index)
-        elif small:
-            filling.later.append(index)
         elif self._framework.fill(parameter, seat):
             filling.present.append(index)
         else:
             return [*self._break(bucket_index), (parameter, True)]
-        if next(filling.count) == filling.size:
-            return self._complete(bucket_index, in_step)
-        return ()
+        return () if next(filling.count) < filling.size else self._complete(bucket_index, in_step)
 
-    def wait(self, errors: list[HvdliteError], deferrable: bool) -> Iterator[tuple[Parameter, Any]]:
-        """Wait for every bucket; yield the parameters whose gradients are now the reduced ones, with their marks.
+    def wait(self, errors: list[HvdliteError], deferrable: bool) -> Iterator[tuple[Sequence[tuple[Parameter, Any]],
+                                                                                   Sequence[Any]]]:
+        """Wait for every bucket; yield the members whose gradients are now the reduced ones, and their marks.
 
         Raises:
             WaitDeferred: when that is allowed; may be called again then.
         """
         self.gathered.clear()
-        adopt_all = self._framework.adopt_all
         for filling, members in zip(self._fillings, self._seating.members, strict=True):
             if filling.handle is None:
                 continue
@@ -152,18 +156,18 @@ class BucketRound(Generic[Parameter]):
                 self._framework.follow(filling.handle.completion)
             self.behind.update(filling.handle.behind)
             reduced = self._reduced(filling, members, errors, deferrable)
-            for (parameter, _), mark in zip(reduced, adopt_all(reduced), strict=True):
-                yield parameter, mark
+            yield reduced, self._framework.adopt_all(reduced)
 
     def _complete(self, bucket_index: int, in_step: bool) -> Alone[Parameter]:
         """Every member is given: copy the small ones and report the bucket."""
         filling, members = self._fillings[bucket_index], self._seating.members[bucket_index]
         if filling.later:
-            fits = self._framework.fill_all([members[index] for index in filling.later])
-            filling.present += [index for index, fit in zip(filling.later, fits, strict=True) if fit]
-            filling.later = [index for index, fit in zip(filling.later, fits, strict=True) if not fit]
-            if filling.later:
+            small = self._seating.small[bucket_index]
+            if not self._framework.fill_all(small if len(filling.later) == len(small)
+                                            else [members[index] for index in filling.later]):
                 return self._break(bucket_index)
+            filling.present += filling.later
+            filling.later = []
         if filling.missing:
             response = filling.bucket.definition.response
             neutral = identity(response.op, SUPPORTED_DTYPES[response.dtype])

@@ -79,8 +79,11 @@ class Framework(Protocol[Parameter]):
         Afterwards the framework does not write to the seat through the parameter until `adopt`.
         """
 
-    def fill_all(self, pairs: Sequence[tuple[Parameter, Any]]) -> list[bool]:
-        """Like `fill`, of many small gradients at once."""
+    def batch(self, pairs: Sequence[tuple[Parameter, Any]]) -> Sequence[tuple[Parameter, Any]]:
+        """Return members of one bucket in the form that `fill_all` and `adopt_all` handle fastest; their seats are new."""
+
+    def fill_all(self, pairs: Sequence[tuple[Parameter, Any]]) -> bool:
+        """Like `fill`, of many gradients of one bucket at once. Return False when one does not fit; then none is copied."""
 
     def fill_with(self, parameter: Parameter, seat: Any, value: Any) -> bool:
         """Give a seat's elements one value, for a parameter without a gradient.
@@ -112,3 +115,12 @@ class Framework(Protocol[Parameter]):
 
     def is_changed(self, parameter: Parameter, mark: Any) -> bool:
         """Return whether the gradient that `mark` identified has been replaced or written to since."""
+
+    def renew(self, parameter: Parameter, mark: Any) -> None:
+        """Let what was written so far to the gradient that `mark` identifies not count as a change."""
+
+    def take(self, parameter: Parameter) -> Any:
+        """Return the parameter's gradient, which it does not have any more; None when there is none."""
+
+    def accumulate(self, parameter: Parameter, gradient: Any) -> None:
+        """Add to the parameter's gradient what `take` returned."""

@@ -15,8 +15,12 @@ Rules (PROTOCOL rules 7, 8; docs/decisions/0017)
 - A rank that takes part from within its step cannot have processed the gradients (clipping) as the others did. When
   another rank did change them in between, its step raises.
 - A parameter to which nobody contributed keeps what it has (None): momentum and weight decay do not move it.
-- Accumulating onto a reduced gradient would count it twice, so that is an error, unless the gradient was cleared.
-- A gradient that was not computed by a watched backward pass counts when it is not the one that was reduced last.
+- Accumulating onto a reduced gradient is reduced in another round where that is exact (`is_idempotent`: for averages). For
+  other operations the reduced part would count twice, so that is an error, unless the gradient was cleared.
+- A gradient that comes too late for a round under way (another backward pass, where the wait was left for later) is set
+  aside and added to the reduced one. Each of these passes has a round that follows, as on ranks that wait in `backward()`.
+- A gradient that was not computed by a watched backward pass counts when it is not the one that was reduced last. In the
+  step (and in `synchronize()`), one that was written to since the step before counts too.
 - A parameter that does not require a gradient is no member. It becomes one in the first round that finds it trainable.
 - Until its set is learned, a gradient goes by itself, in memory lent by the framework. Afterwards it goes into its place of
   a bucket (`training/bucket_round.py`).
@@ -24,7 +28,6 @@ Rules (PROTOCOL rules 7, 8; docs/decisions/0017)
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import logging
 import threading
@@ -37,23 +40,17 @@ from hvdlite.core.array import Array
 from hvdlite.core.errors import HvdliteError, UnsupportedError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import ReduceOp
-from hvdlite.negotiation.agreement import named_ranks
 from hvdlite.negotiation.buckets import first_round
 from hvdlite.runtime.declared import Moment
 from hvdlite.runtime.handle import Handle, WaitDeferred
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.bucket_round import BucketRound, Seating
 from hvdlite.training.framework import Framework, Loan, Parameter
+from hvdlite.training.members import Member, MemberGradients
+from hvdlite.training.order_errors import changed_alone, computed_again_without, computed_twice, replaced
 from hvdlite.training.replicas import check_replicas
 
 _log = logging.getLogger("hvdlite")
-
-
-class GradientOrderError(HvdliteError, AssertionError):
-    """Raised when a gradient is computed again although its round is over or under way (Horovod: AssertionError).
-
-    Also raised by a step whose gradients were changed on this rank, but could not be on others.
-    """
 
 
 class WaitIn(enum.Enum):
@@ -71,25 +68,6 @@ class Phase(enum.Enum):
     CLOSED = enum.auto()
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class _Member(Generic[Parameter]):
-    """One parameter of the set.
-
-    Its state is tagged with the reducer's counters, so that a new round forgets it without visiting every member.
-    """
-
-    parameter: Parameter
-    name: str
-    cluster: int  # with whom it shares a bucket; 0: with whomever
-    period: int = 0  # the last period in which it was accumulated into
-    passes: int = 0  # how often in that period
-    given: int = 0  # the last round in which it was handed over
-    missing: int = 0  # the last round in which this rank reported it as missing
-    sparse: bool = False  # some rank had a sparse gradient for it once: it always goes by itself
-    mark: Any = None  # identifies the reduced gradient
-    marked: int = -1  # the generation in which `mark` counts
-
-
 class GradientReducer(Generic[Parameter]):
     """Reduces the gradients of one wrapped optimizer.
 
@@ -104,9 +82,13 @@ class GradientReducer(Generic[Parameter]):
         wait_in: where the results are waited for.
 
     Attributes:
+        looks_for_own: whether gradients are reduced with which a script has replaced reduced ones. Where reducing them again
+            is not exact, that raises.
         by_bucket: whether the last round that began goes by learned buckets.
         on_reduced: called at the end of each round with the parameters whose gradients were reduced in it.
     """
+
+    _moves_gradients = True  # what is handed over leaves the parameter until the round is over
 
     def __init__(self, runtime: Runtime, framework: Framework[Parameter], label: str, *, op: ReduceOp, prescale: float,
                  postscale: float, passes: int, process_set: int = GLOBAL_PROCESS_SET_ID,
@@ -120,10 +102,10 @@ class GradientReducer(Generic[Parameter]):
         self._op, self._prescale, self._postscale = op, prescale, postscale
         self._wait_in = wait_in
         self._waits_in_backward = wait_in is WaitIn.BACKWARD  # until such a wait has been deferred
-        self._members: dict[int, _Member[Parameter]] = {}  # by identity: framework tensors compare elementwise
-        self._waiting_list: dict[int, _Member[Parameter]] = {}  # frozen, or added in the middle of a round
+        self._members: dict[int, Member[Parameter]] = {}  # by identity: framework tensors compare elementwise
+        self._waiting_list: dict[int, Member[Parameter]] = {}  # frozen, or added in the middle of a round
         # Reduced by themselves in this round; without a loan, as rows of a sparse gradient.
-        self._alone: list[tuple[_Member[Parameter], Handle, Loan[Parameter] | None]] = []
+        self._alone: list[tuple[Member[Parameter], Handle, Loan[Parameter] | None]] = []
         self._seating: Seating[Parameter] | None = None  # for the layout last learned
         self._buckets: BucketRound[Parameter] | None = None  # the current round's, if it goes by buckets
         self.by_bucket = False
@@ -134,8 +116,8 @@ class GradientReducer(Generic[Parameter]):
         self._steps = 0  # of the optimizer, since all ranks have last joined
         self._in_step = False  # the round is closed from within a step
         self._behind: set[int] = set()  # ranks that took part in this step's rounds from within their step
-        self._period = 1  # grows when what was accumulated has been reduced, or is cleared
-        self._generation = 0  # grows when gradients are cleared or stepped with
+        self._gradients = MemberGradients(framework)
+        self.looks_for_own = False
         self._rounds = 0  # ended since the gradients were last used or cleared
         self._passes_done = 0  # backward passes since the last round
         self._begin_lock = threading.Lock()  # hooks may come from several autograd threads; the first one begins the round
@@ -144,10 +126,21 @@ class GradientReducer(Generic[Parameter]):
         self._touched = False  # some member was accumulated into in this period
         self.on_reduced: Callable[[Sequence[Parameter]], None] | None = None
         self._reduced: list[Parameter] = []  # in this round
-        self._missed = False  # a gradient came too late for the round under way: another round follows it
+        self._late: dict[int, Member[Parameter]] = {}  # accumulated into again while the round that has them is under way
+        self._is_late_pass = False  # the backward pass that goes on came too late for the round under way
+        self._late_passes = 0  # how many such passes have ended
         self.passes = passes
         if self.is_shared:
             weakref.finalize(self, runtime.retire, label, process_set).atexit = False
+
+    @property
+    def is_idempotent(self) -> bool:
+        """Whether reducing a reduced gradient again leaves it as it is; see `training.members`."""
+        return self._gradients.is_idempotent
+
+    @is_idempotent.setter
+    def is_idempotent(self, value: bool) -> None:
+        self._gradients.is_idempotent = value
 
     @property
     def is_under_way(self) -> bool:
@@ -165,13 +158,19 @@ class GradientReducer(Generic[Parameter]):
         return (member.parameter for member in (*self._members.values(), *self._waiting_list.values())
                 if self._framework.is_trainable(member.parameter))
 
+    def change_framework(self, framework: Framework[Parameter]) -> None:
+        """Between rounds: access gradients in another way, because they are in another memory now."""
+        self.framework = self._framework = framework
+        self._gradients.framework = framework
+        self._seating = None
+
     def add(self, parameter: Parameter, name: str, cluster: int = 0) -> None:
         """Take a parameter into the set, from the next round on in which it is trainable; the same ones on all ranks.
 
         Args:
             cluster: parameters with the same one, from 1, are reduced together.
         """
-        self._waiting_list[id(parameter)] = _Member(parameter, f"gradient.{self._label}.{name}", cluster)
+        self._waiting_list[id(parameter)] = Member(parameter, f"gradient.{self._label}.{name}", cluster)
         self.admit()
 
     def admit(self) -> None:
@@ -191,23 +190,22 @@ class GradientReducer(Generic[Parameter]):
             member = self._newcomer(parameter)
             if member is None:
                 return
-        if self._phase is Phase.CLOSED and member.missing == self._number:
-            self._missed = True  # another backward pass over other parameters, after a wait that was deferred
+        if member.given == self._number and self.is_under_way:
+            if member.missing != self._number and not self.is_idempotent:
+                raise computed_twice(member.name, self._runtime.world.rank, self.passes, self._told_reduction())
+            self._come_late(member)
             return
-        if (self.is_under_way and member.given == self._number) or self._is_reduced(member):
-            raise GradientOrderError(
-                f"'{member.name}' was computed more than backward_passes_per_step={self.passes} times before "
-                "optimizer.step() or zero_grad(): its gradient is already reduced, and adding to it would count the other "
-                "ranks twice. Raise backward_passes_per_step, use optimizer.no_sync() for all but the last backward pass, "
-                "or add the losses before one backward()")
+        gradients = self._gradients
+        if not gradients.is_idempotent and gradients.is_reduced(member):
+            raise computed_twice(member.name, self._runtime.world.rank, self.passes, self._told_reduction())
         self._touched = True
-        if member.period != self._period:
-            member.period, member.passes = self._period, 0
+        if member.period != gradients.period:
+            member.period, member.passes = gradients.period, 0
         if self._suspended:
             return
         member.passes += 1
         if member.passes >= self.passes:
-            if not self.is_under_way:
+            if self._phase is Phase.IDLE:
                 self._begin_round()
             self._give(member, self._framework.has_gradient(parameter))
 
@@ -219,6 +217,9 @@ class GradientReducer(Generic[Parameter]):
         """
         if self._suspended:
             return False
+        if self._is_late_pass:
+            self._is_late_pass = False
+            self._late_passes += 1
         self._passes_done += 1
         if self._passes_done < self.passes:
             return False
@@ -238,9 +239,9 @@ class GradientReducer(Generic[Parameter]):
         with self._wait_lock:
             self._close_round()
             self.wait()
-            if self._missed:
-                self._missed = False
-                self.finish()
+            for _ in range(self._late_passes // self.passes):  # not counted again: a round begins by forgetting them
+                self._close_round()
+                self.wait()
 
     def finish_under_way(self) -> None:
         """Like `finish`, when a round is under way."""
@@ -265,6 +266,7 @@ class GradientReducer(Generic[Parameter]):
             if not self.is_under_way:
                 return True
             self._reduced = []
+            self._set_late_aside()
             try:
                 self._collect(errors, deferrable)
             except WaitDeferred:
@@ -297,19 +299,51 @@ class GradientReducer(Generic[Parameter]):
             return
         self._in_step = in_step
         try:
-            if self._rounds == 0 or self.is_under_way or (self._touched and not self._suspended):
+            if self._rounds == 0 or self.is_under_way or self._gradients.were_cleared(self._members.values()):
                 self.finish()
-            if in_step and not self._suspended and self._has_unreduced():
+            if in_step and self._behind:
+                self._check_unchanged()
+            if self._suspended:
+                return
+            if self._touched:
+                self.finish()
+            if (in_step or self.looks_for_own) and self._has_unreduced():
+                self._gradients.takes_changed = True
                 self.finish()
         finally:
-            self._in_step = False
-        if in_step and self._behind:
-            self._check_unchanged()
+            self._in_step = self._gradients.takes_changed = False
+
+    def expect_round(self) -> None:
+        """Gradients are computed anew now: a round is due before they are used, whatever this rank computes."""
+        if not self.is_under_way:
+            self._rounds = 0
+
+    def withdraw(self) -> None:
+        """While the round under way is left for later: keep further backward passes from writing to what it reduces."""
+        if not (self.is_idempotent and self._moves_gradients):
+            return  # further passes are errors, or what they add is reduced with the rest
+        handed_over = [member for member, _, _ in self._alone]
+        if self._phase is Phase.CLOSED:  # a wait that was deferred may have come to some of them
+            handed_over += filter(self._gradients.is_reduced, self._members.values())
+        for member in handed_over:
+            if member.missing != self._number and id(member.parameter) not in self._late:
+                self._gradients.withdraw(member)
+
+    def unseen(self) -> list[Parameter]:
+        """Return the parameters whose gradients the script has set, and that are reduced with the next round."""
+        if self._suspended:
+            return []
+        return [member.parameter for member in self._members.values() if self._gradients.is_unseen(member)]
 
     def is_reduced(self, parameter: Parameter) -> bool:
         """Return whether the parameter's gradient is one that was reduced in this step (and changed since, perhaps)."""
         member = self._members.get(id(parameter))
-        return member is not None and self._is_reduced(member)
+        return member is not None and self._gradients.is_reduced(member)
+
+    def has_mark(self, parameter: Parameter) -> bool:
+        """Return whether the parameter's gradient is one that was reduced, in whichever step."""
+        member = self._members.get(id(parameter))
+        return member is not None and self._framework.is_marked(parameter, member.mark)
 
     def stepped(self) -> None:
         """The optimizer has used the gradients; accumulating onto them is the user's business again."""
@@ -322,10 +356,13 @@ class GradientReducer(Generic[Parameter]):
         self.finish_under_way()
         self._rounds = 0
         self._behind.clear()
-        self._generation += 1
-        self._period += 1
-        self._touched = False
+        self._gradients.end_generation()
+        self._touched = self._is_late_pass = False
         self._passes_done = 0
+
+    def zeroed(self) -> None:
+        """After `cleared`: the gradients were set to zero, in place, which does not make them the script's own."""
+        self._gradients.renew(self._members.values())
 
     def check_replicas(self, named: Sequence[tuple[str, Array]]) -> None:
         """Compare the parameters of all ranks that take part; see `training.replicas`."""
@@ -353,11 +390,11 @@ class GradientReducer(Generic[Parameter]):
         if admitted:
             self._seating = None  # a layout learned before does not describe the set any more
 
-    def _newcomer(self, parameter: Parameter) -> _Member[Parameter] | None:
+    def _newcomer(self, parameter: Parameter) -> Member[Parameter] | None:
         """Return the member for a parameter that has its first gradient; None when it has to wait for the round's end."""
         self.admit()
         if id(parameter) not in self._members:
-            self._missed = True
+            self._is_late_pass = True
         return self._members.get(id(parameter))
 
     def _begin_round(self) -> None:
@@ -390,7 +427,7 @@ class GradientReducer(Generic[Parameter]):
 
     def _next_number(self) -> None:
         self._admit()
-        self._missed = False
+        self._is_late_pass, self._late_passes = False, 0
         if self._joins != self._runtime.joins:
             self._joins = self._runtime.joins
             self._number = first_round(self._joins) - 1
@@ -415,34 +452,59 @@ class GradientReducer(Generic[Parameter]):
         self._passes_done = 0
         self._touched = False
 
-    def _is_reduced(self, member: _Member[Parameter]) -> bool:
-        return member.marked == self._generation and self._framework.is_marked(member.parameter, member.mark)
+    def _is_present(self, member: Member[Parameter]) -> bool:
+        """Return whether a member that was not handed over takes part in the round with its gradient."""
+        return self._gradients.is_present(member)
 
     def _has_unreduced(self) -> bool:
-        """Return whether a gradient that was computed in another way than by `backward()` has not been reduced."""
-        return any(member.marked != self._generation and self._is_present(member) for member in self._members.values())
+        """Return whether a gradient is about to be used that no backward pass handed over."""
+        members = self._members.values()
+        if self._gradients.have_unreduced(members):
+            return True
+        other = self._gradients.replaced(members) if self.looks_for_own else None
+        if other is not None and not self.is_idempotent:
+            raise replaced(other.name, self._runtime.world.rank, self._told_reduction())
+        return other is not None
 
-    def _is_present(self, member: _Member[Parameter]) -> bool:
-        """Return whether a member that was not handed over has a gradient, other than the one reduced last."""
-        return self._framework.has_gradient(member.parameter) and (
-            member.period == self._period or not self._framework.is_marked(member.parameter, member.mark))
+    def _told_reduction(self) -> str:
+        return f"op={self._op.name.capitalize()}" if self._op is not ReduceOp.AVERAGE else "this communication hook"
 
-    def _give(self, member: _Member[Parameter], present: bool) -> None:
+    def _come_late(self, member: Member[Parameter]) -> None:
+        """A gradient was accumulated into after the round under way got it (or was told that there is none)."""
+        self._late[id(member.parameter)] = member
+        if not self._suspended:
+            self._is_late_pass = True
+
+    def _set_late_aside(self) -> None:
+        """Before results become gradients: keep what was accumulated since."""
+        if not self._late:
+            return
+        late = list(self._late.values())
+        self._late.clear()
+        for member in late:
+            if self._moves_gradients or member.missing == self._number:
+                self._gradients.set_aside(member)
+
+    def _give(self, member: Member[Parameter], present: bool) -> None:
         """Hand a member over, with or without a gradient."""
-        if self._buckets is None or member.sparse:
+        buckets = self._buckets
+        if buckets is None or member.sparse:
             self._declare(member, present)
         else:
-            for parameter, has_gradient in self._buckets.give(member.parameter, present, self._in_step):
+            is_own = not present and self._gradients.is_own(member)
+            for parameter, has_gradient in buckets.give(member.parameter, present, self._in_step):
                 self._declare(self._members[id(parameter)], has_gradient)
-            while self._buckets.vacated:
-                parameter, mark = self._buckets.vacated.pop()
-                self._members[id(parameter)].mark = mark
+            while buckets.vacated:
+                _, mark = buckets.vacated.pop()  # of this member
+                member.mark = None if is_own else mark
         member.given = self._number
         if not present:
             member.missing = self._number
 
-    def _declare(self, member: _Member[Parameter], present: bool) -> None:
+    def _declare(self, member: Member[Parameter], present: bool) -> None:
         """Let a member go by itself."""
+        if present and self._gradients.is_again(member):
+            member.again = self._number
         moment = Moment(self._label, self._number, self._steps, self._in_step)
         if present and self._framework.is_sparse(member.parameter):
             rows = self._framework.rows(member.parameter)
@@ -459,8 +521,8 @@ class GradientReducer(Generic[Parameter]):
     def _collect(self, errors: list[HvdliteError], deferrable: bool) -> None:
         """Wait for every handle of the round, and make the results the parameters' gradients."""
         if self._buckets is not None:
-            for parameter, mark in self._buckets.wait(errors, deferrable):
-                self._mark(self._members[id(parameter)], mark)
+            for reduced, marks in self._buckets.wait(errors, deferrable):
+                self._mark_all([self._members[id(parameter)] for parameter, _ in reduced], marks)
             for parameter, rows in self._buckets.gathered:
                 self._take_rows(self._members[id(parameter)], rows, errors)
             self._note_behind(self._buckets.behind)
@@ -473,22 +535,32 @@ class GradientReducer(Generic[Parameter]):
             if handle.completion is not None:
                 self._framework.follow(handle.completion)
             self._note_behind(handle.behind)
+            if member.again == self._number:
+                self._check_all_contributed(member, handle.contributors, errors)
             if loan is None or result is not loan.array:
                 self._take_rows(member, result, errors)
             elif handle.contributors:
                 self._mark(member, self._framework.give_back(loan))
 
+    def _check_all_contributed(self, member: Member[Parameter], ranks: Collection[int], errors: list[HvdliteError]) -> None:
+        """Without some ranks' reduced gradients, an average of reduced gradients is too small."""
+        others = set(self._runtime.members(self._process_set)) - set(ranks)
+        if others:
+            errors.append(computed_again_without(member.name, others))
+
     def _end_round(self) -> None:
         self._buckets = None
         self._alone.clear()
         self._phase = Phase.IDLE
-        self._period += 1
+        self._gradients.end_period()
+        if self._gradients.put_back():
+            self._touched = True
 
     def _note_behind(self, ranks: Collection[int]) -> None:
         if not self._in_step:  # else nothing can be changed before this rank steps either
             self._behind.update(ranks)
 
-    def _take_rows(self, member: _Member[Parameter], rows: Array, errors: list[HvdliteError]) -> None:
+    def _take_rows(self, member: Member[Parameter], rows: Array, errors: list[HvdliteError]) -> None:
         if self._op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
             errors.append(UnsupportedError(
                 f"'{member.name}' has a sparse gradient, which has no {self._op.name.capitalize()}; use Average or Sum, or "
@@ -501,17 +573,16 @@ class GradientReducer(Generic[Parameter]):
             member.sparse = True
             self._seating = None
 
-    def _mark(self, member: _Member[Parameter], mark: Any) -> None:
+    def _mark(self, member: Member[Parameter], mark: Any) -> None:
         """The reduced gradient is the parameter's."""
-        member.mark, member.marked = mark, self._generation
+        self._mark_all([member], [mark])
+
+    def _mark_all(self, members: Sequence[Member[Parameter]], marks: Sequence[Any]) -> None:
+        self._gradients.mark_all(members, marks)
         if self.on_reduced is not None:
-            self._reduced.append(member.parameter)
+            self._reduced += [member.parameter for member in members]
 
     def _check_unchanged(self) -> None:
-        for member in self._members.values():
-            if member.marked == self._generation and self._framework.is_changed(member.parameter, member.mark):
-                raise GradientOrderError(
-                    f"'{member.name}' was written to on this rank after its reduction (clipped or unscaled, say), but "
-                    f"{named_ranks(sorted(self._behind))} had no backward() in this step and took part in the reduction "
-                    "only in optimizer.step(), too late to change it: the replicas would differ. Call "
-                    "optimizer.synchronize() on all ranks, also where there was no backward(), and then change gradients")
+        changed = self._gradients.changed(self._members.values())
+        if changed is not None:
+            raise changed_alone(changed.name, self._behind)

@@ -30,6 +30,8 @@ class HookedReducer(GradientReducer[Parameter]):
     ranks say in addition when they come to it, and that wait can be deferred too.
     """
 
+    _moves_gradients = False
+
     def use(self, reduce_round: ReduceRound[Parameter]) -> None:
         """Take the function; before the first round."""
         self._reduce_round = reduce_round

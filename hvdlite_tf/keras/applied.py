@@ -203,7 +203,7 @@ class Applied:
 
         numbered = dataset.enumerate() if self._steps is None else dataset.take(self._steps).enumerate()
         shared = numbered.map(mine)
-        if rank == 0 or is_local:
+        if is_local or (rank == 0 and not self.is_whole):
             return shared.map(noted(True)).prefetch(tf.data.AUTOTUNE)
         has_none = lambda *_: tf.numpy_function(lambda: np.bool_(self.is_spare), [], tf.bool)  # noqa: E731
         spare = numbered.take(1).map(lambda number, batch: (number, tf.shape(keras.tree.flatten(batch)[0])[0], batch))

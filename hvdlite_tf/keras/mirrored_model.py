@@ -152,17 +152,26 @@ class MirroredModel:
         if self._preparing is not None:
             self.mirror_training()
             self._preparing.close()
+        self._renew("train_step")
         return self.original["make_train_function"](*arguments, **named)
 
     def make_test_function(self, *arguments: Any, **named: Any) -> Any:
         """Like the model's. Keras calls it when the model is built, and before it reads variables."""
         self._mirror_applied()
+        self._renew("test_step")
         return self.original["make_test_function"](*arguments, **named)
 
     def make_predict_function(self, *arguments: Any, **named: Any) -> Any:
         """Like the model's. Keras calls it before it reads variables."""
         self._mirror_applied()
         return self.original["make_predict_function"](*arguments, **named)
+
+    def _renew(self, name: str) -> None:
+        """Give the model another function for a method: JAX compiles the same function once, with the constants of its time.
+
+        After `compile` these are other ones: a schedule, a loss, options of the optimizer.
+        """
+        object.__setattr__(self._model, name, _standing_in(self.original[name], getattr(self, name)))
 
     def train_on_batch(self, *arguments: Any, **named: Any) -> Any:
         """Like the model's, of a global batch."""

@@ -38,7 +38,8 @@ def test_every_collective_without_a_joined_rank() -> None:
                 continue
             ones = np.ones((3 * big, 2))
             assert (runtime.allreduce("a", ones, np.empty_like(ones), ReduceOp.PRODUCT).wait() == 1).all()
-            assert runtime.allgather("b", ones * rank).wait().sum() == 2 * 2 * 3 * big
+            gathered = runtime.allgather("b", ones * rank)  # staged when it is big, within the decision when not
+            assert gathered.wait().sum() == 2 * 2 * 3 * big and gathered.rows == (3 * big, 0, 3 * big)
             assert (runtime.broadcast("c", ones * rank, 2).wait() == 2).all()
             received, counts = runtime.alltoall("d", ones * rank, [big] * 3).wait()
             assert counts.tolist() == [big, 0, big] and received.sum() == 4 * big

@@ -27,8 +27,8 @@ def test_every_collective_on_a_set() -> None:
             assert (runtime.allreduce("a", ones * rank, out, ReduceOp.AVERAGE, process_set=number).wait() == 2).all()
             big = np.full(300_000, float(rank))
             assert (runtime.allreduce("b", big, big, ReduceOp.SUM, process_set=number).wait() == 6).all()
-            rows = runtime.allgather("c", np.full((index, 1), rank), process_set=number).wait()
-            assert rows.tolist() == [[2], [3], [3]]
+            gathered = runtime.allgather("c", np.full((index, 1), rank), process_set=number)
+            assert gathered.wait().tolist() == [[2], [3], [3]] and gathered.rows == (0, 1, 2)
             assert (runtime.broadcast("d", ones * rank, 3, process_set=number).wait() == 3).all()
             part = runtime.reducescatter("e", np.arange(8.0), ReduceOp.SUM, process_set=number).wait()
             assert part.tolist() == [[0, 3, 6], [9, 12, 15], [18, 21]][index]

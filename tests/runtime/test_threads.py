@@ -48,6 +48,7 @@ def test_every_collective_in_flight_at_once(size: int) -> None:
             assert handle.wait().tolist() == [sum(range(size))] * index  # type: ignore[union-attr]
             assert handle.contributors == tuple(range(size)) and handle.done()
         assert gathered.wait().tolist() == [[r, r] for r in range(size) for _ in range(r + 1)]  # type: ignore[union-attr]
+        assert gathered.rows == tuple(range(1, size + 1))
         assert sent.wait() == size - 1
         assert barrier.wait() is None
     threads(size, step)

@@ -7,7 +7,7 @@ import pytest
 from tests.tf.support import run
 
 COMMON = """
-import os, sys
+import contextlib, os, sys
 import numpy as np, keras
 import hvdlite_tf.keras as hvd
 strategy = hvd.MirroredStrategy()
@@ -65,6 +65,12 @@ for make, options in [(WAY)]:
     np.testing.assert_allclose(one.test_on_batch(X[:7], Y[:7]), other.test_on_batch(X[:7], Y[:7]), rtol=1e-4)
     same(one, other)
     raises(ValueError, "equally many", lambda: one.fit(X, Y[:50], verbose=0))
+    for rate in (0.05, 0.01):  # JAX' compiled functions have the schedule in them
+        for model, scope in ((one, strategy.scope), (other, contextlib.nullcontext)):
+            with scope():
+                model.compile(keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(rate, 3, 0.8)), "mse")
+            model.fit(X[:40], Y[:40], shuffle=False, batch_size=10, verbose=0)
+        same(one, other)
 """.replace("WAY", way), KERAS_BACKEND=backend)
 
 

@@ -226,4 +226,49 @@ def test_norms_and_hooks_on_a_gpu(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -
         for _ in range(3):
             train(optimizer, model, torch.ones(4, 6), torch.ones(4, 3))
         hvd.check_replicas(model.state_dict())
+        for compression in (hvd.Compression.none, hvd.Compression.fp16):
+            model = net()
+            optimizer = wrapped(runtime, model, op=hvd.Adasum, compression=compression)
+            with optimizer.join(model, norm):
+                for number in range(2 + runtime.world.rank):
+                    train(optimizer, model, torch.ones(4, 6) + number, torch.ones(4, 3) * runtime.world.rank)
+            hvd.check_replicas(model.state_dict())
     threads(2, step)
+
+
+@pytest.mark.parametrize("compression", [Compression.none, Compression.fp16], ids=["plain", "fp16"])
+def test_a_model_that_is_moved_to_a_gpu_and_back_after_its_optimizer_was_made(gpus: Gpus, compression: Any,
+                                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients are reduced where they are, as soon as the layout is learned again there."""
+    where = threading.local()
+    on_gpu = cuda.is_on_gpu
+    monkeypatch.setattr(cuda, "is_on_gpu", lambda tensor: getattr(where, "is_gpu", False) and on_gpu(tensor))
+
+    def step(runtime: Runtime) -> list[Any]:
+        model = net()
+        optimizer = wrapped(runtime, model, compression=compression)
+        gpu, used = gpus.made[runtime.world.rank], []
+        for turn in range(24):
+            if turn % 8 == 0:
+                where.is_gpu = turn == 8
+                for parameter in model.parameters():  # .grad is moved with them
+                    parameter.grad = None if parameter.grad is None else parameter.grad.clone()
+            launches(gpu)
+            optimizer.zero_grad()
+            if turn not in (8, 16) or runtime.world.rank == 0:  # the move is seen in the step, too
+                (model(torch.ones(4, 6)).sum() * (runtime.world.rank + 1)).backward()
+            optimizer.step()
+            used.append(bool(launches(gpu)["allReduce"]))
+        assert not any(used[:8]) and used[8] and used[15] and not any(used[17:]), used
+        assert optimizer._reducer.by_bucket
+        return [parameter.detach().clone() for parameter in model.parameters()]
+    one, other = threads(2, step)
+    model = net()
+    plain = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for turn in range(24):
+        plain.zero_grad()
+        (model(torch.ones(4, 6)).sum() * (0.5 if turn in (8, 16) else 1.5)).backward()
+        plain.step()
+    for mine, theirs, alone in zip(one, other, model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+        torch.testing.assert_close(mine, alone.detach(), rtol=1e-2, atol=1e-2)

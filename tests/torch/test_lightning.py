@@ -1,4 +1,4 @@
-"""A real `Trainer.fit` on two ranks equals one process with the whole batch."""
+"""A real `Trainer.fit` on two ranks equals one process with the whole batch; metrics are over all ranks."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ SOURCE = """
     import os, sys, tempfile, warnings
     import torch
     import lightning.pytorch as pl
+    import torchmetrics
     import hvdlite_torch as hvd
     from hvdlite_torch.lightning import HvdliteStrategy
     warnings.simplefilter("ignore")
@@ -24,6 +25,9 @@ SOURCE = """
             super().__init__()
             torch.manual_seed(3)
             self.layers = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+            self.error = torchmetrics.MeanSquaredError()
+            self.seen = torchmetrics.CatMetric()  # states of lists, of different lengths
+            self.totals = []
         def training_step(self, batch, index):
             x, y = batch
             loss = torch.nn.functional.mse_loss(self.layers(x), y)
@@ -32,6 +36,12 @@ SOURCE = """
         def validation_step(self, batch, index):
             x, y = batch
             self.log("val", torch.nn.functional.mse_loss(self.layers(x), y), sync_dist=True)
+            self.error(self.layers(x), y)
+            self.log("error", self.error)
+            self.seen.update(x[:, 0])
+        def on_validation_epoch_end(self):
+            self.totals.append(self.seen.compute())
+            self.seen.reset()
         def configure_optimizers(self):
             optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
@@ -59,8 +69,32 @@ SOURCE = """
     hvd.check_replicas(model.state_dict())
     gathered = trainer.strategy.all_gather(torch.tensor([float(hvd.rank())]))
     assert gathered.tolist() == [[0.0], [1.0]]
+    mine = torch.tensor([1.0 + hvd.rank()], requires_grad=True)
+    (trainer.strategy.all_gather(mine, sync_grads=True).sum() * (1.0 + hvd.rank())).backward()
+    assert mine.grad.item() == 3.0  # the sum of both ranks' upstream gradients, as under DDP
+    both = pl.Trainer(strategy=HvdliteStrategy(), enable_checkpointing=False, use_distributed_sampler=False, **common)
+    both.validate(model, loader(7, [*shares(hvd.rank())][:20 + 12 * hvd.rank()]), verbose=False)
+    assert model.totals[-1].shape == (52,)
+    part = torch.stack([data[index][0] for rank in range(2) for index in [*shares(rank)][:20 + 12 * rank]])
+    target = torch.stack([data[index][1] for rank in range(2) for index in [*shares(rank)][:20 + 12 * rank]])
+    assert torch.equal(model.totals[-1], part[:, 0])
+    torch.testing.assert_close(both.callback_metrics["error"], torch.nn.functional.mse_loss(model.layers(part), target))
     assert trainer.strategy.broadcast({"rank": hvd.rank()}, 1) == {"rank": 1}
     assert trainer.strategy.reduce(torch.tensor(hvd.rank()), reduce_op="sum").item() == 1
+
+    class Normal(Net):
+        def __init__(self):
+            super().__init__()
+            self.layers.insert(1, torch.nn.BatchNorm1d(8))
+            self.before = []
+        def training_step(self, batch, index):
+            self.before.append(self.layers[1].running_mean.clone())
+            return super().training_step(batch, index)
+    normal = Normal()
+    normal.layers[1].running_mean += hvd.rank()
+    pl.Trainer(strategy=HvdliteStrategy(broadcast_buffers=True), enable_checkpointing=False, **common).fit(normal, loader(8))
+    hvd.check_replicas([(str(index), mean) for index, mean in enumerate(normal.before)])
+    assert len(normal.before) == 8 and normal.before[0].sum() == 0
 
     accumulating = pl.Trainer(strategy=HvdliteStrategy(), accumulate_grad_batches=2, enable_checkpointing=False, **common)
     other = Net()
@@ -81,7 +115,43 @@ SOURCE = """
 """
 
 
-def test_a_fit_on_two_ranks(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    source = SOURCE.replace("sys.argv[1]", repr(str(tmp_path)))
+METRICS = """
+    rank = hvd.rank()
+    torch.manual_seed(1)
+    predicted, target = torch.rand(40, 3), torch.randint(3, (40,))
+    mine = slice(0, 25) if rank == 0 else slice(25, 40)
+
+    def metrics():
+        return torch.nn.ModuleDict({
+            "accuracy": torchmetrics.classification.MulticlassAccuracy(3),
+            "both": torchmetrics.MetricCollection([torchmetrics.classification.MulticlassF1Score(3),
+                                                   torchmetrics.classification.MulticlassAUROC(3)]),  # sums, and lists
+        })
+    own = torchmetrics.MeanMetric(dist_sync_fn=hvd.gather_all_tensors, distributed_available_fn=hvd.is_initialized)
+    part, whole = metrics(), metrics()
+    hvd.synchronize_metrics(part)
+    for _ in range(2):
+        for name in part:
+            part[name].update(predicted[mine], target[mine])
+            whole[name].update(predicted, target)
+            torch.testing.assert_close(part[name].compute(), whole[name].compute())
+    own.update(float(rank))
+    assert own.compute() == 0.5
+    empty = torchmetrics.CatMetric()
+    hvd.synchronize_metrics(empty)
+    if rank == 1:
+        empty.update(torch.arange(3.0))
+    assert empty.compute().tolist() == [0, 1, 2]
+    leaf = torch.ones(2 + rank, 2, requires_grad=True)
+    gathered = hvd.gather_all_tensors(leaf)
+    assert [tuple(each.shape) for each in gathered] == [(2, 2), (3, 2)] and gathered[rank] is leaf
+    assert [each.dtype for each in hvd.gather_all_tensors(torch.ones(1).to((torch.bool, torch.bfloat16)[rank]))] == [
+        torch.bool, torch.bfloat16]
+    print("metrics done")
+"""
+
+
+def test_fits_and_metrics_on_two_ranks(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    source = (SOURCE + METRICS).replace("sys.argv[1]", repr(str(tmp_path)))
     for ended in processes(2, source, timeout=150):
-        assert "done" in ended.stdout
+        assert "metrics done" in ended.stdout

@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
 from hvdlite.core.errors import MismatchError  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
-from hvdlite.training.gradient_reducer import GradientOrderError  # noqa: E402
 from hvdlite_torch import MirroredStrategy  # noqa: E402
 from hvdlite_torch.optimizer import is_distributed  # noqa: E402
 from hvdlite_torch.rows import mapped  # noqa: E402
@@ -458,12 +457,12 @@ def test_copies_of_modules_and_of_the_strategy() -> None:
         torch.save(model, file)
         file.seek(0)
         copies = copy.deepcopy(model), torch.load(file, weights_only=False)
-        assert not strategy._holdings.due
+        assert not strategy._holdings.has_loaded
         for each in copies:
             each.load_state_dict(Net(seed=5).state_dict())
-        assert not strategy._holdings.due, "copies are not in the scope"
+        assert not strategy._holdings.has_loaded, "copies are not in the scope"
         model.layers[0].load_state_dict(copies[0].layers[0].state_dict())
-        assert strategy._holdings.due
+        assert strategy._holdings.has_loaded
         strategy.mirror()
         assert is_distributed(optimizer)
     threads(2, step)
@@ -520,20 +519,6 @@ def test_structures_keep_what_they_are() -> None:
     doubled = mapped({"a": lists, "b": (torch.ones(1), [3])}, lambda leaf: leaf * 2)
     assert doubled["a"].default_factory is list and doubled["a"]["x"].tolist() == [2, 2] and doubled["b"][1] == [6]
     assert lists["x"].tolist() == [1, 1]
-
-
-def test_a_second_backward_says_what_to_do() -> None:
-    def step(runtime: Runtime) -> None:
-        strategy = MirroredStrategy(_runtime=runtime)
-        with strategy.scope():
-            model = Net()
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        x, y = dataset(8)[:]
-        torch.nn.functional.mse_loss(model(x), y).backward()
-        with pytest.raises(GradientOrderError, match=r"layers\.\d\.\w+.*no_sync"):
-            torch.nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
-    threads(2, step)
 
 
 # --- processes ---------------------------------------------------------------------------------------------------------

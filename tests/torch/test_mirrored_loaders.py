@@ -247,6 +247,8 @@ def test_reduce_and_gather() -> None:
         assert strategy.reduce("SUM", torch.tensor(rank)) == 3 and strategy.reduce("mean", rank) == 1.0
         both = strategy.reduce(ReduceOp.MAX, {"a": [torch.tensor([rank, -rank])], "b": (float(rank),)})
         assert both["a"][0].tolist() == [2, 0] and both["b"] == (2.0,)
+        for number in (16777217, 16777217.0):  # float32 has no such number
+            assert strategy.reduce("SUM", number) == 3 * number and strategy.reduce("MEAN", number) == number
         uneven = torch.arange(float(rank + 1))[:, None].expand(-1, 2)  # [0], [0, 1], [0, 1, 2]
         torch.testing.assert_close(strategy.reduce("MEAN", uneven, axis=0), torch.full((2,), 4 / 6))
         torch.testing.assert_close(strategy.reduce("SUM", uneven, axis=0), torch.full((2,), 4.0))

@@ -112,13 +112,15 @@ def test_every_error_condition_of_horovod_reaches_every_rank_and_the_job_goes_on
             "cannot be shared equally": lambda: hvd.alltoall(torch.ones(3)),
             "bool has no Sum": lambda: hvd.allreduce(torch.ones(2, dtype=torch.bool), op=hvd.Sum),
             "must be a torch.Tensor, not ndarray": lambda: hvd.broadcast_(ones.numpy(), 0),
+            "must be a torch.Tensor, not ndarray ": lambda: hvd.allreduce(ones.numpy()),
+            "must be a torch.Tensor, not ndarray  ": lambda: hvd.grouped_allgather([ones, ones.numpy()]),
             "not 'sum'": lambda: hvd.allreduce(ones, op="sum"),
             "not Tensor": lambda: hvd.synchronize(ones),
             "not NoneType": lambda: hvd.poll(None),
             "no Linear in it (entry 0)": lambda: hvd.broadcast_parameters(torch.nn.Linear(1, 1), 0),
         }
         for told, call in here.items():
-            raises(ValueError, told, call)
+            raises(ValueError, told.rstrip(), call)
         own = hvd.add_process_set([0])
         if rank == 1:
             raises(ValueError, "not a member", lambda: hvd.allreduce(ones, process_set=own))
@@ -255,6 +257,14 @@ def test_gradients_are_the_derivatives_or_horovods() -> None:
         assert torch.equal(got, wanted), (got, wanted)
         got = gradient(lambda x: hvd.allreduce(x, op=hvd.Sum), 2)
         assert torch.equal(got, 3 * one[:2])
+        own, both = torch.tensor([[1.0, 2.0], [3.0, 5.0]])[rank], torch.tensor([4.0, 7.0])  # forward mode
+        def squares(x):
+            return hvd.allreduce(x * x, op=hvd.Sum)
+        assert torch.equal(torch.func.jvp(squares, (own,), (torch.ones(2),))[1], 2 * both)
+        assert torch.equal(torch.func.jacfwd(squares)(own), 2 * both.diag())
+        assert torch.equal(torch.func.hessian(lambda x: squares(x).sum())(own), 4 * torch.eye(2))
+        gathered = torch.func.jvp(hvd.allgather, (own[:1 + rank],), (own[:1 + rank],))[1]
+        assert gathered.tolist() == [1, 3, 5]
     """)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -130,3 +132,23 @@ def test_two_backward_passes_where_the_wait_for_the_first_was_deferred() -> None
         return [first.detach(), second.detach()]
     for found in threads(2, step):
         torch.testing.assert_close(found, [torch.full((3,), -6.0), torch.full((3,), -7.5)])
+
+
+def test_a_step_that_calls_its_base_classs_counts_once() -> None:
+    """torch runs hooks twice then, on the ranks where a plain optimizer of the base class has been made."""
+    class Outer(torch.optim.Adam):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    def step(runtime: Runtime) -> list[torch.Tensor]:
+        model = net()
+        kind = Outer if runtime.world.rank else torch.optim.Adam
+        optimizer = DistributedOptimizer(kind(model.parameters(), lr=0.01), _runtime=runtime)
+        for number in range(4):
+            optimizer.zero_grad()
+            model(torch.full((2, 6), float(number + runtime.world.rank))).square().mean().backward()
+            optimizer.step()
+        return weights(model)
+    torch.optim.Adam(net().parameters())
+    one, other = threads(2, step)
+    assert all(map(torch.equal, one, other))

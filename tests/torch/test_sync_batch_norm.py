@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import pytest
 
-from tests.worlds import TORCH, processes
+pytest.importorskip("torch")
 
-torch = pytest.importorskip("torch")
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import hvdlite_torch as hvd
+from hvdlite import api
+from hvdlite.runtime.runtime import Runtime
+from tests.worlds import TORCH, processes, threads
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_it_equals_one_rank_with_the_whole_batch(size: int) -> None:
     processes(size, """
         import torch, hvdlite_torch as hvd
@@ -65,3 +76,118 @@ def test_it_equals_one_rank_with_the_whole_batch(size: int) -> None:
         x = torch.randn(4, 3)
         torch.testing.assert_close(layer(x), torch.nn.BatchNorm1d(3)(x))
     """, imported=TORCH)
+
+
+@pytest.fixture
+def on_ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Run a script on ranks that are threads; it is called with its rank."""
+    current = threading.local()
+    monkeypatch.setattr(api, "runtime", lambda: current.runtime)
+
+    def run(step: Callable[[int], None], size: int = 2) -> None:
+        def with_runtime(runtime: Runtime) -> None:
+            current.runtime = runtime
+            step(runtime.world.rank)
+        threads(size, with_runtime)
+    return run
+
+
+def compare(rank: int, plain: Any, whole: Any, counts: Sequence[int], use: Callable[[Any, Any], Any],
+            **close: float) -> None:
+    """Assert that output, gradients and statistics on a rank's rows are those of one process with all rows.
+
+    Args:
+        use: returns a loss of the output and the input; a sum over rows.
+    """
+    synced = hvd.SyncBatchNorm.convert_sync_batchnorm(torch.nn.Sequential(copy.deepcopy(plain)))[0]
+    rows = slice(sum(counts[:rank]), sum(counts[:rank + 1]))
+    expected_x, x = (each.detach().clone().requires_grad_() for each in (whole, whole[rows]))
+    expected, got = plain(expected_x), synced(x)
+    use(expected, expected_x).backward()
+    use(got, x).backward()
+    assert got.dtype is expected.dtype and got.stride() == expected[rows].stride()
+    torch.testing.assert_close(got, expected[rows], **close)
+    torch.testing.assert_close(x.grad, expected_x.grad[rows], **close)
+    for name, parameter in plain.named_parameters():
+        total = hvd.allreduce(getattr(synced, name).grad, op=hvd.Sum)
+        torch.testing.assert_close(total, parameter.grad, **close)
+    for name, buffer in plain.named_buffers():
+        torch.testing.assert_close(getattr(synced, name), buffer, **close)
+
+
+def squares(output: Any, _: Any) -> Any:
+    return output.pow(3).sum()
+
+
+def penalty(output: Any, x: Any) -> Any:
+    (gradient,) = torch.autograd.grad(torch.sigmoid(output).sum(), x, create_graph=True)
+    return gradient.square().sum() + output.pow(3).sum()
+
+
+def random(*shape: int, dtype: Any = torch.float64) -> Any:
+    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(3))
+
+
+def test_memory_orders_dtypes_and_second_derivatives_equal_one_process(on_ranks: Any) -> None:
+    def step(rank: int) -> None:
+        norm = torch.nn.BatchNorm2d
+        for counts in ((2, 3), (0, 4)):  # a rank without samples takes part
+            for use in (squares, penalty):
+                compare(rank, norm(4).double(), random(sum(counts), 4, 2, 3) + 2, counts, use)
+                compare(rank, norm(4, affine=False, momentum=None).double(), random(sum(counts), 4, 2, 3), counts, use)
+        image = random(5, 4, 3, 3)
+        compare(rank, norm(4).double(), image.contiguous(memory_format=torch.channels_last), (2, 3), squares)
+        compare(rank, norm(4).double(), image.contiguous(memory_format=torch.channels_last), (2, 3), penalty)
+        compare(rank, torch.nn.BatchNorm1d(4).double(), random(5, 3, 4).transpose(1, 2), (2, 3), squares)
+        compare(rank, torch.nn.BatchNorm3d(4).double(), random(5, 4, 2, 2, 2).contiguous(
+            memory_format=torch.channels_last_3d), (2, 3), squares)
+        compare(rank, norm(4), random(8, 4, 5, 5, dtype=torch.float32) + 1000, (3, 5), squares, rtol=2e-3, atol=2e-3)
+        for dtype in (torch.bfloat16, torch.float16):  # with parameters of float32, as under autocast, and of 16 bits
+            for plain in (norm(4), norm(4).to(dtype)):
+                compare(rank, plain, random(5, 4, 3, 3).to(dtype), (2, 3), squares, rtol=0.05, atol=0.05)
+    on_ranks(step)
+
+
+def test_batches_without_values_and_layers_in_place(on_ranks: Any) -> None:
+    def step(rank: int) -> None:
+        for options in ({}, {"momentum": None}, {"track_running_stats": False}):
+            layer, plain = hvd.SyncBatchNorm(3, **options), torch.nn.BatchNorm1d(3, **options)
+            for batch in (random(4, 3, dtype=torch.float32), torch.empty(0, 3)):
+                plain(batch)
+                x = batch[2 * rank:2 * rank + 2].requires_grad_()
+                layer(x).sum().backward()
+                assert x.grad.isfinite().all() and layer.weight.grad.isfinite().all()
+            for name, buffer in plain.named_buffers():
+                torch.testing.assert_close(getattr(layer, name), buffer)
+        with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
+            hvd.SyncBatchNorm(3)(torch.ones(rank, 3))
+        for affine in (True, False):
+            norm = hvd.SyncBatchNorm(3, affine=affine)
+            model = torch.nn.Sequential(torch.nn.Linear(3, 3), norm, torch.nn.ReLU(inplace=True))
+            model(torch.randn(4, 3)).square().sum().backward()
+            gradients = []
+            for options in (None, {"use_reentrant": False}, {"use_reentrant": True}):
+                model.zero_grad()
+                x = random(4, 3, dtype=torch.float32).requires_grad_()
+                (model(x) if options is None else checkpoint(model, x, **options)).square().sum().backward()
+                gradients.append([x.grad, *(parameter.grad for parameter in model.parameters())])
+            torch.testing.assert_close(gradients[0], gradients[1])
+            torch.testing.assert_close(gradients[0], gradients[2])
+        frozen = hvd.SyncBatchNorm(3)
+        frozen(torch.randn(4, 3)).sum().backward()  # an input without a gradient
+        assert frozen.bias.grad.tolist() == [4, 4, 4]
+    on_ranks(step)
+
+
+def test_a_layer_with_several_places_is_converted_in_all_of_them() -> None:
+    shared = torch.nn.BatchNorm1d(3)
+    block = torch.nn.Sequential(torch.nn.Linear(3, 3), shared)
+    model = torch.nn.ModuleDict({"a": shared, "b": shared, "one": block, "two": block})
+    model["none"] = None
+    names = set(model.state_dict())
+    converted = hvd.SyncBatchNorm.convert_sync_batchnorm(model)
+    assert type(converted["a"]) is hvd.SyncBatchNorm
+    assert converted["a"] is converted["b"] is converted["one"][1] and converted["one"] is converted["two"]
+    assert converted["a"].weight is shared.weight and set(converted.state_dict()) == names
+    with pytest.raises(ValueError, match="LazyBatchNorm1d does not know its number of features"):
+        hvd.SyncBatchNorm.convert_sync_batchnorm(torch.nn.Sequential(torch.nn.LazyBatchNorm1d()))

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 from hvdlite.core.errors import MismatchError  # noqa: E402
 from hvdlite.core.types import ReduceOp  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
-from hvdlite.training.gradient_reducer import GradientOrderError  # noqa: E402
+from hvdlite.training.order_errors import GradientOrderError  # noqa: E402
 from hvdlite_torch import DistributedOptimizer, comm_hooks  # noqa: E402
 from tests.torch.test_optimizer import net, share, train, weights  # noqa: E402
 from tests.worlds import RAISES, TORCH, processes, threads  # noqa: E402

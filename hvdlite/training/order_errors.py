@@ -1,0 +1,55 @@
+"""What is said when gradients are computed or changed in an order in which they cannot be reduced exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from hvdlite.core.errors import HvdliteError
+from hvdlite.negotiation.agreement import named_ranks
+
+_FEWER_PASSES = ("use backward_passes_per_step, optimizer.no_sync() for all but the last backward pass, or add the losses "
+                 "before one backward()")
+
+
+class GradientOrderError(HvdliteError, AssertionError):
+    """Raised when a gradient is computed again although its round is over or under way (Horovod: AssertionError).
+
+    Also raised by a step whose gradients were changed on this rank, but could not be on others, and for gradients that
+    replaced reduced ones where it cannot be told whether they are reduced.
+    """
+
+
+def computed_twice(name: str, rank: int, passes: int, reduction: str) -> GradientOrderError:
+    """Return the error for a gradient that is reduced, and was accumulated onto, where reducing it again is not exact.
+
+    Args:
+        reduction: in words, as in "with op=Sum".
+    """
+    return GradientOrderError(
+        f"'{name}' was computed more than backward_passes_per_step={passes} times before optimizer.step() or zero_grad() on "
+        f"rank {rank}: its gradient is already reduced, and with {reduction} reducing it again would count the other ranks "
+        f"twice. To have it computed once, {_FEWER_PASSES}. With op=Average, passes add up")
+
+
+def replaced(name: str, rank: int, reduction: str) -> GradientOrderError:
+    """Return the error for a reduced gradient that the script has replaced, where reducing it again is not exact."""
+    return GradientOrderError(
+        f"'{name}' has another gradient on rank {rank} than the one that was reduced in this step. With {reduction} it "
+        "cannot be told whether it is reduced already. Change .grad in place (p.grad.copy_(...), p.grad.mul_(...)) to use "
+        "it as it is, or clear gradients with optimizer.zero_grad() before you set them, to have them reduced")
+
+
+def computed_again_without(name: str, others: Collection[int]) -> GradientOrderError:
+    """Return the error for a reduced gradient that was accumulated onto, when some ranks' reduced parts are missing."""
+    return GradientOrderError(
+        f"'{name}' was computed again after its reduction in this step, but {named_ranks(sorted(others))} took part without "
+        f"the reduced gradient (joined, or cleared it): their shares would be missing. Instead, {_FEWER_PASSES}")
+
+
+def changed_alone(name: str, behind: Collection[int]) -> GradientOrderError:
+    """Return the error for a gradient that was changed where ranks `behind` could not change it."""
+    return GradientOrderError(
+        f"'{name}' was written to on this rank after its reduction (clipped or unscaled, say), but "
+        f"{named_ranks(sorted(behind))} had no backward() in this step and took part in the reduction only in "
+        "optimizer.step(), too late to change it: the replicas would differ. Call optimizer.synchronize() on all ranks, "
+        "also where there was no backward(), and then change gradients")

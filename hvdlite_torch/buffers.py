@@ -1,0 +1,66 @@
+"""Buffers (BatchNorm's running statistics) from one rank: on demand, or before forward passes as DDP does it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from hvdlite import api
+from hvdlite.core.process_set import ProcessSet, global_process_set
+from hvdlite.runtime.runtime import Runtime
+from hvdlite_torch.state import broadcast_tensors
+
+
+def broadcast_buffers(model: torch.nn.Module, root_rank: int = 0, process_set: ProcessSet = global_process_set, *,
+                      every_forward: bool = False, _runtime: Runtime | None = None) -> RemovableHandle | None:
+    """Give all ranks rank `root_rank`'s buffers of a model, now; all ranks of the process set call this together.
+
+    Args:
+        every_forward: also do it from now on as `DistributedDataParallel(broadcast_buffers=True)` does: before the first
+            forward pass, and before each one that follows a forward pass with gradients. All ranks must then make the same
+            forward passes of this model (not of its parts). `no_sync()` of an optimizer changes nothing here.
+
+    Returns:
+        With `every_forward`: a handle, whose `remove()` ends that.
+
+    Raises:
+        UnsupportedError: for an unregistered process set.
+        MismatchError: on all ranks, when a buffer's shape or dtype differs.
+    """
+    broadcast = BufferBroadcast(model, root_rank, process_set, _runtime)
+    broadcast()
+    if not every_forward:
+        return None
+    due = True
+
+    def before_forward(module: torch.nn.Module, arguments: Any) -> None:
+        nonlocal due
+        if due:
+            broadcast()
+        due = torch.is_grad_enabled()
+    return model.register_forward_pre_hook(torch.compiler.disable(before_forward))
+
+
+class BufferBroadcast:
+    """Overwrites a model's buffers with one rank's, whenever it is called.
+
+    Buffers that DDP is told to ignore (`_ddp_params_and_buffers_to_ignore`) are left alone.
+    """
+
+    def __init__(self, model: torch.nn.Module, root_rank: int = 0, process_set: ProcessSet = global_process_set,
+                 runtime: Runtime | None = None) -> None:
+        self._model, self._root = model, root_rank
+        self._runtime = runtime if runtime is not None else api.runtime()
+        self._process_set = api.set_id(process_set)
+        members = self._runtime.members(self._process_set)
+        self._is_shared = len(members) > 1 and self._runtime.world.rank in members
+        self._label = self._runtime.label("torch.buffers", self._process_set)
+
+    def __call__(self) -> None:
+        ignored = getattr(self._model, "_ddp_params_and_buffers_to_ignore", ())
+        buffers = [buffer.detach() for name, buffer in self._model.named_buffers() if name not in ignored]
+        if self._is_shared and buffers:
+            name = self._runtime.unnamed(self._label, "buffers", self._process_set)
+            broadcast_tensors(self._runtime, buffers, self._root, name, self._process_set)

@@ -1,0 +1,164 @@
+"""Collectives on torch tensors in flight, below autograd: tensors are lent to the runtime, results come back as tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hvdlite import api
+from hvdlite.core.device import AnyArray
+from hvdlite.core.process_set import ProcessSet
+from hvdlite.core.types import Collective, ReduceOp
+from hvdlite.runtime.handle import Handle, Handles
+from hvdlite_torch import cuda, framework
+from hvdlite_torch.framework import as_tensor, contiguous
+
+_bump: Callable[[torch.Tensor], object] | None = getattr(torch.autograd.graph, "increment_version", None)
+
+
+class TorchHandle:
+    """A collective on a torch tensor in flight; pass it to `poll` and `synchronize`.
+
+    On a GPU, being done means being launched: the result is there for the stream that is current where `wait` is called.
+    """
+
+    __slots__ = ("_finish", "_handle", "_result")
+
+    def __init__(self, handle: Handle | Handles, finish: Callable[[Any], Any]) -> None:
+        self._handle = handle
+        self._finish: Callable[[Any], Any] | None = finish
+        self._result: Any = None
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """After `wait`, of an allgather: how many rows each rank of the process set has."""
+        assert isinstance(self._handle, Handle)
+        return self._handle.rows
+
+    def done(self) -> bool:
+        """Return whether `wait` would not block."""
+        return self._handle.done()
+
+    def wait(self) -> Any:
+        """Wait and return the result tensor; may be called again."""
+        array = cuda.wait(self._handle)
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            self._result = finish(array)
+        return self._result
+
+    def then(self, change: Callable[[Any], Any]) -> TorchHandle:
+        """Return a handle whose result is `change` of this one's."""
+        return TorchHandle(self._handle, lambda _: change(self.wait()))
+
+
+def allreduce(tensor: torch.Tensor, output: torch.Tensor, name: str, op: ReduceOp, prescale: float, postscale: float,
+              process_set: ProcessSet) -> TorchHandle:
+    """Reduce into `output`, which may be `tensor`."""
+    source = carried(tensor, name, Collective.ALLREDUCE, op)
+    target = source if output is tensor else contiguous_like(output, source)
+    if output is tensor:
+        mark_written(output)
+    array = lent(source, name)
+    handle = api.runtime().allreduce(name, array, array if target is source else lent(target, name), op,
+                                     prescale=prescale, postscale=postscale, process_set=api.set_id(process_set))
+    return TorchHandle(handle, lambda _: written(output, target))
+
+
+def grouped_allreduce(tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], name: str, op: ReduceOp,
+                      prescale: float, postscale: float, process_set: ProcessSet) -> TorchHandle:
+    """Like `allreduce`, of several tensors that are negotiated as one."""
+    sources = [carried(tensor, f"{name}[{index}]", Collective.ALLREDUCE, op) for index, tensor in enumerate(tensors)]
+    targets = [source if output is tensor else contiguous_like(output, source)
+               for tensor, output, source in zip(tensors, outputs, sources, strict=True)]
+    for tensor, output in zip(tensors, outputs, strict=True):
+        if output is tensor:
+            mark_written(output)
+    own = [lent(target, name) for target in targets]
+    given = [array if target is source else lent(source, name)
+             for source, target, array in zip(sources, targets, own, strict=True)]
+    handle = api.runtime().grouped_allreduce(name, given, own, op, prescale=prescale, postscale=postscale,
+                                             process_set=api.set_id(process_set))
+    return TorchHandle(handle, lambda _: [written(output, target) for output, target in zip(outputs, targets, strict=True)])
+
+
+def allgather(tensor: torch.Tensor, name: str, process_set: ProcessSet) -> TorchHandle:
+    """Concatenate all ranks' rows; the handle's `rows` tell how many are whose."""
+    source = carried(tensor, name, Collective.ALLGATHER)
+    handle = api.runtime().allgather(name, lent(source, name), process_set=api.set_id(process_set))
+    return TorchHandle(handle, lambda array: as_tensor(array).to(tensor.device))
+
+
+def reducescatter(tensor: torch.Tensor, name: str, op: ReduceOp, prescale: float, postscale: float,
+                  process_set: ProcessSet) -> TorchHandle:
+    """Reduce, and return this rank's rows."""
+    source = carried(tensor, name, Collective.REDUCESCATTER, op)
+    handle = api.runtime().reducescatter(name, lent(source, name), op, prescale=prescale, postscale=postscale,
+                                         process_set=api.set_id(process_set))
+    return TorchHandle(handle, lambda array: as_tensor(array).to(tensor.device))
+
+
+def alltoall(tensor: torch.Tensor, splits: list[int] | None, name: str, process_set: ProcessSet) -> TorchHandle:
+    """Exchange rows; the result is the pair of rows and how many came from each rank."""
+    source = carried(tensor, name, Collective.ALLTOALL)
+    handle = api.runtime().alltoall(name, lent(source, name), splits, process_set=api.set_id(process_set))
+    return TorchHandle(handle, lambda result: (as_tensor(result[0]).to(tensor.device),
+                                               torch.from_numpy(result[1].astype("int32"))))
+
+
+def many(handles: Sequence[TorchHandle]) -> TorchHandle:
+    """Return one handle for several."""
+    return TorchHandle(Handles([handle._handle for handle in handles]), lambda _: [handle.wait() for handle in handles])
+
+
+def broadcast(tensor: torch.Tensor, output: torch.Tensor, root_rank: int, name: str,
+              process_set: ProcessSet) -> TorchHandle:
+    """Write the root's values into `output`, which may be `tensor`."""
+    source = carried(tensor, name, Collective.BROADCAST)
+    target = source if output is tensor else contiguous_like(output, source).copy_(source)
+    if output is tensor:
+        mark_written(output)
+    return TorchHandle(api.runtime().broadcast(name, lent(target, name), root_rank, process_set=api.set_id(process_set)),
+                       lambda _: written(output, target))
+
+
+def carried(tensor: torch.Tensor, name: str, collective: Collective, op: ReduceOp | None = None) -> torch.Tensor:
+    """Return a contiguous tensor where a plane can take it; a copy in host memory when none on the GPU can."""
+    dense = contiguous(tensor, name)
+    return cuda.carried(dense, api.runtime().devices, collective, op) if cuda.is_on_gpu(dense) else dense
+
+
+def lent(tensor: torch.Tensor, name: str) -> AnyArray:
+    """Return the memory of a tensor from `carried` as the runtime's array."""
+    return framework.lent(tensor, name, api.runtime().devices)
+
+
+def contiguous_like(tensor: torch.Tensor, beside: torch.Tensor | None = None) -> torch.Tensor:
+    """Return memory for a result: the tensor's own if it is contiguous, and where `beside` is."""
+    detached = tensor.detach()
+    if beside is not None and cuda.is_on_gpu(beside) != cuda.is_on_gpu(tensor):
+        return cuda.room_beside(beside)
+    return detached if detached.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def written(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return `output` holding `target`'s values; they share memory unless `output` has unusual strides."""
+    if output.data_ptr() != target.data_ptr() or not output.is_contiguous():
+        with torch.no_grad():
+            output.copy_(target)
+    else:
+        mark_written(output)
+    return output
+
+
+def mark_written(tensor: torch.Tensor) -> None:
+    """Tell autograd that a tensor's memory is written to: a graph that has saved it raises in its backward pass.
+
+    Called where a collective in place begins, and again where its result is taken.
+    """
+    if _bump is not None:
+        _bump(tensor)
+    else:
+        tensor.detach().reshape(-1)[:0].zero_()  # older torch: writes nothing and counts as written

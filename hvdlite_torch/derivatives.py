@@ -1,0 +1,334 @@
+"""Collectives as autograd, torch.func and vmap see them.
+
+Rules
+- Most collectives are linear in all ranks' tensors, so their gradient is their adjoint: another collective. Every adjoint is
+  itself made of collectives from this file, so derivatives of every order exist.
+- A gradient is a collective too: all ranks differentiate together, in the same order. A part of a gradient that is zero on
+  some ranks stays in their graphs, because the derivative of that gradient is a collective as well.
+- Under vmap one collective carries the whole batch. Rows (the first dimension) stay rows.
+- What is known only after a collective, such as other ranks' rows, is kept in the call, which is no tensor: transforms of
+  torch.func pass it on as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.autograd import forward_ad
+
+from hvdlite import api
+from hvdlite.core.errors import UnsupportedError
+from hvdlite.core.process_set import ProcessSet
+from hvdlite.core.types import ReduceOp
+from hvdlite_torch import collectives
+from hvdlite_torch.collectives import TorchHandle
+from hvdlite_torch.framework import contiguous
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+Tensors = Sequence[torch.Tensor]
+LINEAR = (ReduceOp.SUM, ReduceOp.AVERAGE)
+_transforms_active: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
+
+
+@dataclasses.dataclass(eq=False)
+class Call:
+    """A collective on some tensors, and how it is differentiated.
+
+    Attributes:
+        name: as negotiated. Gradients append to it.
+        has_rows: whether the first dimension is cut or concatenated.
+    """
+
+    name: str
+    process_set: ProcessSet
+    has_rows = False
+
+    def run(self, tensors: Tensors) -> list[torch.Tensor]:
+        """Return new tensors; not differentiable."""
+        raise NotImplementedError
+
+    def adjoint(self, upstream: Tensors) -> list[torch.Tensor]:
+        """Return the gradients of the tensors, given those of the results. Differentiable."""
+        raise NotImplementedError
+
+    def again(self, suffix: str) -> Any:
+        """Return the same call under another name."""
+        return dataclasses.replace(self, name=f"{self.name}.{suffix}")
+
+
+@dataclasses.dataclass(eq=False)
+class Reduction(Call):
+    """An allreduce. Sums and averages are linear, and their own adjoint; the gradient of others is in `_Selected`."""
+
+    op: ReduceOp
+    prescale: float = 1.0
+    postscale: float = 1.0
+    is_grouped: bool = False
+
+    def run(self, tensors: Tensors) -> list[torch.Tensor]:
+        result = self.begin(tensors, [torch.empty_like(tensor) for tensor in tensors]).wait()
+        return result if self.is_grouped else [result]
+
+    def begin(self, tensors: Tensors, outputs: Tensors) -> TorchHandle:
+        """Begin to reduce into `outputs`, which may be the tensors; the handle returns a list of them, or the only one."""
+        rest = self.name, self.op, self.prescale, self.postscale, self.process_set
+        if self.is_grouped:
+            return collectives.grouped_allreduce(tensors, outputs, *rest)
+        return collectives.allreduce(tensors[0], outputs[0], *rest)
+
+    def adjoint(self, upstream: Tensors) -> list[torch.Tensor]:
+        if self.op not in LINEAR:
+            raise UnsupportedError(f"'{self.name}': an allreduce in place with op={self.op.name.capitalize()} has no "
+                                   "gradient; use hvd.allreduce, or Sum or Average")
+        return apply(self.again("gradient"), *upstream)
+
+
+@dataclasses.dataclass(eq=False)
+class Broadcast(Call):
+    """Its gradient is the sum of all ranks' upstream gradients on the root, or their average, and zero elsewhere."""
+
+    root_rank: int
+    averages: bool = False
+
+    def run(self, tensors: Tensors) -> list[torch.Tensor]:
+        return [self.begin(tensors, [torch.empty_like(tensors[0])]).wait()]
+
+    def begin(self, tensors: Tensors, outputs: Tensors) -> TorchHandle:
+        """Begin to broadcast into the only output, which may be the tensor."""
+        return collectives.broadcast(tensors[0], outputs[0], self.root_rank, self.name, self.process_set)
+
+    def adjoint(self, upstream: Tensors) -> list[torch.Tensor]:
+        (combined,) = apply(_sum(f"{self.name}.gradient", self.process_set, self.averages), *upstream)
+        is_root = api.runtime().world.rank == self.root_rank
+        return [combined.where(torch.full((), is_root, device=combined.device), 0)]  # not new zeros: see the rules
+
+
+@dataclasses.dataclass(eq=False)
+class Gathering(Call):
+    """An allgather of one tensor or several, each with a name.
+
+    Its gradient is this rank's rows of the sum of all ranks' upstream gradients, or of their average.
+    """
+
+    averages: bool
+    names: Sequence[str] = ()
+    has_rows = True
+
+    def run(self, tensors: Tensors) -> list[torch.Tensor]:
+        handles = [collectives.allgather(tensor, name, self.process_set)
+                   for tensor, name in zip(tensors, self.names or [self.name], strict=True)]
+        results = [handle.wait() for handle in handles]
+        mine = _members(self.process_set).index(api.runtime().world.rank)
+        self._spans = [(sum(handle.rows[:mine]), handle.rows[mine]) for handle in handles]
+        return results
+
+    def adjoint(self, upstream: Tensors) -> list[torch.Tensor]:
+        combined = apply(_sum(f"{self.name}.gradient", self.process_set, self.averages, bool(self.names)), *upstream)
+        return [tensor.narrow(0, *span) for tensor, span in zip(combined, self._spans, strict=True)]
+
+    def again(self, suffix: str) -> Any:
+        return dataclasses.replace(self, name=f"{self.name}.{suffix}", names=[f"{name}.{suffix}" for name in self.names])
+
+
+@dataclasses.dataclass(eq=False)
+class Scattering(Call):
+    """A reducescatter of one tensor or several, each with a name.
+
+    Its gradient is all ranks' upstream gradients put together, times a factor.
+    """
+
+    op: ReduceOp
+    prescale: float
+    postscale: float
+    horovod_gradient: bool
+    names: Sequence[str] = ()
+    has_rows = True
+
+    def run(self, tensors: Tensors) -> list[torch.Tensor]:
+        handles = [collectives.reducescatter(tensor, name, self.op, self.prescale, self.postscale, self.process_set)
+                   for tensor, name in zip(tensors, self.names or [self.name], strict=True)]
+        return [handle.wait() for handle in handles]
+
+    def adjoint(self, upstream: Tensors) -> list[torch.Tensor]:
+        if self.op not in LINEAR:
+            raise UnsupportedError(f"reducescatter with op={self.op.name.capitalize()} has no gradient; use Sum or Average")
+        size = len(_members(self.process_set))
+        factor = self.prescale * self.postscale * (size if self.horovod_gradient else 1)
+        factor /= size if self.op is ReduceOp.AVERAGE else 1
+        whole = apply(Gathering(f"{self.name}.gradient", self.process_set, False,
+                                [f"{name}.gradient" for name in self.names]), *upstream)
+        return [tensor * factor for tensor in whole]
+
+    def again(self, suffix: str) -> Any:
+        return dataclasses.replace(self, name=f"{self.name}.{suffix}", names=[f"{name}.{suffix}" for name in self.names])
+
+
+@dataclasses.dataclass(eq=False)
+class Exchange(Call):
+    """An alltoall. Its gradient sends every row's back to where it came from.
+
+    Attributes:
+        received: after `run`: the rows that came from each rank.
+    """
+
+    splits: list[int] | None
+    has_rows = True
+
+    def run(self, tensors: Tensors) -> list[torch.Tensor]:
+        (tensor,) = tensors
+        result, self.received = collectives.alltoall(tensor, self.splits, self.name, self.process_set).wait()
+        self._rows = tensor.shape[0]
+        return [result]
+
+    def adjoint(self, upstream: Tensors) -> list[torch.Tensor]:
+        (back,) = apply(Exchange(f"{self.name}.gradient", self.process_set, self.received.tolist()), *upstream)
+        kept = back.new_zeros(self._rows - back.shape[0], *back.shape[1:])  # rows that were sent to nobody
+        return [torch.cat([back, kept])]
+
+
+def apply(call: Call, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Return what a collective makes of tensors. Differentiable."""
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            contiguous(tensor, call.name)  # raises
+    is_recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    if not is_recorded and not _transforms_active() and forward_ad._current_level < 0:
+        return call.run(tensors)  # autograd's function alone takes 10 us
+    function = _Selected if isinstance(call, Reduction) and call.op not in LINEAR else _Linear
+    return list(function.apply(call, *tensors))
+
+
+def apply_in_place(call: Reduction | Broadcast, tensors: Tensors) -> TorchHandle:
+    """Begin a collective that overwrites its tensors; the handle returns what `call.begin` says.
+
+    A tensor that was computed from others gets the collective's gradient, as with torch's own operations in place. Leaves
+    are overwritten without a gradient, as by Horovod and torch.distributed: so parameters can be averaged outside of
+    `torch.no_grad()`.
+    """
+    handle = call.begin(tensors, tensors)
+    if not torch.is_grad_enabled() or all(tensor.is_leaf for tensor in tensors):
+        return handle
+
+    def finish(result: Any) -> Any:
+        _Overwritten.apply(call, *(tensor.detach() if tensor.is_leaf else tensor for tensor in tensors))
+        return result
+    return handle.then(finish)
+
+
+def _sum(name: str, process_set: ProcessSet, averages: bool = False, is_grouped: bool = False) -> Reduction:
+    return Reduction(name, process_set, ReduceOp.AVERAGE if averages else ReduceOp.SUM, is_grouped=is_grouped)
+
+
+def _members(process_set: ProcessSet) -> tuple[int, ...]:
+    return api.runtime().members(api.set_id(process_set))
+
+
+def with_signature(function: _F) -> _F:
+    """Let a function know its signature: `torch.autograd.Function.apply` asks for it in each call, which takes 20 us."""
+    function.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    return function
+
+
+class _Collective(torch.autograd.Function):
+    """The base of the functions; transforms of torch.func need `setup_context` apart from `forward`."""
+
+    @staticmethod
+    @with_signature
+    def forward(call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        return tuple(call.run(tensors))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.call = inputs[0]
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, call: Call, *tensors: torch.Tensor) -> Any:  # type: ignore[override]
+        return _batched(apply, in_dims[1:], call, tensors)
+
+
+class _Linear(_Collective):
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
+        return None, *ctx.call.adjoint(upstream)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: torch.Tensor) -> Any:  # type: ignore[override]
+        return tuple(apply(ctx.call.again("tangent"), *tangents))
+
+
+class _Selected(_Collective):
+    """Allreduces that are not linear. Min and Max share the gradient among ties, as `torch.amax` does."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.call, *tensors = inputs
+        ctx.save_for_backward(*tensors, *output)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
+        call, count = ctx.call, len(upstream)
+        tensors, results = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        if call.op is ReduceOp.ADASUM:
+            raise UnsupportedError(f"'{call.name}': allreduce with op=Adasum has no gradient; use Sum or Average")
+        factor = call.prescale * call.postscale
+        totals = apply(Reduction(f"{call.name}.gradient", call.process_set, ReduceOp.SUM, postscale=factor,
+                                 is_grouped=call.is_grouped), *upstream)
+        derivative = _of_product if call.op is ReduceOp.PRODUCT else _of_extreme
+        return None, *(total * each for total, each in zip(totals, derivative(call, tensors, results), strict=True))
+
+
+def _of_product(call: Reduction, tensors: Tensors, results: Tensors) -> list[torch.Tensor]:
+    """Return the product of the other ranks' tensors."""
+    names = [f"{call.name}.factors[{index}]" for index in range(len(tensors))]
+    mine = _members(call.process_set).index(api.runtime().world.rank)
+    gathered = apply(Gathering(f"{call.name}.factors", call.process_set, False, names),
+                     *(tensor[None] * call.prescale for tensor in tensors))
+    return [torch.cat([each[:mine], each[mine + 1:]]).prod(0).conj() for each in gathered]
+
+
+def _of_extreme(call: Reduction, tensors: Tensors, results: Tensors) -> list[torch.Tensor]:
+    """Return 1 where this rank has the extreme, divided by how many ranks have it, and 0 elsewhere."""
+    if call.prescale != 1 or call.postscale != 1:
+        opposite = {ReduceOp.MIN: ReduceOp.MAX, ReduceOp.MAX: ReduceOp.MIN}
+        bare = Reduction(f"{call.name}.extreme", call.process_set, opposite[call.op] if call.prescale < 0 else call.op,
+                         is_grouped=call.is_grouped)
+        results = apply(bare, *(tensor.detach() for tensor in tensors))
+    hits = [(tensor == result).to(tensor.dtype) for tensor, result in zip(tensors, results, strict=True)]
+    ties = apply(Reduction(f"{call.name}.ties", call.process_set, ReduceOp.SUM, is_grouped=call.is_grouped), *hits)
+    return [hit / tie for hit, tie in zip(hits, ties, strict=True)]
+
+
+class _Overwritten(torch.autograd.Function):
+    """Gives tensors that a collective has overwritten their new history."""
+
+    @staticmethod
+    @with_signature
+    def forward(call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        return tensors
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.call, *tensors = inputs
+        ctx.mark_dirty(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
+        return None, *ctx.call.adjoint(upstream)
+
+
+def _batched(run: Callable[..., list[torch.Tensor]], dims: Sequence[int | None], call: Call, tensors: Tensors) -> Any:
+    """Run one collective on tensors of which some have a batch dimension; return the results and their batch dimensions."""
+    if isinstance(call, Reduction) and call.op is ReduceOp.ADASUM:
+        raise UnsupportedError(f"'{call.name}': Adasum weighs whole tensors, and cannot run under vmap; use Sum or Average")
+    if call.has_rows:
+        for tensor, dim in zip(tensors, dims, strict=True):
+            if dim is not None and tensor.dim() == 1:
+                raise UnsupportedError(f"'{call.name}': this collective has rows along the first dimension, and under vmap "
+                                       "this tensor is a scalar; pass one of shape (1,)")
+        tensors = [tensor if dim is None else tensor.movedim(dim, -1) for tensor, dim in zip(tensors, dims, strict=True)]
+        dims = [None if dim is None else tensor.dim() - 1 for tensor, dim in zip(tensors, dims, strict=True)]
+    return tuple(run(call, *tensors)), tuple(dims)

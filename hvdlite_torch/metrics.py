@@ -1,0 +1,57 @@
+"""torchmetrics: metrics whose `compute()` is over all ranks, as under torch.distributed."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from hvdlite import api
+from hvdlite.core.process_set import ProcessSet, global_process_set
+from hvdlite.training import objects
+from hvdlite_torch.framework import as_array, contiguous
+
+
+def synchronize_metrics(module: torch.nn.Module) -> None:
+    """Let the metrics of torchmetrics that a module is or holds gather their states from all of hvdlite's ranks.
+
+    Metrics with a `dist_sync_fn` of their own are left alone. All ranks call `compute()` together from then on. A metric's
+    `process_group` may be a `ProcessSet`.
+    """
+    metric: Any
+    for metric in module.modules():
+        if hasattr(metric, "dist_sync_fn") and hasattr(metric, "distributed_available_fn") and metric.dist_sync_fn is None:
+            metric.dist_sync_fn = gather_all_tensors
+            metric.distributed_available_fn = _is_distributed
+
+
+def gather_all_tensors(result: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+    """Return all ranks' tensors, in rank order, also of different shapes; like torchmetrics' function of this name.
+
+    `Metric(dist_sync_fn=hvd.gather_all_tensors, distributed_available_fn=hvd.is_initialized)` is one metric's way to
+    `synchronize_metrics`.
+
+    Args:
+        group: a `ProcessSet`; all ranks by default.
+    """
+    process_set = group if isinstance(group, ProcessSet) else global_process_set
+    runtime, number = api.runtime(), api.set_id(process_set)
+    name = runtime.unnamed("torch", "gather_all_tensors", number)
+    dense = contiguous(result.detach().cpu(), name)
+    kind = tuple(dense.shape), str(dense.dtype).removeprefix("torch.")
+    kinds = objects.allgather_object(runtime, kind, f"{name}.shapes", number)
+    flat = dense.reshape(-1).view(torch.uint8)
+    everything = runtime.allgather(name, as_array(flat, name), process_set=number).wait()
+    assert everything is not None
+    dtypes = [getattr(torch, dtype) for _, dtype in kinds]
+    sizes = [math.prod(shape) * dtype.itemsize for (shape, _), dtype in zip(kinds, dtypes, strict=True)]
+    parts = torch.from_numpy(everything).split(sizes)
+    gathered = [part.clone().view(dtype).reshape(shape).to(result.device)
+                for part, dtype, (shape, _) in zip(parts, dtypes, kinds, strict=True)]
+    gathered[runtime.members(number).index(runtime.world.rank)] = result  # with its graph
+    return gathered
+
+
+def _is_distributed() -> bool:
+    return api.is_initialized() and api.runtime().world.size > 1

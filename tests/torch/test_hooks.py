@@ -1,0 +1,155 @@
+"""Hooks of the user's own beside the optimizer's, and two optimizers of the same parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hvdlite.core.types import ReduceOp  # noqa: E402
+from hvdlite.runtime.runtime import Runtime  # noqa: E402
+from hvdlite_torch import DistributedOptimizer  # noqa: E402
+from tests.worlds import threads  # noqa: E402
+
+STEPS = 9
+LATER = 5
+"""The step from which on there is one more hook; the set is learned by then."""
+
+
+class Hooks:
+    """What a user may register on parameters: a record of local norms, clipping, and from `LATER` on a rescaling."""
+
+    def __init__(self, model: Any) -> None:
+        self.parameters = list(model.parameters())
+        self.norms: list[float] = []
+
+    def register(self, step: int) -> None:
+        for parameter in self.parameters:
+            if step == 0:
+                parameter.register_post_accumulate_grad_hook(self.record)
+                parameter.register_post_accumulate_grad_hook(self.clip)
+            if step == LATER:
+                parameter.register_post_accumulate_grad_hook(self.replace)
+
+    def record(self, parameter: Any) -> None:
+        self.norms.append(parameter.grad.norm().item())
+
+    def clip(self, parameter: Any) -> None:
+        parameter.grad.clamp_(-1e-3, 1e-3)
+
+    def replace(self, parameter: Any) -> None:
+        parameter.grad = parameter.grad * 3
+
+
+def model_and_batch(rank: int) -> tuple[Any, Any]:
+    """Return a model with a gradient that is copied at once (64 KB) and one that waits for its bucket, and a batch."""
+    generator = torch.Generator().manual_seed(7)
+    model = torch.nn.Linear(128, 128)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model, torch.randn(4, 128, generator=torch.Generator().manual_seed(rank))
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("wait_in", ["backward", "step"])
+def test_the_users_hooks_see_and_change_this_ranks_gradient_as_under_ddp(wait_in: str, to_none: bool) -> None:
+    """Whenever they are registered: before a step, and when the gradients' places are learned."""
+    def step(runtime: Runtime) -> tuple[list[float], list[Any]]:
+        model, x = model_and_batch(runtime.world.rank)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), _runtime=runtime, wait_in=wait_in)
+        hooks = Hooks(model)
+        for turn in range(STEPS):
+            optimizer.zero_grad(set_to_none=to_none)
+            hooks.register(turn)
+            model(x).square().mean().backward()
+            optimizer.step()
+        assert optimizer._reducer.by_bucket
+        return hooks.norms, [parameter.detach() for parameter in model.parameters()]
+    ranks = threads(2, step)
+
+    models = [model_and_batch(rank) for rank in range(2)]
+    hooked = [Hooks(model) for model, _ in models]
+    for turn in range(STEPS):
+        for (model, x), hooks in zip(models, hooked, strict=True):
+            model.zero_grad()
+            hooks.register(turn)
+            model(x).square().mean().backward()
+        for pair in zip(*(model.parameters() for model, _ in models), strict=True):
+            mean = (pair[0].grad + pair[1].grad) / 2
+            with torch.no_grad():
+                for parameter in pair:
+                    parameter -= mean
+    for (norms, weights), hooks, (model, _) in zip(ranks, hooked, models, strict=True):
+        torch.testing.assert_close(sorted(norms), sorted(hooks.norms))
+        torch.testing.assert_close(weights, list(model.parameters()))
+
+
+def test_a_hook_that_takes_the_gradient_away_leaves_none_to_reduce() -> None:
+    def step(runtime: Runtime) -> list[float]:
+        first, second = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+        optimizer = DistributedOptimizer(torch.optim.SGD([first, second], lr=1.0), _runtime=runtime)
+
+        def take(parameter: Any) -> None:
+            parameter.grad = None
+        if runtime.world.rank == 0:
+            first.register_post_accumulate_grad_hook(take)
+        for _ in range(5):
+            optimizer.zero_grad()
+            (first + second).sum().backward()
+            optimizer.step()
+        return [first[0].item(), second[0].item()]
+    assert threads(2, step) == [[1 - 5 * 0.5, 1 - 5 * 1.0]] * 2
+
+
+STORIES: dict[str, str] = {
+    # What is called in each step; letters are optimizers, in the order in which they are wrapped.
+    "only the last is used": "zm zb B sb",
+    "only the first is used": "za B sa",
+    "only the first is used, and the model is cleared": "B sa zm",
+    "one after the other": "za B sa zb B sb",
+    "both use one gradient": "za zb B sa sb",
+    "both use one gradient, in the other order": "zb za B sb sa",
+    "the last one goes": "zm B sa gb",
+}
+
+
+@pytest.mark.parametrize("op", [ReduceOp.AVERAGE, ReduceOp.SUM])
+@pytest.mark.parametrize("story", STORIES)
+@pytest.mark.parametrize("tied", [False, True], ids=["all shared", "one shared"])
+@pytest.mark.parametrize("wait_in", ["backward", "step"])
+def test_two_living_optimizers_of_the_same_parameters(wait_in: str, tied: bool, story: str, op: ReduceOp) -> None:
+    def train(model: Any, optimizers: dict[str, Any], loss: Callable[[], Any]) -> list[Any]:
+        for _ in range(7):
+            for what, *which in STORIES[story].split():
+                match what:
+                    case "B":
+                        loss().backward()
+                    case "g":
+                        optimizers.pop(which[0], None)
+                    case "z":
+                        optimizers.get(which[0], model).zero_grad()
+                    case "s":
+                        optimizers[which[0]].step()
+        return [parameter.detach() for parameter in model.parameters()]
+
+    def made(model: Any) -> dict[str, Any]:
+        first, second = list(model.parameters()), [model.bias] if tied else list(model.parameters())
+        return {"a": torch.optim.SGD(first, lr=0.5), "b": torch.optim.SGD(second, lr=0.25, momentum=0.5)}
+
+    def step(runtime: Runtime) -> list[Any]:
+        model, x = model_and_batch(runtime.world.rank)
+        optimizers = {name: DistributedOptimizer(each, op=op, wait_in=wait_in, _runtime=runtime)
+                      for name, each in made(model).items()}
+        return train(model, optimizers, lambda: model(x).square().mean())
+    first, second = threads(2, step)
+    assert all(map(torch.equal, first, second))
+
+    model, batches = model_and_batch(0)[0], [model_and_batch(rank)[1] for rank in range(2)]
+    scale = 0.5 if op is ReduceOp.AVERAGE else 1.0
+    alone = train(model, made(model), lambda: sum(model(x).square().mean() for x in batches) * scale)
+    for one, other in zip(first, alone, strict=True):
+        torch.testing.assert_close(one, other)

@@ -1,0 +1,400 @@
+"""What scripts do in a scope beside plain loops: wrapped optimizers, loads on one rank, closures, other loaders."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.optim.optimizer import _global_optimizer_pre_hooks as optimizer_hooks  # noqa: E402
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, random_split  # noqa: E402
+
+from hvdlite.core.errors import MismatchError  # noqa: E402
+from hvdlite.runtime.runtime import Runtime  # noqa: E402
+from hvdlite_torch import DistributedOptimizer, MirroredStrategy  # noqa: E402
+from hvdlite_torch.rows import rows_of, rows_taken  # noqa: E402
+from tests.torch.test_mirrored import Net, assert_close, dataset, weights  # noqa: E402
+from tests.worlds import threads  # noqa: E402
+
+mse = torch.nn.functional.mse_loss
+
+
+def equal_one_process(case: Callable[[MirroredStrategy | None, Any], Any], size: int = 2) -> None:
+    """Run a case on ranks and without a strategy; it gets the strategy and what makes a scope, and returns tensors."""
+    expected = case(None, contextlib.nullcontext)
+
+    def step(runtime: Runtime) -> Any:
+        strategy = MirroredStrategy(_runtime=runtime)
+        return case(strategy, strategy.scope)
+    results = threads(size, step)
+    for ours in results:
+        assert all(torch.equal(mine, first) for mine, first in zip(ours, results[0], strict=True)), "ranks differ"
+        assert_close(ours, expected)
+
+
+def shares(strategy: MirroredStrategy | None, batches: Any) -> Any:
+    return batches if strategy is None else strategy.distribute(batches)
+
+
+class Ascent(torch.optim.Optimizer):
+    """Sharpness-aware minimisation as in davda54/sam, without its first step."""
+
+    def __init__(self, parameters: Any, base: Any, **settings: Any) -> None:
+        super().__init__(parameters, {"rho": 0.05, **settings})
+        self.base = base(self.param_groups, **settings)
+        self.param_groups = self.base.param_groups
+        self.defaults.update(self.base.defaults)
+
+    def step(self, closure: Any = None) -> None:
+        self.base.step()
+
+    def load_state_dict(self, state: Any) -> None:
+        super().load_state_dict(state)
+        self.base.param_groups = self.param_groups
+
+
+def test_optimizers_around_others_keep_their_groups_and_their_rates() -> None:
+    def case(strategy: MirroredStrategy | None, scope: Any) -> list[Any]:
+        with scope():
+            model = Net()
+            optimizer = Ascent(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        for index, (x, y) in enumerate(shares(strategy, DataLoader(dataset(37), 8))):
+            optimizer.zero_grad()
+            mse(model(x), y).backward()
+            optimizer.step()
+            scheduler.step()
+            assert optimizer.param_groups is optimizer.base.param_groups
+            if index == 2 and (strategy is None or strategy._replica.number == 0):
+                optimizer.load_state_dict(optimizer.state_dict())
+        return weights(model)
+    equal_one_process(case)
+
+    def scaled(runtime: Runtime) -> None:
+        strategy = MirroredStrategy(scale_learning_rate=True, _runtime=runtime)
+        with strategy.scope():
+            optimizer = Ascent(Net().parameters(), torch.optim.SGD, lr=0.1)
+            class Around(torch.optim.Optimizer):
+                def __init__(self, base: Any) -> None:
+                    super().__init__(base.param_groups, base.defaults)
+            around = Around(optimizer.base)
+        for each in (optimizer, optimizer.base, around):
+            assert [group["lr"] for group in each.param_groups] == [0.2] and each.defaults["lr"] == 0.2
+    threads(2, scaled)
+
+
+@pytest.mark.parametrize("loaded", ["the model", "the optimizer", "a copy"])
+@pytest.mark.parametrize("loop", ["by hand", "distributed", "run"])
+def test_rank_0_alone_loads_in_the_middle(loaded: str, loop: str) -> None:
+    """Rank 0's values are everybody's from the next step on. (The gradients of that step were computed before.)"""
+    def step(runtime: Runtime) -> tuple[list[Any], list[Any], float]:
+        strategy = MirroredStrategy(_runtime=runtime)
+        with strategy.scope():
+            model, best = Net(), Net(seed=9)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+        def update(x: Any, y: Any) -> None:
+            optimizer.zero_grad()
+            mse(model(x), y).backward()
+            optimizer.step()
+        batches = DataLoader(dataset(40), 8)
+        for index, batch in enumerate(strategy.distribute(batches) if loop == "distributed" else batches):
+            if loop == "run":
+                strategy.run(update, batch)
+            else:
+                update(*batch)
+            if runtime.world.rank == 0 and index == 2:
+                if loaded == "the model":
+                    model.load_state_dict(Net(seed=5).state_dict())
+                elif loaded == "a copy":
+                    best.load_state_dict(model.state_dict())
+                else:
+                    state = optimizer.state_dict()
+                    state["param_groups"][0]["lr"] = 0.01
+                    optimizer.load_state_dict(state)
+        return weights(model), weights(best), optimizer.param_groups[0]["lr"]
+
+    first, second = threads(2, step)
+    for mine, other in zip((*first[0], *first[1]), (*second[0], *second[1]), strict=True):
+        assert torch.equal(mine, other)
+    assert first[2] == second[2] == (0.01 if loaded == "the optimizer" else 0.1)
+
+
+UNEVEN = [tuple(tensor for tensor in dataset(rows)[:]) for rows in (8, 7, 5, 3, 8, 1)]
+
+
+def with_closure(model: Any, optimizer: Any, batches: Any) -> None:
+    for x, y in batches:
+        def closure(x: Any = x, y: Any = y) -> Any:
+            optimizer.zero_grad()
+            loss = mse(model(x), y)
+            loss.backward()
+            return loss
+        optimizer.step(closure)
+
+
+def with_scaler(model: Any, optimizer: Any, batches: Any) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for index, (x, y) in enumerate(batches):
+        optimizer.zero_grad()
+        loss = mse(model(x), y)
+        scaler.scale(loss * float("inf") if index == 2 else loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def with_checkpoints(model: Any, optimizer: Any, batches: Any) -> None:
+    for x, y in batches:
+        optimizer.zero_grad()
+        hidden = torch.utils.checkpoint.checkpoint(model.layers[0], x, use_reentrant=False)
+        mse(model.layers[2](model.layers[1](hidden)), y).backward()
+        optimizer.step()
+
+
+def with_penalty(model: Any, optimizer: Any, batches: Any) -> None:
+    """The gradient of a batch's share is asked for, and used in a loss."""
+    for x, y in batches:
+        optimizer.zero_grad()
+        x = x.clone().requires_grad_()
+        rows, = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        (mse(model(x), y) + rows.square().sum(1).mean()).backward()
+        optimizer.step()
+
+
+def with_own_gradients(model: Any, optimizer: Any, batches: Any) -> None:
+    """By `torch.autograd.grad`: all of them; together with a backward pass over the others; in place of reduced ones."""
+    parameters = list(model.parameters())
+    for index, (x, y) in enumerate(batches):
+        optimizer.zero_grad()
+        if index % 3 == 0:
+            own = torch.autograd.grad(mse(model(x), y), parameters)
+            for parameter, gradient in zip(parameters, own, strict=True):
+                parameter.grad = gradient
+        elif index % 3 == 1:
+            parameters[0].grad, = torch.autograd.grad(mse(model(x), y), parameters[:1])
+            mse(model(x), y).backward(inputs=parameters[1:])
+        else:
+            mse(model(x), y).backward()
+            for parameter in parameters:
+                parameter.grad = parameter.grad * 0.5
+        optimizer.step()
+
+
+def with_two_backward_passes(model: Any, optimizer: Any, batches: Any) -> None:
+    for x, y in batches:
+        optimizer.zero_grad()
+        mse(model(x), y).backward()
+        mse(model(x) * 0.5, y).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("loop", [with_closure, with_scaler, with_checkpoints, with_penalty, with_own_gradients,
+                                  with_two_backward_passes])
+def test_uneven_batches_in(loop: Callable[[Any, Any, Any], None]) -> None:
+    def case(strategy: MirroredStrategy | None, scope: Any) -> list[Any]:
+        with scope():
+            model = Net()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        loop(model, optimizer, shares(strategy, UNEVEN))
+        return weights(model)
+    equal_one_process(case)
+
+
+def test_what_autograd_grad_returns_is_not_weighed() -> None:
+    def step(runtime: Runtime) -> None:
+        strategy = MirroredStrategy(_runtime=runtime)
+        with strategy.scope():
+            model = torch.nn.Linear(1, 1, bias=False)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for (x,) in strategy.distribute([(torch.ones(3, 1),)]):
+            gradient, = torch.autograd.grad(model(x).mean(), model.weight)
+            with torch.inference_mode():
+                assert sum(len(inner) for inner, in strategy.distribute([(torch.ones(5, 1),)])) == (3, 2)[runtime.world.rank]
+            assert gradient.item() == 1.0 and strategy.weight == (4 / 3, 2 / 3)[runtime.world.rank]
+            optimizer.step()
+    threads(2, step)
+
+
+def test_state_keeps_its_dtype() -> None:
+    class Wide(torch.optim.SGD):
+        """An optimizer with 32-bit state for 16-bit parameters."""
+
+        def step(self, closure: Any = None) -> None:
+            for parameter in self.param_groups[0]["params"]:
+                mean = self.state[parameter].setdefault("mean", torch.zeros(parameter.shape))
+                mean.mul_(0.9).add_(parameter.grad.float())
+                parameter.data.add_(mean.bfloat16(), alpha=-0.1)
+
+    def step(runtime: Runtime) -> list[Any]:
+        strategy = MirroredStrategy(_runtime=runtime)
+        with strategy.scope():
+            model = Net(seed=runtime.world.rank).bfloat16()
+            optimizer = Wide(model.parameters(), lr=0.1)
+        for x, y in strategy.distribute(DataLoader(dataset(32), 8)):
+            optimizer.zero_grad()
+            mse(model(x.bfloat16()), y.bfloat16()).backward()
+            optimizer.step()
+        strategy.mirror()
+        means = [state["mean"] for state in optimizer.state.values()]
+        assert len(means) == 4 and all(mean.dtype is torch.float32 for mean in means)
+        assert any(not torch.equal(mean, mean.bfloat16().float()) for mean in means), "it is not rounded either"
+        return means
+    first, second = threads(2, step)
+    assert all(torch.equal(mine, other) for mine, other in zip(first, second, strict=True))
+
+
+def test_what_is_dropped_in_a_scope_is_forgotten() -> None:
+    def step(runtime: Runtime) -> None:
+        strategy = MirroredStrategy(_runtime=runtime)
+        with strategy.scope():
+            model = Net()
+            known = len(strategy._holdings._modules)
+            for _ in range(50):
+                torch.nn.MSELoss()
+                torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+            gc.collect()
+            assert (len(strategy._holdings._modules), len(strategy._holdings._optimizers)) == (known, 0)
+            assert model is not None
+    threads(1, step)
+
+
+def test_an_optimizer_made_outside_for_a_module_made_inside_is_refused() -> None:
+    def step(runtime: Runtime) -> None:
+        strategy = MirroredStrategy(_runtime=runtime)
+        with strategy.scope():
+            model, other = Net(), Net()
+            inside = torch.optim.SGD(model.parameters(), lr=0.1)
+        outside = torch.optim.SGD([*other.layers[0].parameters()], lr=0.1)
+        with pytest.raises(RuntimeError, match=r"SGD, which was made outside.*trains 'Net1.layers.0.weight'.*inside `with"):
+            outside.step()
+        elsewhere = torch.nn.Linear(1, 1)
+        for fine in (inside, torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(elsewhere.parameters(), lr=0.1),
+                     DistributedOptimizer(torch.optim.SGD(other.layers[2].parameters(), lr=0.1), _runtime=runtime)):
+            fine.step()
+        del strategy, inside, fine
+        outside.step()
+    gc.collect()
+    before = len(optimizer_hooks)
+    threads(2, step)
+    gc.collect()
+    assert len(optimizer_hooks) == before, "the hook goes with the strategy"
+
+
+# --- loaders -----------------------------------------------------------------------------------------------------------
+
+
+class Buffered(DataLoader):
+    """A subclass with an iteration of its own, as MONAI's and torchdata's: here it loads two batches ahead."""
+
+    def __iter__(self) -> Iterator[Any]:
+        ahead: list[Any] = []
+        for batch in super().__iter__():
+            ahead.append(batch)
+            if len(ahead) > 2:
+                yield ahead.pop(0)
+        yield from ahead
+
+
+def test_loaders_with_an_iteration_of_their_own() -> None:
+    def step(runtime: Runtime) -> list[list[int]]:
+        strategy = MirroredStrategy(_runtime=runtime)
+        loader = Buffered(TensorDataset(torch.arange(37)), 8, shuffle=True,
+                          generator=torch.Generator().manual_seed(runtime.world.rank))
+        return [strategy.gather(x).tolist() for _ in range(2) for (x,) in strategy.distribute(loader)]
+    generator = torch.Generator().manual_seed(0)
+    expected = DataLoader(TensorDataset(torch.arange(37)), 8, shuffle=True, generator=generator)
+    one_process = [x.tolist() for _ in range(2) for (x,) in expected]
+    assert threads(2, step) == [one_process] * 2
+
+
+def test_what_a_batch_is() -> None:
+    batch = {"x": torch.arange(4), "names": ["a", "b", "c", "d"], "kernel": [1, 2, 3, 4], "mean": (0.1, 0.2, 0.3, 0.4),
+             "classes": ("cat", "dog"), "scale": torch.tensor(2.0), "pair": [torch.ones(4, 2), torch.ones(4, 3)]}
+    taken = rows_taken(batch, rows_of(batch), slice(0, 2))
+    assert taken["x"].tolist() == [0, 1] and taken["names"] == ["a", "b"] and [len(each) for each in taken["pair"]] == [2, 2]
+    assert all(taken[name] == batch[name] for name in ("kernel", "mean", "classes", "scale"))
+    images = [torch.zeros(3, 8, 8) for _ in range(4)]
+    for wrong in (images, {"images": images}, (images, torch.ones(4))):
+        with pytest.raises(ValueError, match=r"a list of 4 tensors with 3 dimensions, such as \[3, 8, 8\].*stack them"):
+            rows_of(wrong)
+    assert rows_of(tuple(images)) == 3 and rows_of(images[:1]) == 3 and rows_of([images[0], torch.ones(3)]) == 3
+
+
+class Split(IterableDataset):
+    """A dataset that gives each rank samples of its own, as after WebDataset's split_by_node."""
+
+    def __init__(self, rank: int, samples: int = 16, labels: bool = False) -> None:
+        self.rank, self.samples, self.labels = rank, samples, labels
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in range(self.samples):
+            x = torch.full((2,), 100.0 * self.rank + index)
+            yield (x, index) if self.labels else x
+
+
+class Sharded:
+    """What a sampler of timm's or detectron2's looks like; none of them is a DistributedSampler."""
+
+    rank, num_replicas = 0, 2
+
+    def __init__(self) -> None:
+        self.rank, self.num_replicas = 0, 2
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(0, 8, 2))
+
+
+class OfHuggingFace(IterableDataset):
+    """What `datasets.distributed.split_dataset_by_node` leaves in an IterableDataset."""
+
+    class _Config:
+        rank, world_size = 0, 2
+
+    def __init__(self) -> None:
+        self._distributed = self._Config()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+def test_data_that_are_split_already_are_not_split_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr("hvdlite_torch.same_data.warnings.warn", lambda text, **_: told.append(text))
+
+    def step(runtime: Runtime) -> None:
+        rank = runtime.world.rank
+        strategy = MirroredStrategy(_runtime=runtime)
+        for loader in (DataLoader(TensorDataset(torch.arange(8)), 2, sampler=Sharded()), DataLoader(OfHuggingFace(), 2)):
+            with pytest.raises(ValueError, match=r"shares samples out already, among 2 ranks.*without strategy.distribute"):
+                strategy.distribute(loader)
+        halves = Subset(TensorDataset(torch.arange(8)), range(rank, 8, 2))
+        for loader in (DataLoader(halves, 2), Buffered(halves, 2),
+                       DataLoader(random_split(range(8), [4, 4], torch.Generator().manual_seed(rank))[0], 2)):
+            with pytest.raises(MismatchError, match="seed random_split alike"):
+                next(iter(strategy.distribute(loader)))
+        with pytest.raises(MismatchError, match="replica 1 has no batch, but others have"):
+            next(iter(strategy.distribute(DataLoader(Split(0, samples=16 * (1 - rank)), 8))))
+        for fine in (DataLoader(Split(0), 8), DataLoader(Split(rank, labels=True), 8), [torch.ones(4), torch.ones(4) + rank],
+                     DataLoader(Split(0, samples=0), 8)):
+            list(strategy.distribute(fine))
+        strategy.reduce("SUM", 0)
+        assert not told
+        strategy.reduce("SUM", 0)
+        for loader in (DataLoader(Split(rank), 8), DataLoader(Split(rank), batch_size=None), [torch.arange(4) + rank],
+                       Buffered(Split(rank), 8)):
+            list(strategy.distribute(loader))
+        part = TensorDataset(torch.arange(8) + 8 * rank)
+        part._fingerprint = f"half {rank}"  # type: ignore[attr-defined]  # as a Dataset of Hugging Face has one
+        loader = strategy.distribute(DataLoader(part, 2))
+        for _ in range(2):
+            list(loader)
+    threads(2, step)
+    assert all("the others' samples are lost" in text and "split_by_node" in text for text in told)
+    assert sum("nothing in common" in text for text in told) == 2 * 4 and sum("fingerprints" in text for text in told) == 2

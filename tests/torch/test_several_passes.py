@@ -1,0 +1,284 @@
+"""Several backward passes before a step, closures, and backward passes that are nested in others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+from hvdlite.core.errors import MismatchError  # noqa: E402
+from hvdlite.core.types import ReduceOp  # noqa: E402
+from hvdlite.runtime.runtime import Runtime  # noqa: E402
+from hvdlite.training.order_errors import GradientOrderError  # noqa: E402
+from hvdlite_torch import Compression, DistributedOptimizer, comm_hooks  # noqa: E402
+from tests.torch.one_process import Case, compare  # noqa: E402
+from tests.torch.test_optimizer import net  # noqa: E402
+from tests.worlds import threads  # noqa: E402
+
+TURNS = 5
+"""Two by single gradients, the others in learned buckets."""
+
+
+def two_passes(case: Case) -> None:
+    optimizer = case.optimizer()
+    for turn in range(TURNS):
+        optimizer.zero_grad()
+        case.loss(turn).backward()
+        case.loss(turn + 50).backward()
+        optimizer.step()
+
+
+def three_passes_that_are_clipped_and_zeroed(case: Case) -> None:
+    optimizer = case.optimizer()
+    for turn in range(TURNS):
+        for part in range(3):
+            case.loss(turn + 50 * part).backward()
+            torch.nn.utils.clip_grad_norm_(case.model.parameters(), 0.1)
+        optimizer.step()
+        case.model.zero_grad(set_to_none=turn % 2 > 0)
+
+
+def a_second_pass_over_other_layers_on_each_rank(case: Case) -> None:
+    optimizer = case.optimizer()
+    for turn in range(TURNS):
+        optimizer.zero_grad()
+        case.loss(turn).backward()
+        case.loss(turn + 50, parts=True).backward()
+        optimizer.step()
+
+
+def local_passes_between(case: Case) -> None:
+    optimizer = case.optimizer()
+    for turn in range(TURNS):
+        optimizer.zero_grad()
+        case.loss(turn).backward()
+        if case.rank is None:
+            case.loss(turn + 50).backward()
+        else:
+            with optimizer.no_sync():
+                case.loss(turn + 50).backward()
+        if turn % 2:
+            case.loss(turn + 80).backward()
+        optimizer.step()
+
+
+def a_skipped_step_and_zeros_by_the_module(case: Case) -> None:
+    optimizer = case.optimizer()
+    for turn in range(TURNS + 2):
+        case.model.zero_grad(set_to_none=False)
+        case.loss(turn).backward()
+        if turn != 3:
+            optimizer.step()
+
+
+def dcgan(case: Case) -> None:
+    """The order of torch's tutorial."""
+    critic, generator = case.model, torch.nn.Linear(6, 6)
+    torch.nn.init.eye_(generator.weight)
+    torch.nn.init.zeros_(generator.bias)
+    of_critic, of_generator = case.optimizer(), case.optimizer(torch.optim.SGD(generator.parameters(), lr=0.2))
+    for turn in range(TURNS):
+        critic.zero_grad()
+        case.loss(turn).backward()
+        case.loss(turn + 50, lambda x: critic(generator(x).detach()) - 1).backward()
+        of_critic.step()
+        generator.zero_grad()
+        case.loss(turn + 50, lambda x: critic(generator(x))).backward()
+        of_generator.step()
+
+
+SCRIPTS = [two_passes, three_passes_that_are_clipped_and_zeroed, a_second_pass_over_other_layers_on_each_rank,
+           local_passes_between, a_skipped_step_and_zeros_by_the_module, dcgan]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {}, "step": {"wait_in": "step"}, "predivide": {"gradient_predivide_factor": 4.0},
+    "two passes per step": {"backward_passes_per_step": 2},
+    "two passes per step, step": {"backward_passes_per_step": 2, "wait_in": "step"},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_passes_before_a_step_add_up(options: str) -> None:
+    scripts = [script for script in SCRIPTS if "clip" not in script.__name__ or "two" not in options]  # of local gradients
+    compare(scripts, lambda rank: OPTIONS[options])
+
+
+def test_passes_before_a_step_add_up_where_ranks_wait_in_different_places() -> None:
+    compare([two_passes, a_second_pass_over_other_layers_on_each_rank, dcgan],
+            lambda rank: {"wait_in": ["backward", "step"][rank]})
+
+
+def test_passes_before_a_step_add_up_with_communication_hooks_and_compression() -> None:
+    compare(SCRIPTS, lambda rank: {"comm_hook": comm_hooks.AllReduce()})
+    compare([two_passes, dcgan], lambda rank: {"compression": Compression.fp16}, tolerance=2e-3)
+
+
+def test_a_second_pass_after_a_wait_that_was_deferred() -> None:
+    """Rank 0's first wait is deferred; its second pass comes while that round is under way, as does a third."""
+    def step(runtime: Runtime) -> list[float]:
+        a, b = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
+        optimizer = DistributedOptimizer(torch.optim.SGD([a, b], lr=1.0), _runtime=runtime)
+        for turn in range(4):
+            optimizer.zero_grad()
+            if turn in (0, 3) and runtime.world.rank == 1:
+                runtime.barrier(f"early {turn}").wait()
+            (a * (runtime.world.rank + 1)).sum().backward()
+            if turn in (0, 3) and runtime.world.rank == 0:
+                runtime.barrier(f"early {turn}").wait()
+            (a * 10 + b * runtime.world.rank).sum().backward()
+            if runtime.world.rank == 0:
+                (a * 100).sum().backward()
+            else:
+                (b * 100).sum().backward()
+            optimizer.step()
+        return [float(each.detach()[0]) for each in (a, b)]
+    assert threads(2, step) == [[-4 * (1.5 + 10 + 50), -4 * 50.5]] * 2
+
+
+@pytest.mark.parametrize("options", [
+    {"op": ReduceOp.SUM}, {"op": ReduceOp.MAX}, {"comm_hook": "TopK"}, {"op": ReduceOp.SUM, "wait_in": "step"}])
+def test_where_reducing_again_is_not_exact_a_second_pass_is_an_error(options: dict[str, Any]) -> None:
+    def step(runtime: Runtime) -> None:
+        own = {**options, "comm_hook": comm_hooks.TopK(0.5)} if "comm_hook" in options else options
+        model = net()
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), _runtime=runtime, **own)
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.ones(1, 6)).sum().backward()
+            with pytest.raises(GradientOrderError, match=rf"on rank {runtime.world.rank}.*no_sync.*op=Average"):
+                model(torch.ones(1, 6)).sum().backward()
+    threads(2, step)
+
+
+@pytest.mark.parametrize("wait_in", ["backward", "step"])
+def test_different_numbers_of_passes_over_the_same_parameters_are_an_error_on_all_ranks(wait_in: str) -> None:
+    def step(runtime: Runtime) -> None:
+        model = net()
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), _runtime=runtime, wait_in=wait_in)
+        with pytest.raises(MismatchError, match="number of optimizer steps"):
+            for turn in range(5):
+                optimizer.zero_grad()
+                for _ in range(1 + (turn == 3 and runtime.world.rank == 0)):
+                    model(torch.ones(1, 6)).sum().backward()
+                optimizer.step()
+    threads(2, step)
+
+
+def test_a_second_pass_is_an_error_while_ranks_have_joined() -> None:
+    """Their reduced gradients would be missing."""
+    def step(runtime: Runtime) -> None:
+        model = net()
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), _runtime=runtime)
+        with optimizer.join():
+            for turn in range(3 + 3 * (runtime.world.rank == 0)):
+                optimizer.zero_grad()
+                model(torch.ones(1, 6)).sum().backward()
+                if turn == 5:
+                    with pytest.raises(GradientOrderError, match=r"rank 1 took part without the reduced gradient \(joined"):
+                        model(torch.ones(1, 6)).sum().backward()
+                optimizer.step()
+    threads(2, step)
+
+
+# --- closures --------------------------------------------------------------------------------------------------------
+
+
+def closures(case: Case) -> None:
+    """Rank 1's third closure has no backward; gradients are cleared by whatever is there."""
+    optimizer = case.optimizer()
+    for turn in range(TURNS + 1):
+        def closure(turn: int = turn) -> Any:
+            (case.model if turn % 2 else optimizer).zero_grad()
+            if case.rank == 1 and turn == 2:
+                return torch.zeros(())
+            loss = case.loss(turn, without=1 if turn == 2 else None)
+            loss.backward()
+            return loss
+        optimizer.step(closure) if turn % 2 else optimizer.step(closure=closure)
+
+
+def lbfgs(case: Case) -> None:
+    """How often it calls the closure depends on the loss."""
+    optimizer = case.optimizer(torch.optim.LBFGS(case.model.parameters(), max_iter=8, line_search_fn="strong_wolfe"))
+    for turn in range(3):
+        def closure(turn: int = turn) -> Any:
+            case.model.zero_grad()
+            if case.rank == 1 and turn == 1:
+                return 0.0
+            loss = case.loss(turn, without=1 if turn == 1 else None)
+            loss.backward()
+            return loss
+        returned = optimizer.step(closure)
+        assert not getattr(returned, "requires_grad", False) or case.rank is None
+
+
+@pytest.mark.parametrize("options", ["plain", "step"])
+def test_closures_end_with_final_gradients_on_every_rank(options: str) -> None:
+    compare([closures, lbfgs], lambda rank: OPTIONS[options], tolerance=1e-3)
+
+
+# --- nested backward passes ------------------------------------------------------------------------------------------
+
+
+def reentrant(model: Any, x: Any) -> Any:
+    return checkpoint(model, x.requires_grad_(), use_reentrant=True)
+
+
+def all_parameters_in_reentrant_checkpoints(case: Case) -> None:
+    """With a closure, and clipped without one."""
+    optimizer = case.optimizer()
+    for turn in range(2 * TURNS):
+        def closure(turn: int = turn) -> Any:
+            optimizer.zero_grad()
+            loss = case.loss(turn, lambda x: reentrant(case.model[2], reentrant(case.model[:2], x)))
+            loss.backward()
+            return loss
+        if turn % 2:
+            optimizer.step(closure)
+        else:
+            closure()
+            torch.nn.utils.clip_grad_norm_(case.model.parameters(), 0.1)
+            optimizer.step()
+
+
+def layers_in_several_reentrant_checkpoints(case: Case) -> None:
+    """Nested ones too, beside a layer in none; two backward passes a step."""
+    layer = torch.nn.Linear(6, 6)
+    torch.nn.init.constant_(layer.weight, 0.1)
+    torch.nn.init.zeros_(layer.bias)
+    optimizer = case.optimizer(torch.optim.SGD([*case.model.parameters(), *layer.parameters()], lr=0.1))
+    for turn in range(TURNS):
+        optimizer.zero_grad()
+        for part in range(1 + turn % 2):
+            case.loss(turn + 50 * part, lambda x: case.model[2](reentrant(
+                lambda y: case.model[:2](reentrant(layer, reentrant(layer, y))), x))).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("options", ["plain", "step"])
+def test_reentrant_checkpoints(options: str) -> None:
+    compare([all_parameters_in_reentrant_checkpoints, layers_in_several_reentrant_checkpoints],
+            lambda rank: OPTIONS[options])
+
+
+def test_a_layer_that_is_in_a_second_reentrant_checkpoint_later_is_an_error_once() -> None:
+    def step(runtime: Runtime) -> Any:
+        layer = torch.nn.Linear(3, 3)
+        torch.nn.init.ones_(layer.weight)
+        optimizer = DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.01), _runtime=runtime)
+        for _ in range(4):
+            optimizer.zero_grad()
+            reentrant(layer, torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(GradientOrderError, match=r"several torch.utils.checkpoint.*use_reentrant=False"):
+            reentrant(layer, reentrant(layer, torch.ones(1, 3))).sum().backward()
+        optimizer.zero_grad()
+        reentrant(layer, reentrant(layer, torch.ones(1, 3))).sum().backward()
+        optimizer.step()
+        return layer.weight.detach()
+    one, other = threads(2, step)
+    assert torch.equal(one, other)
