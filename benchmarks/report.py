@@ -72,6 +72,13 @@ def _small_gradients(rows: Rows, ranks: int) -> list[str]:
             "The ceiling is the same ranks without communication.", "", *_compared(rows, "parameters", 1e3, "ms")]
 
 
+def _hooks(rows: Rows, ranks: int) -> list[str]:
+    names = list(rows[0]["seconds"])
+    body = [[row["model"], *(f"{row['seconds'][name] * 1e3:.2f}" for name in names)] for row in rows]
+    return [f"## Communication hooks and compression, ms of a training step, {ranks} ranks", "",
+            *_table(["model", *names], body)]
+
+
 def _batch_norm(rows: Rows, ranks: int) -> list[str]:
     return [f"## Batch normalization over {ranks} ranks, forward and backward, beside torch's own without other ranks", "",
             *_compared(rows, "input", 1e3, "ms")]
@@ -125,7 +132,8 @@ def _two_hosts(rows: Rows, ranks: int) -> list[str]:
 
 _TABLES = {"planes": _planes, "planes_openmpi": functools.partial(_planes, under="Open MPI"), "collectives": _collectives,
            "gradients": _gradients, "small_gradients": _small_gradients, "batch_norm": _batch_norm, "training": _training,
-           "idle": _idle, "control_scale": _control_scale,
+           "hooks": _hooks, "idle": _idle,
+           "control_scale": _control_scale,
            **{f"two_hosts_{engine}_{plane}": _two_hosts for engine in ("mpi", "gloo") for plane in (engine, "hierarchical")}}
 
 

@@ -119,6 +119,7 @@ def main() -> None:
         ("gradients", 2, rounds),
         ("small_gradients", 2, [*rounds, *short]),
         ("training", 2, [*long_rounds, *short]),
+        ("hooks", 2, [*long_rounds, *short]),
         ("collectives", 2, [*rounds, *short]),
         ("batch_norm", 2, [*rounds, *short]),
         ("training", 1, [*long_rounds, *short]),

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from hvdlite.bootstrap.mpi import least_member
-from hvdlite.control.witness import testify
+from hvdlite.control.process_probe import StackDumpTarget, enable_stack_dump
 from hvdlite.core import launch_contract
 from hvdlite.core.array import Array
 from hvdlite.core.config import Config, environment_name
@@ -42,7 +42,7 @@ _lock = threading.RLock()
 _runtime: Runtime | None = None
 _users = 0  # init() calls that no shutdown() has answered yet
 _hooks_installed = False
-_testimony: tuple[int, int] | None = None  # where this process writes its stacks
+_stack_dump: StackDumpTarget | None = None  # where this process writes its stacks
 _casts = Casts.of_numpy()
 _defaults: dict[str, str] = {}  # environment variables of knobs, as if they were set when they are not
 _process_sets: set[ProcessSet] = set()  # registered with the runtime, and meaningless after it
@@ -333,12 +333,12 @@ def _configure_logging(config: Config, world: World) -> None:
         logger.propagate = False
 
 
-def _testify(config: Config) -> tuple[int, int]:
+def _testify(config: Config) -> StackDumpTarget:
     """Let rank 0 see where this process is when it does not answer; once, it lasts as long as the process."""
-    global _testimony
-    if _testimony is None:
-        _testimony = testify(config.traceback_signal)
-    return _testimony
+    global _stack_dump
+    if _stack_dump is None:
+        _stack_dump = enable_stack_dump(config.traceback_signal)
+    return _stack_dump
 
 
 def _answer_signal(number: int) -> None:

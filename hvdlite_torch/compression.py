@@ -26,6 +26,15 @@ class Compressor:
         return tensor if context is None else tensor.to(context)
 
 
+def wire_dtype(compression: type[Compressor], dtype: torch.dtype) -> torch.dtype | None:
+    """Return the dtype to which a compressor casts tensors of a dtype; None for one with methods of its own, a script's."""
+    for method in ("compress", "decompress"):
+        if getattr(getattr(compression, method), "__func__", None) is not getattr(Compressor, method).__func__:
+            return None
+    is_compressed = compresses(str(compression.target), str(dtype).removeprefix("torch."))
+    return compression.target if compression.target is not None and is_compressed else dtype
+
+
 class FP16Compressor(Compressor):
     """Floats wider than 16 bits travel as float16 (summed in float32)."""
 

@@ -16,12 +16,9 @@ import torch
 from hvdlite.core.device import AnyArray, Completion, DeviceAccess, DeviceArray, Event, Pair
 from hvdlite.core.types import Collective
 from hvdlite_torch import cuda
-from hvdlite_torch.compression import BF16Compressor, Compressor, FP16Compressor
-from hvdlite_torch.framework import TorchGradients, contiguous
+from hvdlite_torch.compression import Compressor
+from hvdlite_torch.framework import TorchGradients
 from hvdlite_torch.seats import Seat, fill_seats
-
-_PLAIN = (Compressor, FP16Compressor, BF16Compressor)
-"""Compressors that a kernel can stand in for: they cast."""
 
 
 class CudaGradients(TorchGradients):
@@ -31,7 +28,6 @@ class CudaGradients(TorchGradients):
 
     def __init__(self, compression: type[Compressor], sparse_as_dense: bool, as_view: bool, devices: DeviceAccess) -> None:
         super().__init__(compression, sparse_as_dense, as_view, devices)
-        self._casts = compression in _PLAIN
         self._streams: set[int] = set()  # on which gradients were made since buckets were last waited for
         self._index = 0  # of the GPU
 
@@ -43,7 +39,7 @@ class CudaGradients(TorchGradients):
         if not isinstance(place, DeviceArray):
             return super().seat(parameter, place)
         self._index = place.device
-        return Seat(cuda.over(place), self._compression.compress(parameter.detach().new_empty(0))[1], on_gpu=True)
+        return Seat(cuda.over(place), self._wire(parameter)[1], on_gpu=True)
 
     def batch(self, pairs: Sequence[tuple[torch.Tensor, Seat]]) -> Sequence[tuple[torch.Tensor, Seat]]:
         return pairs if pairs and pairs[0][1].on_gpu else super().batch(pairs)
@@ -60,7 +56,7 @@ class CudaGradients(TorchGradients):
             self._copy(homes, values)
             if others:  # their memory goes back to streams that are not behind this
                 cuda.outlive(values)
-        return fill_seats(pairs, self._fitting_value, copy)
+        return fill_seats(pairs, self._fitting, copy)
 
     def filled(self, memory: AnyArray) -> Event | None:
         if not isinstance(memory, DeviceArray):
@@ -87,11 +83,11 @@ class CudaGradients(TorchGradients):
             if seat.context is None and self._shows_views(parameter):
                 shown.append(seat)
                 continue
-            if seat.copy is None or seat.copy.is_in_use or not self._as_view:
-                seat.copy = Seat(torch.empty_like(parameter.detach()), None, on_gpu=True)
-            shown.append(seat.copy)
+            if not self._as_view:
+                seat.copy = None
+            shown.append(seat.private_copy(parameter))
             homes.append(seat.home)
-            targets.append(seat.copy.home)
+            targets.append(shown[-1].home)
         if homes:
             self._copy(targets, homes)
         return [seat.give_to(parameter) for (parameter, _), seat in zip(pairs, shown, strict=True)]
@@ -117,29 +113,8 @@ class CudaGradients(TorchGradients):
             return not seat.on_gpu
         return seat.on_gpu or not self._devices.carries(Collective.ALLREDUCE, None, cuda.name_of(seat.dtype))
 
-    def _fitting_value(self, parameter: torch.Tensor, gradient: torch.Tensor, seat: Seat) -> torch.Tensor | None:
-        """Return what is to be copied, and cast, into the seat; None when it does not fit."""
-        if not self._belongs(gradient, seat) or not self._is_free(parameter, seat):
-            return None
-        if gradient.layout is not torch.strided:
-            if self.is_sparse(parameter):
-                return None
-            gradient = contiguous(self._gradient(parameter), "gradient")
-        if gradient.requires_grad:
-            gradient = gradient.detach()
-        if not self._casts:
-            gradient, seat.context = self._compression.compress(gradient)
-        elif gradient.dtype is not (seat.context or seat.dtype):
-            return None
-        fits = gradient.shape == seat.shape and (self._casts or gradient.dtype is seat.dtype)
-        return gradient if fits else None
-
     def _suits(self, parameter: torch.Tensor, seat: Seat) -> bool:
-        if not self._belongs(parameter, seat):
-            return False
-        if not (seat.on_gpu and self._casts):
-            return super()._suits(parameter, seat)
-        return parameter.dtype is (seat.context or seat.dtype) and parameter.shape == seat.shape
+        return self._belongs(parameter, seat) and super()._suits(parameter, seat)
 
     def _copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Copy tensors on the current stream, cast to the targets' dtypes."""

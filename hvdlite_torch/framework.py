@@ -17,7 +17,7 @@ from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.types import Collective
 from hvdlite.training.framework import Loan, Shape
 from hvdlite_torch import cuda
-from hvdlite_torch.compression import Compressor
+from hvdlite_torch.compression import Compressor, wire_dtype
 from hvdlite_torch.seats import COUNTS, Mark, Seat, SeatBatch, fill_seats, given_to
 from hvdlite_torch.unfinal import get_grad, set_grad
 
@@ -112,6 +112,7 @@ class TorchGradients:
         self.elsewhere: Elsewhere = {}
         self._devices = devices
         self._compression = compression
+        self._casts = wire_dtype(compression, torch.float32) is not None  # it does nothing that a copy does not do
         self._sparse_as_dense = sparse_as_dense
         self._as_view = as_view and COUNTS
         self._copied: set[int] = set()  # parameters, by identity, whose gradients are copied out of their buckets
@@ -126,8 +127,7 @@ class TorchGradients:
         return parameter.requires_grad and not is_lazy(parameter)  # a lazy one has no shape before its first forward pass
 
     def shape(self, parameter: torch.Tensor) -> Shape:
-        compressed, _ = self._compression.compress(parameter.detach().new_empty(0))
-        return Shape(_dtype_name(compressed.dtype), tuple(parameter.shape), dense_strides(parameter))
+        return Shape(_dtype_name(self._wire(parameter)[0]), tuple(parameter.shape), dense_strides(parameter))
 
     def lend(self, parameter: torch.Tensor) -> Loan[torch.Tensor]:
         return self._loan(parameter, self._gradient(parameter).detach())
@@ -158,28 +158,28 @@ class TorchGradients:
         return np.concatenate([indices, flat], axis=1)
 
     def give_rows(self, parameter: torch.Tensor, rows: Array, factor: float) -> Any:
-        sample, context = self._compression.compress(parameter.detach().new_empty(0))
-        sparse_dims = self._sparse_dims(parameter, rows.shape[1], sample)
+        dtype, context = self._wire(parameter)
+        sparse_dims = self._sparse_dims(parameter, rows.shape[1], dtype)
         # Flat, because the slice of a single row counts as contiguous whatever its strides, which the views refuse.
         indices = torch.from_numpy(rows[:, :8 * sparse_dims].reshape(-1)).view(torch.int64).clone()  # torch may resize it
-        values = torch.from_numpy(rows[:, 8 * sparse_dims:].reshape(-1)).view(sample.dtype)
+        values = torch.from_numpy(rows[:, 8 * sparse_dims:].reshape(-1)).view(dtype)
         values = self._compression.decompress(values, context).reshape(-1, *parameter.shape[sparse_dims:]) * factor
         gradient = torch.sparse_coo_tensor(indices.reshape(-1, sparse_dims).t(), values, parameter.shape,
                                            check_invariants=False).coalesce()
         return given_to(parameter, gradient.to(parameter.device))
 
     @staticmethod
-    def _sparse_dims(parameter: torch.Tensor, row_bytes: int, sample: torch.Tensor) -> int:
+    def _sparse_dims(parameter: torch.Tensor, row_bytes: int, dtype: torch.dtype) -> int:
         """Return how many of the first dimensions are sparse, given the bytes of a row."""
         for dims in range(1, parameter.dim() + 1):
-            if 8 * dims + sample.element_size() * parameter.shape[dims:].numel() == row_bytes:
+            if 8 * dims + dtype.itemsize * parameter.shape[dims:].numel() == row_bytes:
                 return dims
         raise UnsupportedError(f"a sparse gradient with rows of {row_bytes} bytes does not fit a parameter of shape "
                                f"{list(parameter.shape)}")
 
     def seat(self, parameter: torch.Tensor, place: AnyArray) -> Seat:
         assert isinstance(place, np.ndarray)
-        return Seat(_tensor(place), self._compression.compress(parameter.detach().new_empty(0))[1])
+        return Seat(_tensor(place), self._wire(parameter)[1])
 
     def fill(self, parameter: torch.Tensor, seat: Seat) -> bool:
         gradient = get_grad(parameter)
@@ -193,7 +193,8 @@ class TorchGradients:
         return True
 
     def batch(self, pairs: Sequence[tuple[torch.Tensor, Seat]]) -> Sequence[tuple[torch.Tensor, Seat]]:
-        is_plain = (self._compression is Compressor and not self._sparse_as_dense and self._as_view and len(pairs) > 1
+        is_plain = (self._casts and not self._sparse_as_dense and self._as_view and len(pairs) > 1
+                    and len({seat.context is None for _, seat in pairs}) == 1
                     and not any(cuda.is_on_gpu(parameter) for parameter, _ in pairs))
         return SeatBatch(pairs) if is_plain else pairs
 
@@ -228,6 +229,10 @@ class TorchGradients:
             return given_to(parameter, self._compression.decompress(seat.home, seat.context).to_sparse(sparse_dims))
         if seat.context is None and self._shows_views(parameter) and not cuda.is_on_gpu(parameter):
             return seat.give_to(parameter)
+        if seat.context is not None and self._casts and self._as_view and not cuda.is_on_gpu(parameter):
+            copy = seat.private_copy(parameter)
+            copy.home.copy_(seat.home)
+            return copy.give_to(parameter)
         own = seat.home.clone() if seat.context is None else self._compression.decompress(seat.home, seat.context)
         return given_to(parameter, own.to(parameter.device))
 
@@ -280,17 +285,28 @@ class TorchGradients:
     def _suits(self, parameter: torch.Tensor, seat: Seat) -> bool:
         """Return whether a seat is right for the parameter as it is now, which has no gradient."""
         dtype = parameter.dtype
-        if self._compression is not Compressor:
-            sample, seat.context = self._compression.compress(parameter.detach().new_empty(0))
-            dtype = sample.dtype
-        return dtype is seat.dtype and parameter.shape == seat.shape
+        if not self._casts:
+            dtype, seat.context = self._wire(parameter)
+        return dtype is self._fitting_dtype(seat) and parameter.shape == seat.shape
+
+    def _fitting_dtype(self, seat: Seat) -> torch.dtype:
+        """Return the dtype of what can be copied into a seat; where a copy does not cast, of what has been compressed."""
+        return seat.context if self._casts and seat.context is not None else seat.dtype
+
+    def _wire(self, parameter: torch.Tensor) -> tuple[torch.dtype, Any]:
+        """Return the dtype in which the parameter's gradients travel, and what the compressor needs to undo its work."""
+        dtype = wire_dtype(self._compression, parameter.dtype)
+        if dtype is None:
+            sample, context = self._compression.compress(parameter.detach().new_empty(0))
+            return sample.dtype, context
+        return dtype, None if dtype is parameter.dtype else parameter.dtype
 
     def _restored_dims(self, parameter: torch.Tensor) -> int:
         """Return how many dimensions of the reduced gradient are to be sparse, as in the gradient that came in."""
         return self._sparse_dims_of.get(id(parameter), self.unseen_sparse_dims) if self._sparse_as_dense else 0
 
     def _fitting(self, parameter: torch.Tensor, gradient: torch.Tensor, seat: Seat) -> torch.Tensor | None:
-        """Return what is to be copied into the seat; None when it does not fit. Called for every gradient of every step."""
+        """Return what is to be copied, and cast, into the seat; None when it does not fit."""
         if not self._is_free(parameter, seat):
             return None
         if gradient.layout is not torch.strided:
@@ -299,9 +315,9 @@ class TorchGradients:
             gradient = contiguous(self._gradient(parameter), "gradient")
         if gradient.requires_grad:
             gradient = gradient.detach()
-        if self._compression is not Compressor:
+        if not self._casts:
             gradient, seat.context = self._compression.compress(gradient)
-        return gradient if gradient.dtype is seat.dtype and gradient.shape == seat.shape else None
+        return gradient if gradient.dtype is self._fitting_dtype(seat) and gradient.shape == seat.shape else None
 
     def _gradient(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the parameter's gradient, densified for the reduction when that is wanted."""

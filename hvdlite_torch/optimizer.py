@@ -23,11 +23,11 @@ from hvdlite_torch import cuda
 from hvdlite_torch.adasum_optimizer import DistributedAdasum, check_whole_job
 from hvdlite_torch.backward import BackwardHooks
 from hvdlite_torch.closures import FinalClosure, closure_of, with_closure
-from hvdlite_torch.comm_hooks import AllReduce, Cast, CommHook, Exchange, reduce_round
 from hvdlite_torch.compression import Compression, Compressor
 from hvdlite_torch.copying import PlainCopies
 from hvdlite_torch.cuda_gradients import CudaGradients
 from hvdlite_torch.framework import TorchGradients, on_host
+from hvdlite_torch.hook_exchange import CommHook, Exchange, check_hook, reduce_round
 from hvdlite_torch.step_hooks import once_a_step
 from hvdlite_torch.uneven_inputs import UnevenInputs
 
@@ -119,9 +119,8 @@ def DistributedOptimizer(
                                   or gradient_predivide_factor != 1.0):
         raise ValueError("comm_hook decides itself how gradients are averaged: leave op, compression, groups and "
                          "gradient_predivide_factor at their defaults")
-    if isinstance(comm_hook, type):
-        name = getattr(comm_hook, "__name__", "")
-        raise ValueError(f"comm_hook takes an instance with state of its own, such as {name}(), not the class")
+    if comm_hook is not None:
+        check_hook(comm_hook)
     number = api.set_id(process_set)
     label = _label if _label is not None else runtime.label("torch", number)
     make: type[GradientReducer[torch.Tensor]] = GradientReducer if comm_hook is None else HookedReducer
@@ -130,12 +129,14 @@ def DistributedOptimizer(
     reducer = make(runtime, make_framework(), label, op=op, prescale=prescale, postscale=postscale,
                    passes=backward_passes_per_step, process_set=number, wait_in=_chosen_wait(wait_in, runtime))
     if comm_hook is not None and isinstance(reducer, HookedReducer):
-        reducer.use(functools.partial(reduce_round, comm_hook, Exchange(runtime, f"{label}.hook", number)))
+        reducer.use(functools.partial(reduce_round, comm_hook, Exchange(runtime, f"{label}.hook", number)),
+                    is_repeatable=getattr(comm_hook, "is_repeatable", False))
     bases = (Distributed, base) if _mixin is None else (_mixin, Distributed, base)
     optimizer.__class__ = type(base.__name__, bases, {"__module__": base.__module__})
     assert isinstance(optimizer, Distributed)
     reducer.looks_for_own = True
-    reducer.is_idempotent = op is ReduceOp.AVERAGE and (comm_hook is None or isinstance(comm_hook, (AllReduce, Cast)))
+    reducer.is_idempotent = op is ReduceOp.AVERAGE and (comm_hook is None
+                                                              or getattr(comm_hook, "is_idempotent", False))
     optimizer._attach(runtime, reducer, names, numbers, number)
     optimizer._hooks.on_moved = make_framework
     optimizer._loss_reduction = (f"{label}.loss", op) if isinstance(optimizer, torch.optim.LBFGS) else None

@@ -52,7 +52,7 @@ class Seat:
         storage: torch's handle of the memory, which is the place alone.
         context: what the compressor needs to undo its work; None when nothing is compressed.
         dtype: of gradients that fit.
-        copy: on a GPU: memory for the gradient when it is not a view, made when it is first needed.
+        copy: memory for the gradient when it is not a view, made when it is first needed.
     """
 
     __slots__ = ("_idle", "address", "context", "copy", "dtype", "home", "mark", "on_gpu", "shape", "storage", "view")
@@ -71,6 +71,12 @@ class Seat:
         set_grad(parameter, self.view)
         self.mark.version = self.view._version
         return self.mark
+
+    def private_copy(self, parameter: torch.Tensor) -> Seat:
+        """Return memory like the parameter's for its gradient, which nobody uses: the same in every round, if possible."""
+        if self.copy is None or self.copy.is_in_use:
+            self.copy = Seat(torch.empty_like(parameter.detach()), None, on_gpu=self.on_gpu)
+        return self.copy
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether `tensor` is the view, unchanged."""
@@ -102,13 +108,17 @@ _set_version: Callable[[Mark, int], None] = vars(Mark)["version"].__set__
 class SeatBatch(list[tuple[torch.Tensor, Seat]]):
     """Members of a bucket in host memory with new seats, of which `fill` and `adopt` handle all at once.
 
-    What is constant is listed once; what has to be looked at in every round is compared as a list.
+    What is constant is listed once; what has to be looked at in every round is compared as a list. When gradients are
+    compressed, all of them are: then parameters get private copies, which are kept, instead of views of the places.
     """
 
     def __init__(self, pairs: Iterable[tuple[torch.Tensor, Seat]]) -> None:
         super().__init__(pairs)
         self._parameters = [parameter for parameter, _ in self]
-        self._seats = [seat for _, seat in self]
+        # The seats whose views parameters get: in the places, or private copies.
+        self._seats = [seat if seat.context is None else seat.private_copy(parameter) for parameter, seat in self]
+        self._places = [seat.home for _, seat in self]
+        self._is_cast = any(seat.context is not None for _, seat in self)
         self._homes = [seat.home for seat in self._seats]
         self._addresses = [seat.address for seat in self._seats]
         self._storages = [seat.storage for seat in self._seats]
@@ -126,7 +136,10 @@ class SeatBatch(list[tuple[torch.Tensor, Seat]]):
                 return False
         except AttributeError:  # of None
             return False
-        if gradients[0] is self._seats[0].view:
+        if self._is_cast:
+            with torch.no_grad():
+                torch._foreach_copy_(self._places, gradients)
+        elif gradients[0] is self._seats[0].view:
             if not (all(map(operator.is_, gradients, self._views())) and self._have_addresses(gradients)):
                 return False
         elif self._users() == self._idle and self._have_addresses(self._homes):
@@ -140,8 +153,13 @@ class SeatBatch(list[tuple[torch.Tensor, Seat]]):
     def adopt(self) -> list[Mark] | None:
         """Make the views the parameters' gradients; return their marks.
 
-        Return None, and change nothing, when somebody gave a view other memory, or has moved a parameter to a GPU.
+        Return None, and change nothing, when somebody gave a view other memory, uses a private copy, or has moved a
+        parameter to a GPU.
         """
+        if self._is_cast:
+            if not (self._users() == self._idle and self._have_addresses(self._homes)):
+                return None
+            torch._foreach_copy_(self._homes, self._places)
         views = self._views()
         if not (self._have_addresses(views) and all(map(_is_cpu, self._parameters))):
             return None

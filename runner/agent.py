@@ -2,7 +2,7 @@
 
 Rules
 - The launcher's end, a cut link (no order, not even a ping, for `SILENCE` seconds) and an `End` order all end the job here:
-  every process of it is killed, and its directory removed. Were the agent itself killed, its guardian would do that.
+  every process of it is killed, and its directory removed. Were the agent itself killed, its reaper would do that.
 - The agent never blocks on the link: while the launcher does not read, the ranks' output waits in their pipes.
 """
 
@@ -20,9 +20,8 @@ from typing import Final
 
 from hvdlite._version import __version__
 from hvdlite.core.errors import ProtocolError
-from hvdlite_runner import monitor, survey
+from hvdlite_runner import host_probe, monitor
 from hvdlite_runner.commands import cores
-from hvdlite_runner.crew import POLL_WITHOUT_PIDFD, Crew
 from hvdlite_runner.messages import (
     MAGIC,
     SILENCE,
@@ -48,6 +47,7 @@ from hvdlite_runner.messages import (
     frame,
 )
 from hvdlite_runner.shells import PROBLEM_CODE
+from hvdlite_runner.worker_group import POLL_WITHOUT_PIDFD, WorkerGroup
 
 _LOOK: Final = 1.0
 _FULL, _EMPTY = 4 << 20, 1 << 20  # bytes waiting for the launcher: stop listening to the ranks, go on
@@ -68,28 +68,28 @@ class Agent:
         self._environ = environ
         self._selector = selectors.DefaultSelector()
         self._selector.register(orders, selectors.EVENT_READ, self._receive)
-        self._crew = Crew(self._selector, self._tell, environ)
+        self._workers = WorkerGroup(self._selector, self._tell, environ)
         self._frames = Frames(events=False)
         self._unsent = bytearray(MAGIC)
         self._heard = time.monotonic()
         self._over = False
-        self._doorstep: survey.Doorstep | None = None
+        self._probe_server: host_probe.ProbeServer | None = None
 
     def run(self) -> None:
         """Obey until the end."""
-        self._crew.prepare()
+        self._workers.prepare()
         self._wake_for_signals()
         try:
             self._tell(Hello(platform.python_version(), __version__, socket.gethostname(), cores(), os.getpid()))
             while not self._over:
-                wait = POLL_WITHOUT_PIDFD if self._crew.needs_polling() else _LOOK
+                wait = POLL_WITHOUT_PIDFD if self._workers.needs_polling() else _LOOK
                 for key, _ in self._selector.select(wait):
                     key.data()
-                self._crew.notice()
+                self._workers.notice()
                 if time.monotonic() - self._heard > SILENCE:
                     self._over = True
         finally:
-            self._crew.end()
+            self._workers.end()
         self._tell(Over())
         until = time.monotonic() + SILENCE
         while self._unsent and time.monotonic() < until:
@@ -124,11 +124,11 @@ class Agent:
 
     def _obey(self, order: object) -> None:
         if isinstance(order, Start):
-            if self._doorstep is not None:
-                self._doorstep.close()  # rank 0 will listen there
-            self._crew.start(order)
+            if self._probe_server is not None:
+                self._probe_server.close()  # rank 0 will listen there
+            self._workers.start(order)
         elif isinstance(order, Signal):
-            self._crew.signal(order.number)
+            self._workers.signal(order.number)
         elif isinstance(order, End):
             self._over = True
         elif isinstance(order, Ping):
@@ -136,24 +136,24 @@ class Agent:
         elif isinstance(order, AskRoute):
             self._tell(self._route(order))
         elif isinstance(order, AskProbe):
-            self._tell(Probed(survey.probe(order.addresses, order.port)))
+            self._tell(Probed(host_probe.probe(order.addresses, order.port)))
         elif isinstance(order, AskFacts):
-            self._tell(Facts(survey.facts(self._environ)))
+            self._tell(Facts(host_probe.facts(self._environ)))
         elif isinstance(order, AskSpeed):
             try:
-                self._tell(Speed(*survey.speed(order.addresses, order.port)))
+                self._tell(Speed(*host_probe.speed(order.addresses, order.port)))
             except OSError as error:
                 self._tell(Speed(0.0, 0.0, str(error)))
         elif isinstance(order, AskProgress):
-            self._tell(Progress(*monitor.look(self._crew)))
+            self._tell(Progress(*monitor.look(self._workers)))
 
     def _route(self, order: AskRoute) -> Routed:
-        if self._doorstep is None:
+        if self._probe_server is None:
             try:
-                self._doorstep = survey.Doorstep(order.port)
+                self._probe_server = host_probe.ProbeServer(order.port)
             except OSError as error:
                 return Routed([], 0, f"cannot listen on port {order.port}: {error.strerror}")
-        return Routed(survey.own_addresses(order.hosts, order.interfaces), self._doorstep.port)
+        return Routed(host_probe.own_addresses(order.hosts, order.interfaces), self._probe_server.port)
 
     def _tell(self, event: Event) -> None:
         self._unsent += frame(event)
@@ -176,9 +176,9 @@ class Agent:
         elif waiting and not self._unsent:
             self._selector.unregister(self._out)
         if len(self._unsent) > _FULL:
-            self._crew.pause(True)
+            self._workers.pause(True)
         elif len(self._unsent) < _EMPTY and not self._over:
-            self._crew.pause(False)
+            self._workers.pause(False)
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar
 
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.file_limit import descriptors_for
-from hvdlite_runner import survey
+from hvdlite_runner import host_probe
 from hvdlite_runner.messages import AskProbe, AskRoute, Event, Hello, Order, Probed, Routed
 from hvdlite_runner.placement import Host
 from hvdlite_runner.remote import Pinger, Remote
@@ -135,15 +135,15 @@ def meeting_point(agents: Agents, first: Remote | None, others: Mapping[Remote |
     Raises:
         LaunchError: naming the hosts between which there is no way.
     """
-    doorstep = None
+    probe_server = None
     targets = [name for name in others.values() if name]
     try:
         if first is None:
             try:
-                doorstep = survey.Doorstep(port)
+                probe_server = host_probe.ProbeServer(port)
             except OSError as error:
                 raise LaunchError(f"cannot listen on port {port} here: {error.strerror}") from None
-            routed = Routed(survey.own_addresses(targets, interfaces), doorstep.port)
+            routed = Routed(host_probe.own_addresses(targets, interfaces), probe_server.port)
         else:
             routed = agents.ask({first: AskRoute(targets, list(interfaces), port)}, Routed)[first]
         here = "this host" if first is None else f"host {first.host.name}"
@@ -152,15 +152,15 @@ def meeting_point(agents: Agents, first: Remote | None, others: Mapping[Remote |
         if not routed.addresses:
             wanted = f" on {', '.join(interfaces)}" if interfaces else ""
             raise LaunchError(f"{here} has no address{wanted} that others could reach; it has: "
-                              f"{survey.interfaces() if first is None else 'see hvdrun --doctor'}")
+                              f"{host_probe.interfaces() if first is None else 'see hvdrun --doctor'}")
         ask = AskProbe(routed.addresses, routed.port)
         found: dict[str, dict[str, str]] = {remote.host.name: answer.problems for remote, answer in agents.ask(
             {remote: ask for remote in others if remote is not None}, Probed).items()}
         if None in others:
-            found["this host"] = survey.probe(routed.addresses, routed.port)
+            found["this host"] = host_probe.probe(routed.addresses, routed.port)
     finally:
-        if doorstep is not None:
-            doorstep.close()
+        if probe_server is not None:
+            probe_server.close()
     for address in routed.addresses:
         if not any(problems[address] for problems in found.values()):
             return f"[{address}]:{routed.port}" if ":" in address else f"{address}:{routed.port}"

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from hvdlite.core.errors import LaunchError
-from hvdlite_runner import survey
+from hvdlite_runner import host_probe
 from hvdlite_runner.agents import Agents
 from hvdlite_runner.messages import AskFacts, AskRoute, AskSpeed, Event, Facts, Routed, Speed
 from hvdlite_runner.placement import LOCAL, Host
@@ -30,13 +30,13 @@ def examine(hosts: Sequence[Host], shell: Shell, directory: str, environ: Mappin
     Args:
         scheduler: whose allocation this is in; "" for none.
     """
-    found = {"scheduler": scheduler, **survey_all(hosts, shell, directory, environ)}
+    found = {"scheduler": scheduler, **probe_hosts(hosts, shell, directory, environ)}
     found["problems"] = list(problems(found))
     print(json.dumps(found, indent=1) if as_json else "\n".join(text(found)))
     return 1 if found["problems"] else 0
 
 
-def survey_all(hosts: Sequence[Host], shell: Shell, directory: str, environ: Mapping[str, str]) -> dict[str, Any]:
+def probe_hosts(hosts: Sequence[Host], shell: Shell, directory: str, environ: Mapping[str, str]) -> dict[str, Any]:
     """Return {"hosts": facts by name, "unreachable": lines, "pairs": speeds}; hosts that fail do not stop the others."""
     found: dict[str, Any] = {"hosts": {}, "unreachable": [], "pairs": []}
     with selectors.DefaultSelector() as selector:
@@ -49,7 +49,7 @@ def survey_all(hosts: Sequence[Host], shell: Shell, directory: str, environ: Map
                 found["unreachable"] = str(error).splitlines()
             present = [remote for remote in agents.remotes if remote.hello is not None and not remote.over]
             if len(remotes) < len(hosts):
-                found["hosts"][LOCAL] = survey.facts(environ)
+                found["hosts"][LOCAL] = host_probe.facts(environ)
             for remote, answer in agents.ask({remote: AskFacts() for remote in present}, Facts, _FACTS_SECONDS).items():
                 found["hosts"][remote.host.name] = answer.facts
             ends: list[Remote | None] = [None] if LOCAL in found["hosts"] else []
@@ -68,19 +68,19 @@ def _pair(agents: Agents, first: Remote | None, second: Remote | None) -> dict[s
     """Measure between two hosts; the first may be the launcher's own (None)."""
     assert second is not None
     pair = {"from": second.host.name, "to": first.host.name if first is not None else LOCAL}
-    doorstep = None
+    probe_server = None
     try:
         if first is None:
-            doorstep = survey.Doorstep()
-            routed = Routed(survey.own_addresses([second.host.address], []), doorstep.port)
+            probe_server = host_probe.ProbeServer()
+            routed = Routed(host_probe.own_addresses([second.host.address], []), probe_server.port)
         else:
             routed = agents.ask({first: AskRoute([second.host.address], [])}, Routed)[first]
         speed = agents.ask({second: AskSpeed(routed.addresses, routed.port)}, Speed)[second]
     except LaunchError as error:
         return {**pair, "problem": str(error)}
     finally:
-        if doorstep is not None:
-            doorstep.close()
+        if probe_server is not None:
+            probe_server.close()
     if speed.problem:
         return {**pair, "problem": speed.problem}
     return {**pair, "round_trip_seconds": speed.seconds, "bytes_per_second": speed.bandwidth}

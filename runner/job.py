@@ -25,15 +25,15 @@ from types import FrameType
 from hvdlite.core import launch_contract
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.launch_contract import FailureRecord
-from hvdlite_runner import commands, failures, monitor, survey
+from hvdlite_runner import commands, failures, host_probe, monitor
 from hvdlite_runner.agents import Agents, Stopped, meeting_point
-from hvdlite_runner.crew import END_PATIENCE, POLL_WITHOUT_PIDFD, Crew
 from hvdlite_runner.failures import Exit
 from hvdlite_runner.messages import AskProgress, Event, Exited, Output, Progress, Refused, Result, Start, Started
 from hvdlite_runner.output import Console, numbers
 from hvdlite_runner.placement import LOCAL, Group
 from hvdlite_runner.remote import Remote, greeting
 from hvdlite_runner.shells import Shell
+from hvdlite_runner.worker_group import END_PATIENCE, POLL_WITHOUT_PIDFD, WorkerGroup
 
 GRACE = 3.0
 """Seconds between a failure and SIGTERM for the other ranks."""
@@ -92,7 +92,7 @@ def run_job(settings: JobSettings, inherited: Mapping[str, str], observer: monit
     with job.signals():  # before there is anything to clean up
         job.open_files()
         try:
-            job.muster()
+            job.connect_hosts()
             job.start()
             job.loop()
         except Stopped:
@@ -110,7 +110,7 @@ class _Job:
         self._selector = selectors.DefaultSelector()
         self._console = Console(self._write, self._prefix, shown=self._shown, clock=time.monotonic,
                                 fold=len(settings.ranks) if settings.fold else 0)
-        self._crew = Crew(self._selector, lambda event: self._take(LOCAL, event), inherited)
+        self._workers = WorkerGroup(self._selector, lambda event: self._take(LOCAL, event), inherited)
         self._agents = Agents(self._selector, lambda remote, event: self._take(remote.host.name, event), self._lose,
                             lambda: bool(self._signal))
         self._files: dict[tuple[int, str], int] = {}
@@ -145,9 +145,9 @@ class _Job:
             raise LaunchError(f"cannot write to --output-filename {self._settings.output_directory}: "
                               f"{error.filename}: {error.strerror}") from None
 
-    def muster(self) -> None:
+    def connect_hosts(self) -> None:
         """Reach all hosts at a time, and check that they can take part."""
-        self._crew.prepare()
+        self._workers.prepare()
         if self._settings.task_directory is not None:  # standard input ends with whoever called `hvdlite.run`
             self._selector.register(0, selectors.EVENT_READ, self._caller_gone)
         others = [group.host for group in self._settings.groups if group.host.name != LOCAL]
@@ -156,7 +156,7 @@ class _Job:
             signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # a stopped launcher would look like a cut link
         self._agents.reach(others, self._settings.shell, greeting(directory, self._inherited), self._settings.start_timeout)
         for remote in self._agents.remotes:
-            self._crew.watch(remote.pid)
+            self._workers.watch(remote.pid)
             if self._settings.verbose and remote.hello is not None:
                 self._note(f"host {remote.host.name} is {remote.hello.hostname}: {remote.hello.cores} cores, "
                            f"Python {remote.hello.python}, agent {remote.hello.pid}")
@@ -165,9 +165,9 @@ class _Job:
         for line in self._settings.notice.splitlines():
             self._note(line)
         meeting = self._meeting()
-        parcel = b""
+        task_payload = b""
         if self._settings.task_directory is not None:
-            parcel = (Path(self._settings.task_directory) / launch_contract.TASK_FILE).read_bytes()
+            task_payload = (Path(self._settings.task_directory) / launch_contract.TASK_FILE).read_bytes()
         self._running = set(self._settings.ranks)
         threads = {group.host.name: max(1, self._cores(group.host.name) // len(group.ranks))
                    for group in self._settings.groups}
@@ -176,20 +176,20 @@ class _Job:
         for group in self._settings.groups:
             given = {"OMP_NUM_THREADS": str(threads[group.host.name])} if self._settings.share_cores else {}
             order = Start([dataclasses.astuple(world) for world in group.worlds], list(self._settings.command),
-                          {**given, **self._settings.environment, **meeting}, self._settings.bind, parcel)
+                          {**given, **self._settings.environment, **meeting}, self._settings.bind, task_payload)
             remote = self._remote(group.host.name)
             if remote is None:
-                self._crew.start(order, stop=lambda: bool(self._signal))
+                self._workers.start(order, stop=lambda: bool(self._signal))
             else:
                 remote.start(order)
         if self._signal:
-            self._running &= set(self._crew.running) | {rank for remote in self._agents.remotes
+            self._running &= set(self._workers.running) | {rank for remote in self._agents.remotes
                                                         for rank in self._ranks_of(remote.host.name)}
 
     def loop(self) -> None:
         while self._running and self._refused is None:
             self._agents.turn(self._timeout())
-            self._crew.notice()
+            self._workers.notice()
             self._take_steps()
             self._look_around()
         if self._refused is not None:
@@ -200,7 +200,7 @@ class _Job:
         self._over = True
         for remote in self._agents.remotes:
             remote.end()
-        self._crew.end()
+        self._workers.end()
         self._agents.end(END_PATIENCE + GRACE)
         self._console.finish()
         for descriptor in self._files.values():
@@ -289,7 +289,7 @@ class _Job:
             first = self._remote(groups[0].host.name)
             del agents[first]
             if None in agents and first is not None:
-                agents[None] = survey.route_to(first.host.address) or ""
+                agents[None] = host_probe.route_to(first.host.address) or ""
             where = meeting_point(self._agents, first, agents, self._settings.interfaces, self._settings.coordinator_port)
         elif self._settings.over_tcp:
             where = f"127.0.0.1:{_free_port()}"
@@ -346,13 +346,13 @@ class _Job:
     def _take_steps(self) -> None:
         while self._steps and self._steps[0][0] <= time.monotonic():
             _, number = self._steps.pop(0)
-            self._crew.signal(number)
+            self._workers.signal(number)
             for remote in self._agents.remotes:
                 remote.signal(number)
 
     def _timeout(self) -> float | None:
         waits = [max(0.0, self._steps[0][0] - time.monotonic())] if self._steps else []
-        if self._crew.needs_polling():
+        if self._workers.needs_polling():
             waits.append(POLL_WITHOUT_PIDFD)
         if self._agents.remotes or self._observer is not None:
             waits.append(_LOOK)
@@ -374,7 +374,7 @@ class _Job:
             elif self._observer is not None:
                 remote.send(AskProgress())
         if self._observer is not None:
-            self._observer.take(LOCAL, Progress(*monitor.look(self._crew)))
+            self._observer.take(LOCAL, Progress(*monitor.look(self._workers)))
 
     def _remote(self, host: str) -> Remote | None:
         return next((remote for remote in self._agents.remotes if remote.host.name == host), None)

@@ -1,4 +1,4 @@
-"""What a launcher and the crews of its hosts say to each other; on another host, in frames over a remote shell.
+"""What a launcher and the worker groups of its hosts say to each other; on another host, in frames over a remote shell.
 
     MAGIC | frame | frame | ...        a frame: length (4 bytes) | MessagePack
 
@@ -29,7 +29,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Anything said."""
 
 
-# --- orders: launcher to crew -----------------------------------------------------------------------------------------
+# --- orders: launcher to worker group ----------------------------------------------------------------------------------
 
 
 class Start(Message, frozen=True):
@@ -37,9 +37,9 @@ class Start(Message, frozen=True):
 
     worlds: list[tuple[int, int, int, int, int, int]]  # the fields of each `World`
     command: list[str]
-    environment: dict[str, str]  # on top of what the crew inherits; may hold the job's key
+    environment: dict[str, str]  # on top of what the worker group inherits; may hold the job's key
     bind: bool = False
-    parcel: bytes = b""  # what every rank finds in the job's directory, as `task`
+    task_payload: bytes = b""  # what every rank finds in the job's directory, as `task`
 
 
 class Signal(Message, frozen=True):
@@ -86,7 +86,7 @@ class AskProgress(Message, frozen=True):
     """How far are your ranks?"""
 
 
-# --- events: crew to launcher -----------------------------------------------------------------------------------------
+# --- events: worker group to launcher ----------------------------------------------------------------------------------
 
 
 class Hello(Message, frozen=True):

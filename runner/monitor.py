@@ -26,8 +26,8 @@ _ASK_SECONDS: Final = 0.5
 _GPU_SECONDS: Final = 2.0
 
 
-class CrewLike(Protocol):
-    """What is needed of a crew."""
+class WorkerGroupLike(Protocol):
+    """What is needed of a worker group."""
 
     directory: str
     running: dict[int, Any]
@@ -49,16 +49,16 @@ class Observer(Protocol):
         """The job is over."""
 
 
-def look(crew: CrewLike) -> tuple[dict[int, dict[str, Any]], str]:
+def look(workers: WorkerGroupLike) -> tuple[dict[int, dict[str, Any]], str]:
     """Return what is known of the ranks of a host, and who waits for whom where rank 0 is here and some rank waits."""
-    pids = {rank: process.pid for rank, process in crew.running.items()}
+    pids = {rank: process.pid for rank, process in workers.running.items()}
     loads = _gpu_loads(pids)
     ranks = {}
     for rank, pid in pids.items():
-        ranks[rank] = {**reading_of(crew.directory, rank), "memory": resident(pid), "gpu": loads.get(pid, "")}
+        ranks[rank] = {**reading_of(workers.directory, rank), "memory": resident(pid), "gpu": loads.get(pid, "")}
     waits = ""
     if 0 in ranks and any(each["idle"] > WAITING for each in ranks.values()):
-        waits = _who_waits(Path(crew.directory) / REPORT_SOCKET)
+        waits = _who_waits(Path(workers.directory) / REPORT_SOCKET)
     return ranks, waits
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from hvdlite.core import launch_contract
-from hvdlite_runner import guardian
+from hvdlite_runner import reaper
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
@@ -65,8 +65,8 @@ class RankProcess:
             self.pidfd = -1
 
 
-class Guardian:
-    """The process that ends the job if the launcher cannot (`guardian.py`), and what the launcher itself ends it with."""
+class Reaper:
+    """The process that ends the job if the launcher cannot (`reaper.py`), and what the launcher itself ends it with."""
 
     def __init__(self, job_directory: str) -> None:
         self._mark = mark(job_directory)
@@ -75,7 +75,7 @@ class Guardian:
         self._adopter = os.getpid() if _adopt_orphans() else 0
         environment = {name: value for name, value in os.environ.items() if name != launch_contract.JOB_DIRECTORY}
         self._process = subprocess.Popen(
-            [sys.executable, "-S", "-E", str(Path(guardian.__file__)), job_directory, self._mark], bufsize=0,
+            [sys.executable, "-S", "-E", str(Path(reaper.__file__)), job_directory, self._mark], bufsize=0,
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
             env=environment)
         self._spare.add(self._process.pid)
@@ -87,18 +87,18 @@ class Guardian:
 
     def end_job(self, patience: float) -> None:
         """Kill whatever is left of the job, in whatever session."""
-        guardian.kill_job(self._mark.encode(), self._ranks, patience, self._adopter, self._spare)
+        reaper.kill_job(self._mark.encode(), self._ranks, patience, self._adopter, self._spare)
         self.reap()
 
     def reap(self) -> None:
         """Release the orphans that were adopted and have ended."""
-        table = guardian.process_table() if self._adopter else {}
+        table = reaper.process_table() if self._adopter else {}
         for pid, process in table.items():
             if process.parent == self._adopter and process.state == "Z" and pid not in self._ranks | self._spare:
                 os.waitpid(pid, os.WNOHANG)
 
     def dismiss(self) -> None:
-        """End the guardian: the launcher has cleaned up itself."""
+        """End the reaper: the launcher has cleaned up itself."""
         self._tell(b"done\n")
         try:
             self._process.communicate(timeout=5)
@@ -111,7 +111,7 @@ class Guardian:
         try:
             self._process.stdin.write(line)
         except BrokenPipeError:
-            pass  # somebody killed the guardian; the job does not depend on it
+            pass  # somebody killed the reaper; the job does not depend on it
 
 
 def _watch(pid: int) -> int:
@@ -123,7 +123,7 @@ def _watch(pid: int) -> int:
 
 
 def _children() -> set[int]:
-    return {pid for pid, process in guardian.process_table().items() if process.parent == os.getpid()}
+    return {pid for pid, process in reaper.process_table().items() if process.parent == os.getpid()}
 
 
 def _adopt_orphans() -> bool:

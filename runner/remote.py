@@ -1,4 +1,4 @@
-"""The crew of another host, as the launcher sees it: a remote shell's process with an agent behind it."""
+"""The worker group of another host, as the launcher sees it: a remote shell's process with an agent behind it."""
 
 from __future__ import annotations
 
@@ -156,10 +156,10 @@ class Remote:
 
 
 def greeting(directory: str, environ: Mapping[str, str]) -> bytes:
-    """Return what a landing reads first: its own source, and what it needs before it knows hvdlite."""
+    """Return what an agent bootstrap reads first: its own source, and what it needs before it knows hvdlite."""
     given = json.dumps({"python": list(sys.version_info[:2]), "version": __version__, "directory": directory,
                         "environment": forwarded(environ)}).encode()
-    source = Path(__file__).with_name("landing.py").read_text(encoding="utf-8")  # not imported: it acts when it is
+    source = Path(__file__).with_name("agent_bootstrap.py").read_text(encoding="utf-8")  # not imported: it acts when it is
     return repr(source).encode() + b"\n" + b"%08x" % len(given) + given
 
 

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from hvdlite.control.witness import Witness
+from hvdlite.control.process_probe import ProcessProbe
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.launch_contract import DIRECTORY_PREFIX, PROCESSES_FILE, REPORT_SOCKET
 from hvdlite.core.socket_paths import fitting
@@ -33,8 +33,8 @@ def show_report(job: str, *, as_json: bool = False) -> int:
     try:
         answer = ask(directory / REPORT_SOCKET, PATIENCE)
     except (OSError, ValueError) as error:
-        witness = Witness.read(str(directory / PROCESSES_FILE))
-        ranks = {rank: {"state": witness.state(rank), "stacks": witness.stacks(rank)} for rank in witness.ranks}
+        probe = ProcessProbe.read(str(directory / PROCESSES_FILE))
+        ranks = {rank: {"state": probe.state(rank), "stacks": probe.stacks(rank)} for rank in probe.ranks}
         reason = f"rank 0 does not answer ({error or 'no report'})"
         if as_json:
             print(json.dumps({"error": reason, "ranks": ranks}, indent=1))

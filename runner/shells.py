@@ -1,7 +1,7 @@
 """How the launcher gets to another host: ssh, srun inside a Slurm allocation, or a program like ssh. Pure.
 
-What is executed there is one line without secrets; the landing (`landing.py`), the environment and the job's key follow on
-standard input.
+The command line on the other host contains no secrets: the program (`agent_bootstrap.py`), the environment and the job's key
+are sent over standard input.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from pathlib import PurePath
 from typing import Final
 
 CONNECT_SECONDS: Final = 10
-LANDING: Final = "import sys; exec(eval(sys.stdin.buffer.raw.readline()))"
+BOOTSTRAP: Final = "import sys; exec(eval(sys.stdin.buffer.raw.readline()))"
 """Reads one line, unbuffered, that holds a program as a Python string."""
 PROBLEM_CODE: Final = 96
-"""With which the landing ends when it has said what is wrong."""
+"""With which the agent bootstrap ends when it has said what is wrong."""
 
 _LEFT_HERE: Final = re.compile(
     r"HOME|USER|LOGNAME|SHELL|HOSTNAME|PWD|OLDPWD|SHLVL|_|TERM|COLUMNS|LINES|DISPLAY|XAUTHORITY|LS_COLORS|MAIL|TMPDIR"
@@ -52,8 +52,8 @@ class Shell:
                 *(["-i", self.identity] if self.identity is not None else [])]
 
     def command(self, host: str) -> list[str]:
-        """Return the command line that starts a landing on a host."""
-        words = [self.python, "-c", LANDING]
+        """Return the command line that starts an agent bootstrap on a host."""
+        words = [self.python, "-c", BOOTSTRAP]
         if self.name == "srun":
             return srun_command(host, self.arguments, words, self.program)
         if self.name == "ssh":

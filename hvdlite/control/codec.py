@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from hvdlite.control.process_probe import NO_STACK_DUMP, StackDumpTarget
 from hvdlite.core.errors import ProtocolError
 from hvdlite.negotiation.messages import Decision, HostReport, Letters, Message, Report
 
@@ -19,7 +20,7 @@ class Hello(Message, frozen=True):
     pid: int
     host: str  # equal for ranks that share a kernel and a process table
     version: str
-    testimony: tuple[int, int] = (-1, 0)  # where it writes its stacks; see `control.witness`
+    stack_dump: StackDumpTarget = NO_STACK_DUMP  # where it writes its stacks; see `control.process_probe`
     settings: tuple[tuple[str, str], ...] = ()  # knobs in which no two ranks may differ, and their values
     lacks: tuple[tuple[str, str], ...] = ()  # engines that it cannot use, and why
     epoch: int = 0
@@ -30,7 +31,7 @@ class Welcome(Message, frozen=True):
 
     pids: tuple[int, ...] = ()
     hosts: tuple[str, ...] = ()
-    testimonies: tuple[tuple[int, int], ...] = ()
+    stack_dumps: tuple[StackDumpTarget, ...] = ()
     reached_at: str = ""  # rank 0's IP address, as most other hosts know it; "" when there are none
     clock: float = 0.0  # rank 0's monotonic clock, in seconds
     lacks: tuple[tuple[str, str], ...] = ()  # engines that some rank cannot use, and why

@@ -223,7 +223,7 @@ class _Reception:
                 return Welcome(refusal=self.refusal, epoch=self._own.epoch)
             ranks = [self._hellos[rank] for rank in range(self._own.size)]
         return Welcome(tuple(hello.pid for hello in ranks), tuple(hello.host for hello in ranks),
-                       tuple(hello.testimony for hello in ranks), reached_at(self.connections.values()), time.monotonic(),
+                       tuple(hello.stack_dump for hello in ranks), reached_at(self.connections.values()), time.monotonic(),
                        _lacks(ranks), self._led and len({hello.host for hello in ranks}) > 1, epoch=self._own.epoch)
 
     def _greet(self, sock: socket.socket) -> None:

@@ -35,7 +35,7 @@ COORDINATOR = "HVDLITE_COORDINATOR"
 REPORT_SOCKET = "report.sock"
 """In the job directory: rank 0 answers there with a report on who waits for whom."""
 PROCESSES_FILE = "processes.json"
-"""In the job directory: each rank's process id, and where it writes its stacks; see `control.witness`."""
+"""In the job directory: each rank's process id, and where it writes its stacks; see `control.process_probe`."""
 
 PROGRESS_FILE = "progress"
 """In the job directory, with `.RANK`: how far the rank is; see `control.progress`."""

@@ -23,9 +23,9 @@ from hvdlite.control.doorbell import Doorbell
 from hvdlite.control.inproc import InprocControl
 from hvdlite.control.leading import LeaderControl
 from hvdlite.control.meeting import Address, host_identity, join, listen, reached_at, receive_ranks
+from hvdlite.control.process_probe import NO_STACK_DUMP, ProcessProbe, StackDumpTarget
 from hvdlite.control.star import StarControl
 from hvdlite.control.wire import Connection
-from hvdlite.control.witness import Witness
 from hvdlite.core.config import Config, alike, limit
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.file_limit import descriptors_for
@@ -90,12 +90,12 @@ def gpus(place: Place, config: Config, environment: Mapping[str, str]) -> Device
                                                      shared_gpu=config.shared_gpu)
 
 
-def assemble(place: Place, config: Config, casts: Casts, testimony: tuple[int, int] = (-1, 0),
+def assemble(place: Place, config: Config, casts: Casts, stack_dump: StackDumpTarget = NO_STACK_DUMP,
              environment: Mapping[str, str] | None = None) -> Runtime:
     """Meet the other ranks of this job and return this rank's runtime, not yet started.
 
     Args:
-        testimony: where this process writes its stacks; see `control.witness`.
+        stack_dump: where this process writes its stacks; see `control.process_probe`.
         environment: the process's, in which NCCL looks for its settings.
 
     Raises:
@@ -104,12 +104,12 @@ def assemble(place: Place, config: Config, casts: Casts, testimony: tuple[int, i
     if place.world.size == 1:
         return assemble_threads(1, config, casts=casts, devices=gpus(place, config, environment or {}))[0]
     with contextlib.ExitStack() as made:
-        runtime = _assembled(place, config, casts, testimony, environment or {}, made)
+        runtime = _assembled(place, config, casts, stack_dump, environment or {}, made)
         made.pop_all()  # the runtime closes them
     return runtime
 
 
-def _assembled(place: Place, config: Config, casts: Casts, testimony: tuple[int, int], environment: Mapping[str, str],
+def _assembled(place: Place, config: Config, casts: Casts, stack_dump: StackDumpTarget, environment: Mapping[str, str],
                made: contextlib.ExitStack) -> Runtime:
     """Like `assemble`, in a job of several ranks.
 
@@ -118,7 +118,7 @@ def _assembled(place: Place, config: Config, casts: Casts, testimony: tuple[int,
     """
     check_directory(place.job_directory, make=place.owns_directory)
     try:
-        direct, welcome = _meet(place, config, testimony)
+        direct, welcome = _meet(place, config, stack_dump)
         for connection in direct.values():
             made.callback(connection.close)
         hosts = Hosts.of(welcome.hosts)
@@ -143,13 +143,13 @@ def _assembled(place: Place, config: Config, casts: Casts, testimony: tuple[int,
     plane = planes.make(choice)
     made.callback(plane.close)
     plane.open_set(GLOBAL_PROCESS_SET_ID, tuple(range(world.size)))
-    witness = Witness(pids, {rank: welcome.testimonies[rank] for rank in local})
+    probe = ProcessProbe(pids, {rank: welcome.stack_dumps[rank] for rank in local})
     devices = gpus(place, config, environment)(world.rank, notes, control.wake)
-    runtime = Runtime(world, config, control, plane, coordinator_for(world, config), witness, _common_clock(welcome), notes,
+    runtime = Runtime(world, config, control, plane, coordinator_for(world, config), probe, _common_clock(welcome), notes,
                       hosts, devices)
     if not place.owns_directory:
         if world.rank == local[0]:
-            witness.write(str(Path(place.job_directory) / PROCESSES_FILE))
+            probe.write(str(Path(place.job_directory) / PROCESSES_FILE))
         if world.rank == 0:
             runtime.open_desk(place.job_directory)
     return runtime
@@ -196,12 +196,12 @@ class HostPlanes:
                           chunk=config.shm_chunk, casts=self.casts)
 
 
-def _meet(place: Place, config: Config, testimony: tuple[int, int]) -> tuple[Mapping[int, Connection], Welcome]:
+def _meet(place: Place, config: Config, stack_dump: StackDumpTarget) -> tuple[Mapping[int, Connection], Welcome]:
     world = place.world
     host = f"{host_identity()}:{place.job_directory}"
     no_mpi = "" if place.communicator is not None else place.without_mpi or "the job was not started with mpirun"
     lacks = tuple((name, reason) for name, reason in {"mpi": no_mpi, "gloo": gloo_missing()}.items() if reason)
-    own = Hello(world.rank, world.size, os.getpid(), host, __version__, testimony, alike(config), lacks)
+    own = Hello(world.rank, world.size, os.getpid(), host, __version__, stack_dump, alike(config), lacks)
     address = _address(place, config)
     if world.rank != 0:
         connection, welcome = join(address, own, timeout=limit(config.start_timeout), frame_limit=config.frame_limit)

@@ -34,8 +34,8 @@ LOOKS: Final = 4
 """How often one looks during the shortest of the times."""
 
 
-class Witness(Protocol):
-    """What is known of a rank without asking it; see `control.witness`."""
+class ProcessProbe(Protocol):
+    """What is known of a rank without asking it; see `control.process_probe`."""
 
     def state(self, rank: int) -> str: ...
 
@@ -79,9 +79,9 @@ class Lookout:
         story: returns what happened to a tensor here.
     """
 
-    def __init__(self, coordinator: Coordinator, times: Times, witness: Witness | None, deliver: Receiver,
+    def __init__(self, coordinator: Coordinator, times: Times, probe: ProcessProbe | None, deliver: Receiver,
                  story: Callable[[str], str]) -> None:
-        self._coordinator, self._times, self._witness = coordinator, times, witness
+        self._coordinator, self._times, self._probe = coordinator, times, probe
         self._deliver, self._story = deliver, story
         self._next_look = math.inf  # on the caller's clock; infinite while nothing waits
         self._asked: dict[int, float] = {}  # when; not answered since
@@ -152,8 +152,8 @@ class Lookout:
         if ends:
             found = self._coordinator.waiting(now)
         missing = {rank for stall in found for rank in stall.missing}
-        witness = min((rank for stall in found for rank in stall.submitted), default=0)  # for comparison
-        return self._begin(found, missing | {witness}, now, [self._deliver], ends_job=ends)
+        reference = min((rank for stall in found for rank in stall.submitted), default=0)  # for comparison
+        return self._begin(found, missing | {reference}, now, [self._deliver], ends_job=ends)
 
     def _find_silence(self, now: float) -> bool:
         coordinator, after = self._coordinator, self._times.silence
@@ -178,13 +178,13 @@ class Lookout:
         return acted
 
     def _tell_silence(self, rank: int, waited: float) -> None:
-        self._silent[rank] = stacks = self._witness.stacks(rank) if self._witness else ""
+        self._silent[rank] = stacks = self._probe.stacks(rank) if self._probe else ""
         place = place_in(stacks)
         _log.warning("rank %d has not answered for %.0f s: %s%s%s", rank, waited, self._state(rank),
                      f"; it is in {place}" if place else "", f"\n{stacks.rstrip()}" if stacks else "")
 
     def _state(self, rank: int) -> str:
-        return (self._witness.state(rank) if self._witness else "") or \
+        return (self._probe.state(rank) if self._probe else "") or \
             "its process is stopped, or something in it holds Python's lock"
 
     def _ask(self, ranks: Iterable[int], now: float) -> None:
@@ -226,7 +226,7 @@ class Lookout:
         account = self._coordinator.accounts.get(rank)
         if account is not None:
             return Standing(rank, self._coordinator.state(rank), account)
-        stacks = self._silent.get(rank) or (self._witness.stacks(rank) if self._witness else "")
+        stacks = self._silent.get(rank) or (self._probe.stacks(rank) if self._probe else "")
         return Standing(rank, self._state(rank), None, stacks)
 
 
@@ -239,8 +239,8 @@ class Patience:
         lost: seconds without an answer after which rank 0 is given up; 0 is never.
     """
 
-    def __init__(self, rank: int, above: int, after: float, lost: float, witness: Witness | None) -> None:
-        self._rank, self._above, self._witness = rank, above, witness
+    def __init__(self, rank: int, above: int, after: float, lost: float, probe: ProcessProbe | None) -> None:
+        self._rank, self._above, self._probe = rank, above, probe
         self._after, self._lost = after or math.inf, (lost or math.inf) + (LEADER_SECONDS if above else 0.0)
         self._since = math.inf  # since when it waits without a word from rank 0; infinite while it does not
         self._asked = math.inf  # when it asked rank 0, without an answer
@@ -287,7 +287,7 @@ class Patience:
         return f"it has not answered for {now - self._asked:.0f} s (HVDLITE_HEARTBEAT_TIMEOUT): {self._state()}"
 
     def _state(self) -> str:
-        stacks = self._witness.stacks(self._above) if self._witness else ""
+        stacks = self._probe.stacks(self._above) if self._probe else ""
         place = place_in(stacks)
-        return ((self._witness.state(self._above) if self._witness else "") or "its process is stopped, or something in it "
+        return ((self._probe.state(self._above) if self._probe else "") or "its process is stopped, or something in it "
                 "holds Python's lock") + (f"; it is in {place}" if place else "")

@@ -68,7 +68,7 @@ from hvdlite.runtime.execution import Execution
 from hvdlite.runtime.failures import failure_error
 from hvdlite.runtime.handle import Handle
 from hvdlite.runtime.limits import EAGER_TRAFFIC, FLUSH_SECONDS, LISTEN_SECONDS, LOOK_SECONDS, RECENT, TRACE_BATCH
-from hvdlite.runtime.lookout import LOOKS, Lookout, Patience, Receiver, Times, Witness
+from hvdlite.runtime.lookout import LOOKS, Lookout, Patience, ProcessProbe, Receiver, Times
 from hvdlite.runtime.notes import Notes
 from hvdlite.runtime.polling import poll
 from hvdlite.runtime.report_desk import ReportDesk
@@ -89,7 +89,7 @@ class Runtime(DeclaredSets):
 
     Args:
         coordinator: on rank 0 only.
-        witness: what is known of the ranks of this host without asking them; None where nothing is.
+        probe: what is known of the ranks of this host without asking them; None where nothing is.
         clock: seconds on a monotonic clock, the same for all ranks of the job.
         notes: what its planes swap when they connect.
         hosts: of all ranks; None when they share one.
@@ -97,7 +97,7 @@ class Runtime(DeclaredSets):
     """
 
     def __init__(self, world: World, config: Config, control: ControlPlane, plane: Plane, coordinator: Coordinator | None,
-                 witness: Witness | None = None, clock: Callable[[], float] = time.monotonic,
+                 probe: ProcessProbe | None = None, clock: Callable[[], float] = time.monotonic,
                  notes: Notes | None = None, hosts: Hosts | None = None, devices: DevicePlane | None = None) -> None:
         super().__init__(min(config.eager_limit, EAGER_TRAFFIC // world.size))
         self.world = world
@@ -122,9 +122,9 @@ class Runtime(DeclaredSets):
         times = Times(config.stall_check_time_seconds, config.stall_shutdown_time_seconds, config.silence_check_seconds,
                       config.heartbeat_timeout)
         deliver = functools.partial(StallReport.deliver, path=config.stall_report_file)
-        self._lookout = None if coordinator is None else Lookout(coordinator, times, witness, deliver, self.story)
+        self._lookout = None if coordinator is None else Lookout(coordinator, times, probe, deliver, self.story)
         self._autotuner = None if coordinator is None or not config.autotune else Autotuner(config, coordinator, clock)
-        self._patience = Patience(world.rank, control.above, config.silence_check_seconds, config.heartbeat_timeout, witness)
+        self._patience = Patience(world.rank, control.above, config.silence_check_seconds, config.heartbeat_timeout, probe)
         self._look_seconds = min(LOOK_SECONDS, times.look / LOOKS)
         self._next_look = -math.inf
         self._listened = clock()  # when messages were last taken in

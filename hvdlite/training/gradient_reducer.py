@@ -99,6 +99,7 @@ class GradientReducer(Generic[Parameter]):
         self._runtime = runtime
         self.framework = self._framework = framework
         self._label = label
+        self._prefix = f"gradient.{label}."  # of the members' names
         self._op, self._prescale, self._postscale = op, prescale, postscale
         self._wait_in = wait_in
         self._waits_in_backward = wait_in is WaitIn.BACKWARD  # until such a wait has been deferred
@@ -170,7 +171,7 @@ class GradientReducer(Generic[Parameter]):
         Args:
             cluster: parameters with the same one, from 1, are reduced together.
         """
-        self._waiting_list[id(parameter)] = Member(parameter, f"gradient.{self._label}.{name}", cluster)
+        self._waiting_list[id(parameter)] = Member(parameter, self._prefix + name, cluster)
         self.admit()
 
     def admit(self) -> None:

@@ -24,6 +24,7 @@ ONE_STEP = "from benchmarks import training; training.STEPS = 1; training.main()
 @pytest.mark.slow
 @pytest.mark.parametrize(("script", "ranks", "options"), [
     ("collectives", 2, SMALL), ("gradients", 2, SMALL), ("small_gradients", 2, SMALL), ("training", 2, SMALL),
+    ("hooks", 2, SMALL),
     ("idle", 2, ["--idle-seconds", "0.1"]), ("planes", 2, SMALL), ("batch_norm", 2, SMALL),
 ])
 def test_it_runs_and_records(script: str, ranks: int, options: list[str], tmp_path: Path) -> None:

@@ -184,7 +184,7 @@ def test_the_wheel_is_pure_and_complete(tmp_path: Path) -> None:
     assert wheel.name.endswith("-py3-none-any.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {"hvdlite/py.typed", "hvdlite_torch/py.typed", "hvdlite_tf/py.typed", "hvdlite_tf/keras/scope.py",
-            "hvdlite_runner/cli.py", "hvdlite_runner/guardian.py", "hvdlite/runtime/runtime.py"} <= names
+            "hvdlite_runner/cli.py", "hvdlite_runner/reaper.py", "hvdlite/runtime/runtime.py"} <= names
     assert not any(name.startswith(("tests/", "runner/", "examples/")) for name in names)
 
 

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdlite.core.errors import ProtocolError
-from hvdlite_runner.guardian import marked_processes
 from hvdlite_runner.messages import MAGIC, End, Exited, Frames, Hello, Output, Ping, Signal, Start, frame
+from hvdlite_runner.reaper import marked_processes
 
 ORDERS = [Ping(), Signal(15), End(), Start([(0, 2, 0, 1, 0, 2)], ["python", "é"], {"A": "b"}, True, b"\0parcel")]
 EVENTS = [Hello("3.11.2", "0.1.0", "a", 8, 77), Output(3, "stderr", b"\xff\n"), Exited(3, -9, False, {"rank": 3}, {})]
@@ -79,9 +79,12 @@ def hvdrun(shell: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
                           env={**environment, "OMP_NUM_THREADS": "1"})
 
 
-def test_ranks_of_agents_and_of_the_launcher(shell: Path) -> None:
+def test_ranks_of_agents_and_of_the_launcher(shell: Path, tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    said.mkdir()
     ended = hvdrun(shell, "-H", "localhost:1,b:2", "sh", "-c", "echo ${HOST:-here} $HVDLITE_RANK $HVDLITE_CROSS_RANK; "
-                   "exit $((HVDLITE_RANK / 2 * 5))")
+                   f"touch {said}/$HVDLITE_RANK; while [ $(ls {said} | wc -l) -lt 3 ]; do sleep 0.05; done; "
+                   "exit $((HVDLITE_RANK / 2 * 5))")  # the first failure ends the others
     assert sorted(ended.stdout.splitlines()) == ["b 1 1", "b 2 0", "here 0 0"]
     assert ended.returncode == 5 and "hvdrun: rank 2 on b failed first: exit code 5" in ended.stderr
 

@@ -10,28 +10,28 @@ from hvdlite_runner.mpirun import INTEL, MPICH, OPEN_MPI, mpirun_command
 from hvdlite_runner.placement import Host
 from hvdlite_runner.shells import Shell, explain, forwarded
 
-LANDING = "import sys; exec(eval(sys.stdin.buffer.raw.readline()))"
+BOOTSTRAP = "import sys; exec(eval(sys.stdin.buffer.raw.readline()))"
 OPTIONS = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "StrictHostKeyChecking=accept-new", "-o",
            "LogLevel=ERROR", "-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=2"]
 
 
 def test_ssh() -> None:
     assert Shell(python="/venv/bin/python").command("me@node1") == [
-        "ssh", "-T", *OPTIONS, "--", "me@node1", f"/venv/bin/python -c '{LANDING}'"]
+        "ssh", "-T", *OPTIONS, "--", "me@node1", f"/venv/bin/python -c '{BOOTSTRAP}'"]
     shell = Shell("/usr/bin/ssh", 2222, "/keys/id", ("-J", "gateway"), "/my venv/bin/python")
     assert shell.command("fd00::2") == ["/usr/bin/ssh", "-T", "-J", "gateway", "-p", "2222", "-i", "/keys/id", *OPTIONS,
-                                        "--", "fd00::2", f"'/my venv/bin/python' -c '{LANDING}'"]
+                                        "--", "fd00::2", f"'/my venv/bin/python' -c '{BOOTSTRAP}'"]
 
 
 def test_srun() -> None:
     assert Shell("srun", python="python3").command("gpu07") == [
         "srun", "--nodes=1", "--ntasks=1", "--nodelist=gpu07", "--overlap", "--mem=0", "--cpu-bind=none", "--mpi=none",
-        "--quiet", "--unbuffered", "python3", "-c", LANDING]
+        "--quiet", "--unbuffered", "python3", "-c", BOOTSTRAP]
 
 
 def test_a_program_like_ssh() -> None:
     assert Shell("/etc/mpi/kubexec.sh").command("worker-0") == ["/etc/mpi/kubexec.sh", "worker-0",
-                                                                f"python3 -c '{LANDING}'"]
+                                                                f"python3 -c '{BOOTSTRAP}'"]
 
 
 ENVIRON = {"PATH": "/bin", "LANG": "C", "HOME": "/root", "HVDLITE_LOG_LEVEL": "info", "SSH_AUTH_SOCK": "/s", "PMI_RANK": "1",

@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from hvdlite_runner.doctor import hints, problems, text
-from hvdlite_runner.survey import Doorstep, interfaces, own_addresses, probe, route_to, speed
+from hvdlite_runner.host_probe import ProbeServer, interfaces, own_addresses, probe, route_to, speed
 
 HOST: dict[str, Any] = {
     "hostname": "a", "python": "3.11.2", "executable": "/py", "cores": 8,
@@ -70,11 +70,11 @@ def test_ways_to_a_port() -> None:
     assert "127.0.0.1" in interfaces()["lo"] and route_to("127.0.0.1") == "127.0.0.1"
     assert own_addresses(["127.0.0.1"], ["lo"]) and "127.0.0.1" not in own_addresses(["127.0.0.1"], [])
     assert own_addresses([], ["no-such-interface"]) == []
-    doorstep = Doorstep()
+    probe_server = ProbeServer()
     try:
-        assert probe(["127.0.0.1"], doorstep.port) == {"127.0.0.1": ""}
-        seconds, bandwidth = speed(["127.0.0.1"], doorstep.port)
+        assert probe(["127.0.0.1"], probe_server.port) == {"127.0.0.1": ""}
+        seconds, bandwidth = speed(["127.0.0.1"], probe_server.port)
         assert 0 < seconds < 1 and bandwidth > 1e6
     finally:
-        doorstep.close()
-    assert probe(["127.0.0.1"], doorstep.port)["127.0.0.1"] == "connection refused"
+        probe_server.close()
+    assert probe(["127.0.0.1"], probe_server.port)["127.0.0.1"] == "connection refused"

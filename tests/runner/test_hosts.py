@@ -318,7 +318,7 @@ def test_a_launcher_killed_behind_a_cut_link(network: Hosts) -> None:
         run.end()
 
 
-def test_a_killed_agent_is_a_lost_host_and_its_guardian_ends_the_ranks(network: Hosts) -> None:
+def test_a_killed_agent_is_a_lost_host_and_its_reaper_ends_the_ranks(network: Hosts) -> None:
     run = Running(network, "--verbose", "-H", ALL, sys.executable, "-c", BUSY)
     run.wait_for("ready", 4)
     (agent,) = [pid for pid in network.processes("b") if b"stdin.buffer.raw" in Path(f"/proc/{pid}/cmdline").read_bytes()

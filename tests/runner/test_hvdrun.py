@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdlite_runner.guardian import marked_processes
+from hvdlite_runner.reaper import marked_processes
 from tests.worlds import shared_memory
 
 PYTHON = sys.executable
@@ -230,7 +230,7 @@ time.sleep(1000)
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_stubborn_ranks_and_their_own_sessions_end_too(number: int) -> None:
-    """SIGKILL cannot be handled: then the guardian ends the job."""
+    """SIGKILL cannot be handled: then the reaper ends the job."""
     run = Running("-np", "2", PYTHON, "-c", STUBBORN)
     run.wait_for("ready")
     run.process.send_signal(number)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdlite_runner.guardian import marked_processes
+from hvdlite_runner.reaper import marked_processes
 from tests.worlds import shared_memory
 
 pytest.importorskip("torch")

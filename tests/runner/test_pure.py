@@ -17,11 +17,11 @@ from hvdlite.core.world import World
 from hvdlite_runner.cli import job_settings
 from hvdlite_runner.commands import CommandError, rank_environment, resolve_command
 from hvdlite_runner.failures import Exit, root_cause
-from hvdlite_runner.guardian import Process, members
 from hvdlite_runner.job import JobSettings
 from hvdlite_runner.options import parser
 from hvdlite_runner.output import Console
 from hvdlite_runner.placement import Host, cores_for, parse_hostfile, parse_hosts, place, unify_local
+from hvdlite_runner.reaper import Process, members
 
 PATH = f"/usr/bin:/bin:{Path(sys.executable).parent}"
 
@@ -231,7 +231,7 @@ def table(*rows: tuple[int, int, int, str]) -> dict[int, Process]:
 
 
 def test_a_job_is_its_ranks_their_sessions_and_their_descendants() -> None:
-    processes = table((1, 0, 1, "S"), (10, 1, 10, "S"), (11, 10, 11, "S"),  # init, the launcher, the guardian
+    processes = table((1, 0, 1, "S"), (10, 1, 10, "S"), (11, 10, 11, "S"),  # init, the launcher, the reaper
                       (20, 10, 20, "Z"), (21, 1, 20, "S"),  # a rank that has ended, and an orphan of its session
                       (30, 10, 30, "S"), (31, 30, 31, "S"), (32, 31, 31, "R"),  # a rank, a child with a session, its child
                       (40, 1, 40, "S"), (41, 10, 10, "S"))  # strangers

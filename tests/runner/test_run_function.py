@@ -16,7 +16,7 @@ import hvdlite
 from hvdlite import run_task
 from hvdlite.core.errors import LaunchError, PeerLostError, ProtocolError
 from hvdlite.run_function import RankTraceback, sign, verified
-from hvdlite_runner.guardian import marked_processes
+from hvdlite_runner.reaper import marked_processes
 
 
 @pytest.fixture(autouse=True)

@@ -105,14 +105,14 @@ def test_who_waits_for_whom() -> None:
     assert waits_of({"stalls": [], "diagnosis": []}) == []
 
 
-def test_looking_at_a_crew(tmp_path: Path) -> None:
-    class Crew:
+def test_looking_at_a_worker_group(tmp_path: Path) -> None:
+    class WorkerGroup:
         directory = str(tmp_path)
         running = {5: subprocess.Popen(["sleep", "100"])}  # noqa: RUF012
     progress.Progress().publish(str(tmp_path), 5)
-    ranks, waits = look(Crew())  # type: ignore[arg-type]
-    Crew.running[5].kill()
-    Crew.running[5].wait()
+    ranks, waits = look(WorkerGroup())  # type: ignore[arg-type]
+    WorkerGroup.running[5].kill()
+    WorkerGroup.running[5].wait()
     assert ranks[5]["memory"] > 0 and ranks[5]["idle"] == -1.0 and waits == ""
 
 

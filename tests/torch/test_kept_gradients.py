@@ -262,3 +262,34 @@ def test_a_sparse_gradient_without_such_an_op_is_an_error_after_which_the_job_go
             backward(model, runtime.world.rank + 1)
             optimizer.step()
     threads(2, step)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_compressed_gradients_come_back_in_the_same_memory(to_none: bool) -> None:
+    """Nothing is allocated for them once buckets are learned; a compressor of the script's own still decides itself."""
+    class Halving(Compression.none):
+        @classmethod
+        def compress(cls, tensor: Any) -> Any:
+            return (tensor / 2).to(torch.float16), tensor.dtype
+
+        @classmethod
+        def decompress(cls, tensor: Any, context: Any) -> Any:
+            return tensor.to(context) * 2
+
+    def step(runtime: Runtime) -> None:
+        for compression in (Compression.fp16, Compression.bf16, Halving):
+            wide = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+            small, large = torch.nn.Parameter(torch.ones(5)), torch.nn.Parameter(torch.ones(100, 100))
+            parameters = [wide, small, large]
+            optimizer = DistributedOptimizer(torch.optim.SGD(parameters, lr=0.0), compression=compression, _runtime=runtime)
+            addresses = []
+            for turn in range(8):
+                sum(parameter.sum() * (turn + 1) * (runtime.world.rank + 1) for parameter in parameters).backward()
+                for parameter in parameters:
+                    assert (parameter.grad == 1.5 * (turn + 1)).all() and parameter.grad.dtype is parameter.dtype
+                addresses.append([parameter.grad.data_ptr() for parameter in parameters])
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=to_none)
+            if compression is not Halving:
+                assert addresses[-1] == addresses[-2] == addresses[-3]
+    threads(2, step)

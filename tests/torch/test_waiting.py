@@ -21,7 +21,8 @@ from tests.torch.test_optimizer import net, share, train, weights  # noqa: E402
 from tests.worlds import RAISES, TORCH, processes, threads  # noqa: E402
 
 BOTH = pytest.mark.parametrize("wait_in", ["backward", "step"])
-ALL = pytest.mark.parametrize("wait_in", ["backward", "step", "backward, with a communication hook"])
+HOOKS = {"with a communication hook": comm_hooks.AllReduce, "with one that starts early": lambda: comm_hooks.TopK(1.0)}
+ALL = pytest.mark.parametrize("wait_in", ["backward", "step", *(f"backward, {hook}" for hook in HOOKS)])
 
 
 def parameter(length: int = 4) -> Any:
@@ -32,7 +33,7 @@ def wrapped(runtime: Runtime, *parameters: Any, wait_in: str | None = None) -> A
     """Return an optimizer of these parameters; `wait_in` is one of `ALL`."""
     wait_in, _, hook = (wait_in or "").partition(", ")
     return DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), _runtime=runtime, wait_in=wait_in or None,
-                                comm_hook=comm_hooks.AllReduce() if hook else None)
+                                comm_hook=HOOKS[hook]() if hook else None)
 
 
 def mean(runtime: Runtime, value: float) -> float:
@@ -94,13 +95,15 @@ def test_a_rank_that_calls_a_collective_before_its_backward_still_counts(wait_in
     def step(runtime: Runtime) -> None:
         a = parameter()
         optimizer = wrapped(runtime, a, wait_in=wait_in)
-        if runtime.world.rank == 1:
-            mean(runtime, 1.0)
-        (a * (runtime.world.rank + 1)).sum().backward()
-        if runtime.world.rank == 0:
-            mean(runtime, 1.0)
-        optimizer.step()
-        torch.testing.assert_close(a.data, torch.full((4,), 0.85))
+        for circles in (False, False, True, True):
+            optimizer.zero_grad()
+            if circles and runtime.world.rank == 1:
+                mean(runtime, 1.0)
+            (a * (runtime.world.rank + 1)).sum().backward()
+            if circles and runtime.world.rank == 0:
+                mean(runtime, 1.0)
+            optimizer.step()
+        torch.testing.assert_close(a.data, torch.full((4,), 0.4))
     threads(2, step)
 
 
@@ -308,7 +311,7 @@ def test_gradients_changed_where_other_ranks_could_not_change_them_raise(wait_in
             assert torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize("wait_in", ["backward", "backward, with a communication hook"])
+@pytest.mark.parametrize("wait_in", ["backward", *(f"backward, {hook}" for hook in HOOKS)])
 def test_a_second_backward_on_some_ranks_only_raises_instead_of_meeting_the_next_step(wait_in: str) -> None:
     def step(runtime: Runtime) -> None:
         a, b = parameter(), parameter()
@@ -417,10 +420,11 @@ def test_an_interrupted_wait_can_be_taken_up_again() -> None:
             while not runtime._sleepers:
                 time.sleep(0.01)
             signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
-        for interrupt in (True, False):
+        hooks = hvd.comm_hooks
+        for interrupt, hook in (True, None), (False, None), (True, hooks.AllReduce()), (True, hooks.TopK(1.0)):
             model = torch.nn.Linear(4, 4)
             hvd.broadcast_parameters(model.state_dict(), 0)
-            optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), comm_hook=hook)
             for step in range(6):
                 if step == 1 and interrupt and hvd.rank() == 0:
                     signal.signal(signal.SIGALRM, ring)

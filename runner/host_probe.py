@@ -85,7 +85,7 @@ def own_addresses(hosts: Sequence[str], only: Sequence[str]) -> list[str]:
     return [address for address in ranked + rest if not address.startswith("127.") and address != "::1"]
 
 
-class Doorstep:
+class ProbeServer:
     """Listens on a port of every address and answers probes and measurements, until it is closed.
 
     Whoever connects can make it echo and swallow bytes, and nothing else.
@@ -96,7 +96,7 @@ class Doorstep:
         self._listener = socket.create_server(("", port), family=socket.AF_INET6 if both else socket.AF_INET,
                                               dualstack_ipv6=both)
         self.port = int(self._listener.getsockname()[1])
-        threading.Thread(target=self._serve, name="hvdrun-doorstep", daemon=True).start()
+        threading.Thread(target=self._serve, name="hvdrun-probe-server", daemon=True).start()
 
     def close(self) -> None:
         """Free the port."""
@@ -129,10 +129,10 @@ class Doorstep:
 
 
 def probe(addresses: Sequence[str], port: int) -> dict[str, str]:
-    """Return, by address, what is wrong with the way to a `Doorstep`; "" when nothing is. All are tried at a time."""
+    """Return, by address, what is wrong with the way to a `ProbeServer`; "" when nothing is. All are tried at a time."""
     def attempt(address: str) -> str:
         try:
-            _at_doorstep(address, port, _PROBE).close()
+            _connected(address, port, _PROBE).close()
         except TimeoutError:
             return "no answer (a firewall that drops packets?)"
         except OSError as error:
@@ -144,7 +144,7 @@ def probe(addresses: Sequence[str], port: int) -> dict[str, str]:
 
 
 def speed(addresses: Sequence[str], port: int) -> tuple[float, float]:
-    """Return the median seconds of a one-byte round trip to a `Doorstep`, and bytes a second over one TCP connection.
+    """Return the median seconds of a one-byte round trip to a `ProbeServer`, and bytes a second over one TCP connection.
 
     Raises:
         OSError: when no address answers.
@@ -154,13 +154,13 @@ def speed(addresses: Sequence[str], port: int) -> tuple[float, float]:
     if not reachable:
         raise OSError("; ".join(f"{address}: {problem}" for address, problem in problems.items()) or "it has no address")
     trips = []
-    with _at_doorstep(reachable[0], port, _ECHO) as sock:
+    with _connected(reachable[0], port, _ECHO) as sock:
         for _ in range(_ROUND_TRIPS):
             begun = time.perf_counter()
             sock.sendall(b".")
             sock.recv(1)
             trips.append(time.perf_counter() - begun)
-    with _at_doorstep(reachable[0], port, _SINK) as sock:
+    with _connected(reachable[0], port, _SINK) as sock:
         begun, sent = time.perf_counter(), 0
         while time.perf_counter() - begun < _STREAM_SECONDS:
             sock.sendall(_CHUNK)
@@ -170,7 +170,7 @@ def speed(addresses: Sequence[str], port: int) -> tuple[float, float]:
         return sorted(trips)[len(trips) // 2], sent / (time.perf_counter() - begun)
 
 
-def _at_doorstep(address: str, port: int, wish: bytes) -> socket.socket:
+def _connected(address: str, port: int, wish: bytes) -> socket.socket:
     sock = socket.create_connection((address, port), PROBE_SECONDS)
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -27,7 +27,7 @@ def read(count: int) -> bytes:
     return content
 
 
-def land() -> None:
+def start_agent() -> None:
     """Take the launcher's environment and directory on, and become the agent."""
     given = json.loads(read(int(read(8), 16)).decode())
     here = list(sys.version_info[:2])
@@ -54,4 +54,4 @@ def land() -> None:
 
 
 if __name__ == "__main__":
-    land()
+    start_agent()

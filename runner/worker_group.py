@@ -23,7 +23,7 @@ from hvdlite.core.world import World
 from hvdlite_runner import commands, monitor
 from hvdlite_runner.messages import Event, Exited, Output, Refused, Result, Start, Started
 from hvdlite_runner.placement import cores_for
-from hvdlite_runner.processes import Guardian, RankProcess, kill
+from hvdlite_runner.processes import RankProcess, Reaper, kill
 
 END_PATIENCE: Final = 5.0
 """Seconds to go on killing what is left."""
@@ -35,7 +35,7 @@ _DESCRIPTORS: Final = 3
 """Of a rank: its two streams and its process."""
 
 
-class Crew:
+class WorkerGroup:
     """The ranks of one host.
 
     Args:
@@ -49,27 +49,27 @@ class Crew:
         self.directory = ""
         self.running: dict[int, RankProcess] = {}
         self._selector, self._tell, self._inherited = selector, tell, inherited
-        self._guardian: Guardian | None = None
+        self._reaper: Reaper | None = None
         self._processes: dict[int, RankProcess] = {}
         self._open: dict[tuple[int, str], int] = {}  # descriptors of streams that have not ended
         self._paused = False
         self._asked = False  # whether the ranks have been asked to end
 
     def prepare(self) -> None:
-        """Make the job's directory, by whose name this process is known, and its guardian."""
+        """Make the job's directory, by whose name this process is known, and its reaper."""
         self.directory = tempfile.mkdtemp(prefix=f"{DIRECTORY_PREFIX}{os.getpid()}-")  # mode 0700
-        self._guardian = Guardian(self.directory)
+        self._reaper = Reaper(self.directory)
 
     def watch(self, pid: int) -> None:
-        """Let the guardian end another process with the job."""
-        assert self._guardian is not None
-        self._guardian.watch(pid)
+        """Let the reaper end another process with the job."""
+        assert self._reaper is not None
+        self._reaper.watch(pid)
 
     def start(self, order: Start, stop: Callable[[], bool] = lambda: False) -> None:
         """Start ranks, or tell why they cannot be started; `stop` is asked before each one."""
         worlds = [World(*each) for each in order.worlds]
-        if order.parcel:
-            write_privately(Path(self.directory) / TASK_FILE, order.parcel)
+        if order.task_payload:
+            write_privately(Path(self.directory) / TASK_FILE, order.task_payload)
         cores = sorted(os.sched_getaffinity(0)) if order.bind and hasattr(os, "sched_getaffinity") else []
         try:
             with descriptors_for(_DESCRIPTORS * len(worlds), f"starting {len(worlds)} ranks on one host"):
@@ -96,8 +96,8 @@ class Crew:
             self._adopt(process)
 
     def _adopt(self, process: RankProcess) -> None:
-        assert self._guardian is not None
-        self._guardian.watch(process.pid, rank=True)
+        assert self._reaper is not None
+        self._reaper.watch(process.pid, rank=True)
         self._processes[process.rank] = self.running[process.rank] = process
         for name, stream in process.streams.items():
             self._open[process.rank, name] = stream.fileno()
@@ -124,8 +124,8 @@ class Crew:
             record = FailureRecord.read(self.directory, rank)
             self._tell(Exited(rank, code, self._asked, None if record is None else dataclasses.asdict(record),
                               monitor.reading_of(self.directory, rank)))
-        if self._guardian is not None:
-            self._guardian.reap()
+        if self._reaper is not None:
+            self._reaper.reap()
 
     def needs_polling(self) -> bool:
         """Whether some rank's end is only seen by calling `notice`."""
@@ -144,13 +144,13 @@ class Crew:
 
     def end(self) -> None:
         """Kill everything of the job, tell what was left to tell, and remove the directory. Again is fine."""
-        guardian, self._guardian = self._guardian, None
-        if guardian is None:
+        reaper, self._reaper = self._reaper, None
+        if reaper is None:
             return
         self.pause(True)
         try:
             kill(list(self.running.values()))
-            guardian.end_job(END_PATIENCE)
+            reaper.end_job(END_PATIENCE)
             self._drain()
             self.notice()
             self._send_results()
@@ -158,7 +158,7 @@ class Crew:
             for process in self._processes.values():
                 process.close()
             shutil.rmtree(self.directory, ignore_errors=True)
-            guardian.dismiss()
+            reaper.dismiss()
 
     def _listen(self, rank: int, name: str) -> None:
         self._selector.register(self._open[rank, name], selectors.EVENT_READ, lambda: self._read(rank, name))

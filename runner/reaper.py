@@ -1,6 +1,6 @@
 """Ends a job whose launcher was killed. Run by path, with the standard library only, so it starts in milliseconds.
 
-    python guardian.py JOB_DIRECTORY MARK
+    python reaper.py JOB_DIRECTORY MARK
 
 It reads its standard input, whose other end only the launcher holds: a line "rank PID" for each rank that is started,
 and "done". Its end without "done" means that the launcher is gone: all processes of the job are killed, and the job's

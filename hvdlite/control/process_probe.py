@@ -1,7 +1,8 @@
-"""What the kernel and the C level can tell about a rank of this host that does not answer.
+"""The state and the stacks of a rank of this host that does not answer.
 
-A rank opens a nameless file at init and lets `faulthandler` write all its stacks there upon a signal: at the C level,
-without Python's lock. Whoever may see the process can ask for them, through /proc. Linux only; elsewhere nothing is known.
+At init a rank opens an anonymous file and registers it with `faulthandler`, which writes all stacks there upon a signal, in
+C and without the GIL. Another process of the same user sends the signal and reads the file through /proc. Linux only; on
+other systems nothing is known.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, NamedTuple
 
 WRITTEN_SECONDS: Final = 0.3
 """How long a rank gets to write its stacks."""
@@ -25,37 +26,52 @@ STATES: Final = {"T": "stopped (SIGSTOP, or a full terminal): kill -CONT {pid}",
                  "S": "asleep, with Python's lock held by something in it"}
 
 
-class Witness:
-    """Asks about processes.
+class StackDumpTarget(NamedTuple):
+    """Where a process writes its stacks, and upon which signal; the default is nowhere.
 
-    Args:
-        pids: by rank; only those of this host.
-        testimonies: by rank; where each writes its stacks: descriptor and signal, (-1, 0) for nowhere.
+    Attributes:
+        descriptor: a file descriptor of that process.
+        signal: the signal's number; 0 for none.
     """
 
-    def __init__(self, pids: Mapping[int, int], testimonies: Mapping[int, tuple[int, int]]) -> None:
-        self._pids, self._testimonies = dict(pids), dict(testimonies)
+    descriptor: int = -1
+    signal: int = 0
+
+
+NO_STACK_DUMP: Final = StackDumpTarget()
+
+
+class ProcessProbe:
+    """Reads the state and the stacks of processes of this host, without their help.
+
+    Args:
+        pids: process ids, by rank.
+        stack_dumps: by rank.
+    """
+
+    def __init__(self, pids: Mapping[int, int], stack_dumps: Mapping[int, StackDumpTarget]) -> None:
+        self._pids, self._stack_dumps = dict(pids), dict(stack_dumps)
 
     @classmethod
-    def read(cls, path: str) -> Witness:
-        """Return the witness that wrote a file."""
+    def read(cls, path: str) -> ProcessProbe:
+        """Return a probe of the processes in a file that `write` has written."""
         with open(path, encoding="ascii") as file:
             ranks = {int(rank): entry for rank, entry in json.load(file).items()}
         return cls({rank: pid for rank, (pid, _, _) in ranks.items()},
-                   {rank: (descriptor, number) for rank, (_, descriptor, number) in ranks.items()})
+                   {rank: StackDumpTarget(descriptor, number) for rank, (_, descriptor, number) in ranks.items()})
 
     def write(self, path: str) -> None:
-        """Write down whom it knows, for another process."""
+        """Write the process ids and stack dump targets to a file, for another process."""
         with open(path, "w", encoding="ascii") as file:
-            json.dump({rank: [pid, *self._testimonies.get(rank, (-1, 0))] for rank, pid in self._pids.items()}, file)
+            json.dump({rank: [pid, *self._stack_dumps.get(rank, NO_STACK_DUMP)] for rank, pid in self._pids.items()}, file)
 
     @property
     def ranks(self) -> list[int]:
-        """Whom it knows."""
+        """The ranks of this host, in ascending order."""
         return sorted(self._pids)
 
     def state(self, rank: int) -> str:
-        """Say what the kernel knows of a rank, or "" when it is not of this host."""
+        """Return the kernel's state of a rank's process as a clause, or "" when the rank is on another host."""
         pid = self._pids.get(rank)
         if pid is None:
             return ""
@@ -68,7 +84,7 @@ class Witness:
     def stacks(self, rank: int) -> str:
         """Return the stacks of all threads of a rank, innermost frames first; "" when it cannot tell."""
         pid = self._pids.get(rank)
-        descriptor, number = self._testimonies.get(rank, (-1, 0))
+        descriptor, number = self._stack_dumps.get(rank, NO_STACK_DUMP)
         if pid is None or not number:
             return ""
         with contextlib.suppress(OSError):
@@ -81,16 +97,16 @@ class Witness:
         return ""
 
 
-def testify(number: int) -> tuple[int, int]:
-    """Let this process write its stacks upon signal `number`; return what a `Witness` must know, (-1, 0) if it cannot be.
+def enable_stack_dump(number: int) -> StackDumpTarget:
+    """Let this process write its stacks upon signal `number`; return where it does.
 
-    A signal that somebody handles, or ignores, is left alone.
+    When the process handles or ignores that signal already, nothing changes and the target is nowhere.
     """
     if not number or not hasattr(os, "memfd_create") or signal.getsignal(number) is not signal.SIG_DFL:
-        return -1, 0
+        return NO_STACK_DUMP
     descriptor = os.memfd_create("hvdlite-stacks", os.MFD_CLOEXEC)
     faulthandler.register(number, file=descriptor, all_threads=True)
-    return descriptor, number
+    return StackDumpTarget(descriptor, number)
 
 
 def _catches(pid: int, number: int) -> bool:
