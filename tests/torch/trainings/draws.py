@@ -226,6 +226,9 @@ RULES: dict[str, Callable[[Training], bool]] = {
         it.optimizer.startswith("LBFGS") and it.op == "Sum" and it.returns == "mean"),
     "a rank that has no gradient for any parameter of an optimizer comes too late to clip": lambda it: (
         it.model == "experts" and it.structure == "two" and it.clips != "none"),
+    "only the optimizer's zero_grad tells that sums begin anew, where no step has used them": lambda it: (
+        it.op == "Sum" and it.clears in ("model zeros", "hand zeros")
+        and (it.event == "skip" or it.amp == "infinity" or it.structure == "in turns")),
     "a sum of disjoint losses takes as many reductions on all ranks": lambda it: (
         it.op == "Sum" and it.loss == "disjoint" and it.wait_in == "mixed"),
     "ranks that wait in different places make different numbers of reductions, which only a step evens out": lambda it: (
@@ -255,6 +258,9 @@ COMING: dict[str, Callable[[Training], bool]] = {
         it.uneven and not it.scoped and it.structure == "two"),
     "gradients of one rank that a closure clears without the optimizer": lambda it: (
         it.model == "experts" and it.optimizer.startswith("LBFGS") and it.clears in ("model", "hand")),
+    "disjoint losses where ranks wait in different places": lambda it: it.loss == "disjoint" and it.wait_in == "mixed",
+    "hooks that scale what has accumulated, where passes are set aside": lambda it: (
+        it.hooks.endswith("wrapping") and it.accumulation == "naive" and it.wait_in in ("step", "mixed")),
     "copies of optimizers": lambda it: it.event == "copy both",
     "a layer in two reentrant checkpoints": lambda it: it.model == "reentrant twice",
     "zeros that a script writes over gradients that no step has used": lambda it: (
@@ -264,7 +270,9 @@ COMING: dict[str, Callable[[Training], bool]] = {
     "gradients that a script sets": lambda it: it.gradients in ("autograd.grad", "func.grad"),
 }
 LATER: tuple[str, ...] = ("join() of two optimizers, which may find two last ranks",
-                          "gradients of one rank that a closure clears without the optimizer")
+                          "gradients of one rank that a closure clears without the optimizer",
+                          "disjoint losses where ranks wait in different places",
+                          "hooks that scale what has accumulated, where passes are set aside")
 """What of these does not work yet, and is not drawn."""
 
 
