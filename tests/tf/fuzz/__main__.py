@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
-import time
 
+from tests.fuzzing import report, seeds_of
 from tests.tf.fuzz.draws import BACKENDS, SHARES
 from tests.tf.fuzz.jobs import fuzz
 
@@ -16,16 +17,10 @@ def main() -> int:
     parser.add_argument("--seeds", default="0:1000", help="BEGIN:END, or one seed; dealt out to the backends")
     parser.add_argument("--backend", choices=BACKENDS, action="append", help="run all seeds on this backend")
     options = parser.parse_args()
-    begin, _, end = options.seeds.partition(":")
-    seeds = range(int(begin), int(end) if end else int(begin) + 1)
-    begun, failures = time.monotonic(), 0
-    for backend in options.backend or BACKENDS:
-        part = seeds if options.backend else seeds[:round(len(seeds) * SHARES[backend])]
-        for failure in fuzz(part, backend, tell=print):
-            print(failure, flush=True)
-            failures += 1
-    print(f"{len(seeds)} seeds in {time.monotonic() - begun:.0f} s: {failures} failed")
-    return int(failures > 0)
+    seeds = seeds_of(options.seeds)
+    parts = ((seeds if options.backend else seeds[:round(len(seeds) * SHARES[backend])], backend)
+             for backend in options.backend or BACKENDS)
+    return report(len(seeds), itertools.chain.from_iterable(fuzz(part, backend, tell=print) for part, backend in parts))
 
 
 if __name__ == "__main__":

@@ -9,14 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from tests.fuzzing import BEGUN, FINE, WRONG, WrongError
 from tests.tf.fuzz.draws import Training, draw
 
-BEGUN, FINE, WRONG = "begun", "fine", "wrong"
 FEATURES, CLASSES = 4, 7
-
-
-class WrongError(AssertionError):
-    """Raised when two ranks differ from one process."""
 
 
 def main(seeds: Sequence[int], backend: str) -> None:

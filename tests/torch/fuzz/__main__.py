@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 
+from tests.fuzzing import report, seeds_of
 from tests.torch.fuzz.jobs import SETTINGS, fuzz
 from tests.torch.fuzz.program import FEATURES
 
@@ -19,17 +19,11 @@ def main() -> int:
     parser.add_argument("--only", default="", help="draw these features only")
     parser.add_argument("--setting", type=int, help=f"use one environment only, 0 to {len(SETTINGS) - 1}")
     options = parser.parse_args()
-    begin, _, end = options.seeds.partition(":")
-    seeds = range(int(begin), int(end) if end else int(begin) + 1)
+    seeds = seeds_of(options.seeds)
     without, only = options.without.split(","), options.only.split(",")
     features = [name for name in FEATURES if name not in without and (name in only or not options.only)]
     settings = SETTINGS if options.setting is None else SETTINGS[options.setting:options.setting + 1]
-    begun, failures = time.monotonic(), 0
-    for failure in fuzz(seeds, options.ranks, features, settings=settings, tell=print):
-        print(failure, flush=True)
-        failures += 1
-    print(f"{len(seeds)} seeds on {options.ranks} ranks in {time.monotonic() - begun:.0f} s: {failures} failed")
-    return int(failures > 0)
+    return report(len(seeds), fuzz(seeds, options.ranks, features, settings=settings, tell=print))
 
 
 if __name__ == "__main__":

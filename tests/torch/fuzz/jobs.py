@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from tests.fuzzing import cause, job
+from tests.fuzzing import Failure, Tell, failures
 from tests.torch.fuzz.program import FEATURES, draw
 from tests.worlds import TORCH
 
@@ -21,29 +20,9 @@ SECONDS_A_SEED = 20.0
 """For a job on a busy machine."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Failure:
-    """A seed whose program failed.
-
-    Attributes:
-        rank: the first rank that says why.
-        error: the end of its standard error.
-        program: what was drawn.
-    """
-
-    seed: int
-    size: int
-    rank: int
-    error: str
-    program: str
-
-    def __str__(self) -> str:
-        return f"{self.program}\nseed {self.seed} failed on {self.size} ranks, on rank {self.rank}:\n{self.error}"
-
-
 def fuzz(seeds: Sequence[int], size: int, features: Sequence[str] = FEATURES, *, stalled: Mapping[str, str] = STALLED,
          settings: Sequence[Mapping[str, str]] = SETTINGS,
-         tell: Callable[[str], object] = lambda text: None) -> Iterator[Failure]:
+         tell: Tell = lambda text: None) -> Iterator[Failure]:
     """Run the programs of some seeds, many in one job, and yield those that fail.
 
     Args:
@@ -51,14 +30,7 @@ def fuzz(seeds: Sequence[int], size: int, features: Sequence[str] = FEATURES, *,
         tell: gets a line a job.
     """
     for number, environment in enumerate(settings):
-        rest = list(seeds[number::len(settings)])
-        while rest:
-            source = f"from tests.torch.fuzz.rank import main\nmain({rest}, {list(features)})\n"
-            fine, ended = job(size, rest, source, {**environment, **stalled}, TORCH, SECONDS_A_SEED)
-            tell(f"{size} ranks, {dict(environment)}: {fine} of {len(rest)} seeds are fine")
-            if fine == len(rest):
-                break
-            first = cause(ended)
-            yield Failure(rest[fine], size, first.rank, f"with {dict(environment)}\n{first.stderr[-5000:]}",
-                          draw(rest[fine], size, features).told())
-            rest = rest[fine + 1:]
+        yield from failures(seeds[number::len(settings)], size,
+                            lambda seeds: f"from tests.torch.fuzz.rank import main\nmain({seeds}, {list(features)})\n",
+                            lambda seed: draw(seed, size, features).told(), {**environment, **stalled}, TORCH,
+                            SECONDS_A_SEED, tell)

@@ -10,15 +10,9 @@ from typing import Any
 import torch
 
 import hvdlite_torch as hvd
+from tests.fuzzing import BEGUN, FINE, WrongError
 from tests.torch.fuzz.program import Change, Program, Step, Turn, draw
 from tests.torch.fuzz.replica import Replica, Simulation, differences, plain_optimizer
-
-BEGUN, FINE = "begun", "fine"
-"""What a rank prints, with the seed."""
-
-
-class WrongError(AssertionError):
-    """A rank's values are not the reference's."""
 
 
 class Rank(Replica):

@@ -1,0 +1,316 @@
+"""What a training is made of. No torch, no ranks.
+
+A training is drawn feature by feature, in an order that is drawn too. A value that contradicts what has been drawn before is
+left out: `RULES` says what is never combined, and why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+
+FEATURES: dict[str, tuple[object, ...]] = {
+    "scoped": (False, True),
+    "model": ("mlp", "sync batch norm", "channels last", "embedding", "sparse embedding", "lstm", "gru", "transformer",
+              "tied", "unused", "frozen", "weight norm", "spectral norm", "complex", "parameter list", "checkpoint",
+              "reentrant checkpoint", "reentrant twice", "all reentrant", "layer twice", "bfloat16 part", "float64 part",
+              "experts",
+              "functional call", "custom function", "lazy"),
+    "optimizer": ("SGD", "momentum", "nesterov", "Adam", "amsgrad", "AdamW foreach", "AdamW fused", "Adagrad", "RMSprop",
+                  "NAdam", "RAdam", "Adamax", "Adadelta", "LBFGS", "LBFGS strong_wolfe", "SparseAdam"),
+    "structure": ("one", "groups", "two", "in turns"),
+    "loss": ("mse", "huber", "cross entropy", "penalty", "disjoint"),
+    "gradients": ("backward", "closure", "autograd.grad", "func.grad"),
+    "returns": ("mean", "local"),
+    "accumulation": ("none", "passes", "no_sync", "naive"),
+    "groups": ("none", "number", "lists"),
+    "compression": ("none", "fp16", "bf16"),
+    "predivide": (1.0, 2.0),
+    "op": ("Average", "Sum"),
+    "process_set": ("default", "global"),
+    "sparse_as_dense": (False, True),
+    "wait_in": ("default", "backward", "step", "mixed"),
+    "hook": (False, True),
+    "named": (False, True),
+    "scaled_rate": (False, True),
+    "loader": ("list", "DataLoader", "shuffled", "batch sampler", "iterable"),
+    "clears": ("zero_grad", "zeros", "model", "model zeros", "hand", "hand zeros"),
+    "clips": ("none", "norm", "value", "step hook"),
+    "scheduler": ("none", "StepLR first", "StepLR", "OneCycleLR", "SequentialLR", "ReduceLROnPlateau"),
+    "amp": ("none", "autocast", "scaler", "infinity", "autocast and scaler"),
+    "hooks": ("none", "tensor", "before wrapping", "after wrapping"),
+    "averaged": (False, True),
+    "begins": ("same seed", "broadcast before", "broadcast after"),
+    "event": ("none", "reload", "reload on rank 0", "add_param_group", "freeze", "thaw", "double", "deepcopy", "copy both",
+              "evaluate", "skip"),
+    "uneven": (False, True),
+}
+"""By name of a feature, its values; the first one is the plain one."""
+FIRST = ("model", "optimizer", "scoped")
+"""What is drawn first, as most rules are about these."""
+CHANCES = {"model": 1.0, "optimizer": 1.0, "scoped": 1.0, "loader": 1.0, "returns": 1.0, "sparse_as_dense": 1.0,
+           "named": 1.0, "event": 0.7}
+"""How probable it is that a feature is drawn from all of its values; else it has the plain one. By default `CHANCE`."""
+CHANCE = 0.35
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """One training.
+
+    Attributes:
+        scoped: whether in the scope of a strategy, with global batches; else each rank has its part.
+        structure: what the parameters belong to: one optimizer, two groups of one, two optimizers, or a generator's and a
+            discriminator's.
+        gradients: who computes them: `backward()`, a closure, or the script, which sets them by hand.
+        returns: what a closure returns: the loss of all ranks' rows, or that of this rank's.
+        accumulation: how the gradients of `batches` batches add up before a step.
+        predivide: the gradient_predivide_factor.
+        hook: whether `comm_hook=AllReduce()` reduces.
+        named: whether the optimizer gets named_parameters.
+        scaled_rate: whether the strategy scales learning rates.
+        loader: what the strategy distributes.
+        clears: how gradients are cleared.
+        amp: with "infinity" a scaler, and one rank's loss is infinite in one step.
+        hooks: the user's hooks on a gradient: of the tensor, or post-accumulate ones. They scale it.
+        averaged: whether there is an exponential moving average of the model.
+        begins: whether ranks begin alike, or take rank 0's values over, before or after wrapping.
+        event: what happens before step `when`.
+        uneven: whether the last batch of an epoch has an odd number of rows (in a scope), or ranks run out of batches at
+            different times and `join()`.
+        rows: of a global batch.
+        batches: of a step.
+        steps: in each epoch.
+    """
+
+    seed: int
+    scoped: bool = False
+    model: str = "mlp"
+    optimizer: str = "SGD"
+    structure: str = "one"
+    loss: str = "mse"
+    gradients: str = "backward"
+    returns: str = "mean"
+    accumulation: str = "none"
+    groups: str = "none"
+    compression: str = "none"
+    predivide: float = 1.0
+    op: str = "Average"
+    process_set: str = "default"
+    sparse_as_dense: bool = False
+    wait_in: str = "default"
+    hook: bool = False
+    named: bool = False
+    scaled_rate: bool = False
+    loader: str = "list"
+    clears: str = "zero_grad"
+    clips: str = "none"
+    scheduler: str = "none"
+    amp: str = "none"
+    hooks: str = "none"
+    averaged: bool = False
+    begins: str = "same seed"
+    event: str = "none"
+    uneven: bool = False
+    rows: int = 4
+    batches: int = 1
+    steps: int = 3
+    epochs: int = 1
+    when: int = 1
+
+    @property
+    def dtype(self) -> str:
+        """Of the model and the data."""
+        is_single = self.amp != "none" or self.event == "double" or self.model in ("bfloat16 part", "float64 part")
+        return "float32" if is_single else "float64"
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether there are sparse gradients. `sparse_as_dense` is about how they travel."""
+        return self.model == "sparse embedding"
+
+    @property
+    def rounds(self) -> bool:
+        """Whether something has 16 bits."""
+        return self.compression != "none" or "autocast" in self.amp or self.model == "bfloat16 part"
+
+    @property
+    def scales(self) -> bool:
+        """Whether there is a GradScaler."""
+        return "scaler" in self.amp or self.amp == "infinity"
+
+    @property
+    def left(self) -> int:
+        """How many rows the last batch of an epoch has in a scope."""
+        if self.model == "sync batch norm":  # a batch of one row is on both ranks: it normalises with two rows
+            return 3
+        return (1, 3, self.rows - 1)[self.seed % 3]
+
+    @property
+    def total(self) -> int:
+        """The number of steps in all."""
+        return self.steps * self.epochs
+
+    def __str__(self) -> str:
+        told = [f"{field.name}={getattr(self, field.name)!r}" for field in dataclasses.fields(self)
+                if field.name in ("seed", "model", "optimizer") or getattr(self, field.name) != field.default]
+        return f"Training({', '.join(told)})"
+
+
+REENTRANT = ("reentrant checkpoint", "reentrant twice", "all reentrant")
+RECURRENT = ("lstm", "gru")
+OUTSIDE = ("groups", "predivide", "op", "process_set", "sparse_as_dense", "wait_in", "hook", "named", "begins")
+"""Options of `DistributedOptimizer` that a strategy does not have, and broadcasts that it makes by itself."""
+PLAIN = {name: values[0] for name, values in FEATURES.items()}
+
+
+def _differs(training: Training, *names: str) -> bool:
+    return any(getattr(training, name) != PLAIN[name] for name in names)
+
+
+RULES: dict[str, Callable[[Training], bool]] = {
+    # What torch refuses, or gives no meaning to.
+    "LBFGS takes a closure, and one group of dense parameters": lambda it: it.optimizer.startswith("LBFGS") and (
+        it.gradients != "closure" or it.structure != "one" or it.is_sparse or it.event == "add_param_group"),
+    "LBFGS takes gradients that it can view as vectors": lambda it: (
+        it.optimizer.startswith("LBFGS") and it.model == "channels last"),
+    "torch's copy of LBFGS has lost its parameters": lambda it: it.optimizer.startswith("LBFGS") and it.event == "copy both",
+    "torch's hooks on gradients take dense ones": lambda it: it.is_sparse and it.hooks != "none",
+    "SparseAdam takes sparse gradients; the other parameters have an optimizer of their own": lambda it: (
+        it.optimizer == "SparseAdam" and (not it.is_sparse or it.structure != "two" or it.event == "add_param_group")),
+    "of the others, SGD and Adagrad take sparse gradients": lambda it: it.is_sparse and it.optimizer not in (
+        "SGD", "Adagrad", "SparseAdam"),
+    "torch clips dense gradients only": lambda it: it.is_sparse and it.clips != "none",
+    "torch neither clamps complex numbers nor scales them": lambda it: it.model == "complex" and (
+        it.clips == "value" or it.amp != "none" or it.optimizer in ("AdamW fused", "Adamax")),
+    "only closures return losses": lambda it: it.returns != "mean" and it.gradients != "closure",
+    "most schedulers of torch refuse a group that is added": lambda it: it.event == "add_param_group" and (
+        it.scheduler not in ("none", "StepLR", "StepLR first")),
+    "a closure is one backward pass, without a scaler": lambda it: it.gradients == "closure" and (
+        it.accumulation != "none" or it.scales or it.structure in ("two", "in turns")),
+    "reentrant checkpoints take backward() only, and once": lambda it: it.model in REENTRANT and (
+        it.gradients in ("autograd.grad", "func.grad") or it.loss == "penalty"),
+    "functions of torch.func take no such layers": lambda it: it.gradients == "func.grad" and (
+        it.model in (*RECURRENT, "checkpoint", "functional call", "sync batch norm", "custom function", "spectral norm",
+                     "sparse embedding", "experts")),
+    "integers have no gradient": lambda it: it.loss == "penalty" and "embedding" in it.model,
+    "attention has no second derivative on a CPU, and the function of our own is not differentiable twice": lambda it: (
+        it.loss == "penalty" and it.model in ("transformer", "custom function")),
+    "torch.autograd.grad does not work inside torch.func.grad": lambda it: (
+        it.loss == "penalty" and it.gradients == "func.grad"),
+    "state of the old dtype is not for parameters of the new one": lambda it: it.event == "double" and (
+        it.optimizer != "SGD" or it.averaged or it.amp != "none" or it.model in ("bfloat16 part", "float64 part")),
+    "a scaler unscales once between two steps": lambda it: it.event == "skip" and it.scales,
+    "there is a frozen part to thaw in one model": lambda it: it.event == "thaw" and it.model != "frozen",
+    "a scheduler keeps its optimizer": lambda it: it.event == "copy both" and it.scheduler != "none",
+    "a generator has one kind of loss, and a discriminator one": lambda it: it.structure == "in turns" and (
+        it.loss != "mse" or it.gradients != "backward" or it.accumulation != "none" or it.is_sparse),
+    "gradients that are set add up by hand": lambda it: it.gradients in ("autograd.grad", "func.grad") and (
+        it.accumulation != "none" or it.loss == "disjoint" or it.hooks not in ("none", "tensor")),
+    "hooks are not called for functions": lambda it: it.gradients == "func.grad" and it.hooks != "none",
+    "LBFGS' vectors have one dtype": lambda it: (
+        it.optimizer.startswith("LBFGS") and it.model in ("bfloat16 part", "float64 part")),
+    "a scaler refuses to step an optimizer without any gradient": lambda it: it.scales and it.structure == "two" and (
+        it.event == "freeze" or it.model in ("frozen", "unused")),
+    # What is not promised.
+    "a strategy has none of these options": lambda it: it.scoped and _differs(it, *OUTSIDE),
+    "these belong to a strategy": lambda it: not it.scoped and _differs(it, "scaled_rate", "loader"),
+    "copies are not in the scope": lambda it: it.scoped and it.event == "copy both",
+    "a hook decides itself how to average": lambda it: it.hook and _differs(it, "groups", "compression", "predivide", "op"),
+    "only averages are divided": lambda it: it.predivide != 1.0 and it.op != "Average",
+    "only rows can be made dense": lambda it: it.sparse_as_dense and not it.is_sparse,
+    "a second pass onto sums would count the first one twice": lambda it: it.accumulation == "naive" and (
+        it.op == "Sum" or it.compression != "none"),
+    "LBFGS' losses are reduced like gradients: a mean would be summed": lambda it: (
+        it.optimizer.startswith("LBFGS") and it.op == "Sum" and it.returns == "mean"),
+    "a rank that has no gradient for any parameter of an optimizer comes too late to clip": lambda it: (
+        it.model == "experts" and it.structure == "two" and it.clips != "none"),
+    "only the optimizer's zero_grad tells that sums begin anew, where no step has used them": lambda it: (
+        it.op == "Sum" and it.clears in ("model zeros", "hand zeros")
+        and (it.event == "skip" or it.amp == "infinity" or it.structure == "in turns")),
+    "a sum of disjoint losses takes as many reductions on all ranks": lambda it: (
+        it.op == "Sum" and it.loss == "disjoint" and it.wait_in == "mixed"),
+    "ranks that wait in different places make different numbers of reductions, which only a step evens out": lambda it: (
+        it.wait_in == "mixed" and it.loss == "disjoint" and (it.amp == "infinity" or it.event == "skip")),
+    "ranks that have joined take over parameters and optimizers from the last one, nothing else": lambda it: (
+        it.uneven and not it.scoped and (
+            _differs(it, "averaged", "scheduler", "amp", "hook", "accumulation") or it.structure == "in turns"
+            or it.model == "sync batch norm" or it.optimizer.startswith("LBFGS") or it.wait_in == "mixed")),
+    "gradients by hand come after backward(), which weighs uneven batches": lambda it: (
+        it.scoped and it.uneven and it.gradients in ("autograd.grad", "func.grad")),
+    "join() is of the optimizer with which the epoch began": lambda it: it.uneven and not it.scoped and it.event in (
+        "reload", "reload on rank 0", "copy both"),
+    "hooks hand over dense gradients, which SparseAdam does not take": lambda it: it.hook and it.optimizer == "SparseAdam",
+    "rounded losses decide otherwise": lambda it: it.rounds and (
+        it.scheduler == "ReduceLROnPlateau" or it.optimizer.startswith("LBFGS")),
+}
+"""What is never combined, by the reason."""
+
+COMING: dict[str, Callable[[Training], bool]] = {
+    "two passes onto the same gradients": lambda it: it.accumulation == "naive",
+    "hooks after wrapping": lambda it: it.hooks == "after wrapping",
+    "all parameters in reentrant checkpoints": lambda it: it.model == "all reentrant",
+    "second derivatives of SyncBatchNorm": lambda it: it.loss == "penalty" and it.model == "sync batch norm",
+    "local losses of LBFGS": lambda it: it.returns == "local" and it.optimizer.startswith("LBFGS"),
+    "buffers of ranks that have joined": lambda it: it.uneven and not it.scoped and it.model == "spectral norm",
+    "join() of two optimizers, which may find two last ranks": lambda it: (
+        it.uneven and not it.scoped and it.structure == "two"),
+    "gradients of one rank that a closure clears without the optimizer": lambda it: (
+        it.model == "experts" and it.optimizer.startswith("LBFGS") and it.clears in ("model", "hand")),
+    "disjoint losses where ranks wait in different places": lambda it: it.loss == "disjoint" and it.wait_in == "mixed",
+    "hooks that scale what has accumulated, where passes are set aside": lambda it: (
+        it.hooks.endswith("wrapping") and it.accumulation == "naive" and it.wait_in in ("step", "mixed")),
+    "copies of optimizers": lambda it: it.event == "copy both",
+    "a layer in two reentrant checkpoints": lambda it: it.model == "reentrant twice",
+    "zeros that a script writes over gradients that no step has used": lambda it: (
+        it.clears in ("model zeros", "hand zeros")
+        and (it.event == "skip" or it.amp == "infinity" or it.structure == "in turns")),
+    "disjoint losses with backward_passes_per_step": lambda it: it.accumulation == "passes" and it.loss == "disjoint",
+    "gradients that a script sets": lambda it: it.gradients in ("autograd.grad", "func.grad"),
+}
+LATER: tuple[str, ...] = ("join() of two optimizers, which may find two last ranks",
+                          "gradients of one rank that a closure clears without the optimizer",
+                          "disjoint losses where ranks wait in different places",
+                          "hooks that scale what has accumulated, where passes are set aside")
+"""What of these does not work yet, and is not drawn."""
+
+
+def draw(seed: int) -> Training:
+    """Return the training of a seed."""
+    rng = random.Random(f"training {seed}")
+    training = Training(seed)
+    features = list(FEATURES)
+    rng.shuffle(features)
+    features.sort(key=lambda name: name not in FIRST)
+    for name in features:
+        values = FEATURES[name]
+        wanted = rng.choice(values) if rng.random() < CHANCES.get(name, CHANCE) else values[0]
+        training = _with(training, name, wanted)
+    batches = 1 if training.accumulation == "none" else rng.randint(2, 3)
+    steps = rng.randint(3, 5) if batches == 1 else 3
+    rows = 2 * rng.randint(2, 4)
+    epochs = rng.choice((1, 1, 2)) if steps == 3 else 1
+    when = rng.choice([step for step in range(1, steps * epochs) if step % steps != steps - 1])  # where no rank has joined
+    return dataclasses.replace(training, rows=rows, batches=batches, steps=steps, epochs=epochs, when=when)
+
+
+def _with(training: Training, name: str, value: object) -> Training:
+    """Return the training with a feature, and with what it cannot do without; as it was where that contradicts the rules."""
+    changed = dataclasses.replace(training, **{name: value})
+    if name == "optimizer" and str(value).startswith("LBFGS"):
+        changed = dataclasses.replace(changed, gradients="closure")
+    if name == "optimizer" and value == "SparseAdam":
+        changed = dataclasses.replace(changed, model="sparse embedding", structure="two")
+    if name == "event" and value == "thaw":
+        changed = dataclasses.replace(changed, model="frozen")
+    if name == "model" and value == "sparse embedding" and changed.optimizer not in ("SGD", "Adagrad", "SparseAdam"):
+        changed = dataclasses.replace(changed, optimizer="SGD", gradients="backward")
+    return training if why_not(changed) else changed
+
+
+def why_not(training: Training) -> str:
+    """Return why a training is not drawn; nothing where it may be."""
+    reasons = [reason for reason, refuses in RULES.items() if refuses(training)]
+    reasons += [name for name in LATER if COMING[name](training)]
+    return "; ".join(reasons)
