@@ -68,10 +68,10 @@ from hvdlite.runtime.execution import Execution
 from hvdlite.runtime.failures import failure_error
 from hvdlite.runtime.handle import Handle
 from hvdlite.runtime.limits import EAGER_TRAFFIC, FLUSH_SECONDS, LISTEN_SECONDS, LOOK_SECONDS, RECENT, TRACE_BATCH
-from hvdlite.runtime.lookout import LOOKS, Lookout, Patience, ProcessProbe, Receiver, Times
 from hvdlite.runtime.notes import Notes
 from hvdlite.runtime.polling import poll
 from hvdlite.runtime.report_desk import ReportDesk
+from hvdlite.runtime.stall_inspector import LOOKS, CoordinatorWatchdog, ProcessProbe, Receiver, StallInspector, Times
 from hvdlite.runtime.stalls import StallReport, account
 from hvdlite.runtime.timeline import Timeline
 
@@ -122,9 +122,11 @@ class Runtime(DeclaredSets):
         times = Times(config.stall_check_time_seconds, config.stall_shutdown_time_seconds, config.silence_check_seconds,
                       config.heartbeat_timeout)
         deliver = functools.partial(StallReport.deliver, path=config.stall_report_file)
-        self._lookout = None if coordinator is None else Lookout(coordinator, times, probe, deliver, self.story)
+        self._stall_inspector = (None if coordinator is None else
+                                 StallInspector(coordinator, times, probe, deliver, self.story))
         self._autotuner = None if coordinator is None or not config.autotune else Autotuner(config, coordinator, clock)
-        self._patience = Patience(world.rank, control.above, config.silence_check_seconds, config.heartbeat_timeout, probe)
+        self._watchdog = CoordinatorWatchdog(world.rank, control.above, config.silence_check_seconds,
+                                             config.heartbeat_timeout, probe)
         self._look_seconds = min(LOOK_SECONDS, times.look / LOOKS)
         self._next_look = -math.inf
         self._listened = clock()  # when messages were last taken in
@@ -235,9 +237,9 @@ class Runtime(DeclaredSets):
 
     def demand_report(self, receiver: Receiver) -> None:
         """On rank 0: let `receiver` have a report on who waits for whom; it is called by the runtime thread."""
-        lookout = self._lookout
-        assert lookout is not None, "reports are rank 0's"
-        self._hand_in(lambda: lookout.demand(receiver))
+        inspector = self._stall_inspector
+        assert inspector is not None, "reports are rank 0's"
+        self._hand_in(lambda: inspector.demand(receiver))
 
     def start_timeline(self, path: str, mark_cycles: bool = False) -> None:
         """Write what all ranks do to `path` from now on; on rank 0 only, elsewhere a call does nothing.
@@ -421,21 +423,21 @@ class Runtime(DeclaredSets):
 
     def _look_out(self) -> float | None:
         """Notice what has waited long; return when to look again, in seconds, or None while nothing waits."""
-        work, lookout = self._work, self._lookout
-        if not (work.waits or (lookout is not None and lookout.busy)):
-            self._patience.heard()
+        work, inspector = self._work, self._stall_inspector
+        if not (work.waits or (inspector is not None and inspector.busy)):
+            self._watchdog.heard()
             return None
         now = self._clock()
         if now < self._next_look:
             return self._look_seconds
         self._next_look = now + self._look_seconds
-        aside = self._patience.look(now, work.waits, work.partners, work.moving_since)
+        aside = self._watchdog.look(now, work.waits, work.partners, work.moving_since)
         if aside is not None:
             self._controller.say(aside)
             self._say()
-        if lost := self._patience.gave_up(now):
+        if lost := self._watchdog.gave_up(now):
             self._give_up(FailureNotice(self._control.above, "lost", lost))
-        if lookout is not None and lookout.look(now):
+        if inspector is not None and inspector.look(now):
             self._decide()
             return 0.0  # the decision is to be applied before sleeping
         return self._look_seconds
@@ -443,7 +445,7 @@ class Runtime(DeclaredSets):
     def _take_in(self, event: Event) -> None:
         match event:
             case DecisionReceived(decision):
-                self._patience.heard()
+                self._watchdog.heard()
                 self._accept(decision)
             case LetterReceived(letter):
                 self._work.take_columns(letter.columns)
@@ -478,7 +480,7 @@ class Runtime(DeclaredSets):
     def _heed(self, rank: int, report: Report) -> None:
         """What is not the coordinator's business in a report."""
         if report.aside is not None:
-            self._next_look = -math.inf  # it may be what the lookout waits for
+            self._next_look = -math.inf  # it may be what the stall inspector waits for
         self._chronicle.ready_elsewhere((rank,), report.said)
         if self._timeline is not None and (report.aside is not None or report.leaving):
             self._timeline.hear(rank, () if report.aside is None else report.aside.trace, report.leaving)
