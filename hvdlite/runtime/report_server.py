@@ -26,7 +26,7 @@ PATIENCE: Final = 3 * ANSWER_SECONDS
 """Seconds to wait for a report of the runtime thread, and for a client that does not read."""
 
 
-class ReportDesk:
+class ReportServer:
     """A thread that sleeps until somebody asks.
 
     Args:
