@@ -31,7 +31,9 @@ from hvdlite_torch.framework import contiguous
 _F = TypeVar("_F", bound=Callable[..., Any])
 Tensors = Sequence[torch.Tensor]
 LINEAR = (ReduceOp.SUM, ReduceOp.AVERAGE)
-_transforms_active: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
+_creation: Callable[[torch.Tensor], Any] = torch._C._autograd._get_creation_meta
+_CreationMeta = torch._C._autograd.CreationMeta
+transforms_active: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 
 
 @dataclasses.dataclass(eq=False)
@@ -192,11 +194,9 @@ class Exchange(Call):
 
 def apply(call: Call, *tensors: torch.Tensor) -> list[torch.Tensor]:
     """Return what a collective makes of tensors. Differentiable."""
-    for tensor in tensors:
-        if not isinstance(tensor, torch.Tensor):
-            contiguous(tensor, call.name)  # raises
+    _check(call, tensors)
     is_recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    if not is_recorded and not _transforms_active() and forward_ad._current_level < 0:
+    if not is_recorded and not transforms_active() and forward_ad._current_level < 0:
         return call.run(tensors)  # autograd's function alone takes 10 us
     function = _Selected if isinstance(call, Reduction) and call.op not in LINEAR else _Linear
     return list(function.apply(call, *tensors))
@@ -206,17 +206,44 @@ def apply_in_place(call: Reduction | Broadcast, tensors: Tensors) -> TorchHandle
     """Begin a collective that overwrites its tensors; the handle returns what `call.begin` says.
 
     A tensor that was computed from others gets the collective's gradient, as with torch's own operations in place. Leaves
-    are overwritten without a gradient, as by Horovod and torch.distributed: so parameters can be averaged outside of
-    `torch.no_grad()`.
+    and their views are overwritten without a gradient, as by Horovod and torch.distributed: so parameters can be averaged
+    outside of `torch.no_grad()`.
+
+    Raises:
+        UnsupportedError: before anything is exchanged: in forward mode, in a transform of torch.func, and where torch
+            refuses to overwrite a tensor, such as one of the results of `split` of a computed tensor.
     """
+    _check(call, tensors)
+    instead = f"use hvd.{'broadcast' if isinstance(call, Broadcast) else 'allreduce'}"
+    if transforms_active() or forward_ad._current_level >= 0:
+        raise UnsupportedError(f"'{call.name}': a collective in place has no derivative in forward mode, nor in transforms "
+                               f"of torch.func; {instead}")
+    has_history = [torch.is_grad_enabled() and _has_history(tensor) for tensor in tensors]
+    for tensor, has in zip(tensors, has_history, strict=True):
+        if has and tensor._is_view() and _creation(tensor) != _CreationMeta.DEFAULT:
+            raise UnsupportedError(f"'{call.name}': torch refuses to overwrite this view of a computed tensor, which is one "
+                                   "of several results (split, unbind) or was made by a custom function; "
+                                   f"{instead}, or clone it")
     handle = call.begin(tensors, tensors)
-    if not torch.is_grad_enabled() or all(tensor.is_leaf for tensor in tensors):
+    if not any(has_history):
         return handle
 
     def finish(result: Any) -> Any:
-        _Overwritten.apply(call, *(tensor.detach() if tensor.is_leaf else tensor for tensor in tensors))
+        _Overwritten.apply(call, *(tensor if has else tensor.detach()
+                                   for tensor, has in zip(tensors, has_history, strict=True)))
         return result
     return handle.then(finish)
+
+
+def _check(call: Call, tensors: Tensors) -> None:
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            contiguous(tensor, call.name)  # raises
+
+
+def _has_history(tensor: torch.Tensor) -> bool:
+    """Return whether autograd has computed a tensor, or what it is a view of, from others."""
+    return not tensor.is_leaf and not (tensor._is_view() and tensor._base is not None and tensor._base.is_leaf)
 
 
 def _sum(name: str, process_set: ProcessSet, averages: bool = False, is_grouped: bool = False) -> Reduction:

@@ -18,10 +18,12 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
+from torch.autograd import forward_ad
 
 import hvdlite_torch as hvd
 from hvdlite import api
 from hvdlite.runtime.runtime import Runtime
+from hvdlite_torch import derivatives
 from tests.worlds import threads
 
 SIZE = 2
@@ -286,4 +288,35 @@ def test_collectives_in_place_are_seen_by_autograd(monkeypatch: pytest.MonkeyPat
             hvd.allreduce_(own * 1, op=hvd.Max).sum().backward()
         with pytest.raises(hvd.UnsupportedError, match="Adasum has no gradient"):
             hvd.allreduce(own, op=hvd.Adasum).sum().backward()
+        _views_and_transforms_in_place()
     on_all_ranks(monkeypatch, step)
+
+
+def _views_and_transforms_in_place() -> None:
+    """Views of leaves are overwritten like leaves; what torch would refuse afterwards is refused before the exchange."""
+    rank = api.rank()
+    for view in (lambda p: p.view(-1), lambda p: p[0], lambda p: p.unbind()[0], lambda p: p.split(1)[0].view(-1)):
+        parameter = torch.nn.Parameter(torch.full((2, 3), float(rank)))
+        given = view(parameter)
+        assert hvd.broadcast_(given, 1) is given and given.eq(1).all()
+        assert hvd.allreduce_(view(parameter), op=hvd.Sum).eq(2).all() and parameter.grad_fn is None
+        parameter.square().sum().backward()
+        assert torch.equal(parameter.grad, 2 * parameter)
+    own = torch.ones(4, requires_grad=True)
+    half = (own * (1 + rank)).split(2)[0]
+    with pytest.raises(hvd.UnsupportedError, match=r"torch refuses to overwrite this view .* use hvd.allreduce"):
+        hvd.allreduce_(half)
+    assert half.tolist() == [1 + rank] * 2, "refused before the exchange"
+    computed = own * 1
+    hvd.allreduce_(computed[:2], op=hvd.Sum)
+    (computed * (1 + rank)).sum().backward()
+    assert own.grad.tolist() == [3, 3, 1 + rank, 1 + rank]
+    with pytest.raises(hvd.UnsupportedError, match=r"in place .* transforms of torch.func; use hvd.broadcast"):
+        torch.func.grad(lambda x: hvd.broadcast_(x * 1, 0).sum())(torch.ones(2))
+
+
+def test_collectives_in_place_refuse_forward_mode() -> None:
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(torch.ones(2), torch.ones(2))
+        with pytest.raises(hvd.UnsupportedError, match=r"'x': .* no derivative in forward mode.* use hvd.allreduce"):
+            derivatives.apply_in_place(derivatives.Reduction("x", hvd.global_process_set, hvd.Sum), [dual])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -191,3 +192,78 @@ def test_a_layer_with_several_places_is_converted_in_all_of_them() -> None:
     assert converted["a"].weight is shared.weight and set(converted.state_dict()) == names
     with pytest.raises(ValueError, match="LazyBatchNorm1d does not know its number of features"):
         hvd.SyncBatchNorm.convert_sync_batchnorm(torch.nn.Sequential(torch.nn.LazyBatchNorm1d()))
+
+
+def test_evaluation_needs_no_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "runtime", lambda: pytest.fail("asked for"))
+    x = random(4, 3, dtype=torch.float32)
+    torch.testing.assert_close(hvd.SyncBatchNorm(3).eval()(x), torch.nn.BatchNorm1d(3).eval()(x))
+
+
+class InOperations(torch.nn.Module):
+    """A BatchNorm1d in operations of its own: torch's takes its statistics for constants in third derivatives."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Any) -> Any:
+        normal = (x - x.mean(0)) / (x.var(0, correction=0) + self.layer.eps).sqrt()
+        return normal * self.layer.weight + self.layer.bias if self.layer.affine else normal
+
+
+def test_each_backward_pass_weighs_what_is_weighted_afterwards(on_ranks: Any) -> None:
+    """Gradients that reach parameters are multiplied by a rank's weight afterwards; those of a penalty are not."""
+    counts = (2, 4)
+    whole = random(sum(counts), 3)
+
+    def plainly(model: Any, x: Any) -> Any:
+        return model(x).pow(3).sum(1).mean()
+
+    def penalized(model: Any, x: Any) -> Any:
+        x = x.clone().requires_grad_()
+        output = model(x)
+        (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        return gradient.square().sum(1).mean() + output.square().mean()
+
+    def twice_penalized(model: Any, x: Any) -> Any:
+        x = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(gradient.pow(3).sum(), x, create_graph=True)
+        return second.square().sum(1).mean()
+
+    def recomputed(model: Any, x: Any) -> Any:
+        return checkpoint(model, x.clone().requires_grad_(), use_reentrant=True).pow(3).sum(1).mean()
+
+    def accumulated(loss: Any, wanted: Any) -> Any:
+        loss.backward()
+        return [each.grad for each in wanted]
+
+    def accumulated_in_some(loss: Any, wanted: Any) -> Any:
+        loss.backward(inputs=wanted)
+        return [each.grad for each in wanted]
+
+    ways = [(recomputed, accumulated), *itertools.product((plainly, penalized, twice_penalized),
+                                                          (accumulated, accumulated_in_some, torch.autograd.grad))]
+
+    def step(rank: int) -> None:
+        rows = slice(sum(counts[:rank]), sum(counts[:rank + 1]))
+        weight = counts[rank] * len(counts) / sum(counts)
+        for affine in (True, False):
+            for use, way in ways:
+                plain = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3, affine=affine), torch.nn.Tanh(),
+                                            torch.nn.Linear(3, 2)).double()
+                for index, parameter in enumerate(plain.parameters()):
+                    parameter.data.copy_(random(9)[:parameter.numel()].view_as(parameter) + index / 9)
+                synced = hvd.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain))
+                synced[1].gradient_weight = weight
+                plain[1] = InOperations(plain[1])
+                expected = way(use(plain, whole), [plain[0].weight])
+                got = way(use(synced, whole[rows]), [synced[0].weight])
+                torch.testing.assert_close(hvd.allreduce(got[0] * weight), expected[0],
+                                           msg=f"{use.__name__}, {way.__name__}")
+        layer = hvd.SyncBatchNorm(3, track_running_stats=False)
+        layer.gradient_weight = weight
+        with pytest.raises(hvd.UnsupportedError, match=r"with torch\.func in a batch"):
+            torch.func.grad(lambda x: layer(x).sum())(torch.ones(3, 3))
+    on_ranks(step)
