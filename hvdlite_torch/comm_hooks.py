@@ -276,10 +276,10 @@ class _Batch:
     gradients: list[torch.Tensor]
     matrices: torch.Tensor
 
-    def parts_of(self, matrices: torch.Tensor) -> Sequence[torch.Tensor]:
+    def parts_of(self, matrices: torch.Tensor) -> list[torch.Tensor]:
         """Return views of matrices, each in its gradient's shape."""
         shape = self.gradients[0].shape
-        return [matrices.view(shape)] if matrices.dim() == 2 else matrices.view(len(self.names), *shape).unbind()
+        return [matrices.view(shape)] if matrices.dim() == 2 else list(matrices.view(len(self.names), *shape).unbind())
 
 
 def _listed(matrices: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -352,7 +352,7 @@ def _largest(tensors: Sequence[torch.Tensor]) -> list[float]:
     """Return the largest absolute value in each tensor, NaN where there is one; in one transfer from a GPU."""
     if not tensors:
         return []
-    found = torch._foreach_norm([tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors], math.inf)
+    found = list(torch._foreach_norm([tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors], math.inf))
     if len({each.device for each in found}) > 1:
         found = [each.to(found[0].device) for each in found]
     largest: list[float] = torch.stack(found).tolist()
