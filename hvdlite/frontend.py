@@ -27,6 +27,7 @@ from hvdlite.api import (
 )
 from hvdlite.built import (
     ccl_built,
+    check_extension,
     cuda_built,
     ddl_built,
     gloo_built,
@@ -60,7 +61,7 @@ __all__ = [
     "Adasum", "Average", "ConfigError", "DuplicateNameError", "HorovodInternalError", "HvdliteError", "LaunchError",
     "Max", "Min", "MismatchError", "NotInitializedError", "PeerFailedError", "PeerLeftError", "PeerLostError",
     "ProcessSet", "Product", "ReduceOp", "ReplicaMismatchError", "StallError", "Sum", "UnsupportedError", "__version__",
-    "add_process_set", "barrier", "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built",
+    "add_process_set", "barrier", "ccl_built", "check_extension", "cross_rank", "cross_size", "cuda_built", "ddl_built",
     "global_process_set", "gloo_built", "gloo_enabled", "init", "is_homogeneous", "is_initialized", "local_rank",
     "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "rank", "record_step",
     "remove_process_set", "rocm_built", "shutdown", "size", "start_timeline", "stop_timeline", "story",

@@ -129,7 +129,7 @@ class Coordinator:
         self.rounds = 0  # of declared sets, over on all ranks
         self.reduced_bytes = 0  # on each rank, since the beginning
         self.accounts: dict[int, Account] = {}  # what ranks answered when they were last asked
-        self.suspects: set[int] = set()  # ranks that hold up others in the middle of a collective; the lookout takes them
+        self.suspects: set[int] = set()  # ranks that hold up others in a collective; the stall inspector clears it
         self.report_wanted = False  # by some rank's user; likewise
         self.blocked = BlockedRanks(self._missing_for)
         self._failure: FailureNotice | None = None

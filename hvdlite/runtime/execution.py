@@ -17,7 +17,7 @@ from hvdlite.negotiation.process_sets import ProcessSetTable
 from hvdlite.planes.base import DevicePlane, Exchange, FusionBuffer, Part, Plan, Plane, WaitUntil
 from hvdlite.runtime.buckets import BucketEntry, LearnedLayout, buffer_bytes
 from hvdlite.runtime.calls import Entry
-from hvdlite.runtime.chronicle import Chronicle, bucket_lane, lane_of
+from hvdlite.runtime.flight_recorder import FlightRecorder, bucket_lane, lane_of
 
 _log = logging.getLogger("hvdlite")
 
@@ -41,14 +41,14 @@ class Execution:
         start_anew: all ranks have joined.
     """
 
-    def __init__(self, rank: int, size: int, plane: Plane, chronicle: Chronicle, clock: Callable[[], float], *,
+    def __init__(self, rank: int, size: int, plane: Plane, recorder: FlightRecorder, clock: Callable[[], float], *,
                  devices: DevicePlane | None, wait_until: WaitUntil, free: Callable[[Entry], None],
                  abandon: Callable[[int], None], start_anew: Callable[[], None]) -> None:
         self.process_sets = ProcessSetTable(size)
         self.layouts: dict[str, LearnedLayout] = {}
         self.partners: tuple[int, ...] = ()
         self.moving_since = NOT_MOVING
-        self._rank, self._plane, self._chronicle, self._clock = rank, plane, chronicle, clock
+        self._rank, self._plane, self._recorder, self._clock = rank, plane, recorder, clock
         self._devices = devices
         if devices is not None:
             devices.open_set(GLOBAL_PROCESS_SET_ID, self.process_sets[GLOBAL_PROCESS_SET_ID])
@@ -74,18 +74,18 @@ class Execution:
     def add(self, entry: Entry) -> None:
         """An entry's request is submitted."""
         self._entries[entry.key] = entry
-        self._chronicle.submitted(entry.request)
+        self._recorder.submitted(entry.request)
 
     def add_bucket(self, entry: BucketEntry) -> None:
         """A bucket is reported."""
         definition = entry.bucket.definition
         self._buckets[entry.ready.bucket] = entry
-        self._chronicle.bucket_submitted(bucket_lane(definition.bucket), definition.response.names, definition.response)
+        self._recorder.bucket_submitted(bucket_lane(definition.bucket), definition.response.names, definition.response)
 
     def split(self, expanded: Expanded) -> None:
         """A bucket's members are answered one by one."""
         entry = self._buckets.pop(expanded.bucket)
-        self._chronicle.split(bucket_lane(expanded.bucket), entry.bucket.definition.response.names)
+        self._recorder.split(bucket_lane(expanded.bucket), entry.bucket.definition.response.names)
         for each in entry.split(expanded, self._devices):
             self.add(each)
 
@@ -104,7 +104,7 @@ class Execution:
         if decision.tuned:
             self._plane.tune(dict(decision.tuned))
         self._open_pairs(decision)
-        if self._chronicle.tracing:
+        if self._recorder.tracing:
             for instruction in instructions:
                 self._trace(instruction)
         for instruction in instructions:
@@ -132,10 +132,10 @@ class Execution:
 
     def _trace(self, instruction: Instruction) -> None:
         if isinstance(instruction, Response):
-            self._chronicle.decided(_lanes(instruction), instruction)
+            self._recorder.decided(_lanes(instruction), instruction)
         elif isinstance(instruction, BucketRelease):
             response = self._buckets[instruction.bucket].bucket.definition.response
-            self._chronicle.decided((bucket_lane(instruction.bucket),), response)
+            self._recorder.decided((bucket_lane(instruction.bucket),), response)
 
     def _follow(self, instruction: Instruction) -> None:
         match instruction:
@@ -183,16 +183,16 @@ class Execution:
         entry = self._buckets[release.bucket]
         response, lanes = entry.bucket.definition.response, (bucket_lane(release.bucket),)
         memory = [entry.memory]
-        self._chronicle.moving(lanes, response)
+        self._recorder.moving(lanes, response)
         completion = self._move(response, memory, memory, entry.bucket.part)
         del self._buckets[release.bucket]
-        self._chronicle.done(lanes, response)
+        self._recorder.done(lanes, response)
         entry.complete(release, completion)
 
     def _perform(self, response: Response) -> None:
         entries = [self._entries[response.process_set, name] for name in response.names]
         if response.error is not ErrorKind.NONE:
-            self._chronicle.done(_lanes(response), response)
+            self._recorder.done(_lanes(response), response)
             for entry in entries:
                 self._release(entry).fail(self._refusal(response))
             return
@@ -209,10 +209,10 @@ class Execution:
                 learned.is_suspended = False
             self._start_anew()
         elif response.collective is not Collective.BARRIER:  # that all ranks reported it is the barrier
-            self._chronicle.moving(_lanes(response), response)
+            self._recorder.moving(_lanes(response), response)
             completion = self._move(response, [source for entry in entries for source in entry.sources],
                                     [output for entry in entries for output in entry.outputs], exchange=exchange)
-        self._chronicle.done(_lanes(response), response)
+        self._recorder.done(_lanes(response), response)
         for entry in entries:
             self._release(entry).complete(response, completion)
 
@@ -260,7 +260,7 @@ class Execution:
 
     def _refusal(self, response: Response) -> HorovodInternalError:
         name = response.names[0]
-        story = self._chronicle.story(name)
+        story = self._recorder.story(name)
         text = response.error_text + (f"\nWhat happened to '{name}' on rank {self._rank}:\n{story}" if story else "")
         if response.error is ErrorKind.LEFT:
             return PeerLeftError(text, min(self._left, default=-1))

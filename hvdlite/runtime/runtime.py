@@ -62,16 +62,16 @@ from hvdlite.planes.base import DevicePlane, Plane
 from hvdlite.runtime.autotune import Autotuner
 from hvdlite.runtime.buckets import BucketEntry
 from hvdlite.runtime.calls import Entry
-from hvdlite.runtime.chronicle import Chronicle
 from hvdlite.runtime.declared import DeclaredSets, Item
 from hvdlite.runtime.execution import Execution
 from hvdlite.runtime.failures import failure_error
+from hvdlite.runtime.flight_recorder import FlightRecorder
 from hvdlite.runtime.handle import Handle
 from hvdlite.runtime.limits import EAGER_TRAFFIC, FLUSH_SECONDS, LISTEN_SECONDS, LOOK_SECONDS, RECENT, TRACE_BATCH
-from hvdlite.runtime.lookout import LOOKS, Lookout, Patience, ProcessProbe, Receiver, Times
 from hvdlite.runtime.notes import Notes
 from hvdlite.runtime.polling import poll
-from hvdlite.runtime.report_desk import ReportDesk
+from hvdlite.runtime.report_server import ReportServer
+from hvdlite.runtime.stall_inspector import LOOKS, CoordinatorWatchdog, ProcessProbe, Receiver, StallInspector, Times
 from hvdlite.runtime.stalls import StallReport, account
 from hvdlite.runtime.timeline import Timeline
 
@@ -111,8 +111,8 @@ class Runtime(DeclaredSets):
         self._notes.speak_through(self._controller.say, self._inbox.append, control.wake)
         self._names: set[tuple[int, str]] = set()  # with their process sets
         self._names_lock = threading.Lock()
-        self._chronicle = Chronicle(world.rank, plane.name, clock)
-        self._work = Execution(world.rank, world.size, plane, self._chronicle, clock, devices=devices,
+        self._recorder = FlightRecorder(world.rank, plane.name, clock)
+        self._work = Execution(world.rank, world.size, plane, self._recorder, clock, devices=devices,
                                wait_until=self._wait_until, free=self._free, abandon=self._controller.abandon,
                                start_anew=self._start_anew)
         self._plane, self._devices = plane, devices
@@ -122,9 +122,11 @@ class Runtime(DeclaredSets):
         times = Times(config.stall_check_time_seconds, config.stall_shutdown_time_seconds, config.silence_check_seconds,
                       config.heartbeat_timeout)
         deliver = functools.partial(StallReport.deliver, path=config.stall_report_file)
-        self._lookout = None if coordinator is None else Lookout(coordinator, times, probe, deliver, self.story)
+        self._stall_inspector = (None if coordinator is None else
+                                 StallInspector(coordinator, times, probe, deliver, self.story))
         self._autotuner = None if coordinator is None or not config.autotune else Autotuner(config, coordinator, clock)
-        self._patience = Patience(world.rank, control.above, config.silence_check_seconds, config.heartbeat_timeout, probe)
+        self._watchdog = CoordinatorWatchdog(world.rank, control.above, config.silence_check_seconds,
+                                             config.heartbeat_timeout, probe)
         self._look_seconds = min(LOOK_SECONDS, times.look / LOOKS)
         self._next_look = -math.inf
         self._listened = clock()  # when messages were last taken in
@@ -133,7 +135,7 @@ class Runtime(DeclaredSets):
         self._caller = threading.get_ident()  # the thread that last called one
         self._report_wanted = False
         self._mark_cycles = False  # in the timeline
-        self._desk: ReportDesk | None = None
+        self._report_server: ReportServer | None = None
         self._timeline = None if coordinator is None else Timeline(world.size, coordinator.order_timeline, clock)
         self._awake = True  # False only around a blocking wait; see _submit
         self._leaving = self._told_leaving = self._left = False
@@ -199,15 +201,15 @@ class Runtime(DeclaredSets):
 
     def open_desk(self, directory: str) -> None:
         """On rank 0: answer requests for reports that come through the job's directory."""
-        self._desk = ReportDesk(directory, self.demand_report)
+        self._report_server = ReportServer(directory, self.demand_report)
 
     def close_in_child(self) -> None:
         """In a forked child: close every descriptor, so that the parent's death is not hidden by it.
 
         What is shared with the parent is left as it is: its pages (`memory.shared`), its connections, what it published.
         """
-        if self._desk is not None:
-            self._desk.forget()
+        if self._report_server is not None:
+            self._report_server.forget()
         self._control.forget()
         self._plane.close()
         self.progress.withdraw()
@@ -226,7 +228,7 @@ class Runtime(DeclaredSets):
 
     def story(self, name: str) -> str:
         """Return what happened to a tensor on this rank lately, one line an event; "" when nothing is remembered."""
-        return self._chronicle.story(name)
+        return self._recorder.story(name)
 
     def request_report(self) -> None:
         """Let rank 0 report who waits for whom, on its standard error; callable from signal handlers. Does not wait."""
@@ -235,9 +237,9 @@ class Runtime(DeclaredSets):
 
     def demand_report(self, receiver: Receiver) -> None:
         """On rank 0: let `receiver` have a report on who waits for whom; it is called by the runtime thread."""
-        lookout = self._lookout
-        assert lookout is not None, "reports are rank 0's"
-        self._hand_in(lambda: lookout.demand(receiver))
+        inspector = self._stall_inspector
+        assert inspector is not None, "reports are rank 0's"
+        self._hand_in(lambda: inspector.demand(receiver))
 
     def start_timeline(self, path: str, mark_cycles: bool = False) -> None:
         """Write what all ranks do to `path` from now on; on rank 0 only, elsewhere a call does nothing.
@@ -363,12 +365,12 @@ class Runtime(DeclaredSets):
             self._controller.leave()
             for entry in self._work.pending():
                 entry.abandon(HorovodInternalError(_SHUT_DOWN))
-            self._chronicle.trace(False)
+            self._recorder.trace(False)
         if self._report_wanted:
             self._report_wanted = False
             self._controller.say(Aside(wants_report=True))
-        if self._chronicle.untold and (self._controller.has_news or self._chronicle.untold >= TRACE_BATCH or self._leaving):
-            self._controller.say(Aside(trace=self._chronicle.take_trace()))
+        if self._recorder.untold and (self._controller.has_news or self._recorder.untold >= TRACE_BATCH or self._leaving):
+            self._controller.say(Aside(trace=self._recorder.take_trace()))
         report = self._controller.report()
         if report is not None:
             self._tell(report)
@@ -421,21 +423,21 @@ class Runtime(DeclaredSets):
 
     def _look_out(self) -> float | None:
         """Notice what has waited long; return when to look again, in seconds, or None while nothing waits."""
-        work, lookout = self._work, self._lookout
-        if not (work.waits or (lookout is not None and lookout.busy)):
-            self._patience.heard()
+        work, inspector = self._work, self._stall_inspector
+        if not (work.waits or (inspector is not None and inspector.busy)):
+            self._watchdog.heard()
             return None
         now = self._clock()
         if now < self._next_look:
             return self._look_seconds
         self._next_look = now + self._look_seconds
-        aside = self._patience.look(now, work.waits, work.partners, work.moving_since)
+        aside = self._watchdog.look(now, work.waits, work.partners, work.moving_since)
         if aside is not None:
             self._controller.say(aside)
             self._say()
-        if lost := self._patience.gave_up(now):
+        if lost := self._watchdog.gave_up(now):
             self._give_up(FailureNotice(self._control.above, "lost", lost))
-        if lookout is not None and lookout.look(now):
+        if inspector is not None and inspector.look(now):
             self._decide()
             return 0.0  # the decision is to be applied before sleeping
         return self._look_seconds
@@ -443,7 +445,7 @@ class Runtime(DeclaredSets):
     def _take_in(self, event: Event) -> None:
         match event:
             case DecisionReceived(decision):
-                self._patience.heard()
+                self._watchdog.heard()
                 self._accept(decision)
             case LetterReceived(letter):
                 self._work.take_columns(letter.columns)
@@ -471,15 +473,15 @@ class Runtime(DeclaredSets):
             if isinstance(said, RankReport):
                 self._heed(said.rank, said.report)
             elif isinstance(said, Alike):
-                self._chronicle.ready_elsewhere(said.ranks, said.requests)
+                self._recorder.ready_elsewhere(said.ranks, said.requests)
             else:
-                self._chronicle.ready_elsewhere(ranks, (said,))
+                self._recorder.ready_elsewhere(ranks, (said,))
 
     def _heed(self, rank: int, report: Report) -> None:
         """What is not the coordinator's business in a report."""
         if report.aside is not None:
-            self._next_look = -math.inf  # it may be what the lookout waits for
-        self._chronicle.ready_elsewhere((rank,), report.said)
+            self._next_look = -math.inf  # it may be what the stall inspector waits for
+        self._recorder.ready_elsewhere((rank,), report.said)
         if self._timeline is not None and (report.aside is not None or report.leaving):
             self._timeline.hear(rank, () if report.aside is None else report.aside.trace, report.leaving)
 
@@ -498,12 +500,12 @@ class Runtime(DeclaredSets):
 
     def _apply(self, decision: Decision) -> None:
         if decision.timeline is not None:
-            self._chronicle.trace(decision.timeline)
-            self._controller.say(Aside(trace=self._chronicle.take_trace()))
+            self._recorder.trace(decision.timeline)
+            self._controller.say(Aside(trace=self._recorder.take_trace()))
             if decision.timeline and self._timeline is not None:
                 self._timeline.started()
         if self._mark_cycles:
-            self._chronicle.cycle(decision.sequence)
+            self._recorder.cycle(decision.sequence)
         self._work.carry_out(decision, self._controller.apply(decision), frozenset(self._departed))
         if self.world.rank in decision.left:
             self._left = True
@@ -556,14 +558,14 @@ class Runtime(DeclaredSets):
         parts: list[Callable[[], object]] = [
             lambda: self._control.flush(FLUSH_SECONDS), lambda: self._notes.close(self._last_word()),
             lambda: self._work.fail(self._last_word()), self._plane.close]
-        devices, desk, timeline = self._devices, self._desk, self._timeline
+        devices, server, timeline = self._devices, self._report_server, self._timeline
         if devices is not None:
             parts.append(lambda: devices.close(self._failure))
         parts.append(self._control.close)
-        if desk is not None:
-            parts.append(desk.close)
+        if server is not None:
+            parts.append(server.close)
         if timeline is not None:
-            parts.append(lambda: timeline.close(self._chronicle.take_trace(), self._last_word()))
+            parts.append(lambda: timeline.close(self._recorder.take_trace(), self._last_word()))
         try:
             for close in parts:
                 try:

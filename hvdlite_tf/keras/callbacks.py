@@ -27,8 +27,8 @@ def _read_back(model: Any) -> None:
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Start training from one rank's model and optimizers.
 
-    They are broadcast at the first batch, or after it for what it builds, as in Horovod: on TensorFlow that is a model without
-    an `Input`. There ranks compute the first gradients from weights of their own, unless they have the same seed.
+    They are broadcast at the first batch, or after it for what it builds, as in Horovod: on TensorFlow that is a model
+    without an `Input`. There ranks compute the first gradients from weights of their own, unless they have the same seed.
 
     Optimizers are the model's own and those that it holds as attributes.
 

@@ -129,7 +129,7 @@ class MirroredModel:
             self._mirror_if_different(self._model.non_trainable_variables)  # trainable ones are trained alike
         try:
             with _local_input(self._strategy), without_warnings(self._strategy.rank), \
-                    nullcontext() if self._fitting else self._prepared():
+                    self._strategy.replicas.applying_model(), nullcontext() if self._fitting else self._prepared():
                 return self.original[name](**{**given, **alone, "x": data, "steps": steps,
                                               "verbose": self._verbose(given.get("verbose", 0))})
         finally:

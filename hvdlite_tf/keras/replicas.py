@@ -62,6 +62,7 @@ class Replicas:
         self._made: list[_Made] = []
         self._unmatched: list[_Made] = []  # made in a scope, and not the same ones on all ranks
         self._was_unmatched = False  # the same on all ranks
+        self._applies_model = False
         self._at_once = 0
 
     @property
@@ -82,6 +83,15 @@ class Replicas:
     def at_once(self) -> AbstractContextManager[None]:
         """Give what is made inside rank 0's value at once."""
         return _in_mode(_Mode.AT_ONCE)
+
+    @contextmanager
+    def applying_model(self) -> Iterator[None]:
+        """Let Keras' loops use a model that has rank 0's values, whatever else only some ranks have made."""
+        before, self._applies_model = self._applies_model, True
+        try:
+            yield
+        finally:
+            self._applies_model = before
 
     @property
     def is_held(self) -> bool:
@@ -115,6 +125,7 @@ class Replicas:
         """
         if self._size == 1 or self.is_held:
             return
+        must_match = must_match and not self._applies_model
         if must_match and self._was_unmatched:
             self._mirror([*(each for each in self._unmatched if each.variable() is not None), *self._made])
             self._made, self._unmatched, self._was_unmatched = [], [], False

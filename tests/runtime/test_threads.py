@@ -265,7 +265,7 @@ def test_a_plane_that_cannot_be_closed_leaves_nobody_waiting(ends: str, caplog: 
         leaving.start()
         runtime.shutdown()
         leaving.join(30)
-        assert not os.listdir(directory), "the report desk is open"
+        assert not os.listdir(directory), "the report server is open"
     with pytest.raises(HorovodInternalError):
         pending.wait()
     with pytest.raises(HorovodInternalError):

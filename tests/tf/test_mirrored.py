@@ -97,6 +97,15 @@ for each in (again, reference):
 same(again, reference)
 assert int(again.optimizer.iterations.numpy()) == int(reference.optimizer.iterations.numpy())
 
+if rank == 0:
+    alone = compiled(adam)
+    alone.fit(X, Y, batch_size=100, verbose=0)
+    alone.save(os.path.join(folder, "alone.keras"))
+with strategy.scope():  # the loaded optimizer is built; the other one is not
+    again = keras.models.load_model(os.path.join(folder, "alone.keras")) if rank == 0 else compiled(adam)
+losses = again.evaluate(X, Y, verbose=0)
+assert rank != 0 or np.allclose(losses, alone.evaluate(X, Y, verbose=0), rtol=1e-4)
+
 class Interrupted(Exception):
     pass
 class Interrupting(keras.callbacks.Callback):

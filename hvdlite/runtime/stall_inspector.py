@@ -1,12 +1,12 @@
-"""Who notices that nothing moves (PROTOCOL rule 21).
+"""Detecting ranks that hold up the others (PROTOCOL rule 21).
 
-While a tensor waits for some ranks, rank 0's `Lookout` asks them now and then for an account of themselves. A rank that
-answers is slow, and is told of when the warning time has passed. One that does not answer within seconds is stopped, or
-something in it holds Python's lock: that is told at once, with what the kernel and the C level know, and ends the job after
-a longer time.
+While a tensor waits for some ranks, rank 0's `StallInspector` asks these ranks for their status now and then. A rank that
+answers is slow: it is reported when the warning time has passed. A rank that does not answer within seconds is stopped, or
+something in it holds the GIL: it is reported at once, with what its `ProcessProbe` finds, and ends the job after a longer
+time.
 
-Every rank has its `Patience` beside: it asks rank 0 whether it is still there, and names those with whom it has long been in
-the middle of a collective, about which rank 0 would not worry. Nothing of this happens while nobody waits.
+On every rank a `CoordinatorWatchdog` checks in the same way that rank 0 is alive, and reports the partners of a collective
+that has been under way for long, about which rank 0 would not ask. Neither does anything while nobody waits.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LOOKS: Final = 4
 
 
 class ProcessProbe(Protocol):
-    """What is known of a rank without asking it; see `control.process_probe`."""
+    """The state and the stacks of a rank, without its help; see `control.process_probe`."""
 
     def state(self, rank: int) -> str: ...
 
@@ -61,8 +61,8 @@ Receiver = Callable[[StallReport], None]
 
 
 @dataclasses.dataclass
-class _Inquest:
-    """A report in the making: what the ranks say is still coming in."""
+class _PendingReport:
+    """A report for which ranks' answers are still coming in."""
 
     stalls: list[Stall]
     asked: set[int]
@@ -71,8 +71,8 @@ class _Inquest:
     ends_job: bool = False
 
 
-class Lookout:
-    """Rank 0's.
+class StallInspector:
+    """Detects stalled tensors, silent ranks and circles of waits; runs on rank 0.
 
     Args:
         deliver: gets every report on stalls.
@@ -87,7 +87,7 @@ class Lookout:
         self._asked: dict[int, float] = {}  # when; not answered since
         self._ask_again: dict[int, float] = {}  # answered: when to ask again
         self._silent: dict[int, str] = {}  # told of: its stacks
-        self._inquest: _Inquest | None = None
+        self._pending: _PendingReport | None = None
         self._wanted: list[Receiver] = []  # on demand, not begun
         self._stuck: frozenset[int] = frozenset()  # ranks that wait for each other in a circle
         self._stuck_since = math.inf
@@ -102,7 +102,7 @@ class Lookout:
         """Whether there is anything to look after."""
         coordinator = self._coordinator
         return bool(coordinator.anything_waits or coordinator.blocked or coordinator.suspects or coordinator.report_wanted
-                    or self._wanted or self._inquest or self._asked)
+                    or self._wanted or self._pending or self._asked)
 
     def look(self, now: float) -> bool:
         """Do what is due at `now`; return whether the coordinator has something to say for it."""
@@ -123,10 +123,10 @@ class Lookout:
         if now >= self._next_look or not self._silent.keys().isdisjoint(coordinator.accounts):
             self._next_look = now + self._times.look / LOOKS
             acted = self._find_stalls(now) | self._find_silence(now) | acted
-        inquest = self._inquest
-        if inquest and (now >= inquest.until or inquest.asked <= coordinator.accounts.keys() | self._silent.keys()):
-            self._inquest = None
-            acted = self._finish(inquest, now) or acted
+        pending = self._pending
+        if pending and (now >= pending.until or pending.asked <= coordinator.accounts.keys() | self._silent.keys()):
+            self._pending = None
+            acted = self._finish(pending, now) or acted
         return acted
 
     def _find_deadlock(self, now: float) -> bool:
@@ -195,28 +195,28 @@ class Lookout:
 
     def _begin(self, stalls: list[Stall], ask: set[int], now: float, receivers: list[Receiver], *,
                ends_job: bool = False) -> bool:
-        ask = ask - self._inquest.asked if self._inquest else ask
+        ask = ask - self._pending.asked if self._pending else ask
         self._ask(ask, now)
-        if self._inquest is None:
-            self._inquest = _Inquest(stalls, ask, now + ANSWER_SECONDS, receivers, ends_job)
+        if self._pending is None:
+            self._pending = _PendingReport(stalls, ask, now + ANSWER_SECONDS, receivers, ends_job)
             return bool(ask)
         known = {stall.name for stall in stalls}
-        self._inquest.stalls = stalls + [stall for stall in self._inquest.stalls if stall.name not in known]
-        self._inquest.asked |= ask
-        self._inquest.receivers += [receiver for receiver in receivers if receiver not in self._inquest.receivers]
-        self._inquest.ends_job |= ends_job
+        self._pending.stalls = stalls + [stall for stall in self._pending.stalls if stall.name not in known]
+        self._pending.asked |= ask
+        self._pending.receivers += [receiver for receiver in receivers if receiver not in self._pending.receivers]
+        self._pending.ends_job |= ends_job
         return bool(ask)
 
-    def _finish(self, inquest: _Inquest, now: float) -> bool:
+    def _finish(self, pending: _PendingReport, now: float) -> bool:
         """Make the report; return whether it ends the job."""
         waiting = {stall.name: stall for stall in self._coordinator.waiting(now)}
-        stalls = [waiting.get(stall.name, stall) for stall in inquest.stalls]  # leaders have said by now whom they wait for
-        standings = {rank: self._standing(rank) for rank in sorted(inquest.asked)}
+        stalls = [waiting.get(stall.name, stall) for stall in pending.stalls]  # leaders have said by now whom they wait for
+        standings = {rank: self._standing(rank) for rank in sorted(pending.asked)}
         stories = {stall.name: story for stall in stalls if (story := self._story(stall.name))}
         report = StallReport(stalls, standings, stories)
-        for receiver in inquest.receivers:
+        for receiver in pending.receivers:
             receiver(report)
-        if inquest.ends_job and report.missing:
+        if pending.ends_job and report.missing:
             self._coordinator.fail(FailureNotice(report.missing[0], "StallError", "\n".join(
                 report.diagnosis(rank) for rank in report.missing), report.text()))
             return True
@@ -230,8 +230,8 @@ class Lookout:
         return Standing(rank, self._state(rank), None, stacks)
 
 
-class Patience:
-    """Every rank's own.
+class CoordinatorWatchdog:
+    """Detects that rank 0 does not answer; runs on every rank.
 
     Args:
         above: the rank through which rank 0 is asked, and answers.

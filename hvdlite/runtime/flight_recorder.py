@@ -1,4 +1,4 @@
-"""What happened to tensors on one rank: always remembered for a while, and written down while there is a timeline.
+"""The flight recorder: the last events of this rank's tensors, and the trace for the timeline while one is written.
 
 The names of the timeline's spans are Horovod's: NEGOTIATE_<OPERATION> from the call to the decision, then <OPERATION> with
 QUEUE (other work comes first) and <PLANE>_<OPERATION> (bytes move) inside.
@@ -22,8 +22,8 @@ REMEMBERED: Final = 2048
 _What = tuple[float, Sequence[str], str, object]
 
 
-class Chronicle:
-    """One rank's memory of events.
+class FlightRecorder:
+    """Keeps the last `REMEMBERED` events of one rank.
 
     Args:
         rank: whose.

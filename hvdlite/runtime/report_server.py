@@ -17,7 +17,7 @@ from hvdlite.control.meeting import check_same_user
 from hvdlite.core.errors import HvdliteError
 from hvdlite.core.launch_contract import REPORT_SOCKET
 from hvdlite.core.socket_paths import fitting
-from hvdlite.runtime.lookout import ANSWER_SECONDS, Receiver
+from hvdlite.runtime.stall_inspector import ANSWER_SECONDS, Receiver
 from hvdlite.runtime.stalls import StallReport
 
 _log = logging.getLogger("hvdlite")
@@ -26,7 +26,7 @@ PATIENCE: Final = 3 * ANSWER_SECONDS
 """Seconds to wait for a report of the runtime thread, and for a client that does not read."""
 
 
-class ReportDesk:
+class ReportServer:
     """A thread that sleeps until somebody asks.
 
     Args:
