@@ -279,8 +279,10 @@ class BackwardHooks(SharedParameters):
             hooks = owner()
             if hooks is None:  # the optimizer is gone
                 unfinal.unguard(guarded)
-            else:
-                hooks.finish()
+                return
+            if _graph_task() != -1:  # a hook of the user's reads it, in a backward pass that goes on
+                hooks.reducer.notice_late()
+            hooks.finish()
         self._guarded = guarded
         unfinal.guard(guarded, finish)
 

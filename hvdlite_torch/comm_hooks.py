@@ -10,6 +10,7 @@ everywhere. The hook then keeps the state that it had before.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import weakref
@@ -23,6 +24,10 @@ from hvdlite_torch.ddp_hook import DDPHook
 from hvdlite_torch.hook_exchange import CommHook, Exchange, Gradients
 
 __all__ = ["AllReduce", "Cast", "CommHook", "DDPHook", "ErrorFeedback", "Exchange", "Gradients", "PowerSGD", "TopK"]
+
+
+_SMALL = 16 << 10
+"""Elements up to which gradients of the same shape are compressed together: for them a call costs more than a copy."""
 
 
 class AllReduce:
@@ -90,7 +95,7 @@ class ErrorFeedback:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank needs to go on from here."""
-        return {"errors": dict(self._errors), "scale": self._scale, "rank": self._rank}
+        return {"errors": _copies(self._errors), "scale": self._scale, "rank": self._rank}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from there. Call it on all ranks, before backward."""
@@ -147,7 +152,7 @@ class PowerSGD(ErrorFeedback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank needs to go on from here."""
-        return {**super().state_dict(), "steps": self._steps, "factors": dict(self._factors)}
+        return {**super().state_dict(), "steps": self._steps, "factors": _copies(self._factors)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from there. Call it on all ranks, before backward."""
@@ -161,38 +166,57 @@ class PowerSGD(ErrorFeedback):
         if self._joins != exchange.joins:  # ranks that joined early, or have loaded no state, have made fewer steps
             self._steps = int(exchange.largest("steps", torch.tensor([self._steps])))
             self._joins = exchange.joins
-        is_compressing = self._steps >= self._start
-        chosen = [(name, gradient) for name, gradient in gradients if is_compressing and self._pays(gradient)]
-        names = {name for name, _ in chosen}
-        exact = [gradient for name, gradient in gradients if name not in names]
-        matrices = [self._matrix(name, gradient, scale) for name, gradient in chosen]
-        left = [matrix @ self._factor(name, matrix) for (name, _), matrix in zip(chosen, matrices, strict=True)]
+        batches, exact = self._batches(gradients, scale)
+        left = [batch.matrices @ self._factors_for(batch) for batch in batches]
         left = self._averaged("left", left, exchange)
         self._steps += 1
         wait_for_exact = exchange.start_average("exact", exact)
-        left = [torch.linalg.qr(factor)[0] for factor in left] if _are_finite(left) else [
-            torch.full_like(factor, torch.nan) for factor in left]
-        right = [matrix.t() @ factor for matrix, factor in zip(matrices, left, strict=True)]
+        if not batches:
+            wait_for_exact()
+            return
+        left = [torch.linalg.qr(factors)[0] for factors in left] if _are_finite(left) else [
+            torch.full_like(factors, torch.nan) for factors in left]
+        right = [batch.matrices.mT @ factors for batch, factors in zip(batches, left, strict=True)]
         right = self._averaged("right", right, exchange)
-        for (_, gradient), one, other in zip(chosen, left, right, strict=True):
-            gradient.copy_((one @ other.t()).view(gradient.shape))
+        for batch, one, other in zip(batches, left, right, strict=True):
+            torch._foreach_copy_(batch.gradients, batch.parts_of(one @ other.mT))
         wait_for_exact()
-        largest = _largest([*right, *exact]) if chosen else [math.nan]
+        names = [name for batch in batches for name in batch.names]
+        factors = [factor for some in right for factor in _listed(some)]
+        largest = _largest([*factors, *exact])
         if all(map(math.isfinite, largest)):
-            torch._foreach_sub_(matrices, [gradient.reshape(matrix.shape) for (_, gradient), matrix
-                                           in zip(chosen, matrices, strict=True)])
-            for (name, _), other, size in zip(chosen, right, largest[:len(right)], strict=True):
-                if size:
-                    self._factors[name] = other
-                else:  # a factor of zeros would stay one
-                    self._factors.pop(name, None)
-            self._keep({name: matrix for (name, _), matrix in zip(chosen, matrices, strict=True)}, scale)
+            torch._foreach_sub_([part for batch in batches for part in batch.parts_of(batch.matrices)],
+                                [gradient for batch in batches for gradient in batch.gradients])
+            self._factors.update(zip(names, factors, strict=True))
+            for name, size in zip(names, largest, strict=False):
+                if not size:  # a factor of zeros would stay one
+                    self._factors.pop(name)
+            self._keep(dict(zip(names, (matrix for batch in batches for matrix in _listed(batch.matrices)), strict=True)),
+                       scale)
 
     def _averaged(self, name: str, factors: Sequence[torch.Tensor], exchange: Exchange) -> list[torch.Tensor]:
         """Return the averages of factors, which travel as one tensor."""
-        flat = [torch.cat([factor.reshape(-1) for factor in factors])] if factors else []
+        flat = [torch.cat([each.reshape(-1) for each in factors])] if factors else []
         exchange.average(name, flat)
-        return _parts(flat[0], factors) if factors else []
+        return [part.to(each) for part, each in zip(_parts(flat[0], factors), factors, strict=True)] if flat else []
+
+    def _batches(self, gradients: Gradients, scale: float) -> tuple[list[_Batch], list[torch.Tensor]]:
+        """Return what is compressed, and the other gradients. Small ones of the same shape are computed with together."""
+        if self._steps < self._start:
+            return [], [gradient for _, gradient in gradients]
+        alike: dict[Any, list[tuple[str, torch.Tensor]]] = {}
+        for each in gradients:
+            alike.setdefault((each[1].shape, each[1].dtype, each[1].device), []).append(each)
+        batches: list[_Batch] = []
+        exact: list[torch.Tensor] = []
+        for (shape, _, _), some in alike.items():
+            if not self._pays(some[0][1]):
+                exact += [gradient for _, gradient in some]
+            elif shape.numel() > _SMALL:
+                batches += [self._batch([each], scale) for each in some]
+            else:
+                batches.append(self._batch(some, scale))
+        return batches, exact
 
     def _pays(self, gradient: torch.Tensor) -> bool:
         if gradient.dim() < 2 or not gradient.is_floating_point() or gradient.numel() == 0:
@@ -200,23 +224,66 @@ class PowerSGD(ErrorFeedback):
         rows, columns = gradient.shape[0], gradient.numel() // gradient.shape[0]
         return min(self._most, rows, columns) * (rows + columns) * self._rate < rows * columns
 
-    def _matrix(self, name: str, gradient: torch.Tensor, scale: float) -> torch.Tensor:
-        """Return a new matrix: the gradient and what was kept for it."""
-        matrix = gradient.reshape(gradient.shape[0], -1)
-        dtype = torch.promote_types(gradient.dtype, torch.float32)
-        error = self._errors.get(name)
-        if error is None or error.shape != matrix.shape:
-            return matrix.to(dtype, copy=True)
-        return torch.add(matrix, error.to(matrix.device, dtype), alpha=scale)
+    def _batch(self, alike: Gradients, scale: float) -> _Batch:
+        """Return new matrices: gradients of the same shape, and what was kept for them."""
+        first = alike[0][1]
+        dtype = torch.promote_types(first.dtype, torch.float32)
+        batch = _Batch([name for name, _ in alike], [gradient for _, gradient in alike], first)
+        errors = [self._fitting(name, dtype, first) for name in batch.names]
+        if len(alike) == 1:
+            matrix, error = first.reshape(first.shape[0], -1), errors[0]
+            batch.matrices = matrix.to(dtype, copy=True) if error is None else torch.add(matrix, error, alpha=scale)
+            return batch
+        batch.matrices = torch.empty(len(alike), first.shape[0], first[0].numel(), dtype=dtype, device=first.device)
+        torch._foreach_copy_(batch.parts_of(batch.matrices), batch.gradients)
+        kept = [(matrix, error) for matrix, error in zip(batch.matrices, errors, strict=True) if error is not None]
+        if kept:
+            torch._foreach_add_([matrix for matrix, _ in kept], [error for _, error in kept], alpha=scale)
+        return batch
 
-    def _factor(self, name: str, matrix: torch.Tensor) -> torch.Tensor:
-        """Return where the power iteration goes on; random and the same on all ranks where it begins."""
-        rank = min(self._most, *matrix.shape)
-        factor = self._factors.get(name)
-        if factor is None or factor.shape != (matrix.shape[1], rank):
-            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + self._steps)
-            factor = torch.randn(matrix.shape[1], rank, generator=generator)
-        return factor.to(matrix)
+    def _fitting(self, name: str, dtype: torch.dtype, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Return what was kept for a gradient, as it is added to it."""
+        error = self._errors.get(name)
+        if error is None or error.shape[0] != gradient.shape[0] or error.numel() != gradient.numel():
+            return None
+        return error if error.dtype is dtype and error.device == gradient.device else error.to(gradient.device, dtype)
+
+    def _factors_for(self, batch: _Batch) -> torch.Tensor:
+        """Return where the power iterations go on; random and the same on all ranks where they begin."""
+        rows, columns = batch.matrices.shape[-2:]
+        shape = columns, min(self._most, rows, columns)
+        factors = []
+        for name in batch.names:
+            factor = self._factors.get(name)
+            if factor is None or factor.shape != shape:
+                generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + self._steps)
+                factor = torch.randn(shape, generator=generator)
+            if factor.dtype is not batch.matrices.dtype or factor.device != batch.matrices.device:
+                factor = factor.to(batch.matrices)
+            factors.append(factor)
+        return torch.stack(factors) if batch.matrices.dim() > 2 else factors[0]
+
+
+@dataclasses.dataclass
+class _Batch:
+    """Gradients of one shape, and their matrices.
+
+    Attributes:
+        matrices: one for each, the gradient and what was kept for it, stacked; of a single gradient just its matrix.
+    """
+
+    names: list[str]
+    gradients: list[torch.Tensor]
+    matrices: torch.Tensor
+
+    def parts_of(self, matrices: torch.Tensor) -> list[torch.Tensor]:
+        """Return views of matrices, each in its gradient's shape."""
+        shape = self.gradients[0].shape
+        return [matrices.view(shape)] if matrices.dim() == 2 else list(matrices.view(len(self.names), *shape).unbind())
+
+
+def _listed(matrices: torch.Tensor) -> Sequence[torch.Tensor]:
+    return [matrices] if matrices.dim() == 2 else matrices.unbind()
 
 
 class TopK(ErrorFeedback):
@@ -261,6 +328,11 @@ class TopK(ErrorFeedback):
             self._keep(dict(zip(names, parts, strict=True)), scale)
 
 
+def _copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors with memory of their own: views would be saved with the whole of what they are views of."""
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
 def _nobody() -> None:
     pass
 
@@ -280,8 +352,10 @@ def _largest(tensors: Sequence[torch.Tensor]) -> list[float]:
     """Return the largest absolute value in each tensor, NaN where there is one; in one transfer from a GPU."""
     if not tensors:
         return []
-    found = torch._foreach_norm([tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors], math.inf)
-    largest: list[float] = torch.stack([each.to(found[0].device, torch.float64) for each in found]).tolist()
+    found = list(torch._foreach_norm([tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors], math.inf))
+    if len({each.device for each in found}) > 1:
+        found = [each.to(found[0].device) for each in found]
+    largest: list[float] = torch.stack(found).tolist()
     return largest
 
 

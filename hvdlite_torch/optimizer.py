@@ -86,7 +86,8 @@ def DistributedOptimizer(
         process_set: the ranks that share gradients; on other ranks the optimizer trains alone.
         comm_hook: another way to average gradients, see `comm_hooks`; with op=Average and nothing else that changes what
             travels.
-        wait_in: "backward" or "step", Horovod's contract: where this rank waits for the reduced gradients. Default: the knob
+        wait_in: "backward" or "step", Horovod's contract: where ranks wait for the reduced gradients, the same on all ranks:
+            they make different numbers of reductions where passes compute different gradients. Default: the knob
             `HVDLITE_WAIT_IN`, "backward" (`hvdrun --horovod-compat` and `hvdlite.horovod_compat` make it "step").
 
     Raises:

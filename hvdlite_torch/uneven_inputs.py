@@ -39,7 +39,8 @@ class UnevenInputs:
 
         A rank that comes to the end waits, and its share in the others' averages is nothing (which are divided by the number
         of all ranks, unless HVDLITE_JOIN_DIVIDES_BY_ACTIVE is set). When all have come, parameters and optimizer state are
-        taken from the last one, because the others have missed its steps.
+        taken from the last one, because the others have missed its steps. For several optimizers, nest their joins around
+        one loop (`with one.join(), two.join():`): all of them take from the same rank.
 
         Args:
             models: modules whose parameters and buffers are taken from the last rank as well. An optimizer does not know

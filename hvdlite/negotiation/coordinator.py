@@ -8,6 +8,8 @@ Rules kept here
 - A rank that left cannot report any more, so whatever still waits for it is answered with an error.
 - A rank that has joined is not waited for, and contributes nothing, until all ranks have joined. Until then nothing is
   learned in its process sets, and layouts learned before are suspended.
+- The last rank to join is told to all. When no rank has missed anything in the meantime, it is the last one of the join
+  before: its parameters are as new as any other's, and joins that are nested (of several optimizers) name the same rank.
 - When every rank has closed a round of a declared set, a member that only some reported is refused: nobody else has it.
 """
 
@@ -102,6 +104,8 @@ class Coordinator:
         self._process_sets = ProcessSetTable(size)
         self._joined: dict[int, None] = {}  # in the order in which they did
         self._joins = 0  # how often all ranks have
+        self._last_joined: int | None = None  # the last one of the last join
+        self._has_missed = False  # something was carried out without a rank that has joined
         self._table = ReadinessTable(self._process_sets, self._joined)
         self._sets = DeclaredSets(self._process_sets, self._joined, policy.bucket_sizes, policy.layout_capacity)
         self._sequence = 0
@@ -368,6 +372,7 @@ class Coordinator:
             self._refuse(request, ErrorKind.MISMATCH, f"'{request.name}' has root rank {request.root_rank}, which has "
                          "joined and contributes nothing; choose a root that is still active")
             return
+        self._has_missed = self._has_missed or len(requests) < len(members)
         response = response_to(requests, members)
         if self._joined and self._policy.join_divides_by_active:
             response = msgspec.structs.replace(response, divisor=len(requests))
@@ -380,6 +385,7 @@ class Coordinator:
             self.reduced_bytes += nbytes
         if request.collective is Collective.JOIN:
             self._joined.clear()
+            self._has_missed = False
             self._joins += 1
             self._sets.resume(self._joins)
         if request.collective is Collective.REMOVE_PROCESS_SET:
@@ -462,7 +468,9 @@ class Coordinator:
             members = first_of(requests).members
             return msgspec.structs.replace(response, rows=(self._process_sets.add(members),), members=members)
         if response.collective is Collective.JOIN:
-            return msgspec.structs.replace(response, rows=(next(reversed(self._joined)),))
+            if self._has_missed or self._last_joined is None:
+                self._last_joined = next(reversed(self._joined))
+            return msgspec.structs.replace(response, rows=(self._last_joined,))
         if response.collective is Collective.REMOVE_PROCESS_SET:
             return msgspec.structs.replace(response, rows=first_of(requests).members)
         result = None

@@ -17,7 +17,8 @@ Missing = Callable[[int, Wait], Collection[int] | None]
 """For which ranks a rank's wait waits; None when it has been answered."""
 _HELP = ("Call the same collectives in the same order on all ranks. Between backward() and step(), call "
          "optimizer.synchronize() on all ranks before collectives and before gradients are read, also on a rank without a "
-         "backward(). Let the steps of several optimizers come in the same order everywhere")
+         "backward(). Let the steps of several optimizers come in the same order everywhere, and all ranks wait for "
+         "gradients in the same place (DistributedOptimizer(wait_in=), HVDLITE_WAIT_IN)")
 
 
 def stuck_ranks(needs: Mapping[int, Sequence[Collection[int]]]) -> frozenset[int]:

@@ -19,6 +19,7 @@ Rules (PROTOCOL rules 7, 8; docs/decisions/0017)
   other operations the reduced part would count twice, so that is an error, unless the gradient was cleared.
 - A gradient that comes too late for a round under way (another backward pass, where the wait was left for later) is set
   aside and added to the reduced one. Each of these passes has a round that follows, as on ranks that wait in `backward()`.
+- Gradients that the script has all cleared itself, before the first one of a backward pass, begin anew as with `zero_grad`.
 - A gradient that was not computed by a watched backward pass counts when it is not the one that was reduced last. In the
   step (and in `synchronize()`), one that was written to since the step before counts too.
 - A parameter that does not require a gradient is no member. It becomes one in the first round that finds it trainable.
@@ -197,6 +198,9 @@ class GradientReducer(Generic[Parameter]):
             self._come_late(member)
             return
         gradients = self._gradients
+        if gradients.has_marks and not self.is_under_way and gradients.were_cleared(self._members.values(), but=member):
+            self._rounds = 0
+            gradients.end_generation()
         if not gradients.is_idempotent and gradients.is_reduced(member):
             raise computed_twice(member.name, self._runtime.world.rank, self.passes, self._told_reduction())
         self._touched = True
@@ -253,14 +257,11 @@ class GradientReducer(Generic[Parameter]):
     def wait(self, *, deferrable: bool = False) -> bool:
         """Wait until every gradient of the closed round is final; return False when the wait was deferred.
 
-        May be called again after an interrupt, and by several threads.
+        May be called again after an interrupt, and by several threads. Raises like `finish`.
 
         Args:
             deferrable: whether the coordinator may end the wait early because ranks wait for each other in a circle. The
                 round then stays under way.
-
-        Raises:
-            HorovodInternalError: Like `finish`.
         """
         errors: list[HvdliteError] = []
         with self._wait_lock:
@@ -329,6 +330,13 @@ class GradientReducer(Generic[Parameter]):
         for member in handed_over:
             if member.missing != self._number and id(member.parameter) not in self._late:
                 self._gradients.withdraw(member)
+
+    def notice_late(self) -> None:
+        """After `withdraw`, in the middle of a backward pass: what it has computed so far comes too late for the round."""
+        with self._wait_lock:
+            if self.is_under_way and self.is_idempotent and self._moves_gradients:
+                self._late.update((key, member) for key, member in self._members.items() if member.given == self._number
+                                  and self._gradients.has_more(member, was_missing=member.missing == self._number))
 
     def unseen(self) -> list[Parameter]:
         """Return the parameters whose gradients the script has set, and that are reduced with the next round."""

@@ -13,6 +13,7 @@ before a step are exact, also where only some ranks compute the gradient again.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable
 from typing import Any, Generic
 
@@ -44,6 +45,7 @@ class MemberGradients(Generic[Parameter]):
 
     Attributes:
         framework: gives access to gradients.
+        has_marks: whether there are gradients that were reduced in this generation.
         period: the present one; it grows when what was accumulated has been reduced, or is cleared.
         is_idempotent: whether reducing a reduced gradient again leaves it as it is.
         takes_changed: whether reduced gradients count as present that were written to since their step.
@@ -53,7 +55,7 @@ class MemberGradients(Generic[Parameter]):
         self.framework = framework
         self._generation = 0  # grows when gradients are cleared or stepped with
         self.period = 1
-        self.is_idempotent = self.takes_changed = False
+        self.has_marks = self.is_idempotent = self.takes_changed = False
         self._aside: list[tuple[Member[Parameter], Any]] = []  # gradients that came too late for the round under way
 
     def count_pass(self, member: Member[Parameter]) -> None:
@@ -63,7 +65,7 @@ class MemberGradients(Generic[Parameter]):
 
     def mark_all(self, members: Iterable[Member[Parameter]], marks: Iterable[Any]) -> None:
         """The reduced gradients are the parameters'."""
-        generation = self._generation
+        generation, self.has_marks = self._generation, True
         for member, mark in zip(members, marks, strict=True):
             member.mark, member.marked = mark, generation
 
@@ -75,6 +77,7 @@ class MemberGradients(Generic[Parameter]):
         """The gradients were used or cleared."""
         self._generation += 1
         self.period += 1
+        self.has_marks = False
 
     def renew(self, members: Iterable[Member[Parameter]]) -> None:
         """What has been written to the gradients so far does not make them new ones."""
@@ -127,18 +130,26 @@ class MemberGradients(Generic[Parameter]):
         """Return whether the member has a gradient of which no backward pass and no round of this generation has told."""
         return member.marked != self._generation and member.period != self.period and self.is_own(member)
 
-    def were_cleared(self, members: Iterable[Member[Parameter]]) -> bool:
-        """Return whether there were reduced gradients in this generation, of which the script has left none."""
-        reduced = (member.parameter for member in members if member.marked == self._generation)
+    def were_cleared(self, members: Iterable[Member[Parameter]], but: Member[Parameter] | None = None) -> bool:
+        """Return whether there were reduced gradients in this generation, of which the script has left none.
+
+        Args:
+            but: into which a backward pass has just accumulated: its gradient is another tensor if it was cleared.
+        """
+        reduced = (member for member in members if member.marked == self._generation)
         first = next(reduced, None)
-        if first is None or self.framework.has_gradient(first):
-            return False
-        return not any(map(self.framework.has_gradient, reduced))
+        return first is not None and not any(
+            self.is_reduced(member) if member is but else self.framework.has_gradient(member.parameter)
+            for member in itertools.chain([first], reduced))
 
     def changed(self, members: Iterable[Member[Parameter]]) -> Member[Parameter] | None:
         """Return a member whose gradient was written to or replaced after its reduction in this generation."""
         return next((member for member in members if member.marked == self._generation
                      and self.framework.is_changed(member.parameter, member.mark)), None)
+
+    def has_more(self, member: Member[Parameter], *, was_missing: bool) -> bool:
+        """Return whether the gradient was accumulated into since it was taken away for a round, or was missing in it."""
+        return self.is_own(member) if was_missing else self.framework.has_gradient(member.parameter)
 
     def withdraw(self, member: Member[Parameter]) -> None:
         """Take the gradient away from the parameter, whose next one is accumulated into other memory then."""

@@ -117,6 +117,31 @@ def test_a_bucket_of_a_round_from_before_a_join_is_refused(hosts: list[tuple[int
     assert all(reducer.by_bucket == {first_round(1), first_round(1) + 1} for reducer in reducers)
 
 
+@pytest.mark.parametrize("hosts", [[], [(0, 1)], [(0, 1, 2)]])
+def test_the_last_rank_is_one_that_has_missed_nothing(hosts: list[tuple[int, ...]]) -> None:
+    """Where no rank has missed anything, it is the one of the join before."""
+    simulation = Simulation(3, hosts=hosts)
+
+    def join(*ranks: int, works_alone: int | None = None) -> int:
+        for rank in ranks:
+            if rank == works_alone:
+                simulation.controllers[rank].submit(Request("x", Collective.ALLREDUCE, "uint8", (4,)))
+                simulation.settle()
+            simulation.controllers[rank].submit(Request("join", Collective.JOIN, "uint8", (0,)))
+            simulation.settle()
+        told = [plan[-1].rows for plan in simulation.plans]  # type: ignore[union-attr]
+        assert told[0] == told[1] == told[2]
+        return int(told[0][0])
+    assert join(0, 1, 2) == 2
+    assert join(2, 1, 0) == 2
+    assert join(2, 1, 0, works_alone=0) == 0
+    assert join(0, 1, 2) == 0
+    for controller in simulation.controllers:
+        controller.submit(Request("y", Collective.ALLREDUCE, "uint8", (4,)))
+    simulation.settle()
+    assert join(1, 0, 2) == 0
+
+
 @pytest.mark.parametrize("hosts", [[], [(0, 1)], [(1, 2)]])
 def test_a_layout_is_used_again_after_each_join(hosts: list[tuple[int, ...]]) -> None:
     simulation = Simulation(3, hosts=hosts)

@@ -129,6 +129,32 @@ def test_gradients_of_zeros_do_not_end_the_power_iteration() -> None:
     torch.testing.assert_close(sent, gradient)
 
 
+def test_small_gradients_that_are_compressed_together_are_as_if_alone() -> None:
+    """Among them one of another shape, one in another memory order, one of zeros and one that is missing at times."""
+    shapes = [(6, 4), (6, 4), (4, 6), (6, 2, 2), (6, 4), (6, 4), (6, 4)]
+
+    def make() -> Any:
+        return comm_hooks.PowerSGD(2, start_iter=0, min_compression_rate=0.0)
+    together, alone = make(), [make() for _ in shapes]
+    generator = torch.Generator().manual_seed(5)
+    for step in range(6):
+        values = [torch.randn(shape, generator=generator) for shape in shapes]
+        values[4] = torch.randn(4, 6, generator=generator).t()
+        values[5].zero_()
+        given = [(f"w{index}", value) for index, value in enumerate(values) if step % 2 or index != 6]
+        expected = [(name, value.clone()) for name, value in given]
+        together.reduce(given, Alone())
+        for (name, value), hook in zip(expected, alone, strict=False):
+            hook._steps = step  # by which first factors are drawn
+            hook.reduce([(name, value)], Alone())
+        for (_, one), (_, other) in zip(given, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    for kind in ("errors", "factors"):
+        for name, value in together.state_dict()[kind].items():
+            assert value.untyped_storage().nbytes() == value.nbytes
+            torch.testing.assert_close(value, alone[int(name[1:])].state_dict()[kind][name], rtol=1e-4, atol=1e-5)
+
+
 def test_gradients_that_are_missing_or_accumulated() -> None:
     def step(runtime: Runtime) -> None:
         rank = runtime.world.rank

@@ -88,6 +88,36 @@ def test_the_users_hooks_see_and_change_this_ranks_gradient_as_under_ddp(wait_in
         torch.testing.assert_close(weights, list(model.parameters()))
 
 
+@pytest.mark.parametrize("wait_in", ["backward", "step"])
+def test_a_hook_sees_what_several_passes_have_accumulated(wait_in: str) -> None:
+    """It halves the sum, in the second pass too, and reads another parameter's gradient, which came a moment before."""
+    def train(rank: float, wrap: Any) -> list[Any]:
+        first, second, third = (torch.nn.Parameter(torch.zeros(3)) for _ in range(3))
+        seen = []
+
+        def halve(parameter: Any) -> None:
+            parameter.grad.mul_(0.5)
+
+        def look(parameter: Any) -> None:
+            seen.append(second.grad is not None)
+        optimizer = wrap(torch.optim.SGD([first, second, third], lr=1.0))
+        first.register_post_accumulate_grad_hook(halve)
+        third.register_post_accumulate_grad_hook(look)
+        for turn in range(5):
+            optimizer.zero_grad()
+            for number in (turn + 1.0, 10.0):
+                ((first + third) * number * (rank + 1) + (second ** 2 + second) * number).sum().backward()
+            (second * (rank + 1)).sum().backward()
+            optimizer.step()
+        assert len(seen) == 10
+        return [parameter.detach() for parameter in (first, second, third)]
+
+    ranks = threads(2, lambda runtime: train(runtime.world.rank, lambda optimizer: DistributedOptimizer(
+        optimizer, _runtime=runtime, wait_in=wait_in)))
+    for each in ranks:
+        torch.testing.assert_close(each, train(0.5, lambda optimizer: optimizer))
+
+
 def test_a_hook_that_takes_the_gradient_away_leaves_none_to_reduce() -> None:
     def step(runtime: Runtime) -> list[float]:
         first, second = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))

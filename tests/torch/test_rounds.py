@@ -33,6 +33,54 @@ def test_an_optimizer_that_is_wrapped_after_a_join() -> None:
     assert first == pytest.approx(1 - 5 * 0.15 - 0.1) and second == pytest.approx(1 - 6 * 0.15)
 
 
+def test_joins_of_several_optimizers_take_all_parameters_from_the_rank_that_missed_nothing() -> None:
+    """Whichever rank comes out of the inner join first."""
+    def step(runtime: Runtime) -> list[tuple[Any, ...]]:
+        found = []
+        a, b, c = (torch.nn.Parameter(torch.ones(1)) for _ in range(3))
+        one, two, three = (DistributedOptimizer(torch.optim.SGD([each], lr=0.1), _runtime=runtime) for each in (a, b, c))
+        for turn in range(8):
+            with one.join() as outer, two.join() as middle, three.join() as inner:
+                for _ in range(2 if runtime.world.rank == turn % 2 else 1):
+                    for optimizer in (one, two, three):
+                        optimizer.zero_grad()
+                    (a + b + c).sum().backward()
+                    for optimizer in (one, two, three):
+                        optimizer.step()
+            found.append((outer.last_rank, middle.last_rank, inner.last_rank, *(each.item() for each in (a, b, c))))
+        return found
+    first, second = threads(2, step)
+    assert first == second
+    for turn, (*last, a, b, c) in enumerate(first):
+        assert last == [turn % 2] * 3
+        assert a == b == c == pytest.approx(1 - 0.15 * (turn + 1), abs=1e-5)
+
+
+@pytest.mark.parametrize("wait_in", ["backward", "step"])
+@pytest.mark.parametrize("owned", [1, 2])
+def test_a_closure_that_clears_by_hand_what_only_one_rank_computes(owned: int, wait_in: str) -> None:
+    """Neither rank has the gradient that was reduced before, so nothing is missing in the next reduction."""
+    def train(rank: int, wrap: Any) -> list[torch.Tensor]:
+        a, b = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.full((3,), 2.0))
+        parameters = [b, a][:owned]
+        optimizer = wrap(torch.optim.LBFGS(parameters, lr=0.1, max_iter=3))
+
+        def closure() -> Any:
+            a.grad = b.grad = None
+            losses = (a ** 2).sum(), (b ** 2).sum()
+            loss = losses[0] + losses[1] / 2 if rank < 0 else losses[0] + losses[1] if rank == 0 else losses[0]
+            loss.backward()
+            return loss
+        for _ in range(5):
+            optimizer.step(closure)
+        return [parameter.detach() for parameter in parameters]
+
+    ranks = threads(2, lambda runtime: train(
+        runtime.world.rank, lambda optimizer: DistributedOptimizer(optimizer, _runtime=runtime, wait_in=wait_in)))
+    for each in ranks:
+        torch.testing.assert_close(each, train(-1, lambda optimizer: optimizer))
+
+
 @pytest.mark.parametrize("wait_in", ["backward", "step"])
 @pytest.mark.parametrize("cleared", [True, False])
 def test_a_rank_without_a_backward_after_a_step_that_was_skipped(wait_in: str, cleared: bool) -> None:

@@ -229,10 +229,8 @@ RULES: dict[str, Callable[[Training], bool]] = {
     "only the optimizer's zero_grad tells that sums begin anew, where no step has used them": lambda it: (
         it.op == "Sum" and it.clears in ("model zeros", "hand zeros")
         and (it.event == "skip" or it.amp == "infinity" or it.structure == "in turns")),
-    "a sum of disjoint losses takes as many reductions on all ranks": lambda it: (
-        it.op == "Sum" and it.loss == "disjoint" and it.wait_in == "mixed"),
-    "ranks that wait in different places make different numbers of reductions, which only a step evens out": lambda it: (
-        it.wait_in == "mixed" and it.loss == "disjoint" and (it.amp == "infinity" or it.event == "skip")),
+    "ranks that wait in different places make different numbers of reductions": lambda it: it.wait_in == "mixed" and (
+        it.loss == "disjoint" or (it.hooks.endswith("wrapping") and it.accumulation == "naive")),
     "ranks that have joined take over parameters and optimizers from the last one, nothing else": lambda it: (
         it.uneven and not it.scoped and (
             _differs(it, "averaged", "scheduler", "amp", "hook", "accumulation") or it.structure == "in turns"
@@ -258,9 +256,8 @@ COMING: dict[str, Callable[[Training], bool]] = {
         it.uneven and not it.scoped and it.structure == "two"),
     "gradients of one rank that a closure clears without the optimizer": lambda it: (
         it.model == "experts" and it.optimizer.startswith("LBFGS") and it.clears in ("model", "hand")),
-    "disjoint losses where ranks wait in different places": lambda it: it.loss == "disjoint" and it.wait_in == "mixed",
     "hooks that scale what has accumulated, where passes are set aside": lambda it: (
-        it.hooks.endswith("wrapping") and it.accumulation == "naive" and it.wait_in in ("step", "mixed")),
+        it.hooks.endswith("wrapping") and it.accumulation == "naive" and it.wait_in == "step"),
     "copies of optimizers": lambda it: it.event == "copy both",
     "a layer in two reentrant checkpoints": lambda it: it.model == "reentrant twice",
     "zeros that a script writes over gradients that no step has used": lambda it: (
@@ -269,10 +266,7 @@ COMING: dict[str, Callable[[Training], bool]] = {
     "disjoint losses with backward_passes_per_step": lambda it: it.accumulation == "passes" and it.loss == "disjoint",
     "gradients that a script sets": lambda it: it.gradients in ("autograd.grad", "func.grad"),
 }
-LATER: tuple[str, ...] = ("join() of two optimizers, which may find two last ranks",
-                          "gradients of one rank that a closure clears without the optimizer",
-                          "disjoint losses where ranks wait in different places",
-                          "hooks that scale what has accumulated, where passes are set aside")
+LATER: tuple[str, ...] = ()
 """What of these does not work yet, and is not drawn."""
 
 
