@@ -265,7 +265,7 @@ class Holdings:
                 if type(module) in (BatchNorm1d, BatchNorm2d, BatchNorm3d, torch.nn.SyncBatchNorm):
                     module.__class__ = SyncBatchNorm
                     module.process_set = self._process_set  # type: ignore[assignment]
-                    module.gradient_weight = self._weight
+                    module.gradient_weight = self._weight  # type: ignore[assignment]
 
     # --- weights -----------------------------------------------------------------------------------------------------
 
