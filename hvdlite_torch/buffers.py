@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ def broadcast_buffers(model: torch.nn.Module, root_rank: int = 0, process_set: P
     Args:
         every_forward: also do it from now on as `DistributedDataParallel(broadcast_buffers=True)` does: before the first
             forward pass, and before each one that follows a forward pass with gradients. All ranks must then make the same
-            forward passes of this model (not of its parts). `no_sync()` of an optimizer changes nothing here.
+            forward passes of this model (not of its parts). `no_sync()` of an optimizer changes nothing here. Copies and
+            pickles of the model broadcast nothing.
 
     Returns:
         With `every_forward`: a handle, whose `remove()` ends that.
@@ -33,14 +35,31 @@ def broadcast_buffers(model: torch.nn.Module, root_rank: int = 0, process_set: P
     broadcast()
     if not every_forward:
         return None
-    due = True
+    return model.register_forward_pre_hook(_BeforeForward(broadcast))
 
-    def before_forward(module: torch.nn.Module, arguments: Any) -> None:
-        nonlocal due
-        if due:
-            broadcast()
-        due = torch.is_grad_enabled()
-    return model.register_forward_pre_hook(torch.compiler.disable(before_forward))
+
+class _BeforeForward:
+    """The hook that broadcasts before the forward passes of a model; in copies and pickles of the model it does nothing."""
+
+    def __init__(self, broadcast: BufferBroadcast) -> None:
+        self._broadcast: Callable[[], None] = torch.compiler.disable(broadcast)
+        self._is_due = True
+
+    def __call__(self, module: torch.nn.Module, arguments: Any) -> None:
+        if self._is_due:
+            self._broadcast()
+        self._is_due = torch.is_grad_enabled()
+
+    def __reduce__(self) -> Any:
+        return _of_copies, ()
+
+
+def _of_copies() -> Any:
+    return _nothing
+
+
+def _nothing(module: torch.nn.Module, arguments: Any) -> None:
+    return
 
 
 class BufferBroadcast:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hvdlite_torch.optimizer import is_distributed
+from hvdlite_torch.shared_parameters import owners
 
 if TYPE_CHECKING:
     from hvdlite_torch.scoped import Holdings
@@ -17,30 +19,51 @@ if TYPE_CHECKING:
 def refuse_foreign_optimizers(holdings: Holdings) -> None:
     """Let the steps of such optimizers raise `RuntimeError`, as long as `holdings` lives.
 
-    Parameters that an optimizer of the scope has too are left to both: their gradients are reduced.
+    Parameters that a distributed optimizer has too, of the scope or not, are left to both: their gradients are reduced.
     """
     handle = register_optimizer_step_pre_hook(torch.compiler.disable(_Guard(holdings)))
     weakref.finalize(holdings, handle.remove).atexit = False
 
 
 class _Guard:
-    """A hook on the steps of all optimizers of the process, also those of other threads; it looks at each one once."""
+    """A hook on the steps of all optimizers of the process, also those of other threads.
+
+    It looks at each optimizer once, and again when the optimizer has got parameters, or when hooks that reduced gradients
+    of its parameters are gone.
+    """
 
     def __init__(self, holdings: Holdings) -> None:
         self._holdings = weakref.ref(holdings)
-        self._groups: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # that were looked at, by optimizer
+        self._seen: weakref.WeakKeyDictionary[Any, _Seen] = weakref.WeakKeyDictionary()  # by optimizer
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         holdings = self._holdings()
-        if is_distributed(optimizer) or holdings is None or self._groups.get(optimizer) == len(optimizer.param_groups):
+        if is_distributed(optimizer) or holdings is None:
+            return
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        seen = self._seen.get(optimizer)
+        if seen is not None and seen.count == count and all(owner() is not None for owner in seen.owners):
             return
         paths = holdings.paths()
+        reducing: set[weakref.ref[Any]] = set()
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if id(parameter) in paths and holdings.owner(parameter) is None:
+                if id(parameter) not in paths or not (parameter.is_floating_point() or parameter.is_complex()):
+                    continue  # one of integers has no gradient
+                owner = next(owners(parameter), None)
+                if owner is None:
                     raise RuntimeError(
                         f"{type(optimizer).__name__}, which was made outside of the strategy's scope, trains "
                         f"'{paths[id(parameter)]}', which was made inside it: its gradients are not averaged, so the "
                         "replicas would differ. Make the optimizer inside `with strategy.scope():` too, or wrap it with "
                         "hvd.DistributedOptimizer")
-        self._groups[optimizer] = len(optimizer.param_groups)
+                reducing.add(weakref.ref(owner))
+        self._seen[optimizer] = _Seen(count, tuple(reducing))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Seen:
+    """What was found in an optimizer: the number of its parameters, and the hooks that reduce the gradients of some."""
+
+    count: int
+    owners: tuple[weakref.ref[Any], ...]

@@ -48,6 +48,8 @@ class Holdings:
     Attributes:
         due: whether something is to be mirrored before the next batch or step; the same on all ranks.
         has_loaded: whether something of the scope has loaded a checkpoint on this rank since the last time.
+        is_to_be_mirrored: whether this rank wants everything to be mirrored: something has loaded a checkpoint, or a lazy
+            tensor has got its shape, since the last time.
     """
 
     def __init__(self, replica: Replica, process_set: ProcessSet, *, learning_rate_factor: float, sync_batch_norm: bool,
@@ -65,6 +67,13 @@ class Holdings:
         if replica.size > 1:
             refuse_foreign_optimizers(self)
         self._weighing: list[tuple[Any, Any]] = []  # while the weight is not 1: nodes of the graph, and our hooks on them
+        self._lazy: list[weakref.ref[torch.Tensor]] = []  # had no shape yet when everything was mirrored last
+
+    @property
+    def is_to_be_mirrored(self) -> bool:
+        """See above."""
+        lazy = (reference() for reference in self._lazy)
+        return self.has_loaded or any(tensor is not None and not is_lazy(tensor) for tensor in lazy)
 
     # --- what is made ------------------------------------------------------------------------------------------------
 
@@ -101,7 +110,7 @@ class Holdings:
         self._optimizers.add(f"optimizer{number}", optimizer)
         self._replica.broadcast_tensors([each.detach() for each in parameters if not is_lazy(each)], "parameters")
         self.due = True
-        self._weigh_anew()
+        self.weigh_anew()
 
     def scale(self, groups: Sequence[dict[str, Any]]) -> None:
         """Multiply the learning rates that parameter groups have, unless another optimizer of the scope has them already."""
@@ -119,9 +128,12 @@ class Holdings:
     def paths(self) -> dict[int, str]:
         """Return the paths of the parameters of the scope's modules, by the parameters' identity."""
         paths: dict[int, str] = {}
+        walked: set[torch.nn.Module] = set()  # so that no submodule is walked again for each module around it
         for name, module in self._living_modules():
-            for path, parameter in module.named_parameters():
-                paths.setdefault(id(parameter), f"{name}.{path}")
+            for prefix, part in module.named_modules(walked, name):
+                for attribute, parameter in part._parameters.items():
+                    if parameter is not None:
+                        paths.setdefault(id(parameter), f"{prefix}.{attribute}")
         return paths
 
     def own(self, parameter: torch.Tensor, hooks: BackwardHooks) -> None:
@@ -159,12 +171,12 @@ class Holdings:
     def agree(self) -> None:
         """Find out whether some rank has loaded a checkpoint; all ranks call this together."""
         if not self.due:
-            self.due = self._replica.ask("loaded", self.has_loaded)()
+            self.due = self._replica.ask("loaded", self.is_to_be_mirrored)()
 
     def ask(self, optimizer: Mirrored) -> None:
         """Begin asking whether some rank has loaded a checkpoint, once for every step of an optimizer."""
         if optimizer._answer is None:
-            optimizer._answer = self._replica.ask(f"loaded.{optimizer._number}", self.has_loaded)
+            optimizer._answer = self._replica.ask(f"loaded.{optimizer._number}", self.is_to_be_mirrored)
 
     def agree_in_step(self, optimizer: Mirrored) -> None:
         """Mirror when something is due, or when some rank had loaded a checkpoint before it asked; in every step."""
@@ -186,10 +198,11 @@ class Holdings:
             MismatchError: on all ranks, when a tensor's shape or dtype differs.
         """
         self._convert()
-        self.due = self.has_loaded = False
         if self._replica.size == 1:
+            self.due = self.has_loaded = False
             return
         self._mirror_tensors()
+        self.due = self.has_loaded = False  # not before what raises on all ranks
         known = dict(self._optimizers.living())
         for name in self._replica.broadcast_object(list(known), "optimizers"):
             optimizer = known.get(name)
@@ -204,9 +217,9 @@ class Holdings:
         for name, tensor in own.items():
             aliases.setdefault(id(tensor), []).append(name)
         sent = [own[names[0]].detach() for names in aliases.values() if not is_lazy(own[names[0]])]
-        mine = ([(names, *_kind(own[names[0]])[:2], own[names[0]].device.type) for names in aliases.values()
-                 if not is_lazy(own[names[0]])], any(map(is_lazy, own.values())))
-        listed, is_incomplete = self._replica.broadcast_object(mine, "mirror")
+        mine = [(names, *_kind(own[names[0]])[:2], own[names[0]].device.type) for names in aliases.values()
+                 if not is_lazy(own[names[0]])]
+        listed = self._replica.broadcast_object(mine, "mirror")
         targets, taken, problem = [], set(), ""
         for names, shape, dtype, device in listed:
             found = next((own[name] for name in names if name in own and id(own[name]) not in taken), None)
@@ -222,7 +235,7 @@ class Holdings:
         if problems:
             raise MismatchError(f"{problems[0]}; all ranks must make the same modules in the scope, in the same order")
         self._replica.broadcast_tensors(targets if self._replica.number else sent, "tensors")
-        self.due = is_incomplete  # lazy parameters have no values before the first forward pass
+        self._lazy = [weakref.ref(tensor) for tensor in own.values() if is_lazy(tensor)]
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Return what is to be mirrored, by name; a tensor has as many names as there are ways to it."""
@@ -252,6 +265,7 @@ class Holdings:
                 if type(module) in (BatchNorm1d, BatchNorm2d, BatchNorm3d, torch.nn.SyncBatchNorm):
                     module.__class__ = SyncBatchNorm
                     module.process_set = self._process_set  # type: ignore[assignment]
+                    module.gradient_weight = self._weight  # type: ignore[assignment]
 
     # --- weights -----------------------------------------------------------------------------------------------------
 
@@ -263,9 +277,10 @@ class Holdings:
         """
         if weight != self._weight:
             self._weight = weight
-            self._weigh_anew()
+            self.weigh_anew()
 
-    def _weigh_anew(self) -> None:
+    def weigh_anew(self) -> None:
+        """Let the weight be that of all parameters there are: frozen ones may be trained, lazy ones get shapes."""
         for _, hook in self._weighing:
             hook.remove()
         self._weighing = []
@@ -280,10 +295,16 @@ class Holdings:
             return
         weighed = functools.partial(_weighed, self._weight)
         parameters = {id(parameter): parameter for _, optimizer in self._optimizers.living()
-                      for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad}
-        with torch.inference_mode(False):  # a loop over batches may be inside of one
-            nodes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters.values()]
+                      for group in optimizer.param_groups for parameter in group["params"]}
+        lazy = {key for key, parameter in parameters.items() if is_lazy(parameter)}
+        nodes = [_accumulator(parameter) for key, parameter in parameters.items()
+                 if key not in lazy and (parameter.is_floating_point() or parameter.is_complex())
+                 and not parameter.is_inference()]
         self._weighing = [(node, node.register_prehook(weighed)) for node in nodes]  # a node lives as long as we hold it
+        if lazy:
+            modules = {module for _, root in self._living_modules() for module in root.modules()}
+            self._weighing += [(None, module.register_forward_pre_hook(_Materialized(self))) for module in modules
+                               if any(id(parameter) in lazy for parameter in module._parameters.values())]
 
 
 class Mirrored:
@@ -312,6 +333,7 @@ class Mirrored:
         self._holdings.scale([param_group])
         self._holdings.due = True
         super().add_param_group(param_group)  # type: ignore[misc]
+        self._holdings.weigh_anew()
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Like the base class's, whose arguments it takes; reductions under way are completed first."""
@@ -324,6 +346,13 @@ class Mirrored:
 
     def _loss_weight(self) -> float:
         return self._holdings._weight
+
+    def join(self, *models: torch.nn.Module, **settings: Any) -> AbstractContextManager[Any]:
+        """Like the base class's; what is due is mirrored before, because a rank may have no batch and take no step."""
+        self._holdings.agree()
+        self._holdings.mirror_if_due()
+        joining: AbstractContextManager[Any] = super().join(*models, **settings)  # type: ignore[misc]
+        return joining
 
     def no_sync(self) -> AbstractContextManager[Any]:
         """Accumulate gradients locally; the first backward pass after it reduces the sums."""
@@ -411,12 +440,23 @@ class _Reloaded:
     """Tells that a module has loaded a checkpoint; copies of the module tell nobody."""
 
     def __init__(self, holdings: Holdings) -> None:
-        self._holdings = weakref.ref(holdings)
+        self._holdings = holdings  # lives as long as what was made in the scope, which a strategy need not
 
     def __call__(self, module: torch.nn.Module, keys: Any) -> None:
-        holdings = self._holdings()
-        if holdings is not None:
-            holdings.has_loaded = True
+        self._holdings.has_loaded = True
+
+    def __reduce__(self) -> Any:
+        return _deaf, ()
+
+
+class _Materialized:
+    """Before a lazy module's forward pass, after torch has given its parameters shapes: let them be weighed too."""
+
+    def __init__(self, holdings: Holdings) -> None:
+        self._holdings = holdings
+
+    def __call__(self, module: torch.nn.Module, arguments: Any) -> None:
+        self._holdings.weigh_anew()
 
     def __reduce__(self) -> Any:
         return _deaf, ()
@@ -426,7 +466,7 @@ def _deaf() -> Any:
     return _nothing
 
 
-def _nothing(module: torch.nn.Module, keys: Any) -> None:
+def _nothing(module: torch.nn.Module, argument: Any) -> None:
     return
 
 
@@ -454,6 +494,20 @@ def _kind(tensor: torch.Tensor) -> tuple[tuple[int, ...], str, bool]:
 def _told(kind: tuple[tuple[int, ...], str, bool]) -> str:
     shape, dtype, is_trained = kind
     return f"{dtype} {list(shape)}{'' if is_trained else ' (frozen)'}"
+
+
+def _accumulator(parameter: torch.Tensor) -> Any:
+    """Return the node that accumulates a parameter's gradients; of a frozen one, the node that will when it is trained."""
+    is_frozen = not parameter.requires_grad
+    with torch.inference_mode(False), torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+        if is_frozen:  # torch makes no node then, but keeps one that is held when a parameter is frozen
+            parameter.requires_grad_(True)
+        try:
+            edge: Any = parameter.view_as(parameter).grad_fn  # as `get_gradient_edge` does it, which torch 2.1 has not
+            return edge.next_functions[0][0]
+        finally:
+            if is_frozen:
+                parameter.requires_grad_(False)
 
 
 def _weighed(weight: float, gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:

@@ -8,7 +8,7 @@ that optimizer is gone, or another one comes to its step and finds that they are
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -64,9 +64,8 @@ class SharedParameters:
     def _share(self, parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
         """Register a hook of the own, which hands the parameter's gradients over from now on."""
         self._own[id(parameter)] = parameter
-        for each in (parameter._post_accumulate_grad_hooks or {}).values():
-            other = getattr(each, _OWNER, lambda: None)()
-            if other is not None and other is not self:
+        for other in owners(parameter):
+            if other is not self:
                 self._sharers.add(other)
                 other._sharers.add(self)
                 other.elsewhere[id(parameter)] = weakref.ref(self)
@@ -82,6 +81,16 @@ class SharedParameters:
         self._sharers.clear()
         self.elsewhere.clear()
         self._own.clear()
+
+
+def owners(parameter: torch.Tensor) -> Iterator[SharedParameters]:
+    """Return the living hooks that hand a parameter's gradients over, of whichever optimizers."""
+    with torch._C.DisableTorchFunctionSubclass():  # a lazy parameter refuses the attribute
+        hooks = list((parameter._post_accumulate_grad_hooks or {}).values())
+    for hook in hooks:
+        owner = getattr(hook, _OWNER, lambda: None)()
+        if owner is not None:
+            yield owner
 
 
 def come_last(handles: Iterable[RemovableHandle], running: torch.Tensor) -> bool:

@@ -11,6 +11,7 @@ from tests.worlds import TORCH, processes
 pytest.importorskip("torch")
 
 BUFFERS = """
+    import io
     import sys
     import torch
     import hvdlite_torch as hvd
@@ -58,6 +59,14 @@ BUFFERS = """
                 model.scale += rank
             for model in (ours, theirs):
                 model.train()
+    torch.save(ours, io.BytesIO())
+    copied = torch.optim.swa_utils.AveragedModel(ours).train()
+    if rank == 0:
+        copied(torch.randn(5, 4, generator=generator))
+    copied.module.scale.fill_(rank)
+    ours(torch.randn(5, 4, generator=generator))
+    copied(torch.randn(5, 4, generator=generator))
+    assert copied.module.scale.tolist() == [rank] * 2, "a copy broadcasts nothing"
     handle.remove()
     ours(torch.randn(5, 4, generator=generator))
     means = hvd.allgather(ours[1].running_mean[None])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset,
 
 from hvdlite.core.errors import MismatchError  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
-from hvdlite_torch import DistributedOptimizer, MirroredStrategy  # noqa: E402
+from hvdlite_torch import DistributedOptimizer, MirroredStrategy, SyncBatchNorm  # noqa: E402
 from hvdlite_torch.rows import rows_of, rows_taken  # noqa: E402
 from tests.torch.test_mirrored import Net, assert_close, dataset, weights  # noqa: E402
 from tests.worlds import threads  # noqa: E402
@@ -207,6 +209,98 @@ def test_uneven_batches_in(loop: Callable[[Any, Any, Any], None]) -> None:
     equal_one_process(case)
 
 
+def adds_a_group(index: int, model: Any, optimizer: Any) -> None:
+    if index == 1:
+        optimizer.add_param_group({"params": list(model[2].parameters())})
+
+
+def thaws(index: int, model: Any, optimizer: Any) -> None:
+    if index < 3:
+        for parameter in model[2].parameters():
+            parameter.requires_grad_(index == 1)
+        if index == 0:
+            optimizer.add_param_group({"params": list(model[2].parameters())})
+
+
+@pytest.mark.parametrize("change", [adds_a_group, thaws, None], ids=["add_param_group", "thawed", "lazy"])
+def test_parameters_become_trainable_while_a_batch_is_uneven(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.autograd.graph, "get_gradient_edge", raising=False)  # as in torch 2.1
+
+    def case(strategy: MirroredStrategy | None, scope: Any) -> list[Any]:
+        with scope():
+            model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Tanh(),
+                                        torch.nn.Linear(4, 3) if change else torch.nn.LazyLinear(3))
+            trained = model[0] if change else model
+            optimizer = torch.optim.SGD(trained.parameters(), lr=0.1, momentum=0.9)
+        for index, (x, y) in enumerate(shares(strategy, UNEVEN[1:])):
+            if change:
+                change(index, model, optimizer)
+            optimizer.zero_grad()
+            if index == 0:
+                with torch.no_grad():
+                    model(x)
+                    for parameter in model.parameters():
+                        parameter.copy_(torch.linspace(-0.5, 0.5, parameter.numel()).reshape(parameter.shape))
+            mse(model(x), y).backward()
+            optimizer.step()
+        return weights(model)
+    equal_one_process(case)
+
+
+def test_a_lazy_module_that_is_not_used_mirrors_nothing_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(runtime: Runtime) -> None:
+        mirrored, index = [], -1
+        strategy = MirroredStrategy(sync_batch_norm=True, _runtime=runtime)
+        send = strategy._holdings._mirror_tensors
+        monkeypatch.setattr(strategy._holdings, "_mirror_tensors", lambda: (mirrored.append(index), send()))
+        with strategy.scope():
+            model, head, norm = Net(), torch.nn.LazyLinear(2), torch.nn.LazyBatchNorm1d()
+            optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
+        for index, (x, y) in enumerate(strategy.distribute(UNEVEN[1:2] * 5)):
+            optimizer.zero_grad()
+            output = model(x)
+            (mse(output, y) + (head(output).sum() if index == 3 else 0)).backward()
+            optimizer.step()
+            if index == 1:
+                norm(x)
+            if index >= 2:
+                assert isinstance(norm, SyncBatchNorm) and norm.gradient_weight == strategy.weight != 1
+        assert mirrored == [-1, 2, 3]
+        gathered = runtime.allgather("head", head.weight.detach().numpy()).wait()
+        assert (gathered[:2] == gathered[2:]).all()
+    threads(2, step)
+
+
+def test_a_rank_without_a_batch_joins_in_a_scope() -> None:
+    def step(runtime: Runtime) -> list[Any]:
+        strategy = MirroredStrategy(_runtime=runtime)
+        with strategy.scope():
+            model = Net(seed=runtime.world.rank)
+            optimizer = torch.optim.Adam(model.parameters())
+        with optimizer.join(model) as joined:
+            for x, y in UNEVEN[:2 * runtime.world.rank]:
+                optimizer.zero_grad()
+                mse(model(x), y).backward()
+                optimizer.step()
+        assert joined.last_rank == 1
+        return weights(model)
+    first, second = threads(2, step)
+    assert all(torch.equal(mine, other) for mine, other in zip(first, second, strict=True))
+
+
+def test_what_could_not_be_mirrored_stays_due() -> None:
+    def step(runtime: Runtime) -> None:
+        strategy = MirroredStrategy(_runtime=runtime)
+        with strategy.scope():
+            layer = torch.nn.Linear(2, 2 + runtime.world.rank)
+        if runtime.world.rank == 0:
+            layer.load_state_dict(layer.state_dict())
+        for _ in range(2):
+            with pytest.raises(MismatchError, match="replica 1"):
+                strategy.run(lambda: None)
+    threads(2, step)
+
+
 def test_what_autograd_grad_returns_is_not_weighed() -> None:
     def step(runtime: Runtime) -> None:
         strategy = MirroredStrategy(_runtime=runtime)
@@ -279,12 +373,65 @@ def test_an_optimizer_made_outside_for_a_module_made_inside_is_refused() -> None
                      DistributedOptimizer(torch.optim.SGD(other.layers[2].parameters(), lr=0.1), _runtime=runtime)):
             fine.step()
         del strategy, inside, fine
-        outside.step()
+        with pytest.raises(RuntimeError, match="made outside"):
+            outside.step()  # the modules are there still
+
+    def build(runtime: Runtime) -> Any:
+        strategy = MirroredStrategy(_runtime=runtime)
+        with strategy.scope():
+            return Net()
+
+    def without_strategy(runtime: Runtime) -> None:
+        model = build(runtime)
+        gc.collect()
+        with pytest.raises(RuntimeError, match="made outside"):
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+        copy.deepcopy(model).load_state_dict(model.state_dict())
+        pickle.dumps(model)
     gc.collect()
     before = len(optimizer_hooks)
     threads(2, step)
+    threads(2, without_strategy)
     gc.collect()
-    assert len(optimizer_hooks) == before, "the hook goes with the strategy"
+    assert len(optimizer_hooks) == before, "the hook goes with the last module"
+
+
+def test_an_optimizer_made_outside_is_looked_at_again() -> None:
+    def step(runtime: Runtime) -> None:
+        strategy = MirroredStrategy(_runtime=runtime)
+        with strategy.scope():
+            model, other = Net(), Net()
+            inside = torch.optim.SGD(model.parameters(), lr=0.1)
+        outside = torch.optim.AdamW(model.parameters(), lr=0.1)
+        outside.step()
+        del inside
+        gc.collect()
+        with pytest.raises(RuntimeError, match="AdamW, which was made outside"):
+            outside.step()  # nobody reduces the gradients any more
+        elsewhere = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
+        elsewhere.step()
+        elsewhere.param_groups[0]["params"] += list(other.parameters())
+        with pytest.raises(RuntimeError, match="SGD, which was made outside"):
+            elsewhere.step()
+    threads(2, step)
+
+
+def test_a_wrapper_made_outside_around_a_distributed_optimizer() -> None:
+    def step(runtime: Runtime) -> list[Any]:
+        strategy = MirroredStrategy(_runtime=runtime)
+        with strategy.scope():
+            model = Net()
+
+        def base(groups: Any, **settings: Any) -> Any:
+            return DistributedOptimizer(torch.optim.SGD(groups, **settings), _runtime=runtime)
+        optimizer = Ascent(model.parameters(), base, lr=0.1)
+        for x, y in strategy.distribute(DataLoader(dataset(16), 8)):
+            optimizer.zero_grad()
+            mse(model(x), y).backward()
+            optimizer.step()
+        return weights(model)
+    first, second = threads(2, step)
+    assert all(torch.equal(mine, other) for mine, other in zip(first, second, strict=True))
 
 
 # --- loaders -----------------------------------------------------------------------------------------------------------
