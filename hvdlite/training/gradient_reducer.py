@@ -154,6 +154,11 @@ class GradientReducer(Generic[Parameter]):
         return self._rounds > 0 and not self.is_under_way
 
     @property
+    def has_late_passes(self) -> bool:
+        """Whether gradients of backward passes that came too late for the last round wait for another one."""
+        return self._late_passes >= self.passes and not self.is_under_way
+
+    @property
     def parameters(self) -> Iterator[Parameter]:
         """The parameters of all members, and of those that become members after the round."""
         return (member.parameter for member in (*self._members.values(), *self._waiting_list.values())
