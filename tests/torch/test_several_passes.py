@@ -408,3 +408,20 @@ def test_one_optimizer_that_fails_guards_another_whose_gradients_come_on_another
     with pytest.raises(ValueError, match="failed"):
         ends[0]()
     assert {*guarded} == {one, other}
+
+
+def test_a_gradient_that_is_accumulated_into_while_it_is_reduced_is_an_error() -> None:
+    """Which only somebody can do who hands gradients over himself."""
+    def step(runtime: Runtime) -> None:
+        layer = torch.nn.Linear(3, 3)
+        optimizer = DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1), _runtime=runtime)
+        layer.weight.grad = torch.ones(3, 3)
+        reducer = optimizer._hooks.reducer
+        reducer.hand_over(layer.weight)
+        reducer.hand_over(layer.weight)
+        with pytest.raises(GradientOrderError, match=rf"was accumulated into on rank {runtime.world.rank} while"):
+            reducer.finish()
+        optimizer.zero_grad()
+        layer(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    threads(2, step)
