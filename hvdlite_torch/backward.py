@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,18 +26,42 @@ _NODES = {getattr(torch.autograd.function.BackwardCFunction, name).__code__ for 
 """Of the functions that carry out nodes which are defined in Python, such as reentrant checkpoints."""
 
 
-class _Backward(threading.local):
-    """The backward pass on a thread.
+class _Run:
+    """An outermost autograd run, on whichever threads autograd carries it out.
 
     Attributes:
-        hooks: that handed gradients over in it and have not waited yet.
+        hooks: that hand gradients over in it and have not waited yet.
     """
 
     def __init__(self) -> None:
         self.hooks: weakref.WeakSet[BackwardHooks] = weakref.WeakSet()
 
+    def guard(self) -> None:
+        """Autograd calls nobody else: guard what every optimizer has not waited for."""
+        for hooks in list(self.hooks):
+            hooks._guard()
+        self.hooks.clear()
 
-_backward = _Backward()
+
+_runs: weakref.WeakValueDictionary[int, _Run] = weakref.WeakValueDictionary()
+"""The runs that go on, by autograd's number for them, which no other run of the process gets."""
+
+
+class _End:
+    """What autograd calls at the end of a run. When the run fails, this is deleted without having been called."""
+
+    def __init__(self, hooks: BackwardHooks, task: int) -> None:
+        self._hooks, self._task, self._is_reached = hooks, task, False
+        self.run = _runs.setdefault(task, _Run())
+        self.run.hooks.add(hooks)
+
+    def __call__(self) -> None:
+        self._is_reached = True
+        self._hooks._end_backward(self.run)
+
+    def __del__(self) -> None:
+        if not self._is_reached:
+            self._hooks._failed(self._task)
 
 
 class BackwardHooks(SharedParameters):
@@ -49,9 +72,10 @@ class BackwardHooks(SharedParameters):
 
     `torch.utils.checkpoint(..., use_reentrant=True)` nests an autograd run in the outer one, and nothing tells the nested
     run when the outer one ends. So when a gradient comes from a nested run, the nodes that follow the checkpoint in the
-    outer run get a hook, which asks to be told of its end. A layer in several such checkpoints is accumulated into several
-    times in one backward pass. Hence gradients from nested runs are handed over when the outer pass ends, until a pass has
-    shown which come only once; those are handed over at once from then on.
+    outer run get a hook, which asks to be told of its end. A layer in several such checkpoints, or in one and outside of it
+    too, is accumulated into several times in one backward pass. Hence gradients are handed over when the outer pass ends,
+    until a pass has shown which come only once; those are handed over at once from then on, as soon as the end of the outer
+    run is awaited: a pass that fails is noticed by that.
 
     A parameter's other hooks are called first, whenever they were registered, as under DDP: they see this rank's gradient,
     and what they write to it is reduced.
@@ -70,12 +94,10 @@ class BackwardHooks(SharedParameters):
         self._hooks: list[RemovableHandle] = []
         weakref.finalize(self, _remove, self._hooks).atexit = False
         self._registered = -1  # torch's count of hooks when ours were last known to be called last
-        self._late: list[torch.Tensor] = []  # with hooks that come after ours in this backward pass
         self._nested = -1  # the last nested run that was entered
-        self._has_begun = False  # the backward pass has handed over its first gradient, from a nested run
-        self._nested_later: dict[int, tuple[torch.Tensor, int]] = {}  # to be handed over at the end; how often accumulated
-        self._nested_now: set[int] = set()  # handed over from nested runs of this backward pass, by identity
-        self._nested_once: set[int] = set()  # accumulated into once in a backward pass, from a nested run, by identity
+        self._later: dict[int, tuple[torch.Tensor, int]] = {}  # to be handed over at the end; how often accumulated
+        self._once: set[int] = set()  # accumulated into once in a backward pass, by identity
+        self._due: set[int] = set()  # those of them that have not been accumulated into in this backward pass
         self._guarded: list[torch.Tensor] = []
         # On a GPU: is told on which stream each gradient was made.
         self._note: Callable[[torch.Tensor], None] | None = getattr(reducer.framework, "note", None)
@@ -129,14 +151,14 @@ class BackwardHooks(SharedParameters):
             self._reducer.cleared()
         finally:
             self._unguard()
-            self._forget_nested()
+            self._forget_pass()
             self.claim()
 
     def stepped(self) -> None:
         """Like the reducer's."""
         self._reducer.stepped()
         self._unguard()
-        self._forget_nested()
+        self._forget_pass()
         self.claim()
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
@@ -147,42 +169,53 @@ class BackwardHooks(SharedParameters):
         task = _graph_task()
         if task != self._task and not self._enter(task, parameter):
             return
+        key = id(parameter)
+        if key not in self._due or self._task == -1:
+            self._postpone(parameter, key)
+            return
+        self._due.discard(key)
         if self.weight != 1.0:
             self.hand_over(parameter)
         else:
             self._reducer.hand_over(parameter)
 
     def _enter(self, task: int, parameter: torch.Tensor) -> bool:
-        """Enter an autograd run whose end we do not wait for, by a gradient; return whether to hand that over now."""
-        is_early = False
-        if task != self._nested:
-            _check_not_compiled()
-            self._notice_move(parameter)
-            is_nested, node = _enclosing()
-            if not self._has_begun and self.on_begin is not None and not self.on_begin():
-                return False
-            is_early = self._comes_early(parameter)
-            if not is_nested:
-                self._await_end(task)
-                self._late = [parameter] if is_early else []
-                return not is_early
-            if node is None:
-                return True  # nobody knows when the outer run ends: the round is the reducer's to finish
-            self._has_begun = True
-            self._nested = task
-            self._await_next(node)
-        key = id(parameter)
-        if is_early or key not in self._nested_once:
-            self._nested_later[key] = parameter, 1 + self._nested_later.get(key, (parameter, 0))[1]
+        """Enter an autograd run whose end we do not wait for, by a gradient; return whether that is to be handed over."""
+        if task == self._nested:
+            return True
+        _check_not_compiled()
+        self._notice_move(parameter)
+        is_nested, node = _enclosing()
+        if not is_nested and (self._task != -1 or task < self._nested):
+            self._failed(self._task)  # an earlier run, which never came to its end
+        if self._task == self._nested == -1 and self.on_begin is not None and not self.on_begin():
             return False
-        if key in self._nested_now:
-            self._nested_once.clear()
+        if is_nested and (node is not None or self._task != -1):
+            self._nested = task
+            if self._task == -1:
+                self._await_next(node)
+        else:  # of a nested run that a hook has begun, the end is as good as that of the outer one
+            self._await_end(task)
+        if self._comes_early(parameter):
+            self._postpone(parameter, id(parameter))
+            return False
+        return True
+
+    def _postpone(self, parameter: torch.Tensor, key: int) -> None:
+        """Hand a gradient over when the backward pass is over.
+
+        Raises:
+            GradientOrderError: when it was handed over in this pass.
+        """
+        if key in self._once and key not in self._later and key not in self._due:
+            self._once.clear()
             raise GradientOrderError(
                 f"a parameter of shape {list(parameter.shape)} is in several torch.utils.checkpoint(..., "
-                "use_reentrant=True) of one backward pass, and was in one only before: its gradient was handed over when "
-                "the first one was computed. Use use_reentrant=False, or clear gradients and repeat the step")
-        self._nested_now.add(key)
-        return True
+                "use_reentrant=True) of one backward pass, or in one and outside of it, and was used once only before: its "
+                "gradient was handed over when the first part was computed. Use use_reentrant=False, or clear gradients "
+                "and repeat the step")
+        self._later[key] = parameter, 1 + self._later.get(key, (parameter, 0))[1]
+        self._due.discard(key)
 
     def _notice_move(self, parameter: torch.Tensor) -> None:
         """If the model was moved to a GPU after the optimizer was made, let gradients be reduced there from now on."""
@@ -198,8 +231,7 @@ class BackwardHooks(SharedParameters):
 
     def _await_end(self, task: int) -> None:
         self._task = task
-        _backward.hooks.add(self)
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        torch.autograd.Variable._execution_engine.queue_callback(_End(self, task))
 
     def _await_next(self, node: Any) -> None:
         """Wait for the end of the run to which a node belongs, which is being carried out, as soon as another one is."""
@@ -210,8 +242,9 @@ class BackwardHooks(SharedParameters):
             while handles:
                 handles.pop().remove()
             hooks, task = owner(), _graph_task()
-            if hooks is not None and hooks._task != task:
+            if hooks is not None and hooks._task != task and hooks._nested != -1:
                 hooks._await_end(task)
+                hooks._hand_over_due()
         handles += [following.register_prehook(reached) for following, _ in node.next_functions if following is not None]
 
     def _comes_early(self, running: torch.Tensor) -> bool:
@@ -221,22 +254,36 @@ class BackwardHooks(SharedParameters):
         self._registered = RemovableHandle.next_id
         return come_last(self._hooks, running)
 
-    def _hand_over_late(self) -> None:
+    def _hand_over_due(self) -> None:
+        """The end of the outer run is awaited from now on: hand over what is accumulated into once and was left for this."""
+        for key, (parameter, times) in list(self._later.items()):
+            if times == 1 and key in self._once:
+                del self._later[key]
+                self.hand_over(parameter)
+
+    def _hand_over_later(self) -> None:
         """The outer backward pass is over: hand over what was left for then."""
-        late, later = self._late.copy(), list(self._nested_later.values())
-        self._forget_nested()
-        for parameter in late:
-            self.hand_over(parameter)
+        later = list(self._later.values())
         for parameter, times in later:
             if times == 1:
-                self._nested_once.add(id(parameter))
+                self._once.add(id(parameter))
+            else:
+                self._once.discard(id(parameter))
+        self._forget_pass()
+        for parameter, _ in later:
             self.hand_over(parameter)
 
-    def _forget_nested(self) -> None:
-        self._nested, self._has_begun = -1, False
-        self._nested_now.clear()
-        self._nested_later.clear()
-        self._late.clear()
+    def _forget_pass(self) -> None:
+        self._nested = -1
+        self._later.clear()
+        self._due = self._once.copy()
+
+    def _failed(self, task: int) -> None:
+        """A backward pass did not come to its end: guard what it has handed over."""
+        if task == self._task:
+            self._task = -1
+            self._forget_pass()
+            self._guard()
 
     def hand_over(self, parameter: torch.Tensor) -> None:
         """Hand a gradient over now, times the weight."""
@@ -250,21 +297,23 @@ class BackwardHooks(SharedParameters):
             for parameter in self._reducer.unseen():
                 set_grad(parameter, get_grad(parameter) * self.own_weight)  # the script may use its tensor further
 
-    def _end_backward(self) -> None:
+    def _end_backward(self, run: _Run) -> None:
         self._task = -1
-        with _guarding_all():
-            self._hand_over_late()
+        with _guarding_all(run):
+            self._hand_over_later()
             self._weigh_own()
             if self._reducer.end_backward():
-                torch.autograd.Variable._execution_engine.queue_callback(self._wait)  # behind the other optimizers' ends
+                # Behind the other optimizers' ends.
+                torch.autograd.Variable._execution_engine.queue_callback(lambda: self._wait(run))
                 return
-        _backward.hooks.discard(self)
+        run.hooks.discard(self)
         self._guard()
 
-    def _wait(self) -> None:
-        with _guarding_all(), torch.profiler.record_function("hvdlite.wait_for_gradients"):
-            self._reducer.wait(deferrable=True)
-        _backward.hooks.discard(self)
+    def _wait(self, run: _Run) -> None:
+        with _guarding_all(run), torch.profiler.record_function("hvdlite.wait_for_gradients"):
+            if self._reducer.wait(deferrable=True) and self._reducer.has_late_passes:
+                self._reducer.finish()  # the round before was of a backward pass that failed
+        run.hooks.discard(self)
         self._guard()
 
     def _guard(self) -> None:
@@ -301,14 +350,12 @@ class BackwardHooks(SharedParameters):
 
 
 @contextmanager
-def _guarding_all() -> Iterator[None]:
-    """When this fails, an interrupt included, autograd calls nobody else: guard what every optimizer has not waited for."""
+def _guarding_all(run: _Run) -> Iterator[None]:
+    """When this fails, an interrupt included, autograd calls nobody else."""
     try:
         yield
     except BaseException:
-        for hooks in list(_backward.hooks):
-            hooks._guard()
-        _backward.hooks.clear()
+        run.guard()
         raise
 
 

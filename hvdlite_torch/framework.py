@@ -259,6 +259,12 @@ class TorchGradients:
         set_grad(parameter, None)
         return gradient
 
+    def is_lent(self, loan: Loan[torch.Tensor]) -> bool:
+        gradient = get_grad(loan.parameter)
+        if gradient is None or gradient.layout is not torch.strided or not gradient.numel():
+            return False
+        return gradient.data_ptr() == loan.tensor.data_ptr()
+
     @torch.no_grad()
     def accumulate(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         own = get_grad(parameter)

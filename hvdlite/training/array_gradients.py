@@ -179,6 +179,9 @@ class ArrayGradients:
     def renew(self, parameter: Slot, mark: Any) -> None:
         return None
 
+    def is_lent(self, loan: Loan[Slot]) -> bool:
+        return False  # arrays are not written to
+
     def take(self, parameter: Slot) -> Any:
         raise NotImplementedError  # a slot is handed over once a round
 

@@ -122,5 +122,8 @@ class Framework(Protocol[Parameter]):
     def take(self, parameter: Parameter) -> Any:
         """Return the parameter's gradient, which it does not have any more; None when there is none."""
 
+    def is_lent(self, loan: Loan[Parameter]) -> bool:
+        """Return whether the parameter's gradient lies in the memory that it is reduced in."""
+
     def accumulate(self, parameter: Parameter, gradient: Any) -> None:
         """Add to the parameter's gradient what `take` returned."""

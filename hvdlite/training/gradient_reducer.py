@@ -48,7 +48,7 @@ from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.bucket_round import BucketRound, Seating
 from hvdlite.training.framework import Framework, Loan, Parameter
 from hvdlite.training.members import Member, MemberGradients
-from hvdlite.training.order_errors import changed_alone, computed_again_without, computed_twice, replaced
+from hvdlite.training.order_errors import changed_alone, computed_again_without, computed_twice, overwritten, replaced
 from hvdlite.training.replicas import check_replicas
 
 _log = logging.getLogger("hvdlite")
@@ -153,6 +153,11 @@ class GradientReducer(Generic[Parameter]):
     def has_reduced(self) -> bool:
         """Whether a round has ended since the last step."""
         return self._rounds > 0 and not self.is_under_way
+
+    @property
+    def has_late_passes(self) -> bool:
+        """Whether gradients of backward passes that came too late for the last round wait for another one."""
+        return self._late_passes >= self.passes and not self.is_under_way
 
     @property
     def parameters(self) -> Iterator[Parameter]:
@@ -268,7 +273,7 @@ class GradientReducer(Generic[Parameter]):
             if not self.is_under_way:
                 return True
             self._reduced = []
-            self._set_late_aside()
+            self._set_late_aside(errors)
             try:
                 self._collect(errors, deferrable)
             except WaitDeferred:
@@ -484,10 +489,14 @@ class GradientReducer(Generic[Parameter]):
         if not self._suspended:
             self._is_late_pass = True
 
-    def _set_late_aside(self) -> None:
+    def _set_late_aside(self, errors: list[HvdliteError]) -> None:
         """Before results become gradients: keep what was accumulated since."""
         if not self._late:
             return
+        for member, _, loan in self._alone if self._moves_gradients else ():
+            if id(member.parameter) in self._late and loan is not None and self._framework.is_lent(loan):
+                del self._late[id(member.parameter)]
+                errors.append(overwritten(member.name, self._runtime.world.rank))
         late = list(self._late.values())
         self._late.clear()
         for member in late:

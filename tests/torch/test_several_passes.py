@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from hvdlite.core.errors import MismatchError  # noqa: E402
 from hvdlite.core.types import ReduceOp  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite.training.order_errors import GradientOrderError  # noqa: E402
-from hvdlite_torch import Compression, DistributedOptimizer, comm_hooks  # noqa: E402
+from hvdlite_torch import Compression, DistributedOptimizer, backward, comm_hooks  # noqa: E402
 from tests.torch.one_process import Case, compare  # noqa: E402
 from tests.torch.test_optimizer import net  # noqa: E402
 from tests.worlds import threads  # noqa: E402
@@ -258,27 +259,169 @@ def layers_in_several_reentrant_checkpoints(case: Case) -> None:
         optimizer.step()
 
 
+def a_layer_in_a_reentrant_checkpoint_and_outside_of_it(case: Case) -> None:
+    """Outside before, or after; gradients are read after the backward pass."""
+    layer = torch.nn.Linear(6, 6)
+    torch.nn.init.constant_(layer.weight, 0.1)
+    torch.nn.init.zeros_(layer.bias)
+    optimizer = case.optimizer(torch.optim.SGD([*case.model.parameters(), *layer.parameters()], lr=0.1))
+    for turn in range(2 * TURNS):
+        optimizer.zero_grad()
+        if turn % 2:
+            case.loss(turn, lambda x: case.model(layer(reentrant(layer, x)))).backward()
+        else:
+            case.loss(turn, lambda x: case.model(reentrant(layer, layer(x)))).backward()
+        torch.nn.utils.clip_grad_norm_(layer.parameters(), 0.1)
+        optimizer.step()
+
+
+def a_backward_pass_in_a_hook(case: Case) -> None:
+    optimizer = case.optimizer()
+    for turn in range(TURNS):
+        optimizer.zero_grad()
+        outer = torch.ones(2, requires_grad=True).sum()
+
+        def inner(_: Any, turn: int = turn) -> None:
+            with torch.enable_grad():
+                case.loss(turn).backward()
+        outer.register_hook(inner)
+        outer.backward()
+        torch.nn.utils.clip_grad_norm_(case.model.parameters(), 0.1)
+        optimizer.step()
+
+
 @pytest.mark.parametrize("options", ["plain", "step"])
 def test_reentrant_checkpoints(options: str) -> None:
-    compare([all_parameters_in_reentrant_checkpoints, layers_in_several_reentrant_checkpoints],
-            lambda rank: OPTIONS[options])
+    compare([all_parameters_in_reentrant_checkpoints, layers_in_several_reentrant_checkpoints,
+             a_layer_in_a_reentrant_checkpoint_and_outside_of_it, a_backward_pass_in_a_hook], lambda rank: OPTIONS[options])
 
 
-def test_a_layer_that_is_in_a_second_reentrant_checkpoint_later_is_an_error_once() -> None:
-    def step(runtime: Runtime) -> Any:
-        layer = torch.nn.Linear(3, 3)
-        torch.nn.init.ones_(layer.weight)
-        optimizer = DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.01), _runtime=runtime)
-        for _ in range(4):
+# --- backward passes that fail ---------------------------------------------------------------------------------------
+
+
+class Failing(torch.autograd.Function):
+    """Returns what it is given, and fails in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        raise ValueError("out of memory")
+
+
+def fail(case: Case, turn: int, *, nested: bool) -> None:
+    """Compute gradients of the last layer, and no others; nested: of all layers, in a checkpoint."""
+    def failing(x: Any) -> Any:
+        x = x.requires_grad_()
+        return reentrant(case.model, Failing.apply(x)) if nested else case.model[2](Failing.apply(case.model[:2](x)))
+    with pytest.raises(ValueError, match="out of memory"):
+        case.loss(turn, failing).backward()
+
+
+def passes_that_fail_and_are_repeated(case: Case) -> None:
+    """In each turn gradients are cleared in another way, by single gradients and in buckets."""
+    optimizer = case.optimizer()
+    for turn in range(12):
+        optimizer.zero_grad()
+        if turn != 3:
+            fail(case, turn, nested=turn % 4 > 1)
+        if turn % 3 == 0:
             optimizer.zero_grad()
-            reentrant(layer, torch.ones(1, 3)).sum().backward()
-            optimizer.step()
-        optimizer.zero_grad()
-        with pytest.raises(GradientOrderError, match=r"several torch.utils.checkpoint.*use_reentrant=False"):
-            reentrant(layer, reentrant(layer, torch.ones(1, 3))).sum().backward()
-        optimizer.zero_grad()
-        reentrant(layer, reentrant(layer, torch.ones(1, 3))).sum().backward()
+        elif turn % 3 == 1:
+            case.model.zero_grad()
+        else:
+            for parameter in case.model.parameters():
+                parameter.grad = None
+        case.loss(turn + 50).backward()
+        torch.nn.utils.clip_grad_norm_(case.model.parameters(), 0.1)
         optimizer.step()
-        return layer.weight.detach()
-    one, other = threads(2, step)
-    assert torch.equal(one, other)
+
+
+def a_pass_that_fails_and_counts(case: Case) -> None:
+    """What it has computed is in the last layer's gradient. In one process, all ranks' share of it."""
+    optimizer = case.optimizer()
+    for turn in range(TURNS):
+        optimizer.zero_grad()
+        if case.rank is None:
+            case.loss(turn, lambda x: case.model[2](case.model[:2](x).detach())).backward()
+        else:
+            fail(case, turn, nested=False)
+        case.loss(turn + 50).backward()
+        torch.nn.utils.clip_grad_norm_(case.model.parameters(), 0.1)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("options", ["plain", "step"])
+def test_backward_passes_that_fail_and_are_repeated(options: str) -> None:
+    compare([passes_that_fail_and_are_repeated, a_pass_that_fails_and_counts], lambda rank: OPTIONS[options])
+
+
+@pytest.mark.parametrize("wait_in", ["backward", "step"])
+def test_all_optimizers_of_a_backward_pass_that_fails_are_guarded(wait_in: str) -> None:
+    def interrupt(_: Any) -> None:
+        raise ValueError("interrupted")
+
+    def step(runtime: Runtime) -> Any:
+        layers = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+        for parameter in (*layers[0].parameters(), *layers[1].parameters()):
+            torch.nn.init.ones_(parameter)
+        optimizers = [DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.0), _runtime=runtime, wait_in=wait_in)
+                      for layer in layers]
+        for turn in range(4):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss = layers[1](layers[0](torch.full((1, 3), 1.0 + runtime.world.rank))).sum()
+            if turn < 3:
+                loss.backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+            else:
+                layers[0].weight.register_hook(interrupt)
+                with pytest.raises(ValueError, match="interrupted"):
+                    loss.backward()
+        return layers[1].weight.grad
+    first, second = threads(2, step)
+    assert torch.equal(first, second)
+    assert torch.equal(first, torch.full((3, 3), (4.0 + 7.0) / 2))
+
+
+def test_one_optimizer_that_fails_guards_another_whose_gradients_come_on_another_thread() -> None:
+    """As with gradients on a GPU."""
+    guarded = []
+
+    class Hooks:
+        def _guard(self) -> None:
+            guarded.append(self)
+
+        def _end_backward(self, run: Any) -> None:
+            with backward._guarding_all(run):
+                raise ValueError("failed")
+
+        def _failed(self, task: int) -> None: ...
+    one, other = Hooks(), Hooks()
+    ends: list[Any] = [backward._End(one, -5)]  # type: ignore[arg-type]
+    thread = threading.Thread(target=lambda: ends.append(backward._End(other, -5)))  # type: ignore[arg-type]
+    thread.start()
+    thread.join()
+    with pytest.raises(ValueError, match="failed"):
+        ends[0]()
+    assert {*guarded} == {one, other}
+
+
+def test_a_gradient_that_is_accumulated_into_while_it_is_reduced_is_an_error() -> None:
+    """Which only somebody can do who hands gradients over himself."""
+    def step(runtime: Runtime) -> None:
+        layer = torch.nn.Linear(3, 3)
+        optimizer = DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1), _runtime=runtime)
+        layer.weight.grad = torch.ones(3, 3)
+        reducer = optimizer._hooks.reducer
+        reducer.hand_over(layer.weight)
+        reducer.hand_over(layer.weight)
+        with pytest.raises(GradientOrderError, match=rf"was accumulated into on rank {runtime.world.rank} while"):
+            reducer.finish()
+        optimizer.zero_grad()
+        layer(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    threads(2, step)
