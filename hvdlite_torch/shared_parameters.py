@@ -39,8 +39,10 @@ class SharedParameters:
         """Reduce all gradients of the own parameters from now on."""
         self.elsewhere.clear()
         for other in self._sharers:
-            for key in self._own.keys() & other._own.keys():
+            shared = self._own.keys() & other._own.keys()
+            for key in shared:
                 other.elsewhere[key] = weakref.ref(self)
+            other._reducer.used_elsewhere(map(self._own.__getitem__, shared))
 
     def take_back(self) -> None:
         """Before gradients are used: let those count that the other optimizer has not reduced."""
@@ -48,9 +50,11 @@ class SharedParameters:
             if other is not None:
                 other.finish()
         for key, reference in list(self.elsewhere.items()):
-            other = reference()
-            if other is None or not other._reducer.has_mark(self._own[key]):
+            other, parameter = reference(), self._own[key]
+            if other is None or not other._reducer.is_current(parameter):
                 del self.elsewhere[key]
+                if other is not None and other._reducer.has_accumulated(parameter):
+                    self._reducer.note_accumulated(parameter)
 
     def finish(self) -> None:
         """End the round that is under way, if there is one."""

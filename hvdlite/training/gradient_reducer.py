@@ -33,7 +33,7 @@ import enum
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic
 
@@ -354,10 +354,29 @@ class GradientReducer(Generic[Parameter]):
         member = self._members.get(id(parameter))
         return member is not None and self._gradients.is_reduced(member)
 
-    def has_mark(self, parameter: Parameter) -> bool:
-        """Return whether the parameter's gradient is one that was reduced, in whichever step."""
+    def is_current(self, parameter: Parameter) -> bool:
+        """Return whether the parameter's gradient is the one that was reduced last, in whichever step, and nothing else."""
         member = self._members.get(id(parameter))
-        return member is not None and self._framework.is_marked(parameter, member.mark)
+        return member is not None and self._gradients.is_current(member)
+
+    def used_elsewhere(self, parameters: Iterable[Parameter]) -> None:
+        """Another reducer's step has used these gradients, or they were cleared there: later ones are reduced anew."""
+        members = [member for parameter in parameters if (member := self._members.get(id(parameter))) is not None]
+        self._gradients.forget_reduced(members)
+        if members:
+            self.expect_round()
+
+    def has_accumulated(self, parameter: Parameter) -> bool:
+        """Return whether a backward pass has accumulated into the parameter's gradient since it was last reduced."""
+        member = self._members.get(id(parameter))
+        return member is not None and self._gradients.has_accumulated(member)
+
+    def note_accumulated(self, parameter: Parameter) -> None:
+        """Another reducer's backward pass has accumulated into the parameter's gradient, which is reduced here now."""
+        member = self._members.get(id(parameter))
+        if member is not None:
+            self._gradients.count_pass(member)
+            self._touched = True
 
     def stepped(self) -> None:
         """The optimizer has used the gradients; accumulating onto them is the user's business again."""

@@ -69,6 +69,11 @@ class MemberGradients(Generic[Parameter]):
         for member, mark in zip(members, marks, strict=True):
             member.mark, member.marked = mark, generation
 
+    def forget_reduced(self, members: Iterable[Member[Parameter]]) -> None:
+        """What was reduced of these members in this generation counts as reduced in an earlier one."""
+        for member in members:
+            member.marked = -1
+
     def end_period(self) -> None:
         """A round is over: what is accumulated from now on is new."""
         self.period += 1
@@ -88,6 +93,20 @@ class MemberGradients(Generic[Parameter]):
     def is_reduced(self, member: Member[Parameter]) -> bool:
         """Return whether the gradient is one that was reduced in this generation (and written to since, perhaps)."""
         return member.marked == self._generation and self.framework.is_marked(member.parameter, member.mark)
+
+    def has_accumulated(self, member: Member[Parameter]) -> bool:
+        """Return whether a backward pass of this period has accumulated into the gradient."""
+        return member.period == self.period
+
+    def is_current(self, member: Member[Parameter]) -> bool:
+        """Return whether the gradient is the one that was reduced last, with nothing in it that counts as new.
+
+        As in a step: clipping in the generation of the reduction is no change, and what was written since is one.
+        """
+        if member.period == self.period or not self.framework.is_marked(member.parameter, member.mark):
+            return False
+        return (member.marked == self._generation or not self.is_idempotent
+                or not self.framework.is_changed(member.parameter, member.mark))
 
     def is_again(self, member: Member[Parameter]) -> bool:
         """Return whether a part of the gradient may be what was reduced in this generation already."""

@@ -183,3 +183,46 @@ def test_two_living_optimizers_of_the_same_parameters(wait_in: str, tied: bool, 
     alone = train(model, made(model), lambda: sum(model(x).square().mean() for x in batches) * scale)
     for one, other in zip(first, alone, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(("how", "op"), [("passes", ReduceOp.AVERAGE), ("written", ReduceOp.AVERAGE),
+                                         ("no_sync", ReduceOp.AVERAGE), ("no_sync", ReduceOp.SUM)])
+def test_a_second_optimizer_reduces_what_was_added_to_a_tensor_that_the_first_one_reduced_before(how: str, op: ReduceOp) -> None:
+    """Gradients are zeroed in place, so the tensors stay those of the first optimizer's reduction."""
+    def train(model: Any, first: Any, second: Any, loss: Callable[[int], Any]) -> list[Any]:
+        for turn in range(4):
+            model.zero_grad(set_to_none=False)
+            if how == "written":
+                gradients = torch.autograd.grad(loss(turn), list(model.parameters()))
+                for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                    if parameter.grad is None:
+                        parameter.grad = gradient
+                    else:
+                        parameter.grad.copy_(gradient)
+            elif how == "no_sync" and hasattr(second, "no_sync"):
+                with second.no_sync():
+                    loss(turn).backward()
+            else:
+                loss(turn).backward()
+            first.step()
+            model.zero_grad(set_to_none=False)
+            for part in range(2 if how == "passes" else 1):
+                loss(turn + 10 * part).backward()
+            second.step()
+        return [parameter.detach() for parameter in model.parameters()]
+
+    def step(runtime: Runtime) -> list[Any]:
+        model, x = model_and_batch(runtime.world.rank)
+        first = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), op=op, _runtime=runtime)
+        second = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.25), op=op, _runtime=runtime,
+                                      backward_passes_per_step=2 if how == "passes" else 1)
+        return train(model, first, second, lambda turn: (model(x) - turn).square().mean())
+    one, other = threads(2, step)
+    assert all(map(torch.equal, one, other))
+
+    model, batches = model_and_batch(0)[0], [model_and_batch(rank)[1] for rank in range(2)]
+    scale = 0.5 if op is ReduceOp.AVERAGE else 1.0
+    alone = train(model, *(torch.optim.SGD(model.parameters(), lr=lr) for lr in (0.5, 0.25)),
+                  lambda turn: sum((model(x) - turn).square().mean() for x in batches) * scale)
+    for got, wanted in zip(one, alone, strict=True):
+        torch.testing.assert_close(got, wanted)
