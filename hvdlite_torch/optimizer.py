@@ -16,9 +16,10 @@ from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.arguments import WRAPPED, check_compression, check_passes, chosen_groups, factors
-from hvdlite.training.gradient_reducer import GradientReducer, WaitIn
+from hvdlite.training.gradient_reducer import GradientReducer
 from hvdlite.training.groups import clusters
 from hvdlite.training.hooked_reducer import HookedReducer
+from hvdlite.training.phases import WaitIn
 from hvdlite_torch import cuda
 from hvdlite_torch.adasum_optimizer import DistributedAdasum, check_whole_job
 from hvdlite_torch.backward import BackwardHooks
@@ -136,8 +137,8 @@ def DistributedOptimizer(
     optimizer.__class__ = type(base.__name__, bases, {"__module__": base.__module__})
     assert isinstance(optimizer, Distributed)
     reducer.looks_for_own = True
-    reducer.is_idempotent = op is ReduceOp.AVERAGE and (comm_hook is None
-                                                              or getattr(comm_hook, "is_idempotent", False))
+    reducer.gradients.is_idempotent = op is ReduceOp.AVERAGE and (
+        comm_hook is None or getattr(comm_hook, "is_idempotent", False))
     optimizer._attach(runtime, reducer, names, numbers, number)
     optimizer._hooks.on_moved = make_framework
     optimizer._loss_reduction = (f"{label}.loss", op) if isinstance(optimizer, torch.optim.LBFGS) else None

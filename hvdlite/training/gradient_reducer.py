@@ -29,7 +29,6 @@ Rules (PROTOCOL rules 7, 8; docs/decisions/0017)
 
 from __future__ import annotations
 
-import enum
 import logging
 import threading
 import weakref
@@ -38,7 +37,7 @@ from contextlib import contextmanager
 from typing import Any, Generic
 
 from hvdlite.core.array import Array
-from hvdlite.core.errors import HvdliteError, UnsupportedError
+from hvdlite.core.errors import HvdliteError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import ReduceOp
 from hvdlite.negotiation.buckets import first_round
@@ -48,25 +47,19 @@ from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.bucket_round import BucketRound, Seating
 from hvdlite.training.framework import Framework, Loan, Parameter
 from hvdlite.training.members import Member, MemberGradients
-from hvdlite.training.order_errors import changed_alone, computed_again_without, computed_twice, overwritten, replaced
+from hvdlite.training.order_errors import (
+    changed_alone,
+    computed_again_without,
+    computed_twice,
+    overwritten,
+    reduction_told,
+    replaced,
+    sparse,
+)
+from hvdlite.training.phases import Phase, WaitIn
 from hvdlite.training.replicas import check_replicas
 
 _log = logging.getLogger("hvdlite")
-
-
-class WaitIn(enum.Enum):
-    """Where ranks wait for the reduced gradients."""
-
-    BACKWARD = "backward"
-    STEP = "step"
-
-
-class Phase(enum.Enum):
-    """Where a round is; see the rules above."""
-
-    IDLE = enum.auto()
-    FILLING = enum.auto()
-    CLOSED = enum.auto()
 
 
 class GradientReducer(Generic[Parameter]):
@@ -118,7 +111,7 @@ class GradientReducer(Generic[Parameter]):
         self._steps = 0  # of the optimizer, since all ranks have last joined
         self._in_step = False  # the round is closed from within a step
         self._behind: set[int] = set()  # ranks that took part in this step's rounds from within their step
-        self._gradients = MemberGradients(framework)
+        self.gradients = MemberGradients(framework)
         self.looks_for_own = False
         self._rounds = 0  # ended since the gradients were last used or cleared
         self._passes_done = 0  # backward passes since the last round
@@ -134,15 +127,6 @@ class GradientReducer(Generic[Parameter]):
         self.passes = passes
         if self.is_shared:
             weakref.finalize(self, runtime.retire, label, process_set).atexit = False
-
-    @property
-    def is_idempotent(self) -> bool:
-        """Whether reducing a reduced gradient again leaves it as it is; see `training.members`."""
-        return self._gradients.is_idempotent
-
-    @is_idempotent.setter
-    def is_idempotent(self, value: bool) -> None:
-        self._gradients.is_idempotent = value
 
     @property
     def is_under_way(self) -> bool:
@@ -168,7 +152,7 @@ class GradientReducer(Generic[Parameter]):
     def change_framework(self, framework: Framework[Parameter]) -> None:
         """Between rounds: access gradients in another way, because they are in another memory now."""
         self.framework = self._framework = framework
-        self._gradients.framework = framework
+        self.gradients.framework = framework
         self._seating = None
 
     def add(self, parameter: Parameter, name: str, cluster: int = 0) -> None:
@@ -198,16 +182,16 @@ class GradientReducer(Generic[Parameter]):
             if member is None:
                 return
         if member.given == self._number and self.is_under_way:
-            if member.missing != self._number and not self.is_idempotent:
-                raise computed_twice(member.name, self._runtime.world.rank, self.passes, self._told_reduction())
+            if member.missing != self._number and not self.gradients.is_idempotent:
+                raise computed_twice(member.name, self._runtime.world.rank, self.passes, reduction_told(self._op))
             self._come_late(member)
             return
-        gradients = self._gradients
+        gradients = self.gradients
         if gradients.has_marks and not self.is_under_way and gradients.were_cleared(self._members.values(), but=member):
             self._rounds = 0
             gradients.end_generation()
         if not gradients.is_idempotent and gradients.is_reduced(member):
-            raise computed_twice(member.name, self._runtime.world.rank, self.passes, self._told_reduction())
+            raise computed_twice(member.name, self._runtime.world.rank, self.passes, reduction_told(self._op))
         self._touched = True
         if member.period != gradients.period:
             member.period, member.passes = gradients.period, 0
@@ -306,7 +290,7 @@ class GradientReducer(Generic[Parameter]):
             return
         self._in_step = in_step
         try:
-            if self._rounds == 0 or self.is_under_way or self._gradients.were_cleared(self._members.values()):
+            if self._rounds == 0 or self.is_under_way or self.gradients.were_cleared(self._members.values()):
                 self.finish()
             if in_step and self._behind:
                 self._check_unchanged()
@@ -315,10 +299,10 @@ class GradientReducer(Generic[Parameter]):
             if self._touched:
                 self.finish()
             if (in_step or self.looks_for_own) and self._has_unreduced():
-                self._gradients.takes_changed = True
+                self.gradients.takes_changed = True
                 self.finish()
         finally:
-            self._in_step = self._gradients.takes_changed = False
+            self._in_step = self.gradients.takes_changed = False
 
     def expect_round(self) -> None:
         """Gradients are computed anew now: a round is due before they are used, whatever this rank computes."""
@@ -327,55 +311,55 @@ class GradientReducer(Generic[Parameter]):
 
     def withdraw(self) -> None:
         """While the round under way is left for later: keep further backward passes from writing to what it reduces."""
-        if not (self.is_idempotent and self._moves_gradients):
+        if not (self.gradients.is_idempotent and self._moves_gradients):
             return  # further passes are errors, or what they add is reduced with the rest
         handed_over = [member for member, _, _ in self._alone]
         if self._phase is Phase.CLOSED:  # a wait that was deferred may have come to some of them
-            handed_over += filter(self._gradients.is_reduced, self._members.values())
+            handed_over += filter(self.gradients.is_reduced, self._members.values())
         for member in handed_over:
             if member.missing != self._number and id(member.parameter) not in self._late:
-                self._gradients.withdraw(member)
+                self.gradients.withdraw(member)
 
     def notice_late(self) -> None:
         """After `withdraw`, in the middle of a backward pass: what it has computed so far comes too late for the round."""
         with self._wait_lock:
-            if self.is_under_way and self.is_idempotent and self._moves_gradients:
+            if self.is_under_way and self.gradients.is_idempotent and self._moves_gradients:
                 self._late.update((key, member) for key, member in self._members.items() if member.given == self._number
-                                  and self._gradients.has_more(member, was_missing=member.missing == self._number))
+                                  and self.gradients.has_more(member, was_missing=member.missing == self._number))
 
     def unseen(self) -> list[Parameter]:
         """Return the parameters whose gradients the script has set, and that are reduced with the next round."""
         if self._suspended:
             return []
-        return [member.parameter for member in self._members.values() if self._gradients.is_unseen(member)]
+        return [member.parameter for member in self._members.values() if self.gradients.is_unseen(member)]
 
     def is_reduced(self, parameter: Parameter) -> bool:
         """Return whether the parameter's gradient is one that was reduced in this step (and changed since, perhaps)."""
         member = self._members.get(id(parameter))
-        return member is not None and self._gradients.is_reduced(member)
+        return member is not None and self.gradients.is_reduced(member)
 
     def is_current(self, parameter: Parameter) -> bool:
         """Return whether the parameter's gradient is the one that was reduced last, in whichever step, and nothing else."""
         member = self._members.get(id(parameter))
-        return member is not None and self._gradients.is_current(member)
+        return member is not None and self.gradients.is_current(member)
 
     def used_elsewhere(self, parameters: Iterable[Parameter]) -> None:
         """Another reducer's step has used these gradients, or they were cleared there: later ones are reduced anew."""
         members = [member for parameter in parameters if (member := self._members.get(id(parameter))) is not None]
-        self._gradients.forget_reduced(members)
+        self.gradients.forget_reduced(members)
         if members:
             self.expect_round()
 
     def has_accumulated(self, parameter: Parameter) -> bool:
         """Return whether a backward pass has accumulated into the parameter's gradient since it was last reduced."""
         member = self._members.get(id(parameter))
-        return member is not None and self._gradients.has_accumulated(member)
+        return member is not None and self.gradients.has_accumulated(member)
 
     def note_accumulated(self, parameter: Parameter) -> None:
         """Another reducer's backward pass has accumulated into the parameter's gradient, which is reduced here now."""
         member = self._members.get(id(parameter))
         if member is not None:
-            self._gradients.count_pass(member)
+            self.gradients.count_pass(member)
             self._touched = True
 
     def stepped(self) -> None:
@@ -389,13 +373,13 @@ class GradientReducer(Generic[Parameter]):
         self.finish_under_way()
         self._rounds = 0
         self._behind.clear()
-        self._gradients.end_generation()
+        self.gradients.end_generation()
         self._touched = self._is_late_pass = False
         self._passes_done = 0
 
     def zeroed(self) -> None:
         """After `cleared`: the gradients were set to zero, in place, which does not make them the script's own."""
-        self._gradients.renew(self._members.values())
+        self.gradients.renew(self._members.values())
 
     def check_replicas(self, named: Sequence[tuple[str, Array]]) -> None:
         """Compare the parameters of all ranks that take part; see `training.replicas`."""
@@ -487,20 +471,17 @@ class GradientReducer(Generic[Parameter]):
 
     def _is_present(self, member: Member[Parameter]) -> bool:
         """Return whether a member that was not handed over takes part in the round with its gradient."""
-        return self._gradients.is_present(member)
+        return self.gradients.is_present(member)
 
     def _has_unreduced(self) -> bool:
         """Return whether a gradient is about to be used that no backward pass handed over."""
         members = self._members.values()
-        if self._gradients.have_unreduced(members):
+        if self.gradients.have_unreduced(members):
             return True
-        other = self._gradients.replaced(members) if self.looks_for_own else None
-        if other is not None and not self.is_idempotent:
-            raise replaced(other.name, self._runtime.world.rank, self._told_reduction())
+        other = self.gradients.replaced(members) if self.looks_for_own else None
+        if other is not None and not self.gradients.is_idempotent:
+            raise replaced(other.name, self._runtime.world.rank, reduction_told(self._op))
         return other is not None
-
-    def _told_reduction(self) -> str:
-        return f"op={self._op.name.capitalize()}" if self._op is not ReduceOp.AVERAGE else "this communication hook"
 
     def _come_late(self, member: Member[Parameter]) -> None:
         """A gradient was accumulated into after the round under way got it (or was told that there is none)."""
@@ -520,7 +501,7 @@ class GradientReducer(Generic[Parameter]):
         self._late.clear()
         for member in late:
             if self._moves_gradients or member.missing == self._number:
-                self._gradients.set_aside(member)
+                self.gradients.set_aside(member)
 
     def _give(self, member: Member[Parameter], present: bool) -> None:
         """Hand a member over, with or without a gradient."""
@@ -528,7 +509,7 @@ class GradientReducer(Generic[Parameter]):
         if buckets is None or member.sparse:
             self._declare(member, present)
         else:
-            is_own = not present and self._gradients.is_own(member)
+            is_own = not present and self.gradients.is_own(member)
             for parameter, has_gradient in buckets.give(member.parameter, present, self._in_step):
                 self._declare(self._members[id(parameter)], has_gradient)
             while buckets.vacated:
@@ -540,7 +521,7 @@ class GradientReducer(Generic[Parameter]):
 
     def _declare(self, member: Member[Parameter], present: bool) -> None:
         """Let a member go by itself."""
-        if present and self._gradients.is_again(member):
+        if present and self.gradients.is_again(member):
             member.again = self._number
         moment = Moment(self._label, self._number, self._steps, self._in_step)
         if present and self._framework.is_sparse(member.parameter):
@@ -577,7 +558,7 @@ class GradientReducer(Generic[Parameter]):
             if loan is None or result is not loan.array:
                 self._take_rows(member, result, errors)
             elif handle.contributors:
-                self._mark(member, self._framework.give_back(loan))
+                self._mark_all([member], [self._framework.give_back(loan)])
 
     def _check_all_contributed(self, member: Member[Parameter], ranks: Collection[int], errors: list[HvdliteError]) -> None:
         """Without some ranks' reduced gradients, an average of reduced gradients is too small."""
@@ -589,8 +570,8 @@ class GradientReducer(Generic[Parameter]):
         self._buckets = None
         self._alone.clear()
         self._phase = Phase.IDLE
-        self._gradients.end_period()
-        if self._gradients.put_back():
+        self.gradients.end_period()
+        if self.gradients.put_back():
             self._touched = True
 
     def _note_behind(self, ranks: Collection[int]) -> None:
@@ -599,27 +580,21 @@ class GradientReducer(Generic[Parameter]):
 
     def _take_rows(self, member: Member[Parameter], rows: Array, errors: list[HvdliteError]) -> None:
         if self._op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
-            errors.append(UnsupportedError(
-                f"'{member.name}' has a sparse gradient, which has no {self._op.name.capitalize()}; use Average or Sum, or "
-                "sparse_as_dense=True"))
+            errors.append(sparse(member.name, self._op))
             return
         divisor = len(self._runtime.members(self._process_set)) if self._op is ReduceOp.AVERAGE else 1
         mark = self._framework.give_rows(member.parameter, rows, self._prescale * self._postscale / divisor)
-        self._mark(member, mark)
+        self._mark_all([member], [mark])
         if not member.sparse:
             member.sparse = True
             self._seating = None
 
-    def _mark(self, member: Member[Parameter], mark: Any) -> None:
-        """The reduced gradient is the parameter's."""
-        self._mark_all([member], [mark])
-
     def _mark_all(self, members: Sequence[Member[Parameter]], marks: Sequence[Any]) -> None:
-        self._gradients.mark_all(members, marks)
+        self.gradients.mark_all(members, marks)
         if self.on_reduced is not None:
             self._reduced += [member.parameter for member in members]
 
     def _check_unchanged(self) -> None:
-        changed = self._gradients.changed(self._members.values())
+        changed = self.gradients.changed(self._members.values())
         if changed is not None:
             raise changed_alone(changed.name, self._behind)

@@ -15,7 +15,8 @@ from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.declared import Moment
 from hvdlite.runtime.handle import Handle, WaitDeferred
 from hvdlite.training.framework import Parameter
-from hvdlite.training.gradient_reducer import GradientReducer, Phase
+from hvdlite.training.gradient_reducer import GradientReducer
+from hvdlite.training.phases import Phase
 
 _DIGEST = 4
 """Bytes of a digest."""
@@ -81,7 +82,8 @@ class HookedReducer(GradientReducer[Parameter]):
             self._last = None  # there are more members now
         has_deferred = self._runtime.has_deferred
         # Where reductions are idempotent, gradients may change while a wait is deferred.
-        self._is_early = (self._is_repeatable and not self.is_idempotent and not has_deferred and self._last is not None
+        self._is_early = (self._is_repeatable and not self.gradients.is_idempotent and not has_deferred
+                          and self._last is not None
                           and bool(present.any()) and np.array_equal(present, self._last))
         self._has_reduced_last = self._is_confirming = False
         of_last = _digest(b"" if self._last is None else self._last.tobytes())
@@ -145,7 +147,7 @@ class HookedReducer(GradientReducer[Parameter]):
         members = [(member.name[prefix:], member.parameter, self._present[key])
                    for (key, member), flag in zip(self._members.items(), wanted.tolist(), strict=True) if flag]
         for parameter, mark in self._reduce_round(members, functools.partial(self._confirm, deferrable)):
-            self._mark(self._members[id(parameter)], mark)
+            self._mark_all([self._members[id(parameter)]], [mark])
 
     def _confirm(self, deferrable: bool) -> bool:
         """Wait until all ranks come to the reduction; return whether some have started it with the last round's gradients.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from hvdlite.core.errors import HvdliteError
+from hvdlite.core.errors import HvdliteError, UnsupportedError
+from hvdlite.core.types import ReduceOp
 from hvdlite.negotiation.agreement import named_ranks
 
 _FEWER_PASSES = ("use backward_passes_per_step, optimizer.no_sync() for all but the last backward pass, or add the losses "
@@ -19,6 +20,11 @@ class GradientOrderError(HvdliteError, AssertionError):
     """
 
 
+def reduction_told(op: ReduceOp) -> str:
+    """Return how a reduction is named in messages; an average that is not exact is a communication hook's."""
+    return f"op={op.name.capitalize()}" if op is not ReduceOp.AVERAGE else "this communication hook"
+
+
 def computed_twice(name: str, rank: int, passes: int, reduction: str) -> GradientOrderError:
     """Return the error for a gradient that is reduced, and was accumulated onto, where reducing it again is not exact.
 
@@ -29,6 +35,12 @@ def computed_twice(name: str, rank: int, passes: int, reduction: str) -> Gradien
         f"'{name}' was computed more than backward_passes_per_step={passes} times before optimizer.step() or zero_grad() on "
         f"rank {rank}: its gradient is already reduced, and with {reduction} reducing it again would count the other ranks "
         f"twice. To have it computed once, {_FEWER_PASSES}. With op=Average, passes add up")
+
+
+def sparse(name: str, op: ReduceOp) -> UnsupportedError:
+    """Return the error for a sparse gradient with an operation other than Average and Sum."""
+    return UnsupportedError(f"'{name}' has a sparse gradient, which has no {op.name.capitalize()}; use Average or Sum, or "
+                            "sparse_as_dense=True")
 
 
 def replaced(name: str, rank: int, reduction: str) -> GradientOrderError:

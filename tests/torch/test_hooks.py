@@ -187,7 +187,7 @@ def test_two_living_optimizers_of_the_same_parameters(wait_in: str, tied: bool, 
 
 @pytest.mark.parametrize(("how", "op"), [("passes", ReduceOp.AVERAGE), ("written", ReduceOp.AVERAGE),
                                          ("no_sync", ReduceOp.AVERAGE), ("no_sync", ReduceOp.SUM)])
-def test_a_second_optimizer_reduces_what_was_added_to_a_tensor_that_the_first_one_reduced_before(how: str, op: ReduceOp) -> None:
+def test_a_second_optimizer_reduces_what_was_added_to_a_tensor_of_the_first_ones(how: str, op: ReduceOp) -> None:
     """Gradients are zeroed in place, so the tensors stay those of the first optimizer's reduction."""
     def train(model: Any, first: Any, second: Any, loss: Callable[[int], Any]) -> list[Any]:
         for turn in range(4):
