@@ -90,7 +90,7 @@ def _started(comm: object) -> Runtime:
     config = Config.from_environment({**_defaults, **os.environ})
     place = enter(comm, os.environ, os.getppid(), config)
     _configure_logging(config, place.world)
-    made = assemble(place, config, _casts, _testify(config), os.environ)
+    made = assemble(place, config, _casts, _enable_stack_dump(config), os.environ)
     made.start()
     try:
         if place.job_directory and not place.owns_directory:
@@ -333,7 +333,7 @@ def _configure_logging(config: Config, world: World) -> None:
         logger.propagate = False
 
 
-def _testify(config: Config) -> StackDumpTarget:
+def _enable_stack_dump(config: Config) -> StackDumpTarget:
     """Let rank 0 see where this process is when it does not answer; once, it lasts as long as the process."""
     global _stack_dump
     if _stack_dump is None:

@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from hvdlite import api
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.runtime.runtime import Runtime
+from hvdlite_torch.copying import ModuleHook
 from hvdlite_torch.state import broadcast_tensors
 
 
@@ -38,7 +39,7 @@ def broadcast_buffers(model: torch.nn.Module, root_rank: int = 0, process_set: P
     return model.register_forward_pre_hook(_BeforeForward(broadcast))
 
 
-class _BeforeForward:
+class _BeforeForward(ModuleHook):
     """The hook that broadcasts before the forward passes of a model; in copies and pickles of the model it does nothing."""
 
     def __init__(self, broadcast: BufferBroadcast) -> None:
@@ -49,17 +50,6 @@ class _BeforeForward:
         if self._is_due:
             self._broadcast()
         self._is_due = torch.is_grad_enabled()
-
-    def __reduce__(self) -> Any:
-        return _of_copies, ()
-
-
-def _of_copies() -> Any:
-    return _nothing
-
-
-def _nothing(module: torch.nn.Module, arguments: Any) -> None:
-    return
 
 
 class BufferBroadcast:

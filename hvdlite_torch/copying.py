@@ -68,3 +68,18 @@ class _WarnsOnce:
         warnings.warn(f"rank {self._rank}: this {type(optimizer).__name__} is a copy of a distributed optimizer and trains "
                       "on this rank alone; to train in step with the other ranks, wrap the copy on all ranks: "
                       "hvd.DistributedOptimizer(copy, copied_model.named_parameters())", UserWarning, stacklevel=4)
+
+
+class ModuleHook:
+    """Base class of hooks that belong to one module: in its copies and pickles they do nothing."""
+
+    def __reduce__(self) -> Any:
+        return _hook_of_copies, ()
+
+
+def _hook_of_copies() -> Any:
+    return _nothing
+
+
+def _nothing(module: torch.nn.Module, argument: Any) -> None:
+    return

@@ -61,9 +61,9 @@ def DistributedOptimizer(
     parameter that is frozen when the optimizer is wrapped is reduced from the step in which it is trainable on all ranks.
     The optimizer keeps its class name, `isinstance`, state, defaults, hooks and schedulers. Copies and pickles are plain.
 
-    Several `backward()` calls before a step just work, when all ranks make the same number of them (over disjoint parameters
-    and with `wait_in="step"` the numbers may differ): each one is reduced, and gradients add up. It is cheaper to sum the
-    losses, to use `backward_passes_per_step`, or `optimizer.no_sync()` for all but the last. For other ops than Average, and
+    Several `backward()` calls before a step work when all ranks make the same number of them, over the same parameters:
+    each one is reduced, and gradients add up. It is cheaper to sum the losses, to use `backward_passes_per_step`, or
+    `optimizer.no_sync()` for all but the last. For other ops than Average, and
     with communication hooks that are not exact, one of these is needed: a second pass onto reduced gradients is an error.
 
     Gradients that a script sets itself (`p.grad = ...`, by `torch.autograd.grad` or torch.func, of float32 copies) are

@@ -28,6 +28,7 @@ from hvdlite.core.errors import MismatchError
 from hvdlite.core.process_set import ProcessSet
 from hvdlite_torch.backward import BackwardHooks
 from hvdlite_torch.compression import Compressor
+from hvdlite_torch.copying import ModuleHook
 from hvdlite_torch.foreign_optimizers import refuse_foreign_optimizers
 from hvdlite_torch.optimizer import Distributed, DistributedOptimizer, is_distributed
 from hvdlite_torch.replica import Replica
@@ -436,7 +437,7 @@ def _ask_in_backward(optimizer: Mirrored, hooks: BackwardHooks) -> None:
     hooks.on_begin.optimizers.add(optimizer)
 
 
-class _Reloaded:
+class _Reloaded(ModuleHook):
     """Tells that a module has loaded a checkpoint; copies of the module tell nobody."""
 
     def __init__(self, holdings: Holdings) -> None:
@@ -445,11 +446,8 @@ class _Reloaded:
     def __call__(self, module: torch.nn.Module, keys: Any) -> None:
         self._holdings.has_loaded = True
 
-    def __reduce__(self) -> Any:
-        return _deaf, ()
 
-
-class _Materialized:
+class _Materialized(ModuleHook):
     """Before a lazy module's forward pass, after torch has given its parameters shapes: let them be weighed too."""
 
     def __init__(self, holdings: Holdings) -> None:
@@ -457,17 +455,6 @@ class _Materialized:
 
     def __call__(self, module: torch.nn.Module, arguments: Any) -> None:
         self._holdings.weigh_anew()
-
-    def __reduce__(self) -> Any:
-        return _deaf, ()
-
-
-def _deaf() -> Any:
-    return _nothing
-
-
-def _nothing(module: torch.nn.Module, argument: Any) -> None:
-    return
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
