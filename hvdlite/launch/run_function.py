@@ -1,7 +1,7 @@
 """`hvdlite.run`: call a function on every rank of a new job, from a script or a notebook, and get its results.
 
 The caller signs function and arguments with a key made for this job and starts `hvdrun`, which carries the bytes to every
-host without looking into them. A rank (`python -m hvdlite.run_task`) checks the signature before it unpickles anything,
+host without looking into them. A rank (`launch.run_task`) checks the signature before it unpickles anything,
 and signs its result, which the caller checks in turn. The key travels with the job's environment, never on a command line.
 """
 
@@ -87,7 +87,7 @@ def run(func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str,
         call = _pickled(func, args, dict(kwargs or {}))
         write_privately(Path(directory) / TASK_FILE, sign(call, bytes.fromhex(key), "task"))
         command = [sys.executable, "-m", "hvdlite_runner.cli", *chosen, *options, "--task-directory", directory,
-                   executable or sys.executable, "-m", "hvdlite.run_task"]
+                   executable or sys.executable, "-m", "hvdlite.launch.run_task"]
         code, said = _launch(command, {**os.environ, **(env or {})})
         if code != 0:
             _raise(Path(directory), bytes.fromhex(key), code, said)

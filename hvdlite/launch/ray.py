@@ -1,0 +1,214 @@
+"""`RayExecutor`: ranks as actors of a Ray cluster, with the interface of `horovod.ray`.
+
+    executor = RayExecutor(num_workers=4, use_gpu=True)
+    executor.start()
+    losses = executor.run(train, args=[config])     # train() calls hvd.init()
+    executor.shutdown()
+
+Ray starts the processes and carries functions and results; the ranks meet as under every other launcher.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hvdlite.core.errors import LaunchError, NotInitializedError
+from hvdlite.launch import workers
+
+try:
+    import ray
+    from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+except ModuleNotFoundError as error:
+    raise ImportError("hvdlite.ray needs Ray: pip install 'hvdlite[ray]'") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What `RayExecutor.create_settings` returns; times in seconds."""
+
+    timeout_s: float = 60.0
+    placement_group_timeout_s: float = 100.0
+
+
+class _Worker:
+    """One rank's actor."""
+
+    def __init__(self) -> None:
+        self.executable: Any = None
+        self._directory: workers.JobDirectory | None = None
+
+    def where(self) -> tuple[str, str, int, list[str]]:
+        """Return node, address, a free port, and the GPUs that Ray gave this actor."""
+        context = ray.get_runtime_context()
+        return context.get_node_id(), ray.util.get_node_ip_address(), workers.free_port(), [
+            str(gpu) for gpu in context.get_accelerator_ids().get("GPU", [])]
+
+    def make_directory(self) -> str:
+        self._directory = workers.JobDirectory()
+        return self._directory.path
+
+    def take_place(self, given: Mapping[str, str]) -> None:
+        os.environ.update(given)
+
+    def make(self, cls: Callable[..., Any] | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        if cls is not None:
+            self.executable = workers.call(cls, args, kwargs)
+
+    def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], on_executable: bool) -> Any:
+        return workers.call(func, [self.executable, *args] if on_executable else args, kwargs)
+
+    def leave(self) -> None:
+        try:
+            workers.leave()
+        finally:
+            if self._directory is not None:
+                self._directory.remove()
+
+
+class RayExecutor:
+    """Ranks on a Ray cluster.
+
+    Args:
+        settings: from `create_settings`.
+        num_workers: number of ranks, placed as Ray likes; or
+        num_hosts, num_workers_per_host: the same number on each of so many nodes.
+        cpus_per_worker, use_gpu, gpus_per_worker: what each rank reserves; a GPU unless said otherwise, with `use_gpu`.
+        use_current_placement_group: whether to live in the placement group that surrounds the caller, if one does.
+    """
+
+    @classmethod
+    def create_settings(cls, timeout_s: float = 60.0, ssh_identity_file: str | None = None, ssh_str: str | None = None,
+                        placement_group_timeout_s: float = 100.0, nics: object = None) -> Settings:
+        """Return settings; ssh and network interfaces are not used: Ray starts the ranks, routes lead to them."""
+        return Settings(timeout_s, placement_group_timeout_s)
+
+    def __init__(self, settings: Settings | None = None, num_workers: int | None = None, num_hosts: int | None = None,
+                 num_workers_per_host: int = 1, cpus_per_worker: int = 1, use_gpu: bool = False,
+                 gpus_per_worker: int | None = None, use_current_placement_group: bool = True, **elastic: Any) -> None:
+        refused = [name for name, value in elastic.items() if value is not None]
+        if refused:
+            raise ValueError(f"RayExecutor has no use for {', '.join(refused)}: jobs of this version do not grow or shrink")
+        if (num_workers is None) == (num_hosts is None):
+            raise ValueError("give either num_workers or num_hosts")
+        if gpus_per_worker is not None and not use_gpu:
+            raise ValueError("gpus_per_worker needs use_gpu=True")
+        self.num_workers = num_workers if num_workers is not None else (num_hosts or 0) * num_workers_per_host
+        if self.num_workers < 1:
+            raise ValueError(f"{self.num_workers} workers are no job")
+        self._settings = settings or Settings()
+        gpus = (gpus_per_worker or 1) if use_gpu else 0
+        self._each = {"CPU": float(cpus_per_worker), **({"GPU": float(gpus)} if gpus else {})}
+        self._per_bundle = 1 if num_workers is not None else num_workers_per_host
+        self._spread = num_workers is None
+        self._use_current = use_current_placement_group
+        self._group: PlacementGroup | None = None
+        self._own_group = False
+        self._workers: list[Any] = []  # in rank order
+
+    def start(self, executable_cls: Callable[..., Any] | None = None, executable_args: Sequence[Any] | None = None,
+              executable_kwargs: Mapping[str, Any] | None = None, extra_env_vars: Mapping[str, str] | None = None) -> None:
+        """Start the ranks; each makes an `executable_cls(...)` if one is given, for `execute`.
+
+        Raises:
+            LaunchError: when the cluster has no room within `placement_group_timeout_s`.
+        """
+        self._reserve()
+        actor = ray.remote(num_cpus=self._each["CPU"], num_gpus=self._each.get("GPU", 0))(_Worker)
+        found = [actor.options(scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, bundle)).remote()
+                 for bundle in range(self.num_workers // self._per_bundle) for _ in range(self._per_bundle)]
+        self._workers = found
+        facts = self._get([worker.where.remote() for worker in found])
+        places = workers.placed([node for node, _, _, _ in facts])
+        self._workers = [found[index] for index, _ in places]
+        leaders = [rank for rank, (_, world) in enumerate(places) if world.local_rank == 0]
+        directories = dict(zip((facts[places[rank][0]][0] for rank in leaders), self._get(
+            [self._workers[rank].make_directory.remote() for rank in leaders]), strict=True))
+        _, address, port, _ = facts[places[0][0]]
+        secret, given = secrets.token_hex(), []
+        for index, world in places:
+            node = facts[index][0]
+            gpus = [gpu for other, _ in places if facts[other][0] == node for gpu in facts[other][3]]
+            visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}  # hvd.local_rank() chooses among them
+            given.append({**(extra_env_vars or {}), **visible,
+                          **workers.variables(world, directories[node], f"{address}:{port}", secret)})
+        self._get([worker.take_place.remote(each) for worker, each in zip(self._workers, given, strict=True)])
+        self._finish([worker.make.remote(executable_cls, executable_args or [], executable_kwargs or {})
+                      for worker in self._workers])
+
+    def run(self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None) -> Any:
+        """Call `fn(*args, **kwargs)` on every rank; return the results in rank order.
+
+        Raises:
+            Exception: the rank's where the failure began.
+        """
+        return self._finish(self.run_remote(fn, args, kwargs))
+
+    def run_remote(self, fn: Callable[..., Any], args: Sequence[Any] | None = None,
+                   kwargs: Mapping[str, Any] | None = None) -> list[Any]:
+        """Like `run`, without waiting: return Ray's references to the results."""
+        return [worker.call.remote(fn, args or [], kwargs or {}, False) for worker in self._running()]
+
+    def execute(self, fn: Callable[[Any], Any], callbacks: None = None) -> list[Any]:
+        """Call `fn(executable)` on every rank, with the object that `start` made there; return the results in rank order."""
+        return self._finish([worker.call.remote(fn, [], {}, True) for worker in self._running()])
+
+    def execute_single(self, fn: Callable[[Any], Any]) -> Any:
+        """Like `execute`, on rank 0 only."""
+        return ray.get(self._running()[0].call.remote(fn, [], {}, True))
+
+    def shutdown(self) -> None:
+        """End the ranks and give the room back; again is fine."""
+        if self._workers:
+            ray.wait([worker.leave.remote() for worker in self._workers], num_returns=len(self._workers),
+                     timeout=self._settings.timeout_s)
+        for worker in self._workers:
+            ray.kill(worker)
+        self._workers = []
+        if self._group is not None and self._own_group:
+            remove_placement_group(self._group)
+        self._group = None
+
+    def _running(self) -> list[Any]:
+        if not self._workers:
+            raise NotInitializedError("the ranks have not been started; call start() first")
+        return self._workers
+
+    def _reserve(self) -> None:
+        current = ray.util.get_current_placement_group() if self._use_current else None
+        if current is not None:
+            self._group = current
+            return
+        bundles = [{name: self._per_bundle * count for name, count in self._each.items()}
+                   for _ in range(self.num_workers // self._per_bundle)]
+        self._group, self._own_group = placement_group(bundles, "STRICT_SPREAD" if self._spread else "PACK"), True
+        ready, _ = ray.wait([self._group.ready()], timeout=self._settings.placement_group_timeout_s)
+        if not ready:
+            remove_placement_group(self._group)
+            self._group = None
+            raise LaunchError(f"the Ray cluster has no room for {self.num_workers} ranks with {self._each} each within "
+                              f"{self._settings.placement_group_timeout_s:.0f} s; it has {ray.cluster_resources()}")
+
+    def _get(self, references: Sequence[Any]) -> list[Any]:
+        try:
+            return list(ray.get(list(references), timeout=self._settings.timeout_s))
+        except ray.exceptions.GetTimeoutError:
+            self.shutdown()
+            raise LaunchError(f"not all ranks started within {self._settings.timeout_s:.0f} s (timeout_s)") from None
+
+    def _finish(self, references: Sequence[Any]) -> list[Any]:
+        """Return all results, or raise the error that the others followed from."""
+        errors: dict[int, BaseException] = {}
+        results: list[Any] = []
+        for rank, reference in enumerate(references):
+            try:
+                results.append(ray.get(reference))
+            except ray.exceptions.RayError as error:
+                errors[rank] = error
+        if errors:
+            raise workers.first_cause(errors)
+        return results
