@@ -42,29 +42,29 @@ class _Worker:
         self.executable: Any = None
         self._directory: workers.JobDirectory | None = None
 
-    def where(self) -> tuple[str, str, int, list[str]]:
+    def node_info(self) -> tuple[str, str, int, list[str]]:
         """Return node, address, a free port, and the GPUs that Ray gave this actor."""
         context = ray.get_runtime_context()
         return context.get_node_id(), ray.util.get_node_ip_address(), workers.free_port(), [
             str(gpu) for gpu in context.get_accelerator_ids().get("GPU", [])]
 
-    def make_directory(self) -> str:
+    def create_job_directory(self) -> str:
         self._directory = workers.JobDirectory()
         return self._directory.path
 
-    def take_place(self, given: Mapping[str, str]) -> None:
-        os.environ.update(given)
+    def set_environment(self, variables: Mapping[str, str]) -> None:
+        os.environ.update(variables)
 
-    def make(self, cls: Callable[..., Any] | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def create_executable(self, cls: Callable[..., Any] | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if cls is not None:
             self.executable = workers.call(cls, args, kwargs)
 
     def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], on_executable: bool) -> Any:
         return workers.call(func, [self.executable, *args] if on_executable else args, kwargs)
 
-    def leave(self) -> None:
+    def shut_down(self) -> None:
         try:
-            workers.leave()
+            workers.shut_down()
         finally:
             if self._directory is not None:
                 self._directory.remove()
@@ -102,7 +102,7 @@ class RayExecutor:
             raise ValueError(f"{self.num_workers} workers are no job")
         self._settings = settings or Settings()
         gpus = (gpus_per_worker or 1) if use_gpu else 0
-        self._each = {"CPU": float(cpus_per_worker), **({"GPU": float(gpus)} if gpus else {})}
+        self._resources = {"CPU": float(cpus_per_worker), **({"GPU": float(gpus)} if gpus else {})}
         self._per_bundle = 1 if num_workers is not None else num_workers_per_host
         self._spread = num_workers is None
         self._use_current = use_current_placement_group
@@ -117,27 +117,28 @@ class RayExecutor:
         Raises:
             LaunchError: when the cluster has no room within `placement_group_timeout_s`.
         """
-        self._reserve()
-        actor = ray.remote(num_cpus=self._each["CPU"], num_gpus=self._each.get("GPU", 0))(_Worker)
+        self._reserve_placement_group()
+        actor = ray.remote(num_cpus=self._resources["CPU"], num_gpus=self._resources.get("GPU", 0))(_Worker)
         found = [actor.options(scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, bundle)).remote()
                  for bundle in range(self.num_workers // self._per_bundle) for _ in range(self._per_bundle)]
         self._workers = found
-        facts = self._get([worker.where.remote() for worker in found])
-        places = workers.placed([node for node, _, _, _ in facts])
-        self._workers = [found[index] for index, _ in places]
-        leaders = [rank for rank, (_, world) in enumerate(places) if world.local_rank == 0]
-        directories = dict(zip((facts[places[rank][0]][0] for rank in leaders), self._get(
-            [self._workers[rank].make_directory.remote() for rank in leaders]), strict=True))
-        _, address, port, _ = facts[places[0][0]]
-        secret, given = secrets.token_hex(), []
-        for index, world in places:
-            node = facts[index][0]
-            gpus = [gpu for other, _ in places if facts[other][0] == node for gpu in facts[other][3]]
+        nodes = self._get([worker.node_info.remote() for worker in found])
+        assigned = workers.assign_ranks([node for node, _, _, _ in nodes])
+        self._workers = [found[index] for index, _ in assigned]
+        leaders = [rank for rank, (_, world) in enumerate(assigned) if world.local_rank == 0]
+        directories = dict(zip((nodes[assigned[rank][0]][0] for rank in leaders), self._get(
+            [self._workers[rank].create_job_directory.remote() for rank in leaders]), strict=True))
+        _, address, port, _ = nodes[assigned[0][0]]
+        secret, environments = secrets.token_hex(), []
+        for index, world in assigned:
+            node = nodes[index][0]
+            gpus = [gpu for other, _ in assigned if nodes[other][0] == node for gpu in nodes[other][3]]
             visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}  # hvd.local_rank() chooses among them
-            given.append({**(extra_env_vars or {}), **visible,
-                          **workers.variables(world, directories[node], f"{address}:{port}", secret)})
-        self._get([worker.take_place.remote(each) for worker, each in zip(self._workers, given, strict=True)])
-        self._finish([worker.make.remote(executable_cls, executable_args or [], executable_kwargs or {})
+            environments.append({**(extra_env_vars or {}), **visible,
+                                 **workers.rank_variables(world, directories[node], f"{address}:{port}", secret)})
+        self._get([worker.set_environment.remote(variables)
+                   for worker, variables in zip(self._workers, environments, strict=True)])
+        self._finish([worker.create_executable.remote(executable_cls, executable_args or [], executable_kwargs or {})
                       for worker in self._workers])
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -164,7 +165,7 @@ class RayExecutor:
     def shutdown(self) -> None:
         """End the ranks and give the room back; again is fine."""
         if self._workers:
-            ray.wait([worker.leave.remote() for worker in self._workers], num_returns=len(self._workers),
+            ray.wait([worker.shut_down.remote() for worker in self._workers], num_returns=len(self._workers),
                      timeout=self._settings.timeout_s)
         for worker in self._workers:
             ray.kill(worker)
@@ -178,19 +179,19 @@ class RayExecutor:
             raise NotInitializedError("the ranks have not been started; call start() first")
         return self._workers
 
-    def _reserve(self) -> None:
+    def _reserve_placement_group(self) -> None:
         current = ray.util.get_current_placement_group() if self._use_current else None
         if current is not None:
             self._group = current
             return
-        bundles = [{name: self._per_bundle * count for name, count in self._each.items()}
+        bundles = [{name: self._per_bundle * count for name, count in self._resources.items()}
                    for _ in range(self.num_workers // self._per_bundle)]
         self._group, self._own_group = placement_group(bundles, "STRICT_SPREAD" if self._spread else "PACK"), True
         ready, _ = ray.wait([self._group.ready()], timeout=self._settings.placement_group_timeout_s)
         if not ready:
             remove_placement_group(self._group)
             self._group = None
-            raise LaunchError(f"the Ray cluster has no room for {self.num_workers} ranks with {self._each} each within "
+            raise LaunchError(f"the Ray cluster has no room for {self.num_workers} ranks with {self._resources} each within "
                               f"{self._settings.placement_group_timeout_s:.0f} s; it has {ray.cluster_resources()}")
 
     def _get(self, references: Sequence[Any]) -> list[Any]:
@@ -210,5 +211,5 @@ class RayExecutor:
             except ray.exceptions.RayError as error:
                 errors[rank] = error
         if errors:
-            raise workers.first_cause(errors)
+            raise workers.root_error(errors)
         return results

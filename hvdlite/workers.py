@@ -20,11 +20,11 @@ from hvdlite.core import launch_contract
 from hvdlite.core.errors import PeerLostError
 from hvdlite.core.world import Hosts, World
 
-_JANITOR = "import shutil, sys; sys.stdin.read(); shutil.rmtree(sys.argv[1], ignore_errors=True)"
+_CLEANUP_PROGRAM = "import shutil, sys; sys.stdin.read(); shutil.rmtree(sys.argv[1], ignore_errors=True)"
 """Waits for the end of whoever holds the other end of its standard input."""
 
 
-def placed(nodes: Sequence[str]) -> list[tuple[int, World]]:
+def assign_ranks(nodes: Sequence[str]) -> list[tuple[int, World]]:
     """Return, for each rank, which worker it is and where it stands; ranks of one node follow each other.
 
     Args:
@@ -36,7 +36,7 @@ def placed(nodes: Sequence[str]) -> list[tuple[int, World]]:
     return [(worker, hosts.world(rank)) for rank, worker in enumerate(order)]
 
 
-def variables(world: World, directory: str, coordinator: str, secret: str) -> dict[str, str]:
+def rank_variables(world: World, directory: str, coordinator: str, secret: str) -> dict[str, str]:
     """Return a rank's variables; coordinator and key only matter on several hosts."""
     meeting = {launch_contract.COORDINATOR: coordinator, launch_contract.SECRET: secret}
     return {**launch_contract.rank_environment(world, directory), **(meeting if world.local_size < world.size else {})}
@@ -47,12 +47,12 @@ class JobDirectory:
 
     def __init__(self) -> None:
         self.path = tempfile.mkdtemp(prefix=launch_contract.DIRECTORY_PREFIX)  # mode 0700
-        self._janitor = subprocess.Popen([sys.executable, "-S", "-E", "-c", _JANITOR, self.path], stdin=subprocess.PIPE,
-                                         start_new_session=True)
+        self._cleanup = subprocess.Popen([sys.executable, "-S", "-E", "-c", _CLEANUP_PROGRAM, self.path],
+                                         stdin=subprocess.PIPE, start_new_session=True)
 
     def remove(self) -> None:
         """Remove it with what failed ranks left there."""
-        self._janitor.communicate()
+        self._cleanup.communicate()
 
 
 def free_port() -> int:
@@ -78,18 +78,18 @@ def as_rank(given: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     finally:
-        leave()
+        shut_down()
         os.environ.clear()
         os.environ.update(before)
 
 
-def leave() -> None:
+def shut_down() -> None:
     """Shut this process's runtime down, however often it was initialised."""
     while api.is_initialized():
         api.shutdown()
 
 
-def first_cause(errors: Mapping[int, BaseException]) -> BaseException:
+def root_error(errors: Mapping[int, BaseException]) -> BaseException:
     """Return what to raise of several ranks' errors: one that is not the consequence of another."""
     own = [rank for rank, error in sorted(errors.items()) if not isinstance(error, PeerLostError)]
     return errors[own[0] if own else min(errors)]
