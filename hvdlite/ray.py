@@ -5,7 +5,7 @@
     losses = executor.run(train, args=[config])     # train() calls hvd.init()
     executor.shutdown()
 
-Ray starts the processes and carries functions and results; the ranks meet as under every other launcher.
+Ray starts the processes and transports functions and results; the ranks rendezvous as under every other launcher.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ except ModuleNotFoundError as error:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What `RayExecutor.create_settings` returns; times in seconds."""
+    """Timeouts in seconds; created by `RayExecutor.create_settings`."""
 
     timeout_s: float = 60.0
     placement_group_timeout_s: float = 100.0
@@ -75,16 +75,16 @@ class RayExecutor:
 
     Args:
         settings: from `create_settings`.
-        num_workers: number of ranks, placed as Ray likes; or
-        num_hosts, num_workers_per_host: the same number on each of so many nodes.
-        cpus_per_worker, use_gpu, gpus_per_worker: what each rank reserves; a GPU unless said otherwise, with `use_gpu`.
-        use_current_placement_group: whether to live in the placement group that surrounds the caller, if one does.
+        num_workers: number of ranks, placed by Ray; or
+        num_hosts, num_workers_per_host: the number of nodes, and of ranks on each node.
+        cpus_per_worker, use_gpu, gpus_per_worker: resources of each rank; `use_gpu` reserves one GPU by default.
+        use_current_placement_group: whether to use the caller's placement group, if it has one.
     """
 
     @classmethod
     def create_settings(cls, timeout_s: float = 60.0, ssh_identity_file: str | None = None, ssh_str: str | None = None,
                         placement_group_timeout_s: float = 100.0, nics: object = None) -> Settings:
-        """Return settings; ssh and network interfaces are not used: Ray starts the ranks, routes lead to them."""
+        """Return settings; ssh and network interfaces are ignored: Ray starts the ranks, and routes determine addresses."""
         return Settings(timeout_s, placement_group_timeout_s)
 
     def __init__(self, settings: Settings | None = None, num_workers: int | None = None, num_hosts: int | None = None,
@@ -99,7 +99,7 @@ class RayExecutor:
             raise ValueError("gpus_per_worker needs use_gpu=True")
         self.num_workers = num_workers if num_workers is not None else (num_hosts or 0) * num_workers_per_host
         if self.num_workers < 1:
-            raise ValueError(f"{self.num_workers} workers are no job")
+            raise ValueError(f"the number of workers must be at least 1, not {self.num_workers}")
         self._settings = settings or Settings()
         gpus = (gpus_per_worker or 1) if use_gpu else 0
         self._resources = {"CPU": float(cpus_per_worker), **({"GPU": float(gpus)} if gpus else {})}
@@ -112,7 +112,7 @@ class RayExecutor:
 
     def start(self, executable_cls: Callable[..., Any] | None = None, executable_args: Sequence[Any] | None = None,
               executable_kwargs: Mapping[str, Any] | None = None, extra_env_vars: Mapping[str, str] | None = None) -> None:
-        """Start the ranks; each makes an `executable_cls(...)` if one is given, for `execute`.
+        """Start the ranks; each creates an `executable_cls(...)` for `execute`, if a class is given.
 
         Raises:
             LaunchError: when the cluster has no room within `placement_group_timeout_s`.
@@ -145,17 +145,17 @@ class RayExecutor:
         """Call `fn(*args, **kwargs)` on every rank; return the results in rank order.
 
         Raises:
-            Exception: the rank's where the failure began.
+            Exception: the exception of the rank that failed first.
         """
         return self._finish(self.run_remote(fn, args, kwargs))
 
     def run_remote(self, fn: Callable[..., Any], args: Sequence[Any] | None = None,
                    kwargs: Mapping[str, Any] | None = None) -> list[Any]:
-        """Like `run`, without waiting: return Ray's references to the results."""
+        """Like `run`, but return Ray's references to the results without waiting."""
         return [worker.call.remote(fn, args or [], kwargs or {}, False) for worker in self._running()]
 
     def execute(self, fn: Callable[[Any], Any], callbacks: None = None) -> list[Any]:
-        """Call `fn(executable)` on every rank, with the object that `start` made there; return the results in rank order."""
+        """Call `fn(executable)` on every rank with the object created by `start`; return the results in rank order."""
         return self._finish([worker.call.remote(fn, [], {}, True) for worker in self._running()])
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
@@ -163,7 +163,7 @@ class RayExecutor:
         return ray.get(self._running()[0].call.remote(fn, [], {}, True))
 
     def shutdown(self) -> None:
-        """End the ranks and give the room back; again is fine."""
+        """End the ranks and release their resources; may be called again."""
         if self._workers:
             ray.wait([worker.shut_down.remote() for worker in self._workers], num_returns=len(self._workers),
                      timeout=self._settings.timeout_s)
@@ -202,7 +202,7 @@ class RayExecutor:
             raise LaunchError(f"not all ranks started within {self._settings.timeout_s:.0f} s (timeout_s)") from None
 
     def _finish(self, references: Sequence[Any]) -> list[Any]:
-        """Return all results, or raise the error that the others followed from."""
+        """Return all results, or raise the error of the rank that failed first."""
         errors: dict[int, BaseException] = {}
         results: list[Any] = []
         for rank, reference in enumerate(references):

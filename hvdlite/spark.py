@@ -1,7 +1,7 @@
-"""`hvdlite.spark.run`: a function on every rank of a job whose processes are the tasks of a Spark barrier stage.
+"""`hvdlite.spark.run`: call a function on every rank of a job whose processes are the tasks of a Spark barrier stage.
 
-Spark starts the processes, all of them or none, and carries function and results; the ranks meet as under every other
-launcher. An exception of the function comes back as a result, so that Spark does not try the stage again.
+Spark starts all processes or none, and transports the function and the results; the ranks rendezvous as under every other
+launcher. An exception of the function is returned as a result, so that Spark does not retry the stage.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ def run(fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, A
     """Call `fn(*args, **kwargs)` on every rank; return the results in rank order.
 
     Args:
-        num_proc: number of ranks; default: as many tasks as Spark runs at a time (`spark.default.parallelism`).
-        start_timeout: seconds until Spark must have started all of them; default 600.
-        env: variables of the ranks.
-        horovods: Horovod's other arguments (stdout, nics, use_gloo, ...); they change nothing here.
+        num_proc: number of ranks; default: the number of tasks that Spark runs concurrently (`spark.default.parallelism`).
+        start_timeout: seconds within which Spark must start all ranks; default 600.
+        env: environment variables of the ranks.
+        horovods: Horovod's other arguments (stdout, nics, use_gloo, ...); they have no effect.
 
     Raises:
         LaunchError: without a Spark context, or when Spark does not start the ranks in time.
         PeerLostError: when a rank's process died.
-        Exception: that of the rank where the failure began, with its traceback as the cause.
+        Exception: the exception of the rank that failed first, with its traceback as the cause.
     """
     context = SparkContext._active_spark_context
     if context is None:
@@ -72,7 +72,7 @@ def run(fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, A
 
 
 def _watch(context: SparkContext, group: str, job: threading.Thread, size: int, timeout: float) -> None:
-    """Wait for the job; cancel it when its tasks have not been started in time, and when the caller is interrupted."""
+    """Wait for the job; cancel it when its tasks do not start in time or the caller is interrupted."""
     tracker, begun, started = context.statusTracker(), time.monotonic(), False
     try:
         while job.is_alive():
@@ -117,7 +117,7 @@ def _task(call: bytes, env: Mapping[str, str], secret: str) -> Callable[[Iterabl
 
 
 def _called(call: bytes) -> tuple[bool, bytes]:
-    """Return (whether it raised, what the function returned or raised)."""
+    """Call the pickled function; return whether it raised, and the pickled result or exception."""
     try:
         fn, args, kwargs = cloudpickle.loads(call)  # from the driver, by Spark's own closure
         return False, cloudpickle.dumps(workers.call(fn, args, kwargs))
