@@ -88,13 +88,13 @@ def init(comm: object = None, process_sets: Sequence[ProcessSet | Sequence[int]]
 def _started(comm: object) -> Runtime:
     """Return a runtime that is running, with all that the environment asks for; nothing is left of one that fails."""
     config = Config.from_environment({**_defaults, **os.environ})
-    place = enter(comm, os.environ, os.getppid(), config)
-    _configure_logging(config, place.world)
-    made = assemble(place, config, _casts, _enable_stack_dump(config), os.environ)
+    info = enter(comm, os.environ, os.getppid(), config)
+    _configure_logging(config, info.world)
+    made = assemble(info, config, _casts, _enable_stack_dump(config), os.environ)
     made.start()
     try:
-        if place.job_directory and not place.owns_directory:
-            made.progress.publish(place.job_directory, place.world.rank)
+        if info.job_directory and not info.owns_directory:
+            made.progress.publish(info.job_directory, info.world.rank)
         if config.timeline:
             made.start_timeline(config.timeline, config.timeline_mark_cycles)
         _install_hooks()

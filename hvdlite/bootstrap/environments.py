@@ -63,7 +63,7 @@ ENVIRONMENTS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class LaunchInfo:
     """What a rank knows before it has met the others."""
 
     environment: str
@@ -73,12 +73,12 @@ class Place:
     key: bytes = dataclasses.field(default=b"", repr=False)
     owns_directory: bool = False  # nobody else will remove it
     is_mpi: bool = False  # an MPI launcher started it
-    knows_local: bool = True  # false: its host's ranks are still to be found out, over MPI
+    knows_local_ranks: bool = True  # false: its host's ranks are still to be found out, over MPI
     communicator: Any = dataclasses.field(default=None, repr=False)  # of all ranks, over MPI; it belongs to the job
-    without_mpi: str = ""  # why there is none, where one was wanted
+    mpi_problem: str = ""  # why there is none, where one was wanted
 
     @property
-    def is_launched(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether hvdrun, or somebody in its place, has told everything."""
         return self.environment == "hvdlite"
 
@@ -88,7 +88,7 @@ class Place:
         return self.world.local_size < self.world.size
 
 
-def find_place(environ: Mapping[str, str], parent: int) -> Place:
+def read_launch_info(environ: Mapping[str, str], parent: int) -> LaunchInfo:
     """Read a rank's place from its environment.
 
     Args:
@@ -98,17 +98,17 @@ def find_place(environ: Mapping[str, str], parent: int) -> Place:
     Raises:
         LaunchError: when a launcher's variables are incomplete or contradict each other.
     """
-    environ = _with_pods_place(environ)
+    environ = _with_pod_variables(environ)
     for environment in ENVIRONMENTS:
         if _applies(environment, environ):
-            return _place(environment, environ, parent)
+            return _launch_info(environment, environ, parent)
     if "PMIX_RANK" in environ:
         raise LaunchError(f"a PMIx launcher started this process as rank {environ['PMIX_RANK']}, but the number of ranks is "
                           f"not in the environment: set {contract.SIZE} too, and {contract.RANK}=$PMIX_RANK")
-    return Place("none", World())
+    return LaunchInfo("none", World())
 
 
-def _with_pods_place(environ: Mapping[str, str]) -> Mapping[str, str]:
+def _with_pod_variables(environ: Mapping[str, str]) -> Mapping[str, str]:
     """Return the environment with the place of a pod of an indexed job, unless a launcher in the pod has set one."""
     if "JOB_COMPLETION_INDEX" not in environ or contract.SIZE not in environ or contract.RANK in environ:
         return environ
@@ -130,7 +130,7 @@ def _applies(environment: Environment, environ: Mapping[str, str]) -> bool:
     return environment.size in environ or environment.rank in environ
 
 
-def _place(environment: Environment, environ: Mapping[str, str], parent: int) -> Place:
+def _launch_info(environment: Environment, environ: Mapping[str, str], parent: int) -> LaunchInfo:
     is_mpi = any(row.is_mpi and row.size in environ for row in ENVIRONMENTS)  # hvdrun may have used it
     if environment.is_mpi and environment.local_rank not in environ and "SLURM_LOCALID" in environ:  # srun --mpi=pmi2
         environment = dataclasses.replace(environment, local_rank="SLURM_LOCALID", local_size="SLURM_STEP_TASKS_PER_NODE")
@@ -138,7 +138,7 @@ def _place(environment: Environment, environ: Mapping[str, str], parent: int) ->
     key = _key(environ)
     coordinator = _host_and_port(environ[contract.COORDINATOR]) if contract.COORDINATOR in environ else None
     if world.size == 1:
-        return Place(environment.name, world, environ.get(contract.JOB_DIRECTORY, ""), is_mpi=is_mpi)
+        return LaunchInfo(environment.name, world, environ.get(contract.JOB_DIRECTORY, ""), is_mpi=is_mpi)
     if world.local_size < world.size and not environment.is_mpi:
         coordinator = coordinator or _likely_coordinator(environment, environ)
         if not key:
@@ -147,7 +147,7 @@ def _place(environment: Environment, environ: Mapping[str, str], parent: int) ->
                               f"{contract.SECRET_FILE}) to the same value on all ranks; {MAKE_A_KEY}")
     given = environ.get(contract.JOB_DIRECTORY)
     directory = given or _agreed_directory(environment, environ, parent)
-    return Place(environment.name, world, directory, coordinator, key, not given, is_mpi,
+    return LaunchInfo(environment.name, world, directory, coordinator, key, not given, is_mpi,
                  not is_mpi or environment.local_rank in environ)
 
 

@@ -13,14 +13,14 @@ from typing import Any, Final
 
 import numpy as np
 
-from hvdlite.bootstrap.environments import Place
+from hvdlite.bootstrap.environments import LaunchInfo
 from hvdlite.core.world import World
 
 KEY_BYTES: Final = 32
 _ANYWHERE: Final = ("192.0.2.1", 9)  # of a block for documentation: nobody gets the packet that is never sent
 
 
-def place_over_mpi(mpi: Any, communicator: Any, coordinator: tuple[str, int] | None = None) -> Place:
+def launch_info_over_mpi(mpi: Any, communicator: Any, coordinator: tuple[str, int] | None = None) -> LaunchInfo:
     """Return this rank's place among the ranks of a communicator, all of which call this.
 
     Args:
@@ -30,7 +30,7 @@ def place_over_mpi(mpi: Any, communicator: Any, coordinator: tuple[str, int] | N
     """
     rank, size = communicator.Get_rank(), communicator.Get_size()
     if size == 1:
-        return Place("MPI", World())
+        return LaunchInfo("MPI", World())
     here = communicator.Split_type(mpi.COMM_TYPE_SHARED, rank)
     alike = communicator.Split(here.Get_rank(), rank)
     world = World(rank, size, here.Get_rank(), here.Get_size(), alike.Get_rank(), alike.Get_size())
@@ -44,7 +44,7 @@ def place_over_mpi(mpi: Any, communicator: Any, coordinator: tuple[str, int] | N
         coordinator = host, int(port)
     here.Free()
     alike.Free()
-    return Place("MPI", world, directory, coordinator, key, owns_directory=True, is_mpi=True, communicator=communicator)
+    return LaunchInfo("MPI", world, directory, coordinator, key, owns_directory=True, is_mpi=True, communicator=communicator)
 
 
 def told(communicator: Any, text: bytes, root: int = 0) -> bytes:
