@@ -22,8 +22,8 @@ _LIMIT = 250  # descriptors in one message (the kernel's limit is 253)
 _NUMBER_BYTES = 4
 
 
-def give(path: str, shared: Sequence[int], own: Sequence[Sequence[int]], timeout: float) -> None:
-    """Send descriptors to processes that call `take(path, index)`; the socket is removed afterwards.
+def send_fds(path: str, shared: Sequence[int], own: Sequence[Sequence[int]], timeout: float) -> None:
+    """Send descriptors to processes that call `recv_fds(path, index)`; the socket is removed afterwards.
 
     Args:
         shared: what each of them gets.
@@ -53,7 +53,7 @@ def give(path: str, shared: Sequence[int], own: Sequence[Sequence[int]], timeout
             Path(path).unlink(missing_ok=True)
 
 
-def take(path: str, index: int, timeout: float) -> list[int]:
+def recv_fds(path: str, index: int, timeout: float) -> list[int]:
     """Receive the descriptors that the first rank of this host gives at `path` to the other with this index.
 
     Raises:
@@ -68,7 +68,7 @@ def take(path: str, index: int, timeout: float) -> list[int]:
                 with fitting(path) as short:
                     sock.connect(short)
                 sock.sendall(index.to_bytes(_NUMBER_BYTES, "little"))
-                return _received(sock)
+                return _receive(sock)
             except (FileNotFoundError, ConnectionRefusedError) as error:
                 if time.monotonic() > deadline:
                     raise LaunchError(f"the first rank of this host does not share its memory at {path}: {error}") from error
@@ -83,7 +83,7 @@ def _send(sock: socket.socket, descriptors: Sequence[int]) -> None:
             raise LaunchError("another rank of this host ended while it received the shared memory")
 
 
-def _received(sock: socket.socket) -> list[int]:
+def _receive(sock: socket.socket) -> list[int]:
     count = int.from_bytes(sock.recv(_NUMBER_BYTES, socket.MSG_WAITALL), "little")
     received: list[int] = []
     try:

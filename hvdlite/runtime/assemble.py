@@ -16,7 +16,7 @@ from typing import Any, Final
 import msgspec
 
 from hvdlite._version import __version__
-from hvdlite.bootstrap.descriptors import give, take
+from hvdlite.bootstrap.descriptors import recv_fds, send_fds
 from hvdlite.bootstrap.environments import LaunchInfo, check_directory
 from hvdlite.control.codec import Hello, Welcome
 from hvdlite.control.doorbell import Doorbell
@@ -279,11 +279,11 @@ def _shared(info: LaunchInfo, local: Sequence[int], config: Config, made: contex
             if others:
                 rings = [descriptor for bell in bells for descriptor in bell.descriptors]
                 ends = [[theirs.fileno()] for _, theirs in pairs] if led else [[] for _ in others]
-                give(path, [file, *fences, *rings], ends, limit(config.start_timeout))
+                send_fds(path, [file, *fences, *rings], ends, limit(config.start_timeout))
         inside = {other: Connection(ours, frame_limit=config.frame_limit)
                   for other, (ours, _) in zip(others, pairs, strict=led)}
         return dict(zip(local, bells, strict=True)), memory, inside
-    file, *rest = take(path, others.index(rank), limit(config.start_timeout))
+    file, *rest = recv_fds(path, others.index(rank), limit(config.start_timeout))
     memory = SharedMemory(file, rank, fence.Fence(rest.pop(0)) if fenced else None)
     inside = {leader: Connection(socket.socket(fileno=rest.pop()), frame_limit=config.frame_limit)} if led else {}
     each = len(rest) // len(local)
