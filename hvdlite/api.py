@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite.bootstrap.mpi import least_member
+from hvdlite.bootstrap.mpi import lowest_rank
 from hvdlite.control.process_probe import StackDumpTarget, enable_stack_dump
 from hvdlite.core import launch_contract
 from hvdlite.core.array import Array
@@ -247,7 +247,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 def _register_split(own: ProcessSet, current: Runtime) -> None:
     """Register the communicators that the ranks are in; each is known by its least rank."""
     rank = current.world.rank
-    least = least_member(own.mpi_comm, rank)
+    least = lowest_rank(own.mpi_comm, rank)
     everybodys = current.allgather(current.unnamed("process_set", "split"), np.array([least])).wait().tolist()
     parts = {each: [member for member, other in enumerate(everybodys) if other == each]
              for each in sorted(set(everybodys)) if each >= 0}

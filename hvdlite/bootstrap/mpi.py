@@ -31,23 +31,23 @@ def launch_info_over_mpi(mpi: Any, communicator: Any, coordinator: tuple[str, in
     rank, size = communicator.Get_rank(), communicator.Get_size()
     if size == 1:
         return LaunchInfo("MPI", World())
-    here = communicator.Split_type(mpi.COMM_TYPE_SHARED, rank)
-    alike = communicator.Split(here.Get_rank(), rank)
-    world = World(rank, size, here.Get_rank(), here.Get_size(), alike.Get_rank(), alike.Get_size())
+    local = communicator.Split_type(mpi.COMM_TYPE_SHARED, rank)
+    cross = communicator.Split(local.Get_rank(), rank)
+    world = World(rank, size, local.Get_rank(), local.Get_size(), cross.Get_rank(), cross.Get_size())
     directory = tempfile.mkdtemp(prefix="hvdlite-") if world.local_rank == 0 else ""
-    directory = told(here, directory.encode()).decode()
-    key = told(communicator, secrets.token_bytes(KEY_BYTES) if rank == 0 else b"")
+    directory = broadcast_bytes(local, directory.encode()).decode()
+    key = broadcast_bytes(communicator, secrets.token_bytes(KEY_BYTES) if rank == 0 else b"")
     if world.local_size < size and coordinator is None:
-        names = [told(communicator, socket.gethostname().encode(), each).decode() for each in range(size)]
-        own = f"{address_towards(names)}:{_free_port()}" if rank == 0 else ""
-        host, _, port = told(communicator, own.encode()).decode().rpartition(":")
+        names = [broadcast_bytes(communicator, socket.gethostname().encode(), each).decode() for each in range(size)]
+        own = f"{route_address(names)}:{_free_port()}" if rank == 0 else ""
+        host, _, port = broadcast_bytes(communicator, own.encode()).decode().rpartition(":")
         coordinator = host, int(port)
-    here.Free()
-    alike.Free()
+    local.Free()
+    cross.Free()
     return LaunchInfo("MPI", world, directory, coordinator, key, owns_directory=True, is_mpi=True, communicator=communicator)
 
 
-def told(communicator: Any, text: bytes, root: int = 0) -> bytes:
+def broadcast_bytes(communicator: Any, text: bytes, root: int = 0) -> bytes:
     """Return what the root says."""
     length = np.array([len(text)], np.int64)
     communicator.Bcast(length, root)
@@ -57,7 +57,7 @@ def told(communicator: Any, text: bytes, root: int = 0) -> bytes:
     return message.tobytes()
 
 
-def least_member(communicator: Any, rank: int) -> int:
+def lowest_rank(communicator: Any, rank: int) -> int:
     """Return the least of the members' ranks in the job, all of which call this; -1 for MPI's null communicator."""
     if not communicator:
         return -1
@@ -66,7 +66,7 @@ def least_member(communicator: Any, rank: int) -> int:
     return int(ranks.min())
 
 
-def address_towards(names: list[str]) -> str:
+def route_address(names: list[str]) -> str:
     """Return this host's IP address on the way to other hosts, given all ranks' host names; loopback if it has none."""
     for name in dict.fromkeys(name for name in names if name != socket.gethostname()):
         try:
