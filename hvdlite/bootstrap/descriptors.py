@@ -1,7 +1,7 @@
-"""Hand open descriptors from the first rank of a host to its other ranks, over a Unix socket that lives for a moment.
+"""Pass open file descriptors from the first rank of a host to its other ranks, over a short-lived Unix socket.
 
-A receiver confirms every message, so few descriptors are on their way at a time: the system limits those of one user to as
-many as the sender may have open.
+A receiver acknowledges every message, so that few descriptors are in flight at a time: the system limits the descriptors in
+flight of one user to the number that the sender may have open.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ def send_fds(path: str, shared: Sequence[int], own: Sequence[Sequence[int]], tim
     """Send descriptors to processes that call `recv_fds(path, index)`; the socket is removed afterwards.
 
     Args:
-        shared: what each of them gets.
-        own: what each gets beside that, by its index; its length is how many there are.
+        shared: the descriptors that every receiver gets.
+        own: by receiver index, the further descriptors of that receiver; its length is the number of receivers.
 
     Raises:
-        LaunchError: when not all of them came within `timeout` seconds, or one ended before it had received all.
+        LaunchError: when a receiver does not connect within `timeout` seconds, or ends before it has received everything.
     """
     receivers = len(own)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        Path(path).unlink(missing_ok=True)  # left by a job that was killed while its ranks met
+        Path(path).unlink(missing_ok=True)  # left by a job that was killed during its rendezvous
         with fitting(path) as short:
             listener.bind(short)
         try:
@@ -54,11 +54,11 @@ def send_fds(path: str, shared: Sequence[int], own: Sequence[Sequence[int]], tim
 
 
 def recv_fds(path: str, index: int, timeout: float) -> list[int]:
-    """Receive the descriptors that the first rank of this host gives at `path` to the other with this index.
+    """Receive the descriptors that the first rank of this host sends at `path` to the receiver with this index.
 
     Raises:
-        LaunchError: when it does not answer within `timeout` seconds.
-        OSError: when this process may not have as many.
+        LaunchError: when the sender does not answer within `timeout` seconds.
+        OSError: when this process may not open so many descriptors.
     """
     deadline = time.monotonic() + timeout
     while True:

@@ -1,7 +1,7 @@
-"""What ranks tell each other over MPI before they meet: who they are, who shares a host, where rank 0 listens, and the key.
+"""The launch information of a rank, exchanged over MPI: coordinates, the ranks of each host, rank 0's address, and the key.
 
-So a script works under mpirun and mpiexec without hvdrun, on any number of hosts, and with any communicator that is given to
-`hvd.init`. Only bytes travel; nothing is pickled.
+With it a script runs under mpirun and mpiexec without hvdrun, on any number of hosts, and with any communicator that is
+passed to `hvd.init`. Only bytes are transferred; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from hvdlite.bootstrap.environments import LaunchInfo
 from hvdlite.core.world import World
 
 KEY_BYTES: Final = 32
-_ANYWHERE: Final = ("192.0.2.1", 9)  # of a block for documentation: nobody gets the packet that is never sent
+_ANYWHERE: Final = ("192.0.2.1", 9)  # from a block reserved for documentation; no packet is sent
 
 
 def launch_info_over_mpi(mpi: Any, communicator: Any, coordinator: tuple[str, int] | None = None) -> LaunchInfo:
-    """Return this rank's place among the ranks of a communicator, all of which call this.
+    """Return this rank's launch information; all ranks of the communicator call this.
 
     Args:
         mpi: the module `mpi4py.MPI`.
-        communicator: given up to the place, which keeps it.
-        coordinator: where rank 0 is to listen, when the user says so.
+        communicator: owned by the result.
+        coordinator: the address where rank 0 listens, if the user has set it.
     """
     rank, size = communicator.Get_rank(), communicator.Get_size()
     if size == 1:
@@ -48,7 +48,7 @@ def launch_info_over_mpi(mpi: Any, communicator: Any, coordinator: tuple[str, in
 
 
 def broadcast_bytes(communicator: Any, text: bytes, root: int = 0) -> bytes:
-    """Return what the root says."""
+    """Return the root's bytes on every rank; the others' `text` is ignored."""
     length = np.array([len(text)], np.int64)
     communicator.Bcast(length, root)
     is_root = communicator.Get_rank() == root
@@ -58,7 +58,7 @@ def broadcast_bytes(communicator: Any, text: bytes, root: int = 0) -> bytes:
 
 
 def lowest_rank(communicator: Any, rank: int) -> int:
-    """Return the least of the members' ranks in the job, all of which call this; -1 for MPI's null communicator."""
+    """Return the lowest job rank among a communicator's members, all of which call this; -1 for MPI's null communicator."""
     if not communicator:
         return -1
     ranks = np.empty(communicator.Get_size(), np.int64)
@@ -67,7 +67,11 @@ def lowest_rank(communicator: Any, rank: int) -> int:
 
 
 def route_address(names: list[str]) -> str:
-    """Return this host's IP address on the way to other hosts, given all ranks' host names; loopback if it has none."""
+    """Return the IP address from which this host reaches the hosts of other ranks; loopback if there is none.
+
+    Args:
+        names: the host names of all ranks.
+    """
     for name in dict.fromkeys(name for name in names if name != socket.gethostname()):
         try:
             address = socket.gethostbyname(name)
@@ -79,7 +83,7 @@ def route_address(names: list[str]) -> str:
 
 
 def _own_address(target: tuple[str, int]) -> str:
-    """Return the address from which a packet to `target` would be sent, "" when there is no way. Nothing is sent."""
+    """Return the address from which a packet to `target` would be sent, "" without a route. Nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(target)

@@ -103,11 +103,11 @@ def test_every_receiver_gets_what_is_shared_and_its_own(tmp_path: Path, count: i
     received: dict[int, list[int]] = {}
     receivers = [threading.Thread(target=lambda index=index: received.__setitem__(index, recv_fds(path, index, 10.0)))
               for index in range(2)]
-    for taker in receivers:
-        taker.start()
+    for receiver in receivers:
+        receiver.start()
     send_fds(path, files, [[descriptor] for descriptor in own], 10.0)
-    for taker in receivers:
-        taker.join(30)
+    for receiver in receivers:
+        receiver.join(30)
     for index in range(2):
         given = [os.fstat(descriptor).st_ino for descriptor in (*files, own[index])]
         assert [os.fstat(descriptor).st_ino for descriptor in received[index]] == given
