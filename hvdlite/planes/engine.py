@@ -23,14 +23,13 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from hvdlite.core.array import SUPPORTED_DTYPES, Array, identity
+from hvdlite.core.array import SUPPORTED_DTYPES, Array, aligned_zeros, identity
 from hvdlite.core.errors import HorovodInternalError
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.planes.adasum import AdaptiveSum
 from hvdlite.planes.arithmetic import Casts, Reduction
 from hvdlite.planes.base import FusionBuffer, Plan, WaitUntil
-from hvdlite.planes.loopback import aligned_zeros
-from hvdlite.planes.shm import Concatenation, row_bounds, slice_bounds
+from hvdlite.planes.slices import Concatenation, row_bounds, slice_bounds
 
 ACCOUNT_SECONDS: Final = 3.0
 """How long the control plane gets to say who died, once a library has noticed that something is wrong."""

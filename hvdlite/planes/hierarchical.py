@@ -30,7 +30,9 @@ from hvdlite.core.world import Hosts
 from hvdlite.negotiation.messages import Response
 from hvdlite.planes.arithmetic import Casts, Reduction
 from hvdlite.planes.base import FusionBuffer, Part, Plan, Plane, WaitUntil
-from hvdlite.planes.shm import Concatenation, Group, Memory, ShmPlane, row_bounds, slice_bounds
+from hvdlite.planes.shm import ShmPlane
+from hvdlite.planes.slices import Concatenation, row_bounds, slice_bounds
+from hvdlite.planes.staging import Group, Memory
 
 SMALL_BYTES = 256 << 10
 """Allgathers of up to so many bytes in all go through the first rank of each host."""
