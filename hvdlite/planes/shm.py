@@ -35,7 +35,7 @@ from hvdlite.planes.arithmetic import Casts, Reduction
 from hvdlite.planes.base import FusionBuffer, Part, Plan, WaitUntil
 from hvdlite.planes.shm_pieces import AdasumPiece, Piece
 from hvdlite.planes.slices import Concatenation, row_bounds, slice_bounds
-from hvdlite.planes.staging import Group, Memory
+from hvdlite.planes.staging import HostMemory, StagingArea
 
 
 class ShmPlane:
@@ -50,41 +50,41 @@ class ShmPlane:
 
     name = "shm"
 
-    def __init__(self, rank: int, memory: Memory, ring: Callable[[int], None], *, slot: int, chunk: int, direct: int,
+    def __init__(self, rank: int, memory: HostMemory, ring: Callable[[int], None], *, slot: int, chunk: int, direct: int,
                  casts: Casts | None = None) -> None:
         self._rank = rank
         self._memory, self._ring = memory, ring
         self._slot, self._chunk, self._direct = slot, chunk, direct
         self._casts = casts or Casts.of_numpy()
-        self._groups: dict[int, Group] = {}  # the process sets this rank is in
+        self._areas: dict[int, StagingArea] = {}  # the process sets this rank is in
 
     def execute(self, plan: Plan, wait_until: WaitUntil) -> None:
-        group = self._groups[plan.response.process_set]
+        area = self._areas[plan.response.process_set]
         match plan.response.collective:
             case Collective.ALLREDUCE if plan.part is not None:
-                self._allreduce_in_place(group, plan.part, plan.response, wait_until)
+                self._allreduce_in_place(area, plan.part, plan.response, wait_until)
             case Collective.ALLREDUCE | Collective.REDUCE if plan.response.op is ReduceOp.ADASUM:
-                self._adasum(group, plan, wait_until)
+                self._adasum(area, plan, wait_until)
             case Collective.ALLREDUCE | Collective.REDUCE:
-                self._reduce(group, plan, wait_until)
+                self._reduce(area, plan, wait_until)
             case Collective.REDUCESCATTER:
-                self._reducescatter(group, plan, wait_until)
+                self._reducescatter(area, plan, wait_until)
             case Collective.BROADCAST:
-                self._broadcast(group, plan, wait_until)
+                self._broadcast(area, plan, wait_until)
             case _:
-                self._exchange(group, plan, wait_until)
+                self._exchange(area, plan, wait_until)
 
     def open_set(self, number: int, ranks: tuple[int, ...]) -> None:
         segment = self._memory.segment(ranks, self._slot)
         if segment is not None:
-            self._groups[number] = Group(self._rank, ranks, segment, self._ring)
+            self._areas[number] = StagingArea(self._rank, ranks, segment, self._ring)
 
     def close_set(self, number: int, wait_until: WaitUntil) -> None:
-        group = self._groups.pop(number, None)
-        if group is not None:
-            group.barrier(wait_until)  # nobody reads this rank's slots any more
-            group.segment.release()
-            group.segment.close()
+        area = self._areas.pop(number, None)
+        if area is not None:
+            area.barrier(wait_until)  # nobody reads this rank's slots any more
+            area.segment.release()
+            area.segment.close()
 
     def fusion_buffer(self, nbytes: int, ranks: tuple[int, ...]) -> FusionBuffer | None:
         slots = self._memory.window(nbytes, ranks)
@@ -95,19 +95,19 @@ class ShmPlane:
         self._direct = settings.get("shm_direct", self._direct)
 
     def close(self) -> None:
-        for group in self._groups.values():
-            group.segment.close()
-        self._groups.clear()
+        for area in self._areas.values():
+            area.segment.close()
+        self._areas.clear()
         self._memory.close()
 
-    def _reduction(self, group: Group, response: Response) -> Reduction:
+    def _reduction(self, area: StagingArea, response: Response) -> Reduction:
         dtype = SUPPORTED_DTYPES[response.dtype]
-        return Reduction(response, dtype, group.size, self._chunk // dtype.itemsize, self._casts)
+        return Reduction(response, dtype, area.size, self._chunk // dtype.itemsize, self._casts)
 
-    def _allreduce_in_place(self, group: Group, part: Part, response: Response, wait_until: WaitUntil) -> None:
-        reduction = self._reduction(group, response)
+    def _allreduce_in_place(self, area: StagingArea, part: Part, response: Response, wait_until: WaitUntil) -> None:
+        reduction = self._reduction(area, response)
         slots = [slot[part.begin:part.end].view(reduction.dtype) for slot in part.buffer.slots]
-        begin, end = slice_bounds(0, slots[0].size, group.size, reduction.dtype)[group.index:group.index + 2]
+        begin, end = slice_bounds(0, slots[0].size, area.size, reduction.dtype)[area.index:area.index + 2]
         for start in range(begin, end, reduction.chunk):
             pieces = [slot[start:min(start + reduction.chunk, end)] for slot in slots]
             for piece in pieces:
@@ -115,27 +115,27 @@ class ShmPlane:
             reduction.combine(pieces, pieces[0])
             for piece in pieces[1:]:
                 np.copyto(piece, pieces[0])
-        group.barrier(wait_until)
+        area.barrier(wait_until)
 
-    def _reduce(self, group: Group, plan: Plan, wait_until: WaitUntil) -> None:
+    def _reduce(self, area: StagingArea, plan: Plan, wait_until: WaitUntil) -> None:
         """Allreduce, or reduce: then only the root has outputs."""
         if not plan.response.contributors:
             return
-        reduction = self._reduction(group, plan.response)
+        reduction = self._reduction(area, plan.response)
         sources = Concatenation(plan.sources) if self._rank in plan.response.contributors else None
         receives = plan.outputs and (plan.response.collective is Collective.ALLREDUCE
                                      or self._rank == plan.response.root_rank)
         outputs = Concatenation(plan.outputs) if receives else None
         total = sources.size if sources else outputs.size if outputs else plan.response.elements
-        per_piece = group.segment.slot // reduction.dtype.itemsize
+        per_piece = area.segment.slot // reduction.dtype.itemsize
         for low in range(0, total, per_piece):
-            piece = Piece(group, plan.response, reduction, low, min(low + per_piece, total))
+            piece = Piece(area, plan.response, reduction, low, min(low + per_piece, total))
             if (piece.high - piece.low) * reduction.dtype.itemsize <= self._direct:
                 piece.reduce_whole(sources, outputs, wait_until)
             else:
                 piece.reduce_slices(sources, outputs, wait_until)
 
-    def _adasum(self, group: Group, plan: Plan, wait_until: WaitUntil) -> None:
+    def _adasum(self, area: StagingArea, plan: Plan, wait_until: WaitUntil) -> None:
         """Measure the inner products slice by slice, add them up, then weighted sums by slices; all tensors together."""
         response, dtype = plan.response, SUPPORTED_DTYPES[plan.response.dtype]
         if not response.contributors:
@@ -144,11 +144,11 @@ class ShmPlane:
         adaptive = AdaptiveSum(response, dtype, self._chunk // dtype.itemsize, self._casts, response.rows)
         sources = Concatenation(plan.sources) if self._rank in response.contributors else None
         outputs = Concatenation(plan.outputs) if receives else None
-        total, per_piece = sum(response.rows), group.segment.slot // dtype.itemsize
+        total, per_piece = sum(response.rows), area.segment.slot // dtype.itemsize
 
         def pieces() -> Iterator[AdasumPiece]:
             for low in range(0, total, per_piece):
-                yield AdasumPiece(group, response, adaptive, low, min(low + per_piece, total))
+                yield AdasumPiece(area, response, adaptive, low, min(low + per_piece, total))
 
         if total * dtype.itemsize <= self._direct:
             for piece in pieces():
@@ -157,43 +157,43 @@ class ShmPlane:
         products = np.zeros((len(response.rows), len(response.contributors), len(response.contributors)))
         for piece in pieces():
             products += piece.measure_slice(sources, wait_until)
-        fitting = max(1, group.segment.slot // products[0].nbytes)
+        fitting = max(1, area.segment.slot // products[0].nbytes)
         for first in range(0, len(products), fitting):
-            products[first:first + fitting] = group.total(products[first:first + fitting], wait_until)
+            products[first:first + fitting] = area.total(products[first:first + fitting], wait_until)
         adaptive.weigh(products)
         for piece in pieces():
             piece.reduce_slices(sources, outputs, wait_until)
 
-    def _reducescatter(self, group: Group, plan: Plan, wait_until: WaitUntil) -> None:
-        reduction = self._reduction(group, plan.response)
+    def _reducescatter(self, area: StagingArea, plan: Plan, wait_until: WaitUntil) -> None:
+        reduction = self._reduction(area, plan.response)
         source = Concatenation(plan.sources) if plan.sources else None
         output = plan.outputs[0] if plan.outputs else None
         bounds = row_bounds(plan.response)
-        begin, end = bounds[group.index], bounds[group.index + 1]
-        per_piece = group.segment.slot // reduction.dtype.itemsize
+        begin, end = bounds[area.index], bounds[area.index + 1]
+        per_piece = area.segment.slot // reduction.dtype.itemsize
         total = source.size if source else plan.response.elements
         for low in range(0, total, per_piece):
-            piece = Piece(group, plan.response, reduction, low, min(low + per_piece, total))
+            piece = Piece(area, plan.response, reduction, low, min(low + per_piece, total))
             piece.reduce_own(source, output, begin, end, wait_until)
 
-    def _broadcast(self, group: Group, plan: Plan, wait_until: WaitUntil) -> None:
+    def _broadcast(self, area: StagingArea, plan: Plan, wait_until: WaitUntil) -> None:
         root = plan.response.root_rank
         dtype = SUPPORTED_DTYPES[plan.response.dtype]
         outputs = Concatenation(plan.outputs)
-        per_piece = group.segment.slot // dtype.itemsize
+        per_piece = area.segment.slot // dtype.itemsize
         total = outputs.size if plan.outputs else plan.response.elements
         for low in range(0, total, per_piece):
             high = min(low + per_piece, total)
-            region = group.next_region((high - low) * dtype.itemsize if self._rank == root else 0)
+            region = area.next_region((high - low) * dtype.itemsize if self._rank == root else 0)
             if self._rank == root:
-                Concatenation(plan.sources).copy_to(low, high, group.slot(group.index, region, dtype))
-            group.barrier(wait_until)
-            staged = group.slot(group.ranks.index(root), region, dtype)
+                Concatenation(plan.sources).copy_to(low, high, area.slot(area.index, region, dtype))
+            area.barrier(wait_until)
+            staged = area.slot(area.ranks.index(root), region, dtype)
             for start, stop, part in outputs.parts(low, high, high - low) if plan.outputs else ():
                 if self._rank != root or plan.sources is not plan.outputs:
                     np.copyto(part, staged[start - low:stop - low])
 
-    def _exchange(self, group: Group, plan: Plan, wait_until: WaitUntil) -> None:
+    def _exchange(self, area: StagingArea, plan: Plan, wait_until: WaitUntil) -> None:
         """Allgather, gather, scatter, alltoall: everybody stages what it sends, and takes what is for it."""
         dtype = SUPPORTED_DTYPES[plan.response.dtype]
         source = plan.sources[0] if plan.sources else np.empty(0, dtype)
@@ -203,23 +203,23 @@ class ShmPlane:
             source = source[:sum(plan.exchange.sent) * plan.response.row_elements]  # rows beyond stay here
         moves = _MOVES[plan.response.collective](plan)
         longest = _longest(plan.response, moves)
-        per_piece = group.segment.slot // dtype.itemsize
-        sends = plan.exchange is not None or any(sender == group.index for sender, _, _, _ in moves)
+        per_piece = area.segment.slot // dtype.itemsize
+        sends = plan.exchange is not None or any(sender == area.index for sender, _, _, _ in moves)
         taken = 0  # where the next rows go in the output
         places = []
         for sender, receiver, begin, end in moves:
-            if receiver in (group.index, None) and output is not None:
+            if receiver in (area.index, None) and output is not None:
                 places.append((sender, begin, end, taken))
                 taken += end - begin
         for low in range(0, longest, per_piece):
             mine = source[low:low + per_piece] if sends else source[:0]
-            region = group.next_region(mine.nbytes)
-            np.copyto(group.slot(group.index, region, dtype)[:mine.size], mine)
-            group.barrier(wait_until)
+            region = area.next_region(mine.nbytes)
+            np.copyto(area.slot(area.index, region, dtype)[:mine.size], mine)
+            area.barrier(wait_until)
             for sender, begin, end, place in places:
                 start, stop = max(begin, low), min(end, low + per_piece)
                 if start < stop:
-                    staged = group.slot(sender, region, dtype)[start - low:stop - low]
+                    staged = area.slot(sender, region, dtype)[start - low:stop - low]
                     np.copyto(output[place + start - begin:place + stop - begin], staged)  # type: ignore[index]
 
 

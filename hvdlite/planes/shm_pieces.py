@@ -10,42 +10,43 @@ from hvdlite.planes.adasum import AdaptiveSum
 from hvdlite.planes.arithmetic import Reduction
 from hvdlite.planes.base import WaitUntil
 from hvdlite.planes.slices import Concatenation, slice_bounds
-from hvdlite.planes.staging import Group
+from hvdlite.planes.staging import StagingArea
 
 
 class Piece:
     """Elements low..high of a reduction's concatenated tensors, in one region."""
 
-    def __init__(self, group: Group, response: Response, reduction: Reduction | AdaptiveSum, low: int, high: int) -> None:
+    def __init__(self, area: StagingArea, response: Response, reduction: Reduction | AdaptiveSum, low: int,
+                 high: int) -> None:
         self.low, self.high = low, high
-        self._group, self._reduction = group, reduction
-        self._contributors = [group.ranks.index(rank) for rank in response.contributors]
-        self._region = group.next_region((high - low) * reduction.dtype.itemsize)
-        self._slots = [group.slot(index, self._region, reduction.dtype) for index in range(group.size)]
+        self._area, self._reduction = area, reduction
+        self._contributors = [area.ranks.index(rank) for rank in response.contributors]
+        self._region = area.next_region((high - low) * reduction.dtype.itemsize)
+        self._slots = [area.slot(index, self._region, reduction.dtype) for index in range(area.size)]
 
     def reduce_whole(self, sources: Concatenation | None, outputs: Concatenation | None, wait_until: WaitUntil) -> None:
         """Publish everything, then let every rank reduce everything into its output."""
         if sources is not None:
             self._publish(sources, self.low, self.high)
-        self._group.barrier(wait_until)
+        self._area.barrier(wait_until)
         for start, stop, part in outputs.parts(self.low, self.high, self._reduction.chunk) if outputs else ():
             self._reduction.combine([self._staged(index, start, stop) for index in self._contributors], part)
 
     def reduce_slices(self, sources: Concatenation | None, outputs: Concatenation | None, wait_until: WaitUntil) -> None:
         """Let every rank reduce the slice it owns, and collect the other slices' results."""
-        group = self._group
-        bounds = slice_bounds(self.low, self.high, group.size, self._reduction.dtype)
-        begin, end = bounds[group.index], bounds[group.index + 1]
+        area = self._area
+        bounds = slice_bounds(self.low, self.high, area.size, self._reduction.dtype)
+        begin, end = bounds[area.index], bounds[area.index + 1]
         if sources is not None:
             self._publish(sources, self.low, begin)
             self._publish(sources, end, self.high)
-        group.barrier(wait_until)
+        area.barrier(wait_until)
         self._reduce_slice(sources, outputs, begin, end)
-        group.barrier(wait_until)
+        area.barrier(wait_until)
         if outputs is None:
             return
-        for owner in range(group.size):
-            if owner != group.index:
+        for owner in range(area.size):
+            if owner != area.index:
                 self._collect(outputs, owner, bounds[owner], bounds[owner + 1])
 
     def reduce_own(self, sources: Concatenation | None, output: Array | None, begin: int, end: int,
@@ -57,7 +58,7 @@ class Piece:
         if sources is not None:
             self._publish(sources, self.low, mine)
             self._publish(sources, rest, self.high)
-        self._group.barrier(wait_until)
+        self._area.barrier(wait_until)
         if sources is None or output is None:
             return  # a rank that has joined
         for start, stop, _ in sources.parts(mine, rest, self._reduction.chunk):
@@ -66,10 +67,10 @@ class Piece:
 
     def _publish(self, sources: Concatenation, low: int, high: int) -> None:
         for start, stop, part in sources.parts(low, high, self._reduction.chunk):
-            self._reduction.place(part, self._staged(self._group.index, start, stop))
+            self._reduction.place(part, self._staged(self._area.index, start, stop))
 
     def _term(self, index: int, sources: Concatenation | None, start: int, stop: int) -> Array:
-        if index != self._group.index:
+        if index != self._area.index:
             return self._staged(index, start, stop)
         assert sources is not None
         (_, _, part), = sources.parts(start, stop, stop - start)
@@ -77,7 +78,7 @@ class Piece:
 
     def _reduce_slice(self, sources: Concatenation | None, outputs: Concatenation | None, begin: int, end: int) -> None:
         """Reduce elements begin..end into the own slot and the output."""
-        own = self._group.index
+        own = self._area.index
         guide = outputs or sources or Concatenation([self._slots[own][:self.high - self.low]], self.low)
         for start, stop, part in guide.parts(begin, end, self._reduction.chunk):
             result = self._staged(own, start, stop)
@@ -97,15 +98,15 @@ class Piece:
 class AdasumPiece(Piece):
     """Like `Piece`, of an adaptive sum, which depends on the tensor that an element belongs to."""
 
-    def __init__(self, group: Group, response: Response, adaptive: AdaptiveSum, low: int, high: int) -> None:
-        super().__init__(group, response, adaptive, low, high)
+    def __init__(self, area: StagingArea, response: Response, adaptive: AdaptiveSum, low: int, high: int) -> None:
+        super().__init__(area, response, adaptive, low, high)
         self._adaptive = adaptive
 
     def reduce_whole(self, sources: Concatenation | None, outputs: Concatenation | None, wait_until: WaitUntil) -> None:
         """Publish everything, then let every rank measure and reduce everything; the piece is all there is."""
         if sources is not None:
             self._publish(sources, self.low, self.high)
-        self._group.barrier(wait_until)
+        self._area.barrier(wait_until)
         if outputs is None:
             return
         terms = [self._staged(index, self.low, self.high) for index in self._contributors]
@@ -117,22 +118,22 @@ class AdasumPiece(Piece):
 
     def measure_slice(self, sources: Concatenation | None, wait_until: WaitUntil) -> Array:
         """Publish what others own, and return the inner products, by tensor, of the values in the slice owned here."""
-        group = self._group
-        bounds = slice_bounds(self.low, self.high, group.size, self._adaptive.dtype)
-        begin, end = bounds[group.index], bounds[group.index + 1]
+        area = self._area
+        bounds = slice_bounds(self.low, self.high, area.size, self._adaptive.dtype)
+        begin, end = bounds[area.index], bounds[area.index + 1]
         if sources is not None:
             self._publish(sources, self.low, begin)
             self._publish(sources, end, self.high)
-        group.barrier(wait_until)
+        area.barrier(wait_until)
         return self._adaptive.products(self._terms(sources, begin, end), begin)
 
     def _reduce_slice(self, sources: Concatenation | None, outputs: Concatenation | None, begin: int, end: int) -> None:
-        own = self._group.index
+        own = self._area.index
         self._adaptive.combine(self._terms(sources, begin, end), self._staged(own, begin, end), begin)
         if outputs is not None:
             self._collect(outputs, own, begin, end)
 
     def _terms(self, sources: Concatenation | None, begin: int, end: int) -> list[Array]:
         """Return every contributor's elements begin..end; the own ones are in no slot."""
-        return [self._staged(index, begin, end) if index != self._group.index or sources is None
+        return [self._staged(index, begin, end) if index != self._area.index or sources is None
                 else sources.contiguous(begin, end) for index in self._contributors]

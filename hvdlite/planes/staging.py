@@ -37,7 +37,7 @@ class StagingSegment(Protocol):
     def close(self) -> None: ...
 
 
-class Memory(Protocol):
+class HostMemory(Protocol):
     """What the plane needs of `memory.SharedMemory`."""
 
     def segment(self, ranks: Sequence[int], slot: int) -> StagingSegment | None: ...
@@ -47,7 +47,7 @@ class Memory(Protocol):
     def close(self) -> None: ...
 
 
-class Group:
+class StagingArea:
     """One process set's memory, and this rank's place in it; indices count the set's ranks.
 
     Attributes:
