@@ -25,13 +25,13 @@ from hvdlite.planes.selection import PLANES, operations
 
 FRAMEWORKS = {"PyTorch": ("torch", "hvdlite_torch"), "TensorFlow": ("tensorflow", "hvdlite_tf"),
               "Keras": ("keras", "hvdlite_tf.keras")}
-ENGINES = (("MPI", "mpi4py"), ("NCCL", "cupy-cuda12x"), ("NCCL", "cupy-cuda13x"))
+LIBRARIES = (("MPI", "mpi4py"), ("NCCL", "cupy-cuda12x"), ("NCCL", "cupy-cuda13x"))
 
 
 def build(environ: Mapping[str, str]) -> dict[str, Any]:
     """Return versions, planes, operations and launch environment; only strings, lists and dictionaries."""
     versions = {name: _version(package) for name, (package, _) in FRAMEWORKS.items()}
-    versions |= {f"{name} ({package})": _version(package) for name, package in ENGINES}
+    versions |= {f"{name} ({package})": _version(package) for name, package in LIBRARIES}
     return {"hvdlite": __version__, "python": platform.python_version(), "platform": platform.platform(),
             "installed": {name: version for name, version in versions.items() if version},
             "planes": {plane.name: {"device": plane.device, "where": plane.where, "missing": plane.missing()}

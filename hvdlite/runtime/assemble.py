@@ -183,12 +183,12 @@ class HostPlanes:
             return ShmPlane(self.rank, self.memory, self.control.ring, slot=config.shm_slot, chunk=config.shm_chunk,
                             direct=config.shm_direct, casts=self.casts)
         if choice.name == "hierarchical":
-            engine = self._engine(choice.across)
-            return HierarchicalPlane(self.rank, self.hosts, self.memory, self.control.ring, engine, slot=config.shm_slot,
+            backend = self._backend(choice.cross_backend)
+            return HierarchicalPlane(self.rank, self.hosts, self.memory, self.control.ring, backend, slot=config.shm_slot,
                                      chunk=config.shm_chunk, direct=config.shm_direct, casts=self.casts)
-        return self._engine(choice.name)
+        return self._backend(choice.name)
 
-    def _engine(self, name: str) -> Plane:
+    def _backend(self, name: str) -> Plane:
         config = self.config
         if name == "mpi":
             return mpi_plane(self.communicator, chunk=config.shm_chunk, casts=self.casts)
@@ -305,7 +305,7 @@ def _control(rank: int, hosts: Hosts, direct: Mapping[int, Connection], inside: 
     if not led:
         return StarControl(rank, direct, bells, others, heartbeat_timeout=limit(config.heartbeat_timeout))
     groups = {group[0]: group for group in hosts.groups}
-    kept = {peer: link for peer, link in direct.items() if rank in groups and (rank or peer in groups)}
+    kept = {peer: group for peer, group in direct.items() if rank in groups and (rank or peer in groups)}
     for peer in direct.keys() - kept.keys():
         direct[peer].close()
     links = {**kept, **inside}
