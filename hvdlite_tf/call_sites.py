@@ -1,8 +1,8 @@
 """Names of collectives inside `tf.function` that were given none: by their place in the script.
 
-A name must be equal on all ranks. Ranks trace a function at different times and unequally often (batches of another size, a
-summary or a checkpoint on one rank only), so nothing that counts traces, graphs or tensors of the process can be part of it.
-Lines of the script are equal on all ranks. A line that a trace passes several times gets a number, counted within the graph
+A name must be equal on all ranks (docs/protocol.md#names). Ranks trace a function at different times and unequally often
+(batches of another size, a summary or a checkpoint on one rank only), so a name must not contain anything that counts traces,
+graphs or tensors of the process. Lines of the script are equal on all ranks. A line that a trace passes several times gets a number, counted within the graph
 of that trace; a loop or a branch of TensorFlow is a graph of its own. Iterations of a loop share a name: TensorFlow runs
 them one after the other, as it does all of a function's collectives.
 """
