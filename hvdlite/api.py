@@ -1,7 +1,7 @@
 """What a training script calls beside the collectives: init, shutdown, who am I, process sets, a look inside.
 
-This is the only file with process-wide state: the one `Runtime` of the process, shared by all adapters, and the exit,
-exception and fork hooks that end it properly.
+This module owns the process's one `Runtime`, which all frontends share, and the exit, exception, signal and fork hooks that
+end it properly (docs/protocol.md#one-runtime).
 """
 
 from __future__ import annotations

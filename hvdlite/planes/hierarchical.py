@@ -10,7 +10,7 @@ so hosts may have different numbers of ranks: where there are more, the rest onl
 the same ways; a small allgather crosses once a host, between the first ranks of the hosts. What else there is, and Adasum,
 goes through the cross plane between all ranks; a process set within one host, through shared memory alone.
 
-Rules (PROTOCOL rules 11, 17)
+Rules (docs/protocol.md#same-bits, #hierarchy)
 - Average divides once, after the sum across hosts; 16-bit floats cross as float32, averages of integers as `Reduction`
   accumulates them.
 - Staging slots are used as in `planes/shm.py`: regions alternate, and a barrier of the host lies between two uses.

@@ -7,7 +7,7 @@ the script is blocked in a wait; every `PAUSE` seconds while it computes. A deat
 Which calls. Open MPI's nonblocking reductions are several times slower than its blocking ones from some 100 KiB on, so
 there larger tensors are reduced by slices (see `planes/process_group_plane.py`). The figures are in docs/planes.md.
 
-Rules (PROTOCOL rule 16)
+Rules (docs/protocol.md#mpi)
 - The runtime thread calls MPI beside the script's threads: the level must be MPI_THREAD_MULTIPLE, or SERIALIZED when the
   script leaves MPI alone.
 - The world's own communicator is duplicated, never used; every process set has a communicator of its own, made by members

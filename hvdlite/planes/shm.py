@@ -14,7 +14,7 @@ barrier, every rank reduces its slice and writes the result into all ranks' slot
 A small piece is published whole and reduced by everybody: no second barrier, and no result in shared memory. The other
 collectives are cut from the same cloth: publish what others need, barrier, take what is yours.
 
-Rules (PROTOCOL rules 2, 11)
+Rules (docs/protocol.md#staging-regions, #same-bits)
 - A process set has its own counters and slots, so sets that overlap do not touch each other's memory.
 - Pieces alternate between two regions. A slot of a region is written again two pieces later; every rank has by then
   passed a barrier that all ranks of the set entered after their last read of it.
