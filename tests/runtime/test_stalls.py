@@ -97,6 +97,7 @@ STUCK = """
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+# docs/protocol.md#reports-on-demand
 def test_a_rank_that_holds_pythons_lock_is_told_with_its_place(rank: int) -> None:
     with Processes(2, STUCK, environment={"HVDLITE_SILENCE_CHECK_SECONDS": "0.3"},
                    arguments=[str(rank), "6"]) as world:
@@ -108,6 +109,7 @@ def test_a_rank_that_holds_pythons_lock_is_told_with_its_place(rank: int) -> Non
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+# docs/protocol.md#silence
 def test_a_stopped_rank_is_told_and_goes_on_when_it_is_continued(rank: int) -> None:
     with Processes(2, """
         import os, sys, numpy as np, hvdlite as hvd
