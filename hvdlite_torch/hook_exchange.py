@@ -9,7 +9,7 @@ import torch
 
 from hvdlite.core.errors import HvdliteError
 from hvdlite.core.types import Collective, ReduceOp
-from hvdlite.runtime.handle import Handle, Handles
+from hvdlite.handoff.handle import Handle, Handles
 from hvdlite.runtime.runtime import Runtime
 from hvdlite_torch import cuda
 from hvdlite_torch.framework import as_tensor, contiguous, lent

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from hvdlite.control.process_probe import NO_STACK_DUMP, StackDumpTarget
 from hvdlite.core.errors import ProtocolError
+from hvdlite.core.stack_dump import NO_STACK_DUMP, StackDumpTarget
 from hvdlite.negotiation.messages import Decision, HostReport, Letters, Message, Report
 
 
@@ -20,7 +20,7 @@ class Hello(Message, frozen=True):
     pid: int
     host: str  # equal for ranks that share a kernel and a process table
     version: str
-    stack_dump: StackDumpTarget = NO_STACK_DUMP  # where it writes its stacks; see `control.process_probe`
+    stack_dump: StackDumpTarget = NO_STACK_DUMP  # where it writes its stacks; see `diagnostics.process_probe`
     settings: tuple[tuple[str, str], ...] = ()  # knobs in which no two ranks may differ, and their values
     lacks: tuple[tuple[str, str], ...] = ()  # backends that it cannot use, and why
     epoch: int = 0

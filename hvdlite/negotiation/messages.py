@@ -135,7 +135,7 @@ class TraceEvent(Message, frozen=True):
 
 
 class Note(Message, frozen=True):
-    """A short text by which planes of different ranks connect; see `runtime.notes`."""
+    """A short text by which planes of different ranks connect; see `engine.oob`."""
 
     label: str  # what it is for; never used again
     sender: int

@@ -10,11 +10,12 @@ from hvdlite.core.device import AnyArray, device_of
 from hvdlite.core.device import Event as DeviceEvent
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import Collective, ReduceOp
+from hvdlite.engine.execution import Execution
+from hvdlite.handoff.buckets import BucketEntry, BucketHandle, LearnedBucket, LearnedLayout
+from hvdlite.handoff.entry import Entry
+from hvdlite.handoff.handle import Handle
 from hvdlite.negotiation.messages import BucketReady, Closing, Layout, LayoutStale, Retired
-from hvdlite.runtime.buckets import BucketEntry, BucketHandle, LearnedBucket, LearnedLayout
-from hvdlite.runtime.calls import Calls, Entry, reducible
-from hvdlite.runtime.execution import Execution
-from hvdlite.runtime.handle import Handle
+from hvdlite.runtime.calls import Calls, reducible
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

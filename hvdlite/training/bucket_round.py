@@ -18,8 +18,8 @@ from typing import Any, Generic
 from hvdlite.core.array import SUPPORTED_DTYPES, Array, identity
 from hvdlite.core.device import CPU
 from hvdlite.core.errors import HvdliteError
+from hvdlite.handoff.buckets import BucketHandle, LearnedBucket, LearnedLayout
 from hvdlite.negotiation.messages import BucketReady
-from hvdlite.runtime.buckets import BucketHandle, LearnedBucket, LearnedLayout
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.framework import Framework, Parameter
 

@@ -40,9 +40,9 @@ from hvdlite.core.array import Array
 from hvdlite.core.errors import HvdliteError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import ReduceOp
+from hvdlite.handoff.handle import Handle, WaitDeferred
 from hvdlite.negotiation.buckets import first_round
 from hvdlite.runtime.declared import Moment
-from hvdlite.runtime.handle import Handle, WaitDeferred
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.bucket_round import BucketRound, Seating
 from hvdlite.training.framework import Framework, Loan, Parameter

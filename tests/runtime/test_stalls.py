@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from hvdlite.diagnostics.stall_report import StallReport, Standing, first_difference, place_in
 from hvdlite.negotiation.coordinator import Stall
 from hvdlite.negotiation.messages import Account
-from hvdlite.runtime.stalls import StallReport, Standing, first_difference, place_in
 from tests.worlds import ROOT, Processes, processes
 
 

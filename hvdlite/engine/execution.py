@@ -11,13 +11,13 @@ from hvdlite.core.device import CPU, AnyArray, Completion
 from hvdlite.core.errors import HorovodInternalError, MismatchError, PeerLeftError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import Collective
+from hvdlite.diagnostics.flight_recorder import FlightRecorder, bucket_lane, lane_of
+from hvdlite.handoff.buckets import BucketEntry, LearnedLayout, buffer_bytes
+from hvdlite.handoff.entry import Entry
 from hvdlite.negotiation.controller import Assist, Evicted, Expanded, Instruction, Suspended
 from hvdlite.negotiation.messages import BucketRelease, Column, Decision, ErrorKind, Layout, Response
 from hvdlite.negotiation.process_sets import ProcessSetTable
 from hvdlite.planes.base import DevicePlane, Exchange, FusionBuffer, Part, Plan, Plane, WaitUntil
-from hvdlite.runtime.buckets import BucketEntry, LearnedLayout, buffer_bytes
-from hvdlite.runtime.calls import Entry
-from hvdlite.runtime.flight_recorder import FlightRecorder, bucket_lane, lane_of
 
 _log = logging.getLogger("hvdlite")
 

@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterable
 from typing import Final, Protocol
 
 from hvdlite.core.errors import DeadlockError
+from hvdlite.diagnostics.stall_report import StallReport, Standing, place_in
 from hvdlite.negotiation.coordinator import Coordinator, Stall
 from hvdlite.negotiation.messages import Aside, FailureNotice
-from hvdlite.runtime.stalls import StallReport, Standing, place_in
 
 _log = logging.getLogger("hvdlite")
 
@@ -35,7 +35,7 @@ LOOKS: Final = 4
 
 
 class ProcessProbe(Protocol):
-    """The state and the stacks of a rank, without its help; see `control.process_probe`."""
+    """The state and the stacks of a rank, without its help; see `diagnostics.process_probe`."""
 
     def state(self, rank: int) -> str: ...
 
