@@ -49,12 +49,12 @@ class Notes(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Exchange:
-    """Who sends how many rows in an alltoall, as far as one rank must know it; by index in the process set."""
+class AlltoallSplits:
+    """The numbers of rows that one rank sends and receives in an alltoall; by index in the process set."""
 
-    sent: tuple[int, ...]  # by this rank to each
-    received: tuple[int, ...]  # by this rank from each
-    starts: tuple[int, ...]  # which of the sender's rows is the first of those
+    send_rows: tuple[int, ...]  # rows that this rank sends to each rank
+    recv_rows: tuple[int, ...]  # rows that this rank receives from each rank
+    source_starts: tuple[int, ...]  # index of the first of these rows in the sender's tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,7 @@ class FusionBuffer:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class BufferSlice:
     """A range of a fusion buffer, in bytes: one bucket."""
 
     buffer: FusionBuffer
@@ -86,9 +86,10 @@ class Plan:
     Memory by collective, all flat and contiguous: the reductions, broadcast and gathers have one output for each source,
     possibly the same memory; reducescatter and scatter have this rank's rows (`response.rows`) as output; reduce and gather
     have an output on the root only (elsewhere None); alltoall's source holds the rows for each rank one after the other
-    (`exchange.sent`), its output the rows from each.
+    (`splits.send_rows`), its output the rows from each.
 
-    `part` says that the one source and output is that part of a fusion buffer, on every rank, and every rank contributes.
+    `buffer_slice` says that the one source and output is that slice of a fusion buffer, on every rank,
+    and every rank contributes.
 
     `sources[i]` is None when this rank does not contribute to a reduction. Broadcast: the root's source is what all outputs
     get.
@@ -99,8 +100,8 @@ class Plan:
     response: Response
     sources: Sequence[Any]  # Array | None on the host; DeviceArray | None for a plane of GPUs; likewise below
     outputs: Sequence[Any]
-    part: Part | None = None
-    exchange: Exchange | None = None  # alltoall only
+    buffer_slice: BufferSlice | None = None
+    splits: AlltoallSplits | None = None  # alltoall only
 
 
 class Plane(Protocol):

@@ -29,7 +29,7 @@ from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.core.world import Hosts
 from hvdlite.negotiation.messages import Response
 from hvdlite.planes.arithmetic import Casts, Reduction
-from hvdlite.planes.base import FusionBuffer, Part, Plan, Plane, WaitUntil
+from hvdlite.planes.base import BufferSlice, FusionBuffer, Plan, Plane, WaitUntil
 from hvdlite.planes.shm import ShmPlane
 from hvdlite.planes.slices import Concatenation, row_bounds, slice_bounds
 from hvdlite.planes.staging import HostMemory, StagingArea
@@ -68,8 +68,8 @@ class HierarchicalPlane:
         levels = self._two_level_sets.get(process_set_id)
         match plan.response.collective:
             case Collective.ALLREDUCE if levels is not None and plan.response.op is not ReduceOp.ADASUM:
-                if plan.part is not None:
-                    self._allreduce_in_place(levels, plan.part, plan.response, wait_until)
+                if plan.buffer_slice is not None:
+                    self._allreduce_in_place(levels, plan.buffer_slice, plan.response, wait_until)
                 else:
                     self._allreduce(levels, plan, wait_until)
             case Collective.BROADCAST if levels is not None:
@@ -139,10 +139,11 @@ class HierarchicalPlane:
         dtype = SUPPORTED_DTYPES[response.dtype]
         return Reduction(response, dtype, len(levels.ranks), self._chunk // dtype.itemsize, self._casts)
 
-    def _allreduce_in_place(self, levels: _TwoLevelSet, part: Part, response: Response, wait_until: WaitUntil) -> None:
+    def _allreduce_in_place(self, levels: _TwoLevelSet, buffer_slice: BufferSlice, response: Response,
+                            wait_until: WaitUntil) -> None:
         """The bucket's slices are summed in the slot of the host's first rank, and copied from there."""
         reduction = self._reduction(levels, response)
-        slots = [slot[part.begin:part.end].view(reduction.dtype) for slot in part.buffer.slots]
+        slots = [slot[buffer_slice.begin:buffer_slice.end].view(reduction.dtype) for slot in buffer_slice.buffer.slots]
         begin, end = levels.own_slice(0, slots[0].size, reduction.dtype)
         if begin < end:
             terms = [slot[begin:end] for slot in slots]

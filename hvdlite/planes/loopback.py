@@ -121,11 +121,11 @@ def _gathered(plan: Plan, plans: dict[int, Plan], rank: int, casts: Casts) -> Re
                             if (source := plans[each].sources[0]) is not None])]
 
 
-def _exchanged(plan: Plan, plans: dict[int, Plan], rank: int, casts: Casts) -> Results:
-    exchange, per_row = plan.exchange, plan.response.row_elements
-    assert exchange is not None
+def _alltoall(plan: Plan, plans: dict[int, Plan], rank: int, casts: Casts) -> Results:
+    splits, per_row = plan.splits, plan.response.row_elements
+    assert splits is not None
     parts = []
-    for each, rows, start in zip(plan.ranks, exchange.received, exchange.starts, strict=True):
+    for each, rows, start in zip(plan.ranks, splits.recv_rows, splits.source_starts, strict=True):
         if each not in plan.response.contributors:
             continue
         source = plans[each].sources[0]
@@ -137,5 +137,5 @@ def _exchanged(plan: Plan, plans: dict[int, Plan], rank: int, casts: Casts) -> R
 _RESULTS: dict[Collective, Callable[[Plan, dict[int, Plan], int, Casts], Results]] = {
     Collective.ALLREDUCE: _reduced, Collective.REDUCE: _reduced, Collective.REDUCESCATTER: _reduced_and_scattered,
     Collective.BROADCAST: _broadcast, Collective.SCATTER: _scattered, Collective.ALLGATHER: _gathered,
-    Collective.GATHER: _gathered, Collective.ALLTOALL: _exchanged, Collective.SEND: _broadcast,
+    Collective.GATHER: _gathered, Collective.ALLTOALL: _alltoall, Collective.SEND: _broadcast,
 }

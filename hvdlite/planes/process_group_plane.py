@@ -292,9 +292,9 @@ class _Operation:
         self._group.scatter(values, out, bounds, self._root, self._wait_until)
 
     def alltoall(self) -> None:
-        unit, exchange = self._response.row_elements * self._dtype.itemsize, self._plan.exchange
-        assert exchange is not None
-        sent, received = (np.array(rows, np.int64) * unit for rows in (exchange.sent, exchange.received))
+        unit, splits = self._response.row_elements * self._dtype.itemsize, self._plan.splits
+        assert splits is not None
+        sent, received = (np.array(rows, np.int64) * unit for rows in (splits.send_rows, splits.recv_rows))
         # A rank that has joined discards the data that it receives.
         out = self._plan.outputs[0] if self._plan.outputs else np.empty(int(received.sum()), np.uint8)
         assert out is not None

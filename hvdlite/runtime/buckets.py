@@ -13,7 +13,7 @@ from hvdlite.core.array import SUPPORTED_DTYPES
 from hvdlite.core.device import AnyArray, Completion, DeviceArray, Event
 from hvdlite.negotiation.controller import Expanded
 from hvdlite.negotiation.messages import Bucket, BucketReady, BucketRelease, Layout, Wait
-from hvdlite.planes.base import DevicePlane, FusionBuffer, Part
+from hvdlite.planes.base import BufferSlice, DevicePlane, FusionBuffer
 from hvdlite.runtime.calls import Entry
 from hvdlite.runtime.handle import Handle, Sleepers
 
@@ -45,10 +45,11 @@ class LearnedBucket:
         places: each member's part of `memory`, flat, in order.
     """
 
-    def __init__(self, definition: Bucket, part: Part) -> None:
+    def __init__(self, definition: Bucket, buffer_slice: BufferSlice) -> None:
         self.definition = definition
-        self.part = part
-        self.memory: AnyArray = _part(part.buffer.own, part.begin, part.end, SUPPORTED_DTYPES[definition.response.dtype])
+        self.buffer_slice = buffer_slice
+        self.memory: AnyArray = _part(buffer_slice.buffer.own, buffer_slice.begin, buffer_slice.end,
+                                      SUPPORTED_DTYPES[definition.response.dtype])
         self.places: tuple[AnyArray, ...] = tuple(
             _part(self.memory, offset, offset + math.prod(member.shape))
             for member, offset in zip(definition.members, definition.offsets, strict=True))
@@ -97,7 +98,7 @@ class LearnedLayout:
         for definition in layout.buckets:
             device = definition.response.device
             begin, end = begins[device], begins[device] + _nbytes(definition)
-            buckets.append(LearnedBucket(definition, Part(buffers[device], begin, end)))
+            buckets.append(LearnedBucket(definition, BufferSlice(buffers[device], begin, end)))
             begins[device] = -(-end // ALIGNMENT) * ALIGNMENT
         self.buckets = tuple(buckets)
 

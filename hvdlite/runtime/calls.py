@@ -20,7 +20,7 @@ from hvdlite.core.types import ROOTED, Collective, ReduceOp
 from hvdlite.core.world import World
 from hvdlite.negotiation.messages import Request, Response, Wait
 from hvdlite.negotiation.process_sets import pair
-from hvdlite.planes.base import Exchange
+from hvdlite.planes.base import AlltoallSplits
 from hvdlite.runtime.handle import Handle, Handles, Sleepers
 
 
@@ -44,12 +44,12 @@ class Entry:
         """What must be unique among the entries of a rank: the process set and the name."""
         return self.request.process_set, self.request.name
 
-    def prepare(self, response: Response, rank: int, ranks: Sequence[int], exchange: Exchange | None) -> None:
+    def prepare(self, response: Response, rank: int, ranks: Sequence[int], splits: AlltoallSplits | None) -> None:
         """Allocate an output whose size only the response tells.
 
         Args:
             rank: this rank; `ranks` are the members of the process set.
-            exchange: of an alltoall.
+            splits: of an alltoall.
         """
         match response.collective:
             case Collective.ALLGATHER if self.request.collective is not Collective.ALLGATHER:
@@ -63,8 +63,8 @@ class Entry:
             case Collective.REDUCESCATTER | Collective.SCATTER:
                 self._allocate(response.rows[ranks.index(rank)])
             case Collective.ALLTOALL:
-                assert exchange is not None
-                received = np.array(exchange.received, np.int64)
+                assert splits is not None
+                received = np.array(splits.recv_rows, np.int64)
                 self._allocate(int(received.sum()))
                 self._result = (self._result, received)
             case Collective.ADD_PROCESS_SET | Collective.JOIN:

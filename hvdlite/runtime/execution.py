@@ -14,7 +14,7 @@ from hvdlite.core.types import Collective
 from hvdlite.negotiation.controller import Assist, Evicted, Expanded, Instruction, Suspended
 from hvdlite.negotiation.messages import BucketRelease, Column, Decision, ErrorKind, Layout, Response
 from hvdlite.negotiation.process_sets import ProcessSetTable
-from hvdlite.planes.base import DevicePlane, Exchange, FusionBuffer, Part, Plan, Plane, WaitUntil
+from hvdlite.planes.base import AlltoallSplits, BufferSlice, DevicePlane, FusionBuffer, Plan, Plane, WaitUntil
 from hvdlite.runtime.buckets import BucketEntry, LearnedLayout, buffer_bytes
 from hvdlite.runtime.calls import Entry
 from hvdlite.runtime.flight_recorder import FlightRecorder, bucket_lane, lane_of
@@ -184,7 +184,7 @@ class Execution:
         response, lanes = entry.bucket.definition.response, (bucket_lane(release.bucket),)
         memory = [entry.memory]
         self._recorder.moving(lanes, response)
-        completion = self._move(response, memory, memory, entry.bucket.part)
+        completion = self._move(response, memory, memory, entry.bucket.buffer_slice)
         del self._buckets[release.bucket]
         self._recorder.done(lanes, response)
         entry.complete(release, completion)
@@ -196,9 +196,9 @@ class Execution:
             for entry in entries:
                 self._release(entry).fail(self._refusal(response))
             return
-        exchange = self._exchange_of(response, entries[0].request.splits)
+        splits = self._splits_of(response, entries[0].request.splits)
         for entry in entries:
-            entry.prepare(response, self._rank, self.process_sets[response.process_set], exchange)
+            entry.prepare(response, self._rank, self.process_sets[response.process_set], splits)
         completion = None
         if response.result is not None:
             entries[0].deliver(response.result)
@@ -211,7 +211,7 @@ class Execution:
         elif response.collective is not Collective.BARRIER:  # that all ranks reported it is the barrier
             self._recorder.moving(_lanes(response), response)
             completion = self._move(response, [source for entry in entries for source in entry.sources],
-                                    [output for entry in entries for output in entry.outputs], exchange=exchange)
+                                    [output for entry in entries for output in entry.outputs], splits=splits)
         self._recorder.done(_lanes(response), response)
         for entry in entries:
             self._release(entry).complete(response, completion)
@@ -222,9 +222,9 @@ class Execution:
             self._change_sets(response)
         elif (self._rank in self.process_sets[response.process_set] and response.result is None
               and response.collective is not Collective.BARRIER):
-            self._move(response, (), (), exchange=self._exchange_of(response, ()))
+            self._move(response, (), (), splits=self._splits_of(response, ()))
 
-    def _exchange_of(self, response: Response, sent: tuple[int, ...]) -> Exchange | None:
+    def _splits_of(self, response: Response, sent: tuple[int, ...]) -> AlltoallSplits | None:
         """Return who sends what in an alltoall; `sent` is this rank's part, nothing when it has joined."""
         if response.collective is not Collective.ALLTOALL:
             return None
@@ -232,7 +232,7 @@ class Execution:
         column = self._columns[key].popleft()
         if not self._columns[key]:
             del self._columns[key]
-        return Exchange(sent or (0,) * len(column.rows), column.rows, column.starts)
+        return AlltoallSplits(sent or (0,) * len(column.rows), column.rows, column.starts)
 
     def _change_sets(self, response: Response) -> None:
         if response.collective is Collective.ADD_PROCESS_SET:
@@ -244,11 +244,11 @@ class Execution:
                 self._devices.close_set(response.rows[0], self._wait_until)
 
     def _move(self, response: Response, sources: Sequence[AnyArray | None], outputs: Sequence[AnyArray | None],
-              part: Part | None = None, exchange: Exchange | None = None) -> Completion | None:
+              buffer_slice: BufferSlice | None = None, splits: AlltoallSplits | None = None) -> Completion | None:
         number = response.process_set
         self._plans[number] += 1
         self.partners, self.moving_since = self.process_sets[number], self._clock()
-        plan = Plan(self._plans[number], self.partners, response, sources, outputs, part, exchange)
+        plan = Plan(self._plans[number], self.partners, response, sources, outputs, buffer_slice, splits)
         completion = None
         if response.device == CPU:
             self._plane.execute(plan, self._wait_until)

@@ -33,7 +33,8 @@ class OnDouble:
         if not self.carries(response):
             pytest.skip(f"NCCL has no {response.collective.name} {response.op.name} of {response.dtype}")
         moved = [lent(array) for array in plan.sources], [lent(array) for array in plan.outputs]
-        self.real.execute(Plan(plan.sequence, plan.ranks, response, *moved, plan.part, plan.exchange), wait_until).wait()
+        self.real.execute(Plan(plan.sequence, plan.ranks, response, *moved, plan.buffer_slice, plan.splits),
+                          wait_until).wait()
         assert self.gpu.error is None, self.gpu.error
 
     def carries(self, response: Response) -> bool:

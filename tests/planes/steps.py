@@ -8,7 +8,7 @@ from typing import Any
 
 from hvdlite.core.array import Array
 from hvdlite.negotiation.messages import Response
-from hvdlite.planes.base import Exchange, Part, Plan, Plane, WaitUntil
+from hvdlite.planes.base import AlltoallSplits, BufferSlice, Plan, Plane, WaitUntil
 from tests.planes import under_mpi
 
 Step = Callable[[int, Callable[[Response, list[Any], list[Any]], None]], Any]
@@ -56,10 +56,10 @@ def executor(rank: int, size: int, plane: Plane, wait_until: WaitUntil, barrier:
     counts: dict[int, int] = {}
 
     def execute(response: Response, sources: list[Array | None], outputs: list[Array | None],
-                part: Part | None = None, ranks: tuple[int, ...] = tuple(range(size)),
-                exchange: Exchange | None = None) -> None:
+                buffer_slice: BufferSlice | None = None, ranks: tuple[int, ...] = tuple(range(size)),
+                splits: AlltoallSplits | None = None) -> None:
         number = counts[response.process_set] = counts.get(response.process_set, 0) + 1
-        plane.execute(Plan(number, ranks, response, sources, outputs, part, exchange), wait_until)
+        plane.execute(Plan(number, ranks, response, sources, outputs, buffer_slice, splits), wait_until)
 
     execute.wait_until, execute.barrier = wait_until, barrier  # type: ignore[attr-defined]
     execute.fusion_buffer, execute.plane = plane.fusion_buffer, plane  # type: ignore[attr-defined]

@@ -344,9 +344,9 @@ def _scatter(work: Launch) -> None:
 
 
 def _alltoall(work: Launch) -> None:
-    source, output, exchange = work.source(), work.output(), work.plan.exchange
-    assert exchange is not None
-    sent, received = _row_bytes(work, exchange.sent), _row_bytes(work, exchange.received)
+    source, output, splits = work.source(), work.output(), work.plan.splits
+    assert splits is not None
+    sent, received = _row_bytes(work, splits.send_rows), _row_bytes(work, splits.recv_rows)
     if source is None or output is None:  # joined: what the others send it is not kept
         target = work.staging.get(max(1, sum(received)))
         with work.device.group():
