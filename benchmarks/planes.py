@@ -41,7 +41,7 @@ class Bare:
         self._bell = threading.Event()
         self.wake = self._bell.set
         self._plane = plane(self)
-        self._plane.open_set(0, tuple(range(hvd.size())))
+        self._plane.add_process_set(0, tuple(range(hvd.size())))
         self._count = 0
 
     def allreduce(self, values: Array) -> Work:

@@ -112,14 +112,14 @@ class Plane(Protocol):
     def execute(self, plan: Plan, wait_until: WaitUntil) -> None:
         """Carry out `plan`; when it returns, the outputs hold the result and the sources may be reused."""
 
-    def open_set(self, number: int, ranks: tuple[int, ...]) -> None:
-        """Make process set `number` usable. All ranks of the plane do so, in the same order, members or not.
+    def add_process_set(self, process_set_id: int, ranks: tuple[int, ...]) -> None:
+        """Make process set `process_set_id` usable. All ranks of the plane do so, in the same order, members or not.
 
         Raises:
             MemoryError: like `fusion_buffer`.
         """
 
-    def close_set(self, number: int, wait_until: WaitUntil) -> None:
+    def remove_process_set(self, process_set_id: int, wait_until: WaitUntil) -> None:
         """Give up a process set after its last plan; all its members do so."""
 
     def fusion_buffer(self, nbytes: int, ranks: tuple[int, ...]) -> FusionBuffer | None:
@@ -149,11 +149,11 @@ class DevicePlane(DeviceAccess, Protocol):
     def execute(self, plan: Plan, wait_until: WaitUntil) -> Completion:
         """Launch `plan`; the outputs hold the result after what is returned, and the sources must be kept until then."""
 
-    def open_set(self, number: int, ranks: tuple[int, ...]) -> None:
-        """Like `Plane.open_set`."""
+    def add_process_set(self, process_set_id: int, ranks: tuple[int, ...]) -> None:
+        """Like `Plane.add_process_set`."""
 
-    def close_set(self, number: int, wait_until: WaitUntil) -> None:
-        """Like `Plane.close_set`."""
+    def remove_process_set(self, process_set_id: int, wait_until: WaitUntil) -> None:
+        """Like `Plane.remove_process_set`."""
 
     def fusion_buffer(self, nbytes: int, ranks: tuple[int, ...], wait_until: WaitUntil) -> FusionBuffer | None:
         """Like `Plane.fusion_buffer`."""

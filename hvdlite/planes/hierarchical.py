@@ -86,15 +86,15 @@ class HierarchicalPlane:
             case _:
                 self._cross_plane.execute(plan, wait_until)
 
-    def open_set(self, process_set_id: int, ranks: tuple[int, ...]) -> None:
+    def add_process_set(self, process_set_id: int, ranks: tuple[int, ...]) -> None:
         hosts = self._hosts.within(ranks)
         here = set(self._hosts.around(self._rank))
         if len(hosts.groups) == 1:
             self._local_sets.add(process_set_id)
             if here.issuperset(ranks):
-                self._local_plane.open_set(process_set_id, ranks)
+                self._local_plane.add_process_set(process_set_id, ranks)
             return
-        self._cross_plane.open_set(process_set_id, ranks)
+        self._cross_plane.add_process_set(process_set_id, ranks)
         local = tuple(rank for rank in ranks if rank in here)
         if process_set_id < 0 or not local:
             return  # a pair only sends
@@ -103,18 +103,18 @@ class HierarchicalPlane:
             area = StagingArea(self._rank, local, segment, self._ring)
             self._two_level_sets[process_set_id] = _TwoLevelSet(process_set_id, self._rank, ranks, hosts, area)
 
-    def close_set(self, process_set_id: int, wait_until: WaitUntil) -> None:
+    def remove_process_set(self, process_set_id: int, wait_until: WaitUntil) -> None:
         if process_set_id in self._local_sets:
             self._local_sets.discard(process_set_id)
-            self._local_plane.close_set(process_set_id, wait_until)
+            self._local_plane.remove_process_set(process_set_id, wait_until)
             return
         levels = self._two_level_sets.pop(process_set_id, None)
         if levels is not None:
             levels.area.barrier(wait_until)  # nobody reads this rank's slots any more
             levels.area.segment.release()
             levels.area.segment.close()
-            self._cross_plane.close_set(levels.cross_set_id, wait_until)
-        self._cross_plane.close_set(process_set_id, wait_until)
+            self._cross_plane.remove_process_set(levels.cross_set_id, wait_until)
+        self._cross_plane.remove_process_set(process_set_id, wait_until)
 
     def fusion_buffer(self, nbytes: int, ranks: tuple[int, ...]) -> FusionBuffer | None:
         here = self._hosts.around(self._rank)

@@ -37,10 +37,10 @@ class LoopbackPlane:
         self._casts = casts or Casts.of_numpy()
 
     def execute(self, plan: Plan, wait_until: WaitUntil) -> None:
-        table, number = self._table, (plan.response.process_set, plan.sequence)
+        table, key = self._table, (plan.response.process_set, plan.sequence)
         with table.lock:
-            plans = table.laid.setdefault(number, {})
-            done = table.done.setdefault(number, set())
+            plans = table.laid.setdefault(key, {})
+            done = table.done.setdefault(key, set())
             plans[self._rank] = plan
         self._ring_others(plan.ranks)
         wait_until(lambda: len(plans) == len(plan.ranks))
@@ -53,13 +53,13 @@ class LoopbackPlane:
             if output is not None and result is not None:
                 np.copyto(output, result)
         with table.lock:
-            table.laid.pop(number, None)
-            table.done.pop(number, None)
+            table.laid.pop(key, None)
+            table.done.pop(key, None)
 
-    def open_set(self, number: int, ranks: tuple[int, ...]) -> None:
+    def add_process_set(self, process_set_id: int, ranks: tuple[int, ...]) -> None:
         pass
 
-    def close_set(self, number: int, wait_until: WaitUntil) -> None:
+    def remove_process_set(self, process_set_id: int, wait_until: WaitUntil) -> None:
         pass
 
     def fusion_buffer(self, nbytes: int, ranks: tuple[int, ...]) -> FusionBuffer | None:

@@ -108,13 +108,14 @@ def check_threads(mpi: Any, communicator: Any) -> None:
         _log.warning("MPI was started with MPI_THREAD_SERIALIZED: the script must not call MPI while hvdlite runs")
 
 
-def _connect(mpi: Any, everybody: Any, number: int, ranks: tuple[int, ...], wait_until: WaitUntil) -> MpiProcessGroup:
-    if number < 0:  # a pair: it only sends
+def _connect(mpi: Any, everybody: Any, process_set_id: int, ranks: tuple[int, ...],
+             wait_until: WaitUntil) -> MpiProcessGroup:
+    if process_set_id < 0:  # a pair: it only sends
         return PairProcessGroup(mpi, everybody, ranks)
     if len(ranks) == everybody.Get_size():
-        own = everybody.Dup() if number else everybody
+        own = everybody.Dup() if process_set_id else everybody
     else:
-        own = everybody.Create_group(everybody.Get_group().Incl(list(ranks)), number % 32_767)
+        own = everybody.Create_group(everybody.Get_group().Incl(list(ranks)), process_set_id % 32_767)
     own.Set_errhandler(mpi.ERRORS_RETURN)
     return MpiProcessGroup(mpi, own, ranks)
 

@@ -74,13 +74,13 @@ class ShmPlane:
             case _:
                 self._gather_scatter(area, plan, wait_until)
 
-    def open_set(self, number: int, ranks: tuple[int, ...]) -> None:
+    def add_process_set(self, process_set_id: int, ranks: tuple[int, ...]) -> None:
         segment = self._memory.segment(ranks, self._slot)
         if segment is not None:
-            self._areas[number] = StagingArea(self._rank, ranks, segment, self._ring)
+            self._areas[process_set_id] = StagingArea(self._rank, ranks, segment, self._ring)
 
-    def close_set(self, number: int, wait_until: WaitUntil) -> None:
-        area = self._areas.pop(number, None)
+    def remove_process_set(self, process_set_id: int, wait_until: WaitUntil) -> None:
+        area = self._areas.pop(process_set_id, None)
         if area is not None:
             area.barrier(wait_until)  # nobody reads this rank's slots any more
             area.segment.release()

@@ -142,7 +142,7 @@ def _assembled(info: LaunchInfo, config: Config, casts: Casts, stack_dump: Stack
         _log.info("%s", choice)
     plane = planes.make(choice)
     made.callback(plane.close)
-    plane.open_set(GLOBAL_PROCESS_SET_ID, tuple(range(world.size)))
+    plane.add_process_set(GLOBAL_PROCESS_SET_ID, tuple(range(world.size)))
     probe = ProcessProbe(pids, {rank: welcome.stack_dumps[rank] for rank in local})
     devices = gpus(info, config, environment)(world.rank, notes, control.wake)
     runtime = Runtime(world, config, control, plane, coordinator_for(world, config), probe, _common_clock(welcome), notes,

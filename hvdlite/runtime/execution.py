@@ -51,7 +51,7 @@ class Execution:
         self._rank, self._plane, self._recorder, self._clock = rank, plane, recorder, clock
         self._devices = devices
         if devices is not None:
-            devices.open_set(GLOBAL_PROCESS_SET_ID, self.process_sets[GLOBAL_PROCESS_SET_ID])
+            devices.add_process_set(GLOBAL_PROCESS_SET_ID, self.process_sets[GLOBAL_PROCESS_SET_ID])
         self._wait_until, self._free, self._abandon, self._start_anew = wait_until, free, abandon, start_anew
         self._entries: dict[tuple[int, str], Entry] = {}  # handed in and not completed; likewise below
         self._buckets: dict[int, BucketEntry] = {}
@@ -126,9 +126,9 @@ class Execution:
                 self._open_set(number, self.process_sets[number])
 
     def _open_set(self, number: int, ranks: tuple[int, ...]) -> None:
-        self._plane.open_set(number, ranks)
+        self._plane.add_process_set(number, ranks)
         if self._devices is not None:
-            self._devices.open_set(number, ranks)
+            self._devices.add_process_set(number, ranks)
 
     def _trace(self, instruction: Instruction) -> None:
         if isinstance(instruction, Response):
@@ -239,9 +239,9 @@ class Execution:
             self._open_set(self.process_sets.add(response.members), response.members)
         else:
             self.process_sets.remove(response.rows[0])
-            self._plane.close_set(response.rows[0], self._wait_until)
+            self._plane.remove_process_set(response.rows[0], self._wait_until)
             if self._devices is not None:
-                self._devices.close_set(response.rows[0], self._wait_until)
+                self._devices.remove_process_set(response.rows[0], self._wait_until)
 
     def _move(self, response: Response, sources: Sequence[AnyArray | None], outputs: Sequence[AnyArray | None],
               buffer_slice: BufferSlice | None = None, splits: AlltoallSplits | None = None) -> Completion | None:

@@ -455,19 +455,20 @@ def test_process_sets_that_overlap_do_not_disturb_each_other(make_planes: Any) -
 
     def step(rank: int, execute: Any) -> None:
         generator = np.random.default_rng(3)  # the same story on all ranks
-        for number in (1, 2):
-            execute.plane.open_set(number, sets[number])
+        for process_set_id in (1, 2):
+            execute.plane.add_process_set(process_set_id, sets[process_set_id])
         for turn in range(200):
-            number, count = int(generator.integers(0, 3)), int(generator.choice([3, 60, 9000, 40_000]))
-            members = sets[number]
+            process_set_id, count = int(generator.integers(0, 3)), int(generator.choice([3, 60, 9000, 40_000]))
+            members = sets[process_set_id]
             if rank not in members:
                 continue
             mine = np.full(count, turn + rank, np.int64)
-            one = msgspec.structs.replace(allreduce("int64", ReduceOp.SUM, 3), process_set=number, contributors=members)
+            one = msgspec.structs.replace(allreduce("int64", ReduceOp.SUM, 3), process_set=process_set_id,
+                                          contributors=members)
             execute(one, [mine], [mine], ranks=members)
             assert (mine == len(members) * turn + sum(members)).all(), turn
-        for number in (1, 2):
-            execute.plane.close_set(number, execute.wait_until)
+        for process_set_id in (1, 2):
+            execute.plane.remove_process_set(process_set_id, execute.wait_until)
     run(make_planes, 3, step)
 
 
@@ -561,7 +562,7 @@ def test_adasum_without_a_rank_that_joined(make_planes: Any) -> None:
 # docs/protocol.md#pairs
 def test_send(make_planes: Any) -> None:
     def step(rank: int, execute: Any) -> None:
-        execute.plane.open_set(-1, (0, 2))
+        execute.plane.add_process_set(-1, (0, 2))
         if rank == 1:
             return
         for count in (0, 3, 100_000):

@@ -161,14 +161,14 @@ def test_a_joined_rank_helps_and_an_absent_one_counts_as_nothing(gpus: Gpus) -> 
 def test_process_sets_have_communicators_of_their_own(gpus: Gpus) -> None:
     def step(runtime: Runtime) -> None:
         rank = runtime.world.rank
-        number = runtime.add_process_set([0, 2]).wait()
+        process_set_id = runtime.add_process_set([0, 2]).wait()
         values = np.full(9, rank + 1.0)
         if rank != 1:
-            handle = allreduce(gpus, runtime, "pair", values, process_set=number)
+            handle = allreduce(gpus, runtime, "pair", values, process_set=process_set_id)
             handle.wait()
             handle.completion.wait()
             assert (values == 4).all()
-        runtime.remove_process_set(number).wait()
+        runtime.remove_process_set(process_set_id).wait()
         everybody = np.full(9, rank + 1.0)
         handle = allreduce(gpus, runtime, "all", everybody)
         handle.wait()

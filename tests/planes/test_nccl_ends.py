@@ -82,13 +82,13 @@ def test_who_leaves_long_before_the_others_does_not_wait_for_them(gpus: Gpus, ca
 def test_ranks_of_a_removed_set_wait_for_each_others_gpus(gpus: Gpus) -> None:
     def step(runtime: Runtime) -> None:
         rank = runtime.world.rank
-        number = runtime.add_process_set([0, 1]).wait()
+        process_set_id = runtime.add_process_set([0, 1]).wait()
         if rank < 2:
-            result = _scattered(gpus, runtime, number)
+            result = _scattered(gpus, runtime, process_set_id)
             if rank == 1:
                 gpu = gpus.made[rank]
                 threading.Timer(0.2, gpu.release, [gpu.stream]).start()
-        runtime.remove_process_set(number).wait()
+        runtime.remove_process_set(process_set_id).wait()
         assert rank != 1 or (result == 7).all(), "the sender ended the communicator when its own part was done"
     worlds.threads(3, step)
 

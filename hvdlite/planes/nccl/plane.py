@@ -125,24 +125,24 @@ class NcclPlane:
 
     def execute(self, plan: Plan, wait_until: WaitUntil) -> Completion:
         device = self._opened(None)
-        number = plan.response.process_set
-        if number not in self._leases:
-            self._meet(number, plan.ranks, wait_until)
+        process_set_id = plan.response.process_set
+        if process_set_id not in self._leases:
+            self._meet(process_set_id, plan.ranks, wait_until)
         launched = self._thread.run(lambda: self._launch(device, plan), wait_until)
         if not plan.outputs:  # having joined: no entry holds anything, but the others need this rank until it is done
             launched.holding(None)
         return launched
 
-    def open_set(self, number: int, ranks: tuple[int, ...]) -> None:
-        self._sets[number] = ranks  # its communicator is made when it is needed
+    def add_process_set(self, process_set_id: int, ranks: tuple[int, ...]) -> None:
+        self._sets[process_set_id] = ranks  # its communicator is made when it is needed
 
-    def close_set(self, number: int, wait_until: WaitUntil) -> None:
-        self._sets.pop(number, None)
-        lease = self._leases.pop(number, None)
+    def remove_process_set(self, process_set_id: int, wait_until: WaitUntil) -> None:
+        self._sets.pop(process_set_id, None)
+        lease = self._leases.pop(process_set_id, None)
         if lease is not None:
             device = self._opened(None)
             self._thread.run(lambda: self._watcher.drain(DRAIN_SECONDS), wait_until)
-            self._notes.consult(f"nccl.{number}.end", lease.ranks, b"", lambda texts: b"", wait_until)
+            self._notes.consult(f"nccl.{process_set_id}.end", lease.ranks, b"", lambda texts: b"", wait_until)
             self._watcher.pause()
             self._thread.run(lambda: abort([lease], device, ABORT_SECONDS), wait_until)
 
@@ -236,17 +236,18 @@ class NcclPlane:
                 self._device = device
         return self._device
 
-    def _meet(self, number: int, ranks: tuple[int, ...], wait_until: WaitUntil) -> None:
+    def _meet(self, process_set_id: int, ranks: tuple[int, ...], wait_until: WaitUntil) -> None:
         """Make the communicator of a process set, with all its ranks."""
         device, mine = self._opened(None), ranks.index(self._rank)
         unique_id = self._thread.run(device.unique_id, wait_until) if mine == 0 else b""
         introduction = Introduction(self._host, device.identity(), device.version, unique_id)
         text = msgspec.msgpack.encode(introduction)
-        answer = self._notes.consult(f"nccl.{number}", ranks, text, functools.partial(self._examined, ranks), wait_until)
+        answer = self._notes.consult(f"nccl.{process_set_id}", ranks, text, functools.partial(self._examined, ranks),
+                                     wait_until)
         unique_id, problem = _ANSWER.decode(answer)
         if problem:
             raise HorovodInternalError(problem)
-        self._leases[number] = self._thread.run(lambda: self._make(device, ranks, unique_id), wait_until)
+        self._leases[process_set_id] = self._thread.run(lambda: self._make(device, ranks, unique_id), wait_until)
 
     def _examined(self, ranks: tuple[int, ...], texts: Sequence[bytes]) -> bytes:
         """On a communicator's first rank: return its id, or what is wrong with its ranks' GPUs."""
