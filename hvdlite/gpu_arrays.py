@@ -41,7 +41,7 @@ def lend(array: Any, name: str, devices: DeviceAccess | None, collective: Collec
     missing = "this job has no plane for GPUs" if devices is None else devices.missing()
     if missing or devices is None:
         raise UnsupportedError(f"'{name}' is on a GPU: {missing}; or pass cupy.asnumpy(array)")
-    if not devices.carries(collective, op, dtype_name(array.dtype)):
+    if not devices.supports(collective, op, dtype_name(array.dtype)):
         with_op = "" if op is None else f" with {op.name.capitalize()}"
         raise UnsupportedError(f"'{name}': NCCL has no {collective.name.lower()} of {array.dtype}{with_op}; pass "
                                "cupy.asnumpy(array)")

@@ -114,7 +114,7 @@ def carried(tensor: torch.Tensor, devices: DeviceAccess | None, collective: Coll
     reason = "there is no plane for GPUs in this job" if devices is None else devices.missing()
     if not reason and devices is not None:
         dtype = str(tensor.dtype).removeprefix("torch.")
-        if devices.carries(collective, op, dtype):
+        if devices.supports(collective, op, dtype):
             return tensor
         with_op = "" if op is None else f" with {op.name.capitalize()}"
         reason = f"NCCL has no {collective.name.lower()} of {dtype}{with_op}"

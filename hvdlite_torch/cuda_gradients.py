@@ -111,7 +111,7 @@ class CudaGradients(TorchGradients):
         """Return whether a seat is in the memory where a gradient like `tensor` is reduced: models are moved."""
         if not cuda.is_on_gpu(tensor):
             return not seat.on_gpu
-        return seat.on_gpu or not self._devices.carries(Collective.ALLREDUCE, None, cuda.name_of(seat.dtype))
+        return seat.on_gpu or not self._devices.supports(Collective.ALLREDUCE, None, cuda.name_of(seat.dtype))
 
     def _suits(self, parameter: torch.Tensor, seat: Seat) -> bool:
         return self._belongs(parameter, seat) and super()._suits(parameter, seat)

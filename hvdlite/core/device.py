@@ -157,7 +157,7 @@ class DeviceAccess(Protocol):
     def pack(self, pairs: Sequence[Pair], source: str, target: str, stream: int) -> bool:
         """Copy many arrays by as few kernels as possible, casting from dtype to dtype; False where there are no kernels."""
 
-    def carries(self, collective: int, op: int | None, dtype: str) -> bool:
+    def supports(self, collective: int, op: int | None, dtype: str) -> bool:
         """Say whether the plane can do it; the answer is the same on all ranks."""
 
     def missing(self) -> str:

@@ -15,11 +15,12 @@ from hvdlite.negotiation.messages import Response
 class WaitUntil(Protocol):
     """Blocks a plane; raises the job's error when the job ends first."""
 
-    def __call__(self, predicate: Callable[[], bool], *, pause: float = 0.0) -> None:
+    def __call__(self, predicate: Callable[[], bool], *, poll_interval: float = 0.0) -> None:
         """Return when the predicate holds. It is looked at when something happened: a bell, a message.
 
         Args:
-            pause: look every so many seconds beside that, for engines that make progress only when they are looked at;
+            poll_interval: look every so many seconds beside that,
+            for engines that make progress only when they are looked at;
                 without sleeping while the script is blocked in a wait. 0 is not at all.
         """
 

@@ -46,7 +46,7 @@ from hvdlite.planes.hierarchical import HierarchicalPlane
 from hvdlite.planes.loopback import LoopbackPlane, Table
 from hvdlite.planes.mpi import mpi_plane
 from hvdlite.planes.nccl.plane import of_this_machine
-from hvdlite.planes.selection import Choice, choose
+from hvdlite.planes.selection import PlaneChoice, choose_plane
 from hvdlite.planes.shm import ShmPlane
 from hvdlite.runtime.notes import Notes
 from hvdlite.runtime.runtime import Runtime
@@ -137,7 +137,7 @@ def _assembled(info: LaunchInfo, config: Config, casts: Casts, stack_dump: Stack
             shutil.rmtree(info.job_directory, ignore_errors=True)
     notes = Notes(world.rank)
     planes = HostPlanes(world.rank, hosts, config, casts, memory, control, notes, address, info.communicator)
-    choice = choose(config.cpu_operations, hosts, dict(welcome.lacks))
+    choice = choose_plane(config.cpu_operations, hosts, dict(welcome.lacks))
     if world.rank == 0:
         _log.info("%s", choice)
     plane = planes.make(choice)
@@ -176,7 +176,7 @@ class HostPlanes:
     address: str
     communicator: Any
 
-    def make(self, choice: Choice) -> Plane:
+    def make(self, choice: PlaneChoice) -> Plane:
         """Return the chosen plane."""
         config = self.config
         if choice.name == "shm":

@@ -26,10 +26,10 @@ def run(make_planes: Callable[..., list[Plane]], size: int, step: Step) -> list[
     errors: list[BaseException] = []
 
     def body(rank: int) -> None:
-        def wait_until(predicate: Callable[[], bool], *, pause: float = 0.0) -> None:
+        def wait_until(predicate: Callable[[], bool], *, poll_interval: float = 0.0) -> None:
             while not predicate():
                 assert not errors, "another rank failed"
-                bells[rank].wait(pause or 0.05)
+                bells[rank].wait(poll_interval or 0.05)
                 bells[rank].clear()
 
         try:

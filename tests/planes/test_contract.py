@@ -479,7 +479,7 @@ def test_a_root_that_ends_at_once_takes_nothing_from_slower_ranks() -> None:
     response = Response(names=("a",), collective=Collective.BROADCAST, dtype="int64", root_rank=0, contributors=(0, 1))
 
     def waiter(rank: int, then: Callable[[], object]) -> Callable[[Callable[[], bool]], None]:
-        def wait_until(predicate: Callable[[], bool], *, pause: float = 0.0) -> None:
+        def wait_until(predicate: Callable[[], bool], *, poll_interval: float = 0.0) -> None:
             while not predicate():
                 bells[rank].wait(0.1)
             then()

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from hvdlite.core.errors import LaunchError
-from hvdlite.planes.mpi import check_threads
+from hvdlite.planes.mpi import check_thread_level
 from tests.mpis import MPIS, ROOT, Mpi, mpiexec
 
 
@@ -26,9 +26,9 @@ PIECES = """
 import numpy as np
 from mpi4py import MPI
 from hvdlite.planes import mpi
-mpi.LIMIT = 1 << 12
+mpi.CALL_LIMIT = 1 << 12
 group = mpi._connect(MPI, MPI.COMM_WORLD.Dup(), 0, (0, 1, 2), None)
-def wait(predicate, *, pause=0.0):
+def wait(predicate, *, poll_interval=0.0):
     while not predicate():
         pass
 me, count = group._index, 5000
@@ -76,7 +76,7 @@ def test_thread_levels(level: int, told: str, caplog: pytest.LogCaptureFixture) 
     communicator = SimpleNamespace(Get_rank=lambda: 0)
     if told:
         with pytest.raises(LaunchError, match=f"{told}.*MPI_THREAD_MULTIPLE"):
-            check_threads(mpi, communicator)
+            check_thread_level(mpi, communicator)
     else:
-        check_threads(mpi, communicator)
+        check_thread_level(mpi, communicator)
     assert ("must not call MPI" in caplog.text) == (level == 2)

@@ -305,14 +305,14 @@ def test_what_it_carries() -> None:
     access = plane(0, None, lambda: None, gpu)
     for dtype in SUPPORTED_DTYPES:
         for collective in (Collective.BROADCAST, Collective.ALLGATHER, Collective.ALLTOALL, Collective.SEND):
-            assert access.carries(collective, None, dtype)
-    reduces = {dtype for dtype in SUPPORTED_DTYPES if access.carries(Collective.ALLREDUCE, SUM, dtype)}
+            assert access.supports(collective, None, dtype)
+    reduces = {dtype for dtype in SUPPORTED_DTYPES if access.supports(Collective.ALLREDUCE, SUM, dtype)}
     assert reduces == set(SUPPORTED_DTYPES) - {"bool", "int16", "uint16"}
-    means = {dtype for dtype in SUPPORTED_DTYPES if access.carries(Collective.REDUCESCATTER, ReduceOp.AVERAGE, dtype)}
+    means = {dtype for dtype in SUPPORTED_DTYPES if access.supports(Collective.REDUCESCATTER, ReduceOp.AVERAGE, dtype)}
     assert means == {"float16", "bfloat16", "float32", "float64", "complex64", "complex128"}, "sums of integers wrap"
-    assert access.carries(Collective.ALLREDUCE, ReduceOp.MAX, "bool")
-    assert not access.carries(Collective.ALLREDUCE, ReduceOp.PRODUCT, "complex64")
-    assert not access.carries(Collective.ALLREDUCE, ReduceOp.ADASUM, "float32")
+    assert access.supports(Collective.ALLREDUCE, ReduceOp.MAX, "bool")
+    assert not access.supports(Collective.ALLREDUCE, ReduceOp.PRODUCT, "complex64")
+    assert not access.supports(Collective.ALLREDUCE, ReduceOp.ADASUM, "float32")
     gpu.end()
 
 

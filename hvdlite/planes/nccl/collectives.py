@@ -34,7 +34,7 @@ _OPS: Final = {ReduceOp.SUM: SUM, ReduceOp.PRODUCT: PRODUCT, ReduceOp.MAX: MAXIM
 _REDUCTIONS: Final = frozenset({Collective.ALLREDUCE, Collective.REDUCE, Collective.REDUCESCATTER})
 
 
-def carries(collective: Collective, op: ReduceOp | None, dtype: str) -> bool:
+def supports(collective: Collective, op: ReduceOp | None, dtype: str) -> bool:
     """Say whether NCCL can do it; what it cannot do goes over the host."""
     if collective not in _REDUCTIONS or op is None:
         return True

@@ -93,8 +93,8 @@ class NcclPlane:
             self._reason = self._missing()
         return self._reason
 
-    def carries(self, collective: int, op: int | None, dtype: str) -> bool:
-        return collectives.carries(Collective(collective), None if op is None else ReduceOp(op), dtype)
+    def supports(self, collective: int, op: int | None, dtype: str) -> bool:
+        return collectives.supports(Collective(collective), None if op is None else ReduceOp(op), dtype)
 
     def lend(self, pointer: int, shape: tuple[int, ...], dtype: np.dtype[Any], device: int, *, stream: int, owner: object,
              empty: Callable[[tuple[int, ...]], DeviceArray] | None = None) -> DeviceArray:
@@ -195,7 +195,7 @@ class NcclPlane:
         """Wait until the GPUs of all ranks have done what they were given, or for a while."""
         deadline = time.monotonic() + self._parting
 
-        def wait_until(predicate: Callable[[], bool], *, pause: float = 0.0) -> None:
+        def wait_until(predicate: Callable[[], bool], *, poll_interval: float = 0.0) -> None:
             while not predicate():
                 if time.monotonic() > deadline:
                     raise TimeoutError
