@@ -38,7 +38,7 @@ def lend(array: Any, name: str, devices: DeviceAccess | None, collective: Collec
         UnsupportedError: without a plane for GPUs, for what NCCL cannot do, and for an array that is not C-contiguous where
             it must be.
     """
-    missing = "this job has no plane for GPUs" if devices is None else devices.missing()
+    missing = "this job has no plane for GPUs" if devices is None else devices.unavailable_reason()
     if missing or devices is None:
         raise UnsupportedError(f"'{name}' is on a GPU: {missing}; or pass cupy.asnumpy(array)")
     if not devices.supports(collective, op, dtype_name(array.dtype)):

@@ -43,7 +43,7 @@ def devices_for(inputs: Sequence[Any], op: ReduceOp | None) -> DeviceAccess | No
     if not inputs or not all(map(is_on_gpu, inputs)):
         return None
     devices = api.runtime().devices
-    if devices is None or devices.missing():
+    if devices is None or devices.unavailable_reason():
         return None
     collective = Collective.BROADCAST if op is None else Collective.ALLREDUCE
     names = [each.dtype.name for each in inputs]

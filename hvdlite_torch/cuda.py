@@ -111,7 +111,7 @@ def carried(tensor: torch.Tensor, devices: DeviceAccess | None, collective: Coll
     """
     if not is_on_gpu(tensor):
         return tensor
-    reason = "there is no plane for GPUs in this job" if devices is None else devices.missing()
+    reason = "there is no plane for GPUs in this job" if devices is None else devices.unavailable_reason()
     if not reason and devices is not None:
         dtype = str(tensor.dtype).removeprefix("torch.")
         if devices.supports(collective, op, dtype):

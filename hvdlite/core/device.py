@@ -160,5 +160,5 @@ class DeviceAccess(Protocol):
     def supports(self, collective: int, op: int | None, dtype: str) -> bool:
         """Say whether the plane can do it; the answer is the same on all ranks."""
 
-    def missing(self) -> str:
+    def unavailable_reason(self) -> str:
         """Return why there is no plane for GPUs here, and what to do; "" when there is one."""

@@ -44,7 +44,7 @@ _SUMMED_AS = {np.dtype(name): np.dtype(other) for name, other in {
 _COMPARED = frozenset(map(np.dtype, ("int8", "uint8", "int32", "int64")))
 
 
-def missing() -> str:
+def unavailable_reason() -> str:
     """Say why this plane cannot be used here, and what to do; "" when it can."""
     if importlib.util.find_spec("torch") is None:
         return "it needs torch, which brings Gloo: pip install torch"

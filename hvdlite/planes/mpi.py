@@ -48,7 +48,7 @@ _MOVES_TAG, _PAIR_TAG = 1, 2
 _log = logging.getLogger("hvdlite")
 
 
-def missing() -> str:
+def unavailable_reason() -> str:
     """Say why this plane cannot be used here, and what to do; "" when it seems it can."""
     return "" if importlib.util.find_spec("mpi4py") is not None else f"it needs MPI: {INSTALL}"
 
@@ -59,7 +59,7 @@ def load() -> Any:
     Raises:
         LaunchError: when mpi4py or the MPI library is missing or broken, saying what to install.
     """
-    if reason := missing():
+    if reason := unavailable_reason():
         raise LaunchError(reason)
     try:
         return importlib.import_module("mpi4py.MPI")

@@ -29,7 +29,7 @@ class PlaneInfo:
     device: str
     where: str
     supports: Callable[[Collective, ReduceOp | None, str], bool]  # with that op, if any, and dtype
-    missing: Callable[[], str]  # why it cannot be used here, and what to do; "" when it can
+    unavailable_reason: Callable[[], str]  # why it cannot be used here, and what to do; "" when it can
 
 
 def host_supports(collective: Collective, op: ReduceOp | None, dtype: str) -> bool:
@@ -56,11 +56,11 @@ def _no_shared_memory() -> str:
 PLANES = (
     PlaneInfo("loopback", "cpu", "ranks as threads of one process, and a job of size 1", host_supports, lambda: ""),
     PlaneInfo("shm", "cpu", "processes of one host", host_supports, _no_shared_memory),
-    PlaneInfo("mpi", "cpu", "processes that mpirun started, on one or several hosts", host_supports, mpi.missing),
-    PlaneInfo("gloo", "cpu", "processes of several hosts, without MPI", host_supports, gloo.missing),
+    PlaneInfo("mpi", "cpu", "processes that mpirun started, on one or several hosts", host_supports, mpi.unavailable_reason),
+    PlaneInfo("gloo", "cpu", "processes of several hosts, without MPI", host_supports, gloo.unavailable_reason),
     PlaneInfo("hierarchical", "cpu", "hosts of several processes: shm inside, mpi or gloo between", host_supports,
-               lambda: gloo.missing() and mpi.missing()),
-    PlaneInfo("nccl", "cuda", "NVIDIA GPUs, of one host or several", nccl.supports, library.missing),
+               lambda: gloo.unavailable_reason() and mpi.unavailable_reason()),
+    PlaneInfo("nccl", "cuda", "NVIDIA GPUs, of one host or several", nccl.supports, library.unavailable_reason),
 )
 
 

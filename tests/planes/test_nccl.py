@@ -319,9 +319,9 @@ def test_what_it_carries() -> None:
 def test_without_cupy_the_reason_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(library, "cuda_of_torch", lambda: 13)
-    assert library.missing() == "CuPy is not installed: pip install 'hvdlite[nccl-cuda13]'"
+    assert library.unavailable_reason() == "CuPy is not installed: pip install 'hvdlite[nccl-cuda13]'"
     without = plane(0, None, lambda: None, GpuDouble())
-    without._missing = library.missing
+    without._find_unavailable_reason = library.unavailable_reason
     with pytest.raises(UnsupportedError, match="nccl-cuda13"):
         without.ready(0)
 

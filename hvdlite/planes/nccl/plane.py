@@ -64,7 +64,7 @@ class NcclPlane:
         notes: let the ranks of a communicator introduce themselves.
         wake: makes this rank's `WaitUntil` look again.
         make_device: opens the GPU.
-        missing: says why there is none, or "".
+        unavailable_reason: returns why there is none, or "".
         shared_gpu: whether several ranks may use one.
         parting: see `PARTING_SECONDS`; 0 is not to wait.
     """
@@ -72,9 +72,10 @@ class NcclPlane:
     name = "nccl"
 
     def __init__(self, rank: int, host: str, notes: Notes, wake: Callable[[], None], make_device: MakeDevice,
-                 missing: Callable[[], str] = library.missing, *, shared_gpu: bool = False,
+                 unavailable_reason: Callable[[], str] = library.unavailable_reason, *, shared_gpu: bool = False,
                  parting: float = PARTING_SECONDS) -> None:
-        self._rank, self._host, self._notes, self._make_device, self._missing = rank, host, notes, make_device, missing
+        self._rank, self._host, self._notes, self._make_device = rank, host, notes, make_device
+        self._find_unavailable_reason = unavailable_reason
         self._thread = LaunchThread(f"hvdlite-nccl-{rank}", wake, lambda: self._opened(None).enter())
         self._report: Callable[[Exception], None] = lambda error: None
         self._shared_gpu, self._parting = shared_gpu, parting
@@ -88,9 +89,9 @@ class NcclPlane:
 
     # --- what adapters ask ----------------------------------------------------------------------------------------------
 
-    def missing(self) -> str:
+    def unavailable_reason(self) -> str:
         if self._reason is None:
-            self._reason = self._missing()
+            self._reason = self._find_unavailable_reason()
         return self._reason
 
     def supports(self, collective: int, op: int | None, dtype: str) -> bool:
@@ -227,7 +228,7 @@ class NcclPlane:
             return self._device
         with self._opening:
             if self._device is None:
-                if reason := self.missing():
+                if reason := self.unavailable_reason():
                     raise UnsupportedError(f"there is no data plane for GPUs here: {reason}")
                 device = self._make_device(index)
                 self._events = EventPool(device)
