@@ -408,7 +408,7 @@ def _reduced(values: list[Any], op: int) -> Any:
 
 def plane(rank: int, notes: Any, wake: Callable[[], None], gpu: GpuDouble, **options: Any) -> NcclPlane:
     """Return the real plane over a double of a GPU."""
-    return NcclPlane(rank, "host", notes, wake, lambda index: gpu, lambda: "", **{"parting": 0.0, **options})
+    return NcclPlane(rank, "host", notes, wake, lambda index: gpu, lambda: "", **{"exit_timeout": 0.0, **options})
 
 
 class Gpus:

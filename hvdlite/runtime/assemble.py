@@ -45,7 +45,7 @@ from hvdlite.planes.gloo import unavailable_reason as gloo_unavailable_reason
 from hvdlite.planes.hierarchical import HierarchicalPlane
 from hvdlite.planes.loopback import LoopbackPlane, Table
 from hvdlite.planes.mpi import mpi_plane
-from hvdlite.planes.nccl.plane import of_this_machine
+from hvdlite.planes.nccl.plane import create_nccl_plane
 from hvdlite.planes.selection import PlaneChoice, choose_plane
 from hvdlite.planes.shm import ShmPlane
 from hvdlite.runtime.notes import Notes
@@ -86,7 +86,8 @@ def assemble_threads(size: int, config: Config, wrap: PlaneWrapper = lambda rank
 
 def gpus(info: LaunchInfo, config: Config, environment: Mapping[str, str]) -> DevicePlaneMaker:
     """Return what makes the plane for this process's GPU, which is neither loaded nor looked for before it is used."""
-    return lambda rank, notes, wake: of_this_machine(rank, info.world.local_rank, host_identity(), notes, wake, environment,
+    return lambda rank, notes, wake: create_nccl_plane(rank, info.world.local_rank, host_identity(), notes, wake,
+                                                       environment,
                                                      shared_gpu=config.shared_gpu)
 
 

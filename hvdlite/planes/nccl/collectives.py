@@ -49,7 +49,7 @@ def supports(collective: Collective, op: ReduceOp | None, dtype: str) -> bool:
     return not (dtype.startswith("complex") and op is ReduceOp.PRODUCT)
 
 
-class Staging:
+class StagingBuffer:
     """Memory between tensors and NCCL; grows, and is used by one launch after the other on one stream."""
 
     def __init__(self, device: Device) -> None:
@@ -74,7 +74,7 @@ class Launch:
 
     device: Device
     communicator: Communicator
-    staging: Staging
+    staging: StagingBuffer
     plan: Plan
     rank: int
 
