@@ -87,7 +87,7 @@ class GpuHandle:
         """Wait and return the result, as CuPy arrays; may be called again."""
         result = self._handle.wait()
         for completion in self._handle.completions():
-            completion.follow(cupy().cuda.get_current_stream(completion.device).ptr)
+            completion.block_stream(cupy().cuda.get_current_stream(completion.device).ptr)
         return _result(result)
 
 

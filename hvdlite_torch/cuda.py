@@ -137,7 +137,7 @@ def wait(handle: Handle | Handles) -> Any:
     """Wait for a handle, let this thread's current stream come after its result, and return that."""
     result = handle.wait()
     for completion in handle.completions():
-        completion.follow(current_stream(completion.device))
+        completion.block_stream(current_stream(completion.device))
     return result
 
 

@@ -125,7 +125,7 @@ class BucketEntry:
         """The bucket is reduced; on a GPU, after `completion`."""
         self.handle.nobody, self.handle.behind = frozenset(release.nobody), release.behind
         if completion is not None:
-            completion = completion.holding(self.bucket)
+            completion = completion.for_entry(self.bucket)
         if not self._abandoned:
             self.handle._complete(None, self.bucket.definition.response.contributors, completion)
 

@@ -96,7 +96,7 @@ class Entry:
             completion: on a GPU: what the result is behind.
         """
         if completion is not None:
-            completion = completion.holding((self.sources, self.outputs))
+            completion = completion.for_entry((self.sources, self.outputs))
         if not self._abandoned:
             self.handle.behind, self.handle.rows = response.behind, response.rows
             self.handle._complete(self._result, response.contributors, completion)

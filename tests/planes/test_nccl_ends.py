@@ -148,7 +148,7 @@ def test_an_error_in_work_under_way_ends_the_job_naming_the_rank(gpus: Gpus) -> 
             gpu.error = NcclErrorDouble("NCCL_ERROR_REMOTE: a cable was pulled")
         with pytest.raises(HorovodInternalError, match=r"rank 1.*a cable was pulled"):
             while True:
-                handle.completion.follow(gpu.make_stream())
+                handle.completion.block_stream(gpu.make_stream())
                 allreduce(gpus, runtime, "y", np.ones(3)).wait(20)
         gpu.error = None
         gpu.release(gpu.stream)

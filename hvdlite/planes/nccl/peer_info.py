@@ -14,7 +14,7 @@ class PeerInfo(msgspec.Struct, frozen=True):
     """One rank's."""
 
     host: str
-    gpu: str  # see `Device.identity`
+    gpu: str  # see `Device.bus_id`
     version: int  # NCCL's
     unique_id: bytes = b""  # the communicator's; of the first rank only
 

@@ -28,7 +28,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from hvdlite.core.device import Completion, DeviceArray, Pair
+from hvdlite.core.device import Completion, CopySpec, DeviceArray
 from hvdlite.core.errors import HorovodInternalError, UnsupportedError
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.planes.base import FusionBuffer, Notes, Plan, WaitUntil
@@ -76,7 +76,7 @@ class NcclPlane:
                  exit_timeout: float = EXIT_SECONDS) -> None:
         self._rank, self._host, self._notes, self._make_device = rank, host, notes, make_device
         self._find_unavailable_reason = unavailable_reason
-        self._thread = LaunchThread(f"hvdlite-nccl-{rank}", wake, lambda: self._opened(None).enter())
+        self._thread = LaunchThread(f"hvdlite-nccl-{rank}", wake, lambda: self._opened(None).make_current())
         self._report: Callable[[Exception], None] = lambda error: None
         self._shared_gpu, self._exit_timeout = shared_gpu, exit_timeout
         self._opening = threading.Lock()
@@ -103,21 +103,21 @@ class NcclPlane:
         if used.index != device:
             raise UnsupportedError(f"rank {self._rank} uses GPU {used.index} and cannot also use GPU {device}: a rank has "
                                    "one GPU")
-        return DeviceArray(pointer, shape, dtype, device, owner, self.ready(stream), empty)
+        return DeviceArray(pointer, shape, dtype, device, owner, self.record_event(stream), empty)
 
-    def ready(self, stream: int) -> PooledEvent:
+    def record_event(self, stream: int) -> PooledEvent:
         check_not_captured(self._opened(None), stream)
         assert self._events is not None
         return self._events.record(stream)
 
-    def join(self, stream: int, other: int) -> None:
-        event = self.ready(other)
+    def wait_stream(self, stream: int, other: int) -> None:
+        event = self.record_event(other)
         self._opened(None).wait(stream, event.handle)
 
-    def pack(self, pairs: Sequence[Pair], source: str, target: str, stream: int) -> bool:
+    def batched_copy(self, copies: Sequence[CopySpec], source: str, target: str, stream: int) -> bool:
         if source not in DTYPES or target not in DTYPES:
             return False
-        return self._opened(None).move(pairs, source, target, stream)
+        return self._opened(None).batched_copy(copies, source, target, stream)
 
     # --- what the runtime asks ------------------------------------------------------------------------------------------
 
@@ -131,7 +131,7 @@ class NcclPlane:
             self._create_communicator(process_set_id, plan.ranks, wait_until)
         launched = self._thread.run(lambda: self._launch(device, plan), wait_until)
         if not plan.outputs:  # having joined: no entry holds anything, but the others need this rank until it is done
-            launched.holding(None)
+            launched.for_entry(None)
         return launched
 
     def add_process_set(self, process_set_id: int, ranks: tuple[int, ...]) -> None:
@@ -162,7 +162,7 @@ class NcclPlane:
         copied.shape = place.shape
         if place.ready is not None:
             device.wait(device.stream, place.ready.handle)
-        device.arrange(place, copied, device.stream)
+        device.copy_row_major(place, copied, device.stream)
         return copied
 
     def tune(self, settings: Mapping[str, int]) -> None:
@@ -214,7 +214,7 @@ class NcclPlane:
         troubles: tuple[type[Exception], ...] = (TimeoutError, *device.failure)
         try:
             event = self._thread.run(allreduce, wait_until)
-            wait_until(lambda: device.passed(event.handle))
+            wait_until(lambda: device.is_event_done(event.handle))
         except troubles as error:
             _log.info("rank %d: left without the others' GPUs: %s %s", self._rank, type(error).__name__, error)
         else:
@@ -241,7 +241,7 @@ class NcclPlane:
         """Make the communicator of a process set, with all its ranks."""
         device, mine = self._opened(None), ranks.index(self._rank)
         unique_id = self._thread.run(device.unique_id, wait_until) if mine == 0 else b""
-        info = PeerInfo(self._host, device.identity(), device.version, unique_id)
+        info = PeerInfo(self._host, device.bus_id(), device.version, unique_id)
         text = msgspec.msgpack.encode(info)
         answer = self._notes.consult(f"nccl.{process_set_id}", ranks, text, functools.partial(self._check_peers, ranks),
                                      wait_until)
@@ -306,7 +306,7 @@ class NcclPlane:
 def _cleared(device: Device, nbytes: int) -> DeviceArray:
     """Return zeroed memory: nobody writes the gaps between a bucket's tensors, and they are reduced with them."""
     memory = device.allocate(nbytes)
-    device.clear(memory)
+    device.zero(memory)
     return memory
 
 

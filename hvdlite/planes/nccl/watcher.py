@@ -26,42 +26,42 @@ class LaunchedWork:
     """A completion: one entry's share of a launch.
 
     Attributes:
-        held: what must stay alive until a stream of the framework, or the host, is behind the work.
+        keep_alive: what must stay alive until a stream of the framework, or the host, is behind the work.
     """
 
-    __slots__ = ("_device", "_watcher", "event", "held")
+    __slots__ = ("_device", "_watcher", "event", "keep_alive")
 
-    def __init__(self, device: Device, event: PooledEvent, watcher: Watcher, held: object = None) -> None:
-        self._device, self.event, self._watcher, self.held = device, event, watcher, held
+    def __init__(self, device: Device, event: PooledEvent, watcher: Watcher, keep_alive: object = None) -> None:
+        self._device, self.event, self._watcher, self.keep_alive = device, event, watcher, keep_alive
 
     @property
     def device(self) -> int:
         """The GPU's number."""
         return self._device.index
 
-    def holding(self, held: object) -> LaunchedWork:
+    def for_entry(self, keep_alive: object) -> LaunchedWork:
         """Return another entry's share of the same launch."""
-        share = LaunchedWork(self._device, self.event, self._watcher, held)
+        share = LaunchedWork(self._device, self.event, self._watcher, keep_alive)
         self._watcher.watch(share)
         return share
 
-    def follow(self, stream: int) -> None:
+    def block_stream(self, stream: int) -> None:
         self._watcher.raise_failure()
         check_not_captured(self._device, stream)
         self._device.wait(stream, self.event.handle)
-        self.held = None
+        self.keep_alive = None
 
-    def passed(self) -> bool:
-        return self._device.passed(self.event.handle)
+    def is_done(self) -> bool:
+        return self._device.is_event_done(self.event.handle)
 
     def wait(self) -> None:
         sleep = _MIN_SLEEP
-        while not self.passed():
+        while not self.is_done():
             self._watcher.raise_failure()
             time.sleep(sleep)
             sleep = min(2 * sleep, _MAX_SLEEP)
         self._watcher.raise_failure()
-        self.held = None
+        self.keep_alive = None
 
 
 class Watcher:
@@ -119,7 +119,7 @@ class Watcher:
 
     def _run(self) -> None:
         try:
-            self._device.enter()
+            self._device.make_current()
             while self._wait_for_work():
                 self._poll()
                 time.sleep(POLL_SECONDS)
@@ -136,8 +136,8 @@ class Watcher:
             return not self._ended
 
     def _poll(self) -> None:
-        while self._pending and self._pending[0].passed():
-            self._pending.popleft().held = None
+        while self._pending and self._pending[0].is_done():
+            self._pending.popleft().keep_alive = None
         with self._polling:
             if self._pending and not self._ended:
                 self._check()
@@ -167,7 +167,7 @@ def abort(refs: Sequence[CommunicatorRef], device: Device, timeout: float) -> in
     """
     def end(ref: CommunicatorRef) -> None:
         try:
-            device.enter()
+            device.make_current()
             ref.end()
         except Exception as error:
             _log.warning("aborting a communicator failed: %s", device.explain(None, error))
