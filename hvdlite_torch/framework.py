@@ -214,7 +214,7 @@ class TorchGradients:
         return None
 
     def follow(self, completion: Completion) -> None:
-        completion.follow(cuda.current_stream(completion.device))
+        completion.block_stream(cuda.current_stream(completion.device))
 
     def settle(self, seat: Seat, values: AnyArray) -> None:
         assert isinstance(values, np.ndarray)

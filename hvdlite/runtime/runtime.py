@@ -515,9 +515,9 @@ class Runtime(DeclaredSets):
         with self._names_lock:
             self._names.discard(entry.key)
 
-    def _wait_until(self, predicate: Callable[[], bool], *, pause: float = 0.0) -> None:
-        if pause:
-            poll(predicate, pause, lambda: self._sleepers, self._glance)
+    def _wait_until(self, predicate: Callable[[], bool], *, poll_interval: float = 0.0) -> None:
+        if poll_interval:
+            poll(predicate, poll_interval, lambda: self._sleepers, self._glance)
         while not predicate():
             self._exchange(within_plan=True)
         if self._clock() - self._listened > LISTEN_SECONDS:  # the last to arrive everywhere still hears what is said
