@@ -37,7 +37,7 @@ from hvdlite.core.file_limit import EXHAUSTED
 from hvdlite.negotiation.messages import Decision, HostReport, Letter, Letters, Message, Report
 
 GRACE = 0.5
-"""Seconds a rank waits for rank 0's account of a death that it has seen itself."""
+"""Seconds a rank waits for rank 0's report of a death that it has seen itself."""
 HEARTBEAT_INTERVAL = 1.0
 """Seconds between heartbeats on TCP."""
 

@@ -257,7 +257,7 @@ class DeclaredSets:
     def closed_by(self, label: str, number: int) -> frozenset[int]:
         """Return the ranks that have closed round `number` of a set, or had joined.
 
-        Those of a host with a leader count when all of them have, or when one of them is asked for an account.
+        Those of a host with a leader count when all of them have, or when one of them is asked for its status.
         """
         declared = self._sets.get(label)
         if declared is None:

@@ -28,7 +28,6 @@ from hvdlite.negotiation.buckets import BucketSizes, BucketWaiting, DeclaredSets
 from hvdlite.negotiation.deadlock import BlockedRanks
 from hvdlite.negotiation.fusion import columns, fuse, payload_bytes, response_to
 from hvdlite.negotiation.messages import (
-    Account,
     Alike,
     Aside,
     BucketReady,
@@ -44,6 +43,7 @@ from hvdlite.negotiation.messages import (
     LayoutStale,
     Letter,
     RankReport,
+    RankStatus,
     Report,
     Request,
     Response,
@@ -128,7 +128,7 @@ class Coordinator:
         self._columns: defaultdict[int, list[Column]] = defaultdict(list)  # by rank; not told yet
         self.rounds = 0  # of declared sets, over on all ranks
         self.reduced_bytes = 0  # on each rank, since the beginning
-        self.accounts: dict[int, Account] = {}  # what ranks answered when they were last asked
+        self.statuses: dict[int, RankStatus] = {}  # what ranks answered when they were last asked
         self.suspects: set[int] = set()  # ranks that hold up others in a collective; the stall inspector clears it
         self.report_wanted = False  # by some rank's user; likewise
         self.blocked = BlockedRanks(self._missing_for)
@@ -223,9 +223,9 @@ class Coordinator:
         return {rank for stall in self.waiting(now) if stall.waited >= after for rank in stall.missing}
 
     def inquire(self, ranks: Iterable[int]) -> None:
-        """Ask ranks for an account of themselves; their earlier answers are forgotten."""
+        """Ask ranks for their status; their earlier answers are forgotten."""
         for rank in ranks:
-            self.accounts.pop(rank, None)
+            self.statuses.pop(rank, None)
             self._inquiries.append(rank)
 
     def state(self, rank: int) -> str:
@@ -294,8 +294,8 @@ class Coordinator:
         return frozenset(self._table.missing(key))
 
     def _take_aside(self, rank: int, aside: Aside) -> None:
-        if aside.account is not None:
-            self.accounts[rank] = aside.account
+        if aside.status is not None:
+            self.statuses[rank] = aside.status
         if aside.asks:
             self._questioners.append(rank)
         self.suspects.update(aside.held_up_by)

@@ -18,7 +18,7 @@ Rules kept here
   never report that bucket. The leader sees that before any of its ranks applies it, because decisions pass through it.
 - When a rank of the host joins, what is held back goes up rank by rank before that.
 - When a rank drops a set, what is held back goes up before that: the coordinator may forget the set then.
-- When a rank of the host is asked for an account, or says that it is blocked, what is held back goes up rank by rank too:
+- When a rank of the host is asked for its status, or says that it is blocked, what is held back goes up rank by rank too:
   somebody waits for one of them, and a stall report is to name that one.
 """
 

@@ -114,13 +114,13 @@ class FailureNotice(Message, frozen=True):
     traceback: str = ""
 
 
-class Account(Message, frozen=True):
+class RankStatus(Message, frozen=True):
     """What a rank says of itself when others wait for it."""
 
-    place: str  # where its script is: function, file and line
+    location: str  # where its script is: function, file and line
     stack: str
     recent: tuple[str, ...]  # names of its last collectives, oldest first
-    begun: int  # which number, from 1, the first of them was
+    first_number: int  # the number of the first of them, counted from 1
     waiting: tuple[str, ...]  # names of what it has submitted and not got back
 
 
@@ -153,7 +153,7 @@ class Wanted(Message, frozen=True):
 class Aside(Message, frozen=True):
     """What a rank says that has nothing to do with one tensor."""
 
-    account: Account | None = None  # the answer to an inquiry
+    status: RankStatus | None = None  # the answer to an inquiry
     asks: bool = False  # is rank 0 there? It is to answer with a decision
     held_up_by: tuple[int, ...] = ()  # with these it has long been in the middle of a collective
     wants_report: bool = False  # its user asks who waits for whom
@@ -280,7 +280,7 @@ class Decision(Message, frozen=True):
     suspended: tuple[int, ...] = ()
     evicted: tuple[int, ...] = ()  # layouts that end here; likewise
     responses: tuple[Response, ...] = ()
-    inquiries: tuple[int, ...] = ()  # ranks that are to give an account of themselves
+    inquiries: tuple[int, ...] = ()  # ranks that are to report their status
     left: tuple[int, ...] = ()  # ranks whose leaving is hereby accepted
     answered: tuple[int, ...] = ()  # ranks that asked whether rank 0 is there
     timeline: bool | None = None  # from here on every rank traces, or does not; None: as before

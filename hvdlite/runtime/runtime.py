@@ -72,7 +72,7 @@ from hvdlite.runtime.notes import Notes
 from hvdlite.runtime.polling import poll
 from hvdlite.runtime.report_server import ReportServer
 from hvdlite.runtime.stall_inspector import LOOKS, CoordinatorWatchdog, ProcessProbe, Receiver, StallInspector, Times
-from hvdlite.runtime.stalls import StallReport, account
+from hvdlite.runtime.stalls import StallReport, rank_status
 from hvdlite.runtime.timeline import Timeline
 
 _log = logging.getLogger("hvdlite")
@@ -490,7 +490,7 @@ class Runtime(DeclaredSets):
         if self.world.rank in decision.inquiries:
             waiting = [entry.handle.name for entry in self._work.pending()]
             begun = self._count - len(self._recent) + 1
-            self._controller.say(Aside(account=account(self._caller, tuple(self._recent), begun, waiting)))
+            self._controller.say(Aside(status=rank_status(self._caller, tuple(self._recent), begun, waiting)))
         self._departed.update(decision.left)
         if self.world.rank in decision.deferred:
             self._sleepers.defer()

@@ -20,7 +20,7 @@ from typing import Final, Protocol
 from hvdlite.core.errors import DeadlockError
 from hvdlite.negotiation.coordinator import Coordinator, Stall
 from hvdlite.negotiation.messages import Aside, FailureNotice
-from hvdlite.runtime.stalls import StallReport, Standing, place_in
+from hvdlite.runtime.stalls import RankState, StallReport, location_in_dump
 
 _log = logging.getLogger("hvdlite")
 
@@ -120,11 +120,11 @@ class StallInspector:
             acted = self._begin(coordinator.waiting(now), everybody, now, wanted)
         if self._next_look == math.inf:
             self._next_look = now + (0.0 if coordinator.suspects else self._times.look)
-        if now >= self._next_look or not self._silent.keys().isdisjoint(coordinator.accounts):
+        if now >= self._next_look or not self._silent.keys().isdisjoint(coordinator.statuses):
             self._next_look = now + self._times.look / LOOKS
             acted = self._find_stalls(now) | self._find_silence(now) | acted
         pending = self._pending
-        if pending and (now >= pending.until or pending.asked <= coordinator.accounts.keys() | self._silent.keys()):
+        if pending and (now >= pending.until or pending.asked <= coordinator.statuses.keys() | self._silent.keys()):
             self._pending = None
             acted = self._finish(pending, now) or acted
         return acted
@@ -164,7 +164,7 @@ class StallInspector:
         acted = bool(ask)
         for rank, when in list(self._asked.items()):
             waited = now - when
-            if rank in coordinator.accounts:
+            if rank in coordinator.statuses:
                 del self._asked[rank]
                 self._ask_again[rank] = now + after
                 if self._silent.pop(rank, None) is not None:
@@ -179,9 +179,9 @@ class StallInspector:
 
     def _tell_silence(self, rank: int, waited: float) -> None:
         self._silent[rank] = stacks = self._probe.stacks(rank) if self._probe else ""
-        place = place_in(stacks)
+        location = location_in_dump(stacks)
         _log.warning("rank %d has not answered for %.0f s: %s%s%s", rank, waited, self._state(rank),
-                     f"; it is in {place}" if place else "", f"\n{stacks.rstrip()}" if stacks else "")
+                     f"; it is in {location}" if location else "", f"\n{stacks.rstrip()}" if stacks else "")
 
     def _state(self, rank: int) -> str:
         return (self._probe.state(rank) if self._probe else "") or \
@@ -211,9 +211,9 @@ class StallInspector:
         """Make the report; return whether it ends the job."""
         waiting = {stall.name: stall for stall in self._coordinator.waiting(now)}
         stalls = [waiting.get(stall.name, stall) for stall in pending.stalls]  # leaders have said by now whom they wait for
-        standings = {rank: self._standing(rank) for rank in sorted(pending.asked)}
+        rank_states = {rank: self._rank_state(rank) for rank in sorted(pending.asked)}
         stories = {stall.name: story for stall in stalls if (story := self._story(stall.name))}
-        report = StallReport(stalls, standings, stories)
+        report = StallReport(stalls, rank_states, stories)
         for receiver in pending.receivers:
             receiver(report)
         if pending.ends_job and report.missing:
@@ -222,12 +222,12 @@ class StallInspector:
             return True
         return False
 
-    def _standing(self, rank: int) -> Standing:
-        account = self._coordinator.accounts.get(rank)
-        if account is not None:
-            return Standing(rank, self._coordinator.state(rank), account)
+    def _rank_state(self, rank: int) -> RankState:
+        status = self._coordinator.statuses.get(rank)
+        if status is not None:
+            return RankState(rank, self._coordinator.state(rank), status)
         stacks = self._silent.get(rank) or (self._probe.stacks(rank) if self._probe else "")
-        return Standing(rank, self._state(rank), None, stacks)
+        return RankState(rank, self._state(rank), None, stacks)
 
 
 class CoordinatorWatchdog:
@@ -288,6 +288,6 @@ class CoordinatorWatchdog:
 
     def _state(self) -> str:
         stacks = self._probe.stacks(self._above) if self._probe else ""
-        place = place_in(stacks)
+        location = location_in_dump(stacks)
         return ((self._probe.state(self._above) if self._probe else "") or "its process is stopped, or something in it "
-                "holds Python's lock") + (f"; it is in {place}" if place else "")
+                "holds Python's lock") + (f"; it is in {location}" if location else "")
