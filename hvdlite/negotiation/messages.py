@@ -50,7 +50,7 @@ class Request(Message, frozen=True, tag=1):
     label: str = ""  # the declared set it belongs to, or ""
     round: int = 0  # of that set, counted from 1
     strides: tuple[int, ...] = ()  # how this rank lays a declared member out, in elements; () is row-major
-    cluster: int = 0  # members of a declared set with the same one, from 1, share a bucket
+    group_id: int = 0  # members of a declared set with the same one, from 1, share a bucket
     step: int = 0  # of a declared set: how many steps its optimizer has made, since all ranks have last joined
     in_step: bool = False  # of a declared set: this rank takes part from within its optimizer's step
 
