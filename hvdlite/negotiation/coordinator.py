@@ -29,7 +29,6 @@ from hvdlite.negotiation.deadlock import BlockedRanks
 from hvdlite.negotiation.fusion import columns, fuse, payload_bytes, response_to
 from hvdlite.negotiation.messages import (
     Alike,
-    Aside,
     BucketReady,
     BucketRelease,
     Closing,
@@ -49,6 +48,7 @@ from hvdlite.negotiation.messages import (
     Response,
     Retired,
     Saying,
+    SideMessage,
     Wait,
 )
 from hvdlite.negotiation.post_office import PostOffice
@@ -119,8 +119,8 @@ class Coordinator:
         self._leaving: list[int] = []
         self._left: set[int] = set()
         self._applied: dict[Ranks, int] = {(rank,): 0 for rank in range(size)}
-        self._inquiries: list[int] = []
-        self._questioners: list[int] = []  # ranks that asked whether rank 0 is there
+        self._status_requests: list[int] = []
+        self._pings: list[int] = []  # ranks that asked whether rank 0 is there
         self._timeline: bool | None = None  # to be told
         self._tuned: list[tuple[str, int]] = []
         self._latest: tuple[Request, ...] = ()  # of a host; the next one's are often equal, and these are in the cache
@@ -130,7 +130,7 @@ class Coordinator:
         self.reduced_bytes = 0  # on each rank, since the beginning
         self.statuses: dict[int, RankStatus] = {}  # what ranks answered when they were last asked
         self.suspects: set[int] = set()  # ranks that hold up others in a collective; the stall inspector clears it
-        self.report_wanted = False  # by some rank's user; likewise
+        self.report_requested = False  # by some rank's user; likewise
         self.blocked = BlockedRanks(self._missing_for)
         self._failure: FailureNotice | None = None
         self._failure_told = False
@@ -173,8 +173,8 @@ class Coordinator:
         """Return the next decision, or None when there is nothing to say."""
         failure = None if self._failure_told else self._failure
         deferred = tuple(self.blocked.to_defer())
-        news = (self._learned, self._released, self._suspended, self._evicted, self._ready, self._refused, self._inquiries,
-                self._leaving, self._questioners, self._tuned)
+        news = (self._learned, self._released, self._suspended, self._evicted, self._ready, self._refused,
+                self._status_requests, self._leaving, self._pings, self._tuned)
         if not (any(news) or failure or deferred or self._timeline is not None):
             return None
         self._sequence += 1
@@ -183,8 +183,8 @@ class Coordinator:
             for response in responses:
                 self.blocked.answered(response.process_set, response.names)
         decision = Decision(self.epoch, self._sequence, tuple(self._learned), tuple(self._released),
-                            tuple(self._suspended), tuple(self._evicted), responses, tuple(self._inquiries),
-                            tuple(self._leaving), tuple(self._questioners), self._timeline, tuple(self._tuned), failure,
+                            tuple(self._suspended), tuple(self._evicted), responses, tuple(self._status_requests),
+                            tuple(self._leaving), tuple(self._pings), self._timeline, tuple(self._tuned), failure,
                             deferred)
         for said in news:
             said.clear()
@@ -222,11 +222,11 @@ class Coordinator:
         """Return the ranks for which something has waited at least `after` seconds."""
         return {rank for stall in self.waiting(now) if stall.waited >= after for rank in stall.missing}
 
-    def inquire(self, ranks: Iterable[int]) -> None:
+    def request_status(self, ranks: Iterable[int]) -> None:
         """Ask ranks for their status; their earlier answers are forgotten."""
         for rank in ranks:
             self.statuses.pop(rank, None)
-            self._inquiries.append(rank)
+            self._status_requests.append(rank)
 
     def state(self, rank: int) -> str:
         """Return "alive", "joined" or "left"."""
@@ -269,8 +269,8 @@ class Coordinator:
     def _receive(self, rank: int, report: Report, now: float) -> None:
         if report.failure is not None:
             self.fail(report.failure)
-        if report.aside is not None:
-            self._take_aside(rank, report.aside)
+        if report.side_message is not None:
+            self._receive_side_message(rank, report.side_message)
         self._hear((rank,), report.said, now)
         if report.blocked is not None:
             self.blocked.tell(rank, report.blocked)
@@ -293,14 +293,14 @@ class Coordinator:
             return None
         return frozenset(self._table.missing(key))
 
-    def _take_aside(self, rank: int, aside: Aside) -> None:
-        if aside.status is not None:
-            self.statuses[rank] = aside.status
-        if aside.asks:
-            self._questioners.append(rank)
-        self.suspects.update(aside.held_up_by)
-        self._post.take(rank, aside)
-        self.report_wanted |= aside.wants_report
+    def _receive_side_message(self, rank: int, side_message: SideMessage) -> None:
+        if side_message.status is not None:
+            self.statuses[rank] = side_message.status
+        if side_message.ping:
+            self._pings.append(rank)
+        self.suspects.update(side_message.slow_peers)
+        self._post.take(rank, side_message)
+        self.report_requested |= side_message.requests_report
 
     def _hear(self, ranks: Ranks, what: Iterable[Saying | Alike | RankReport], now: float) -> None:
         """Take in what a rank said, or all ranks of a host alike or some of them, in its order."""

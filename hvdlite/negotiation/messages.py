@@ -150,13 +150,13 @@ class Wanted(Message, frozen=True):
     sender: int
 
 
-class Aside(Message, frozen=True):
+class SideMessage(Message, frozen=True):
     """What a rank says that has nothing to do with one tensor."""
 
-    status: RankStatus | None = None  # the answer to an inquiry
-    asks: bool = False  # is rank 0 there? It is to answer with a decision
-    held_up_by: tuple[int, ...] = ()  # with these it has long been in the middle of a collective
-    wants_report: bool = False  # its user asks who waits for whom
+    status: RankStatus | None = None  # the answer to a status request
+    ping: bool = False  # is rank 0 there? It is to answer with a decision
+    slow_peers: tuple[int, ...] = ()  # with these it has long been in the middle of a collective
+    requests_report: bool = False  # its user asks who waits for whom
     trace: tuple[TraceEvent, ...] = ()  # while there is a timeline
     notes: tuple[Note, ...] = ()
     wanted: tuple[Wanted, ...] = ()
@@ -176,7 +176,7 @@ class Report(Message, frozen=True):
     epoch: int  # membership epoch; a report of another epoch is dropped
     applied: int  # the last decision this rank has applied
     said: tuple[Saying, ...] = ()  # in the order in which this rank said it
-    aside: Aside | None = None
+    side_message: SideMessage | None = None
     leaving: bool = False  # this rank will submit nothing more, after what it says here
     failure: FailureNotice | None = None
     blocked: Blocked | None = None  # replaces what it said of this before; after everything else
@@ -280,9 +280,9 @@ class Decision(Message, frozen=True):
     suspended: tuple[int, ...] = ()
     evicted: tuple[int, ...] = ()  # layouts that end here; likewise
     responses: tuple[Response, ...] = ()
-    inquiries: tuple[int, ...] = ()  # ranks that are to report their status
+    status_requests: tuple[int, ...] = ()  # ranks that are to report their status
     left: tuple[int, ...] = ()  # ranks whose leaving is hereby accepted
-    answered: tuple[int, ...] = ()  # ranks that asked whether rank 0 is there
+    pong: tuple[int, ...] = ()  # ranks that asked whether rank 0 is there
     timeline: bool | None = None  # from here on every rank traces, or does not; None: as before
     tuned: tuple[tuple[str, int], ...] = ()  # knobs that have these values from here on, before anything else
     failure: FailureNotice | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 
-from hvdlite.negotiation.messages import Aside, Note, Wanted
+from hvdlite.negotiation.messages import Note, SideMessage, Wanted
 
 
 class PostOffice:
@@ -19,21 +19,21 @@ class PostOffice:
         self._asked: defaultdict[Wanted, list[int]] = defaultdict(list)  # who waits for a note that has not come
         self._out: defaultdict[int, list[Note]] = defaultdict(list)  # to be delivered, by receiver
 
-    def take(self, rank: int, aside: Aside) -> None:
+    def take(self, rank: int, side_message: SideMessage) -> None:
         """Take in the notes that a rank sends, and those that it wants."""
-        for note in aside.notes:
+        for note in side_message.notes:
             bare = Note(note.label, note.sender, note.text)
             place = Wanted(note.label, note.sender)
             if not note.ranks:
                 self._kept[place] = bare
             for receiver in note.ranks or self._asked.pop(place, ()):
                 self._out[receiver].append(bare)
-        for wanted in aside.wanted:
+        for wanted in side_message.wanted:
             if wanted in self._kept:
                 self._out[rank].append(self._kept[wanted])
             else:
                 self._asked[wanted].append(rank)
-        for label in aside.withdrawn:
+        for label in side_message.withdrawn:
             self._kept.pop(Wanted(label, rank), None)
 
     def deliver(self) -> Mapping[int, tuple[Note, ...]]:

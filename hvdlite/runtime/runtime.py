@@ -47,7 +47,6 @@ from hvdlite.negotiation.controller import Controller
 from hvdlite.negotiation.coordinator import Coordinator
 from hvdlite.negotiation.messages import (
     Alike,
-    Aside,
     Closing,
     Decision,
     FailureNotice,
@@ -56,6 +55,7 @@ from hvdlite.negotiation.messages import (
     RankReport,
     Report,
     Retired,
+    SideMessage,
     Wait,
 )
 from hvdlite.planes.base import DevicePlane, Plane
@@ -133,7 +133,7 @@ class Runtime(DeclaredSets):
         self._recent: deque[str] = deque(maxlen=RECENT)  # names of the last collectives
         self._count = 0  # of them, since the beginning
         self._caller = threading.get_ident()  # the thread that last called one
-        self._report_wanted = False
+        self._report_requested = False
         self._mark_cycles = False  # in the timeline
         self._report_server: ReportServer | None = None
         self._timeline = None if coordinator is None else Timeline(world.size, coordinator.order_timeline, clock)
@@ -232,7 +232,7 @@ class Runtime(DeclaredSets):
 
     def request_report(self) -> None:
         """Let rank 0 report who waits for whom, on its standard error; callable from signal handlers. Does not wait."""
-        self._report_wanted = True
+        self._report_requested = True
         self._control.wake()
 
     def demand_report(self, receiver: Receiver) -> None:
@@ -366,11 +366,11 @@ class Runtime(DeclaredSets):
             for entry in self._work.pending():
                 entry.abandon(HorovodInternalError(_SHUT_DOWN))
             self._recorder.trace(False)
-        if self._report_wanted:
-            self._report_wanted = False
-            self._controller.say(Aside(wants_report=True))
+        if self._report_requested:
+            self._report_requested = False
+            self._controller.say(SideMessage(requests_report=True))
         if self._recorder.untold and (self._controller.has_news or self._recorder.untold >= TRACE_BATCH or self._leaving):
-            self._controller.say(Aside(trace=self._recorder.take_trace()))
+            self._controller.say(SideMessage(trace=self._recorder.take_trace()))
         report = self._controller.report()
         if report is not None:
             self._tell(report)
@@ -431,9 +431,9 @@ class Runtime(DeclaredSets):
         if now < self._next_look:
             return self._look_seconds
         self._next_look = now + self._look_seconds
-        aside = self._watchdog.look(now, work.waits, work.partners, work.moving_since)
-        if aside is not None:
-            self._controller.say(aside)
+        side_message = self._watchdog.look(now, work.waits, work.partners, work.moving_since)
+        if side_message is not None:
+            self._controller.say(side_message)
             self._say()
         if lost := self._watchdog.gave_up(now):
             self._give_up(FailureNotice(self._control.above, "lost", lost))
@@ -479,18 +479,18 @@ class Runtime(DeclaredSets):
 
     def _heed(self, rank: int, report: Report) -> None:
         """What is not the coordinator's business in a report."""
-        if report.aside is not None:
+        if report.side_message is not None:
             self._next_look = -math.inf  # it may be what the stall inspector waits for
         self._recorder.ready_elsewhere((rank,), report.said)
-        if self._timeline is not None and (report.aside is not None or report.leaving):
-            self._timeline.hear(rank, () if report.aside is None else report.aside.trace, report.leaving)
+        if self._timeline is not None and (report.side_message is not None or report.leaving):
+            self._timeline.hear(rank, () if report.side_message is None else report.side_message.trace, report.leaving)
 
     def _accept(self, decision: Decision) -> None:
         """Queue a decision; what it says of ranks counts at once, even in the middle of a plan."""
-        if self.world.rank in decision.inquiries:
+        if self.world.rank in decision.status_requests:
             waiting = [entry.handle.name for entry in self._work.pending()]
             begun = self._count - len(self._recent) + 1
-            self._controller.say(Aside(status=rank_status(self._caller, tuple(self._recent), begun, waiting)))
+            self._controller.say(SideMessage(status=rank_status(self._caller, tuple(self._recent), begun, waiting)))
         self._departed.update(decision.left)
         if self.world.rank in decision.deferred:
             self._sleepers.defer()
@@ -501,7 +501,7 @@ class Runtime(DeclaredSets):
     def _apply(self, decision: Decision) -> None:
         if decision.timeline is not None:
             self._recorder.trace(decision.timeline)
-            self._controller.say(Aside(trace=self._recorder.take_trace()))
+            self._controller.say(SideMessage(trace=self._recorder.take_trace()))
             if decision.timeline and self._timeline is not None:
                 self._timeline.started()
         if self._mark_cycles:

@@ -19,7 +19,7 @@ from typing import Final, Protocol
 
 from hvdlite.core.errors import DeadlockError
 from hvdlite.negotiation.coordinator import Coordinator, Stall
-from hvdlite.negotiation.messages import Aside, FailureNotice
+from hvdlite.negotiation.messages import FailureNotice, SideMessage
 from hvdlite.runtime.stalls import RankState, StallReport, location_in_dump
 
 _log = logging.getLogger("hvdlite")
@@ -101,14 +101,14 @@ class StallInspector:
     def busy(self) -> bool:
         """Whether there is anything to look after."""
         coordinator = self._coordinator
-        return bool(coordinator.anything_waits or coordinator.blocked or coordinator.suspects or coordinator.report_wanted
+        return bool(coordinator.anything_waits or coordinator.blocked or coordinator.suspects or coordinator.report_requested
                     or self._wanted or self._pending or self._asked)
 
     def look(self, now: float) -> bool:
         """Do what is due at `now`; return whether the coordinator has something to say for it."""
         coordinator = self._coordinator
-        if coordinator.report_wanted:
-            coordinator.report_wanted = False
+        if coordinator.report_requested:
+            coordinator.report_requested = False
             self.demand(self._deliver)
         if not self.busy:
             self._next_look = math.inf
@@ -189,7 +189,7 @@ class StallInspector:
 
     def _ask(self, ranks: Iterable[int], now: float) -> None:
         ranks = sorted(ranks)
-        self._coordinator.inquire(ranks)
+        self._coordinator.request_status(ranks)
         for rank in ranks:
             self._asked.setdefault(rank, now)
 
@@ -254,7 +254,7 @@ class CoordinatorWatchdog:
             self._warned = False
             _log.warning("rank %d: rank %d answers again", self._rank, self._above)
 
-    def look(self, now: float, waits: bool, partners: Iterable[int], partners_since: float) -> Aside | None:
+    def look(self, now: float, waits: bool, partners: Iterable[int], partners_since: float) -> SideMessage | None:
         """Return what is to be told to rank 0, if anything.
 
         Args:
@@ -266,19 +266,19 @@ class CoordinatorWatchdog:
             return None
         if self._since == math.inf:
             self._since = now
-        held_up_by: tuple[int, ...] = ()
+        slow_peers: tuple[int, ...] = ()
         if now - max(partners_since, self._told) >= self._after:
-            held_up_by = tuple(rank for rank in partners if rank != self._rank)
+            slow_peers = tuple(rank for rank in partners if rank != self._rank)
             self._told = now
-        asks = self._rank != 0 and self._asked == math.inf and now - self._since >= self._after
-        if asks:
+        ping = self._rank != 0 and self._asked == math.inf and now - self._since >= self._after
+        if ping:
             self._asked = now
         elif now - self._asked >= ANSWER_SECONDS and not self._warned:
             self._warned = True
             leads = ", which speaks with rank 0 for this host," if self._above else ""
             _log.warning("rank %d: rank %d%s has not answered for %.0f s: %s", self._rank, self._above, leads,
                          now - self._asked, self._state())
-        return Aside(asks=asks, held_up_by=held_up_by) if asks or held_up_by else None
+        return SideMessage(ping=ping, slow_peers=slow_peers) if ping or slow_peers else None
 
     def gave_up(self, now: float) -> str:
         """Return why the rank above is lost, or ""."""

@@ -9,7 +9,7 @@ import pytest
 
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.coordinator import Coordinator, Policy
-from hvdlite.negotiation.messages import Aside, Column, Decision, Letter, Note, Report, Request, Response, Wanted
+from hvdlite.negotiation.messages import Column, Decision, Letter, Note, Report, Request, Response, SideMessage, Wanted
 
 
 def decided(coordinator: Coordinator) -> Decision:
@@ -77,8 +77,8 @@ def test_a_refused_alltoall_has_no_columns() -> None:
     assert coordinator.letters() == ()
 
 
-def aside(coordinator: Coordinator, rank: int, aside: Aside) -> tuple[Letter, ...]:
-    coordinator.receive(rank, Report(0, 0, aside=aside), 0.0)
+def tell(coordinator: Coordinator, rank: int, side_message: SideMessage) -> tuple[Letter, ...]:
+    coordinator.receive(rank, Report(0, 0, side_message=side_message), 0.0)
     assert coordinator.decide() is None, "notes are nobody else's business"
     return coordinator.letters()
 
@@ -88,18 +88,18 @@ def test_a_note_goes_to_whoever_asks_for_it_before_or_after(asked_first: bool) -
     coordinator = Coordinator(4, Policy())
     note, wanted = Note("gloo.0", 1, b"text"), Wanted("gloo.0", 1)
     if asked_first:
-        assert aside(coordinator, 3, Aside(wanted=(wanted,))) == ()
-        assert aside(coordinator, 1, Aside(notes=(note,))) == (Letter(3, notes=(note,)),)
+        assert tell(coordinator, 3, SideMessage(wanted=(wanted,))) == ()
+        assert tell(coordinator, 1, SideMessage(notes=(note,))) == (Letter(3, notes=(note,)),)
     else:
-        assert aside(coordinator, 1, Aside(notes=(note,))) == ()
-        assert aside(coordinator, 3, Aside(wanted=(wanted,))) == (Letter(3, notes=(note,)),)
-    assert aside(coordinator, 2, Aside(wanted=(wanted,))) == (Letter(2, notes=(note,)),)
-    assert aside(coordinator, 1, Aside(withdrawn=("gloo.0",))) == ()
-    assert aside(coordinator, 0, Aside(wanted=(wanted,))) == ()
+        assert tell(coordinator, 1, SideMessage(notes=(note,))) == ()
+        assert tell(coordinator, 3, SideMessage(wanted=(wanted,))) == (Letter(3, notes=(note,)),)
+    assert tell(coordinator, 2, SideMessage(wanted=(wanted,))) == (Letter(2, notes=(note,)),)
+    assert tell(coordinator, 1, SideMessage(withdrawn=("gloo.0",))) == ()
+    assert tell(coordinator, 0, SideMessage(wanted=(wanted,))) == ()
 
 
 def test_an_addressed_note_goes_to_those_ranks_only() -> None:
     coordinator = Coordinator(4, Policy())
     note = Note("nccl.0", 2, b"text", (0, 3))
     bare = Note("nccl.0", 2, b"text")
-    assert aside(coordinator, 2, Aside(notes=(note,))) == (Letter(0, notes=(bare,)), Letter(3, notes=(bare,)))
+    assert tell(coordinator, 2, SideMessage(notes=(note,))) == (Letter(0, notes=(bare,)), Letter(3, notes=(bare,)))
