@@ -34,13 +34,13 @@ from hvdlite.negotiation.messages import (
     Closing,
     Column,
     Decision,
+    DirectMessage,
     ErrorKind,
     FailureNotice,
     HostReport,
     Key,
     Layout,
     LayoutStale,
-    Letter,
     RankReport,
     RankStatus,
     Report,
@@ -192,13 +192,13 @@ class Coordinator:
         self._failure_told = self._failure is not None
         return decision
 
-    def letters(self) -> tuple[Letter, ...]:
+    def take_direct_messages(self) -> tuple[DirectMessage, ...]:
         """Return what is to be told to single ranks, in their order, before the decision that was returned last."""
         notes = self._post.deliver()
-        letters = tuple(Letter(rank, tuple(self._columns.get(rank, ())), notes.get(rank, ()))
+        messages = tuple(DirectMessage(rank, tuple(self._columns.get(rank, ())), notes.get(rank, ()))
                         for rank in sorted({*notes, *self._columns}))
         self._columns.clear()
-        return letters
+        return messages
 
     def stalls(self, now: float, after: float) -> list[Stall]:
         """Return the tensors that have waited at least `after` seconds and were not returned before."""

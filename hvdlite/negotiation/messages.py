@@ -298,7 +298,7 @@ class Column(Message, frozen=True):
     starts: tuple[int, ...]  # which of that rank's rows is the first of them
 
 
-class Letter(Message, frozen=True):
+class DirectMessage(Message, frozen=True):
     """What the coordinator tells one rank alone. It comes before the decision to which it belongs, if it belongs to one."""
 
     rank: int
@@ -306,7 +306,7 @@ class Letter(Message, frozen=True):
     notes: tuple[Note, ...] = ()
 
 
-class Letters(Message, frozen=True):
-    """Letters to ranks that are reached by the same way."""
+class DirectMessages(Message, frozen=True):
+    """Direct messages to ranks that are reached by the same way."""
 
-    letters: tuple[Letter, ...]
+    messages: tuple[DirectMessage, ...]

@@ -45,7 +45,7 @@ class Notes:
         self._say, self._hand_in, self._wake = say, hand_in, wake
 
     def take_in(self, notes: Iterable[Note]) -> None:
-        """A letter brought notes."""
+        """A message brought notes."""
         with self._arrived:
             for note in notes:
                 self._received[Wanted(note.label, note.sender)] = note.text

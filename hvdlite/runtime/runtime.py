@@ -26,9 +26,9 @@ from collections.abc import Callable, Sequence
 from hvdlite.control.base import (
     ControlPlane,
     DecisionReceived,
+    DirectMessageReceived,
     Event,
     HostReportReceived,
-    LetterReceived,
     PeerLost,
     ReportReceived,
 )
@@ -413,10 +413,10 @@ class Runtime(DeclaredSets):
         if self._autotuner is not None:
             self._autotuner.look()
         decision = self._coordinator.decide()
-        if letters := self._coordinator.letters():
-            self._control.send_letters(letters)
-            if letters[0].rank == 0:
-                self._take_in(LetterReceived(letters[0]))
+        if messages := self._coordinator.take_direct_messages():
+            self._control.send_direct_messages(messages)
+            if messages[0].rank == 0:
+                self._take_in(DirectMessageReceived(messages[0]))
         if decision is not None:
             self._control.send_decision(decision)
             self._accept(decision)
@@ -447,9 +447,9 @@ class Runtime(DeclaredSets):
             case DecisionReceived(decision):
                 self._watchdog.heard()
                 self._accept(decision)
-            case LetterReceived(letter):
-                self._work.take_columns(letter.columns)
-                self._notes.take_in(letter.notes)
+            case DirectMessageReceived(message):
+                self._work.take_columns(message.columns)
+                self._notes.take_in(message.notes)
             case ReportReceived(rank, report):
                 self._hear(rank, report)
             case HostReportReceived(ranks, merged):
