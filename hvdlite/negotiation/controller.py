@@ -139,7 +139,7 @@ class Controller:
             before = self._side_message
             changed = {field: value for field, value in msgspec.structs.asdict(side_message).items()
                        if value not in (None, False, ())}
-            for field in ("trace", "notes", "wanted", "withdrawn"):
+            for field in ("trace", "oob_messages", "oob_requests", "oob_withdrawn"):
                 changed[field] = getattr(before, field) + getattr(side_message, field)
             side_message = msgspec.structs.replace(before, **changed)
         self._side_message, self._unsaid = side_message, True

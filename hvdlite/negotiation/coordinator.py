@@ -51,7 +51,7 @@ from hvdlite.negotiation.messages import (
     SideMessage,
     Wait,
 )
-from hvdlite.negotiation.post_office import PostOffice
+from hvdlite.negotiation.oob_store import OobStore
 from hvdlite.negotiation.process_sets import ProcessSetTable
 from hvdlite.negotiation.readiness import ReadinessTable
 from hvdlite.negotiation.requests import Ranks, first_of, grouped
@@ -124,7 +124,7 @@ class Coordinator:
         self._timeline: bool | None = None  # to be told
         self._tuned: list[tuple[str, int]] = []
         self._latest: tuple[Request, ...] = ()  # of a host; the next one's are often equal, and these are in the cache
-        self._post = PostOffice()
+        self._oob = OobStore()
         self._columns: defaultdict[int, list[Column]] = defaultdict(list)  # by rank; not told yet
         self.rounds = 0  # of declared sets, over on all ranks
         self.reduced_bytes = 0  # on each rank, since the beginning
@@ -194,9 +194,9 @@ class Coordinator:
 
     def take_direct_messages(self) -> tuple[DirectMessage, ...]:
         """Return what is to be told to single ranks, in their order, before the decision that was returned last."""
-        notes = self._post.deliver()
-        messages = tuple(DirectMessage(rank, tuple(self._columns.get(rank, ())), notes.get(rank, ()))
-                        for rank in sorted({*notes, *self._columns}))
+        oob_messages = self._oob.take_outgoing()
+        messages = tuple(DirectMessage(rank, tuple(self._columns.get(rank, ())), oob_messages.get(rank, ()))
+                        for rank in sorted({*oob_messages, *self._columns}))
         self._columns.clear()
         return messages
 
@@ -299,7 +299,7 @@ class Coordinator:
         if side_message.ping:
             self._pings.append(rank)
         self.suspects.update(side_message.slow_peers)
-        self._post.take(rank, side_message)
+        self._oob.receive(rank, side_message)
         self.report_requested |= side_message.requests_report
 
     def _hear(self, ranks: Ranks, what: Iterable[Saying | Alike | RankReport], now: float) -> None:

@@ -134,17 +134,17 @@ class TraceEvent(Message, frozen=True):
     detail: str = ""
 
 
-class Note(Message, frozen=True):
-    """A short text by which planes of different ranks connect; see `runtime.notes`."""
+class OobMessage(Message, frozen=True):
+    """A few bytes by which planes of different ranks connect, out of band; see `runtime.notes`."""
 
     label: str  # what it is for; never used again
     sender: int
-    text: bytes
-    ranks: tuple[int, ...] = ()  # who gets it; nobody: the coordinator keeps it until it is asked for
+    payload: bytes
+    receivers: tuple[int, ...] = ()  # empty: the coordinator keeps it until a rank fetches it
 
 
-class Wanted(Message, frozen=True):
-    """A rank needs a note that another keeps at the coordinator."""
+class OobKey(Message, frozen=True):
+    """Names an out-of-band message that another rank publishes at the coordinator."""
 
     label: str
     sender: int
@@ -158,9 +158,9 @@ class SideMessage(Message, frozen=True):
     slow_peers: tuple[int, ...] = ()  # with these it has long been in the middle of a collective
     requests_report: bool = False  # its user asks who waits for whom
     trace: tuple[TraceEvent, ...] = ()  # while there is a timeline
-    notes: tuple[Note, ...] = ()
-    wanted: tuple[Wanted, ...] = ()
-    withdrawn: tuple[str, ...] = ()  # labels under which nobody will want this rank's note any more
+    oob_messages: tuple[OobMessage, ...] = ()
+    oob_requests: tuple[OobKey, ...] = ()  # messages of other ranks that it fetches
+    oob_withdrawn: tuple[str, ...] = ()  # labels of its own messages that no rank will fetch any more
 
 
 class Blocked(Message, frozen=True):
@@ -303,7 +303,7 @@ class DirectMessage(Message, frozen=True):
 
     rank: int
     columns: tuple[Column, ...] = ()  # in the order of their decisions
-    notes: tuple[Note, ...] = ()
+    oob_messages: tuple[OobMessage, ...] = ()
 
 
 class DirectMessages(Message, frozen=True):

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 
 from hvdlite.core.errors import HorovodInternalError
-from hvdlite.negotiation.messages import Note, SideMessage, Wanted
+from hvdlite.negotiation.messages import OobKey, OobMessage, SideMessage
 from hvdlite.planes.base import WaitUntil
 
 
@@ -27,7 +27,7 @@ class Notes:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._arrived = threading.Condition()
-        self._received: dict[Wanted, bytes] = {}
+        self._received: dict[OobKey, bytes] = {}
         self._failure: HorovodInternalError | None = None
         self._say: Callable[[SideMessage], None] = lambda side_message: None
         self._hand_in: Callable[[Callable[[], None]], None] = lambda action: None
@@ -44,11 +44,11 @@ class Notes:
         """
         self._say, self._hand_in, self._wake = say, hand_in, wake
 
-    def take_in(self, notes: Iterable[Note]) -> None:
+    def take_in(self, notes: Iterable[OobMessage]) -> None:
         """A message brought notes."""
         with self._arrived:
             for note in notes:
-                self._received[Wanted(note.label, note.sender)] = note.text
+                self._received[OobKey(note.label, note.sender)] = note.payload
             self._arrived.notify_all()
 
     def close(self, failure: HorovodInternalError) -> None:
@@ -59,14 +59,14 @@ class Notes:
 
     def publish(self, label: str, text: bytes) -> None:
         self._thread = threading.get_ident()
-        self._say(SideMessage(notes=(Note(label, self._rank, text),)))
+        self._say(SideMessage(oob_messages=(OobMessage(label, self._rank, text),)))
 
     def withdraw(self, label: str) -> None:
-        self._say(SideMessage(withdrawn=(label,)))
+        self._say(SideMessage(oob_withdrawn=(label,)))
 
     def fetch(self, label: str, sender: int, wait_until: WaitUntil) -> bytes:
-        wanted = Wanted(label, sender)
-        side_message = SideMessage(wanted=(wanted,))
+        wanted = OobKey(label, sender)
+        side_message = SideMessage(oob_requests=(wanted,))
         if threading.get_ident() == self._thread:
             self._say(side_message)
             wait_until(lambda: wanted in self._received)
@@ -83,12 +83,12 @@ class Notes:
     def consult(self, label: str, ranks: Sequence[int], text: bytes, answer: Callable[[list[bytes]], bytes],
                 wait_until: WaitUntil) -> bytes:
         first, question = ranks[0], f"{label}?"
-        self._say(SideMessage(notes=(Note(question, self._rank, text, (first,)),)))
+        self._say(SideMessage(oob_messages=(OobMessage(question, self._rank, text, (first,)),)))
         if self._rank == first:
-            asked = [Wanted(question, rank) for rank in ranks]
+            asked = [OobKey(question, rank) for rank in ranks]
             wait_until(lambda: all(each in self._received for each in asked))
             answered = answer([self._received.pop(each) for each in asked])
-            self._say(SideMessage(notes=(Note(label, first, answered, tuple(ranks)),)))
-        told = Wanted(label, first)
+            self._say(SideMessage(oob_messages=(OobMessage(label, first, answered, tuple(ranks)),)))
+        told = OobKey(label, first)
         wait_until(lambda: told in self._received)
         return self._received.pop(told)

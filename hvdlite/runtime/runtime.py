@@ -449,7 +449,7 @@ class Runtime(DeclaredSets):
                 self._accept(decision)
             case DirectMessageReceived(message):
                 self._work.take_columns(message.columns)
-                self._notes.take_in(message.notes)
+                self._notes.take_in(message.oob_messages)
             case ReportReceived(rank, report):
                 self._hear(rank, report)
             case HostReportReceived(ranks, merged):

@@ -21,7 +21,7 @@ from hvdlite.negotiation.messages import (
     FailureNotice,
     HostReport,
     Message,
-    Note,
+    OobMessage,
     RankReport,
     Report,
     Request,
@@ -64,8 +64,8 @@ def test_reports_go_up_and_are_no_events(host: Host) -> None:
     assert host.said(host.rank_0) == HostReport(0, (RankReport(2, SAYS),))
 
 
-def test_letters_go_to_their_ranks_only_and_before_what_follows(host: Host) -> None:
-    mine, theirs = DirectMessage(2, notes=(Note("x", 0, b"2"),)), DirectMessage(3, notes=(Note("x", 0, b"3"),))
+def test_direct_messages_go_to_their_ranks_only_and_before_what_follows(host: Host) -> None:
+    mine, theirs = (DirectMessage(rank, oob_messages=(OobMessage("x", 0, b"%d" % rank),)) for rank in (2, 3))
     host.rank_0.send(DirectMessages((mine, theirs)))
     host.rank_0.send(Decision(0, 1))
     events = host.control.wait(5.0)

@@ -12,7 +12,7 @@ from hvdlite.control.base import DecisionReceived, PeerLost
 from hvdlite.control.doorbell import Doorbell
 from hvdlite.control.star import StarControl
 from hvdlite.control.wire import Connection
-from hvdlite.negotiation.messages import Decision, DirectMessage, DirectMessages, FailureNotice, Message, Note, Report
+from hvdlite.negotiation.messages import Decision, DirectMessage, DirectMessages, FailureNotice, Message, OobMessage, Report
 
 
 def pair() -> tuple[StarControl, Connection]:
@@ -129,7 +129,7 @@ def test_a_decision_is_encoded_once_for_all_peers(monkeypatch: pytest.MonkeyPatc
 
 def test_a_letter_goes_to_its_rank_or_the_leader_of_its_host() -> None:
     control, far = hub({2: (2, 3)}, [1, 2])
-    messages = {rank: DirectMessage(rank, notes=(Note("x", 0, b"%d" % rank),)) for rank in (1, 2, 3)}
+    messages = {rank: DirectMessage(rank, oob_messages=(OobMessage("x", 0, b"%d" % rank),)) for rank in (1, 2, 3)}
     control.send_direct_messages([DirectMessage(0), *messages.values()])
     for connection in far.values():
         connection.start()

@@ -13,12 +13,12 @@ from hvdlite.negotiation.messages import (
     Column,
     Decision,
     DirectMessage,
-    Note,
+    OobKey,
+    OobMessage,
     Report,
     Request,
     Response,
     SideMessage,
-    Wanted,
 )
 
 
@@ -96,20 +96,21 @@ def tell(coordinator: Coordinator, rank: int, side_message: SideMessage) -> tupl
 @pytest.mark.parametrize("asked_first", [True, False])
 def test_a_note_goes_to_whoever_asks_for_it_before_or_after(asked_first: bool) -> None:
     coordinator = Coordinator(4, Policy())
-    note, wanted = Note("gloo.0", 1, b"text"), Wanted("gloo.0", 1)
+    note, wanted = OobMessage("gloo.0", 1, b"text"), OobKey("gloo.0", 1)
     if asked_first:
-        assert tell(coordinator, 3, SideMessage(wanted=(wanted,))) == ()
-        assert tell(coordinator, 1, SideMessage(notes=(note,))) == (DirectMessage(3, notes=(note,)),)
+        assert tell(coordinator, 3, SideMessage(oob_requests=(wanted,))) == ()
+        assert tell(coordinator, 1, SideMessage(oob_messages=(note,))) == (DirectMessage(3, oob_messages=(note,)),)
     else:
-        assert tell(coordinator, 1, SideMessage(notes=(note,))) == ()
-        assert tell(coordinator, 3, SideMessage(wanted=(wanted,))) == (DirectMessage(3, notes=(note,)),)
-    assert tell(coordinator, 2, SideMessage(wanted=(wanted,))) == (DirectMessage(2, notes=(note,)),)
-    assert tell(coordinator, 1, SideMessage(withdrawn=("gloo.0",))) == ()
-    assert tell(coordinator, 0, SideMessage(wanted=(wanted,))) == ()
+        assert tell(coordinator, 1, SideMessage(oob_messages=(note,))) == ()
+        assert tell(coordinator, 3, SideMessage(oob_requests=(wanted,))) == (DirectMessage(3, oob_messages=(note,)),)
+    assert tell(coordinator, 2, SideMessage(oob_requests=(wanted,))) == (DirectMessage(2, oob_messages=(note,)),)
+    assert tell(coordinator, 1, SideMessage(oob_withdrawn=("gloo.0",))) == ()
+    assert tell(coordinator, 0, SideMessage(oob_requests=(wanted,))) == ()
 
 
 def test_an_addressed_note_goes_to_those_ranks_only() -> None:
     coordinator = Coordinator(4, Policy())
-    note = Note("nccl.0", 2, b"text", (0, 3))
-    bare = Note("nccl.0", 2, b"text")
-    assert tell(coordinator, 2, SideMessage(notes=(note,))) == (DirectMessage(0, notes=(bare,)), DirectMessage(3, notes=(bare,)))
+    note = OobMessage("nccl.0", 2, b"text", (0, 3))
+    bare = OobMessage("nccl.0", 2, b"text")
+    assert tell(coordinator, 2, SideMessage(oob_messages=(note,))) == (
+        DirectMessage(0, oob_messages=(bare,)), DirectMessage(3, oob_messages=(bare,)))
