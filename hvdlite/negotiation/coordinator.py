@@ -26,13 +26,12 @@ from hvdlite.core.types import ROOTED, Collective
 from hvdlite.negotiation.agreement import disagreement, named_ranks, reconciled
 from hvdlite.negotiation.buckets import BucketSizes, BucketWaiting, DeclaredSets
 from hvdlite.negotiation.deadlock import BlockedRanks
-from hvdlite.negotiation.fusion import columns, fuse, payload_bytes, response_to
+from hvdlite.negotiation.fusion import fuse, payload_bytes, receive_splits, response_to
 from hvdlite.negotiation.messages import (
     Alike,
     BucketReady,
     BucketRelease,
     Closing,
-    Column,
     Decision,
     DirectMessage,
     ErrorKind,
@@ -43,6 +42,7 @@ from hvdlite.negotiation.messages import (
     LayoutStale,
     RankReport,
     RankStatus,
+    ReceiveSplits,
     Report,
     Request,
     Response,
@@ -125,7 +125,7 @@ class Coordinator:
         self._tuned: list[tuple[str, int]] = []
         self._latest: tuple[Request, ...] = ()  # of a host; the next one's are often equal, and these are in the cache
         self._oob = OobStore()
-        self._columns: defaultdict[int, list[Column]] = defaultdict(list)  # by rank; not told yet
+        self._receive_splits: defaultdict[int, list[ReceiveSplits]] = defaultdict(list)  # by rank; not told yet
         self.rounds = 0  # of declared sets, over on all ranks
         self.reduced_bytes = 0  # on each rank, since the beginning
         self.statuses: dict[int, RankStatus] = {}  # what ranks answered when they were last asked
@@ -195,9 +195,9 @@ class Coordinator:
     def take_direct_messages(self) -> tuple[DirectMessage, ...]:
         """Return what is to be told to single ranks, in their order, before the decision that was returned last."""
         oob_messages = self._oob.take_outgoing()
-        messages = tuple(DirectMessage(rank, tuple(self._columns.get(rank, ())), oob_messages.get(rank, ()))
-                        for rank in sorted({*oob_messages, *self._columns}))
-        self._columns.clear()
+        messages = tuple(DirectMessage(rank, tuple(self._receive_splits.get(rank, ())), oob_messages.get(rank, ()))
+                        for rank in sorted({*oob_messages, *self._receive_splits}))
+        self._receive_splits.clear()
         return messages
 
     def stalls(self, now: float, after: float) -> list[Stall]:
@@ -377,8 +377,8 @@ class Coordinator:
         if self._joined and self._policy.join_divides_by_active:
             response = msgspec.structs.replace(response, divisor=len(requests))
         if request.collective is Collective.ALLTOALL:
-            for rank, column in zip(members, columns(requests, members), strict=True):
-                self._columns[rank].append(column)
+            for rank, splits in zip(members, receive_splits(requests, members), strict=True):
+                self._receive_splits[rank].append(splits)
         nbytes = payload_bytes(request)
         self._ready.append((self._answered(response, requests), nbytes))
         if request.collective is Collective.ALLREDUCE:

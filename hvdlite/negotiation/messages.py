@@ -289,20 +289,20 @@ class Decision(Message, frozen=True):
     deferred: tuple[int, ...] = ()  # ranks whose deferrable waits end here, unfinished
 
 
-class Column(Message, frozen=True):
-    """What one rank gets in an alltoall: a column of the table of which every rank's `splits` are a row."""
+class ReceiveSplits(Message, frozen=True):
+    """The rows that one rank receives from each rank in an alltoall (Horovod: received splits)."""
 
     process_set: int
     name: str
     rows: tuple[int, ...]  # from each rank of the set
-    starts: tuple[int, ...]  # which of that rank's rows is the first of them
+    offsets: tuple[int, ...]  # the first of them among the rows that each rank sends
 
 
 class DirectMessage(Message, frozen=True):
     """What the coordinator tells one rank alone. It comes before the decision to which it belongs, if it belongs to one."""
 
     rank: int
-    columns: tuple[Column, ...] = ()  # in the order of their decisions
+    receive_splits: tuple[ReceiveSplits, ...] = ()  # in the order of their decisions
     oob_messages: tuple[OobMessage, ...] = ()
 
 

@@ -448,7 +448,7 @@ class Runtime(DeclaredSets):
                 self._watchdog.heard()
                 self._accept(decision)
             case DirectMessageReceived(message):
-                self._work.take_columns(message.columns)
+                self._work.add_receive_splits(message.receive_splits)
                 self._notes.take_in(message.oob_messages)
             case ReportReceived(rank, report):
                 self._hear(rank, report)

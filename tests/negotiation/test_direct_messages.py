@@ -1,4 +1,4 @@
-"""What the coordinator tells single ranks: columns of alltoalls, and notes."""
+"""What the coordinator tells single ranks: received splits of alltoalls, and out-of-band messages."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.coordinator import Coordinator, Policy
 from hvdlite.negotiation.messages import (
-    Column,
     Decision,
     DirectMessage,
     OobKey,
     OobMessage,
+    ReceiveSplits,
     Report,
     Request,
     Response,
@@ -41,8 +41,8 @@ def test_each_rank_is_told_its_own_column_of_an_alltoall() -> None:
     (response,) = decided(coordinator).responses
     assert response.rows == (12, 11) and response.row_elements == 2
     assert coordinator.take_direct_messages() == (
-        DirectMessage(0, (Column(0, "x", (1, 0, 4), (0, 0, 0)),)), DirectMessage(1, (Column(0, "x", (2, 5, 4), (1, 0, 4)),)),
-        DirectMessage(2, (Column(0, "x", (3, 0, 4), (3, 5, 8)),)))
+        DirectMessage(0, (ReceiveSplits(0, "x", (1, 0, 4), (0, 0, 0)),)), DirectMessage(1, (ReceiveSplits(0, "x", (2, 5, 4), (1, 0, 4)),)),
+        DirectMessage(2, (ReceiveSplits(0, "x", (3, 0, 4), (3, 5, 8)),)))
     assert coordinator.take_direct_messages() == ()
 
 
@@ -52,8 +52,8 @@ def test_a_rank_that_has_joined_sends_nothing_and_is_told_what_it_gets() -> None
     report_splits(coordinator, 0, (2, 3))
     (response,) = decided(coordinator).responses
     assert response.contributors == (0,) and response.rows == (5, 3)
-    assert coordinator.take_direct_messages() == (DirectMessage(0, (Column(0, "x", (2, 0), (0, 0)),)),
-                                                  DirectMessage(1, (Column(0, "x", (3, 0), (2, 0)),)))
+    assert coordinator.take_direct_messages() == (DirectMessage(0, (ReceiveSplits(0, "x", (2, 0), (0, 0)),)),
+                                                  DirectMessage(1, (ReceiveSplits(0, "x", (3, 0), (2, 0)),)))
 
 
 def test_what_all_ranks_are_told_of_an_alltoall_does_not_grow_with_them() -> None:
