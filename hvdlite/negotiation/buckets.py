@@ -95,11 +95,11 @@ def plan(ready: Iterable[Mapping[int, Request]], ranks: Ranks, limits: BucketSiz
     kinds: dict[tuple[object, ...], list[Request]] = {}
     for requests in ready:
         member = _member(requests)
-        kinds.setdefault((*fusion_key(response_to({0: member}, ranks)), member.cluster), []).append(member)
+        kinds.setdefault((*fusion_key(response_to({0: member}, ranks)), member.group_id), []).append(member)
     buckets: list[Bucket] = []
     for members in kinds.values():
         begin = 0
-        ends = [len(members)] if members[0].cluster else cut([payload_bytes(member) for member in members], limits)
+        ends = [len(members)] if members[0].group_id else cut([payload_bytes(member) for member in members], limits)
         for end in ends:
             buckets.append(_bucket(first + len(buckets), members[begin:end], ranks))
             begin = end
@@ -257,7 +257,7 @@ class DeclaredSets:
     def closed_by(self, label: str, number: int) -> frozenset[int]:
         """Return the ranks that have closed round `number` of a set, or had joined.
 
-        Those of a host with a leader count when all of them have, or when one of them is asked for an account.
+        Those of a host with a leader count when all of them have, or when one of them is asked for its status.
         """
         declared = self._sets.get(label)
         if declared is None:

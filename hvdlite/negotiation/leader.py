@@ -18,7 +18,7 @@ Rules (docs/protocol.md#leaders, #report-order)
   never report that bucket. The leader sees that before any of its ranks applies it, because decisions pass through it.
 - When a rank of the host joins, what is held back goes up rank by rank before that.
 - When a rank drops a set, what is held back goes up before that: the coordinator may forget the set then.
-- When a rank of the host is asked for an account, or says that it is blocked, what is held back goes up rank by rank too:
+- When a rank of the host is asked for its status, or says that it is blocked, what is held back goes up rank by rank too:
   somebody waits for one of them, and a stall report is to name that one.
 """
 
@@ -131,7 +131,8 @@ class Leader:
                 self._said.extend(together)
         if report.blocked is not None or report.leaving:
             self._open()
-        if alone or report.aside is not None or report.leaving or report.failure is not None or report.blocked is not None:
+        if (alone or report.side_message is not None or report.leaving or report.failure is not None
+                or report.blocked is not None):
             self._said.append(RankReport(rank, msgspec.structs.replace(report, said=tuple(alone))))
         self._forget()
 
@@ -141,7 +142,7 @@ class Leader:
 
     def watch(self, decision: Decision) -> None:
         """Take in a decision on its way to the host's ranks, before they get it."""
-        if decision.left or not set(self.ranks).isdisjoint(decision.inquiries):
+        if decision.left or not set(self.ranks).isdisjoint(decision.status_requests):
             self._open()
         self._some_left |= bool(decision.left)
         self._said.extend(self._requests.answered(decision.responses))

@@ -51,18 +51,18 @@ class DeclaredSets(Calls):
         raise NotImplementedError
 
     def declare(self, name: str, source: AnyArray | None, output: AnyArray, op: ReduceOp, moment: Moment, *,
-                prescale: float = 1.0, postscale: float = 1.0, strides: tuple[int, ...] = (), cluster: int = 0,
+                prescale: float = 1.0, postscale: float = 1.0, strides: tuple[int, ...] = (), group_id: int = 0,
                 process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
         """Like `allreduce`, of a member of a declared set in a round; never travels eagerly.
 
         Args:
             strides: in elements; how `output` lies in the framework's memory. () is row-major.
-            cluster: members with the same one, from 1, are learned as one bucket; 0 leaves that to the coordinator.
+            group_id: members with the same one, from 1, are learned as one bucket; 0 leaves that to the coordinator.
         """
         request = self._request(name, Collective.ALLREDUCE, reducible(name, source, output, op), output.shape, op=op,
                                 prescale=float(prescale), postscale=float(postscale), absent=source is None,
                                 label=moment.label, round=moment.round, step=moment.step, in_step=moment.in_step,
-                                strides=strides, cluster=cluster, process_set=process_set, device=device_of(output))
+                                strides=strides, group_id=group_id, process_set=process_set, device=device_of(output))
         return self._submit(Entry(request, [source], [output], output, self._sleepers))
 
     def declare_rows(self, name: str, rows: Array, moment: Moment, *,

@@ -209,7 +209,7 @@ def run(simulation: Simulation, reducers: list[Reducer], schedule: list[int]) ->
         elif action == 4:
             simulation.decide()
         elif action == INQUIRE:
-            simulation.coordinator.inquire([rank])
+            simulation.coordinator.request_status([rank])
         elif action == TUNE:
             simulation.coordinator.tune({"bucket_size": 30 + 10 * rank}, simulation.now)
         else:

@@ -222,7 +222,7 @@ def test_a_rank_that_closes_a_round_twice_does_not_end_it(hosts: list[tuple[int,
         simulation.controllers[rank].close(Closing(LABEL, 1))
     simulation.settle()
     assert not any(simulation.plans), "the round is over before rank 2 has closed it"
-    simulation.coordinator.inquire([1, 2])
+    simulation.coordinator.request_status([1, 2])
     simulation.settle()
     assert simulation.coordinator.closed_by(LABEL, 1) == {0, 1}
     simulation.controllers[2].close(Closing(LABEL, 1))
