@@ -10,7 +10,7 @@ from hvdlite.core.device import AnyArray, device_of
 from hvdlite.core.device import Event as DeviceEvent
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import Collective, ReduceOp
-from hvdlite.negotiation.messages import BucketReady, Closing, Layout, LayoutStale, Retired
+from hvdlite.negotiation.messages import BucketReady, Layout, LayoutStale, Retired, RoundDone
 from hvdlite.runtime.buckets import BucketEntry, BucketHandle, LearnedBucket, LearnedLayout
 from hvdlite.runtime.calls import Calls, Entry, reducible
 from hvdlite.runtime.execution import Execution
@@ -27,7 +27,7 @@ class Moment:
     in_step: bool = False  # it is in one
 
 
-Item = Entry | BucketEntry | Closing | LayoutStale | Retired | Callable[[], None]
+Item = Entry | BucketEntry | RoundDone | LayoutStale | Retired | Callable[[], None]
 """What user threads hand in; a callable is executed by the runtime thread."""
 
 
@@ -105,7 +105,7 @@ class DeclaredSets(Calls):
 
     def close_round(self, label: str, number: int, process_set: int = GLOBAL_PROCESS_SET_ID) -> None:
         """All members of a set's round are submitted by this rank; not needed when a bucket said so."""
-        self._hand_in(Closing(label, number, process_set))
+        self._hand_in(RoundDone(label, number, process_set))
 
     def abandon(self, layout: Layout) -> None:
         """A layout does not describe this rank's set any more: end it on all ranks."""
