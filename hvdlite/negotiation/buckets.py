@@ -44,7 +44,7 @@ from hvdlite.negotiation.messages import Bucket, BucketReady, BucketRelease, Lay
 from hvdlite.negotiation.process_sets import ProcessSetTable
 from hvdlite.negotiation.requests import Ranks, first_of, grouped
 
-_MOST_PATIENCE = 64
+MAX_BACKOFF_ROUNDS = 64
 """Rounds; also how long a layout must be in use so that its end does not count."""
 
 
@@ -144,7 +144,7 @@ class _Set:
 
     process_set: int
     ready: dict[str, Mapping[int, Request]] = dataclasses.field(default_factory=dict)  # this round, in ready order
-    spoiled: bool = False  # a member of this round was refused: nothing is learned from it
+    invalid: bool = False  # a member of this round was refused: nothing is learned from it
     by_bucket: int = 0  # the last round of which a bucket was released; likewise
     sparse: set[str] = dataclasses.field(default_factory=set)  # members that always go by themselves
     done_ranks: dict[int, set[int]] = dataclasses.field(default_factory=dict)  # round -> who finished it; never all ranks
@@ -154,7 +154,7 @@ class _Set:
     served: int = 0  # rounds that ended since it was learned
     evictions: int = 0
     order: dict[str, int] = dataclasses.field(default_factory=dict)  # by `arrange`; empty: ready order counts
-    patience: int = 1  # complete rounds still to see before learning
+    backoff_rounds: int = 1  # complete rounds still to see before learning
     retired: set[int] = dataclasses.field(default_factory=set)  # ranks without it; never all ranks
 
 
@@ -223,9 +223,9 @@ class DeclaredSets:
         order = self._set(request).order
         order.setdefault(request.name, len(order))
 
-    def spoil(self, request: Request) -> None:
+    def invalidate(self, request: Request) -> None:
         """A member was refused."""
-        self._set(request).spoiled = True
+        self._set(request).invalid = True
 
     def rank_done(self, ranks: Ranks, done: RoundDone) -> bool:
         """These ranks have reported all they have in a round; return whether that ends the round, now.
@@ -270,15 +270,15 @@ class DeclaredSets:
         """After a round that all finished: return the layout to announce, if any, and the layouts to evict for it."""
         declared = self._sets[label]
         ranks = self._process_sets[declared.process_set]
-        ready, incomplete = declared.ready, declared.spoiled or declared.by_bucket >= number
-        declared.ready, declared.spoiled = {}, False
+        ready, incomplete = declared.ready, declared.invalid or declared.by_bucket >= number
+        declared.ready, declared.invalid = {}, False
         declared.served += 1
         if declared.layout is not None or declared.retired or incomplete or not ready or not self._limits.middle:
             return None, []
         if self._joined and any(rank in self._joined for rank in ranks):
             return None, []
-        declared.patience -= 1
-        if declared.patience > 0:
+        declared.backoff_rounds -= 1
+        if declared.backoff_rounds > 0:
             return None, []
         members = sorted(ready.values(), key=lambda requests: _place(declared.order, requests))
         declared.order = {}
@@ -340,13 +340,13 @@ class DeclaredSets:
             return None
         return self._buckets[ready.bucket][1]
 
-    def evict(self, layout: int, sequence: int, *, spoilt: bool = True) -> list[tuple[Ranks, Request]] | None:
+    def evict(self, layout: int, sequence: int, *, back_off: bool = True) -> list[tuple[Ranks, Request]] | None:
         """End a layout in decision `sequence`; return what ranks have reported of it, as (ranks, request).
 
         None when it is not in use any more.
 
         Args:
-            spoilt: whether its set is to be learned again later than last time.
+            back_off: whether its set is to be learned again later than last time.
         """
         if layout not in self._layouts:
             return None
@@ -355,10 +355,10 @@ class DeclaredSets:
         self._suspended.discard(layout)
         declared = self._sets[ended.label]
         declared.layout, declared.members = None, frozenset()
-        if declared.served >= _MOST_PATIENCE:
+        if declared.served >= MAX_BACKOFF_ROUNDS:
             declared.evictions = 0
-        declared.evictions += spoilt
-        declared.patience = min(1 << max(0, declared.evictions - 1), _MOST_PATIENCE)
+        declared.evictions += back_off
+        declared.backoff_rounds = min(1 << max(0, declared.evictions - 1), MAX_BACKOFF_ROUNDS)
         return self._withdraw(ended)
 
     def suspend(self, layout: int) -> list[tuple[Ranks, Request]] | None:
@@ -403,7 +403,7 @@ class DeclaredSets:
         for declared in self._sets.values():
             declared.done_ranks.clear()
             declared.ready.clear()
-            declared.spoiled = False
+            declared.invalid = False
 
     def remove(self, process_set: int) -> None:
         """A process set ends; its layouts are evicted already."""

@@ -246,7 +246,7 @@ class Coordinator:
         if new != sizes:
             self._sets.retune(new)
             for layout in self._sets.layouts():
-                self._evict(layout, now, spoilt=False)
+                self._evict(layout, now, back_off=False)
 
     def order_timeline(self, on: bool) -> None:
         """Let all ranks trace what they do from the next decision on, or stop that."""
@@ -420,7 +420,7 @@ class Coordinator:
             self._refuse_unshared(first_of(requests), requests)
         layout, evicted = self._sets.learn(done.label, done.round)
         for number in evicted:
-            self._sets.evict(number, self._sequence + 1, spoilt=False)
+            self._sets.evict(number, self._sequence + 1, back_off=False)
             self._evicted.append(number)
         if layout is not None:
             self._learned.append(layout)
@@ -431,15 +431,15 @@ class Coordinator:
             return
         layout = self._sets.in_use(retired.label)
         if layout is not None:
-            self._evict(layout, now, spoilt=False)
+            self._evict(layout, now, back_off=False)
         if not self._sets.retire(rank, retired):
             return
         for requests in self._table.take_if(lambda request: request.label == retired.label):
             self._refuse_unshared(next(iter(requests.values())), requests)
         self._sets.drop(retired.label)
 
-    def _evict(self, layout: int, now: float, *, spoilt: bool = True) -> None:
-        expanded = self._sets.evict(layout, self._sequence + 1, spoilt=spoilt)
+    def _evict(self, layout: int, now: float, *, back_off: bool = True) -> None:
+        expanded = self._sets.evict(layout, self._sequence + 1, back_off=back_off)
         if expanded is None:
             return
         self._evicted.append(layout)
@@ -521,7 +521,7 @@ class Coordinator:
         if request.collective is Collective.JOIN:
             self._end_join()
         if request.label and request.process_set in self._process_sets:
-            self._sets.spoil(request)
+            self._sets.invalidate(request)
 
     def _refuse_unshared(self, request: Request, requests: Mapping[int, Request]) -> None:
         """Answer a member of a declared set that some ranks do not have."""
