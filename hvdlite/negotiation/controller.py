@@ -20,7 +20,6 @@ from hvdlite.negotiation.messages import (
     Bucket,
     BucketReady,
     BucketRelease,
-    Closing,
     Decision,
     ErrorKind,
     FailureNotice,
@@ -31,6 +30,7 @@ from hvdlite.negotiation.messages import (
     Request,
     Response,
     Retired,
+    RoundDone,
     Saying,
     SideMessage,
 )
@@ -113,13 +113,13 @@ class Controller:
         requests = tuple(expand(bucket, ready))
         for request in requests:
             self.submit(request)
-        if ready.closes:
-            self.close(Closing(requests[0].label, ready.round, requests[0].process_set))
+        if ready.ends_round:
+            self.round_done(RoundDone(requests[0].label, ready.round, requests[0].process_set))
         return Expanded(ready.bucket, requests)
 
-    def close(self, closing: Closing) -> None:
+    def round_done(self, message: RoundDone) -> None:
         """Everything that this rank has of a declared set's round is submitted."""
-        self._said.append(closing)
+        self._said.append(message)
         self._unsaid = True
 
     def abandon(self, layout: int) -> None:
@@ -240,6 +240,6 @@ class Controller:
             instructions.append(Expanded(bucket.bucket, requests))
             if ready in self._said:  # not told yet: nobody may name the bucket in a report that says it knows its end
                 at = self._said.index(ready)
-                closing = Closing(layout.label, ready.round, bucket.response.process_set)
-                self._said[at:at + 1] = (*requests, closing) if ready.closes else requests
+                done = RoundDone(layout.label, ready.round, bucket.response.process_set)
+                self._said[at:at + 1] = (*requests, done) if ready.ends_round else requests
         return instructions

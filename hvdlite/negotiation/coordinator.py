@@ -10,7 +10,7 @@ Rules (docs/protocol.md#decisions, #report-order, #agreement, #join)
   learned in its process sets, and layouts learned before are suspended.
 - The last rank to join is told to all. When no rank has missed anything in the meantime, it is the last one of the join
   before: its parameters are as new as any other's, and joins that are nested (of several optimizers) name the same rank.
-- When every rank has closed a round of a declared set, a member that only some reported is refused: nobody else has it.
+- When every rank has finished a round of a declared set, a member that only some reported is refused: nobody else has it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from hvdlite.negotiation.messages import (
     Alike,
     BucketReady,
     BucketRelease,
-    Closing,
     Decision,
     DirectMessage,
     ErrorKind,
@@ -47,6 +46,7 @@ from hvdlite.negotiation.messages import (
     Request,
     Response,
     Retired,
+    RoundDone,
     Saying,
     SideMessage,
     Wait,
@@ -232,9 +232,9 @@ class Coordinator:
         """Return "alive", "joined" or "left"."""
         return "left" if rank in self._left else "joined" if rank in self._joined else "alive"
 
-    def closed_by(self, label: str, number: int) -> frozenset[int]:
-        """See `DeclaredSets.closed_by`."""
-        return self._sets.closed_by(label, number)
+    def ranks_done_with(self, label: str, number: int) -> frozenset[int]:
+        """See `DeclaredSets.ranks_done_with`."""
+        return self._sets.ranks_done_with(label, number)
 
     def tune(self, settings: Mapping[str, int], now: float) -> None:
         """Give knobs new values, on all ranks at the next decision; layouts are learned anew when their sizes change."""
@@ -246,7 +246,7 @@ class Coordinator:
         if new != sizes:
             self._sets.retune(new)
             for layout in self._sets.layouts():
-                self._evict(layout, now, spoilt=False)
+                self._evict(layout, now, back_off=False)
 
     def order_timeline(self, on: bool) -> None:
         """Let all ranks trace what they do from the next decision on, or stop that."""
@@ -284,9 +284,9 @@ class Coordinator:
         if wait.process_set not in self._process_sets:
             return None
         if wait.round:
-            closed = self._sets.closed_by(wait.name, wait.round)
+            ranks_done = self._sets.ranks_done_with(wait.name, wait.round)
             members = frozenset(self._process_sets[wait.process_set])
-            return members.difference(closed, self._joined) if rank in closed else None
+            return members.difference(ranks_done, self._joined) if rank in ranks_done else None
         key = (wait.process_set, wait.name, wait.round)
         tensor = self._table.waiting().get(key)
         if tensor is None or rank not in tensor.requests:
@@ -314,8 +314,8 @@ class Coordinator:
                     self._evict(said.layout, now)
                 elif isinstance(said, Retired):
                     self._retire(ranks[0], said, now)
-                elif isinstance(said, Closing):
-                    self._close(ranks, said)
+                elif isinstance(said, RoundDone):
+                    self._round_done(ranks, said)
                 elif isinstance(said, Alike):
                     if said.requests != self._latest:
                         self._latest = said.requests
@@ -399,28 +399,28 @@ class Coordinator:
         layout = self._sets.out_of_step(ready)
         if layout is not None:
             self._evict(layout, now)  # its members are answered one by one: with an error
-        release, expanded, ranks, closing = self._sets.ready(ranks, ready, now)
+        release, expanded, ranks, done = self._sets.ready(ranks, ready, now)
         if release is not None:
             self._released.append(release)
             self.reduced_bytes += self._sets.nbytes(release.bucket)
         for request in expanded:
             self._take(ranks, request, now)
-        if ready.closes:
-            self._close(ranks, closing)
+        if ready.ends_round:
+            self._round_done(ranks, done)
 
-    def _close(self, ranks: Ranks, closing: Closing) -> None:
-        if closing.process_set in self._process_sets and self._sets.close(ranks, closing):
-            self._end_round(closing)
+    def _round_done(self, ranks: Ranks, done: RoundDone) -> None:
+        if done.process_set in self._process_sets and self._sets.rank_done(ranks, done):
+            self._end_round(done)
 
-    def _end_round(self, closing: Closing) -> None:
-        """All ranks that have not joined have closed a round."""
+    def _end_round(self, done: RoundDone) -> None:
+        """All ranks that have not joined have finished a round."""
         self.rounds += 1
-        for requests in self._table.take_if(lambda request: request.label == closing.label
-                                            and request.round <= closing.round):
+        for requests in self._table.take_if(lambda request: request.label == done.label
+                                            and request.round <= done.round):
             self._refuse_unshared(first_of(requests), requests)
-        layout, evicted = self._sets.learn(closing.label, closing.round)
+        layout, evicted = self._sets.learn(done.label, done.round)
         for number in evicted:
-            self._sets.evict(number, self._sequence + 1, spoilt=False)
+            self._sets.evict(number, self._sequence + 1, back_off=False)
             self._evicted.append(number)
         if layout is not None:
             self._learned.append(layout)
@@ -431,15 +431,15 @@ class Coordinator:
             return
         layout = self._sets.in_use(retired.label)
         if layout is not None:
-            self._evict(layout, now, spoilt=False)
+            self._evict(layout, now, back_off=False)
         if not self._sets.retire(rank, retired):
             return
         for requests in self._table.take_if(lambda request: request.label == retired.label):
             self._refuse_unshared(next(iter(requests.values())), requests)
         self._sets.drop(retired.label)
 
-    def _evict(self, layout: int, now: float, *, spoilt: bool = True) -> None:
-        expanded = self._sets.evict(layout, self._sequence + 1, spoilt=spoilt)
+    def _evict(self, layout: int, now: float, *, back_off: bool = True) -> None:
+        expanded = self._sets.evict(layout, self._sequence + 1, back_off=back_off)
         if expanded is None:
             return
         self._evicted.append(layout)
@@ -493,8 +493,8 @@ class Coordinator:
             self._suspend(layout, now)
         for requests in complete:
             self._complete(requests, now)
-        for closing in self._sets.join(rank):
-            self._end_round(closing)
+        for done in self._sets.join(rank):
+            self._end_round(done)
 
     def _end_join(self) -> None:
         """A join has failed, because a rank left: those that had joined take part again."""
@@ -521,7 +521,7 @@ class Coordinator:
         if request.collective is Collective.JOIN:
             self._end_join()
         if request.label and request.process_set in self._process_sets:
-            self._sets.spoil(request)
+            self._sets.invalidate(request)
 
     def _refuse_unshared(self, request: Request, requests: Mapping[int, Request]) -> None:
         """Answer a member of a declared set that some ranks do not have."""

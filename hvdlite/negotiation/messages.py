@@ -60,7 +60,7 @@ class Request(Message, frozen=True, tag=1):
         return self.process_set, self.name, self.round
 
 
-class Closing(Message, frozen=True, tag=3):
+class RoundDone(Message, frozen=True, tag=3):
     """This rank has reported every member that it has of a declared set in a round. Saying so again changes nothing."""
 
     label: str
@@ -74,7 +74,7 @@ class BucketReady(Message, frozen=True, tag=2):
     bucket: int
     round: int  # of the declared set, as in `Request`
     missing: tuple[int, ...] = ()  # indices of members without a gradient here; their places hold the op's identity
-    closes: bool = False  # it was the set's last bucket of the round on this rank
+    ends_round: bool = False  # it was the set's last bucket of the round on this rank
     step: int = 0  # likewise
     in_step: bool = False  # likewise
 
@@ -101,7 +101,7 @@ class Retired(Message, frozen=True, tag=6):
     process_set: int = GLOBAL_PROCESS_SET_ID
 
 
-Saying = Request | BucketReady | Closing | LayoutStale | Retired
+Saying = Request | BucketReady | RoundDone | LayoutStale | Retired
 """What a rank says about tensors. The tags (positive integers) are what tells them apart on the wire."""
 
 
@@ -200,9 +200,9 @@ class HostReport(Message, frozen=True):
     """What the leader of a host passes on: what all its ranks said alike as one, the rest rank by rank."""
 
     applied: int  # the least of its ranks
-    # In the order in which it was said; what several ranks said stands where the last of them said it. A bucket or a closing
-    # is of all ranks of the host that are in the process set; a bucket's `missing` is what all of them miss.
-    said: tuple[RankReport | Alike | BucketReady | Closing, ...] = ()
+    # In the order in which it was said; what several ranks said stands where the last of them said it. A bucket or a
+    # finished round is of all ranks of the host in the process set; a bucket's `missing` is what all of them miss.
+    said: tuple[RankReport | Alike | BucketReady | RoundDone, ...] = ()
     lost: tuple[tuple[int, str], ...] = ()  # ranks whose end it has seen, and what it saw
 
 

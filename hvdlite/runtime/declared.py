@@ -14,7 +14,7 @@ from hvdlite.engine.execution import Execution
 from hvdlite.handoff.buckets import BucketEntry, BucketHandle, LearnedBucket, LearnedLayout
 from hvdlite.handoff.entry import Entry
 from hvdlite.handoff.handle import Handle
-from hvdlite.negotiation.messages import BucketReady, Closing, Layout, LayoutStale, Retired
+from hvdlite.negotiation.messages import BucketReady, Layout, LayoutStale, Retired, RoundDone
 from hvdlite.runtime.calls import Calls, reducible
 
 
@@ -28,7 +28,7 @@ class Moment:
     in_step: bool = False  # it is in one
 
 
-Item = Entry | BucketEntry | Closing | LayoutStale | Retired | Callable[[], None]
+Item = Entry | BucketEntry | RoundDone | LayoutStale | Retired | Callable[[], None]
 """What user threads hand in; a callable is executed by the runtime thread."""
 
 
@@ -106,7 +106,7 @@ class DeclaredSets(Calls):
 
     def close_round(self, label: str, number: int, process_set: int = GLOBAL_PROCESS_SET_ID) -> None:
         """All members of a set's round are submitted by this rank; not needed when a bucket said so."""
-        self._hand_in(Closing(label, number, process_set))
+        self._hand_in(RoundDone(label, number, process_set))
 
     def abandon(self, layout: Layout) -> None:
         """A layout does not describe this rank's set any more: end it on all ranks."""

@@ -61,7 +61,6 @@ from hvdlite.negotiation.controller import Controller
 from hvdlite.negotiation.coordinator import Coordinator
 from hvdlite.negotiation.messages import (
     Alike,
-    Closing,
     Decision,
     FailureNotice,
     HostReport,
@@ -69,6 +68,7 @@ from hvdlite.negotiation.messages import (
     RankReport,
     Report,
     Retired,
+    RoundDone,
     SideMessage,
     Wait,
 )
@@ -388,8 +388,8 @@ class Runtime(DeclaredSets):
                 expanded = self._controller.submit_bucket(bucket.definition, ready)
                 if expanded is not None:
                     self._work.split(expanded)
-            case Closing():
-                self._controller.close(item)
+            case RoundDone():
+                self._controller.round_done(item)
             case LayoutStale(layout):
                 self._controller.abandon(layout)
             case Retired():

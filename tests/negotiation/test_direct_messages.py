@@ -41,7 +41,8 @@ def test_each_rank_is_told_its_own_column_of_an_alltoall() -> None:
     (response,) = decided(coordinator).responses
     assert response.rows == (12, 11) and response.row_elements == 2
     assert coordinator.take_direct_messages() == (
-        DirectMessage(0, (ReceiveSplits(0, "x", (1, 0, 4), (0, 0, 0)),)), DirectMessage(1, (ReceiveSplits(0, "x", (2, 5, 4), (1, 0, 4)),)),
+        DirectMessage(0, (ReceiveSplits(0, "x", (1, 0, 4), (0, 0, 0)),)),
+        DirectMessage(1, (ReceiveSplits(0, "x", (2, 5, 4), (1, 0, 4)),)),
         DirectMessage(2, (ReceiveSplits(0, "x", (3, 0, 4), (3, 5, 8)),)))
     assert coordinator.take_direct_messages() == ()
 
@@ -68,7 +69,7 @@ def test_what_all_ranks_are_told_of_an_alltoall_does_not_grow_with_them() -> Non
     assert nbytes(64) < nbytes(4) + 16
 
 
-def test_only_members_of_a_process_set_get_columns() -> None:
+def test_only_members_of_a_process_set_get_splits() -> None:
     coordinator = Coordinator(3, Policy())
     added = Request("add", Collective.ADD_PROCESS_SET, "uint8", (0,), members=(0, 2))
     for rank in range(3):
@@ -80,7 +81,7 @@ def test_only_members_of_a_process_set_get_columns() -> None:
     assert [message.rank for message in coordinator.take_direct_messages()] == [0, 2]
 
 
-def test_a_refused_alltoall_has_no_columns() -> None:
+def test_a_refused_alltoall_has_no_splits() -> None:
     coordinator = Coordinator(2, Policy())
     report_splits(coordinator, 0, (1, 1))
     coordinator.receive(1, Report(0, 0, (Request("x", Collective.ALLTOALL, "int32", (2, 2), splits=(1, 1)),)), 0.0)
