@@ -54,7 +54,7 @@ class Slot:
     gradient: Gradient | None = None
 
 
-class Seat:
+class BucketView:
     """A place in a bucket.
 
     Attributes:
@@ -115,29 +115,29 @@ class ArrayGradients:
         parameter.gradient = Rows(indices, scaled(values, factor))
         return None
 
-    def seat(self, parameter: Slot, place: AnyArray) -> Seat:
+    def bucket_view(self, parameter: Slot, place: AnyArray) -> BucketView:
         assert isinstance(place, np.ndarray)
-        return Seat(place)
+        return BucketView(place)
 
-    def fill(self, parameter: Slot, seat: Seat) -> bool:
-        return self.fill_all([(parameter, seat)])
+    def fill(self, parameter: Slot, view: BucketView) -> bool:
+        return self.fill_all([(parameter, view)])
 
-    def batch(self, pairs: Sequence[tuple[Slot, Seat]]) -> Sequence[tuple[Slot, Seat]]:
+    def batch(self, pairs: Sequence[tuple[Slot, BucketView]]) -> Sequence[tuple[Slot, BucketView]]:
         return pairs
 
-    def fill_all(self, pairs: Sequence[tuple[Slot, Seat]]) -> bool:
-        copies = [(seat.array, given) for parameter, seat in pairs if isinstance(given := parameter.gradient, np.ndarray)
-                  and given.shape == seat.array.shape and given.dtype == seat.array.dtype]
+    def fill_all(self, pairs: Sequence[tuple[Slot, BucketView]]) -> bool:
+        copies = [(view.array, given) for parameter, view in pairs if isinstance(given := parameter.gradient, np.ndarray)
+                  and given.shape == view.array.shape and given.dtype == view.array.dtype]
         if len(copies) < len(pairs):
             return False
         for array, given in copies:
             np.copyto(array, given)
         return True
 
-    def fill_with(self, parameter: Slot, seat: Seat, value: Any) -> bool:
-        if parameter.shape != seat.array.shape or parameter.dtype != seat.array.dtype:
+    def fill_with(self, parameter: Slot, view: BucketView, value: Any) -> bool:
+        if parameter.shape != view.array.shape or parameter.dtype != view.array.dtype:
             return False
-        seat.array[...] = value
+        view.array[...] = value
         return True
 
     def filled(self, memory: AnyArray) -> Event | None:
@@ -146,28 +146,28 @@ class ArrayGradients:
     def follow(self, completion: Completion) -> None:
         completion.wait()
 
-    def settle(self, seat: Seat, values: AnyArray) -> None:
+    def settle(self, view: BucketView, values: AnyArray) -> None:
         assert isinstance(values, np.ndarray)
-        np.copyto(seat.array, values)
+        np.copyto(view.array, values)
 
-    def vacate(self, parameter: Slot, seat: Seat) -> Any:
+    def vacate(self, parameter: Slot, view: BucketView) -> Any:
         return None
 
-    def adopt(self, parameter: Slot, seat: Seat) -> Any:
-        self.adopt_all([(parameter, seat)])
+    def adopt(self, parameter: Slot, view: BucketView) -> Any:
+        self.adopt_all([(parameter, view)])
         return None
 
-    def adopt_all(self, pairs: Sequence[tuple[Slot, Seat]]) -> Sequence[Any]:
+    def adopt_all(self, pairs: Sequence[tuple[Slot, BucketView]]) -> Sequence[Any]:
         """See `Framework`. All gradients share one new block, which lasts as long as any of them: ten times as fast."""
         if pairs:
-            begin = min(seat.address for _, seat in pairs)
-            length = max(seat.address + seat.array.nbytes for _, seat in pairs) - begin
+            begin = min(view.address for _, view in pairs)
+            length = max(view.address + view.array.nbytes for _, view in pairs) - begin
             block = aligned_empty((begin % ALIGNMENT + length,), np.dtype(np.uint8))
             source = (ctypes.c_uint8 * length).from_address(begin)
             np.copyto(block[begin % ALIGNMENT:], np.ctypeslib.as_array(source))
             first = begin - begin % ALIGNMENT
-            for parameter, seat in pairs:
-                parameter.gradient = np.ndarray(seat.array.shape, seat.array.dtype, block, seat.address - first)
+            for parameter, view in pairs:
+                parameter.gradient = np.ndarray(view.array.shape, view.array.dtype, block, view.address - first)
         return [None] * len(pairs)
 
     def is_marked(self, parameter: Slot, mark: Any) -> bool:

@@ -44,7 +44,7 @@ from hvdlite.negotiation.buckets import first_round
 from hvdlite.runtime.declared import Moment
 from hvdlite.runtime.handle import Handle, WaitDeferred
 from hvdlite.runtime.runtime import Runtime
-from hvdlite.training.bucket_round import BucketRound, Seating
+from hvdlite.training.bucket_round import BucketRound, BucketViews
 from hvdlite.training.framework import Framework, Loan, Parameter
 from hvdlite.training.members import Member, MemberGradients
 from hvdlite.training.order_errors import (
@@ -101,7 +101,7 @@ class GradientReducer(Generic[Parameter]):
         self._waiting_list: dict[int, Member[Parameter]] = {}  # frozen, or added in the middle of a round
         # Reduced by themselves in this round; without a loan, as rows of a sparse gradient.
         self._alone: list[tuple[Member[Parameter], Handle, Loan[Parameter] | None]] = []
-        self._seating: Seating[Parameter] | None = None  # for the layout last learned
+        self._bucket_views: BucketViews[Parameter] | None = None  # for the layout last learned
         self._buckets: BucketRound[Parameter] | None = None  # the current round's, if it goes by buckets
         self.by_bucket = False
         self._phase = Phase.IDLE
@@ -153,7 +153,7 @@ class GradientReducer(Generic[Parameter]):
         """Between rounds: access gradients in another way, because they are in another memory now."""
         self.framework = self._framework = framework
         self.gradients.framework = framework
-        self._seating = None
+        self._bucket_views = None
 
     def add(self, parameter: Parameter, name: str, cluster: int = 0) -> None:
         """Take a parameter into the set, from the next round on in which it is trainable; the same ones on all ranks.
@@ -405,7 +405,7 @@ class GradientReducer(Generic[Parameter]):
         for key in admitted:
             self._members[key] = self._waiting_list.pop(key)
         if admitted:
-            self._seating = None  # a layout learned before does not describe the set any more
+            self._bucket_views = None  # a layout learned before does not describe the set any more
 
     def _newcomer(self, parameter: Parameter) -> Member[Parameter] | None:
         """Return the member for a parameter that has its first gradient; None when it has to wait for the round's end."""
@@ -425,21 +425,21 @@ class GradientReducer(Generic[Parameter]):
         learned = self._runtime.layout(self._label, self._number)
         self.by_bucket = False
         if learned is None:
-            if not self._runtime.is_suspended(self._label):  # else gradients may lie in seats that are used again
-                self._seating = None
+            if not self._runtime.is_suspended(self._label):  # else gradients may lie in bucket views that are used again
+                self._bucket_views = None
             return
-        if self._seating is None or self._seating.learned is not learned:
+        if self._bucket_views is None or self._bucket_views.learned is not learned:
             for member in self._members.values():
                 member.sparse = member.sparse or member.name in learned.layout.alone
-            self._seating = Seating.of(learned, self._framework,
+            self._bucket_views = BucketViews.of(learned, self._framework,
                                        {member.name: member.parameter for member in self._members.values()
                                         if not member.sparse})
-        if self._seating is None:
+        if self._bucket_views is None:
             self._runtime.abandon(learned.layout)
         else:
             self.by_bucket = True
             closes = not any(member.sparse for member in self._members.values())
-            self._buckets = BucketRound(self._runtime, self._framework, self._seating, self._number, self._steps,
+            self._buckets = BucketRound(self._runtime, self._framework, self._bucket_views, self._number, self._steps,
                                         closes=closes)
 
     def _next_number(self) -> None:
@@ -587,7 +587,7 @@ class GradientReducer(Generic[Parameter]):
         self._mark_all([member], [mark])
         if not member.sparse:
             member.sparse = True
-            self._seating = None
+            self._bucket_views = None
 
     def _mark_all(self, members: Sequence[Member[Parameter]], marks: Sequence[Any]) -> None:
         self.gradients.mark_all(members, marks)
