@@ -15,7 +15,7 @@ from hvdlite.core.array import BFLOAT16, Array
 from hvdlite.core.device import AnyArray, Completion, DeviceAccess, DeviceArray, Event
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.types import Collective
-from hvdlite.training.framework import Loan, Shape
+from hvdlite.training.framework import Shape, StagedGradient
 from hvdlite_torch import cuda
 from hvdlite_torch.bucket_views import COUNTS, BucketView, BucketViewBatch, Mark, fill_views, given_to
 from hvdlite_torch.compression import Compressor, wire_dtype
@@ -129,15 +129,15 @@ class TorchGradients:
     def shape(self, parameter: torch.Tensor) -> Shape:
         return Shape(_dtype_name(self._wire(parameter)[0]), tuple(parameter.shape), dense_strides(parameter))
 
-    def lend(self, parameter: torch.Tensor) -> Loan[torch.Tensor]:
-        return self._loan(parameter, self._gradient(parameter).detach())
+    def stage(self, parameter: torch.Tensor) -> StagedGradient[torch.Tensor]:
+        return self._stage(parameter, self._gradient(parameter).detach())
 
-    def lend_empty(self, parameter: torch.Tensor) -> Loan[torch.Tensor]:
-        return self._loan(parameter, torch.empty_like(parameter.detach()))
+    def stage_empty(self, parameter: torch.Tensor) -> StagedGradient[torch.Tensor]:
+        return self._stage(parameter, torch.empty_like(parameter.detach()))
 
-    def give_back(self, loan: Loan[torch.Tensor]) -> Any:
-        result = self._compression.decompress(loan.tensor, loan.context)
-        parameter, gradient = loan.parameter, get_grad(loan.parameter)
+    def unstage(self, staged: StagedGradient[torch.Tensor]) -> Any:
+        result = self._compression.decompress(staged.tensor, staged.context)
+        parameter, gradient = staged.parameter, get_grad(staged.parameter)
         if sparse_dims := self._restored_dims(parameter):
             return given_to(parameter, result.to_sparse(sparse_dims))
         if gradient is None or gradient.dtype is not parameter.dtype:
@@ -259,11 +259,11 @@ class TorchGradients:
         set_grad(parameter, None)
         return gradient
 
-    def is_lent(self, loan: Loan[torch.Tensor]) -> bool:
-        gradient = get_grad(loan.parameter)
+    def is_staged(self, staged: StagedGradient[torch.Tensor]) -> bool:
+        gradient = get_grad(staged.parameter)
         if gradient is None or gradient.layout is not torch.strided or not gradient.numel():
             return False
-        return gradient.data_ptr() == loan.tensor.data_ptr()
+        return gradient.data_ptr() == staged.tensor.data_ptr()
 
     @torch.no_grad()
     def accumulate(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -336,10 +336,10 @@ class TorchGradients:
             set_grad(parameter, gradient)
         return gradient
 
-    def _loan(self, parameter: torch.Tensor, values: torch.Tensor) -> Loan[torch.Tensor]:
+    def _stage(self, parameter: torch.Tensor, values: torch.Tensor) -> StagedGradient[torch.Tensor]:
         compressed, context = self._compression.compress(values)
         dense = cuda.carried(contiguous(compressed, "gradient"), self._devices, Collective.ALLREDUCE)
-        return Loan(parameter, lent(dense, "gradient", self._devices), dense, context)
+        return StagedGradient(parameter, lent(dense, "gradient", self._devices), dense, context)
 
 
 def is_elsewhere(parameter: torch.Tensor, elsewhere: Elsewhere) -> bool:

@@ -17,7 +17,7 @@ from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
-from hvdlite.training.framework import Loan, Shape
+from hvdlite.training.framework import Shape, StagedGradient
 from hvdlite.training.gradient_reducer import GradientReducer
 
 
@@ -80,18 +80,18 @@ class ArrayGradients:
     def shape(self, parameter: Slot) -> Shape:
         return Shape(dtype_name(parameter.dtype), _shape(parameter))
 
-    def lend(self, parameter: Slot) -> Loan[Slot]:
-        loan = self.lend_empty(parameter)
+    def stage(self, parameter: Slot) -> StagedGradient[Slot]:
+        staged = self.stage_empty(parameter)
         assert isinstance(parameter.gradient, np.ndarray)
-        np.copyto(loan.tensor, parameter.gradient)
-        return loan
+        np.copyto(staged.tensor, parameter.gradient)
+        return staged
 
-    def lend_empty(self, parameter: Slot) -> Loan[Slot]:
+    def stage_empty(self, parameter: Slot) -> StagedGradient[Slot]:
         array = aligned_empty(_shape(parameter), parameter.dtype)
-        return Loan(parameter, array, array)
+        return StagedGradient(parameter, array, array)
 
-    def give_back(self, loan: Loan[Slot]) -> Any:
-        loan.parameter.gradient = loan.tensor
+    def unstage(self, staged: StagedGradient[Slot]) -> Any:
+        staged.parameter.gradient = staged.tensor
         return None
 
     def is_sparse(self, parameter: Slot) -> bool:
@@ -179,7 +179,7 @@ class ArrayGradients:
     def renew(self, parameter: Slot, mark: Any) -> None:
         return None
 
-    def is_lent(self, loan: Loan[Slot]) -> bool:
+    def is_staged(self, staged: StagedGradient[Slot]) -> bool:
         return False  # arrays are not written to
 
     def take(self, parameter: Slot) -> Any:

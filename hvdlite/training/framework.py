@@ -13,7 +13,7 @@ Parameter = TypeVar("Parameter")
 
 
 @dataclasses.dataclass
-class Loan(Generic[Parameter]):
+class StagedGradient(Generic[Parameter]):
     """Memory in which a parameter's gradient is reduced by itself.
 
     `array` is C-contiguous; `tensor` is the framework's tensor over it (the gradient itself, or a compressed or
@@ -47,13 +47,13 @@ class Framework(Protocol[Parameter]):
     def shape(self, parameter: Parameter) -> Shape:
         """Return how the parameter's gradient travels now."""
 
-    def lend(self, parameter: Parameter) -> Loan[Parameter]:
+    def stage(self, parameter: Parameter) -> StagedGradient[Parameter]:
         """Return memory that holds the parameter's gradient, ready to be reduced in place."""
 
-    def lend_empty(self, parameter: Parameter) -> Loan[Parameter]:
-        """Return memory like `lend`'s for a parameter without a gradient; its values are never read."""
+    def stage_empty(self, parameter: Parameter) -> StagedGradient[Parameter]:
+        """Return memory like `stage`'s for a parameter without a gradient; its values are never read."""
 
-    def give_back(self, loan: Loan[Parameter]) -> Any:
+    def unstage(self, staged: StagedGradient[Parameter]) -> Any:
         """Make the reduced values the parameter's gradient; return a mark that identifies it without keeping it alive."""
 
     def is_sparse(self, parameter: Parameter) -> bool:
@@ -63,7 +63,7 @@ class Framework(Protocol[Parameter]):
         """Return a sparse gradient as bytes, (n, bytes of a row): each row's indices and values."""
 
     def give_rows(self, parameter: Parameter, rows: Array, factor: float) -> Any:
-        """Make the sum of all ranks' rows, times a factor, the parameter's gradient; return a mark, like `give_back`."""
+        """Make the sum of all ranks' rows, times a factor, the parameter's gradient; return a mark, like `unstage`."""
 
     def bucket_view(self, parameter: Parameter, place: AnyArray) -> Any:
         """Return a view over `place`, which has the shape, dtype and strides of `shape(parameter)`."""
@@ -105,7 +105,7 @@ class Framework(Protocol[Parameter]):
         """When the parameter's gradient, the reduced one, lies in its view, move it out; return its new mark, else None."""
 
     def adopt(self, parameter: Parameter, view: Any) -> Any:
-        """Make what lies in the view the parameter's gradient; return a mark, like `give_back`."""
+        """Make what lies in the view the parameter's gradient; return a mark, like `unstage`."""
 
     def adopt_all(self, pairs: Sequence[tuple[Parameter, Any]]) -> Sequence[Any]:
         """Like `adopt`, of many gradients of one bucket at once."""
@@ -122,7 +122,7 @@ class Framework(Protocol[Parameter]):
     def take(self, parameter: Parameter) -> Any:
         """Return the parameter's gradient, which it does not have any more; None when there is none."""
 
-    def is_lent(self, loan: Loan[Parameter]) -> bool:
+    def is_staged(self, staged: StagedGradient[Parameter]) -> bool:
         """Return whether the parameter's gradient lies in the memory that it is reduced in."""
 
     def accumulate(self, parameter: Parameter, gradient: Any) -> None:
