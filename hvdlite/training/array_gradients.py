@@ -211,17 +211,17 @@ class ArrayReducer:
         """Whether there is anybody to share gradients with."""
         return self._reducer.is_shared
 
-    def add(self, shape: tuple[int, ...] | None, dtype: str, cluster: int = 0) -> int:
+    def add(self, shape: tuple[int, ...] | None, dtype: str, group_id: int = 0) -> int:
         """Return the number of a new slot; all ranks add the same ones in the same order.
 
         Args:
             shape: of the gradient; None when it is not known before there is one.
             dtype: of the gradient on the wire, as the runtime names it.
-            cluster: as in `GradientReducer.add`.
+            group_id: as in `GradientReducer.add`.
         """
         with self._lock:
             self._slots.append(Slot(shape, SUPPORTED_DTYPES[dtype]))
-            self._reducer.add(self._slots[-1], str(len(self._slots) - 1), cluster)
+            self._reducer.add(self._slots[-1], str(len(self._slots) - 1), group_id)
             return len(self._slots) - 1
 
     def expect(self, slots: Collection[int]) -> None:

@@ -155,13 +155,13 @@ class GradientReducer(Generic[Parameter]):
         self.gradients.framework = framework
         self._bucket_views = None
 
-    def add(self, parameter: Parameter, name: str, cluster: int = 0) -> None:
+    def add(self, parameter: Parameter, name: str, group_id: int = 0) -> None:
         """Take a parameter into the set, from the next round on in which it is trainable; the same ones on all ranks.
 
         Args:
-            cluster: parameters with the same one, from 1, are reduced together.
+            group_id: parameters with the same one, from 1, are reduced together.
         """
-        self._waiting_list[id(parameter)] = Member(parameter, self._prefix + name, cluster)
+        self._waiting_list[id(parameter)] = Member(parameter, self._prefix + name, group_id)
         self.admit()
 
     def admit(self) -> None:
@@ -533,7 +533,7 @@ class GradientReducer(Generic[Parameter]):
         handle = self._runtime.declare(
             member.name, staged.array if present else None, staged.array, self._op, moment,
             prescale=self._prescale, postscale=self._postscale, strides=self._framework.shape(member.parameter).strides,
-            cluster=member.cluster, process_set=self._process_set)
+            cluster=member.group_id, process_set=self._process_set)
         self._alone.append((member, handle, staged))
 
     def _collect(self, errors: list[HvdliteError], deferrable: bool) -> None:
