@@ -106,7 +106,7 @@ _set_version: Callable[[Mark, int], None] = vars(Mark)["version"].__set__
 
 
 class BucketViewBatch(list[tuple[torch.Tensor, BucketView]]):
-    """Members of a bucket in host memory with new bucket views, of which `fill` and `adopt` handle all at once.
+    """Members of a bucket in host memory with new bucket views, of which `fill` and `install` handle all at once.
 
     What is constant is listed once; what has to be looked at in every round is compared as a list. When gradients are
     compressed, all of them are: then parameters get private copies, which are kept, instead of views of the places.
@@ -150,7 +150,7 @@ class BucketViewBatch(list[tuple[torch.Tensor, BucketView]]):
         _all(map(set_grad, self._parameters, itertools.repeat(None)))
         return True
 
-    def adopt(self) -> list[Mark] | None:
+    def install(self) -> list[Mark] | None:
         """Make the views the parameters' gradients; return their marks.
 
         Return None, and change nothing, when somebody gave a view other memory, uses a private copy, or has moved a

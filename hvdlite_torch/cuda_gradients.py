@@ -63,21 +63,21 @@ class CudaGradients(TorchGradients):
             return None
         return self._devices.ready(cuda.current_stream(memory.device))
 
-    def settle(self, view: BucketView, values: AnyArray) -> None:
+    def copy_from_row_major(self, view: BucketView, values: AnyArray) -> None:
         if isinstance(values, DeviceArray):
             view.home.copy_(cuda.over(values))
         else:
-            super().settle(view, values)
+            super().copy_from_row_major(view, values)
 
-    def vacate(self, parameter: torch.Tensor, view: BucketView) -> Any:
-        return super().vacate(parameter, view) if view.context is None else None
+    def detach_view(self, parameter: torch.Tensor, view: BucketView) -> Any:
+        return super().detach_view(parameter, view) if view.context is None else None
 
-    def adopt(self, parameter: torch.Tensor, view: BucketView) -> Any:
-        return self.adopt_all([(parameter, view)])[0] if view.on_gpu else super().adopt(parameter, view)
+    def install_view(self, parameter: torch.Tensor, view: BucketView) -> Any:
+        return self.install_views([(parameter, view)])[0] if view.on_gpu else super().install_view(parameter, view)
 
-    def adopt_all(self, pairs: Sequence[tuple[torch.Tensor, BucketView]]) -> Sequence[Any]:
+    def install_views(self, pairs: Sequence[tuple[torch.Tensor, BucketView]]) -> Sequence[Any]:
         if not pairs or not pairs[0][1].on_gpu:
-            return super().adopt_all(pairs)
+            return super().install_views(pairs)
         homes, targets, shown = [], [], []
         for parameter, view in pairs:
             if view.context is None and self._shows_views(parameter):

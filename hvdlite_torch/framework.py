@@ -216,15 +216,15 @@ class TorchGradients:
     def follow(self, completion: Completion) -> None:
         completion.follow(cuda.current_stream(completion.device))
 
-    def settle(self, view: BucketView, values: AnyArray) -> None:
+    def copy_from_row_major(self, view: BucketView, values: AnyArray) -> None:
         assert isinstance(values, np.ndarray)
         view.home.copy_(_tensor(values))
 
-    def vacate(self, parameter: torch.Tensor, view: BucketView) -> Any:
+    def detach_view(self, parameter: torch.Tensor, view: BucketView) -> Any:
         gradient = get_grad(parameter)
         return given_to(parameter, gradient.clone()) if gradient is not None and view.holds(gradient) else None
 
-    def adopt(self, parameter: torch.Tensor, view: BucketView) -> Any:
+    def install_view(self, parameter: torch.Tensor, view: BucketView) -> Any:
         if sparse_dims := self._restored_dims(parameter):
             return given_to(parameter, self._compression.decompress(view.home, view.context).to_sparse(sparse_dims))
         if view.context is None and self._shows_views(parameter) and not cuda.is_on_gpu(parameter):
@@ -236,12 +236,12 @@ class TorchGradients:
         own = view.home.clone() if view.context is None else self._compression.decompress(view.home, view.context)
         return given_to(parameter, own.to(parameter.device))
 
-    def adopt_all(self, pairs: Sequence[tuple[torch.Tensor, BucketView]]) -> Sequence[Any]:
+    def install_views(self, pairs: Sequence[tuple[torch.Tensor, BucketView]]) -> Sequence[Any]:
         if isinstance(pairs, BucketViewBatch) and self._as_view and not self._copied:
-            marks = pairs.adopt()
+            marks = pairs.install()
             if marks is not None:
                 return marks
-        return [self.adopt(parameter, view) for parameter, view in pairs]
+        return [self.install_view(parameter, view) for parameter, view in pairs]
 
     def is_marked(self, parameter: torch.Tensor, mark: Mark | None) -> bool:
         return mark is not None and mark.tensor() is get_grad(parameter)

@@ -146,18 +146,18 @@ class ArrayGradients:
     def follow(self, completion: Completion) -> None:
         completion.wait()
 
-    def settle(self, view: BucketView, values: AnyArray) -> None:
+    def copy_from_row_major(self, view: BucketView, values: AnyArray) -> None:
         assert isinstance(values, np.ndarray)
         np.copyto(view.array, values)
 
-    def vacate(self, parameter: Slot, view: BucketView) -> Any:
+    def detach_view(self, parameter: Slot, view: BucketView) -> Any:
         return None
 
-    def adopt(self, parameter: Slot, view: BucketView) -> Any:
-        self.adopt_all([(parameter, view)])
+    def install_view(self, parameter: Slot, view: BucketView) -> Any:
+        self.install_views([(parameter, view)])
         return None
 
-    def adopt_all(self, pairs: Sequence[tuple[Slot, BucketView]]) -> Sequence[Any]:
+    def install_views(self, pairs: Sequence[tuple[Slot, BucketView]]) -> Sequence[Any]:
         """See `Framework`. All gradients share one new block, which lasts as long as any of them: ten times as fast."""
         if pairs:
             begin = min(view.address for _, view in pairs)

@@ -97,7 +97,7 @@ class BucketRound(Generic[Parameter]):
         closes: whether the round is over when all buckets are reported: no member goes by itself.
 
     Attributes:
-        vacated: parameters whose reduced gradient was moved out of its place, because they are missing, and new marks.
+        detached: parameters whose reduced gradient was moved out of its place, because they are missing, and new marks.
         gathered: after `wait`: members for which another rank had a sparse gradient, and all ranks' rows.
         behind: after `wait`: ranks that reported a bucket from within their step, while others had not.
     """
@@ -105,7 +105,7 @@ class BucketRound(Generic[Parameter]):
     def __init__(self, runtime: Runtime, framework: Framework[Parameter], bucket_views: BucketViews[Parameter], number: int,
                  step: int, *, closes: bool) -> None:
         self.gathered: list[tuple[Parameter, Array]] = []
-        self.vacated: list[tuple[Parameter, Any]] = []
+        self.detached: list[tuple[Parameter, Any]] = []
         self.behind: set[int] = set()
         self._step, self._closes = step, closes
         self._runtime, self._framework, self._bucket_views, self._number = runtime, framework, bucket_views, number
@@ -126,9 +126,9 @@ class BucketRound(Generic[Parameter]):
         if present and small:
             filling.later.append(index)
         elif not present:
-            mark = self._framework.vacate(parameter, view)
+            mark = self._framework.detach_view(parameter, view)
             if mark is not None:
-                self.vacated.append((parameter, mark))
+                self.detached.append((parameter, mark))
             filling.missing.append(index)
         elif self._framework.fill(parameter, view):
             filling.present.append(index)
@@ -156,7 +156,7 @@ class BucketRound(Generic[Parameter]):
                 self._framework.follow(filling.handle.completion)
             self.behind.update(filling.handle.behind)
             reduced = self._reduced(filling, members, errors, deferrable)
-            yield reduced, self._framework.adopt_all(reduced)
+            yield reduced, self._framework.install_views(reduced)
 
     def _complete(self, bucket_index: int, in_step: bool) -> Alone[Parameter]:
         """Every member is given: copy the small ones and report the bucket."""
@@ -186,7 +186,7 @@ class BucketRound(Generic[Parameter]):
         filling.broken = True
         self._runtime.abandon(self._bucket_views.learned.layout)
         for index in filling.present:
-            self._framework.adopt(*members[index])
+            self._framework.install_view(*members[index])
         return [*((members[index][0], True) for index in (*filling.present, *filling.later)),
                 *((members[index][0], False) for index in filling.missing)]
 
@@ -211,7 +211,7 @@ class BucketRound(Generic[Parameter]):
                 self.gathered.append((members[index][0], result))
             elif part.contributors:
                 if not filling.bucket.is_row_major(index):
-                    self._framework.settle(members[index][1], result)
+                    self._framework.copy_from_row_major(members[index][1], result)
                 reduced.append(members[index])
         return reduced
 

@@ -76,11 +76,11 @@ class Framework(Protocol[Parameter]):
 
         Return False when it does not fit any more, or when somebody still uses an earlier gradient that lies there.
 
-        Afterwards the framework does not write to the view through the parameter until `adopt`.
+        Afterwards the framework does not write to the view through the parameter until `install_view`.
         """
 
     def batch(self, pairs: Sequence[tuple[Parameter, Any]]) -> Sequence[tuple[Parameter, Any]]:
-        """Return members of one bucket in the form that `fill_all` and `adopt_all` handle fastest; their views are new."""
+        """Return members of one bucket in the form that `fill_all` and `install_views` handle fastest; with new views."""
 
     def fill_all(self, pairs: Sequence[tuple[Parameter, Any]]) -> bool:
         """Like `fill`, of many gradients of one bucket at once. Return False when one does not fit; then none is copied."""
@@ -98,17 +98,17 @@ class Framework(Protocol[Parameter]):
     def follow(self, completion: Completion) -> None:
         """Let what the framework does from now on come after work on a GPU."""
 
-    def settle(self, view: Any, values: AnyArray) -> None:
+    def copy_from_row_major(self, view: Any, values: AnyArray) -> None:
         """Put row-major values into a view of other strides."""
 
-    def vacate(self, parameter: Parameter, view: Any) -> Any:
+    def detach_view(self, parameter: Parameter, view: Any) -> Any:
         """When the parameter's gradient, the reduced one, lies in its view, move it out; return its new mark, else None."""
 
-    def adopt(self, parameter: Parameter, view: Any) -> Any:
+    def install_view(self, parameter: Parameter, view: Any) -> Any:
         """Make what lies in the view the parameter's gradient; return a mark, like `unstage`."""
 
-    def adopt_all(self, pairs: Sequence[tuple[Parameter, Any]]) -> Sequence[Any]:
-        """Like `adopt`, of many gradients of one bucket at once."""
+    def install_views(self, pairs: Sequence[tuple[Parameter, Any]]) -> Sequence[Any]:
+        """Like `install_view`, of many gradients of one bucket at once."""
 
     def is_marked(self, parameter: Parameter, mark: Any) -> bool:
         """Return whether the gradient is still the one that `mark` identified (accumulated into, perhaps)."""

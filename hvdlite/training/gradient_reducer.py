@@ -23,7 +23,7 @@ Rules (docs/protocol.md#rounds, #final-gradients, #same-step, #reduced-again)
 - A gradient that was not computed by a watched backward pass counts when it is not the one that was reduced last. In the
   step (and in `synchronize()`), one that was written to since the step before counts too.
 - A parameter that does not require a gradient is no member. It becomes one in the first round that finds it trainable.
-- Until its set is learned, a gradient goes by itself, in memory staged by the framework. Afterwards it goes into its place of
+- Until its set is learned, a gradient goes by itself, in memory staged by the framework. Afterwards it goes into its slice of
   a bucket (`training/bucket_round.py`).
 """
 
@@ -512,8 +512,8 @@ class GradientReducer(Generic[Parameter]):
             is_own = not present and self.gradients.is_own(member)
             for parameter, has_gradient in buckets.give(member.parameter, present, self._in_step):
                 self._declare(self._members[id(parameter)], has_gradient)
-            while buckets.vacated:
-                _, mark = buckets.vacated.pop()  # of this member
+            while buckets.detached:
+                _, mark = buckets.detached.pop()  # of this member
                 member.mark = None if is_own else mark
         member.given = self._number
         if not present:
