@@ -102,7 +102,7 @@ class Holdings:
         if not any(other.defaults is optimizer.defaults for _, other in self._optimizers.living()):
             self.scale([optimizer.defaults])
         number = self._optimizers.count
-        optimizer._holdings, optimizer._companions = self, []  # type: ignore[attr-defined]
+        optimizer._holdings, optimizer._shared_reducers = self, []  # type: ignore[attr-defined]
         optimizer._answer, optimizer._number = None, number  # type: ignore[attr-defined]
         DistributedOptimizer(optimizer, list(zip(names, parameters, strict=True)), compression=self._compression,
                              backward_passes_per_step=self._passes, process_set=self._process_set,
@@ -302,7 +302,7 @@ class Mirrored:
     """Mixed into an optimizer that is made in a scope, before what `DistributedOptimizer` mixes in."""
 
     _holdings: Holdings
-    _companions: list[BackwardHooks]  # of other optimizers, which reduce gradients for this one
+    _shared_reducers: list[BackwardHooks]  # of other optimizers, which reduce gradients for this one
     _answer: Callable[[], bool] | None  # of the ranks that were asked for the next step; see `Holdings.ask`
     _number: int  # among the optimizers of the scope
     _hooks: BackwardHooks
@@ -313,8 +313,8 @@ class Mirrored:
         if self._active:
             _ask_in_backward(self, owner or self._hooks)
         if owner is not None and owner is not self._hooks:
-            if owner not in self._companions:
-                self._companions.append(owner)
+            if owner not in self._shared_reducers:
+                self._shared_reducers.append(owner)
         elif self._active:
             super()._watch(parameter)  # type: ignore[misc]
             self._holdings.own(parameter, self._hooks)
@@ -328,12 +328,12 @@ class Mirrored:
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Like the base class's, whose arguments it takes; reductions under way are completed first."""
-        for hooks in self._companions:
+        for hooks in self._shared_reducers:
             hooks.cleared()
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]
 
     def _sources(self) -> Sequence[BackwardHooks]:
-        return [*super()._sources(), *self._companions]  # type: ignore[misc]
+        return [*super()._sources(), *self._shared_reducers]  # type: ignore[misc]
 
     def _loss_weight(self) -> float:
         return self._holdings.weight.value
@@ -349,14 +349,14 @@ class Mirrored:
         """Accumulate gradients locally; the first backward pass after it reduces the sums."""
         stack = ExitStack()
         stack.enter_context(super().no_sync())  # type: ignore[misc]
-        for hooks in self._companions:
+        for hooks in self._shared_reducers:
             stack.enter_context(hooks.reducer.suspended())
         return stack
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Like the base class's, into the dicts and lists there are; everything is mirrored before the next step."""
         self._holdings.has_loaded = True
-        for hooks in self._companions:
+        for hooks in self._shared_reducers:
             hooks.cleared()
         return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
 
@@ -454,7 +454,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
 
 def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     assert isinstance(optimizer, Mirrored)
-    for hooks in optimizer._companions:
+    for hooks in optimizer._shared_reducers:
         hooks.stepped()
 
 
