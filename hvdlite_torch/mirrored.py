@@ -31,7 +31,7 @@ class MirroredStrategy(Launching):
     Optimizers that are made in the scope average their gradients over the ranks (see `DistributedOptimizer`). Parameters,
     buffers and optimizer state become rank 0's: parameters when the optimizer is made, and everything before the first batch
     of a distributed loader, `run` or step after that, and again after a `load_state_dict` of something made in the scope.
-    Batches are global: `distribute` gives each rank its share, and averages weigh ranks by their samples, so losses are to
+    Batches are global: `distribute` gives each rank its shard, and averages weigh ranks by their samples, so losses are to
     be means over the batch. Started without a launcher there is one replica, and everything runs as without a strategy.
 
     A `load_state_dict` may be called on some ranks only: rank 0's values count. Running statistics of BatchNorm are each
@@ -117,17 +117,17 @@ class MirroredStrategy(Launching):
         self._holdings.mirror()
 
     def distribute(self, loader: Iterable[Any]) -> DistributedLoader:
-        """Return a loader of this rank's shares of the global batches that `loader` yields; all ranks call this.
+        """Return a loader of this rank's shard of the global batches that `loader` yields; all ranks call this.
 
         See `distributed_loader` for what is shared how. A batch with fewer rows than there are replicas goes to all of them.
-        The global batch of which a loop took its share last is the current one, until the loop ends.
+        The global batch of which a loop took its shard last is the current one, until the loop ends.
 
         Args:
             loader: a DataLoader over all samples with the global batch size, or an iterable of batches (structures of
                 tensors and arrays).
 
         Raises:
-            ValueError: when the loader's sampler shares samples out already.
+            ValueError: when the loader's sampler already splits the samples.
         """
         if isinstance(loader, DistributedLoader):
             return loader

@@ -519,7 +519,7 @@ def test_data_that_are_split_already_are_not_split_again(monkeypatch: pytest.Mon
         rank = runtime.world.rank
         strategy = MirroredStrategy(_runtime=runtime)
         for loader in (DataLoader(TensorDataset(torch.arange(8)), 2, sampler=Sharded()), DataLoader(OfHuggingFace(), 2)):
-            with pytest.raises(ValueError, match=r"shares samples out already, among 2 ranks.*without strategy.distribute"):
+            with pytest.raises(ValueError, match=r"already splits the samples among 2 ranks.*without strategy.distribute"):
                 strategy.distribute(loader)
         halves = Subset(TensorDataset(torch.arange(8)), range(rank, 8, 2))
         for loader in (DataLoader(halves, 2), Buffered(halves, 2),
