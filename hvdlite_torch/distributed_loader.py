@@ -27,7 +27,7 @@ from hvdlite.training.shards import shard, shard_weight
 from hvdlite_torch import same_data
 from hvdlite_torch.replica import Replica
 from hvdlite_torch.rows import rows_of, rows_taken
-from hvdlite_torch.scoped import Holdings
+from hvdlite_torch.scope_registry import ScopeRegistry
 
 CHUNK = 8192
 """Indices that are broadcast together, or more."""
@@ -72,8 +72,8 @@ class DistributedLoader:
         loader: a DataLoader, or an iterable of batches.
     """
 
-    def __init__(self, loader: Iterable[Any], replica: Replica, holdings: Holdings, current: CurrentBatch) -> None:
-        self._loader, self._replica, self._holdings, self._current = loader, replica, holdings, current
+    def __init__(self, loader: Iterable[Any], replica: Replica, registry: ScopeRegistry, current: CurrentBatch) -> None:
+        self._loader, self._replica, self._registry, self._current = loader, replica, registry, current
         self._source: _Source = _Whole(loader)
         if replica.size > 1:
             self._source = source_of(loader, replica)
@@ -94,7 +94,7 @@ class DistributedLoader:
         loop = object()
         try:
             for rows, batch in self._compared(self._source.batches(depth)):
-                self._holdings.mirror_if_due()
+                self._registry.mirror_if_due()
                 self._current.reached(loop, rows)
                 yield batch
         finally:
@@ -119,7 +119,7 @@ class DistributedLoader:
         """
         if self._replica.size == 1:
             return 0
-        own = (self._source.facts(), self._source.depth, self._holdings.due or self._holdings.has_loaded,
+        own = (self._source.facts(), self._source.depth, self._registry.due or self._registry.has_loaded,
                same_data.fingerprint(self._loader))
         everywhere = self._replica.allgather_object(own, "epoch")
         for number, (facts, *_) in enumerate(everywhere):
@@ -129,7 +129,7 @@ class DistributedLoader:
         if not self._is_begun:
             self._is_begun = True
             same_data.compare_fingerprints([fingerprint for *_, fingerprint in everywhere])
-        self._holdings.due = any(due for _, _, due, _ in everywhere)
+        self._registry.due = any(due for _, _, due, _ in everywhere)
         return max(depth for _, depth, *_ in everywhere)
 
 
