@@ -69,9 +69,9 @@ def train(model: Any, optimizer: Any, batches: Any, epochs: int, clip: bool,
     return curve
 
 
-def assert_close(ours: list[Any], theirs: list[Any]) -> None:
+def assert_close(ours: list[Any], theirs: list[Any], msg: str | None = None) -> None:
     for mine, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6, msg=msg)
 
 
 @pytest.mark.parametrize(("size", "samples", "batch"), [
@@ -132,7 +132,7 @@ def test_gradients_are_weighed_before_they_are_accumulated() -> None:
                     mine.step()
                     mine.zero_grad()
             assert_close(weights(model), weights(alone))
-            assert not strategy._holdings._weighing, "even batches cost nothing, nor does what comes after a loop"
+            assert not strategy._holdings.weight.is_applied, "even batches cost nothing, nor does what comes after a loop"
     threads(2, step)
 
 
