@@ -43,11 +43,11 @@ def devices_for(inputs: Sequence[Any], op: ReduceOp | None) -> DeviceAccess | No
     if not inputs or not all(map(is_on_gpu, inputs)):
         return None
     devices = api.runtime().devices
-    if devices is None or devices.missing():
+    if devices is None or devices.unavailable_reason():
         return None
     collective = Collective.BROADCAST if op is None else Collective.ALLREDUCE
     names = [each.dtype.name for each in inputs]
-    return devices if all(name in _SHARED and devices.carries(collective, op, name) for name in names) else None
+    return devices if all(name in _SHARED and devices.supports(collective, op, name) for name in names) else None
 
 
 def call(function: Callable[..., Sequence[AnyArray]], inputs: Sequence[Any], devices: DeviceAccess) -> list[tf.Tensor]:

@@ -111,10 +111,10 @@ def carried(tensor: torch.Tensor, devices: DeviceAccess | None, collective: Coll
     """
     if not is_on_gpu(tensor):
         return tensor
-    reason = "there is no plane for GPUs in this job" if devices is None else devices.missing()
+    reason = "there is no plane for GPUs in this job" if devices is None else devices.unavailable_reason()
     if not reason and devices is not None:
         dtype = str(tensor.dtype).removeprefix("torch.")
-        if devices.carries(collective, op, dtype):
+        if devices.supports(collective, op, dtype):
             return tensor
         with_op = "" if op is None else f" with {op.name.capitalize()}"
         reason = f"NCCL has no {collective.name.lower()} of {dtype}{with_op}"
@@ -137,7 +137,7 @@ def wait(handle: Handle | Handles) -> Any:
     """Wait for a handle, let this thread's current stream come after its result, and return that."""
     result = handle.wait()
     for completion in handle.completions():
-        completion.follow(current_stream(completion.device))
+        completion.block_stream(current_stream(completion.device))
     return result
 
 

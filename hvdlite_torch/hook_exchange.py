@@ -12,8 +12,8 @@ from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.handoff.handle import Handle, Handles
 from hvdlite.runtime.runtime import Runtime
 from hvdlite_torch import cuda
+from hvdlite_torch.bucket_views import Mark
 from hvdlite_torch.framework import as_tensor, contiguous, lent
-from hvdlite_torch.seats import Mark
 from hvdlite_torch.unfinal import get_grad, set_grad
 
 Gradients = Sequence[tuple[str, torch.Tensor]]

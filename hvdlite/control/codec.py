@@ -9,7 +9,7 @@ import msgspec
 
 from hvdlite.core.errors import ProtocolError
 from hvdlite.core.stack_dump import NO_STACK_DUMP, StackDumpTarget
-from hvdlite.negotiation.messages import Decision, HostReport, Letters, Message, Report
+from hvdlite.negotiation.messages import Decision, DirectMessages, HostReport, Message, Report
 
 
 class Hello(Message, frozen=True):
@@ -55,7 +55,7 @@ class Kind(enum.IntEnum):
     DECISION = 4
     HEARTBEAT = 5
     HOST_REPORT = 6
-    LETTERS = 7
+    DIRECT_MESSAGES = 7
 
 
 class Encoded(NamedTuple):
@@ -67,7 +67,7 @@ class Encoded(NamedTuple):
 
 _TYPES: dict[Kind, type[Message]] = {
     Kind.HELLO: Hello, Kind.WELCOME: Welcome, Kind.REPORT: Report, Kind.DECISION: Decision, Kind.HEARTBEAT: Heartbeat,
-    Kind.HOST_REPORT: HostReport, Kind.LETTERS: Letters,
+    Kind.HOST_REPORT: HostReport, Kind.DIRECT_MESSAGES: DirectMessages,
 }
 _KINDS = {kind_type: kind for kind, kind_type in _TYPES.items()}
 _DECODERS: dict[Kind, msgspec.msgpack.Decoder[Any]] = {

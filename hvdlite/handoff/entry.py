@@ -12,7 +12,7 @@ from hvdlite.core.device import AnyArray, Completion, empty, flattened
 from hvdlite.core.types import Collective
 from hvdlite.handoff.handle import Handle, Sleepers
 from hvdlite.negotiation.messages import Request, Response, Wait
-from hvdlite.planes.base import Exchange
+from hvdlite.planes.base import AlltoallSplits
 
 
 class Entry:
@@ -35,12 +35,12 @@ class Entry:
         """What must be unique among the entries of a rank: the process set and the name."""
         return self.request.process_set, self.request.name
 
-    def prepare(self, response: Response, rank: int, ranks: Sequence[int], exchange: Exchange | None) -> None:
+    def prepare(self, response: Response, rank: int, ranks: Sequence[int], splits: AlltoallSplits | None) -> None:
         """Allocate an output whose size only the response tells.
 
         Args:
             rank: this rank; `ranks` are the members of the process set.
-            exchange: of an alltoall.
+            splits: of an alltoall.
         """
         match response.collective:
             case Collective.ALLGATHER if self.request.collective is not Collective.ALLGATHER:
@@ -54,8 +54,8 @@ class Entry:
             case Collective.REDUCESCATTER | Collective.SCATTER:
                 self._allocate(response.rows[ranks.index(rank)])
             case Collective.ALLTOALL:
-                assert exchange is not None
-                received = np.array(exchange.received, np.int64)
+                assert splits is not None
+                received = np.array(splits.recv_rows, np.int64)
                 self._allocate(int(received.sum()))
                 self._result = (self._result, received)
             case Collective.ADD_PROCESS_SET | Collective.JOIN:
@@ -87,7 +87,7 @@ class Entry:
             completion: on a GPU: what the result is behind.
         """
         if completion is not None:
-            completion = completion.holding((self.sources, self.outputs))
+            completion = completion.for_entry((self.sources, self.outputs))
         if not self._abandoned:
             self.handle.behind, self.handle.rows = response.behind, response.rows
             self.handle._complete(self._result, response.contributors, completion)

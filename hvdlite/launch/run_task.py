@@ -1,4 +1,4 @@
-"""A rank of `hvdlite.run`: hvdrun starts `hvdlite.launch.run_task`, which calls the function in the job's directory."""
+"""A rank of `hvdlite.run`: hvdrun starts this module, which calls the function in the job's directory."""
 
 from __future__ import annotations
 
