@@ -201,7 +201,7 @@ def test_after_an_interrupted_wait_gradients_are_still_final_when_read() -> None
         a, b = torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(4))
         first, second = (hvd.DistributedOptimizer(torch.optim.SGD([each], lr=1.0)) for each in (a, b))
         def until_blocked():
-            while not runtime._sleepers:
+            while not runtime.is_blocked:
                 time.sleep(0.01)
             signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
         if hvd.rank() == 0:
@@ -418,7 +418,7 @@ def test_an_interrupted_wait_can_be_taken_up_again() -> None:
         hvd.init()
         runtime = api.runtime()
         def until_blocked():
-            while not runtime._sleepers:
+            while not runtime.is_blocked:
                 time.sleep(0.01)
             signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
         hooks = hvd.comm_hooks
