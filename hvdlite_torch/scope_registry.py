@@ -106,7 +106,8 @@ class ScopeRegistry:
         optimizer._answer, optimizer._number = None, number  # type: ignore[attr-defined]
         DistributedOptimizer(optimizer, list(zip(names, parameters, strict=True)), compression=self._compression,
                              backward_passes_per_step=self._passes, process_set=self._process_set,
-                             _runtime=self._replica.runtime, _label=f"{self._replica.label}.{number}", _mixin=ScopedOptimizer)
+                             _runtime=self._replica.runtime, _label=f"{self._replica.label}.{number}",
+                             _mixin=ScopedOptimizer)
         optimizer.register_step_pre_hook(once_a_step(_before_step))
         optimizer.register_step_post_hook(once_a_step(_after_step))
         self._optimizers.add(f"optimizer{number}", optimizer)
