@@ -24,7 +24,7 @@ HANGS_IN_ABORT = range(22500, 22602)
 """NCCL 2.25.1's `ncclCommAbort` hangs (pytorch issue 149153); mended in 2.26.2."""
 
 
-def missing() -> str:
+def unavailable_reason() -> str:
     """Return why GPUs cannot be used here, and what to do; "" when they probably can. Imports nothing heavy."""
     if importlib.util.find_spec("cupy") is None:
         return f"CuPy is not installed: pip install 'hvdlite[{suggested_extra()}]'"
