@@ -237,7 +237,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """
     made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     if made.process_set_id is not None:
-        raise UnsupportedError(f"{made} is registered already")
+        raise UnsupportedError(f"{made} is already registered")
     current = runtime()
     if made.mpi_comm is not None:
         _register_split(made, current)
@@ -286,7 +286,7 @@ def set_id(process_set: ProcessSet) -> int:
         UnsupportedError: when it is not registered, or something else.
     """
     if not isinstance(process_set, ProcessSet):
-        raise UnsupportedError(f"process_set must be what hvd.add_process_set returns, not {process_set!r}")
+        raise UnsupportedError(f"process_set must be a ProcessSet, as hvd.add_process_set returns, not {process_set!r}")
     if process_set.process_set_id is None:
         raise UnsupportedError(f"{process_set} is not registered; call hvd.add_process_set on all ranks first")
     return process_set.process_set_id
@@ -300,7 +300,7 @@ def reduce_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:
     """
     if average is not None:
         if op is not None:
-            raise ValueError("give either op or the deprecated average, not both")
+            raise ValueError("pass either op or the deprecated average, not both")
         warnings.warn("average is deprecated; use op=Average or op=Sum", DeprecationWarning, stacklevel=3)
         return Average if average else Sum
     return Average if op is None else ReduceOp(op)
