@@ -150,7 +150,7 @@ class HierarchicalPlane:
             for start in range(0, end - begin, reduction.chunk):
                 for term in terms:
                     piece = term[start:start + reduction.chunk]
-                    reduction.place(piece, piece)
+                    reduction.copy_prescaled(piece, piece)
             self._sum(levels, reduction, response, terms, terms[0], True, wait_until)
             for term in terms[1:]:
                 np.copyto(term, terms[0])
@@ -175,10 +175,10 @@ class HierarchicalPlane:
             if sources is not None:  # the own slice stays private where it lies in one piece
                 for first, last in ((low, begin), (end, high)) if own is not None else ((low, high),):
                     for start, stop, part in sources.parts(first, last, reduction.chunk):
-                        reduction.place(part, slots[area.index][start - low:stop - low])
+                        reduction.copy_prescaled(part, slots[area.index][start - low:stop - low])
             area.barrier(wait_until)
             if begin < end:
-                terms = [reduction.placed(own) if own is not None and index == area.index
+                terms = [reduction.prescaled(own) if own is not None and index == area.index
                          else slots[index][begin - low:end - low] for index in contributors]
                 self._sum(levels, reduction, response, terms, slots[area.index][begin - low:end - low],
                           own is not None or area.index not in contributors[2:], wait_until)
@@ -189,11 +189,11 @@ class HierarchicalPlane:
     def _sum(self, levels: _TwoLevelSet, reduction: Reduction, response: Response, terms: Sequence[Array], out: Array,
              in_place: bool, wait_until: WaitUntil) -> None:
         """Reduce a slice over this host's terms, then over the hosts: in `out` itself, if its memory is no later term."""
-        total = reduction.total(out, in_place=in_place)
+        total = reduction.accumulator(out, in_place=in_place)
         reduction.accumulate(terms, total)
         op = ReduceOp.SUM if response.op is ReduceOp.AVERAGE else response.op
         self._cross_plane.execute(levels.plan(Collective.ALLREDUCE, total, op=op), wait_until)
-        reduction.conclude(total, out)
+        reduction.finish(total, out)
 
     def _broadcast(self, levels: _TwoLevelSet, root: int, source: Concatenation | None, outputs: Concatenation | None,
                    low: int, end: int, response: Response, in_place: bool, wait_until: WaitUntil) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 
 from hvdlite.core.array import SUPPORTED_DTYPES, Array, aligned_zeros, identity
 from hvdlite.core.types import Collective, ReduceOp
-from hvdlite.planes.adasum import AdaptiveSum
+from hvdlite.planes.adasum import AdasumReduction
 from hvdlite.planes.arithmetic import Casts, Reduction
 from hvdlite.planes.base import FusionBuffer, Plan, WaitUntil
 from hvdlite.planes.process_group import Connect, ProcessGroup
@@ -142,7 +142,7 @@ class _Operation:
         else:
             self._group.reduce(values, self._library_op(), self._root, self._wait_until)
         if receives:
-            reduction.conclude(values, values)
+            reduction.finish(values, values)
             _unpack(values, outputs)
 
     def reducescatter(self) -> None:
@@ -156,23 +156,23 @@ class _Operation:
             return
         values = self._packed(reduction, ())
         self._group.reduce_scatter(values, bounds, out, self._library_op(), self._wait_until)
-        reduction.conclude(out, out)
+        reduction.finish(out, out)
 
     def adasum(self) -> None:
         """Compute and sum the inner products of all slices, then reduce by weighted sums; many tensors at a time."""
         receives = self._response.collective is Collective.ALLREDUCE or self._index == self._root
         for first, last in _batches(self._response.rows, PIECE // self._dtype.itemsize):
             rows = self._response.rows[first:last]
-            adaptive = AdaptiveSum(self._response, self._dtype, self._chunk // self._dtype.itemsize, self._casts, rows)
+            adasum = AdasumReduction(self._response, self._dtype, self._chunk // self._dtype.itemsize, self._casts, rows)
             sources = Concatenation(self._plan.sources[first:last]) if self._contributes else None
             outputs = Concatenation(self._plan.outputs[first:last]) if self._plan.outputs and receives else None
             bounds = slice_bounds(0, sum(rows), self._size, self._dtype)
             begin = bounds[self._index]
-            slices = self._slices(adaptive, sources, 0, bounds)
-            products = adaptive.products(slices, begin)
+            slices = self._slices(adasum, sources, 0, bounds)
+            products = adasum.products(slices, begin)
             self._group.allreduce(products.reshape(-1), ReduceOp.SUM, self._wait_until)
-            adaptive.weigh(products)
-            self._combine(functools.partial(adaptive.combine, begin=begin), slices, outputs, 0, bounds)
+            adasum.set_weights(products)
+            self._combine(functools.partial(adasum.combine, begin=begin), slices, outputs, 0, bounds)
 
     def _reduction(self) -> Reduction:
         return Reduction(self._response, self._dtype, self._size, self._chunk // self._dtype.itemsize, self._casts)
@@ -203,7 +203,7 @@ class _Operation:
         begin = 0
         for source in sources:
             assert source is not None, "a contributor has every tensor of the response"
-            reduction.place(source, values[begin:begin + source.size] if len(sources) > 1 else values)
+            reduction.copy_prescaled(source, values[begin:begin + source.size] if len(sources) > 1 else values)
             begin += source.size
         return values
 
@@ -214,13 +214,13 @@ class _Operation:
             bounds = slice_bounds(low, min(low + per_piece, total), self._size, self._dtype)
             self._combine(reduction.combine, self._slices(reduction, sources, low, bounds), outputs, low, bounds)
 
-    def _slices(self, reduction: Reduction | AdaptiveSum, sources: Concatenation | None, low: int,
+    def _slices(self, reduction: Reduction | AdasumReduction, sources: Concatenation | None, low: int,
                 bounds: Sequence[int]) -> list[Array]:
         """Return every contributor's values of this rank's slice of elements bounds[0]..bounds[-1], prescaled."""
         relative = [bound - low for bound in bounds]
         values = np.empty(0, self._dtype)
         if sources is not None:
-            values = reduction.placed(sources.contiguous(low, bounds[-1]))
+            values = reduction.prescaled(sources.contiguous(low, bounds[-1]))
         mine = bounds[self._index + 1] - bounds[self._index]
         contributors = self._contributors
         received = self._scratch(mine * len(contributors), self._dtype)

@@ -43,7 +43,7 @@ from hvdlite.planes.eager import reduce_payloads
 from hvdlite.planes.gloo import gloo_plane
 from hvdlite.planes.gloo import unavailable_reason as gloo_unavailable_reason
 from hvdlite.planes.hierarchical import HierarchicalPlane
-from hvdlite.planes.loopback import LoopbackPlane, Table
+from hvdlite.planes.loopback import LoopbackHub, LoopbackPlane
 from hvdlite.planes.mpi import mpi_plane
 from hvdlite.planes.nccl.plane import create_nccl_plane
 from hvdlite.planes.selection import PlaneChoice, choose_plane
@@ -72,12 +72,12 @@ def coordinator_for(world: World, config: Config) -> Coordinator | None:
 def assemble_threads(size: int, config: Config, wrap: PlaneWrapper = lambda rank, plane: plane,
                      casts: Casts | None = None, devices: DevicePlaneMaker | None = None) -> list[Runtime]:
     """Return the runtimes of `size` ranks that live in this process, not yet started; `wrap` may inject faults."""
-    table = Table()
+    hub = LoopbackHub()
     casts = casts or Casts.of_numpy()
     runtimes = []
     for rank, control in enumerate(InprocControl.star(size)):
         world = World(rank, size, rank, size)
-        plane = wrap(rank, LoopbackPlane(rank, table, control.ring, casts))
+        plane = wrap(rank, LoopbackPlane(rank, hub, control.ring, casts))
         notes = Notes(rank)
         runtimes.append(Runtime(world, config, control, plane, coordinator_for(world, config), notes=notes,
                                 devices=None if devices is None else devices(rank, notes, control.wake)))

@@ -15,15 +15,15 @@ from hvdlite.memory.shared import SharedMemory, anonymous_file
 from hvdlite.planes.base import Plane, WaitUntil
 from hvdlite.planes.gloo import gloo_plane
 from hvdlite.planes.hierarchical import HierarchicalPlane
-from hvdlite.planes.loopback import LoopbackPlane, Table
+from hvdlite.planes.loopback import LoopbackHub, LoopbackPlane
 from hvdlite.planes.mpi import mpi_plane
 from hvdlite.planes.shm import ShmPlane
 from tests.planes import under_mpi
 
 
 def loopback(size: int, ring: Callable[[int], None]) -> list[Plane]:
-    table = Table()
-    return [LoopbackPlane(rank, table, ring) for rank in range(size)]
+    hub = LoopbackHub()
+    return [LoopbackPlane(rank, hub, ring) for rank in range(size)]
 
 
 def shm(size: int, ring: Callable[[int], None], slot: int = 1 << 16, direct: int = 256, *,
