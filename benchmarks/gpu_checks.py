@@ -263,10 +263,10 @@ def _instrumented(sheet: Sheet, gpu: Any) -> None:
 
     for _ in range(4):
         backward()
-    assert optimizer._reducer._seating is not None, "buckets were never learned"
-    buckets = len(optimizer._reducer._seating.members)
+    assert optimizer._reducer._bucket_views is not None, "buckets were never learned"
+    buckets = len(optimizer._reducer._bucket_views.members)
     wrapped = [backward() for _ in range(20)]
-    for owner, name in ((BackwardHooks, "_accumulated"), (CudaGradients, "fill_all"), (CudaGradients, "adopt_all"),
+    for owner, name in ((BackwardHooks, "_accumulated"), (CudaGradients, "fill_all"), (CudaGradients, "install_views"),
                         (CudaGradients, "filled"), (GradientReducer, "wait")):
         timed(owner, name)
     optimizer.zero_grad()

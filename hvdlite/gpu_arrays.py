@@ -13,7 +13,7 @@ from hvdlite.core.array import dtype_name
 from hvdlite.core.device import AnyArray, DeviceAccess, DeviceArray
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.types import Collective, ReduceOp
-from hvdlite.runtime.handle import Handle, Handles
+from hvdlite.handoff.handle import Handle, Handles
 
 
 def cupy() -> Any:

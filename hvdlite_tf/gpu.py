@@ -21,7 +21,7 @@ from hvdlite import api, gpu_arrays
 from hvdlite.core.array import aligned_empty
 from hvdlite.core.device import AnyArray, DeviceAccess, DeviceArray
 from hvdlite.core.types import Collective, ReduceOp
-from hvdlite.runtime.handle import Handle, Handles
+from hvdlite.handoff.handle import Handle, Handles
 
 _SHARED = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64", "complex64", "complex128")
 """What TensorFlow and CuPy both exchange; other dtypes go over the host's memory."""

@@ -22,7 +22,7 @@ from hvdlite.core.array import SUPPORTED_DTYPES
 from hvdlite.core.device import DeviceAccess, DeviceArray
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.types import Collective, ReduceOp
-from hvdlite.runtime.handle import Handle, Handles
+from hvdlite.handoff.handle import Handle, Handles
 
 _DTYPES = {getattr(torch, name): dtype for name, dtype in SUPPORTED_DTYPES.items() if hasattr(torch, name)}
 _raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)

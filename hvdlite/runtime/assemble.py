@@ -18,12 +18,11 @@ import msgspec
 from hvdlite._version import __version__
 from hvdlite.bootstrap.descriptors import recv_fds, send_fds
 from hvdlite.bootstrap.environments import LaunchInfo, check_directory
+from hvdlite.bootstrap.rendezvous import Address, host_identity, join, listen, reached_at, receive_ranks
 from hvdlite.control.codec import Hello, Welcome
 from hvdlite.control.doorbell import Doorbell
 from hvdlite.control.inproc import InprocControl
 from hvdlite.control.leading import LeaderControl
-from hvdlite.control.meeting import Address, host_identity, join, listen, reached_at, receive_ranks
-from hvdlite.control.process_probe import NO_STACK_DUMP, ProcessProbe, StackDumpTarget
 from hvdlite.control.star import StarControl
 from hvdlite.control.wire import Connection
 from hvdlite.core.config import Config, alike, limit
@@ -31,7 +30,10 @@ from hvdlite.core.errors import LaunchError
 from hvdlite.core.file_limit import descriptors_for
 from hvdlite.core.launch_contract import PROCESSES_FILE
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
+from hvdlite.core.stack_dump import NO_STACK_DUMP, StackDumpTarget
 from hvdlite.core.world import Hosts, World
+from hvdlite.diagnostics.process_probe import ProcessProbe
+from hvdlite.engine.oob import Notes
 from hvdlite.memory import fence
 from hvdlite.memory.shared import SharedMemory, anonymous_file
 from hvdlite.negotiation.buckets import BucketSizes
@@ -48,7 +50,6 @@ from hvdlite.planes.mpi import mpi_plane
 from hvdlite.planes.nccl.plane import create_nccl_plane
 from hvdlite.planes.selection import PlaneChoice, choose_plane
 from hvdlite.planes.shm import ShmPlane
-from hvdlite.runtime.notes import Notes
 from hvdlite.runtime.runtime import Runtime
 
 PlaneWrapper = Callable[[int, Plane], Plane]
@@ -96,7 +97,7 @@ def assemble(info: LaunchInfo, config: Config, casts: Casts, stack_dump: StackDu
     """Meet the other ranks of this job and return this rank's runtime, not yet started.
 
     Args:
-        stack_dump: where this process writes its stacks; see `control.process_probe`.
+        stack_dump: where this process writes its stacks; see `diagnostics.process_probe`.
         environment: the process's, in which NCCL looks for its settings.
 
     Raises:

@@ -155,7 +155,7 @@ def test_forked_workers_that_shut_down_and_end_normally_leave_the_job_alone(plan
         import gc, os, sys
         import hvdlite as hvd, numpy as np
         from hvdlite import api
-        from hvdlite.control.progress import read
+        from hvdlite.diagnostics.progress import read
         from hvdlite.training.array_gradients import ArrayReducer
         hvd.init()
         rank, directory = hvd.rank(), os.environ["HVDLITE_JOB_DIRECTORY"]

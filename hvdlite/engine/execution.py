@@ -11,13 +11,13 @@ from hvdlite.core.device import CPU, AnyArray, Completion
 from hvdlite.core.errors import HorovodInternalError, MismatchError, PeerLeftError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import Collective
+from hvdlite.diagnostics.flight_recorder import FlightRecorder, bucket_lane, lane_of
+from hvdlite.handoff.buckets import BucketEntry, LearnedLayout, buffer_bytes
+from hvdlite.handoff.entry import Entry
 from hvdlite.negotiation.controller import Assist, Evicted, Expanded, Instruction, Suspended
-from hvdlite.negotiation.messages import BucketRelease, Column, Decision, ErrorKind, Layout, Response
+from hvdlite.negotiation.messages import BucketRelease, Decision, ErrorKind, Layout, ReceiveSplits, Response
 from hvdlite.negotiation.process_sets import ProcessSetTable
 from hvdlite.planes.base import AlltoallSplits, BufferSlice, DevicePlane, FusionBuffer, Plan, Plane, WaitUntil
-from hvdlite.runtime.buckets import BucketEntry, LearnedLayout, buffer_bytes
-from hvdlite.runtime.calls import Entry
-from hvdlite.runtime.flight_recorder import FlightRecorder, bucket_lane, lane_of
 
 _log = logging.getLogger("hvdlite")
 
@@ -59,7 +59,7 @@ class Execution:
         self._pairs: set[int] = set()  # process sets of two ranks that are open in the plane
         self._left: frozenset[int] = frozenset()
         # Of alltoalls to be carried out; a name may have several when this rank has joined and is behind.
-        self._columns: defaultdict[tuple[int, str], deque[Column]] = defaultdict(deque)
+        self._receive_splits: defaultdict[tuple[int, str], deque[ReceiveSplits]] = defaultdict(deque)
 
     @property
     def waits(self) -> bool:
@@ -89,10 +89,10 @@ class Execution:
         for each in entry.split(expanded, self._devices):
             self.add(each)
 
-    def take_columns(self, columns: Iterable[Column]) -> None:
+    def add_receive_splits(self, splits: Iterable[ReceiveSplits]) -> None:
         """Learn what this rank gets in alltoalls of coming decisions."""
-        for column in columns:
-            self._columns[column.process_set, column.name].append(column)
+        for received in splits:
+            self._receive_splits[received.process_set, received.name].append(received)
 
     def carry_out(self, decision: Decision, instructions: Sequence[Instruction], left: frozenset[int]) -> None:
         """Follow a decision.
@@ -229,10 +229,10 @@ class Execution:
         if response.collective is not Collective.ALLTOALL:
             return None
         key = response.process_set, response.names[0]
-        column = self._columns[key].popleft()
-        if not self._columns[key]:
-            del self._columns[key]
-        return AlltoallSplits(sent or (0,) * len(column.rows), column.rows, column.starts)
+        received = self._receive_splits[key].popleft()
+        if not self._receive_splits[key]:
+            del self._receive_splits[key]
+        return AlltoallSplits(sent or (0,) * len(received.rows), received.rows, received.offsets)
 
     def _change_sets(self, response: Response) -> None:
         if response.collective is Collective.ADD_PROCESS_SET:

@@ -11,11 +11,11 @@ import numpy as np
 
 from hvdlite.core.array import SUPPORTED_DTYPES
 from hvdlite.core.device import AnyArray, Completion, DeviceArray, Event
+from hvdlite.handoff.entry import Entry
+from hvdlite.handoff.handle import Handle, Sleepers
 from hvdlite.negotiation.controller import Expanded
 from hvdlite.negotiation.messages import Bucket, BucketReady, BucketRelease, Layout, Wait
 from hvdlite.planes.base import BufferSlice, DevicePlane, FusionBuffer
-from hvdlite.runtime.calls import Entry
-from hvdlite.runtime.handle import Handle, Sleepers
 
 ALIGNMENT = 4096
 """Bytes; buckets begin at multiples of it within a fusion buffer."""

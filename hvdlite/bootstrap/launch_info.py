@@ -16,7 +16,7 @@ from hvdlite.core.world import World
 from hvdlite.planes import mpi
 
 
-def enter(comm: object, environ: Mapping[str, str], parent: int, config: Config) -> LaunchInfo:
+def resolve_launch(comm: object, environ: Mapping[str, str], parent: int, config: Config) -> LaunchInfo:
     """Return this process's place.
 
     Args:
