@@ -28,7 +28,7 @@ from hvdlite.core.errors import LaunchError
 from hvdlite.core.file_limit import descriptors_for
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.planes.arithmetic import Casts
-from hvdlite.planes.base import Notes, WaitUntil
+from hvdlite.planes.base import OobChannel, WaitUntil
 from hvdlite.planes.process_group import library_error
 from hvdlite.planes.process_group_plane import ProcessGroupPlane
 
@@ -51,7 +51,7 @@ def unavailable_reason() -> str:
     return ""
 
 
-def gloo_plane(rank: int, notes: Notes, wake: Callable[[], None], address: str, *, timeout: float, chunk: int,
+def gloo_plane(rank: int, oob: OobChannel, wake: Callable[[], None], address: str, *, timeout: float, chunk: int,
                casts: Casts | None = None) -> ProcessGroupPlane:
     """Return the plane of one rank, not yet connected.
 
@@ -60,19 +60,19 @@ def gloo_plane(rank: int, notes: Notes, wake: Callable[[], None], address: str, 
         address: an IP address of this host, or the name of a network interface, at which the other hosts reach it.
         timeout: seconds after which Gloo gives up an operation; may be infinite.
     """
-    connect = functools.partial(_connect, rank, notes, wake, address, timeout)
+    connect = functools.partial(_connect, rank, oob, wake, address, timeout)
     return ProcessGroupPlane("gloo", rank, connect, chunk=chunk, casts=casts)
 
 
-def _connect(rank: int, notes: Notes, wake: Callable[[], None], address: str, timeout: float, process_set_id: int,
+def _connect(rank: int, oob: OobChannel, wake: Callable[[], None], address: str, timeout: float, process_set_id: int,
              ranks: tuple[int, ...], wait_until: WaitUntil) -> GlooProcessGroup:
     distributed = importlib.import_module("torch.distributed")
     if not distributed.is_available() or not distributed.is_gloo_available():
         raise LaunchError("this build of torch comes without Gloo: install one from pypi.org or download.pytorch.org")
     gloo = distributed.ProcessGroupGloo
     label = f"gloo.{process_set_id}"
-    store = _store_class()(functools.partial(notes.publish, label),
-                           lambda index: notes.fetch(label, ranks[index], wait_until), ranks.index(rank))
+    store = _store_class()(functools.partial(oob.publish, label),
+                           lambda index: oob.fetch(label, ranks[index], wait_until), ranks.index(rank))
     options = gloo._Options()
     options._timeout = datetime.timedelta(seconds=min(timeout, NEVER_SECONDS))
     options._threads = 2
@@ -86,7 +86,7 @@ def _connect(rank: int, notes: Notes, wake: Callable[[], None], address: str, ti
         if store.failure is not None:
             raise store.failure from None
         raise library_error("Gloo", ranks, error, wait_until) from error
-    return GlooProcessGroup(group, ranks, wake, store, functools.partial(notes.withdraw, label))
+    return GlooProcessGroup(group, ranks, wake, store, functools.partial(oob.withdraw, label))
 
 
 def _device(gloo: Any, place: Mapping[str, str]) -> Any:
@@ -102,7 +102,7 @@ def _store_class() -> Any:
     """Return the store by which the members of a group find each other: made here, because torch is imported late."""
     distributed = importlib.import_module("torch.distributed")
 
-    class NoteStore(distributed.Store):  # type: ignore[misc, name-defined]
+    class OobStore(distributed.Store):  # type: ignore[misc, name-defined]
         """Every rank sets one key, which ends in its index, and reads those of the ranks to which it connects.
 
         Gloo reads in its own thread, in the middle of an operation.
@@ -136,7 +136,7 @@ def _store_class() -> Any:
                 self.failure = error
                 raise
 
-    return NoteStore
+    return OobStore
 
 
 class GlooProcessGroup:

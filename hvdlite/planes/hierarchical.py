@@ -29,7 +29,7 @@ from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.core.world import Hosts
 from hvdlite.negotiation.messages import Response
 from hvdlite.planes.arithmetic import Casts, Reduction
-from hvdlite.planes.base import BufferSlice, FusionBuffer, Plan, Plane, WaitUntil
+from hvdlite.planes.base import CHUNK_KNOB, BufferSlice, FusionBuffer, Plan, Plane, WaitUntil
 from hvdlite.planes.shm import ShmPlane
 from hvdlite.planes.slices import Concatenation, row_bounds, slice_bounds
 from hvdlite.planes.staging import HostMemory, StagingArea
@@ -123,7 +123,7 @@ class HierarchicalPlane:
         return FusionBuffer(slots[local.index(self._rank)], tuple(slots)) if slots else None
 
     def tune(self, settings: Mapping[str, int]) -> None:
-        self._chunk = settings.get("shm_chunk", self._chunk)
+        self._chunk = settings.get(CHUNK_KNOB, self._chunk)
         self._local_plane.tune(settings)
         self._cross_plane.tune(settings)
 

@@ -25,7 +25,7 @@ from hvdlite.core.array import SUPPORTED_DTYPES, Array, aligned_zeros, identity
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.planes.adasum import AdasumReduction
 from hvdlite.planes.arithmetic import Casts, Reduction
-from hvdlite.planes.base import FusionBuffer, Plan, WaitUntil
+from hvdlite.planes.base import CHUNK_KNOB, FusionBuffer, Plan, WaitUntil
 from hvdlite.planes.process_group import Connect, ProcessGroup
 from hvdlite.planes.slices import Concatenation, row_bounds, slice_bounds
 
@@ -90,7 +90,7 @@ class ProcessGroupPlane:
         return FusionBuffer(aligned_zeros(nbytes)) if self._rank in ranks else None
 
     def tune(self, settings: Mapping[str, int]) -> None:
-        self._chunk = settings.get("shm_chunk", self._chunk)
+        self._chunk = settings.get(CHUNK_KNOB, self._chunk)
 
     def close(self) -> None:
         with contextlib.ExitStack() as closing:  # release everything, even when a group raises

@@ -31,7 +31,7 @@ from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.negotiation.messages import Response
 from hvdlite.planes.adasum import AdasumReduction
 from hvdlite.planes.arithmetic import Casts, Reduction
-from hvdlite.planes.base import BufferSlice, FusionBuffer, Plan, WaitUntil
+from hvdlite.planes.base import CHUNK_KNOB, BufferSlice, FusionBuffer, Plan, WaitUntil
 from hvdlite.planes.shm_pieces import AdasumPiece, Piece
 from hvdlite.planes.slices import Concatenation, row_bounds, slice_bounds
 from hvdlite.planes.staging import HostMemory, StagingArea
@@ -90,7 +90,7 @@ class ShmPlane:
         return FusionBuffer(slots[ranks.index(self._rank)], tuple(slots)) if slots else None
 
     def tune(self, settings: Mapping[str, int]) -> None:
-        self._chunk = settings.get("shm_chunk", self._chunk)
+        self._chunk = settings.get(CHUNK_KNOB, self._chunk)
         self._direct = settings.get("shm_direct", self._direct)
 
     def close(self) -> None:

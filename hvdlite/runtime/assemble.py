@@ -33,7 +33,7 @@ from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.stack_dump import NO_STACK_DUMP, StackDumpTarget
 from hvdlite.core.world import Hosts, World
 from hvdlite.diagnostics.process_probe import ProcessProbe
-from hvdlite.engine.oob import Notes
+from hvdlite.engine.oob import OobChannel
 from hvdlite.memory import fence
 from hvdlite.memory.shared import SharedMemory, anonymous_file
 from hvdlite.negotiation.buckets import BucketSizes
@@ -53,7 +53,7 @@ from hvdlite.planes.shm import ShmPlane
 from hvdlite.runtime.runtime import Runtime
 
 PlaneWrapper = Callable[[int, Plane], Plane]
-DevicePlaneMaker = Callable[[int, Notes, Callable[[], None]], DevicePlane]
+DevicePlaneMaker = Callable[[int, OobChannel, Callable[[], None]], DevicePlane]
 """Make the plane for GPUs of a rank, with what lets it meet the others, and what wakes its runtime thread."""
 
 SAME_CLOCK_SECONDS: Final = 0.05
@@ -79,15 +79,15 @@ def assemble_threads(size: int, config: Config, wrap: PlaneWrapper = lambda rank
     for rank, control in enumerate(InprocControl.star(size)):
         world = World(rank, size, rank, size)
         plane = wrap(rank, LoopbackPlane(rank, hub, control.ring, casts))
-        notes = Notes(rank)
-        runtimes.append(Runtime(world, config, control, plane, coordinator_for(world, config), notes=notes,
-                                devices=None if devices is None else devices(rank, notes, control.wake)))
+        oob = OobChannel(rank)
+        runtimes.append(Runtime(world, config, control, plane, coordinator_for(world, config), oob=oob,
+                                devices=None if devices is None else devices(rank, oob, control.wake)))
     return runtimes
 
 
 def gpus(info: LaunchInfo, config: Config, environment: Mapping[str, str]) -> DevicePlaneMaker:
     """Return what makes the plane for this process's GPU, which is neither loaded nor looked for before it is used."""
-    return lambda rank, notes, wake: create_nccl_plane(rank, info.world.local_rank, host_identity(), notes, wake,
+    return lambda rank, oob, wake: create_nccl_plane(rank, info.world.local_rank, host_identity(), oob, wake,
                                                        environment,
                                                      shared_gpu=config.shared_gpu)
 
@@ -137,8 +137,8 @@ def _assembled(info: LaunchInfo, config: Config, casts: Casts, stack_dump: Stack
     finally:
         if info.owns_directory and info.world.local_rank == 0:
             shutil.rmtree(info.job_directory, ignore_errors=True)
-    notes = Notes(world.rank)
-    planes = HostPlanes(world.rank, hosts, config, casts, memory, control, notes, address, info.communicator)
+    oob = OobChannel(world.rank)
+    planes = HostPlanes(world.rank, hosts, config, casts, memory, control, oob, address, info.communicator)
     choice = choose_plane(config.cpu_operations, hosts, dict(welcome.lacks))
     if world.rank == 0:
         _log.info("%s", choice)
@@ -146,8 +146,8 @@ def _assembled(info: LaunchInfo, config: Config, casts: Casts, stack_dump: Stack
     made.callback(plane.close)
     plane.add_process_set(GLOBAL_PROCESS_SET_ID, tuple(range(world.size)))
     probe = ProcessProbe(pids, {rank: welcome.stack_dumps[rank] for rank in local})
-    devices = gpus(info, config, environment)(world.rank, notes, control.wake)
-    runtime = Runtime(world, config, control, plane, coordinator_for(world, config), probe, _common_clock(welcome), notes,
+    devices = gpus(info, config, environment)(world.rank, oob, control.wake)
+    runtime = Runtime(world, config, control, plane, coordinator_for(world, config), probe, _common_clock(welcome), oob,
                       hosts, devices)
     if not info.owns_directory:
         if world.rank == local[0]:
@@ -163,7 +163,7 @@ class HostPlanes:
 
     Attributes:
         memory: the host's shared file.
-        notes: let planes of different ranks connect.
+        oob: let planes of different ranks connect.
         address: at which other hosts reach this one: an IP address or a network interface.
         communicator: MPI's, of all ranks; None without MPI.
     """
@@ -174,7 +174,7 @@ class HostPlanes:
     casts: Casts
     memory: SharedMemory
     control: StarControl
-    notes: Notes
+    oob: OobChannel
     address: str
     communicator: Any
 
@@ -194,7 +194,7 @@ class HostPlanes:
         config = self.config
         if name == "mpi":
             return mpi_plane(self.communicator, chunk=config.shm_chunk, casts=self.casts)
-        return gloo_plane(self.rank, self.notes, self.control.wake, self.address, timeout=limit(config.gloo_timeout),
+        return gloo_plane(self.rank, self.oob, self.control.wake, self.address, timeout=limit(config.gloo_timeout),
                           chunk=config.shm_chunk, casts=self.casts)
 
 

@@ -60,8 +60,8 @@ class Board:
         self._wake_all()
 
 
-class BoardNotes:
-    """One rank's `Notes` on a board."""
+class BoardOob:
+    """One rank's `OobChannel` on a board."""
 
     def __init__(self, board: Board, rank: int) -> None:
         self._board, self._rank = board, rank
@@ -78,7 +78,7 @@ class BoardNotes:
     def withdraw(self, label: str) -> None:
         pass
 
-    def consult(self, label: str, ranks: Sequence[int], text: bytes, answer: Callable[[list[bytes]], bytes],
+    def gather_and_broadcast(self, label: str, ranks: Sequence[int], text: bytes, answer: Callable[[list[bytes]], bytes],
                 wait_until: WaitUntil) -> bytes:
         texts, question = self._board.texts, f"{label}?"
         self._board.put(question, self._rank, text)
@@ -92,7 +92,7 @@ class BoardNotes:
 def gloo(size: int, ring: Callable[[int], None]) -> list[Plane]:
     pytest.importorskip("torch")
     board = Board(lambda: [ring(rank) for rank in range(size)])
-    return [gloo_plane(rank, BoardNotes(board, rank), functools.partial(ring, rank), "127.0.0.1", timeout=60, chunk=1 << 12)
+    return [gloo_plane(rank, BoardOob(board, rank), functools.partial(ring, rank), "127.0.0.1", timeout=60, chunk=1 << 12)
             for rank in range(size)]
 
 

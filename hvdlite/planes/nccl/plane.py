@@ -31,7 +31,7 @@ import numpy as np
 from hvdlite.core.device import Completion, CopySpec, DeviceArray
 from hvdlite.core.errors import HorovodInternalError, UnsupportedError
 from hvdlite.core.types import Collective, ReduceOp
-from hvdlite.planes.base import FusionBuffer, Notes, Plan, WaitUntil
+from hvdlite.planes.base import FusionBuffer, OobChannel, Plan, WaitUntil
 from hvdlite.planes.launch_thread import LaunchThread
 from hvdlite.planes.nccl import collectives, library
 from hvdlite.planes.nccl.collectives import DTYPES, Launch, StagingBuffer
@@ -61,7 +61,7 @@ class NcclPlane:
 
     Args:
         host: what is the same for the ranks of one host, and different for those of others.
-        notes: let the ranks of a communicator introduce themselves.
+        oob: let the ranks of a communicator introduce themselves.
         wake: makes this rank's `WaitUntil` look again.
         make_device: opens the GPU.
         unavailable_reason: returns why there is none, or "".
@@ -71,10 +71,10 @@ class NcclPlane:
 
     name = "nccl"
 
-    def __init__(self, rank: int, host: str, notes: Notes, wake: Callable[[], None], make_device: MakeDevice,
+    def __init__(self, rank: int, host: str, oob: OobChannel, wake: Callable[[], None], make_device: MakeDevice,
                  unavailable_reason: Callable[[], str] = library.unavailable_reason, *, shared_gpu: bool = False,
                  exit_timeout: float = EXIT_SECONDS) -> None:
-        self._rank, self._host, self._notes, self._make_device = rank, host, notes, make_device
+        self._rank, self._host, self._oob, self._make_device = rank, host, oob, make_device
         self._find_unavailable_reason = unavailable_reason
         self._thread = LaunchThread(f"hvdlite-nccl-{rank}", wake, lambda: self._opened(None).make_current())
         self._report: Callable[[Exception], None] = lambda error: None
@@ -121,7 +121,7 @@ class NcclPlane:
 
     # --- what the runtime asks ------------------------------------------------------------------------------------------
 
-    def report_to(self, report: Callable[[Exception], None]) -> None:
+    def set_error_handler(self, report: Callable[[Exception], None]) -> None:
         self._report = report
 
     def execute(self, plan: Plan, wait_until: WaitUntil) -> Completion:
@@ -143,7 +143,7 @@ class NcclPlane:
         if ref is not None:
             device = self._opened(None)
             self._thread.run(lambda: self._watcher.drain(DRAIN_SECONDS), wait_until)
-            self._notes.consult(f"nccl.{process_set_id}.end", ref.ranks, b"", lambda texts: b"", wait_until)
+            self._oob.gather_and_broadcast(f"nccl.{process_set_id}.end", ref.ranks, b"", lambda texts: b"", wait_until)
             self._watcher.wait_for_poll()
             self._thread.run(lambda: abort([ref], device, ABORT_SECONDS), wait_until)
 
@@ -154,15 +154,15 @@ class NcclPlane:
         device = self._opened(None)
         return FusionBuffer(self._thread.run(lambda: _cleared(device, nbytes), wait_until))
 
-    def row_major(self, place: DeviceArray) -> DeviceArray:
-        """Return a copy of a place of other strides, which may be used after the launches so far."""
+    def row_major(self, array: DeviceArray) -> DeviceArray:
+        """See `DevicePlane.row_major`."""
         device = self._opened(None)
-        copied = DeviceArray(0, place.shape, place.dtype, place.device)
-        copied = device.allocate(copied.nbytes).part(0, copied.size, place.dtype)
-        copied.shape = place.shape
-        if place.ready is not None:
-            device.wait(device.stream, place.ready.handle)
-        device.copy_row_major(place, copied, device.stream)
+        copied = DeviceArray(0, array.shape, array.dtype, array.device)
+        copied = device.allocate(copied.nbytes).part(0, copied.size, array.dtype)
+        copied.shape = array.shape
+        if array.ready is not None:
+            device.wait(device.stream, array.ready.handle)
+        device.copy_row_major(array, copied, device.stream)
         return copied
 
     def tune(self, settings: Mapping[str, int]) -> None:
@@ -243,7 +243,8 @@ class NcclPlane:
         unique_id = self._thread.run(device.unique_id, wait_until) if mine == 0 else b""
         info = PeerInfo(self._host, device.bus_id(), device.version, unique_id)
         text = msgspec.msgpack.encode(info)
-        answer = self._notes.consult(f"nccl.{process_set_id}", ranks, text, functools.partial(self._check_peers, ranks),
+        answer = self._oob.gather_and_broadcast(f"nccl.{process_set_id}", ranks, text,
+                                                functools.partial(self._check_peers, ranks),
                                      wait_until)
         unique_id, problem = _ANSWER.decode(answer)
         if problem:
@@ -316,7 +317,7 @@ def _ready_events(plan: Plan) -> set[int]:
     return {array.ready.handle for array in arrays if isinstance(array, DeviceArray) and array.ready is not None}
 
 
-def create_nccl_plane(rank: int, local_rank: int, host: str, notes: Notes, wake: Callable[[], None],
+def create_nccl_plane(rank: int, local_rank: int, host: str, oob: OobChannel, wake: Callable[[], None],
                     environment: Mapping[str, str], *, shared_gpu: bool) -> NcclPlane:
     """Return the plane with real GPUs behind it; see `NcclPlane`.
 
@@ -324,5 +325,5 @@ def create_nccl_plane(rank: int, local_rank: int, host: str, notes: Notes, wake:
         local_rank: chooses the GPU when this rank has to help before it has used one.
         environment: the process's.
     """
-    return NcclPlane(rank, host, notes, wake, lambda index: CupyDevice(index, local_rank, environment),
+    return NcclPlane(rank, host, oob, wake, lambda index: CupyDevice(index, local_rank, environment),
                      shared_gpu=shared_gpu)
