@@ -181,7 +181,7 @@ class GpuDouble:
         self.launch(stream, "arrange", lambda: np.copyto(strided(target), strided(source)))
 
     def batched_copy(self, copies: Sequence[CopySpec], source: str, target: str, stream: int, scaling: Scaling = NO_SCALING,
-             fill_value: int = 0) -> bool:
+                     fill_value: int = 0) -> bool:
         if not self.has_kernels:
             return False
         copies = list(copies)

@@ -47,7 +47,7 @@ class OobChannel(Protocol):
         """Remove this rank's text; no rank fetches it any more."""
 
     def gather_and_broadcast(self, label: str, ranks: Sequence[int], text: bytes, answer: Callable[[list[bytes]], bytes],
-                wait_until: WaitUntil) -> bytes:
+                             wait_until: WaitUntil) -> bytes:
         """Gather the ranks' texts on the first of them, and return its answer on all of them; all ranks call this.
 
         Args:

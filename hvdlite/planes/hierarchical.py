@@ -215,7 +215,7 @@ class HierarchicalPlane:
                 slots = [slots[area.ranks.index(root_rank)]] * area.size
             if first < last:
                 plan = levels.plan(Collective.BROADCAST, slots[area.index][first - start:last - start],
-                                    root_rank=levels.peer_at(root_rank))
+                                   root_rank=levels.peer_at(root_rank))
                 self._cross_plane.execute(plan, wait_until)
             if not root_is_local:
                 area.barrier(wait_until)

@@ -59,7 +59,7 @@ class ProcessGroupPlane:
             self._groups[process_set_id] = self._connect(process_set_id, plan.ranks, wait_until)
         operation = _Operation(plan, plan.ranks.index(self._rank), self._groups[process_set_id], self._scratch, self._chunk,
                                self._casts,
-                     wait_until)
+                               wait_until)
         match collective:
             case (Collective.ALLREDUCE | Collective.REDUCE) if plan.response.op is ReduceOp.ADASUM:
                 operation.adasum()
@@ -148,7 +148,7 @@ class _Operation:
     def reducescatter(self) -> None:
         reduction, bounds = self._reduction(), row_bounds(self._response)
         out = self._plan.outputs[0] if self._plan.outputs else np.empty(bounds[self._index + 1] - bounds[self._index],
-                                                                         self._dtype)
+                                                                        self._dtype)
         assert out is not None
         if not self._native():
             source = Concatenation(self._plan.sources) if self._contributes else None
@@ -229,7 +229,7 @@ class _Operation:
         max_count = max(relative[-1], largest * len(contributors))
         self._group.alltoall(values, relative if sources is not None else [0] * (self._size + 1), received, out_bounds,
                              max_count,
-                            self._wait_until)
+                             self._wait_until)
         return [received[at * mine:(at + 1) * mine] for at in range(len(contributors))]
 
     def _combine(self, combine: Callable[[list[Array], Array], None], slices: list[Array], outputs: Concatenation | None,
@@ -299,7 +299,7 @@ class _Operation:
         out = self._plan.outputs[0] if self._plan.outputs else np.empty(int(received.sum()), np.uint8)
         assert out is not None
         self._group.alltoall(self._source()[:int(sent.sum())], _bounds(sent), _bytes(out), _bounds(received),
-                            max(self._response.rows) * unit, self._wait_until)
+                             max(self._response.rows) * unit, self._wait_until)
 
     def send(self) -> None:
         """Send from the root to the other rank of the pair."""

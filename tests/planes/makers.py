@@ -79,7 +79,7 @@ class BoardOob:
         pass
 
     def gather_and_broadcast(self, label: str, ranks: Sequence[int], text: bytes, answer: Callable[[list[bytes]], bytes],
-                wait_until: WaitUntil) -> bytes:
+                             wait_until: WaitUntil) -> bytes:
         texts, question = self._board.texts, f"{label}?"
         self._board.put(question, self._rank, text)
         if self._rank == ranks[0]:
@@ -105,7 +105,7 @@ def hierarchical(size: int, ring: Callable[[int], None]) -> list[Plane]:
     hosts = Hosts.of(HOSTS[size])
     planes = [HierarchicalPlane(rank, hosts, SharedMemory(os.dup(files[HOSTS[size][rank]]), rank), ring, cross_plane,
                                 slot=1 << 16, chunk=1 << 12, direct=256) for rank,
-                                cross_plane in enumerate(gloo(size, ring))]
+              cross_plane in enumerate(gloo(size, ring))]
     for plane in planes:
         plane.add_process_set(0, tuple(range(size)))
     return planes

@@ -246,7 +246,7 @@ class NcclPlane:
         text = msgspec.msgpack.encode(info)
         answer = self._oob.gather_and_broadcast(f"nccl.{process_set_id}", ranks, text,
                                                 functools.partial(self._check_peers, ranks),
-                                     wait_until)
+                                                wait_until)
         unique_id, problem = _ANSWER.decode(answer)
         if problem:
             raise HorovodInternalError(problem)
@@ -319,7 +319,7 @@ def _ready_events(plan: Plan) -> set[int]:
 
 
 def create_nccl_plane(rank: int, local_rank: int, host: str, oob: OobChannel, wake: Callable[[], None],
-                    environment: Mapping[str, str], *, shared_gpu: bool) -> NcclPlane:
+                      environment: Mapping[str, str], *, shared_gpu: bool) -> NcclPlane:
     """Return an `NcclPlane` over this host's GPUs.
 
     Args:
