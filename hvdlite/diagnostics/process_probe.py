@@ -24,8 +24,8 @@ _LOOK_SECONDS: Final = 0.01
 
 STATES: Final = {"T": "stopped (SIGSTOP, or a full terminal): kill -CONT {pid}", "t": "stopped by a debugger",
                  "D": "blocked in the kernel (a disk or a network file system?)", "Z": "dead, and not yet collected",
-                 "R": "running, with Python's lock held by something in it",
-                 "S": "asleep, with Python's lock held by something in it"}
+                 "R": "running, and something in it holds the GIL",
+                 "S": "asleep, and something in it holds the GIL"}
 
 
 class ProcessProbe:

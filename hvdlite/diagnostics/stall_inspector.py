@@ -185,7 +185,7 @@ class StallInspector:
 
     def _state(self, rank: int) -> str:
         return (self._probe.state(rank) if self._probe else "") or \
-            "its process is stopped, or something in it holds Python's lock"
+            "its process is stopped, or something in it holds the GIL"
 
     def _ask(self, ranks: Iterable[int], now: float) -> None:
         ranks = sorted(ranks)
@@ -290,4 +290,4 @@ class CoordinatorWatchdog:
         stacks = self._probe.stacks(self._above) if self._probe else ""
         location = location_in_dump(stacks)
         return ((self._probe.state(self._above) if self._probe else "") or "its process is stopped, or something in it "
-                "holds Python's lock") + (f"; it is in {location}" if location else "")
+                "holds the GIL") + (f"; it is in {location}" if location else "")

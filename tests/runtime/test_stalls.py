@@ -87,7 +87,7 @@ STUCK = """
     import collections, itertools, sys, time, numpy as np, hvdlite as hvd
     hvd.init()
     def stuck():
-        until = time.monotonic() + float(sys.argv[2])  # in C: it holds Python's lock, and no signal disturbs it
+        until = time.monotonic() + float(sys.argv[2])  # in C: it holds the GIL, and no signal disturbs it
         collections.deque(itertools.takewhile(until.__gt__, iter(time.monotonic, None)), maxlen=0)
     print("ready", flush=True)
     if hvd.rank() == int(sys.argv[1]):
@@ -104,7 +104,7 @@ def test_a_rank_that_holds_pythons_lock_is_told_with_its_place(rank: int) -> Non
         ended = world.wait()
     assert [each.code for each in ended] == [0, 0]
     told = ended[1 - rank].stderr
-    assert f"rank {rank} has not answered for 2 s: its process" in told and "with Python's lock held" in told
+    assert f"rank {rank} has not answered for 2 s: its process" in told and "something in it holds the GIL" in told
     assert "it is in stuck(), script.py:" in told and f"rank {rank} answers again" in told
 
 

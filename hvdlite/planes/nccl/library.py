@@ -19,7 +19,7 @@ _log = logging.getLogger("hvdlite")
 OLDEST = 21801
 """NCCL 2.18.1, the oldest version that CuPy's wheels support."""
 OLDEST_CUPY = 14
-"""Before it, CuPy keeps Python's lock while it records an event, which blocks when the GPU's queue is full."""
+"""Before it, CuPy keeps the GIL while it records an event, which blocks when the GPU's queue is full."""
 HANGS_IN_ABORT = range(22500, 22602)
 """`ncclCommAbort` of NCCL 2.25.1 hangs (pytorch issue 149153); fixed in 2.26.2."""
 
