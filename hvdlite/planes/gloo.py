@@ -25,7 +25,7 @@ import numpy as np
 
 from hvdlite.core.array import Array
 from hvdlite.core.errors import LaunchError
-from hvdlite.core.file_limit import descriptors_for
+from hvdlite.core.file_limit import reserve_descriptors
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.planes.arithmetic import Casts
 from hvdlite.planes.base import OobChannel, WaitUntil
@@ -80,7 +80,7 @@ def _connect(rank: int, oob: OobChannel, wake: Callable[[], None], address: str,
     device_address = {"interface": address} if is_name else {"hostname": address}
     options._devices = [_device(gloo, device_address)]
     try:
-        with descriptors_for(len(ranks) + 8, f"Gloo, which connects each of {len(ranks)} ranks with others,"):
+        with reserve_descriptors(len(ranks) + 8, f"Gloo, which connects each of {len(ranks)} ranks with others,"):
             group = gloo(store, ranks.index(rank), len(ranks), options)
     except RuntimeError as error:
         if store.failure is not None:

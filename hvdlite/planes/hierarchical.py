@@ -87,9 +87,9 @@ class HierarchicalPlane:
                 self._cross_plane.execute(plan, wait_until)
 
     def add_process_set(self, process_set_id: int, ranks: tuple[int, ...]) -> None:
-        hosts = self._hosts.within(ranks)
-        here = set(self._hosts.around(self._rank))
-        if len(hosts.groups) == 1:
+        hosts = self._hosts.restrict_to(ranks)
+        here = set(self._hosts.local_ranks(self._rank))
+        if len(hosts.ranks_by_host) == 1:
             self._local_sets.add(process_set_id)
             if here.issuperset(ranks):
                 self._local_plane.add_process_set(process_set_id, ranks)
@@ -117,7 +117,7 @@ class HierarchicalPlane:
         self._cross_plane.remove_process_set(process_set_id, wait_until)
 
     def fusion_buffer(self, nbytes: int, ranks: tuple[int, ...]) -> FusionBuffer | None:
-        here = self._hosts.around(self._rank)
+        here = self._hosts.local_ranks(self._rank)
         local = tuple(rank for rank in ranks if rank in here)
         slots = self._memory.window(nbytes, local) if local else []
         return FusionBuffer(slots[local.index(self._rank)], tuple(slots)) if slots else None
@@ -280,10 +280,11 @@ class _TwoLevelSet:
 
     def __init__(self, process_set_id: int, rank: int, ranks: tuple[int, ...], hosts: Hosts, area: StagingArea) -> None:
         self.ranks, self.area = ranks, area
-        self.members = sorted(hosts.groups)
-        self.slices = min(map(len, hosts.groups))
+        self.members = sorted(hosts.ranks_by_host)
+        self.slices = min(map(len, hosts.ranks_by_host))
         self._hosts = hosts
-        self._peers = tuple(sorted(members[area.index] for members in hosts.groups)) if area.index < self.slices else ()
+        has_slice = area.index < self.slices
+        self._peers = tuple(sorted(members[area.index] for members in hosts.ranks_by_host)) if has_slice else ()
         self.cross_set_id = _CROSS_SETS + process_set_id
 
     def own_slice(self, low: int, high: int, dtype: np.dtype[np.generic]) -> tuple[int, int]:
@@ -295,7 +296,7 @@ class _TwoLevelSet:
 
     def peer_at(self, rank: int) -> int:
         """Return which of this rank's peers is on a rank's host."""
-        home = self._hosts.around(rank)
+        home = self._hosts.local_ranks(rank)
         return next(peer for peer in self._peers if peer in home)
 
     def gathering(self, own: Array, whole: Array, rows: Sequence[int]) -> Plan:

@@ -95,13 +95,14 @@ def choose_plane(wanted: str, hosts: Hosts, unavailable: Mapping[str, str]) -> P
     Raises:
         LaunchError: if the wanted plane or every plane is unavailable, with installation advice.
     """
-    where = "one host" if len(hosts.groups) == 1 else f"{len(hosts.groups)} hosts of {list(map(len, hosts.groups))} ranks"
+    sizes = list(map(len, hosts.ranks_by_host))
+    where = "one host" if len(sizes) == 1 else f"{len(sizes)} hosts of {sizes} ranks"
     asked = () if wanted == "auto" else (f"HVDLITE_CPU_OPERATIONS={wanted}",)
     if wanted in BACKENDS:
         if wanted in unavailable:
             raise LaunchError(f"HVDLITE_CPU_OPERATIONS={wanted} is not possible: {unavailable[wanted]}")
         return PlaneChoice(wanted, "", asked)
-    if len(hosts.groups) == 1:
+    if len(sizes) == 1:
         why = "the ranks share one host" if not asked or wanted == "shm" else "and all ranks share one host"
         return PlaneChoice("shm", "", (*asked, why))
     if wanted == "shm":
@@ -111,7 +112,7 @@ def choose_plane(wanted: str, hosts: Hosts, unavailable: Mapping[str, str]) -> P
         raise LaunchError(f"the ranks are on {where}, and nothing can carry tensors between them: "
                           + "; ".join(f"{backend}: {reason}" for backend, reason in unavailable.items()))
     passed_over = [f"not {backend}: {unavailable[backend]}" for backend in BACKENDS[:BACKENDS.index(cross_backend)]]
-    if max(map(len, hosts.groups)) == 1 and not asked:
+    if max(sizes) == 1 and not asked:
         return PlaneChoice(cross_backend, "", (f"the ranks are on {where}", *passed_over))
     return PlaneChoice("hierarchical", cross_backend, (*asked, f"the ranks are on {where}", *passed_over))
 
