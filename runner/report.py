@@ -11,7 +11,7 @@ from typing import Any
 
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.launch_contract import DIRECTORY_PREFIX, PROCESSES_FILE, REPORT_SOCKET
-from hvdlite.core.socket_paths import fitting
+from hvdlite.core.socket_paths import short_socket_path
 from hvdlite.diagnostics.process_probe import ProcessProbe
 
 PATIENCE = 8.0
@@ -71,7 +71,7 @@ def ask(path: Path, patience: float) -> dict[str, Any]:
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(patience)
-        with fitting(str(path)) as short:
+        with short_socket_path(str(path)) as short:
             connection.connect(short)
         parts = []
         while part := connection.recv(1 << 16):

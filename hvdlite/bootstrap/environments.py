@@ -148,7 +148,7 @@ def _launch_info(environment: Environment, environ: Mapping[str, str], parent: i
     given = environ.get(contract.JOB_DIRECTORY)
     directory = given or _agreed_directory(environment, environ, parent)
     return LaunchInfo(environment.name, world, directory, coordinator, key, not given, is_mpi,
-                 not is_mpi or environment.local_rank in environ)
+                      not is_mpi or environment.local_rank in environ)
 
 
 def _world(environment: Environment, environ: Mapping[str, str]) -> World:

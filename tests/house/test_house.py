@@ -19,7 +19,7 @@ import pytest
 
 import hvdlite
 from hvdlite.core import errors
-from hvdlite.core.config import Config, environment_name, limit, socket_timeout
+from hvdlite.core.config import Config, environment_name, socket_timeout, timeout_or_inf
 from hvdlite.core.errors import ConfigError
 from hvdlite.core.types import Collective
 from hvdlite.planes.selection import operations
@@ -191,4 +191,5 @@ def test_the_wheel_is_pure_and_complete(tmp_path: Path) -> None:
 def test_of_every_knob_in_seconds_0_is_never() -> None:
     seconds = [field for field in dataclasses.fields(Config) if isinstance(field.default, float)]
     assert len(seconds) == 7 and all("; 0 is never" in field.metadata["help"] for field in seconds)
-    assert limit(0.0) == math.inf and limit(1.5) == 1.5 and socket_timeout(math.inf) is None and socket_timeout(1.5) == 1.5
+    assert timeout_or_inf(0.0) == math.inf and timeout_or_inf(1.5) == 1.5
+    assert socket_timeout(math.inf) is None and socket_timeout(1.5) == 1.5

@@ -15,7 +15,7 @@ from hvdlite.negotiation.messages import Response
 from hvdlite.planes.base import FusionBuffer, Plan, Plane, WaitUntil
 from hvdlite.planes.nccl.plane import NcclPlane
 from tests.device_double import GpuDouble, Meetings, plane, view
-from tests.planes.makers import Board, BoardNotes
+from tests.planes.makers import Board, BoardOob
 
 _REDUCTIONS = (Collective.ALLREDUCE, Collective.REDUCE, Collective.REDUCESCATTER)
 
@@ -73,5 +73,5 @@ def nccl(size: int, ring: Callable[[int], None]) -> list[Plane]:
     planes: list[Plane] = []
     for rank in range(size):
         gpu = GpuDouble(rank, meetings)
-        planes.append(OnDouble(plane(rank, BoardNotes(board, rank), lambda rank=rank: ring(rank), gpu), gpu))
+        planes.append(OnDouble(plane(rank, BoardOob(board, rank), lambda rank=rank: ring(rank), gpu), gpu))
     return planes
