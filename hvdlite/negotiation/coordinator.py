@@ -28,7 +28,6 @@ from hvdlite.negotiation.buckets import BucketSizes, BucketWaiting, DeclaredSets
 from hvdlite.negotiation.deadlock import BlockedRanks
 from hvdlite.negotiation.fusion import fuse, payload_bytes, receive_splits, response_to
 from hvdlite.negotiation.messages import (
-    Alike,
     BucketReady,
     BucketRelease,
     Decision,
@@ -39,6 +38,7 @@ from hvdlite.negotiation.messages import (
     Key,
     Layout,
     LayoutStale,
+    MergedRequests,
     RankReport,
     RankStatus,
     ReceiveSplits,
@@ -302,7 +302,7 @@ class Coordinator:
         self._oob.receive(rank, side_message)
         self.report_requested |= side_message.requests_report
 
-    def _hear(self, ranks: Ranks, what: Iterable[Saying | Alike | RankReport], now: float) -> None:
+    def _hear(self, ranks: Ranks, what: Iterable[Saying | MergedRequests | RankReport], now: float) -> None:
         """Take in what a rank said, or all ranks of a host alike or some of them, in its order."""
         try:
             for said in what:
@@ -316,7 +316,7 @@ class Coordinator:
                     self._retire(ranks[0], said, now)
                 elif isinstance(said, RoundDone):
                     self._round_done(ranks, said)
-                elif isinstance(said, Alike):
+                elif isinstance(said, MergedRequests):
                     if said.requests != self._latest:
                         self._latest = said.requests
                     self._hear(said.ranks, self._latest, now)

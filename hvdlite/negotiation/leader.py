@@ -34,12 +34,12 @@ from hvdlite.core.types import Collective
 from hvdlite.negotiation.buckets import first_round
 from hvdlite.negotiation.held_requests import HeldRequests
 from hvdlite.negotiation.messages import (
-    Alike,
     BucketReady,
     Decision,
     ErrorKind,
     HostReport,
     Layout,
+    MergedRequests,
     RankReport,
     Report,
     Request,
@@ -50,7 +50,7 @@ from hvdlite.negotiation.messages import (
 )
 from hvdlite.negotiation.process_sets import ProcessSetTable
 
-Passed = RankReport | Alike | BucketReady | RoundDone
+Passed = RankReport | MergedRequests | BucketReady | RoundDone
 """What goes up."""
 CHANGES_SETS: Final = frozenset({Collective.JOIN, Collective.ADD_PROCESS_SET, Collective.REMOVE_PROCESS_SET})
 """Requests after which other ranks take part than before."""
@@ -213,7 +213,7 @@ class Leader:
         return not any(layout.label == request.label and request.round >= layout.first_round
                        for layout in self._layouts.values())
 
-    def _let_pass(self, request: Request) -> Sequence[Alike]:
+    def _let_pass(self, request: Request) -> Sequence[MergedRequests]:
         """A request goes up by itself; return what goes up before it."""
         before = self._requests.loosen(request)
         if request.collective is Collective.REMOVE_PROCESS_SET:
@@ -282,7 +282,7 @@ class Leader:
         """Return how many of the host's ranks belong to a process set."""
         return len(self._process_sets.among(process_set, self.ranks))
 
-    def _round_done(self, rank: int, done: RoundDone) -> Sequence[Alike | RoundDone]:
+    def _round_done(self, rank: int, done: RoundDone) -> Sequence[MergedRequests | RoundDone]:
         """Note that a rank finished a round; return what goes up when the host's others have, too."""
         name = done.process_set, done.label
         if (done.process_set not in self._process_sets or done.round <= self._over.get(name, 0)
@@ -294,7 +294,7 @@ class Leader:
         ranks.add(rank)
         return self._ended_by(done)
 
-    def _ended_by(self, done: RoundDone) -> Sequence[Alike | RoundDone]:
+    def _ended_by(self, done: RoundDone) -> Sequence[MergedRequests | RoundDone]:
         """Return what goes up when all ranks have finished a round: `done` too, unless a bucket is still held back."""
         if len(self._done_ranks[done]) < self._count(done.process_set):
             return ()
@@ -319,10 +319,10 @@ class Leader:
             self._done_ranks = {done: ranks for done, ranks in self._done_ranks.items()
                             if (done.process_set, done.label) != name}
 
-    def _join(self, rank: int) -> Sequence[Alike | RoundDone]:
+    def _join(self, rank: int) -> Sequence[MergedRequests | RoundDone]:
         """A rank has joined; return what goes up because it is not waited for any more."""
         self._joined.add(rank)
-        ended: list[Alike | RoundDone] = []
+        ended: list[MergedRequests | RoundDone] = []
         for done in sorted(self._done_ranks, key=lambda done: done.round):
             if self._process_sets.includes(done.process_set, rank):
                 self._done_ranks[done].add(rank)
@@ -351,11 +351,11 @@ class Leader:
 
 def _gathered(passed: Iterable[Passed]) -> Iterator[Passed]:
     """Put requests of the same ranks that follow each other together."""
-    for ranks, run in itertools.groupby(passed, key=lambda each: each.ranks if isinstance(each, Alike) else None):
+    for ranks, run in itertools.groupby(passed, lambda each: each.ranks if isinstance(each, MergedRequests) else None):
         if ranks is None:
             yield from run
         else:
-            yield Alike(ranks, tuple(request for each in run if isinstance(each, Alike) for request in each.requests))
+            yield MergedRequests(ranks, tuple(request for each in run if isinstance(each, MergedRequests) for request in each.requests))
 
 
 def _open_ended(ready: BucketReady) -> BucketReady:

@@ -189,7 +189,7 @@ class RankReport(Message, frozen=True, tag=5):
     report: Report
 
 
-class Alike(Message, frozen=True, tag=7):
+class MergedRequests(Message, frozen=True, tag=7):
     """Some ranks of a host made the same requests."""
 
     ranks: tuple[int, ...]
@@ -202,7 +202,7 @@ class HostReport(Message, frozen=True):
     applied: int  # the least of its ranks
     # In the order in which it was said; what several ranks said stands where the last of them said it. A bucket or a
     # finished round is of all ranks of the host in the process set; a bucket's `missing` is what all of them miss.
-    said: tuple[RankReport | Alike | BucketReady | RoundDone, ...] = ()
+    said: tuple[RankReport | MergedRequests | BucketReady | RoundDone, ...] = ()
     lost: tuple[tuple[int, str], ...] = ()  # ranks whose end it has seen, and what it saw
 
 

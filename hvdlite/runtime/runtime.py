@@ -46,11 +46,11 @@ from hvdlite.core.world import Hosts, World
 from hvdlite.negotiation.controller import Controller
 from hvdlite.negotiation.coordinator import Coordinator
 from hvdlite.negotiation.messages import (
-    Alike,
     Decision,
     FailureNotice,
     HostReport,
     LayoutStale,
+    MergedRequests,
     RankReport,
     Report,
     Retired,
@@ -472,7 +472,7 @@ class Runtime(DeclaredSets):
         for said in merged.said:
             if isinstance(said, RankReport):
                 self._heed(said.rank, said.report)
-            elif isinstance(said, Alike):
+            elif isinstance(said, MergedRequests):
                 self._recorder.ready_elsewhere(said.ranks, said.requests)
             else:
                 self._recorder.ready_elsewhere(ranks, (said,))

@@ -11,7 +11,6 @@ from hvdlite.core.types import Collective
 from hvdlite.negotiation.coordinator import Coordinator, Policy
 from hvdlite.negotiation.leader import Leader
 from hvdlite.negotiation.messages import (
-    Alike,
     Blocked,
     Bucket,
     BucketReady,
@@ -19,6 +18,7 @@ from hvdlite.negotiation.messages import (
     ErrorKind,
     HostReport,
     Layout,
+    MergedRequests,
     RankReport,
     Report,
     Request,
@@ -85,7 +85,7 @@ def test_what_a_rank_says_after_a_closing_goes_up_after_it() -> None:
     leader.receive(2, Report(0, 1, (MEMBER, done, later)))
     assert leader.report() == HostReport(0, (RankReport(2, Report(0, 1, (later,))),))
     leader.receive(3, Report(0, 1, (MEMBER, done, later)))
-    assert leader.report() == HostReport(1, (Alike((2, 3), (MEMBER,)), done, RankReport(3, Report(0, 1, (later,)))))
+    assert leader.report() == HostReport(1, (MergedRequests((2, 3), (MEMBER,)), done, RankReport(3, Report(0, 1, (later,)))))
 
 
 def test_one_rank_that_finishes_a_round_twice_does_not_finish_it_for_another() -> None:
@@ -131,9 +131,9 @@ def test_equal_requests_of_a_host_go_up_as_one_behind_the_last() -> None:
     assert told(leader) == ()
     other = msgspec.structs.replace(X, name="y")
     leader.receive(2, says(other, X))
-    assert told(leader) == (Alike((2, 3), (X,)),)
+    assert told(leader) == (MergedRequests((2, 3), (X,)),)
     leader.receive(3, says(other))
-    assert told(leader) == (Alike((2, 3), (other,)),)
+    assert told(leader) == (MergedRequests((2, 3), (other,)),)
 
 
 @pytest.mark.parametrize("change", [{"absent": True}, {"shape": (9,)}, {"strides": (1,)}, {"splits": (1, 7)},
@@ -143,7 +143,7 @@ def test_requests_that_differ_go_up_with_their_ranks(change: dict[str, Any]) -> 
     leader.receive(1, says(X))
     leader.receive(2, says(msgspec.structs.replace(X, **change)))
     leader.receive(3, says(X))
-    assert told(leader) == (Alike((1, 3), (X,)), Alike((2,), (msgspec.structs.replace(X, **change),)))
+    assert told(leader) == (MergedRequests((1, 3), (X,)), MergedRequests((2,), (msgspec.structs.replace(X, **change),)))
 
 
 def test_a_request_with_its_tensor_waits_for_nobody_and_lets_nobody_wait() -> None:
@@ -151,7 +151,7 @@ def test_a_request_with_its_tensor_waits_for_nobody_and_lets_nobody_wait() -> No
     eager = msgspec.structs.replace(X, payload=b"tensor")
     leader.receive(2, says(X))
     leader.receive(3, says(eager))
-    assert told(leader) == (Alike((2,), (X,)), RankReport(3, says(eager)))
+    assert told(leader) == (MergedRequests((2,), (X,)), RankReport(3, says(eager)))
     leader.watch(Decision(0, 2, responses=(Response(("x",), Collective.ALLREDUCE, "float32"),)))
     leader.receive(3, says(X))
     assert told(leader) == (), "the tensor was answered: its name begins anew"
@@ -162,9 +162,9 @@ def test_when_one_is_asked_for_an_account_requests_go_up_with_their_ranks(asked:
     leader = a_leader()
     leader.receive(2, says(X))
     leader.watch(Decision(0, 2, status_requests=(asked,)))
-    assert told(leader) == (Alike((2,), (X,)),)
+    assert told(leader) == (MergedRequests((2,), (X,)),)
     leader.receive(3, says(X))
-    assert told(leader) == (Alike((3,), (X,)),)
+    assert told(leader) == (MergedRequests((3,), (X,)),)
 
 
 @pytest.mark.parametrize("last", [says(leaving=True), says(blocked=Blocked(())),
@@ -173,7 +173,7 @@ def test_before_a_rank_joins_or_leaves_or_is_blocked_everything_goes_up(last: Re
     leader = a_leader()
     leader.receive(2, says(X))
     leader.receive(3, last)
-    assert told(leader) == (Alike((2,), (X,)), RankReport(3, last))
+    assert told(leader) == (MergedRequests((2,), (X,)), RankReport(3, last))
 
 
 def test_nobody_waits_for_a_rank_that_has_joined() -> None:
@@ -190,7 +190,7 @@ def test_a_member_that_only_one_rank_has_goes_up_before_the_round_is_over() -> N
     leader.receive(2, says(member, done))
     assert told(leader) == ()
     leader.receive(3, says(done))
-    assert told(leader) == (Alike((2,), (member,)), done)
+    assert told(leader) == (MergedRequests((2,), (member,)), done)
 
 
 def test_a_request_that_ends_a_layout_goes_up_at_once() -> None:
@@ -206,7 +206,7 @@ def test_requests_in_a_process_set_that_ends_go_up() -> None:
     inside = msgspec.structs.replace(X, process_set=1)
     remove = Request("remove", Collective.REMOVE_PROCESS_SET, "uint8", (0,), members=(1,))
     leader.receive(2, says(inside, remove))
-    assert told(leader) == (Alike((2,), (inside,)), RankReport(2, says(remove)))
+    assert told(leader) == (MergedRequests((2,), (inside,)), RankReport(2, says(remove)))
     leader.watch(Decision(0, 3, responses=(Response(("remove",), Collective.REMOVE_PROCESS_SET, "uint8", rows=(1,)),)))
     leader.receive(3, says(inside))
     assert told(leader) == (RankReport(3, says(inside)),)
@@ -217,7 +217,7 @@ def test_a_request_that_was_refused_before_the_host_had_made_it_does_not_stay() 
     leader.receive(2, says(X))
     refused = Response(("x",), Collective.ALLREDUCE, "float32", error=ErrorKind.LEFT)
     leader.watch(Decision(0, 2, left=(0,), responses=(refused,)))
-    assert told(leader) == (Alike((2,), (X,)),)
+    assert told(leader) == (MergedRequests((2,), (X,)),)
     leader.receive(3, says(X))
     assert told(leader) == (RankReport(3, says(X)),)
 
@@ -234,15 +234,17 @@ def test_the_coordinator_takes_what_a_host_says_alike_and_names_every_rank() -> 
     coordinator = Coordinator(4, Policy())
     for rank in (0, 1):
         coordinator.receive(rank, Report(0, 0, (X,)), 0.0)
-    coordinator.receive_host((2, 3), HostReport(0, (Alike((2,), (X,)),)), 1.0)
+    coordinator.receive_host((2, 3), HostReport(0, (MergedRequests((2,), (X,)),)), 1.0)
     (stall,) = coordinator.stalls(10.0, 5.0)
     assert stall.submitted == (0, 1, 2) and stall.missing == (3,)
-    coordinator.receive_host((2, 3), HostReport(0, (Alike((3,), (msgspec.structs.replace(X, dtype="int32"),)),)), 2.0)
+    coordinator.receive_host((2, 3), HostReport(0, (
+        MergedRequests((3,), (msgspec.structs.replace(X, dtype="int32"),)),)), 2.0)
     decision = coordinator.decide()
     assert decision is not None
     assert "ranks 0, 1, 2: float32; rank 3: int32" in decision.responses[0].error_text
     for rank in (0, 1):
         coordinator.receive(rank, Report(0, 0, (X,)), 3.0)
-    coordinator.receive_host((2, 3), HostReport(0, (Alike((2, 3), (msgspec.structs.replace(X, absent=True),)),)), 3.0)
+    coordinator.receive_host((2, 3), HostReport(0, (
+        MergedRequests((2, 3), (msgspec.structs.replace(X, absent=True),)),)), 3.0)
     decision = coordinator.decide()
     assert decision is not None and decision.responses[0].contributors == (0, 1)
