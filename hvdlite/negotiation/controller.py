@@ -27,11 +27,11 @@ from hvdlite.negotiation.messages import (
     Layout,
     LayoutStale,
     Report,
+    ReportItem,
     Request,
     Response,
     Retired,
     RoundDone,
-    Saying,
     SideMessage,
 )
 
@@ -83,7 +83,7 @@ class Controller:
         self._first_round = first_round(0)  # since then
         self._reported: dict[int, BucketReady] = {}  # buckets reported and not answered
         self._unanswered: set[Key] = set()
-        self._said: list[Saying] = []  # not told yet; likewise below
+        self._items: list[ReportItem] = []  # not told yet; likewise below
         self._side_message: SideMessage | None = None
         self._joined = False
         self._blocked: Blocked | None = None
@@ -96,7 +96,7 @@ class Controller:
         assert request.key not in self._unanswered, f"'{request.name}' is still being processed"
         self._unanswered.add(request.key)
         self._joined = self._joined or request.collective is Collective.JOIN
-        self._said.append(request)
+        self._items.append(request)
         self._unsaid = True
 
     def submit_bucket(self, bucket: Bucket, ready: BucketReady) -> Expanded | None:
@@ -108,7 +108,7 @@ class Controller:
         if ready.bucket in self._buckets and ready.round >= self._first_round:
             assert ready.bucket not in self._reported, f"bucket {ready.bucket} is still being processed"
             self._reported[ready.bucket] = ready
-            self._said.append(ready)
+            self._items.append(ready)
             return None
         requests = tuple(expand(bucket, ready))
         for request in requests:
@@ -119,18 +119,18 @@ class Controller:
 
     def round_done(self, message: RoundDone) -> None:
         """Everything that this rank has of a declared set's round is submitted."""
-        self._said.append(message)
+        self._items.append(message)
         self._unsaid = True
 
     def abandon(self, layout: int) -> None:
         """A layout does not describe this rank's set any more."""
         if layout in self._layouts:
-            self._said.append(LayoutStale(layout))
+            self._items.append(LayoutStale(layout))
             self._unsaid = True
 
     def retire(self, retired: Retired) -> None:
         """This rank takes part in no further round of a declared set."""
-        self._said.append(retired)
+        self._items.append(retired)
         self._unsaid = True
 
     def say(self, side_message: SideMessage) -> None:
@@ -166,9 +166,9 @@ class Controller:
         """Return what has not been told yet, or None."""
         if not self._unsaid:
             return None
-        report = Report(self.epoch, self.applied, tuple(self._said), self._side_message, self._leaving, self._failure,
+        report = Report(self.epoch, self.applied, tuple(self._items), self._side_message, self._leaving, self._failure,
                         self._blocked)
-        self._said.clear()
+        self._items.clear()
         self._side_message = self._blocked = None
         self._unsaid = False
         return report
@@ -196,7 +196,7 @@ class Controller:
             instructions.extend((*self._withdraw(self._layouts[number]), Suspended(self._layouts[number])))
         for number in decision.evicted:
             ended = self._layouts.pop(number)
-            self._said = [said for said in self._said if not (isinstance(said, LayoutStale) and said.layout == number)]
+            self._items = [item for item in self._items if not (isinstance(item, LayoutStale) and item.layout == number)]
             instructions.extend((*self._withdraw(ended), Evicted(ended)))
         for response in decision.responses:
             keys = [(response.process_set, name, response.round) for name in response.names]
@@ -238,8 +238,8 @@ class Controller:
             requests = tuple(expand(bucket, ready))
             self._unanswered.update(request.key for request in requests)
             instructions.append(Expanded(bucket.bucket, requests))
-            if ready in self._said:  # not told yet: nobody may name the bucket in a report that says it knows its end
-                at = self._said.index(ready)
+            if ready in self._items:  # not told yet: nobody may name the bucket in a report that says it knows its end
+                at = self._items.index(ready)
                 done = RoundDone(layout.label, ready.round, bucket.response.process_set)
-                self._said[at:at + 1] = (*requests, done) if ready.ends_round else requests
+                self._items[at:at + 1] = (*requests, done) if ready.ends_round else requests
         return instructions

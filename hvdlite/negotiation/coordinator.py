@@ -43,11 +43,11 @@ from hvdlite.negotiation.messages import (
     RankStatus,
     ReceiveSplits,
     Report,
+    ReportItem,
     Request,
     Response,
     Retired,
     RoundDone,
-    Saying,
     SideMessage,
     Wait,
 )
@@ -155,7 +155,7 @@ class Coordinator:
     def receive_host(self, ranks: Ranks, report: HostReport, now: float) -> None:
         """Take in what the leader of the host of `ranks` passes on; a host does so for ever, or never."""
         self._note_applied(ranks, report.applied)
-        self._hear(ranks, report.said, now)
+        self._hear(ranks, report.items, now)
         for rank, reason in report.lost:
             self.lose(rank, reason)
 
@@ -186,8 +186,8 @@ class Coordinator:
                             tuple(self._suspended), tuple(self._evicted), responses, tuple(self._status_requests),
                             tuple(self._leaving), tuple(self._pings), self._timeline, tuple(self._tuned), failure,
                             deferred)
-        for said in news:
-            said.clear()
+        for item in news:
+            item.clear()
         self._timeline = None
         self._failure_told = self._failure is not None
         return decision
@@ -271,7 +271,7 @@ class Coordinator:
             self.fail(report.failure)
         if report.side_message is not None:
             self._receive_side_message(rank, report.side_message)
-        self._hear((rank,), report.said, now)
+        self._hear((rank,), report.items, now)
         if report.blocked is not None:
             self.blocked.tell(rank, report.blocked)
         if report.leaving and rank not in self._left:
@@ -302,26 +302,26 @@ class Coordinator:
         self._oob.receive(rank, side_message)
         self.report_requested |= side_message.requests_report
 
-    def _hear(self, ranks: Ranks, what: Iterable[Saying | MergedRequests | RankReport], now: float) -> None:
+    def _hear(self, ranks: Ranks, what: Iterable[ReportItem | MergedRequests | RankReport], now: float) -> None:
         """Take in what a rank said, or all ranks of a host alike or some of them, in its order."""
         try:
-            for said in what:
-                if isinstance(said, BucketReady):
-                    self._take_bucket(ranks, said, now)
-                elif isinstance(said, Request):
-                    self._take(ranks, said, now)
-                elif isinstance(said, LayoutStale):
-                    self._evict(said.layout, now)
-                elif isinstance(said, Retired):
-                    self._retire(ranks[0], said, now)
-                elif isinstance(said, RoundDone):
-                    self._round_done(ranks, said)
-                elif isinstance(said, MergedRequests):
-                    if said.requests != self._latest:
-                        self._latest = said.requests
-                    self._hear(said.ranks, self._latest, now)
-                elif said.report.epoch == self.epoch:
-                    self._receive(said.rank, said.report, now)
+            for item in what:
+                if isinstance(item, BucketReady):
+                    self._take_bucket(ranks, item, now)
+                elif isinstance(item, Request):
+                    self._take(ranks, item, now)
+                elif isinstance(item, LayoutStale):
+                    self._evict(item.layout, now)
+                elif isinstance(item, Retired):
+                    self._retire(ranks[0], item, now)
+                elif isinstance(item, RoundDone):
+                    self._round_done(ranks, item)
+                elif isinstance(item, MergedRequests):
+                    if item.requests != self._latest:
+                        self._latest = item.requests
+                    self._hear(item.ranks, self._latest, now)
+                elif item.report.epoch == self.epoch:
+                    self._receive(item.rank, item.report, now)
         except ProtocolError as error:
             self.fail(FailureNotice(ranks[0], "ProtocolError", str(error)))
 

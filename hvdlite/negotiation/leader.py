@@ -42,15 +42,15 @@ from hvdlite.negotiation.messages import (
     MergedRequests,
     RankReport,
     Report,
+    ReportItem,
     Request,
     Response,
     Retired,
     RoundDone,
-    Saying,
 )
 from hvdlite.negotiation.process_sets import ProcessSetTable
 
-Passed = RankReport | MergedRequests | BucketReady | RoundDone
+HostReportItem = RankReport | MergedRequests | BucketReady | RoundDone
 """What goes up."""
 CHANGES_SETS: Final = frozenset({Collective.JOIN, Collective.ADD_PROCESS_SET, Collective.REMOVE_PROCESS_SET})
 """Requests after which other ranks take part than before."""
@@ -86,54 +86,54 @@ class Leader:
         self._postponed: list[RoundDone] = []  # rounds that all of them finished, of which a bucket is held back
         self._requests = HeldRequests(self._taking_part)
         self._some_left = False  # ranks of the job: from then on nothing is worth waiting for
-        self._said: list[Passed] = []  # to go up; likewise below
+        self._outgoing: list[HostReportItem] = []  # to go up; likewise below
         self._lost: list[tuple[int, str]] = []
 
     def receive(self, rank: int, report: Report) -> None:
         """Take in what a rank of the host says."""
         self._applied[rank] = report.applied
-        alone: list[Saying] = []
-        for said in report.said:
-            together: Sequence[Passed] = ()  # what goes up for several ranks now
-            if isinstance(said, BucketReady):
-                if self._goes_alone(said):
-                    alone.append(_open_ended(said))
+        alone: list[ReportItem] = []
+        for item in report.items:
+            together: Sequence[HostReportItem] = ()  # what goes up for several ranks now
+            if isinstance(item, BucketReady):
+                if self._goes_alone(item):
+                    alone.append(_open_ended(item))
                 else:
-                    together = self._hold(rank, said)
-                if said.ends_round:
-                    label, process_set = self._sets[said.bucket]
-                    together = (*together, *self._round_done(rank, RoundDone(label, said.round, process_set)))
-            elif isinstance(said, RoundDone):
-                together = self._round_done(rank, said)
-            elif isinstance(said, Request) and said.collective is Collective.JOIN:
+                    together = self._hold(rank, item)
+                if item.ends_round:
+                    label, process_set = self._sets[item.bucket]
+                    together = (*together, *self._round_done(rank, RoundDone(label, item.round, process_set)))
+            elif isinstance(item, RoundDone):
+                together = self._round_done(rank, item)
+            elif isinstance(item, Request) and item.collective is Collective.JOIN:
                 if alone:
                     self._pass_on(rank, alone)
                 self._open()
-                alone = [said]
+                alone = [item]
                 together = self._join(rank)
-            elif isinstance(said, Retired):
+            elif isinstance(item, Retired):
                 if alone:
                     self._pass_on(rank, alone)
                 self._open()
                 self._resume()
-                self._retire(rank, said)
-                alone = [said]
-            elif isinstance(said, Request) and self._is_shared(said):
-                together = self._requests.add(rank, said)
+                self._retire(rank, item)
+                alone = [item]
+            elif isinstance(item, Request) and self._is_shared(item):
+                together = self._requests.add(rank, item)
             else:
-                if isinstance(said, Request):
-                    self._said.extend(self._let_pass(said))
-                alone.append(said)
+                if isinstance(item, Request):
+                    self._outgoing.extend(self._let_pass(item))
+                alone.append(item)
             if together:
                 if alone:
                     self._pass_on(rank, alone)
                     alone = []
-                self._said.extend(together)
+                self._outgoing.extend(together)
         if report.blocked is not None or report.leaving:
             self._open()
         if (alone or report.side_message is not None or report.leaving or report.failure is not None
                 or report.blocked is not None):
-            self._said.append(RankReport(rank, msgspec.structs.replace(report, said=tuple(alone))))
+            self._outgoing.append(RankReport(rank, msgspec.structs.replace(report, items=tuple(alone))))
         self._forget()
 
     def lose(self, rank: int, reason: str) -> None:
@@ -145,7 +145,7 @@ class Leader:
         if decision.left or not set(self.ranks).isdisjoint(decision.status_requests):
             self._open()
         self._some_left |= bool(decision.left)
-        self._said.extend(self._requests.answered(decision.responses))
+        self._outgoing.extend(self._requests.answered(decision.responses))
         for layout in decision.learned:
             self._sets.update((bucket.bucket, (layout.label, bucket.response.process_set)) for bucket in layout.buckets)
             self._layouts[layout.layout] = layout
@@ -168,26 +168,26 @@ class Leader:
     def report(self) -> HostReport | None:
         """Return what is to go up, or None."""
         self._resume()
-        if not (self._said or self._lost):
+        if not (self._outgoing or self._lost):
             return None
-        report = HostReport(min(self._applied.values()), tuple(_gathered(self._said)), tuple(self._lost))
-        self._said.clear()
+        report = HostReport(min(self._applied.values()), tuple(_gathered(self._outgoing)), tuple(self._lost))
+        self._outgoing.clear()
         self._lost.clear()
         return report
 
     def check_invariants(self) -> None:
-        """Fail when something is held back that all ranks have said."""
+        """Fail when something is held back that all ranks have reported."""
         assert all(0 < len(held) < self._count(self._sets[bucket][1]) for bucket, held in self._held.items())
         assert all(0 < len(ranks) < self._count(done.process_set) for done, ranks in self._done_ranks.items())
         assert all(count > 0 for count in self._opened.values())
         assert self._held.keys().isdisjoint(bucket for bucket, _ in self._opened)
         self._requests.check_invariants()
 
-    def _pass_on(self, rank: int, said: Sequence[Saying]) -> None:
-        self._said.append(self._alone(rank, said))
+    def _pass_on(self, rank: int, items: Sequence[ReportItem]) -> None:
+        self._outgoing.append(self._alone(rank, items))
 
-    def _alone(self, rank: int, said: Sequence[Saying]) -> RankReport:
-        return RankReport(rank, Report(self.epoch, self._applied[rank], tuple(said)))
+    def _alone(self, rank: int, items: Sequence[ReportItem]) -> RankReport:
+        return RankReport(rank, Report(self.epoch, self._applied[rank], tuple(items)))
 
     def _goes_alone(self, ready: BucketReady) -> bool:
         """Return whether a bucket is not to be held back for the others."""
@@ -227,7 +227,7 @@ class Leader:
 
     def _open(self) -> None:
         """Let go of everything that is held back."""
-        self._said.extend(self._requests.release())
+        self._outgoing.extend(self._requests.release())
         for bucket, held in self._held.items():
             for rank, ready in held.items():
                 self._pass_on(rank, [_open_ended(ready)])
@@ -248,7 +248,7 @@ class Leader:
     def _resume(self) -> None:
         """Let go of the finished rounds of which no bucket is held back any more."""
         if self._postponed:
-            self._said.extend(done for done in self._postponed if not self._holds_back(done))
+            self._outgoing.extend(done for done in self._postponed if not self._holds_back(done))
             self._postponed = [done for done in self._postponed if self._holds_back(done)]
 
     def _count_down(self, bucket: int, round: int, reported: int) -> None:
@@ -341,7 +341,7 @@ class Leader:
 
     def _remove_set(self, number: int) -> None:
         """Forget a process set; rounds that were open in it are nobody's business any more."""
-        self._said.extend(self._requests.release(lambda held: held.process_set == number))
+        self._outgoing.extend(self._requests.release(lambda held: held.process_set == number))
         self._process_sets.remove(number)
         self._done_ranks = {done: ranks for done, ranks in self._done_ranks.items() if done.process_set != number}
         self._postponed = [done for done in self._postponed if done.process_set != number]
@@ -349,13 +349,14 @@ class Leader:
         self._retired = {name: ranks for name, ranks in self._retired.items() if name[0] != number}
 
 
-def _gathered(passed: Iterable[Passed]) -> Iterator[Passed]:
+def _gathered(items: Iterable[HostReportItem]) -> Iterator[HostReportItem]:
     """Put requests of the same ranks that follow each other together."""
-    for ranks, run in itertools.groupby(passed, lambda each: each.ranks if isinstance(each, MergedRequests) else None):
+    for ranks, run in itertools.groupby(items, lambda each: each.ranks if isinstance(each, MergedRequests) else None):
         if ranks is None:
             yield from run
         else:
-            yield MergedRequests(ranks, tuple(request for each in run if isinstance(each, MergedRequests) for request in each.requests))
+            merged = (each.requests for each in run if isinstance(each, MergedRequests))
+            yield MergedRequests(ranks, tuple(itertools.chain.from_iterable(merged)))
 
 
 def _open_ended(ready: BucketReady) -> BucketReady:

@@ -61,7 +61,7 @@ class Request(Message, frozen=True, tag=1):
 
 
 class RoundDone(Message, frozen=True, tag=3):
-    """This rank has reported every member that it has of a declared set in a round. Saying so again changes nothing."""
+    """This rank has reported every member that it has of a declared set in a round. Reporting it again changes nothing."""
 
     label: str
     round: int
@@ -101,7 +101,7 @@ class Retired(Message, frozen=True, tag=6):
     process_set: int = GLOBAL_PROCESS_SET_ID
 
 
-Saying = Request | BucketReady | RoundDone | LayoutStale | Retired
+ReportItem = Request | BucketReady | RoundDone | LayoutStale | Retired
 """What a rank says about tensors. The tags (positive integers) are what tells them apart on the wire."""
 
 
@@ -175,7 +175,7 @@ class Report(Message, frozen=True):
 
     epoch: int  # membership epoch; a report of another epoch is dropped
     applied: int  # the last decision this rank has applied
-    said: tuple[Saying, ...] = ()  # in the order in which this rank said it
+    items: tuple[ReportItem, ...] = ()  # in the order in which they happened on this rank
     side_message: SideMessage | None = None
     leaving: bool = False  # this rank will submit nothing more, after what it says here
     failure: FailureNotice | None = None
@@ -202,7 +202,7 @@ class HostReport(Message, frozen=True):
     applied: int  # the least of its ranks
     # In the order in which it was said; what several ranks said stands where the last of them said it. A bucket or a
     # finished round is of all ranks of the host in the process set; a bucket's `missing` is what all of them miss.
-    said: tuple[RankReport | MergedRequests | BucketReady | RoundDone, ...] = ()
+    items: tuple[RankReport | MergedRequests | BucketReady | RoundDone, ...] = ()
     lost: tuple[tuple[int, str], ...] = ()  # ranks whose end it has seen, and what it saw
 
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from hvdlite.core.device import CPU
 from hvdlite.core.types import Collective, ReduceOp
-from hvdlite.negotiation.messages import BucketReady, Request, Response, Saying, TraceEvent
+from hvdlite.negotiation.messages import BucketReady, ReportItem, Request, Response, TraceEvent
 
 GPU_PLANE: Final = "NCCL"
 REMEMBERED: Final = 2048
@@ -78,11 +78,11 @@ class FlightRecorder:
         if self._open is not None:
             self._begin((lane,), f"NEGOTIATE_{response.collective.name}", f"{len(names)} tensors, {response.dtype}")
 
-    def ready_elsewhere(self, ranks: Sequence[int], what: Sequence[Saying]) -> None:
+    def ready_elsewhere(self, ranks: Sequence[int], what: Sequence[ReportItem]) -> None:
         """On rank 0: other ranks reported tensors and buckets."""
-        for said in what if self._open is not None else ():
-            if isinstance(said, (Request, BucketReady)):
-                lane = bucket_lane(said.bucket) if isinstance(said, BucketReady) else lane_of(said.process_set, said.name)
+        for item in what if self._open is not None else ():
+            if isinstance(item, (Request, BucketReady)):
+                lane = bucket_lane(item.bucket) if isinstance(item, BucketReady) else lane_of(item.process_set, item.name)
                 self._trace.extend(TraceEvent("i", self._clock() * 1e6, lane, str(rank)) for rank in ranks)
 
     def decided(self, lanes: Sequence[str], response: Response) -> None:

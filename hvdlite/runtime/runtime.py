@@ -469,19 +469,19 @@ class Runtime(DeclaredSets):
         """Like `_hear`, of what a leader passes on."""
         assert self._coordinator is not None
         self._coordinator.receive_host(tuple(ranks), merged, self._clock())
-        for said in merged.said:
-            if isinstance(said, RankReport):
-                self._heed(said.rank, said.report)
-            elif isinstance(said, MergedRequests):
-                self._recorder.ready_elsewhere(said.ranks, said.requests)
+        for item in merged.items:
+            if isinstance(item, RankReport):
+                self._heed(item.rank, item.report)
+            elif isinstance(item, MergedRequests):
+                self._recorder.ready_elsewhere(item.ranks, item.requests)
             else:
-                self._recorder.ready_elsewhere(ranks, (said,))
+                self._recorder.ready_elsewhere(ranks, (item,))
 
     def _heed(self, rank: int, report: Report) -> None:
         """What is not the coordinator's business in a report."""
         if report.side_message is not None:
             self._next_look = -math.inf  # it may be what the stall inspector waits for
-        self._recorder.ready_elsewhere((rank,), report.said)
+        self._recorder.ready_elsewhere((rank,), report.items)
         if self._timeline is not None and (report.side_message is not None or report.leaving):
             self._timeline.hear(rank, () if report.side_message is None else report.side_message.trace, report.leaving)
 

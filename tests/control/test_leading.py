@@ -39,7 +39,7 @@ class Host:
         self.control = LeaderControl(Leader((2, 3), 4), links, {2: Doorbell(), 3: Doorbell()}, {}, heartbeat_timeout=60)
         self.rank_0, self.rank_3 = (Connection(theirs) for _, theirs in self._pairs.values())
 
-    def said(self, to: Connection) -> Message:
+    def sent(self, to: Connection) -> Message:
         """Block until a message for rank 0 or rank 3 is there."""
         to.socket.settimeout(5.0)
         to.socket.recv(1, socket.MSG_PEEK)
@@ -98,7 +98,7 @@ def test_a_death_goes_up_behind_the_last_word(host: Host) -> None:
     host.control.wait(5.0)
     first = host.said(host.rank_0)
     if isinstance(first, HostReport) and not first.lost:  # the end was read after the word
-        assert first.said == (RankReport(3, SAYS),)
+        assert first.items == (RankReport(3, SAYS),)
         host.control.wait(5.0)
         first = host.said(host.rank_0)
     assert isinstance(first, HostReport) and [rank for rank, _ in first.lost] == [3]
