@@ -135,7 +135,7 @@ class TraceEvent(Message, frozen=True):
 
 
 class OobMessage(Message, frozen=True):
-    """A few bytes by which planes of different ranks connect, out of band; see `runtime.notes`."""
+    """A few bytes by which planes of different ranks connect, out of band; see `engine.oob`."""
 
     label: str  # what it is for; never used again
     sender: int

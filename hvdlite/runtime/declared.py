@@ -10,11 +10,12 @@ from hvdlite.core.device import AnyArray, device_of
 from hvdlite.core.device import Event as DeviceEvent
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import Collective, ReduceOp
+from hvdlite.engine.execution import Execution
+from hvdlite.handoff.buckets import BucketEntry, BucketHandle, LearnedBucket, LearnedLayout
+from hvdlite.handoff.entry import Entry
+from hvdlite.handoff.handle import Handle
 from hvdlite.negotiation.messages import BucketReady, Layout, LayoutStale, Retired, RoundDone
-from hvdlite.runtime.buckets import BucketEntry, BucketHandle, LearnedBucket, LearnedLayout
-from hvdlite.runtime.calls import Calls, Entry, reducible
-from hvdlite.runtime.execution import Execution
-from hvdlite.runtime.handle import Handle
+from hvdlite.runtime.calls import Calls, reducible
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ Item = Entry | BucketEntry | RoundDone | LayoutStale | Retired | Callable[[], No
 
 
 class DeclaredSets(Calls):
-    """The calls that serve declared sets (PROTOCOL rules 7 to 10), beside the collectives.
+    """The calls that serve declared sets (docs/protocol.md#learning, #rounds, #layouts), beside the collectives.
 
     Every rank submits each member of a set once a round, with or without a gradient. When a layout has been learned,
     the members lie in its buckets, and full buckets are submitted instead.

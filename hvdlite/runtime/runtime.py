@@ -43,6 +43,20 @@ from hvdlite.core.errors import (
 )
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.world import Hosts, World
+from hvdlite.diagnostics.flight_recorder import FlightRecorder
+from hvdlite.diagnostics.report_server import ReportServer
+from hvdlite.diagnostics.stall_inspector import LOOKS, CoordinatorWatchdog, ProcessProbe, Receiver, StallInspector, Times
+from hvdlite.diagnostics.stall_report import StallReport, rank_status
+from hvdlite.diagnostics.timeline import Timeline
+from hvdlite.engine.autotune import Autotuner
+from hvdlite.engine.execution import Execution
+from hvdlite.engine.failures import failure_error
+from hvdlite.engine.limits import EAGER_TRAFFIC, FLUSH_SECONDS, LISTEN_SECONDS, LOOK_SECONDS, RECENT, TRACE_BATCH
+from hvdlite.engine.oob import Notes
+from hvdlite.engine.polling import poll
+from hvdlite.handoff.buckets import BucketEntry
+from hvdlite.handoff.entry import Entry
+from hvdlite.handoff.handle import Handle
 from hvdlite.negotiation.controller import Controller
 from hvdlite.negotiation.coordinator import Coordinator
 from hvdlite.negotiation.messages import (
@@ -59,21 +73,7 @@ from hvdlite.negotiation.messages import (
     Wait,
 )
 from hvdlite.planes.base import DevicePlane, Plane
-from hvdlite.runtime.autotune import Autotuner
-from hvdlite.runtime.buckets import BucketEntry
-from hvdlite.runtime.calls import Entry
 from hvdlite.runtime.declared import DeclaredSets, Item
-from hvdlite.runtime.execution import Execution
-from hvdlite.runtime.failures import failure_error
-from hvdlite.runtime.flight_recorder import FlightRecorder
-from hvdlite.runtime.handle import Handle
-from hvdlite.runtime.limits import EAGER_TRAFFIC, FLUSH_SECONDS, LISTEN_SECONDS, LOOK_SECONDS, RECENT, TRACE_BATCH
-from hvdlite.runtime.notes import Notes
-from hvdlite.runtime.polling import poll
-from hvdlite.runtime.report_server import ReportServer
-from hvdlite.runtime.stall_inspector import LOOKS, CoordinatorWatchdog, ProcessProbe, Receiver, StallInspector, Times
-from hvdlite.runtime.stalls import StallReport, rank_status
-from hvdlite.runtime.timeline import Timeline
 
 _log = logging.getLogger("hvdlite")
 
@@ -261,9 +261,10 @@ class Runtime(DeclaredSets):
         self._check_usable("timeline")
         timeline = self._timeline
         if timeline is not None:
-            order = timeline.order(path, Handle("timeline", self._sleepers, Wait(GLOBAL_PROCESS_SET_ID, "timeline")))
+            handle = Handle("timeline", self._sleepers, Wait(GLOBAL_PROCESS_SET_ID, "timeline"))
+            order = timeline.order(path, handle.settle)
             self._hand_in(lambda: timeline.change(order))
-            order.handle.wait()
+            handle.wait()
 
     # --- handing in ------------------------------------------------------------------------------------------------
 
@@ -514,9 +515,9 @@ class Runtime(DeclaredSets):
         with self._names_lock:
             self._names.discard(entry.key)
 
-    def _wait_until(self, predicate: Callable[[], bool], *, pause: float = 0.0) -> None:
-        if pause:
-            poll(predicate, pause, lambda: self._sleepers, self._glance)
+    def _wait_until(self, predicate: Callable[[], bool], *, poll_interval: float = 0.0) -> None:
+        if poll_interval:
+            poll(predicate, poll_interval, lambda: self._sleepers, self._glance)
         while not predicate():
             self._exchange(within_plan=True)
         if self._clock() - self._listened > LISTEN_SECONDS:  # the last to arrive everywhere still hears what is said

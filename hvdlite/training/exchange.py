@@ -55,7 +55,7 @@ class Exchange:
         sparse_as_dense: densify sparse gradients.
         op: Average or Sum.
         gradient_predivide_factor: for Average: divide by this before the sum, and by size/this after it.
-        process_set: the ranks that share gradients; on others gradients stay what they are.
+        process_set: the ranks that exchange gradients; on others gradients stay what they are.
         groups: gradients that are reduced together: a number of groups, or a list of lists of variables.
 
     Attributes:
@@ -93,7 +93,7 @@ class Exchange:
 
     @property
     def is_shared(self) -> bool:
-        """Whether there is anybody to share gradients with."""
+        """Whether there are other ranks to exchange gradients with."""
         return self.size > 1 and self._runtime.world.rank in self._runtime.members(self.process_set)
 
     def watch(self, variables: Sequence[Any]) -> None:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from hvdlite.diagnostics.stall_report import RankState, StallReport, first_difference, location_in_dump
 from hvdlite.negotiation.coordinator import Stall
 from hvdlite.negotiation.messages import RankStatus
-from hvdlite.runtime.stalls import RankState, StallReport, first_difference, location_in_dump
 from tests.worlds import ROOT, Processes, processes
 
 
@@ -87,7 +87,7 @@ STUCK = """
     import collections, itertools, sys, time, numpy as np, hvdlite as hvd
     hvd.init()
     def stuck():
-        until = time.monotonic() + float(sys.argv[2])  # in C: it holds Python's lock, and no signal disturbs it
+        until = time.monotonic() + float(sys.argv[2])  # in C: it holds the GIL, and no signal disturbs it
         collections.deque(itertools.takewhile(until.__gt__, iter(time.monotonic, None)), maxlen=0)
     print("ready", flush=True)
     if hvd.rank() == int(sys.argv[1]):
@@ -97,17 +97,19 @@ STUCK = """
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+# docs/protocol.md#reports-on-demand
 def test_a_rank_that_holds_pythons_lock_is_told_with_its_place(rank: int) -> None:
     with Processes(2, STUCK, environment={"HVDLITE_SILENCE_CHECK_SECONDS": "0.3"},
                    arguments=[str(rank), "6"]) as world:
         ended = world.wait()
     assert [each.code for each in ended] == [0, 0]
     told = ended[1 - rank].stderr
-    assert f"rank {rank} has not answered for 2 s: its process" in told and "with Python's lock held" in told
+    assert f"rank {rank} has not answered for 2 s: its process" in told and "something in it holds the GIL" in told
     assert "it is in stuck(), script.py:" in told and f"rank {rank} answers again" in told
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+# docs/protocol.md#silence
 def test_a_stopped_rank_is_told_and_goes_on_when_it_is_continued(rank: int) -> None:
     with Processes(2, """
         import os, sys, numpy as np, hvdlite as hvd

@@ -92,6 +92,7 @@ def test_optimizers_around_others_keep_their_groups_and_their_rates() -> None:
 
 @pytest.mark.parametrize("loaded", ["the model", "the optimizer", "a copy"])
 @pytest.mark.parametrize("loop", ["by hand", "distributed", "run"])
+# docs/protocol.md#scopes
 def test_rank_0_alone_loads_in_the_middle(loaded: str, loop: str) -> None:
     """Rank 0's values are everybody's from the next step on. (The gradients of that step were computed before.)"""
     def step(runtime: Runtime) -> tuple[list[Any], list[Any], float]:
@@ -251,8 +252,8 @@ def test_a_lazy_module_that_is_not_used_mirrors_nothing_anew(monkeypatch: pytest
     def step(runtime: Runtime) -> None:
         mirrored, index = [], -1
         strategy = MirroredStrategy(sync_batch_norm=True, _runtime=runtime)
-        send = strategy._holdings._mirror_tensors
-        monkeypatch.setattr(strategy._holdings, "_mirror_tensors", lambda: (mirrored.append(index), send()))
+        send = strategy._registry._mirror_tensors
+        monkeypatch.setattr(strategy._registry, "_mirror_tensors", lambda: (mirrored.append(index), send()))
         with strategy.scope():
             model, head, norm = Net(), torch.nn.LazyLinear(2), torch.nn.LazyBatchNorm1d()
             optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
@@ -264,7 +265,7 @@ def test_a_lazy_module_that_is_not_used_mirrors_nothing_anew(monkeypatch: pytest
             if index == 1:
                 norm(x)
             if index >= 2:
-                assert isinstance(norm, SyncBatchNorm) and norm.gradient_weight == strategy.weight != 1
+                assert isinstance(norm, SyncBatchNorm) and strategy.weight != 1
         assert mirrored == [-1, 2, 3]
         gathered = runtime.allgather("head", head.weight.detach().numpy()).wait()
         assert (gathered[:2] == gathered[2:]).all()
@@ -349,12 +350,12 @@ def test_what_is_dropped_in_a_scope_is_forgotten() -> None:
         strategy = MirroredStrategy(_runtime=runtime)
         with strategy.scope():
             model = Net()
-            known = len(strategy._holdings._modules)
+            known = len(strategy._registry._modules)
             for _ in range(50):
                 torch.nn.MSELoss()
                 torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
             gc.collect()
-            assert (len(strategy._holdings._modules), len(strategy._holdings._optimizers)) == (known, 0)
+            assert (len(strategy._registry._modules), len(strategy._registry._optimizers)) == (known, 0)
             assert model is not None
     threads(1, step)
 
@@ -519,7 +520,7 @@ def test_data_that_are_split_already_are_not_split_again(monkeypatch: pytest.Mon
         rank = runtime.world.rank
         strategy = MirroredStrategy(_runtime=runtime)
         for loader in (DataLoader(TensorDataset(torch.arange(8)), 2, sampler=Sharded()), DataLoader(OfHuggingFace(), 2)):
-            with pytest.raises(ValueError, match=r"shares samples out already, among 2 ranks.*without strategy.distribute"):
+            with pytest.raises(ValueError, match=r"already splits the samples among 2 ranks.*without strategy.distribute"):
                 strategy.distribute(loader)
         halves = Subset(TensorDataset(torch.arange(8)), range(rank, 8, 2))
         for loader in (DataLoader(halves, 2), Buffered(halves, 2),

@@ -13,12 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from hvdlite.control.meeting import check_same_user
 from hvdlite.core.errors import HvdliteError
 from hvdlite.core.launch_contract import REPORT_SOCKET
-from hvdlite.core.socket_paths import fitting
-from hvdlite.runtime.stall_inspector import ANSWER_SECONDS, Receiver
-from hvdlite.runtime.stalls import StallReport
+from hvdlite.core.socket_paths import check_same_user, fitting
+from hvdlite.diagnostics.stall_inspector import ANSWER_SECONDS, Receiver
+from hvdlite.diagnostics.stall_report import StallReport
 
 _log = logging.getLogger("hvdlite")
 

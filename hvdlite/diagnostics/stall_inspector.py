@@ -1,4 +1,4 @@
-"""Detecting ranks that hold up the others (PROTOCOL rule 21).
+"""Detecting ranks that hold up the others (docs/protocol.md#silence).
 
 While a tensor waits for some ranks, rank 0's `StallInspector` asks these ranks for their status now and then. A rank that
 answers is slow: it is reported when the warning time has passed. A rank that does not answer within seconds is stopped, or
@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterable
 from typing import Final, Protocol
 
 from hvdlite.core.errors import DeadlockError
+from hvdlite.diagnostics.stall_report import RankState, StallReport, location_in_dump
 from hvdlite.negotiation.coordinator import Coordinator, Stall
 from hvdlite.negotiation.messages import FailureNotice, SideMessage
-from hvdlite.runtime.stalls import RankState, StallReport, location_in_dump
 
 _log = logging.getLogger("hvdlite")
 
@@ -35,7 +35,7 @@ LOOKS: Final = 4
 
 
 class ProcessProbe(Protocol):
-    """The state and the stacks of a rank, without its help; see `control.process_probe`."""
+    """The state and the stacks of a rank, without its help; see `diagnostics.process_probe`."""
 
     def state(self, rank: int) -> str: ...
 
@@ -185,7 +185,7 @@ class StallInspector:
 
     def _state(self, rank: int) -> str:
         return (self._probe.state(rank) if self._probe else "") or \
-            "its process is stopped, or something in it holds Python's lock"
+            "its process is stopped, or something in it holds the GIL"
 
     def _ask(self, ranks: Iterable[int], now: float) -> None:
         ranks = sorted(ranks)
@@ -290,4 +290,4 @@ class CoordinatorWatchdog:
         stacks = self._probe.stacks(self._above) if self._probe else ""
         location = location_in_dump(stacks)
         return ((self._probe.state(self._above) if self._probe else "") or "its process is stopped, or something in it "
-                "holds Python's lock") + (f"; it is in {location}" if location else "")
+                "holds the GIL") + (f"; it is in {location}" if location else "")
