@@ -29,12 +29,12 @@ class LeaderControl(StarControl):
         connections: to rank 0 and to each other rank of the host.
     """
 
-    def __init__(self, leader: Leader, connections: Mapping[int, Connection], bells: Mapping[int, Doorbell],
+    def __init__(self, leader: Leader, connections: Mapping[int, Connection], doorbells: Mapping[int, Doorbell],
                  pids: Mapping[int, int], *, heartbeat_timeout: float) -> None:
         rank, *others = leader.ranks
         self._leader = leader
         self.below = frozenset(others)
-        super().__init__(rank, connections, bells, pids, heartbeat_timeout=heartbeat_timeout)
+        super().__init__(rank, connections, doorbells, pids, heartbeat_timeout=heartbeat_timeout)
         self._pass_up()
 
     def send_report(self, report: Report) -> None:

@@ -1,7 +1,7 @@
 """The limit of open files: raised as far as a job's ranks need it, and explained where that is not enough.
 
-Many things cost a descriptor a rank: connections, bells, process watches, pipes. The usual soft limit of 1,024 is low for a
-host with many ranks, or for rank 0 of many; every process may raise it up to its hard limit.
+Many things cost a descriptor a rank: connections, doorbells, process watches, pipes. The usual soft limit of 1,024 is low
+for a host with many ranks, or for rank 0 of many; every process may raise it up to its hard limit.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ class WaitUntil(Protocol):
     """Blocks a plane; raises the job's error when the job ends first."""
 
     def __call__(self, predicate: Callable[[], bool], *, poll_interval: float = 0.0) -> None:
-        """Return when the predicate holds. It is looked at when something happened: a bell, a message.
+        """Return when the predicate holds. It is looked at when something happened: a wake-up, a message.
 
         Args:
             poll_interval: look every so many seconds beside that,

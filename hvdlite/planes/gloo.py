@@ -3,7 +3,7 @@
 The process groups are our own: torch's default process group and its store are never touched, and the ranks find each other
 through our control plane. Gloo's connections themselves are plain TCP, as MPI's and NCCL's: run it in a network you trust.
 
-Work is done by Gloo's thread on the memory it is given. When it is done, that thread rings this rank's bell, so the runtime
+Work is done by Gloo's thread on the memory it is given. When it is done, that thread wakes this rank, so the runtime
 thread waits for it as for everything else: no polling, and a death interrupts it. What is then still under way is aborted,
 before the interpreter ends: Gloo's thread must not come into Python later.
 """
@@ -244,7 +244,7 @@ class GlooProcessGroup:
         self._done.clear()
         self._begun = len(begun)
         for work in begun:
-            work.get_future().add_done_callback(self._ring)
+            work.get_future().add_done_callback(self._wake_up)
         wait_until(lambda: not self._under_way())
         try:
             for work in begun:
@@ -252,7 +252,7 @@ class GlooProcessGroup:
         except RuntimeError as error:
             raise library_error("Gloo", self._ranks, error, wait_until) from error
 
-    def _ring(self, future: Any) -> None:
+    def _wake_up(self, future: Any) -> None:
         """In Gloo's thread: a piece of work is over."""
         self._done.append(future)
         self._wake()

@@ -50,13 +50,14 @@ class HierarchicalPlane:
         chunk: bytes reduced per NumPy call.
     """
 
-    def __init__(self, rank: int, hosts: Hosts, memory: HostMemory, ring: Callable[[int], None], cross_plane: Plane, *,
+    def __init__(self, rank: int, hosts: Hosts, memory: HostMemory, wake_rank: Callable[[int], None], cross_plane: Plane, *,
                  slot: int, chunk: int, direct: int, casts: Casts | None = None) -> None:
         self.name = f"hierarchical ({cross_plane.name})"
-        self._rank, self._hosts, self._memory, self._ring, self._cross_plane = rank, hosts, memory, ring, cross_plane
+        self._rank, self._hosts, self._memory, self._wake_rank, self._cross_plane = rank, hosts, memory, wake_rank,
+        cross_plane
         self._slot, self._chunk = slot, chunk
         self._casts = casts or Casts.of_numpy()
-        self._local_plane = ShmPlane(rank, memory, ring, slot=slot, chunk=chunk, direct=direct, casts=self._casts)
+        self._local_plane = ShmPlane(rank, memory, wake_rank, slot=slot, chunk=chunk, direct=direct, casts=self._casts)
         self._local_sets: set[int] = set()  # process sets of one host
         self._two_level_sets: dict[int, _TwoLevelSet] = {}  # those of several hosts that this rank is in
 
@@ -100,7 +101,7 @@ class HierarchicalPlane:
             return  # a pair only sends
         segment = self._memory.segment(local, self._slot)
         if segment is not None:
-            area = StagingArea(self._rank, local, segment, self._ring)
+            area = StagingArea(self._rank, local, segment, self._wake_rank)
             self._two_level_sets[process_set_id] = _TwoLevelSet(process_set_id, self._rank, ranks, hosts, area)
 
     def remove_process_set(self, process_set_id: int, wait_until: WaitUntil) -> None:

@@ -27,13 +27,13 @@ class LoopbackPlane:
     """Like `ShmPlane`, in the plainest way.
 
     Args:
-        ring: wakes another rank that may be waiting.
+        wake_rank: wakes another rank that may be waiting.
     """
 
     name = "loopback"
 
-    def __init__(self, rank: int, table: Table, ring: Callable[[int], None], casts: Casts | None = None) -> None:
-        self._rank, self._table, self._ring = rank, table, ring
+    def __init__(self, rank: int, table: Table, wake_rank: Callable[[int], None], casts: Casts | None = None) -> None:
+        self._rank, self._table, self._wake_rank = rank, table, wake_rank
         self._casts = casts or Casts.of_numpy()
 
     def execute(self, plan: Plan, wait_until: WaitUntil) -> None:
@@ -74,7 +74,7 @@ class LoopbackPlane:
     def _ring_others(self, ranks: Sequence[int]) -> None:
         for rank in ranks:
             if rank != self._rank:
-                self._ring(rank)
+                self._wake_rank(rank)
 
 
 Results = Sequence[Array | None]

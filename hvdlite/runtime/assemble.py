@@ -78,7 +78,7 @@ def assemble_threads(size: int, config: Config, wrap: PlaneWrapper = lambda rank
     runtimes = []
     for rank, control in enumerate(InprocControl.star(size)):
         world = World(rank, size, rank, size)
-        plane = wrap(rank, LoopbackPlane(rank, table, control.ring, casts))
+        plane = wrap(rank, LoopbackPlane(rank, table, control.wake_rank, casts))
         notes = Notes(rank)
         runtimes.append(Runtime(world, config, control, plane, coordinator_for(world, config), notes=notes,
                                 devices=None if devices is None else devices(rank, notes, control.wake)))
@@ -128,11 +128,11 @@ def _assembled(info: LaunchInfo, config: Config, casts: Casts, stack_dump: Stack
         local = hosts.around(world.rank)
         address = config.gloo_interface or _address_for_others(direct, welcome)
         pids = {rank: welcome.pids[rank] for rank in local}
-        # For each rank of the host: a bell, a process to watch and, where this rank leads, a connection's two ends.
+        # For each rank of the host: a doorbell, a process to watch and, where this rank leads, a connection's two ends.
         leads = welcome.led and world.rank == local[0]
         with descriptors_for((4 if leads else 2) * len(local), f"rank {world.rank}, one of {len(local)} on its host,"):
-            bells, memory, inside = _shared(info, local, config, made, led=welcome.led)
-            control = _control(world.rank, hosts, direct, inside, bells, pids, config, led=welcome.led)
+            doorbells, memory, inside = _shared(info, local, config, made, led=welcome.led)
+            control = _control(world.rank, hosts, direct, inside, doorbells, pids, config, led=welcome.led)
             made.callback(control.close)
     finally:
         if info.owns_directory and info.world.local_rank == 0:
@@ -182,11 +182,12 @@ class HostPlanes:
         """Return the chosen plane."""
         config = self.config
         if choice.name == "shm":
-            return ShmPlane(self.rank, self.memory, self.control.ring, slot=config.shm_slot, chunk=config.shm_chunk,
+            return ShmPlane(self.rank, self.memory, self.control.wake_rank, slot=config.shm_slot, chunk=config.shm_chunk,
                             direct=config.shm_direct, casts=self.casts)
         if choice.name == "hierarchical":
             backend = self._backend(choice.cross_backend)
-            return HierarchicalPlane(self.rank, self.hosts, self.memory, self.control.ring, backend, slot=config.shm_slot,
+            return HierarchicalPlane(self.rank, self.hosts, self.memory, self.control.wake_rank, backend,
+                                     slot=config.shm_slot,
                                      chunk=config.shm_chunk, direct=config.shm_direct, casts=self.casts)
         return self._backend(choice.name)
 
@@ -258,8 +259,8 @@ def _common_clock(welcome: Welcome) -> Callable[[], float]:
 
 def _shared(info: LaunchInfo, local: Sequence[int], config: Config, made: contextlib.ExitStack, *,
             led: bool) -> tuple[dict[int, Doorbell], SharedMemory, dict[int, Connection]]:
-    """Make (the host's first rank) or receive (the others) the host's shared memory, one bell a rank and, when the hosts are
-    led, a connection between the first rank and each other one.
+    """Make (the host's first rank) or receive (the others) the host's shared memory, one doorbell a rank and, when the
+    hosts are led, a connection between the first rank and each other one.
 
     Args:
         made: gets what must be closed when this fails, or what follows.
@@ -269,34 +270,35 @@ def _shared(info: LaunchInfo, local: Sequence[int], config: Config, made: contex
     fenced = fence.is_needed()
     pairs = [socket.socketpair() for _ in others] if led and rank == leader else []
     if rank == leader:
-        bells = [Doorbell() for _ in local]
+        doorbells = [Doorbell() for _ in local]
         file = anonymous_file()
         fences = [fence.fence_file()] if fenced else []
         memory = SharedMemory(file, rank, *map(fence.Fence, fences))
-        for close in (memory.close, *(bell.close for bell in bells), *(ours.close for ours, _ in pairs)):
+        for close in (memory.close, *(doorbell.close for doorbell in doorbells), *(ours.close for ours, _ in pairs)):
             made.callback(close)
         with contextlib.ExitStack() as given:
             for _, theirs in pairs:
                 given.callback(theirs.close)
             if others:
-                rings = [descriptor for bell in bells for descriptor in bell.descriptors]
+                rings = [descriptor for doorbell in doorbells for descriptor in doorbell.descriptors]
                 ends = [[theirs.fileno()] for _, theirs in pairs] if led else [[] for _ in others]
                 send_fds(path, [file, *fences, *rings], ends, limit(config.start_timeout))
         inside = {other: Connection(ours, frame_limit=config.frame_limit)
                   for other, (ours, _) in zip(others, pairs, strict=led)}
-        return dict(zip(local, bells, strict=True)), memory, inside
+        return dict(zip(local, doorbells, strict=True)), memory, inside
     file, *rest = recv_fds(path, others.index(rank), limit(config.start_timeout))
     memory = SharedMemory(file, rank, fence.Fence(rest.pop(0)) if fenced else None)
     inside = {leader: Connection(socket.socket(fileno=rest.pop()), frame_limit=config.frame_limit)} if led else {}
     each = len(rest) // len(local)
     received = [Doorbell(rest[start:start + each]) for start in range(0, len(rest), each)]
-    for close in (memory.close, *(bell.close for bell in received), *(connection.close for connection in inside.values())):
+    for close in (memory.close, *(doorbell.close for doorbell in received),
+                  *(connection.close for connection in inside.values())):
         made.callback(close)
     return dict(zip(local, received, strict=True)), memory, inside
 
 
 def _control(rank: int, hosts: Hosts, direct: Mapping[int, Connection], inside: Mapping[int, Connection],
-             bells: Mapping[int, Doorbell], pids: Mapping[int, int], config: Config, *, led: bool) -> StarControl:
+             doorbells: Mapping[int, Doorbell], pids: Mapping[int, int], config: Config, *, led: bool) -> StarControl:
     """Return this rank's end of the star.
 
     Args:
@@ -305,7 +307,7 @@ def _control(rank: int, hosts: Hosts, direct: Mapping[int, Connection], inside: 
     """
     others = {other: pid for other, pid in pids.items() if other != rank}
     if not led:
-        return StarControl(rank, direct, bells, others, heartbeat_timeout=limit(config.heartbeat_timeout))
+        return StarControl(rank, direct, doorbells, others, heartbeat_timeout=limit(config.heartbeat_timeout))
     groups = {group[0]: group for group in hosts.groups}
     kept = {peer: group for peer, group in direct.items() if rank in groups and (rank or peer in groups)}
     for peer in direct.keys() - kept.keys():
@@ -314,8 +316,9 @@ def _control(rank: int, hosts: Hosts, direct: Mapping[int, Connection], inside: 
     local = hosts.around(rank)
     leads = rank in groups
     if rank and leads and others:
-        return LeaderControl(Leader(local, sum(map(len, hosts.groups)), in_order=config.deterministic), links, bells, others,
+        return LeaderControl(Leader(local, sum(map(len, hosts.groups)), in_order=config.deterministic), links, doorbells,
+                             others,
                              heartbeat_timeout=limit(config.heartbeat_timeout))
     spoken_for = {} if rank else {leader: group for leader, group in groups.items() if leader and len(group) > 1}
-    return StarControl(rank, links, bells, others, heartbeat_timeout=limit(config.heartbeat_timeout),
+    return StarControl(rank, links, doorbells, others, heartbeat_timeout=limit(config.heartbeat_timeout),
                        above=0 if leads else local[0], hosts=spoken_for)

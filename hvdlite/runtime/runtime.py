@@ -1,7 +1,7 @@
 """One rank's runtime: user threads hand tensors in, one background thread negotiates and moves them.
 
 Theory of operation
-- A call makes an `Entry`, appends it to the inbox and rings this rank's bell if the thread may be asleep. It never
+- A call makes an `Entry`, appends it to the inbox and rings this rank's doorbell if the thread may be asleep. It never
   blocks and takes one lock, which guards the set of names in use.
 - A full bucket of a declared set takes the same way, as one `BucketEntry`; user threads fill it without asking anybody.
 - The thread turns the inbox into a report, takes in what others say, and executes decisions strictly in order.
@@ -299,7 +299,7 @@ class Runtime(DeclaredSets):
             self._fail_inbox()  # the thread ended between the caller's check and the append
 
     def _slip_in(self, item: Item) -> None:
-        """Like `_hand_in`, in the middle of anything: takes no lock but the bell's, which its holder may take again."""
+        """Like `_hand_in`, in the middle of anything: takes no lock but the doorbell's, which its holder may take again."""
         if not (self.in_child or self._leaving or self._ended.is_set()):
             self._inbox.append(item)
             if not self._awake:
