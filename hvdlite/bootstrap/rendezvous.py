@@ -124,17 +124,17 @@ def reached_at(connections: Iterable[Connection]) -> str:
 
 
 def receive_ranks(listener: socket.socket, address: Address, own: Hello, *, timeout: float, frame_limit: int,
-                  led: bool = False) -> tuple[dict[int, Connection], Welcome]:
+                  use_leaders: bool = False) -> tuple[dict[int, Connection], Welcome]:
     """On rank 0: wait for all other ranks and welcome them.
 
     Args:
-        led: whether hosts are to have leaders, when there are several.
+        use_leaders: whether hosts are to have leaders, when there are several.
 
     Raises:
         LaunchError: when some have not come within `timeout` seconds, naming them, one does not fit, or this process may
             not have as many connections.
     """
-    reception = _Reception(own, address, frame_limit, led)
+    reception = _Reception(own, address, frame_limit, use_leaders)
     try:
         return reception.connections, _welcomed(reception, listener, own, timeout)
     except BaseException:
@@ -184,13 +184,13 @@ def join(address: Address, own: Hello, *, timeout: float, frame_limit: int) -> t
 class _Reception:
     """Admits ranks; each handshake runs in a short-lived thread, so a silent stranger delays nobody."""
 
-    def __init__(self, own: Hello, address: Address, frame_limit: int, led: bool) -> None:
+    def __init__(self, own: Hello, address: Address, frame_limit: int, use_leaders: bool) -> None:
         self.connections: dict[int, Connection] = {}
         self.refusal = ""
         self._own = own
         self._address = address
         self._frame_limit = frame_limit
-        self._led = led
+        self._use_leaders = use_leaders
         self._hellos = {own.rank: own}
         self._lock = threading.Lock()
         self._places = threading.BoundedSemaphore(HALF_OPEN_LIMIT)
@@ -223,7 +223,7 @@ class _Reception:
             ranks = [self._hellos[rank] for rank in range(self._own.size)]
         return Welcome(tuple(hello.pid for hello in ranks), tuple(hello.host for hello in ranks),
                        tuple(hello.stack_dump for hello in ranks), reached_at(self.connections.values()), time.monotonic(),
-                       _lacks(ranks), self._led and len({hello.host for hello in ranks}) > 1, epoch=self._own.epoch)
+                       _lacks(ranks), self._use_leaders and len({hello.host for hello in ranks}) > 1, epoch=self._own.epoch)
 
     def _greet(self, sock: socket.socket) -> None:
         try:

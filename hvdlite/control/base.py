@@ -65,15 +65,15 @@ class ControlPlane(Protocol):
     """A star around rank 0. All methods but `wake` belong to the runtime thread.
 
     Attributes:
-        above: the rank through which this one speaks with rank 0: its host's leader, or rank 0 itself.
-        below: the ranks that speak with rank 0 through this one. They need it until they have left.
+        parent: the rank through which this one speaks with rank 0: its host's leader, or rank 0 itself.
+        children: the ranks that speak with rank 0 through this one. They need it until they have left.
     """
 
     @property
-    def above(self) -> int: ...
+    def parent(self) -> int: ...
 
     @property
-    def below(self) -> frozenset[int]: ...
+    def children(self) -> frozenset[int]: ...
 
     def send_report(self, report: Report) -> None:
         """Send to rank 0; never blocks. Not called on rank 0."""

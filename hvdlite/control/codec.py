@@ -35,7 +35,7 @@ class Welcome(Message, frozen=True):
     reached_at: str = ""  # rank 0's IP address, as most other hosts know it; "" when there are none
     clock: float = 0.0  # rank 0's monotonic clock, in seconds
     lacks: tuple[tuple[str, str], ...] = ()  # backends that some rank cannot use, and why
-    led: bool = False  # whether each host's first rank speaks for all of its ranks from here on
+    use_leaders: bool = False  # whether each host's first rank speaks for all of its ranks from here on
     refusal: str = ""
     epoch: int = 0
 

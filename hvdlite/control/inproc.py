@@ -35,8 +35,8 @@ class _Mailbox:
 class InprocControl:
     """Like `StarControl`, between threads."""
 
-    above = 0
-    below: frozenset[int] = frozenset()
+    parent = 0
+    children: frozenset[int] = frozenset()
 
     def __init__(self, rank: int, mailboxes: Sequence[_Mailbox]) -> None:
         self._rank = rank

@@ -46,19 +46,19 @@ class StarControl:
     """One rank's end of the star.
 
     Args:
-        connections: on rank 0 one for each rank that speaks with it; elsewhere one to the rank above.
+        connections: on rank 0 one for each rank that speaks with it; elsewhere one to its parent.
         doorbells: the doorbells of the ranks on this host, by rank, this rank's included.
         pids: process ids of the other ranks on this host.
-        above: see `ControlPlane`.
+        parent: see `ControlPlane`.
         hosts: on rank 0: the ranks for which a leader speaks, its own included, by leader.
     """
 
-    below: frozenset[int] = frozenset()
+    children: frozenset[int] = frozenset()
 
     def __init__(self, rank: int, connections: Mapping[int, Connection], doorbells: Mapping[int, Doorbell],
-                 pids: Mapping[int, int], *, heartbeat_timeout: float, above: int = 0,
+                 pids: Mapping[int, int], *, heartbeat_timeout: float, parent: int = 0,
                  hosts: Mapping[int, tuple[int, ...]] | None = None) -> None:
-        self.above = above
+        self.parent = parent
         self._rank = rank
         self._hosts = dict(hosts or {})
         self._way = {rank: leader for leader, ranks in self._hosts.items() for rank in ranks}  # else a rank itself
@@ -85,7 +85,7 @@ class StarControl:
             self._read(peer)  # a decision may have come right behind the welcome
 
     def send_report(self, report: Report) -> None:
-        self._send(self.above, report)
+        self._send(self.parent, report)
 
     def send_decision(self, decision: Decision) -> None:
         encoded = encode(decision)
@@ -216,7 +216,7 @@ class StarControl:
 
     def _heard_from(self, peer: int, message: Message) -> list[Event]:
         """Return what a peer's message means for this rank."""
-        from_above = self._rank != 0 and peer == self.above
+        from_parent = self._rank != 0 and peer == self.parent
         match message:
             case Heartbeat():
                 return []
@@ -224,9 +224,9 @@ class StarControl:
                 return [ReportReceived(peer, message)]
             case HostReport() if peer in self._hosts:
                 return [HostReportReceived(self._hosts[peer], message)]
-            case Decision() if from_above:
+            case Decision() if from_parent:
                 return [DecisionReceived(message)]
-            case DirectMessages(messages) if from_above:
+            case DirectMessages(messages) if from_parent:
                 return [DirectMessageReceived(message) for message in messages if message.rank == self._rank]
         return [PeerLost(peer, f"it sent a {type(message).__name__} out of place")]
 
@@ -270,7 +270,7 @@ class StarControl:
 
     def _suspect(self, peer: int, reason: str) -> None:
         """Declare a death: at once where nobody knows better, else after the grace for rank 0's word."""
-        if self._rank == 0 or peer == self.above:
+        if self._rank == 0 or peer == self.parent:
             self._declare(peer, reason)
         else:
             self._suspects.setdefault(peer, time.monotonic() + GRACE)

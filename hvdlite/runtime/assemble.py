@@ -129,10 +129,10 @@ def _assembled(info: LaunchInfo, config: Config, casts: Casts, stack_dump: Stack
         address = config.gloo_interface or _address_for_others(direct, welcome)
         pids = {rank: welcome.pids[rank] for rank in local}
         # For each rank of the host: a doorbell, a process to watch and, where this rank leads, a connection's two ends.
-        leads = welcome.led and world.rank == local[0]
+        leads = welcome.use_leaders and world.rank == local[0]
         with descriptors_for((4 if leads else 2) * len(local), f"rank {world.rank}, one of {len(local)} on its host,"):
-            doorbells, memory, inside = _shared(info, local, config, made, led=welcome.led)
-            control = _control(world.rank, hosts, direct, inside, doorbells, pids, config, led=welcome.led)
+            doorbells, memory, inside = _shared(info, local, config, made, use_leaders=welcome.use_leaders)
+            control = _control(world.rank, hosts, direct, inside, doorbells, pids, config, use_leaders=welcome.use_leaders)
             made.callback(control.close)
     finally:
         if info.owns_directory and info.world.local_rank == 0:
@@ -212,7 +212,7 @@ def _meet(info: LaunchInfo, config: Config, stack_dump: StackDumpTarget) -> tupl
     with contextlib.closing(listen(address)) as listener:
         try:
             connections, welcome = receive_ranks(listener, address, own, timeout=limit(config.start_timeout),
-                                                 frame_limit=config.frame_limit, led=config.control != "tcp")
+                                                 frame_limit=config.frame_limit, use_leaders=config.control != "tcp")
             return connections, msgspec.structs.replace(welcome, clock=0.0)
         finally:
             if address.path:
@@ -258,9 +258,9 @@ def _common_clock(welcome: Welcome) -> Callable[[], float]:
 
 
 def _shared(info: LaunchInfo, local: Sequence[int], config: Config, made: contextlib.ExitStack, *,
-            led: bool) -> tuple[dict[int, Doorbell], SharedMemory, dict[int, Connection]]:
+            use_leaders: bool) -> tuple[dict[int, Doorbell], SharedMemory, dict[int, Connection]]:
     """Make (the host's first rank) or receive (the others) the host's shared memory, one doorbell a rank and, when the
-    hosts are led, a connection between the first rank and each other one.
+    hosts have leaders, a connection between the first rank and each other one.
 
     Args:
         made: gets what must be closed when this fails, or what follows.
@@ -268,7 +268,7 @@ def _shared(info: LaunchInfo, local: Sequence[int], config: Config, made: contex
     rank, (leader, *others) = info.world.rank, local
     path = str(Path(info.job_directory) / "memory.sock")
     fenced = fence.is_needed()
-    pairs = [socket.socketpair() for _ in others] if led and rank == leader else []
+    pairs = [socket.socketpair() for _ in others] if use_leaders and rank == leader else []
     if rank == leader:
         doorbells = [Doorbell() for _ in local]
         file = anonymous_file()
@@ -281,14 +281,14 @@ def _shared(info: LaunchInfo, local: Sequence[int], config: Config, made: contex
                 given.callback(theirs.close)
             if others:
                 rings = [descriptor for doorbell in doorbells for descriptor in doorbell.descriptors]
-                ends = [[theirs.fileno()] for _, theirs in pairs] if led else [[] for _ in others]
+                ends = [[theirs.fileno()] for _, theirs in pairs] if use_leaders else [[] for _ in others]
                 send_fds(path, [file, *fences, *rings], ends, limit(config.start_timeout))
         inside = {other: Connection(ours, frame_limit=config.frame_limit)
-                  for other, (ours, _) in zip(others, pairs, strict=led)}
+                  for other, (ours, _) in zip(others, pairs, strict=use_leaders)}
         return dict(zip(local, doorbells, strict=True)), memory, inside
     file, *rest = recv_fds(path, others.index(rank), limit(config.start_timeout))
     memory = SharedMemory(file, rank, fence.Fence(rest.pop(0)) if fenced else None)
-    inside = {leader: Connection(socket.socket(fileno=rest.pop()), frame_limit=config.frame_limit)} if led else {}
+    inside = {leader: Connection(socket.socket(fileno=rest.pop()), frame_limit=config.frame_limit)} if use_leaders else {}
     each = len(rest) // len(local)
     received = [Doorbell(rest[start:start + each]) for start in range(0, len(rest), each)]
     for close in (memory.close, *(doorbell.close for doorbell in received),
@@ -298,7 +298,8 @@ def _shared(info: LaunchInfo, local: Sequence[int], config: Config, made: contex
 
 
 def _control(rank: int, hosts: Hosts, direct: Mapping[int, Connection], inside: Mapping[int, Connection],
-             doorbells: Mapping[int, Doorbell], pids: Mapping[int, int], config: Config, *, led: bool) -> StarControl:
+             doorbells: Mapping[int, Doorbell], pids: Mapping[int, int], config: Config, *,
+             use_leaders: bool) -> StarControl:
     """Return this rank's end of the star.
 
     Args:
@@ -306,7 +307,7 @@ def _control(rank: int, hosts: Hosts, direct: Mapping[int, Connection], inside: 
         inside: those between a host's leader and each other rank of it.
     """
     others = {other: pid for other, pid in pids.items() if other != rank}
-    if not led:
+    if not use_leaders:
         return StarControl(rank, direct, doorbells, others, heartbeat_timeout=limit(config.heartbeat_timeout))
     groups = {group[0]: group for group in hosts.groups}
     kept = {peer: group for peer, group in direct.items() if rank in groups and (rank or peer in groups)}
@@ -321,4 +322,4 @@ def _control(rank: int, hosts: Hosts, direct: Mapping[int, Connection], inside: 
                              heartbeat_timeout=limit(config.heartbeat_timeout))
     spoken_for = {} if rank else {leader: group for leader, group in groups.items() if leader and len(group) > 1}
     return StarControl(rank, links, doorbells, others, heartbeat_timeout=limit(config.heartbeat_timeout),
-                       above=0 if leads else local[0], hosts=spoken_for)
+                       parent=0 if leads else local[0], hosts=spoken_for)

@@ -125,7 +125,7 @@ class Runtime(DeclaredSets):
         self._stall_inspector = (None if coordinator is None else
                                  StallInspector(coordinator, times, probe, deliver, self.story))
         self._autotuner = None if coordinator is None or not config.autotune else Autotuner(config, coordinator, clock)
-        self._watchdog = CoordinatorWatchdog(world.rank, control.above, config.silence_check_seconds,
+        self._watchdog = CoordinatorWatchdog(world.rank, control.parent, config.silence_check_seconds,
                                              config.heartbeat_timeout, probe)
         self._look_seconds = min(LOOK_SECONDS, times.look / LOOKS)
         self._next_look = -math.inf
@@ -333,7 +333,7 @@ class Runtime(DeclaredSets):
         """Whether this rank has left, and so have those who need it: on rank 0 everybody, on a leader its host's."""
         if self._coordinator is not None:
             return self._left and len(self._coordinator.left) == self.world.size
-        return self._left and self._departed >= self._control.below
+        return self._left and self._departed >= self._control.children
 
     def _exchange(self, *, within_plan: bool = False, sleep: bool = True) -> None:
         """Say what is new, take in what others say, and sleep when there is nothing else to do.
@@ -437,7 +437,7 @@ class Runtime(DeclaredSets):
             self._controller.say(side_message)
             self._say()
         if lost := self._watchdog.gave_up(now):
-            self._give_up(FailureNotice(self._control.above, "lost", lost))
+            self._give_up(FailureNotice(self._control.parent, "lost", lost))
         if inspector is not None and inspector.look(now):
             self._decide()
             return 0.0  # the decision is to be applied before sleeping
@@ -594,7 +594,7 @@ class Runtime(DeclaredSets):
         if self._coordinator is not None:
             missing = sorted(set(range(self.world.size)) - self._coordinator.left)
         elif self._left:
-            missing = sorted(self._control.below - self._departed)
+            missing = sorted(self._control.children - self._departed)
         else:
             return " for rank 0 to confirm"
         return f" for ranks {missing} to leave"

@@ -86,7 +86,7 @@ def test_decisions_go_down(host: Host) -> None:
     assert host.sent(host.rank_3) == Decision(0, 1)
 
 
-def test_a_decision_comes_from_above_only(host: Host) -> None:
+def test_a_decision_comes_from_the_parent_only(host: Host) -> None:
     host.rank_3.send(Decision(0, 1))
     (event,) = host.control.wait(5.0)
     assert isinstance(event, PeerLost) and event.rank == 3 and "out of place" in event.reason
