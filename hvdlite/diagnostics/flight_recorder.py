@@ -67,9 +67,9 @@ class FlightRecorder:
     def submitted(self, request: Request) -> None:
         """A tensor was handed in here."""
         self._events.append((self._clock(), (request.name,), "submitted", (  # all but the payload
-            request.collective, request.dtype, request.shape, request.op, request.root_rank, request.process_set)))
+            request.collective, request.dtype, request.shape, request.op, request.root_rank, request.process_set_id)))
         if self._open is not None:
-            self._begin((lane_of(request.process_set, request.name),), f"NEGOTIATE_{request.collective.name}",
+            self._begin((lane_of(request.process_set_id, request.name),), f"NEGOTIATE_{request.collective.name}",
                         f"{request.dtype}{list(request.shape)}")
 
     def bucket_submitted(self, lane: str, names: Sequence[str], response: Response) -> None:
@@ -82,7 +82,8 @@ class FlightRecorder:
         """On rank 0: other ranks reported tensors and buckets."""
         for item in what if self._open is not None else ():
             if isinstance(item, (Request, BucketReady)):
-                lane = bucket_lane(item.bucket) if isinstance(item, BucketReady) else lane_of(item.process_set, item.name)
+                lane = (bucket_lane(item.bucket_id) if isinstance(item, BucketReady)
+                        else lane_of(item.process_set_id, item.name))
                 self._trace.extend(TraceEvent("i", self._clock() * 1e6, lane, str(rank)) for rank in ranks)
 
     def decided(self, lanes: Sequence[str], response: Response) -> None:

@@ -111,8 +111,8 @@ class BucketEntry:
     def __init__(self, bucket: LearnedBucket, ready: BucketReady, sleepers: Sleepers, event: Event | None = None) -> None:
         self.bucket, self.ready, self._event = bucket, ready, event
         self._sleepers = sleepers
-        first, process_set = bucket.definition.members[0], bucket.definition.response.process_set
-        self.handle = BucketHandle(first.name, sleepers, Wait(process_set, first.label, ready.round))
+        first, process_set = bucket.definition.members[0], bucket.definition.response.process_set_id
+        self.handle = BucketHandle(first.name, sleepers, Wait(process_set, first.label, ready.round_id))
         self._abandoned = False
 
     @property

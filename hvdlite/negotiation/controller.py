@@ -40,7 +40,7 @@ from hvdlite.negotiation.messages import (
 class Expanded:
     """A bucket that this rank reported is answered member by member: its layout was evicted or suspended."""
 
-    bucket: int
+    bucket_id: int
     requests: tuple[Request, ...]
 
 
@@ -105,17 +105,17 @@ class Controller:
         Return its members' requests when its layout has been evicted or suspended meanwhile; they are then submitted.
         """
         self._unsaid = True
-        if ready.bucket in self._buckets and ready.round >= self._first_round:
-            assert ready.bucket not in self._reported, f"bucket {ready.bucket} is still being processed"
-            self._reported[ready.bucket] = ready
+        if ready.bucket_id in self._buckets and ready.round_id >= self._first_round:
+            assert ready.bucket_id not in self._reported, f"bucket {ready.bucket_id} is still being processed"
+            self._reported[ready.bucket_id] = ready
             self._items.append(ready)
             return None
         requests = tuple(expand(bucket, ready))
         for request in requests:
             self.submit(request)
         if ready.ends_round:
-            self.round_done(RoundDone(requests[0].label, ready.round, requests[0].process_set))
-        return Expanded(ready.bucket, requests)
+            self.round_done(RoundDone(requests[0].label, ready.round_id, requests[0].process_set_id))
+        return Expanded(ready.bucket_id, requests)
 
     def round_done(self, message: RoundDone) -> None:
         """Everything that this rank has of a declared set's round is submitted."""
@@ -186,20 +186,20 @@ class Controller:
         self.applied = decision.sequence
         instructions: list[Instruction] = []
         for layout in decision.learned:
-            self._layouts[layout.layout] = layout
-            self._buckets.update((bucket.bucket, bucket) for bucket in layout.buckets)
+            self._layouts[layout.layout_id] = layout
+            self._buckets.update((bucket.bucket_id, bucket) for bucket in layout.buckets)
             instructions.append(layout)
         for release in decision.released:
-            if self._reported.pop(release.bucket, None) is not None:  # else another process set's
+            if self._reported.pop(release.bucket_id, None) is not None:  # else another process set's
                 instructions.append(release)
         for number in decision.suspended:
             instructions.extend((*self._withdraw(self._layouts[number]), Suspended(self._layouts[number])))
         for number in decision.evicted:
             ended = self._layouts.pop(number)
-            self._items = [item for item in self._items if not (isinstance(item, LayoutStale) and item.layout == number)]
+            self._items = [item for item in self._items if not (isinstance(item, LayoutStale) and item.layout_id == number)]
             instructions.extend((*self._withdraw(ended), Evicted(ended)))
         for response in decision.responses:
-            keys = [(response.process_set, name, response.round) for name in response.names]
+            keys = [(response.process_set_id, name, response.round_id) for name in response.names]
             if keys[0] in self._unanswered:  # a fused response concerns all of a process set or none
                 instructions.append(response)
                 self._unanswered.difference_update(keys)
@@ -225,21 +225,21 @@ class Controller:
             self._joins += 1
             self._first_round = first_round(self._joins)
             for layout in self._layouts.values():
-                self._buckets.update((bucket.bucket, bucket) for bucket in layout.buckets)
+                self._buckets.update((bucket.bucket_id, bucket) for bucket in layout.buckets)
 
     def _withdraw(self, layout: Layout) -> list[Instruction]:
         """Do not report a layout's buckets any more; return how those that this rank has reported are answered."""
         instructions: list[Instruction] = []
         for bucket in layout.buckets:
-            self._buckets.pop(bucket.bucket, None)
-            ready = self._reported.pop(bucket.bucket, None)
+            self._buckets.pop(bucket.bucket_id, None)
+            ready = self._reported.pop(bucket.bucket_id, None)
             if ready is None:
                 continue
             requests = tuple(expand(bucket, ready))
             self._unanswered.update(request.key for request in requests)
-            instructions.append(Expanded(bucket.bucket, requests))
+            instructions.append(Expanded(bucket.bucket_id, requests))
             if ready in self._items:  # not told yet: nobody may name the bucket in a report that says it knows its end
                 at = self._items.index(ready)
-                done = RoundDone(layout.label, ready.round, bucket.response.process_set)
+                done = RoundDone(layout.label, ready.round_id, bucket.response.process_set_id)
                 self._items[at:at + 1] = (*requests, done) if ready.ends_round else requests
         return instructions

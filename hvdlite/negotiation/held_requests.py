@@ -31,7 +31,7 @@ class HeldRequests:
             return [MergedRequests((rank,), (request,))]
         held = self._held.setdefault(key, {})
         held[rank] = request
-        if len(held) < self._count(request.process_set):
+        if len(held) < self._count(request.process_set_id):
             return []
         return _merged(self._held.pop(key))
 
@@ -52,7 +52,7 @@ class HeldRequests:
         released: list[MergedRequests] = []
         for response in responses:
             for name in response.names:
-                key = response.process_set, name, response.round
+                key = response.process_set_id, name, response.round_id
                 self._loose.discard(key)
                 if key in self._held:  # refused before all ranks have made the request
                     released.extend(self.loosen(next(iter(self._held[key].values()))))

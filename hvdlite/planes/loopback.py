@@ -37,7 +37,7 @@ class LoopbackPlane:
         self._casts = casts or Casts.of_numpy()
 
     def execute(self, plan: Plan, wait_until: WaitUntil) -> None:
-        table, key = self._table, (plan.response.process_set, plan.sequence)
+        table, key = self._table, (plan.response.process_set_id, plan.sequence)
         with table.lock:
             plans = table.laid.setdefault(key, {})
             done = table.done.setdefault(key, set())

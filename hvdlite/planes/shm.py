@@ -60,7 +60,7 @@ class ShmPlane:
         self._areas: dict[int, StagingArea] = {}  # the process sets this rank is in
 
     def execute(self, plan: Plan, wait_until: WaitUntil) -> None:
-        area = self._areas[plan.response.process_set]
+        area = self._areas[plan.response.process_set_id]
         match plan.response.collective:
             case Collective.ALLREDUCE if plan.buffer_slice is not None:
                 self._allreduce_in_place(area, plan.buffer_slice, plan.response, wait_until)

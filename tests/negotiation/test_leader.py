@@ -37,8 +37,8 @@ def a_leader() -> Leader:
     return leader
 
 
-def ready(round: int) -> Report:
-    return Report(0, 1, (BucketReady(7, round),))
+def ready(round_id: int) -> Report:
+    return Report(0, 1, (BucketReady(7, round_id),))
 
 
 # docs/protocol.md#leaders
@@ -187,7 +187,7 @@ def test_nobody_waits_for_a_rank_that_has_joined() -> None:
 
 def test_a_member_that_only_one_rank_has_goes_up_before_the_round_is_over() -> None:
     leader = a_leader()
-    member, done = msgspec.structs.replace(MEMBER, name="b", round=1), RoundDone("net", 1)
+    member, done = msgspec.structs.replace(MEMBER, name="b", round_id=1), RoundDone("net", 1)
     leader.receive(2, report_of(member, done))
     assert told(leader) == ()
     leader.receive(3, report_of(done))
@@ -196,7 +196,7 @@ def test_a_member_that_only_one_rank_has_goes_up_before_the_round_is_over() -> N
 
 def test_a_request_that_ends_a_layout_goes_up_at_once() -> None:
     leader = a_leader()
-    member = msgspec.structs.replace(MEMBER, round=2)
+    member = msgspec.structs.replace(MEMBER, round_id=2)
     leader.receive(2, report_of(member))
     assert told(leader) == (RankReport(2, report_of(member)),)
 
@@ -204,7 +204,7 @@ def test_a_request_that_ends_a_layout_goes_up_at_once() -> None:
 def test_requests_in_a_process_set_that_ends_go_up() -> None:
     leader = a_leader()
     leader.watch(Decision(0, 2, responses=(Response(("add",), Collective.ADD_PROCESS_SET, "uint8", members=(2, 3)),)))
-    inside = msgspec.structs.replace(X, process_set=1)
+    inside = msgspec.structs.replace(X, process_set_id=1)
     remove = Request("remove", Collective.REMOVE_PROCESS_SET, "uint8", (0,), members=(1,))
     leader.receive(2, report_of(inside, remove))
     assert told(leader) == (MergedRequests((2,), (inside,)), RankReport(2, report_of(remove)))

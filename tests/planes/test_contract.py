@@ -463,7 +463,7 @@ def test_process_sets_that_overlap_do_not_disturb_each_other(make_planes: Any) -
             if rank not in members:
                 continue
             mine = np.full(count, turn + rank, np.int64)
-            one = msgspec.structs.replace(allreduce("int64", ReduceOp.SUM, 3), process_set=process_set_id,
+            one = msgspec.structs.replace(allreduce("int64", ReduceOp.SUM, 3), process_set_id=process_set_id,
                                           contributors=members)
             execute(one, [mine], [mine], ranks=members)
             assert (mine == len(members) * turn + sum(members)).all(), turn
@@ -569,7 +569,8 @@ def test_send(make_planes: Any) -> None:
             for number, (sender, receiver) in enumerate([(0, 2), (2, 0), (0, 2)]):
                 mine = np.arange(count, dtype=np.int32) + number
                 out = np.empty_like(mine) if rank == receiver else None
-                execute(Response(names=("x",), collective=Collective.SEND, dtype="int32", process_set=-1, root_rank=sender,
+                execute(Response(names=("x",), collective=Collective.SEND, dtype="int32", process_set_id=-1,
+                                 root_rank=sender,
                                  elements=count, contributors=(0, 2)), [mine if rank == sender else np.zeros_like(mine)],
                         [out], ranks=(0, 2))
                 with case(count, f"from {sender}"):
