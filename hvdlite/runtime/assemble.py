@@ -18,8 +18,8 @@ import msgspec
 from hvdlite._version import __version__
 from hvdlite.bootstrap.descriptors import recv_fds, send_fds
 from hvdlite.bootstrap.environments import LaunchInfo, check_directory
-from hvdlite.bootstrap.rendezvous import Address, host_identity, join, listen, reached_at, receive_ranks
-from hvdlite.control.codec import Hello, Welcome
+from hvdlite.bootstrap.rendezvous import Address, accept_ranks, advertised_address, connect_to_rank_0, host_identity, listen
+from hvdlite.control.codec import RankInfo, Welcome
 from hvdlite.control.doorbell import Doorbell
 from hvdlite.control.inproc import InprocControl
 from hvdlite.control.leading import LeaderControl
@@ -139,7 +139,7 @@ def _assembled(info: LaunchInfo, config: Config, casts: Casts, stack_dump: Stack
             shutil.rmtree(info.job_directory, ignore_errors=True)
     notes = Notes(world.rank)
     planes = HostPlanes(world.rank, hosts, config, casts, memory, control, notes, address, info.communicator)
-    choice = choose_plane(config.cpu_operations, hosts, dict(welcome.lacks))
+    choice = choose_plane(config.cpu_operations, hosts, dict(welcome.unavailable))
     if world.rank == 0:
         _log.info("%s", choice)
     plane = planes.make(choice)
@@ -204,14 +204,15 @@ def _meet(info: LaunchInfo, config: Config, stack_dump: StackDumpTarget) -> tupl
     host = f"{host_identity()}:{info.job_directory}"
     no_mpi = "" if info.communicator is not None else info.mpi_problem or "the job was not started with mpirun"
     lacks = tuple((name, reason) for name, reason in {"mpi": no_mpi, "gloo": gloo_unavailable_reason()}.items() if reason)
-    own = Hello(world.rank, world.size, os.getpid(), host, __version__, stack_dump, alike(config), lacks)
+    own = RankInfo(world.rank, world.size, os.getpid(), host, __version__, stack_dump, alike(config), lacks)
     address = _address(info, config)
     if world.rank != 0:
-        connection, welcome = join(address, own, timeout=limit(config.start_timeout), frame_limit=config.frame_limit)
+        connection, welcome = connect_to_rank_0(address, own, timeout=limit(config.start_timeout),
+                                                frame_limit=config.frame_limit)
         return {0: connection}, msgspec.structs.replace(welcome, clock=welcome.clock - time.monotonic())
     with contextlib.closing(listen(address)) as listener:
         try:
-            connections, welcome = receive_ranks(listener, address, own, timeout=limit(config.start_timeout),
+            connections, welcome = accept_ranks(listener, address, own, timeout=limit(config.start_timeout),
                                                  frame_limit=config.frame_limit, use_leaders=config.control != "tcp")
             return connections, msgspec.structs.replace(welcome, clock=0.0)
         finally:
@@ -245,8 +246,8 @@ def _checked(info: LaunchInfo, hosts: Hosts) -> World:
 
 def _address_for_others(connections: Mapping[int, Connection], welcome: Welcome) -> str:
     """Return the IP address of this host on the way to rank 0; on rank 0 and beside it, the one by which others come."""
-    own = reached_at(connections.values())
-    return own or welcome.reached_at or "127.0.0.1"
+    own = advertised_address(connections.values())
+    return own or welcome.advertised_address or "127.0.0.1"
 
 
 def _common_clock(welcome: Welcome) -> Callable[[], float]:

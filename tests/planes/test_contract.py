@@ -18,7 +18,7 @@ import pytest
 
 from hvdlite.core.array import SUPPORTED_DTYPES, Array, identity
 from hvdlite.core.types import Collective, ReduceOp
-from hvdlite.negotiation.fusion import columns, even_rows
+from hvdlite.negotiation.fusion import receive_splits, even_rows
 from hvdlite.negotiation.messages import Request, Response
 from hvdlite.planes.base import AlltoallSplits, BufferSlice, Plan, Plane
 from tests.planes import under_mpi
@@ -399,7 +399,7 @@ def alltoall_splits(splits: list[list[int]], rank: int) -> AlltoallSplits:
     """Return what a rank knows of an alltoall, of everybody's splits."""
     requests = {sender: Request("x", Collective.ALLTOALL, "uint8", (sum(row), 3), splits=tuple(row))
                 for sender, row in enumerate(splits) if row}
-    column = columns(requests, range(len(splits)))[rank]
+    column = receive_splits(requests, range(len(splits)))[rank]
     return AlltoallSplits(tuple(splits[rank]) or (0,) * len(splits), column.rows, column.starts)
 
 
