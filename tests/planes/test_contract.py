@@ -399,8 +399,8 @@ def alltoall_splits(splits: list[list[int]], rank: int) -> AlltoallSplits:
     """Return what a rank knows of an alltoall, of everybody's splits."""
     requests = {sender: Request("x", Collective.ALLTOALL, "uint8", (sum(row), 3), splits=tuple(row))
                 for sender, row in enumerate(splits) if row}
-    column = receive_splits(requests, range(len(splits)))[rank]
-    return AlltoallSplits(tuple(splits[rank]) or (0,) * len(splits), column.rows, column.starts)
+    received = receive_splits(requests, range(len(splits)))[rank]
+    return AlltoallSplits(tuple(splits[rank]) or (0,) * len(splits), received.rows, received.offsets)
 
 
 @pytest.mark.parametrize("size", [2, 3])
