@@ -14,7 +14,7 @@ from hvdlite.core.types import Collective
 from hvdlite.diagnostics.flight_recorder import FlightRecorder, bucket_lane, lane_of
 from hvdlite.handoff.buckets import BucketEntry, LearnedLayout, buffer_bytes
 from hvdlite.handoff.entry import Entry
-from hvdlite.negotiation.controller import Assist, Evicted, Expanded, Instruction, Suspended
+from hvdlite.negotiation.controller import EvictLayout, Instruction, ParticipateWithoutData, SplitBucket, SuspendLayout
 from hvdlite.negotiation.messages import BucketRelease, Decision, ErrorKind, Layout, ReceiveSplits, Response
 from hvdlite.negotiation.process_sets import ProcessSetTable
 from hvdlite.planes.base import AlltoallSplits, BufferSlice, DevicePlane, FusionBuffer, Plan, Plane, WaitUntil
@@ -82,11 +82,11 @@ class Execution:
         self._buckets[entry.ready.bucket_id] = entry
         self._recorder.bucket_submitted(bucket_lane(definition.bucket_id), definition.response.names, definition.response)
 
-    def split(self, expanded: Expanded) -> None:
+    def split(self, split: SplitBucket) -> None:
         """A bucket's members are answered one by one."""
-        entry = self._buckets.pop(expanded.bucket_id)
-        self._recorder.split(bucket_lane(expanded.bucket_id), entry.bucket.definition.response.names)
-        for each in entry.split(expanded, self._devices):
+        entry = self._buckets.pop(split.bucket_id)
+        self._recorder.split(bucket_lane(split.bucket_id), entry.bucket.definition.response.names)
+        for each in entry.split(split, self._devices):
             self.add(each)
 
     def add_receive_splits(self, splits: Iterable[ReceiveSplits]) -> None:
@@ -141,19 +141,19 @@ class Execution:
         match instruction:
             case Response():
                 self._perform(instruction)
-            case Assist(response):
-                self._assist(response)
+            case ParticipateWithoutData(response):
+                self._participate_without_data(response)
             case BucketRelease():
                 self._reduce_bucket(instruction)
             case Layout():
                 self._learn(instruction)
-            case Expanded():
+            case SplitBucket():
                 self.split(instruction)
-            case Suspended(layout):
+            case SuspendLayout(layout):
                 learned = self.layouts.get(layout.label)
                 if learned is not None and learned.layout.layout_id == layout.layout_id:
                     learned.is_suspended = True
-            case Evicted(layout):
+            case EvictLayout(layout):
                 learned = self.layouts.get(layout.label)
                 if learned is not None and learned.layout.layout_id == layout.layout_id:
                     del self.layouts[layout.label]
@@ -216,7 +216,7 @@ class Execution:
         for entry in entries:
             self._release(entry).complete(response, completion)
 
-    def _assist(self, response: Response) -> None:
+    def _participate_without_data(self, response: Response) -> None:
         """Having joined, do this rank's share of the others' work."""
         if response.collective in (Collective.ADD_PROCESS_SET, Collective.REMOVE_PROCESS_SET):
             self._change_sets(response)

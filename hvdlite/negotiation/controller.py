@@ -37,7 +37,7 @@ from hvdlite.negotiation.messages import (
 
 
 @dataclasses.dataclass(frozen=True)
-class Expanded:
+class SplitBucket:
     """A bucket that this rank reported is answered member by member: its layout was evicted or suspended."""
 
     bucket_id: int
@@ -45,27 +45,27 @@ class Expanded:
 
 
 @dataclasses.dataclass(frozen=True)
-class Evicted:
+class EvictLayout:
     """A layout ends; no bucket of it is waited for any more."""
 
     layout: Layout
 
 
 @dataclasses.dataclass(frozen=True)
-class Suspended:
+class SuspendLayout:
     """A layout is not used until all ranks have joined; no bucket of it is waited for."""
 
     layout: Layout
 
 
 @dataclasses.dataclass(frozen=True)
-class Assist:
+class ParticipateWithoutData:
     """This rank has joined: it does its share of the work, if it is in the process set, but has no tensor in it."""
 
     response: Response
 
 
-Instruction = Assist | Layout | BucketRelease | Expanded | Suspended | Evicted | Response
+Instruction = ParticipateWithoutData | Layout | BucketRelease | SplitBucket | SuspendLayout | EvictLayout | Response
 """What a rank does: help although it has joined, set up a learned layout, reduce a bucket, split one, suspend or give up a
 layout, or carry out a response. The answer to a join ends all suspensions."""
 
@@ -99,7 +99,7 @@ class Controller:
         self._items.append(request)
         self._unsaid = True
 
-    def submit_bucket(self, bucket: Bucket, ready: BucketReady) -> Expanded | None:
+    def submit_bucket(self, bucket: Bucket, ready: BucketReady) -> SplitBucket | None:
         """All members of a learned bucket are in their places here.
 
         Return its members' requests when its layout has been evicted or suspended meanwhile; they are then submitted.
@@ -115,7 +115,7 @@ class Controller:
             self.submit(request)
         if ready.ends_round:
             self.round_done(RoundDone(requests[0].label, ready.round_id, requests[0].process_set_id))
-        return Expanded(ready.bucket_id, requests)
+        return SplitBucket(ready.bucket_id, requests)
 
     def round_done(self, message: RoundDone) -> None:
         """Everything that this rank has of a declared set's round is submitted."""
@@ -193,11 +193,11 @@ class Controller:
             if self._reported.pop(release.bucket_id, None) is not None:  # else another process set's
                 instructions.append(release)
         for number in decision.suspended:
-            instructions.extend((*self._withdraw(self._layouts[number]), Suspended(self._layouts[number])))
+            instructions.extend((*self._withdraw(self._layouts[number]), SuspendLayout(self._layouts[number])))
         for number in decision.evicted:
             ended = self._layouts.pop(number)
             self._items = [item for item in self._items if not (isinstance(item, LayoutStale) and item.layout_id == number)]
-            instructions.extend((*self._withdraw(ended), Evicted(ended)))
+            instructions.extend((*self._withdraw(ended), EvictLayout(ended)))
         for response in decision.responses:
             keys = [(response.process_set_id, name, response.round_id) for name in response.names]
             if keys[0] in self._unanswered:  # a fused response concerns all of a process set or none
@@ -206,7 +206,7 @@ class Controller:
                 if response.collective is Collective.JOIN:
                     self._end_join(response)
             elif self._joined and response.error is ErrorKind.NONE:
-                instructions.append(Assist(response))
+                instructions.append(ParticipateWithoutData(response))
         return instructions
 
     def bucket(self, number: int) -> Bucket:
@@ -237,7 +237,7 @@ class Controller:
                 continue
             requests = tuple(expand(bucket, ready))
             self._unanswered.update(request.key for request in requests)
-            instructions.append(Expanded(bucket.bucket_id, requests))
+            instructions.append(SplitBucket(bucket.bucket_id, requests))
             if ready in self._items:  # not told yet: nobody may name the bucket in a report that says it knows its end
                 at = self._items.index(ready)
                 done = RoundDone(layout.label, ready.round_id, bucket.response.process_set_id)

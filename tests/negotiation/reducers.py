@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.buckets import first_round
-from hvdlite.negotiation.controller import Assist, Evicted, Instruction, Suspended
+from hvdlite.negotiation.controller import EvictLayout, Instruction, ParticipateWithoutData, SuspendLayout
 from hvdlite.negotiation.messages import BucketReady, BucketRelease, ErrorKind, Layout, Request, Response, RoundDone
 from tests.negotiation.simulation import Simulation
 
@@ -105,10 +105,10 @@ class Reducer:
                 learned = {name for bucket in instruction.buckets for name in bucket.response.names}
                 assert learned == self.played[first - 2].members.keys() - set(alone), "not learned from a whole round"
                 self.layout = instruction
-            case Suspended(layout) if layout.label == self.label:
+            case SuspendLayout(layout) if layout.label == self.label:
                 assert self.layout == layout
                 self.suspended, self.layout = layout, None
-            case Evicted(layout) if layout.label == self.label:
+            case EvictLayout(layout) if layout.label == self.label:
                 self.layout = None if self.layout == layout else self.layout  # it may be the next one
                 self.suspended = None if self.suspended == layout else self.suspended
             case BucketRelease(bucket, nobody) if bucket in self.definitions:
@@ -258,8 +258,8 @@ def _done(instruction: Instruction) -> object:
     match instruction:
         case BucketRelease(bucket):
             return "bucket", bucket, instruction.nobody
-        case Response(error=ErrorKind.NONE) | Assist(Response()):
-            response = instruction.response if isinstance(instruction, Assist) else instruction
+        case Response(error=ErrorKind.NONE) | ParticipateWithoutData(Response()):
+            response = instruction.response if isinstance(instruction, ParticipateWithoutData) else instruction
             return response.names, response.round_id
     return None
 

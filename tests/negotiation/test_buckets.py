@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies
 
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.buckets import BucketSizes, cut
-from hvdlite.negotiation.controller import Evicted, Expanded
+from hvdlite.negotiation.controller import EvictLayout, SplitBucket
 from hvdlite.negotiation.messages import (
     ErrorKind,
     Layout,
@@ -111,7 +111,7 @@ def test_too_many_layouts_evict_the_least_recently_used() -> None:
             for instruction in simulation.plans[0]:
                 if isinstance(instruction, Layout):
                     layouts[instruction.label] = instruction
-                elif isinstance(instruction, Evicted):
+                elif isinstance(instruction, EvictLayout):
                     layouts.pop(instruction.layout.label, None)
             simulation.plans[0].clear()
             assert len(layouts) <= 2
@@ -132,7 +132,7 @@ def test_layouts_differing_between_ranks_fall_back_to_row_major() -> None:
 
 def test_learning_can_be_turned_off() -> None:
     simulation, _ = steady(2, {"a": 8}, 4, sizes=BucketSizes(16, 0))
-    assert not any(isinstance(instruction, (Layout, Expanded)) for instruction in simulation.plans[0])
+    assert not any(isinstance(instruction, (Layout, SplitBucket)) for instruction in simulation.plans[0])
 
 
 @pytest.mark.parametrize(("sizes", "ends"), [
@@ -176,7 +176,7 @@ def test_a_set_that_ranks_drop_at_different_times_is_forgotten(story: tuple[Simu
     assert not simulation.coordinator.declared_sets and not simulation.coordinator.anything_waits
     for plan in simulation.plans:
         learned = [instruction.layout_id for instruction in plan if isinstance(instruction, Layout)]
-        assert [instruction.layout.layout_id for instruction in plan if isinstance(instruction, Evicted)] == learned
+        assert [instruction.layout.layout_id for instruction in plan if isinstance(instruction, EvictLayout)] == learned
 
 
 @pytest.mark.parametrize("hosts", [[], [(0, 1)]])
@@ -184,7 +184,7 @@ def test_a_layout_ends_with_the_first_rank_that_drops_its_set(hosts: list[tuple[
     simulation, _ = steady(2, {"a": 8, "b": 8}, 4, hosts=hosts)
     simulation.controllers[1].retire(Retired(LABEL))
     simulation.settle()
-    assert [isinstance(plan[-1], Evicted) for plan in simulation.plans] == [True, True]
+    assert [isinstance(plan[-1], EvictLayout) for plan in simulation.plans] == [True, True]
     assert simulation.coordinator.declared_sets == {LABEL}, "rank 0 may still report something of it"
     simulation.controllers[0].retire(Retired(LABEL))
     simulation.settle()
@@ -242,6 +242,6 @@ def test_a_set_may_be_dropped_in_the_middle_of_a_round(size: int, seed: int, per
     assert simulation.failures == [None] * size
     for plan in simulation.plans:
         learned = [instruction.layout_id for instruction in plan if isinstance(instruction, Layout)]
-        assert [instruction.layout.layout_id for instruction in plan if isinstance(instruction, Evicted)] == learned
+        assert [instruction.layout.layout_id for instruction in plan if isinstance(instruction, EvictLayout)] == learned
     assert not any(controller.unanswered() for controller in simulation.controllers), "somebody waits for ever"
     assert not simulation.coordinator.anything_waits and not simulation.coordinator.declared_sets

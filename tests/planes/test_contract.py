@@ -18,7 +18,7 @@ import pytest
 
 from hvdlite.core.array import SUPPORTED_DTYPES, Array, identity
 from hvdlite.core.types import Collective, ReduceOp
-from hvdlite.negotiation.fusion import receive_splits, even_rows
+from hvdlite.negotiation.fusion import even_rows, receive_splits
 from hvdlite.negotiation.messages import Request, Response
 from hvdlite.planes.base import AlltoallSplits, BufferSlice, Plan, Plane
 from tests.planes import under_mpi
