@@ -3,7 +3,7 @@
 Reports of the host's ranks, its own included, are merged by `negotiation.leader` and go up as one; decisions go down as they
 come. Both happen while this rank's runtime thread waits, in the middle of a plan too, and are no events to it.
 
-How a failure travels (PROTOCOL rule 20)
+How a failure travels (docs/protocol.md#leaders, #first-failure)
 - The end of a rank of this host goes up, and comes back as rank 0's decision, like what rank 0 saw itself.
 - When this rank is the first to know of a failure, because rank 0 itself is lost for instance, it tells its host: nobody
   else can.
@@ -19,7 +19,7 @@ from hvdlite.control.doorbell import Doorbell
 from hvdlite.control.star import StarControl
 from hvdlite.control.wire import Connection
 from hvdlite.negotiation.leader import Leader
-from hvdlite.negotiation.messages import Decision, Letters, Message, Report
+from hvdlite.negotiation.messages import Decision, DirectMessages, Message, Report
 
 
 class LeaderControl(StarControl):
@@ -55,8 +55,8 @@ class LeaderControl(StarControl):
             case Decision() if peer == self.above:
                 self._leader.watch(message)
                 self._pass_down(message)
-            case Letters(letters) if peer == self.above:
-                self.send_letters([letter for letter in letters if letter.rank in self.below])
+            case DirectMessages(messages) if peer == self.above:
+                self.send_direct_messages([message for message in messages if message.rank in self.below])
         return super()._heard_from(peer, message)
 
     def _suspect(self, peer: int, reason: str) -> None:

@@ -35,7 +35,7 @@ def shm(size: int, ring: Callable[[int], None], slot: int = 1 << 16, direct: int
     os.close(file)
     os.close(order)
     for plane in planes:
-        plane.open_set(0, tuple(range(size)))
+        plane.add_process_set(0, tuple(range(size)))
     return planes
 
 
@@ -103,10 +103,11 @@ HOSTS = {1: "a", 2: "ab", 3: "abb", 4: "abba"}
 def hierarchical(size: int, ring: Callable[[int], None]) -> list[Plane]:
     files = {host: anonymous_file() for host in HOSTS[size]}
     hosts = Hosts.of(HOSTS[size])
-    planes = [HierarchicalPlane(rank, hosts, SharedMemory(os.dup(files[HOSTS[size][rank]]), rank), ring, engine,
-                                slot=1 << 16, chunk=1 << 12, direct=256) for rank, engine in enumerate(gloo(size, ring))]
+    planes = [HierarchicalPlane(rank, hosts, SharedMemory(os.dup(files[HOSTS[size][rank]]), rank), ring, cross_plane,
+                                slot=1 << 16, chunk=1 << 12, direct=256) for rank,
+                                cross_plane in enumerate(gloo(size, ring))]
     for plane in planes:
-        plane.open_set(0, tuple(range(size)))
+        plane.add_process_set(0, tuple(range(size)))
     return planes
 
 
@@ -120,5 +121,5 @@ def hierarchical_mpi(size: int, ring: Callable[[int], None]) -> list[Plane]:
     hosts, rank = Hosts.of([str(rank) for rank in range(size)]), under_mpi.world(size).rank
     plane = HierarchicalPlane(rank, hosts, SharedMemory(anonymous_file(), rank), ring, mpi(size, ring)[0], slot=1 << 16,
                               chunk=1 << 12, direct=256)
-    plane.open_set(0, tuple(range(size)))
+    plane.add_process_set(0, tuple(range(size)))
     return [plane]

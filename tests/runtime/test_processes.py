@@ -106,6 +106,7 @@ def test_an_exception_travels_with_its_traceback(origin: int) -> None:
                 assert f"PeerFailedError: rank {origin} failed with KeyError" in ended.stderr
 
 
+# docs/protocol.md#detection
 def test_a_death_is_seen_although_a_forked_worker_holds_every_socket() -> None:
     with Processes(2, """
         import os, sys, time
@@ -127,6 +128,7 @@ def test_a_death_is_seen_although_a_forked_worker_holds_every_socket() -> None:
         assert "rank 1 was lost" in world._ended(0).stderr
 
 
+# docs/protocol.md#one-runtime
 def test_forked_workers_and_their_own_forks_leave_the_job_alone() -> None:
     processes(2, """
         import os
@@ -153,7 +155,7 @@ def test_forked_workers_that_shut_down_and_end_normally_leave_the_job_alone(plan
         import gc, os, sys
         import hvdlite as hvd, numpy as np
         from hvdlite import api
-        from hvdlite.control.progress import read
+        from hvdlite.diagnostics.progress import read
         from hvdlite.training.array_gradients import ArrayReducer
         hvd.init()
         rank, directory = hvd.rank(), os.environ["HVDLITE_JOB_DIRECTORY"]
@@ -211,6 +213,7 @@ def test_ranks_end_in_any_order_without_noise() -> None:
         assert ended.rank == 0 or (" 0" in ended.stdout and "left the job normally" in ended.stdout)
 
 
+# docs/protocol.md#waiting
 def test_an_idle_job_uses_no_processor_time() -> None:
     for ended in processes(2, """
         import time

@@ -144,7 +144,7 @@ def test_the_same_bits_in_shared_memory(size: int) -> None:
 
 
 def test_nobody_touches_a_gradient_between_backward_and_step() -> None:
-    """PROTOCOL rule 1: one rank clips, scales and zeroes while the others sleep before `step()`."""
+    """docs/protocol.md#slots: one rank clips, scales and zeroes while the others sleep before `step()`."""
     processes(3, """
         import torch, hvdlite_torch as hvd
         hvd.init()
@@ -163,7 +163,7 @@ def test_nobody_touches_a_gradient_between_backward_and_step() -> None:
                 wanted = -1.0 if rank == turn % 3 else 1.0 + turn
                 assert (parameter.grad == wanted).all(), (turn, parameter.grad[:3])
             hvd.barrier()
-        assert optimizer._reducer._seating is not None
+        assert optimizer._reducer._bucket_views is not None
     """, imported=TORCH)
 
 
@@ -314,6 +314,7 @@ def test_hooks_from_two_threads() -> None:
     threads(2, step, bucket_edge=10_000, bucket_size=100_000)
 
 
+# docs/protocol.md#views
 def test_channels_last_gradients_are_views_with_the_parameters_strides() -> None:
     start, x = torch.nn.Conv2d(3, 4, 3).state_dict(), torch.randn(2, 3, 5, 5)
 
