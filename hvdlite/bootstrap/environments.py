@@ -243,4 +243,4 @@ def check_directory(path: str, *, make: bool = False) -> None:
         raise LaunchError(f"{contract.JOB_DIRECTORY}={path}: {error.strerror}") from None
     if status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise LaunchError(f"{path} must belong to user {os.geteuid()} and have mode 0700, because a user who can enter it "
-                          f"connect to the job (owner {status.st_uid}, mode {status.st_mode & 0o777:04o})")
+                          f"can connect to the job (owner {status.st_uid}, mode {status.st_mode & 0o777:04o})")
