@@ -89,7 +89,7 @@ def _job(size: int, seeds: Sequence[int], source: str, environment: Mapping[str,
         try:
             ended = world.wait(60.0 + seconds_a_seed * len(seeds))
         except AssertionError:
-            ended = [world._ended(rank) for rank in range(size)]
+            ended = [world.told(rank) for rank in range(size)]
     if all(rank.code == 0 for rank in ended):
         return len(seeds), ended
     return min(min(rank.stdout.count(f"{FINE} ") for rank in ended), len(seeds) - 1), ended

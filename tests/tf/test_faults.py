@@ -41,7 +41,7 @@ def test_the_others_end_soon_and_say_why(fault: str, told: str) -> None:
         begun = time.monotonic()
         assert world.ranks[0].wait(30) != 0
         assert time.monotonic() - begun < 20
-        assert told in world._ended(0).stderr
+        assert told in world.told(0).stderr
 
 
 def test_ctrl_c_ends_a_job_in_fit(tmp_path: Path) -> None:
