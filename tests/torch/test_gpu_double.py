@@ -19,8 +19,7 @@ from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite_torch import Compression, cuda  # noqa: E402
 from tests.torch import test_buckets, test_optimizer  # noqa: E402
 from tests.torch.gpu_double import Gpus, install  # noqa: E402
-from tests.torch.test_buckets import settle, wrapped  # noqa: E402
-from tests.torch.test_optimizer import net, train  # noqa: E402
+from tests.torch.models import net, settle, train, wrapped  # noqa: E402  # noqa: E402
 from tests.worlds import threads  # noqa: E402
 
 SIZE = pytest.mark.parametrize("size", [3]).mark

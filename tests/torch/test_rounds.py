@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite_torch import DistributedOptimizer  # noqa: E402
-from tests.torch.test_optimizer import net, weights  # noqa: E402
+from tests.torch.models import net, weights  # noqa: E402
 from tests.worlds import threads  # noqa: E402
 
 
