@@ -4,7 +4,7 @@
     job            the whole way through `hvd.allreduce_`, on the plane that HVDLITE_CPU_OPERATIONS names, beside the same
 
 `run.py` starts it under mpiexec; and for two hosts of two ranks, where the whole way by the hierarchical plane is to be
-compared with the whole way by its engine between all ranks at once, the flat way. With Gloo these hosts are network
+compared with the whole way by its backend between all ranks at once, the flat way. With Gloo these hosts are network
 namespaces with a gigabit between them; with MPI they are simulated by MPICH, and nothing is slower between them than inside.
 """
 

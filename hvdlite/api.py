@@ -1,7 +1,7 @@
 """What a training script calls beside the collectives: init, shutdown, who am I, process sets, a look inside.
 
-This is the only file with process-wide state: the one `Runtime` of the process, shared by all adapters, and the exit,
-exception and fork hooks that end it properly.
+This module owns the process's one `Runtime`, which all frontends share, and the exit, exception, signal and fork hooks that
+end it properly (docs/protocol.md#one-runtime).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite.bootstrap.mpi import least_member
+from hvdlite.bootstrap.mpi import lowest_rank
 from hvdlite.control.process_probe import StackDumpTarget, enable_stack_dump
 from hvdlite.core import launch_contract
 from hvdlite.core.array import Array
@@ -88,13 +88,13 @@ def init(comm: object = None, process_sets: Sequence[ProcessSet | Sequence[int]]
 def _started(comm: object) -> Runtime:
     """Return a runtime that is running, with all that the environment asks for; nothing is left of one that fails."""
     config = Config.from_environment({**_defaults, **os.environ})
-    place = enter(comm, os.environ, os.getppid(), config)
-    _configure_logging(config, place.world)
-    made = assemble(place, config, _casts, _enable_stack_dump(config), os.environ)
+    info = enter(comm, os.environ, os.getppid(), config)
+    _configure_logging(config, info.world)
+    made = assemble(info, config, _casts, _enable_stack_dump(config), os.environ)
     made.start()
     try:
-        if place.job_directory and not place.owns_directory:
-            made.progress.publish(place.job_directory, place.world.rank)
+        if info.job_directory and not info.owns_directory:
+            made.progress.publish(info.job_directory, info.world.rank)
         if config.timeline:
             made.start_timeline(config.timeline, config.timeline_mark_cycles)
         _install_hooks()
@@ -247,7 +247,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 def _register_split(own: ProcessSet, current: Runtime) -> None:
     """Register the communicators that the ranks are in; each is known by its least rank."""
     rank = current.world.rank
-    least = least_member(own.mpi_comm, rank)
+    least = lowest_rank(own.mpi_comm, rank)
     everybodys = current.allgather(current.unnamed("process_set", "split"), np.array([least])).wait().tolist()
     parts = {each: [member for member, other in enumerate(everybodys) if other == each]
              for each in sorted(set(everybodys)) if each >= 0}

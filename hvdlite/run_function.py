@@ -1,8 +1,8 @@
 """`hvdlite.run`: call a function on every rank of a new job, from a script or a notebook, and get its results.
 
-The caller signs function and arguments with a key made for this job and starts `hvdrun`, which carries the bytes to every
-host without looking into them. A rank (`python -m hvdlite.run_task`) checks the signature before it unpickles anything,
-and signs its result, which the caller checks in turn. The key travels with the job's environment, never on a command line.
+The caller signs the function and its arguments with the job's key and starts `hvdrun`, which sends the bytes to every host
+without reading them. A rank (`python -m hvdlite.run_task`) verifies the signature before it unpickles anything, and signs
+its result, which the caller verifies in turn. The key is part of the job's environment and never of a command line.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _USAGE_ERROR: Final = 2  # of hvdrun: no rank was started
 
 
 class RankTraceback(Exception):
-    """Raised as the cause of a rank's exception; its text is the traceback there."""
+    """Raised as the cause of a rank's exception; the text is the traceback on that rank."""
 
 
 def run(func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None,
@@ -44,8 +44,8 @@ def run(func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str,
         env: Mapping[str, str] | None = None, options: Sequence[str] = (), **horovods: Any) -> list[Any]:
     """Call `func(*args, **kwargs)` on every rank of a new job; return the results in rank order.
 
-    The function calls `hvd.init()` itself if it needs to. It may be defined in a notebook or in `__main__`: it is pickled
-    by value (cloudpickle) then, and by reference when it lies in a module, which every host must have.
+    The function calls `hvd.init()` itself if it needs to. A function of a notebook or of `__main__` is pickled by value
+    (cloudpickle); a function of a module is pickled by reference, and every host must have the module.
 
     Args:
         np: number of ranks (Horovod: `num_proc`); default: one on each slot of `hosts`, else 1.
@@ -53,14 +53,14 @@ def run(func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str,
         output_filename: keep each rank's output under this directory.
         executable: Python for the ranks; default: this one.
         env: variables on top of this process's environment.
-        options: more of hvdrun's, such as `["--bind", "--fold"]`.
-        horovods: Horovod's other arguments; elastic ones and those without a meaning here must be None.
+        options: further options of hvdrun, such as `["--bind", "--fold"]`.
+        horovods: Horovod's other arguments; elastic and unsupported ones must be None.
 
     Raises:
-        ValueError: for arguments that exclude each other, or that mean nothing here.
+        ValueError: for arguments that exclude each other or are not supported.
         LaunchError: when the job cannot be started.
-        PeerLostError: when a rank ended without an exception: it was killed, or left with `os._exit`.
-        Exception: the first failed rank's own, with its traceback as the cause.
+        PeerLostError: when a rank ended without an exception: it was killed, or called `os._exit`.
+        Exception: the exception of the rank that failed first, with its traceback as the cause.
     """
     refused = [name for name, value in horovods.items() if value is not None and name not in _IGNORED]
     if refused:
@@ -79,18 +79,18 @@ def run(func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str,
              "--ssh-identity-file": ssh_identity_file, "--output-filename": output_filename,
              "--network-interface": network_interfaces if network_interfaces is None or isinstance(network_interfaces, str)
              else ",".join(network_interfaces)}
-    chosen = [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
-    chosen += ["--verbose"] if verbose else []
+    arguments = [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
+    arguments += ["--verbose"] if verbose else []
     with tempfile.TemporaryDirectory(prefix="hvdlite-run-") as directory:  # mode 0700
         key = secrets.token_hex()
         write_privately(Path(directory) / KEY_FILE, key.encode())
         call = _pickled(func, args, dict(kwargs or {}))
         write_privately(Path(directory) / TASK_FILE, sign(call, bytes.fromhex(key), "task"))
-        command = [sys.executable, "-m", "hvdlite_runner.cli", *chosen, *options, "--task-directory", directory,
+        command = [sys.executable, "-m", "hvdlite_runner.cli", *arguments, *options, "--task-directory", directory,
                    executable or sys.executable, "-m", "hvdlite.run_task"]
-        code, said = _launch(command, {**os.environ, **(env or {})})
+        code, messages = _launch(command, {**os.environ, **(env or {})})
         if code != 0:
-            _raise(Path(directory), bytes.fromhex(key), code, said)
+            _raise_root_error(Path(directory), bytes.fromhex(key), code, messages)
         ranks = sorted(int(path.suffix[1:]) for path in Path(directory).glob(f"{RESULT_FILE}.*"))
         return [_result(Path(directory), rank, bytes.fromhex(key))[1] for rank in ranks]
 
@@ -99,15 +99,15 @@ _IGNORED: Final = frozenset({"disable_cache"})
 
 
 def sign(content: bytes, key: bytes, purpose: str) -> bytes:
-    """Return `content` behind its MAC (HMAC-SHA256 over purpose and content)."""
+    """Return the MAC (HMAC-SHA256 over purpose and content) followed by `content`."""
     return hmac.digest(key, purpose.encode() + b"|" + content, _DIGEST) + content
 
 
 def verified(signed: bytes, key: bytes, purpose: str) -> bytes:
-    """Return what was signed.
+    """Verify a MAC and return the signed content.
 
     Raises:
-        ProtocolError: when the MAC is not that of this key, purpose and content.
+        ProtocolError: when the MAC does not match this key, purpose and content.
     """
     mac, content = signed[:_MAC_BYTES], signed[_MAC_BYTES:]
     if not key or not hmac.compare_digest(mac, hmac.digest(key, purpose.encode() + b"|" + content, _DIGEST)):
@@ -116,21 +116,21 @@ def verified(signed: bytes, key: bytes, purpose: str) -> bytes:
 
 
 def _pickled(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bytes:
-    """Return the call; the module search path goes ahead, because unpickling may import."""
+    """Return the pickled call, preceded by the module search path: unpickling may import."""
     return bytes(cloudpickle.dumps((sys.path, cloudpickle.dumps((func, tuple(args), kwargs)))))
 
 
 def _launch(command: Sequence[str], environ: Mapping[str, str]) -> tuple[int, str]:
-    """Run the launcher and show its output here, also in a notebook; return its exit code and its own messages.
+    """Run the launcher and forward its output, also in a notebook; return its exit code and its standard error.
 
-    It sees the end of its standard input when this process dies, and ends the job then.
+    The launcher ends the job when its standard input is closed, which happens when this process dies.
     """
     launcher = subprocess.Popen(command, env=dict(environ), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                 stderr=subprocess.PIPE, start_new_session=True, bufsize=0)
-    said: list[str] = []
+    messages: list[str] = []
     assert launcher.stdout is not None and launcher.stderr is not None and launcher.stdin is not None
     readers = [threading.Thread(target=_forward, args=pair, daemon=True, name="hvdlite-run-output")
-               for pair in ((launcher.stdout, sys.stdout, []), (launcher.stderr, sys.stderr, said))]
+               for pair in ((launcher.stdout, sys.stdout, []), (launcher.stderr, sys.stderr, messages))]
     for reader in readers:
         reader.start()
     with launcher.stdin:
@@ -144,30 +144,30 @@ def _launch(command: Sequence[str], environ: Mapping[str, str]) -> tuple[int, st
                 raise
     for reader in readers:
         reader.join()
-    return code, "".join(said)
+    return code, "".join(messages)
 
 
-def _forward(source: IO[bytes], target: TextIO, said: list[str]) -> None:
+def _forward(source: IO[bytes], target: TextIO, messages: list[str]) -> None:
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     while content := source.read(1 << 16):
         text = decoder.decode(content)
-        said.append(text)
+        messages.append(text)
         target.write(text)
         target.flush()
 
 
 def _result(directory: Path, rank: int, key: bytes) -> tuple[bool, Any]:
-    """Return (whether it is an exception, what the rank returned or raised)."""
+    """Return whether the rank raised an exception, and its result or the exception."""
     failed, value = cloudpickle.loads(verified((directory / f"{RESULT_FILE}.{rank}").read_bytes(), key, f"result {rank}"))
     return failed, value
 
 
-def _raise(directory: Path, key: bytes, code: int, said: str) -> None:
-    """Raise what made a job fail."""
+def _raise_root_error(directory: Path, key: bytes, code: int, messages: str) -> None:
+    """Raise the error that made the job fail."""
     cause = directory / CAUSE_FILE
     if not cause.exists():
-        messages = [line.removeprefix("hvdrun: ") for line in said.splitlines() if line.startswith("hvdrun: ")]
-        raise LaunchError("\n".join(messages) or f"hvdrun ended with code {code}")
+        errors = [line.removeprefix("hvdrun: ") for line in messages.splitlines() if line.startswith("hvdrun: ")]
+        raise LaunchError("\n".join(errors) or f"hvdrun ended with code {code}")
     first = json.loads(cause.read_text(encoding="utf-8"))
     if (directory / f"{RESULT_FILE}.{first['rank']}").exists():
         failed, value = _result(directory, first["rank"], key)

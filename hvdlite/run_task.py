@@ -1,4 +1,4 @@
-"""A rank of `hvdlite.run`: hvdrun starts `python -m hvdlite.run_task`, which calls what lies in the job's directory."""
+"""A rank of `hvdlite.run`: hvdrun starts `python -m hvdlite.run_task`, which calls the function in the job's directory."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from hvdlite.run_function import sign, verified
 
 
 def main(environ: Mapping[str, str]) -> None:
-    """Call the function, and leave what it returned or raised in the job's directory.
+    """Call the function, and write its result or exception to the job's directory.
 
     Raises:
         ProtocolError: when the task is not signed with the job's key.
-        Exception: the function's own.
+        Exception: the function's exception.
     """
     directory, rank, key = Path(environ[JOB_DIRECTORY]), int(environ[RANK]), bytes.fromhex(environ[SECRET])
     paths, call = cloudpickle.loads(verified((directory / TASK_FILE).read_bytes(), key, "task"))
     sys.path += [path for path in paths if path not in sys.path]
 
-    def leave(failed: bool, value: object) -> None:
+    def write_result(failed: bool, value: object) -> None:
         content = sign(cloudpickle.dumps((failed, value)), key, f"result {rank}")
         write_privately(directory / f"{RESULT_FILE}.{rank}", content)
 
     try:
         func, args, kwargs = cloudpickle.loads(call)
-        leave(False, func(*args, **kwargs))
+        write_result(False, func(*args, **kwargs))
     except BaseException as error:
         text = "".join(traceback.format_exception(error))
         try:
-            leave(True, (error, text))
+            write_result(True, (error, text))
         except Exception:  # it cannot be pickled
-            leave(True, (RuntimeError(f"{type(error).__name__}: {error}"), text))
+            write_result(True, (RuntimeError(f"{type(error).__name__}: {error}"), text))
         raise
 
 

@@ -1,7 +1,7 @@
-"""`hvdlite.spark.run`: a function on every rank of a job whose processes are the tasks of a Spark barrier stage.
+"""`hvdlite.spark.run`: call a function on every rank of a job whose processes are the tasks of a Spark barrier stage.
 
-Spark starts the processes, all of them or none, and carries function and results; the ranks meet as under every other
-launcher. An exception of the function comes back as a result, so that Spark does not try the stage again.
+Spark starts all processes or none, and transports the function and the results; the ranks rendezvous as under every other
+launcher. An exception of the function is returned as a result, so that Spark does not retry the stage.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError("hvdlite.spark needs PySpark: pip install 'hvdlite[spark]' (and a Java runtime)") from error
 
-_LOOK_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 
 
 def run(fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None,
@@ -35,22 +35,22 @@ def run(fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, A
     """Call `fn(*args, **kwargs)` on every rank; return the results in rank order.
 
     Args:
-        num_proc: number of ranks; default: as many tasks as Spark runs at a time (`spark.default.parallelism`).
-        start_timeout: seconds until Spark must have started all of them; default 600.
-        env: variables of the ranks.
-        horovods: Horovod's other arguments (stdout, nics, use_gloo, ...); they change nothing here.
+        num_proc: number of ranks; default: the number of tasks that Spark runs concurrently (`spark.default.parallelism`).
+        start_timeout: seconds within which Spark must start all ranks; default 600.
+        env: environment variables of the ranks.
+        horovods: Horovod's other arguments (stdout, nics, use_gloo, ...); they have no effect.
 
     Raises:
         LaunchError: without a Spark context, or when Spark does not start the ranks in time.
         PeerLostError: when a rank's process died.
-        Exception: that of the rank where the failure began, with its traceback as the cause.
+        Exception: the exception of the rank that failed first, with its traceback as the cause.
     """
     context = SparkContext._active_spark_context
     if context is None:
         raise LaunchError("there is no Spark context; make a SparkSession first")
     if horovods.get("use_mpi"):
         raise ValueError("Spark starts the ranks, not mpirun: leave use_mpi out")
-    size, patience = num_proc or context.defaultParallelism, 600.0 if start_timeout is None else start_timeout
+    size, timeout = num_proc or context.defaultParallelism, 600.0 if start_timeout is None else start_timeout
     task = _task(cloudpickle.dumps((fn, tuple(args), dict(kwargs or {}))), dict(env or {}), secrets.token_hex())
     group = f"hvdlite-{secrets.token_hex(4)}"
     answers: list[tuple[int, bool, bytes]] = []
@@ -65,24 +65,24 @@ def run(fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, A
 
     thread = pyspark.InheritableThread(target=job, name="hvdlite-spark", daemon=True)
     thread.start()
-    _watch(context, group, thread, size, patience)
+    _watch(context, group, thread, size, timeout)
     if failures:
         raise PeerLostError(f"the barrier stage of {size} ranks failed: {failures[0]}") from failures[0]
     return _results(answers)
 
 
-def _watch(context: SparkContext, group: str, job: threading.Thread, size: int, patience: float) -> None:
-    """Wait for the job; cancel it when its tasks have not been started in time, and when the caller is interrupted."""
+def _watch(context: SparkContext, group: str, job: threading.Thread, size: int, timeout: float) -> None:
+    """Wait for the job; cancel it when its tasks do not start in time or the caller is interrupted."""
     tracker, begun, started = context.statusTracker(), time.monotonic(), False
     try:
         while job.is_alive():
-            job.join(_LOOK_SECONDS)
+            job.join(_POLL_SECONDS)
             if not started and job.is_alive():
                 stages = [tracker.getStageInfo(stage) for number in tracker.getJobIdsForGroup(group)
                           for stage in getattr(tracker.getJobInfo(number), "stageIds", ())]
                 started = any(stage is not None and stage.numActiveTasks + stage.numCompletedTasks > 0 for stage in stages)
-                if not started and time.monotonic() - begun > patience:
-                    raise LaunchError(f"Spark has not started {size} tasks at a time within {patience:.0f} s; it has room "
+                if not started and time.monotonic() - begun > timeout:
+                    raise LaunchError(f"Spark has not started {size} tasks at a time within {timeout:.0f} s; it has room "
                                       f"for {context.defaultParallelism} (spark.default.parallelism); num_proc must fit")
     except BaseException:
         context.cancelJobGroup(group)
@@ -90,22 +90,24 @@ def _watch(context: SparkContext, group: str, job: threading.Thread, size: int, 
 
 
 def _task(call: bytes, env: Mapping[str, str], secret: str) -> Callable[[Iterable[int]], Iterator[tuple[int, bool, bytes]]]:
-    """Return what a barrier task does: find its place among the others, and call the function as a rank."""
+    """Return the function that a barrier task runs: find its rank, and call the function as that rank."""
 
     def task(_: Iterable[int]) -> Iterator[tuple[int, bool, bytes]]:
         context = BarrierTaskContext.get()
         nodes = [info.address.rpartition(":")[0] or info.address for info in context.getTaskInfos()]
-        me = context.partitionId()
-        places = workers.placed(nodes)
-        world = next(place for worker, place in places if worker == me)
+        worker_index = context.partitionId()
+        assigned = workers.assign_ranks(nodes)
+        world = next(world for worker, world in assigned if worker == worker_index)
         directory = workers.JobDirectory() if world.local_rank == 0 else None
-        mine = json.dumps([directory.path if directory else "", workers.free_port()])
-        told = [json.loads(text) for text in context.allGather(mine)]
-        leader = next(worker for worker, place in places if place.local_rank == 0 and nodes[worker] == nodes[me])
-        first = places[0][0]
-        given = {**env, **workers.variables(world, told[leader][0], f"{nodes[first]}:{told[first][1]}", secret)}
+        own_endpoint = json.dumps([directory.path if directory else "", workers.free_port()])
+        endpoints = [json.loads(text) for text in context.allGather(own_endpoint)]
+        leader = next(worker for worker, its_world in assigned
+                      if its_world.local_rank == 0 and nodes[worker] == nodes[worker_index])
+        first = assigned[0][0]
+        coordinator = f"{nodes[first]}:{endpoints[first][1]}"
+        variables = {**env, **workers.rank_variables(world, endpoints[leader][0], coordinator, secret)}
         try:
-            with workers.as_rank(given):
+            with workers.as_rank(variables):
                 yield world.rank, *_called(call)
         finally:
             if directory is not None:
@@ -115,7 +117,7 @@ def _task(call: bytes, env: Mapping[str, str], secret: str) -> Callable[[Iterabl
 
 
 def _called(call: bytes) -> tuple[bool, bytes]:
-    """Return (whether it raised, what the function returned or raised)."""
+    """Call the pickled function; return whether it raised, and the pickled result or exception."""
     try:
         fn, args, kwargs = cloudpickle.loads(call)  # from the driver, by Spark's own closure
         return False, cloudpickle.dumps(workers.call(fn, args, kwargs))
@@ -131,7 +133,7 @@ def _results(answers: Sequence[tuple[int, bool, bytes]]) -> list[Any]:
     values = {rank: (failed, cloudpickle.loads(value)) for rank, failed, value in sorted(answers)}
     errors = {rank: value for rank, (failed, value) in values.items() if failed}
     if errors:
-        first = workers.first_cause({rank: error for rank, (error, _) in errors.items()})
+        first = workers.root_error({rank: error for rank, (error, _) in errors.items()})
         rank = next(rank for rank, (error, _) in errors.items() if error is first)
         raise first from RankTraceback(f"on rank {rank}:\n{errors[rank][1]}")
     return [value for _, value in values.values()]

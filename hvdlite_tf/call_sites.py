@@ -1,10 +1,10 @@
-"""Names of collectives inside `tf.function` that were given none: by their place in the script.
+"""Names for collectives inside `tf.function` that have none: the lines of the script that call them.
 
-A name must be equal on all ranks. Ranks trace a function at different times and unequally often (batches of another size, a
-summary or a checkpoint on one rank only), so nothing that counts traces, graphs or tensors of the process can be part of it.
-Lines of the script are equal on all ranks. A line that a trace passes several times gets a number, counted within the graph
-of that trace; a loop or a branch of TensorFlow is a graph of its own. Iterations of a loop share a name: TensorFlow runs
-them one after the other, as it does all of a function's collectives.
+A name must be equal on all ranks (docs/protocol.md#names). Ranks trace a function at different times and unequally often
+(another batch size, a summary or a checkpoint on one rank only), so a name contains nothing that counts traces, graphs
+or tensors of the process. Lines of the script are equal on all ranks. If a trace passes a line several times, the name has a
+number, counted within the graph of that trace; a loop or a branch of TensorFlow is a graph of its own. The iterations of a
+loop share a name: TensorFlow runs them one after the other, as it does all collectives of a function.
 """
 
 from __future__ import annotations

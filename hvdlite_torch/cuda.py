@@ -1,6 +1,6 @@
 """How torch's GPU tensors become the runtime's arrays: addresses, streams, and who waits for whom.
 
-Rules (PROTOCOL rule 25)
+Rules (docs/protocol.md#gpu-streams)
 - A tensor is handed over together with a point in the work of the stream that is current where the call is made: the plane
   waits for that on its own stream, so the host does not.
 - Waiting for a handle makes the stream that is current where `synchronize` is called come after the result. The host blocks

@@ -27,13 +27,13 @@ from hvdlite.core.types import ReduceOp
 from hvdlite_torch import collectives
 from hvdlite_torch.collectives import TorchHandle
 from hvdlite_torch.framework import contiguous
+from hvdlite_torch.gradient_weights import transforms_active, weight_of_this_pass
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 Tensors = Sequence[torch.Tensor]
 LINEAR = (ReduceOp.SUM, ReduceOp.AVERAGE)
 _creation: Callable[[torch.Tensor], Any] = torch._C._autograd._get_creation_meta
 _CreationMeta = torch._C._autograd.CreationMeta
-transforms_active: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 
 
 @dataclasses.dataclass(eq=False)
@@ -235,6 +235,17 @@ def apply_in_place(call: Reduction | Broadcast, tensors: Tensors) -> TorchHandle
     return handle.then(finish)
 
 
+def pull_back(call: Call, upstream: Tensors) -> list[torch.Tensor]:
+    """Return the gradients of a call's tensors in the running backward pass, given those of the results. Differentiable.
+
+    That is the call's adjoint; in an uneven batch of a scope, the adjoint that `gradient_weights` derives.
+    """
+    weight = weight_of_this_pass(call.name)
+    if weight == 1:
+        return call.adjoint(upstream)
+    return [each / weight for each in call.adjoint([each * weight for each in upstream])]
+
+
 def _check(call: Call, tensors: Tensors) -> None:
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
@@ -280,7 +291,7 @@ class _Collective(torch.autograd.Function):
 class _Linear(_Collective):
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
-        return None, *ctx.call.adjoint(upstream)
+        return None, *pull_back(ctx.call, upstream)
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: torch.Tensor) -> Any:  # type: ignore[override]
@@ -302,8 +313,8 @@ class _Selected(_Collective):
         if call.op is ReduceOp.ADASUM:
             raise UnsupportedError(f"'{call.name}': allreduce with op=Adasum has no gradient; use Sum or Average")
         factor = call.prescale * call.postscale
-        totals = apply(Reduction(f"{call.name}.gradient", call.process_set, ReduceOp.SUM, postscale=factor,
-                                 is_grouped=call.is_grouped), *upstream)
+        sum_ = Reduction(call.name, call.process_set, ReduceOp.SUM, postscale=factor, is_grouped=call.is_grouped)
+        totals = pull_back(sum_, upstream)
         derivative = _of_product if call.op is ReduceOp.PRODUCT else _of_extreme
         return None, *(total * each for total, each in zip(totals, derivative(call, tensors, results), strict=True))
 
@@ -344,7 +355,7 @@ class _Overwritten(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
-        return None, *ctx.call.adjoint(upstream)
+        return None, *pull_back(ctx.call, upstream)
 
 
 def _batched(run: Callable[..., list[torch.Tensor]], dims: Sequence[int | None], call: Call, tensors: Tensors) -> Any:

@@ -12,7 +12,6 @@ Rules
 from __future__ import annotations
 
 import collections
-import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +29,7 @@ from hvdlite_torch.backward import BackwardHooks
 from hvdlite_torch.compression import Compressor
 from hvdlite_torch.copying import ModuleHook
 from hvdlite_torch.foreign_optimizers import refuse_foreign_optimizers
+from hvdlite_torch.gradient_weights import GradientWeight
 from hvdlite_torch.optimizer import Distributed, DistributedOptimizer, is_distributed
 from hvdlite_torch.replica import Replica
 from hvdlite_torch.state import load_exactly
@@ -49,6 +49,7 @@ class Holdings:
     Attributes:
         due: whether something is to be mirrored before the next batch or step; the same on all ranks.
         has_loaded: whether something of the scope has loaded a checkpoint on this rank since the last time.
+        weight: of this rank's gradients in the current batch.
         is_to_be_mirrored: whether this rank wants everything to be mirrored: something has loaded a checkpoint, or a lazy
             tensor has got its shape, since the last time.
     """
@@ -64,10 +65,10 @@ class Holdings:
         self._counts: collections.Counter[str] = collections.Counter()
         self._optimizers: _Living[Any] = _Living()
         self._owners = WeakTensorKeyDictionary()  # by parameter: a weak reference to the hooks that hand its gradient over
-        self._weight = 1.0
+        self.weight = GradientWeight(replica.runtime)
+        self._awaiting: list[Any] = []  # hooks on modules whose parameters are to be weighed, and have no shapes yet
         if replica.size > 1:
             refuse_foreign_optimizers(self)
-        self._weighing: list[tuple[Any, Any]] = []  # while the weight is not 1: nodes of the graph, and our hooks on them
         self._lazy: list[weakref.ref[torch.Tensor]] = []  # had no shape yet when everything was mirrored last
 
     @property
@@ -266,7 +267,6 @@ class Holdings:
                 if type(module) in (BatchNorm1d, BatchNorm2d, BatchNorm3d, torch.nn.SyncBatchNorm):
                     module.__class__ = SyncBatchNorm
                     module.process_set = self._process_set  # type: ignore[assignment]
-                    module.gradient_weight = self._weight  # type: ignore[assignment]
 
     # --- weights -----------------------------------------------------------------------------------------------------
 
@@ -276,36 +276,26 @@ class Holdings:
         What `torch.autograd.grad` returns is not multiplied: it accumulates nothing. Gradients that a script sets itself
         are, before they are reduced.
         """
-        if weight != self._weight:
-            self._weight = weight
+        if weight != self.weight.value:
+            self.weight.value = weight
             self.weigh_anew()
 
     def weigh_anew(self) -> None:
         """Let the weight be that of all parameters there are: frozen ones may be trained, lazy ones get shapes."""
-        for _, hook in self._weighing:
+        optimizers = [optimizer for _, optimizer in self._optimizers.living()]
+        for optimizer in optimizers:
+            optimizer._hooks.own_weight = self.weight.value
+        for hook in self._awaiting:
             hook.remove()
-        self._weighing = []
-        if self._sync_batch_norm:
-            for _, root in self._living_modules():
-                for module in root.modules():
-                    if isinstance(module, SyncBatchNorm):
-                        module.gradient_weight = self._weight
-        for _, optimizer in self._optimizers.living():
-            optimizer._hooks.own_weight = self._weight
-        if self._weight == 1:
-            return
-        weighed = functools.partial(_weighed, self._weight)
-        parameters = {id(parameter): parameter for _, optimizer in self._optimizers.living()
+        self._awaiting = []
+        parameters = {id(parameter): parameter for optimizer in optimizers
                       for group in optimizer.param_groups for parameter in group["params"]}
-        lazy = {key for key, parameter in parameters.items() if is_lazy(parameter)}
-        nodes = [_accumulator(parameter) for key, parameter in parameters.items()
-                 if key not in lazy and (parameter.is_floating_point() or parameter.is_complex())
-                 and not parameter.is_inference()]
-        self._weighing = [(node, node.register_prehook(weighed)) for node in nodes]  # a node lives as long as we hold it
+        self.weight.apply_to(parameters.values())
+        lazy = {key for key, parameter in parameters.items() if self.weight.value != 1 and is_lazy(parameter)}
         if lazy:
             modules = {module for _, root in self._living_modules() for module in root.modules()}
-            self._weighing += [(None, module.register_forward_pre_hook(_Materialized(self))) for module in modules
-                               if any(id(parameter) in lazy for parameter in module._parameters.values())]
+            self._awaiting = [module.register_forward_pre_hook(_Materialized(self)) for module in modules
+                              if any(id(parameter) in lazy for parameter in module._parameters.values())]
 
 
 class Mirrored:
@@ -346,7 +336,7 @@ class Mirrored:
         return [*super()._sources(), *self._companions]  # type: ignore[misc]
 
     def _loss_weight(self) -> float:
-        return self._holdings._weight
+        return self._holdings.weight.value
 
     def join(self, *models: torch.nn.Module, **settings: Any) -> AbstractContextManager[Any]:
         """Like the base class's; what is due is mirrored before, because a rank may have no batch and take no step."""
@@ -481,21 +471,3 @@ def _kind(tensor: torch.Tensor) -> tuple[tuple[int, ...], str, bool]:
 def _told(kind: tuple[tuple[int, ...], str, bool]) -> str:
     shape, dtype, is_trained = kind
     return f"{dtype} {list(shape)}{'' if is_trained else ' (frozen)'}"
-
-
-def _accumulator(parameter: torch.Tensor) -> Any:
-    """Return the node that accumulates a parameter's gradients; of a frozen one, the node that will when it is trained."""
-    is_frozen = not parameter.requires_grad
-    with torch.inference_mode(False), torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
-        if is_frozen:  # torch makes no node then, but keeps one that is held when a parameter is frozen
-            parameter.requires_grad_(True)
-        try:
-            edge: Any = parameter.view_as(parameter).grad_fn  # as `get_gradient_edge` does it, which torch 2.1 has not
-            return edge.next_functions[0][0]
-        finally:
-            if is_frozen:
-                parameter.requires_grad_(False)
-
-
-def _weighed(weight: float, gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
-    return tuple(None if gradient is None else gradient * weight for gradient in gradients)

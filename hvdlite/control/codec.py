@@ -22,7 +22,7 @@ class Hello(Message, frozen=True):
     version: str
     stack_dump: StackDumpTarget = NO_STACK_DUMP  # where it writes its stacks; see `control.process_probe`
     settings: tuple[tuple[str, str], ...] = ()  # knobs in which no two ranks may differ, and their values
-    lacks: tuple[tuple[str, str], ...] = ()  # engines that it cannot use, and why
+    lacks: tuple[tuple[str, str], ...] = ()  # backends that it cannot use, and why
     epoch: int = 0
 
 
@@ -34,7 +34,7 @@ class Welcome(Message, frozen=True):
     stack_dumps: tuple[StackDumpTarget, ...] = ()
     reached_at: str = ""  # rank 0's IP address, as most other hosts know it; "" when there are none
     clock: float = 0.0  # rank 0's monotonic clock, in seconds
-    lacks: tuple[tuple[str, str], ...] = ()  # engines that some rank cannot use, and why
+    lacks: tuple[tuple[str, str], ...] = ()  # backends that some rank cannot use, and why
     led: bool = False  # whether each host's first rank speaks for all of its ranks from here on
     refusal: str = ""
     epoch: int = 0

@@ -3,7 +3,7 @@
 Reports of the host's ranks, its own included, are merged by `negotiation.leader` and go up as one; decisions go down as they
 come. Both happen while this rank's runtime thread waits, in the middle of a plan too, and are no events to it.
 
-How a failure travels (PROTOCOL rule 20)
+How a failure travels (docs/protocol.md#leaders, #first-failure)
 - The end of a rank of this host goes up, and comes back as rank 0's decision, like what rank 0 saw itself.
 - When this rank is the first to know of a failure, because rank 0 itself is lost for instance, it tells its host: nobody
   else can.

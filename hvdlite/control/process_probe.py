@@ -1,4 +1,4 @@
-"""The state and the stacks of a rank of this host that does not answer.
+"""The state and the stacks of a rank of this host that does not answer (docs/protocol.md#reports-on-demand).
 
 At init a rank opens an anonymous file and registers it with `faulthandler`, which writes all stacks there upon a signal, in
 C and without the GIL. Another process of the same user sends the signal and reads the file through /proc. Linux only; on

@@ -3,7 +3,7 @@
 On one host all ranks are connected to rank 0. On several, each host's leader is, and the host's others to their leader;
 see `control/leading.py`.
 
-How a death is seen (PROTOCOL rules 20, 21)
+How a death is seen (docs/protocol.md#detection, #first-failure)
 - On one host by pidfd: the kernel says so at once, even when a forked worker still holds the socket. Elsewhere by the
   end of the connection or by silence (heartbeats travel on TCP connections only, so an idle local job uses no CPU).
 - Rank 0 reports what it sees to everybody. Another rank that sees a peer die waits for rank 0's word first, because

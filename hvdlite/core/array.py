@@ -92,6 +92,13 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     return result
 
 
+def aligned_zeros(nbytes: int) -> Array:
+    """Return private zero bytes that begin at a multiple of `ALIGNMENT`."""
+    memory = aligned_empty((nbytes,), np.dtype(np.uint8))
+    memory.fill(0)
+    return memory
+
+
 def flat(array: Array) -> Array:
     """Return a 1-D view of a C-contiguous array (0-d included); never copies."""
     assert array.flags.c_contiguous, "flat() needs a contiguous array"

@@ -97,7 +97,9 @@ def empty(like: AnyArray, shape: tuple[int, ...]) -> AnyArray:
 
 
 class Completion(Protocol):
-    """Work that was launched on a GPU for one entry; the host is told before the GPU has done it (PROTOCOL rule 25).
+    """Work that was launched on a GPU for one entry; the host is told before the GPU has done it.
+
+    See docs/protocol.md#gpu-streams.
 
     Attributes:
         device: the GPU's number.

@@ -6,7 +6,7 @@ a file that is unlinked before it is used (macOS: documented, not yet run). Its 
     segment: one arrival counter a rank, 64 bytes apart | slot (rank 0, region 0) | slot (0, 1) | slot (1, 0) | ...
     window:  rank 0's part | rank 1's part | ...
 
-Rules (PROTOCOL rules 1, 2, 4, 5)
+Rules (docs/protocol.md#slots, #staging-regions, #allocation, #memory-order)
 - Pages are allocated with `posix_fallocate` before they are written: no memory is a `MemoryError`, never SIGBUS.
 - The file is sparse and vast, so it never changes its length; a segment or window is the next range of it. All ranks ask for
   the same ones in the same order, members or not, so they agree on the ranges without a word. No range is used again: there

@@ -9,7 +9,7 @@ The life of a declared set
     When a layout is evicted or suspended, ids already reported, or still under way, are taken as their members' requests,
     so nobody is asked to repeat anything.
 
-Rules (PROTOCOL rules 6, 10; docs/decisions/0003, 0019)
+Rules (docs/protocol.md#learning, #rounds, #layouts, #join)
 - The table changes only by `Decision.learned`, `suspended` and `evicted` and by the answer to a join, which every rank
   applies at the same point.
 - Ids are never used again. An evicted layout stays readable until every rank has applied its eviction.

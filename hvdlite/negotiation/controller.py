@@ -1,6 +1,6 @@
 """Every rank's role: collect what became ready here into reports, and follow decisions. Pure, like the coordinator.
 
-Rules kept here
+Rules (docs/protocol.md#decisions)
 - Decisions are applied in sequence; a gap or a repetition is an error, never skipped.
 - The bucket table changes only in `apply`.
 - A response to a name this rank has not submitted is ignored: it is a refusal for ranks that have (a rank that left).

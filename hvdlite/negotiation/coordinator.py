@@ -1,6 +1,6 @@
 """Rank 0's role: turn reports into decisions. Pure: no sockets, threads, clock or environment.
 
-Rules kept here
+Rules (docs/protocol.md#decisions, #report-order, #agreement, #join)
 - A tensor is answered exactly once, when every rank has reported it: with an operation, or with an error for all.
 - Error responses are never remembered: the name is free again, and the job goes on with other tensors.
 - Decisions are numbered without gaps; nothing is decided while nothing was reported.

@@ -1,6 +1,6 @@
 """Requests that a host's leader holds back until all ranks of the host have made them. Pure.
 
-Rules kept here
+Rules (docs/protocol.md#leaders)
 - A request is held back until the last rank of the host that takes part makes it. Those that are equal then go up as one.
 - What must not wait for the others is *loose*: its requests go up as they come, until the tensor is answered.
 """

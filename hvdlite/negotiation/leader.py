@@ -4,7 +4,7 @@ What all ranks of the host say alike goes up once: buckets that are ready on all
 equal requests for a tensor. Everything else passes through, rank by rank. So in steady state the coordinator's work for a
 training step grows with hosts x buckets, whatever the number of ranks and tensors; without buckets, with hosts x tensors.
 
-Rules kept here
+Rules (docs/protocol.md#leaders, #report-order)
 - What one rank said goes up in the order in which it said it, except that buckets, closings and requests wait for the
   host's others: they go up where the last of them said it.
 - Requests wait only where nothing can depend on when the coordinator hears of them: a request that carries its tensor, that

@@ -1,7 +1,7 @@
 """Reduction of host arrays, shared by all planes that do it themselves.
 
-Rule (PROTOCOL rule 11): every element is accumulated in ascending rank order, in the accumulator dtype, and finished by
-the same two operations, so the bits do not depend on the plane, on fusion or on who does the work.
+Rule (docs/protocol.md#same-bits): every element is accumulated in ascending rank order, in the accumulator dtype, and
+finished by the same two operations, so the bits do not depend on the plane, on fusion or on who does the work.
 
 Integers. Average is the exact mean, truncated toward zero. The mean fits into the dtype, but the sum may not fit, not even
 into 64 bits. So each value x is split into quotient and remainder, x = q n + r with 0 <= r < n, and both are added up in

@@ -1,4 +1,4 @@
-"""The eager lane: tensors that travelled inside their reports are reduced on rank 0 (PROTOCOL rule 12)."""
+"""The eager lane: tensors that travelled inside their reports are reduced on rank 0 (docs/protocol.md#eager-lane)."""
 
 from __future__ import annotations
 

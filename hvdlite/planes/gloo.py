@@ -29,7 +29,8 @@ from hvdlite.core.file_limit import descriptors_for
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.planes.arithmetic import Casts
 from hvdlite.planes.base import Notes, WaitUntil
-from hvdlite.planes.engine import EnginePlane, explained
+from hvdlite.planes.process_group import library_error
+from hvdlite.planes.process_group_plane import ProcessGroupPlane
 
 NEVER_SECONDS: Final = 10 * 365 * 86_400.0
 """Gloo has no operations without a limit, and counts them in nanoseconds: ten years fit."""
@@ -51,7 +52,7 @@ def missing() -> str:
 
 
 def gloo_plane(rank: int, notes: Notes, wake: Callable[[], None], address: str, *, timeout: float, chunk: int,
-               casts: Casts | None = None) -> EnginePlane:
+               casts: Casts | None = None) -> ProcessGroupPlane:
     """Return the plane of one rank, not yet connected.
 
     Args:
@@ -60,11 +61,11 @@ def gloo_plane(rank: int, notes: Notes, wake: Callable[[], None], address: str, 
         timeout: seconds after which Gloo gives up an operation; may be infinite.
     """
     connect = functools.partial(_connect, rank, notes, wake, address, timeout)
-    return EnginePlane("gloo", rank, connect, chunk=chunk, casts=casts)
+    return ProcessGroupPlane("gloo", rank, connect, chunk=chunk, casts=casts)
 
 
 def _connect(rank: int, notes: Notes, wake: Callable[[], None], address: str, timeout: float, number: int,
-             ranks: tuple[int, ...], wait_until: WaitUntil) -> GlooLink:
+             ranks: tuple[int, ...], wait_until: WaitUntil) -> GlooProcessGroup:
     distributed = importlib.import_module("torch.distributed")
     if not distributed.is_available() or not distributed.is_gloo_available():
         raise LaunchError("this build of torch comes without Gloo: install one from pypi.org or download.pytorch.org")
@@ -84,8 +85,8 @@ def _connect(rank: int, notes: Notes, wake: Callable[[], None], address: str, ti
     except RuntimeError as error:
         if store.failure is not None:
             raise store.failure from None
-        raise explained("Gloo", ranks, error, wait_until) from error
-    return GlooLink(group, ranks, wake, store, functools.partial(notes.withdraw, label))
+        raise library_error("Gloo", ranks, error, wait_until) from error
+    return GlooProcessGroup(group, ranks, wake, store, functools.partial(notes.withdraw, label))
 
 
 def _device(gloo: Any, place: Mapping[str, str]) -> Any:
@@ -138,7 +139,7 @@ def _store_class() -> Any:
     return NoteStore
 
 
-class GlooLink:
+class GlooProcessGroup:
     """A process group of torch's Gloo."""
 
     def __init__(self, group: Any, ranks: Sequence[int], wake: Callable[[], None], store: Any,
@@ -192,16 +193,16 @@ class GlooLink:
         to_root = [0] * (root + 1) + [own.size] * (self._size - root)
         empty = np.empty(0, own.dtype)
         here = self._index == root and out is not None
-        self.exchange(own, to_root, out if here and out is not None else empty, bounds if here else [0] * (self._size + 1),
+        self.alltoall(own, to_root, out if here and out is not None else empty, bounds if here else [0] * (self._size + 1),
                       bounds[-1], wait_until)
 
     def scatter(self, values: Array | None, out: Array, bounds: Sequence[int], root: int, wait_until: WaitUntil) -> None:
         from_root = [0] * (root + 1) + [out.size] * (self._size - root)
         given = np.empty(0, out.dtype) if values is None else values[:bounds[-1]]
-        self.exchange(given, [0] * (self._size + 1) if values is None else bounds, out, from_root, bounds[-1],
+        self.alltoall(given, [0] * (self._size + 1) if values is None else bounds, out, from_root, bounds[-1],
                       wait_until)
 
-    def exchange(self, values: Array, bounds: Sequence[int], out: Array, out_bounds: Sequence[int], most: int,
+    def alltoall(self, values: Array, bounds: Sequence[int], out: Array, out_bounds: Sequence[int], max_count: int,
                  wait_until: WaitUntil) -> None:
         unit = out.itemsize
         sent, received = (np.diff(each).tolist() for each in (bounds, out_bounds))
@@ -249,7 +250,7 @@ class GlooLink:
             for work in begun:
                 work.wait()
         except RuntimeError as error:
-            raise explained("Gloo", self._ranks, error, wait_until) from error
+            raise library_error("Gloo", self._ranks, error, wait_until) from error
 
     def _ring(self, future: Any) -> None:
         """In Gloo's thread: a piece of work is over."""

@@ -1,4 +1,4 @@
-"""A thread for engines whose calls cannot be interrupted (PROTOCOL rule 13)."""
+"""A thread for engines whose calls cannot be interrupted (docs/protocol.md#threads)."""
 
 from __future__ import annotations
 

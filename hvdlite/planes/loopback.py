@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from hvdlite.core.array import Array, aligned_empty
+from hvdlite.core.array import Array, aligned_zeros
 from hvdlite.core.types import Collective
 from hvdlite.planes.arithmetic import Casts
 from hvdlite.planes.base import FusionBuffer, Plan, WaitUntil
@@ -75,13 +75,6 @@ class LoopbackPlane:
         for rank in ranks:
             if rank != self._rank:
                 self._ring(rank)
-
-
-def aligned_zeros(nbytes: int) -> Array:
-    """Return private zero bytes that begin at a multiple of `core.array.ALIGNMENT`."""
-    memory = aligned_empty((nbytes,), np.dtype(np.uint8))
-    memory.fill(0)
-    return memory
 
 
 Results = Sequence[Array | None]

@@ -5,9 +5,9 @@ all calls are nonblocking, and the runtime thread tests them: again and again, g
 the script is blocked in a wait; every `PAUSE` seconds while it computes. A death interrupts that like any other wait.
 
 Which calls. Open MPI's nonblocking reductions are several times slower than its blocking ones from some 100 KiB on, so
-there larger tensors are reduced by slices (see `planes/engine.py`). The figures are in docs/planes.md.
+there larger tensors are reduced by slices (see `planes/process_group_plane.py`). The figures are in docs/planes.md.
 
-Rules (PROTOCOL rule 16)
+Rules (docs/protocol.md#mpi)
 - The runtime thread calls MPI beside the script's threads: the level must be MPI_THREAD_MULTIPLE, or SERIALIZED when the
   script leaves MPI alone.
 - The world's own communicator is duplicated, never used; every process set has a communicator of its own, made by members
@@ -33,7 +33,8 @@ from hvdlite.core.errors import LaunchError
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.planes.arithmetic import Casts
 from hvdlite.planes.base import WaitUntil
-from hvdlite.planes.engine import EnginePlane, explained
+from hvdlite.planes.process_group import library_error
+from hvdlite.planes.process_group_plane import ProcessGroupPlane
 
 PAUSE: Final = 200e-6
 """Seconds between tests while the script computes."""
@@ -79,7 +80,7 @@ def unfit(rank: int, size: int) -> str:
     return ""
 
 
-def mpi_plane(communicator: Any, *, chunk: int, casts: Casts | None = None) -> EnginePlane:
+def mpi_plane(communicator: Any, *, chunk: int, casts: Casts | None = None) -> ProcessGroupPlane:
     """Return the plane of one rank.
 
     Args:
@@ -92,7 +93,7 @@ def mpi_plane(communicator: Any, *, chunk: int, casts: Casts | None = None) -> E
     check_threads(mpi, communicator)
     communicator.Set_errhandler(mpi.ERRORS_RETURN)
     connect = functools.partial(_connect, mpi, communicator)
-    return EnginePlane("mpi", communicator.Get_rank(), connect, chunk=chunk, casts=casts)
+    return ProcessGroupPlane("mpi", communicator.Get_rank(), connect, chunk=chunk, casts=casts)
 
 
 def check_threads(mpi: Any, communicator: Any) -> None:
@@ -107,18 +108,18 @@ def check_threads(mpi: Any, communicator: Any) -> None:
         _log.warning("MPI was started with MPI_THREAD_SERIALIZED: the script must not call MPI while hvdlite runs")
 
 
-def _connect(mpi: Any, everybody: Any, number: int, ranks: tuple[int, ...], wait_until: WaitUntil) -> MpiLink:
+def _connect(mpi: Any, everybody: Any, number: int, ranks: tuple[int, ...], wait_until: WaitUntil) -> MpiProcessGroup:
     if number < 0:  # a pair: it only sends
-        return PairLink(mpi, everybody, ranks)
+        return PairProcessGroup(mpi, everybody, ranks)
     if len(ranks) == everybody.Get_size():
         own = everybody.Dup() if number else everybody
     else:
         own = everybody.Create_group(everybody.Get_group().Incl(list(ranks)), number % 32_767)
     own.Set_errhandler(mpi.ERRORS_RETURN)
-    return MpiLink(mpi, own, ranks)
+    return MpiProcessGroup(mpi, own, ranks)
 
 
-class MpiLink:
+class MpiProcessGroup:
     """A communicator."""
 
     def __init__(self, mpi: Any, communicator: Any, ranks: Sequence[int]) -> None:
@@ -188,9 +189,9 @@ class MpiLink:
             np.copyto(out.view(np.uint8), parts[root])
             self._move([(rank, parts[rank]) for rank in self._others()], [], wait_until)
 
-    def exchange(self, values: Array, bounds: Sequence[int], out: Array, out_bounds: Sequence[int], most: int,
+    def alltoall(self, values: Array, bounds: Sequence[int], out: Array, out_bounds: Sequence[int], max_count: int,
                  wait_until: WaitUntil) -> None:
-        if most * out.itemsize <= LIMIT and not self._slow_alone:
+        if max_count * out.itemsize <= LIMIT and not self._slow_alone:
             sends, receives = self._layout(values, bounds), self._layout(out, out_bounds)
             self._finish([self._communicator.Ialltoallv(sends, receives)], wait_until)
             return
@@ -233,11 +234,11 @@ class MpiLink:
         try:
             wait_until(lambda: test(requests), pause=PAUSE)
         except self._mpi.Exception as error:
-            raise explained("MPI", self._ranks, error, wait_until) from error
+            raise library_error("MPI", self._ranks, error, wait_until) from error
         self._under_way = ()
 
 
-class PairLink(MpiLink):
+class PairProcessGroup(MpiProcessGroup):
     """Two ranks of a larger communicator, of which one sends."""
 
     def __init__(self, mpi: Any, everybody: Any, ranks: Sequence[int]) -> None:

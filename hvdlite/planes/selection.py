@@ -64,7 +64,7 @@ PLANES = (
 )
 
 
-ENGINES = ("mpi", "gloo")
+BACKENDS = ("mpi", "gloo")
 """What carries tensors between hosts; the first one that works is taken."""
 
 
@@ -73,15 +73,15 @@ class Choice:
     """The plane for tensors in host memory, and why it is this one.
 
     Attributes:
-        across: what a hierarchical plane uses between hosts.
+        cross_backend: what a hierarchical plane uses between hosts.
     """
 
     name: str
-    across: str
+    cross_backend: str
     reasons: tuple[str, ...]
 
     def __str__(self) -> str:
-        name = f"{self.name} ({self.across} between hosts)" if self.across else self.name
+        name = f"{self.name} ({self.cross_backend} between hosts)" if self.cross_backend else self.name
         return f"tensors in host memory travel by {name}: {'; '.join(self.reasons)}"
 
 
@@ -90,14 +90,14 @@ def choose(wanted: str, hosts: Hosts, lacks: Mapping[str, str]) -> Choice:
 
     Args:
         wanted: HVDLITE_CPU_OPERATIONS.
-        lacks: engines that some rank cannot use, and why; the same on all ranks.
+        lacks: backends that some rank cannot use, and why; the same on all ranks.
 
     Raises:
         LaunchError: when what is wanted does not work here, or nothing does, saying what to install.
     """
     where = "one host" if len(hosts.groups) == 1 else f"{len(hosts.groups)} hosts of {list(map(len, hosts.groups))} ranks"
     asked = () if wanted == "auto" else (f"HVDLITE_CPU_OPERATIONS={wanted}",)
-    if wanted in ENGINES:
+    if wanted in BACKENDS:
         if wanted in lacks:
             raise LaunchError(f"HVDLITE_CPU_OPERATIONS={wanted} is not possible: {lacks[wanted]}")
         return Choice(wanted, "", asked)
@@ -106,14 +106,14 @@ def choose(wanted: str, hosts: Hosts, lacks: Mapping[str, str]) -> Choice:
         return Choice("shm", "", (*asked, why))
     if wanted == "shm":
         raise LaunchError(f"HVDLITE_CPU_OPERATIONS=shm is not possible: the ranks are on {where}")
-    across = next((engine for engine in ENGINES if engine not in lacks), "")
-    if not across:
+    cross_backend = next((backend for backend in BACKENDS if backend not in lacks), "")
+    if not cross_backend:
         raise LaunchError(f"the ranks are on {where}, and nothing can carry tensors between them: "
-                          + "; ".join(f"{engine}: {reason}" for engine, reason in lacks.items()))
-    passed_over = [f"not {engine}: {lacks[engine]}" for engine in ENGINES[:ENGINES.index(across)]]
+                          + "; ".join(f"{backend}: {reason}" for backend, reason in lacks.items()))
+    passed_over = [f"not {backend}: {lacks[backend]}" for backend in BACKENDS[:BACKENDS.index(cross_backend)]]
     if max(map(len, hosts.groups)) == 1 and not asked:
-        return Choice(across, "", (f"the ranks are on {where}", *passed_over))
-    return Choice("hierarchical", across, (*asked, f"the ranks are on {where}", *passed_over))
+        return Choice(cross_backend, "", (f"the ranks are on {where}", *passed_over))
+    return Choice("hierarchical", cross_backend, (*asked, f"the ranks are on {where}", *passed_over))
 
 
 def operations() -> Iterator[tuple[str, dict[str, str]]]:

@@ -16,8 +16,8 @@ from typing import Any, Final
 import msgspec
 
 from hvdlite._version import __version__
-from hvdlite.bootstrap.descriptors import give, take
-from hvdlite.bootstrap.environments import Place, check_directory
+from hvdlite.bootstrap.descriptors import recv_fds, send_fds
+from hvdlite.bootstrap.environments import LaunchInfo, check_directory
 from hvdlite.control.codec import Hello, Welcome
 from hvdlite.control.doorbell import Doorbell
 from hvdlite.control.inproc import InprocControl
@@ -84,13 +84,13 @@ def assemble_threads(size: int, config: Config, wrap: PlaneWrapper = lambda rank
     return runtimes
 
 
-def gpus(place: Place, config: Config, environment: Mapping[str, str]) -> DevicePlaneMaker:
+def gpus(info: LaunchInfo, config: Config, environment: Mapping[str, str]) -> DevicePlaneMaker:
     """Return what makes the plane for this process's GPU, which is neither loaded nor looked for before it is used."""
-    return lambda rank, notes, wake: of_this_machine(rank, place.world.local_rank, host_identity(), notes, wake, environment,
+    return lambda rank, notes, wake: of_this_machine(rank, info.world.local_rank, host_identity(), notes, wake, environment,
                                                      shared_gpu=config.shared_gpu)
 
 
-def assemble(place: Place, config: Config, casts: Casts, stack_dump: StackDumpTarget = NO_STACK_DUMP,
+def assemble(info: LaunchInfo, config: Config, casts: Casts, stack_dump: StackDumpTarget = NO_STACK_DUMP,
              environment: Mapping[str, str] | None = None) -> Runtime:
     """Meet the other ranks of this job and return this rank's runtime, not yet started.
 
@@ -101,42 +101,42 @@ def assemble(place: Place, config: Config, casts: Casts, stack_dump: StackDumpTa
     Raises:
         LaunchError: when the ranks cannot meet.
     """
-    if place.world.size == 1:
-        return assemble_threads(1, config, casts=casts, devices=gpus(place, config, environment or {}))[0]
+    if info.world.size == 1:
+        return assemble_threads(1, config, casts=casts, devices=gpus(info, config, environment or {}))[0]
     with contextlib.ExitStack() as made:
-        runtime = _assembled(place, config, casts, stack_dump, environment or {}, made)
+        runtime = _assembled(info, config, casts, stack_dump, environment or {}, made)
         made.pop_all()  # the runtime closes them
     return runtime
 
 
-def _assembled(place: Place, config: Config, casts: Casts, stack_dump: StackDumpTarget, environment: Mapping[str, str],
+def _assembled(info: LaunchInfo, config: Config, casts: Casts, stack_dump: StackDumpTarget, environment: Mapping[str, str],
                made: contextlib.ExitStack) -> Runtime:
     """Like `assemble`, in a job of several ranks.
 
     Args:
         made: gets what must be closed when this fails half-way. All of it can be closed twice.
     """
-    check_directory(place.job_directory, make=place.owns_directory)
+    check_directory(info.job_directory, make=info.owns_directory)
     try:
-        direct, welcome = _meet(place, config, stack_dump)
+        direct, welcome = _meet(info, config, stack_dump)
         for connection in direct.values():
             made.callback(connection.close)
         hosts = Hosts.of(welcome.hosts)
-        world = _checked(place, hosts)
+        world = _checked(info, hosts)
         local = hosts.around(world.rank)
         address = config.gloo_interface or _address_for_others(direct, welcome)
         pids = {rank: welcome.pids[rank] for rank in local}
         # For each rank of the host: a bell, a process to watch and, where this rank leads, a connection's two ends.
         leads = welcome.led and world.rank == local[0]
         with descriptors_for((4 if leads else 2) * len(local), f"rank {world.rank}, one of {len(local)} on its host,"):
-            bells, memory, inside = _shared(place, local, config, made, led=welcome.led)
+            bells, memory, inside = _shared(info, local, config, made, led=welcome.led)
             control = _control(world.rank, hosts, direct, inside, bells, pids, config, led=welcome.led)
             made.callback(control.close)
     finally:
-        if place.owns_directory and place.world.local_rank == 0:
-            shutil.rmtree(place.job_directory, ignore_errors=True)
+        if info.owns_directory and info.world.local_rank == 0:
+            shutil.rmtree(info.job_directory, ignore_errors=True)
     notes = Notes(world.rank)
-    planes = HostPlanes(world.rank, hosts, config, casts, memory, control, notes, address, place.communicator)
+    planes = HostPlanes(world.rank, hosts, config, casts, memory, control, notes, address, info.communicator)
     choice = choose(config.cpu_operations, hosts, dict(welcome.lacks))
     if world.rank == 0:
         _log.info("%s", choice)
@@ -144,14 +144,14 @@ def _assembled(place: Place, config: Config, casts: Casts, stack_dump: StackDump
     made.callback(plane.close)
     plane.open_set(GLOBAL_PROCESS_SET_ID, tuple(range(world.size)))
     probe = ProcessProbe(pids, {rank: welcome.stack_dumps[rank] for rank in local})
-    devices = gpus(place, config, environment)(world.rank, notes, control.wake)
+    devices = gpus(info, config, environment)(world.rank, notes, control.wake)
     runtime = Runtime(world, config, control, plane, coordinator_for(world, config), probe, _common_clock(welcome), notes,
                       hosts, devices)
-    if not place.owns_directory:
+    if not info.owns_directory:
         if world.rank == local[0]:
-            probe.write(str(Path(place.job_directory) / PROCESSES_FILE))
+            probe.write(str(Path(info.job_directory) / PROCESSES_FILE))
         if world.rank == 0:
-            runtime.open_desk(place.job_directory)
+            runtime.open_desk(info.job_directory)
     return runtime
 
 
@@ -183,12 +183,12 @@ class HostPlanes:
             return ShmPlane(self.rank, self.memory, self.control.ring, slot=config.shm_slot, chunk=config.shm_chunk,
                             direct=config.shm_direct, casts=self.casts)
         if choice.name == "hierarchical":
-            engine = self._engine(choice.across)
-            return HierarchicalPlane(self.rank, self.hosts, self.memory, self.control.ring, engine, slot=config.shm_slot,
+            backend = self._backend(choice.cross_backend)
+            return HierarchicalPlane(self.rank, self.hosts, self.memory, self.control.ring, backend, slot=config.shm_slot,
                                      chunk=config.shm_chunk, direct=config.shm_direct, casts=self.casts)
-        return self._engine(choice.name)
+        return self._backend(choice.name)
 
-    def _engine(self, name: str) -> Plane:
+    def _backend(self, name: str) -> Plane:
         config = self.config
         if name == "mpi":
             return mpi_plane(self.communicator, chunk=config.shm_chunk, casts=self.casts)
@@ -196,13 +196,13 @@ class HostPlanes:
                           chunk=config.shm_chunk, casts=self.casts)
 
 
-def _meet(place: Place, config: Config, stack_dump: StackDumpTarget) -> tuple[Mapping[int, Connection], Welcome]:
-    world = place.world
-    host = f"{host_identity()}:{place.job_directory}"
-    no_mpi = "" if place.communicator is not None else place.without_mpi or "the job was not started with mpirun"
+def _meet(info: LaunchInfo, config: Config, stack_dump: StackDumpTarget) -> tuple[Mapping[int, Connection], Welcome]:
+    world = info.world
+    host = f"{host_identity()}:{info.job_directory}"
+    no_mpi = "" if info.communicator is not None else info.mpi_problem or "the job was not started with mpirun"
     lacks = tuple((name, reason) for name, reason in {"mpi": no_mpi, "gloo": gloo_missing()}.items() if reason)
     own = Hello(world.rank, world.size, os.getpid(), host, __version__, stack_dump, alike(config), lacks)
-    address = _address(place, config)
+    address = _address(info, config)
     if world.rank != 0:
         connection, welcome = join(address, own, timeout=limit(config.start_timeout), frame_limit=config.frame_limit)
         return {0: connection}, msgspec.structs.replace(welcome, clock=welcome.clock - time.monotonic())
@@ -216,27 +216,27 @@ def _meet(place: Place, config: Config, stack_dump: StackDumpTarget) -> tuple[Ma
                 Path(address.path).unlink(missing_ok=True)
 
 
-def _address(place: Place, config: Config) -> Address:
-    if config.control == "tcp" or place.on_several_hosts:
+def _address(info: LaunchInfo, config: Config) -> Address:
+    if config.control == "tcp" or info.on_several_hosts:
         if config.control == "unix":
             raise LaunchError("HVDLITE_CONTROL=unix is for one host, and the job has ranks on several")
-        if place.coordinator is None:
+        if info.coordinator is None:
             raise LaunchError("ranks that meet over TCP need HVDLITE_COORDINATOR=host:port, the same on all ranks")
-        return Address(host=place.coordinator[0], port=place.coordinator[1], key=place.key)
-    return Address(path=str(Path(place.job_directory) / "control.sock"))
+        return Address(host=info.coordinator[0], port=info.coordinator[1], key=info.key)
+    return Address(path=str(Path(info.job_directory) / "control.sock"))
 
 
-def _checked(place: Place, hosts: Hosts) -> World:
+def _checked(info: LaunchInfo, hosts: Hosts) -> World:
     """Return this rank's coordinates as the ranks have found them to be.
 
     Raises:
         LaunchError: when the launcher says otherwise.
     """
-    told, found = place.world, hosts.world(place.world.rank)
+    told, found = info.world, hosts.world(info.world.rank)
     if told.local_size != found.local_size:
         raise LaunchError(f"rank {told.rank} was told that {told.local_size} ranks share its host, but it shares machine, "
                           f"process table and job directory with ranks {list(hosts.around(told.rank))} only. Ranks in "
-                          f"different containers are on different hosts; check HVDLITE_LOCAL_SIZE ({place.environment})")
+                          f"different containers are on different hosts; check HVDLITE_LOCAL_SIZE ({info.environment})")
     return found
 
 
@@ -254,7 +254,7 @@ def _common_clock(welcome: Welcome) -> Callable[[], float]:
     return lambda: time.monotonic() + offset
 
 
-def _shared(place: Place, local: Sequence[int], config: Config, made: contextlib.ExitStack, *,
+def _shared(info: LaunchInfo, local: Sequence[int], config: Config, made: contextlib.ExitStack, *,
             led: bool) -> tuple[dict[int, Doorbell], SharedMemory, dict[int, Connection]]:
     """Make (the host's first rank) or receive (the others) the host's shared memory, one bell a rank and, when the hosts are
     led, a connection between the first rank and each other one.
@@ -262,8 +262,8 @@ def _shared(place: Place, local: Sequence[int], config: Config, made: contextlib
     Args:
         made: gets what must be closed when this fails, or what follows.
     """
-    rank, (leader, *others) = place.world.rank, local
-    path = str(Path(place.job_directory) / "memory.sock")
+    rank, (leader, *others) = info.world.rank, local
+    path = str(Path(info.job_directory) / "memory.sock")
     fenced = fence.is_needed()
     pairs = [socket.socketpair() for _ in others] if led and rank == leader else []
     if rank == leader:
@@ -279,11 +279,11 @@ def _shared(place: Place, local: Sequence[int], config: Config, made: contextlib
             if others:
                 rings = [descriptor for bell in bells for descriptor in bell.descriptors]
                 ends = [[theirs.fileno()] for _, theirs in pairs] if led else [[] for _ in others]
-                give(path, [file, *fences, *rings], ends, limit(config.start_timeout))
+                send_fds(path, [file, *fences, *rings], ends, limit(config.start_timeout))
         inside = {other: Connection(ours, frame_limit=config.frame_limit)
                   for other, (ours, _) in zip(others, pairs, strict=led)}
         return dict(zip(local, bells, strict=True)), memory, inside
-    file, *rest = take(path, others.index(rank), limit(config.start_timeout))
+    file, *rest = recv_fds(path, others.index(rank), limit(config.start_timeout))
     memory = SharedMemory(file, rank, fence.Fence(rest.pop(0)) if fenced else None)
     inside = {leader: Connection(socket.socket(fileno=rest.pop()), frame_limit=config.frame_limit)} if led else {}
     each = len(rest) // len(local)
@@ -305,7 +305,7 @@ def _control(rank: int, hosts: Hosts, direct: Mapping[int, Connection], inside: 
     if not led:
         return StarControl(rank, direct, bells, others, heartbeat_timeout=limit(config.heartbeat_timeout))
     groups = {group[0]: group for group in hosts.groups}
-    kept = {peer: link for peer, link in direct.items() if rank in groups and (rank or peer in groups)}
+    kept = {peer: group for peer, group in direct.items() if rank in groups and (rank or peer in groups)}
     for peer in direct.keys() - kept.keys():
         direct[peer].close()
     links = {**kept, **inside}

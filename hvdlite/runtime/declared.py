@@ -32,7 +32,7 @@ Item = Entry | BucketEntry | Closing | LayoutStale | Retired | Callable[[], None
 
 
 class DeclaredSets(Calls):
-    """The calls that serve declared sets (PROTOCOL rules 7 to 10), beside the collectives.
+    """The calls that serve declared sets (docs/protocol.md#learning, #rounds, #layouts), beside the collectives.
 
     Every rank submits each member of a set once a round, with or without a gradient. When a layout has been learned,
     the members lie in its buckets, and full buckets are submitted instead.

@@ -7,8 +7,8 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hvdlite.bootstrap.environments import MAKE_A_KEY, Place, find_place
-from hvdlite.bootstrap.mpi import place_over_mpi
+from hvdlite.bootstrap.environments import MAKE_A_KEY, LaunchInfo, read_launch_info
+from hvdlite.bootstrap.mpi import launch_info_over_mpi
 from hvdlite.core.config import Config
 from hvdlite.core.errors import LaunchError, UnsupportedError
 from hvdlite.core.launch_contract import SECRET
@@ -16,12 +16,12 @@ from hvdlite.core.world import World
 from hvdlite.planes import mpi
 
 
-def enter(comm: object, environ: Mapping[str, str], parent: int, config: Config) -> Place:
+def enter(comm: object, environ: Mapping[str, str], parent: int, config: Config) -> LaunchInfo:
     """Return this process's place.
 
     Args:
         comm: as for `api.init`.
-        parent: as for `find_place`.
+        parent: as for `read_launch_info`.
 
     Raises:
         LaunchError: when the place cannot be found out.
@@ -29,63 +29,63 @@ def enter(comm: object, environ: Mapping[str, str], parent: int, config: Config)
     """
     if hasattr(comm, "Get_group"):
         return _by_communicator(comm)
-    place = find_place(environ, parent)
+    info = read_launch_info(environ, parent)
     if comm is None or comm == []:
-        return _over_mpi(place, config)
+        return _over_mpi(info, config)
     if not isinstance(comm, Sequence) or not all(isinstance(rank, int) for rank in comm):
         raise UnsupportedError(f"comm must be an mpi4py communicator or a list of ranks, not {comm!r}")
-    return _by_ranks(place, list(comm))
+    return _by_ranks(info, list(comm))
 
 
-def _by_communicator(comm: Any) -> Place:
+def _by_communicator(comm: Any) -> LaunchInfo:
     module = mpi.load()
     if comm == module.COMM_NULL:
         raise UnsupportedError("comm is MPI's null communicator: this rank is not in it, and must not call init() with it")
     mpi.check_threads(module, comm)
-    return place_over_mpi(module, comm.Dup())
+    return launch_info_over_mpi(module, comm.Dup())
 
 
-def _over_mpi(place: Place, config: Config) -> Place:
+def _over_mpi(info: LaunchInfo, config: Config) -> LaunchInfo:
     """Complete a place over MPI, where that is needed and possible."""
-    needs_key = place.on_several_hosts and not (place.key and place.coordinator)
-    across = place.on_several_hosts and config.cpu_operations == "auto"
-    wanted = config.cpu_operations == "mpi" or (place.is_mpi and (across or config.cpu_operations == "hierarchical"))
-    if place.world.size == 1 or not (wanted or needs_key or not place.knows_local):
-        return place
-    unfit = mpi.unfit(place.world.rank, place.world.size)
-    if unfit and (needs_key or not place.knows_local):
-        raise LaunchError(f"{place.environment}: the ranks are on several hosts and need MPI to find each other, but "
+    needs_key = info.on_several_hosts and not (info.key and info.coordinator)
+    across = info.on_several_hosts and config.cpu_operations == "auto"
+    wanted = config.cpu_operations == "mpi" or (info.is_mpi and (across or config.cpu_operations == "hierarchical"))
+    if info.world.size == 1 or not (wanted or needs_key or not info.knows_local_ranks):
+        return info
+    unfit = mpi.unfit(info.world.rank, info.world.size)
+    if unfit and (needs_key or not info.knows_local_ranks):
+        raise LaunchError(f"{info.environment}: the ranks are on several hosts and need MPI to find each other, but "
                           f"{unfit}. Or set {SECRET} and HVDLITE_COORDINATOR=host:port to the same on all ranks; "
                           f"{MAKE_A_KEY}")
     if unfit:
-        return dataclasses.replace(place, without_mpi=unfit)
+        return dataclasses.replace(info, mpi_problem=unfit)
     module = mpi.load()
     communicator = module.COMM_WORLD.Dup()
     mpi.check_threads(module, communicator)
-    if place.is_mpi and not place.is_launched:
-        return place_over_mpi(module, communicator, place.coordinator)
-    return dataclasses.replace(place, communicator=communicator)
+    if info.is_mpi and not info.is_complete:
+        return launch_info_over_mpi(module, communicator, info.coordinator)
+    return dataclasses.replace(info, communicator=communicator)
 
 
-def _by_ranks(place: Place, ranks: list[int]) -> Place:
+def _by_ranks(info: LaunchInfo, ranks: list[int]) -> LaunchInfo:
     """Return this rank's place in a job of some ranks only."""
-    world = place.world
+    world = info.world
     if not ranks or len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(world.size)):
         raise UnsupportedError(f"comm={ranks} must name ranks from 0..{world.size - 1}, each once")
     if world.rank not in ranks:
         raise UnsupportedError(f"comm={ranks} does not have this rank, {world.rank}; call init() with a list that has it")
     if ranks == list(range(world.size)):
-        return place
-    if place.is_mpi and not mpi.unfit(world.rank, world.size):
+        return info
+    if info.is_mpi and not mpi.unfit(world.rank, world.size):
         module = mpi.load()
         everybody = module.COMM_WORLD
         some = everybody.Create_group(everybody.Get_group().Incl(ranks), ranks[0])
         mpi.check_threads(module, some)
-        return place_over_mpi(module, some)
-    if place.on_several_hosts:
+        return launch_info_over_mpi(module, some)
+    if info.on_several_hosts:
         raise UnsupportedError(f"comm={ranks} on several hosts needs MPI: start the job with mpirun, or call init() with "
                                "all ranks and use process sets")
     digest = hashlib.sha256(repr(ranks).encode()).hexdigest()[:8]
     index = ranks.index(world.rank)
-    return dataclasses.replace(place, world=World(index, len(ranks), index, len(ranks)),
-                               job_directory=f"{place.job_directory}-{digest}", owns_directory=True)
+    return dataclasses.replace(info, world=World(index, len(ranks), index, len(ranks)),
+                               job_directory=f"{info.job_directory}-{digest}", owns_directory=True)

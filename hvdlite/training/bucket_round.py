@@ -1,6 +1,6 @@
 """One round of a declared set whose buckets are learned: gradients go into their places, full buckets go to the runtime.
 
-A bucket is FILLING until its last member is given, then REPORTED and RUNNING until its handle is done (PROTOCOL rule 7).
+A bucket is FILLING until its last member is given, then RUNNING until its handle is done (docs/protocol.md#rounds).
 What a gradient costs here is a copy and a count: no lock, no message. The count is an `itertools.count`, whose `next` is
 one uninterrupted step, so hooks may come from several autograd threads. Small gradients are copied together when their
 bucket is full: for them a call costs more than a copy.

@@ -3,7 +3,7 @@
 A *declared set* is the parameters of one wrapped optimizer. A *round* reduces each of them once. It is FILLING from the
 first gradient that is handed over until this rank has reported every member, then CLOSED until the results are final.
 
-Rules (PROTOCOL rules 7, 8; docs/decisions/0017)
+Rules (docs/protocol.md#rounds, #final-gradients, #same-step, #reduced-again)
 - A gradient is handed over by its hook, as soon as it has been accumulated `passes` times: communication overlaps the
   rest of the backward pass.
 - With `WaitIn.BACKWARD` the outermost backward pass closes the round (a member that was not handed over is *missing*) and

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from hvdlite.bootstrap.descriptors import give, take
+from hvdlite.bootstrap.descriptors import recv_fds, send_fds
 from hvdlite.control.meeting import Address, listen, receive_ranks
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.file_limit import SPARE, descriptors_for
@@ -101,13 +101,13 @@ def test_every_receiver_gets_what_is_shared_and_its_own(tmp_path: Path, count: i
     files = [os.memfd_create(f"{number}") for number in range(count)]
     own = [os.memfd_create(f"own {index}") for index in range(2)]
     received: dict[int, list[int]] = {}
-    takers = [threading.Thread(target=lambda index=index: received.__setitem__(index, take(path, index, 10.0)))
+    receivers = [threading.Thread(target=lambda index=index: received.__setitem__(index, recv_fds(path, index, 10.0)))
               for index in range(2)]
-    for taker in takers:
-        taker.start()
-    give(path, files, [[descriptor] for descriptor in own], 10.0)
-    for taker in takers:
-        taker.join(30)
+    for receiver in receivers:
+        receiver.start()
+    send_fds(path, files, [[descriptor] for descriptor in own], 10.0)
+    for receiver in receivers:
+        receiver.join(30)
     for index in range(2):
         given = [os.fstat(descriptor).st_ino for descriptor in (*files, own[index])]
         assert [os.fstat(descriptor).st_ino for descriptor in received[index]] == given
@@ -117,7 +117,7 @@ def test_every_receiver_gets_what_is_shared_and_its_own(tmp_path: Path, count: i
 
 def _take_too_many(path: str) -> None:
     with descriptors_for(1, "a test"):
-        take(path, 0, 10.0)
+        recv_fds(path, 0, 10.0)
 
 
 def test_descriptors_that_do_not_fit_are_an_error_at_the_receiver(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_descriptors_that_do_not_fit_are_an_error_at_the_receiver(tmp_path: Path
 
     def giver() -> None:
         with pytest.raises(LaunchError, match="ended while it received"):
-            give(path, [file] * 200, [[]], 30.0)
+            send_fds(path, [file] * 200, [[]], 30.0)
         refused.append(True)
 
     refused: list[bool] = []

@@ -24,12 +24,14 @@ from tests.negotiation.simulation import Simulation
 
 @given(stories(joins=False))
 @settings(deadline=None, max_examples=400)
+# docs/protocol.md#rounds
 def test_every_member_of_every_round_is_answered_once_and_alike(story: tuple[Simulation, list[Reducer], list[int]]) -> None:
     simulation, reducers, schedule = story
     run(simulation, reducers, schedule)
     check(simulation, reducers)
 
 
+# docs/protocol.md#learning
 def test_a_set_is_learned_from_its_first_complete_round() -> None:
     simulation, reducers = steady(3, {"a": 8, "b": 50, "c": 8, "d": 8}, 5)
     (layout,) = [instruction for instruction in simulation.plans[0] if isinstance(instruction, Layout)]
@@ -96,6 +98,7 @@ def test_a_layout_that_was_in_use_for_long_does_not_count_when_it_ends() -> None
     assert all(len(reducer.by_bucket) >= 970 for reducer in reducers)
 
 
+# docs/protocol.md#layouts
 def test_too_many_layouts_evict_the_least_recently_used() -> None:
     simulation = Simulation(1, layouts=2)
     controller = simulation.controllers[0]

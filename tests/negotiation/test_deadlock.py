@@ -83,6 +83,7 @@ def test_a_collective_before_the_step_defers_the_rank_in_backward_only(hosts: Se
     assert not any(controller.unanswered() for controller in sim.controllers)
 
 
+# docs/protocol.md#circular-waits
 def test_a_circle_of_waits_that_cannot_be_deferred_is_told_with_both_sides() -> None:
     sim, deferred = world()
     close(sim, 0, "A")

@@ -94,6 +94,7 @@ def test_a_member_that_one_rank_has_is_refused_while_another_has_joined(hosts: l
 
 @pytest.mark.parametrize("heard", [False, True])
 @pytest.mark.parametrize("hosts", [[], [(0, 1)], [(0,), (1,)]])
+# docs/protocol.md#join
 def test_a_bucket_of_a_round_from_before_a_join_is_refused(hosts: list[tuple[int, ...]], heard: bool) -> None:
     """A rank joins in the middle of a round, and reports the rest of it before or after it hears that all have joined."""
     simulation, reducers = steady(2, {"a": 10}, 2, hosts=hosts)
@@ -194,6 +195,7 @@ def test_a_process_set_that_is_removed_at_any_time_ends_all_waiting_in_it(size: 
 
 
 @pytest.mark.parametrize("hosts", [[], [(0, 1)], [(0,), (1,)]])
+# docs/protocol.md#report-order
 def test_a_closing_and_the_removal_of_its_process_set_in_one_report(hosts: list[tuple[int, ...]]) -> None:
     simulation = Simulation(2, hosts=hosts)
     for controller in simulation.controllers:

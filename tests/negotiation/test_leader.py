@@ -41,6 +41,7 @@ def ready(round: int) -> Report:
     return Report(0, 1, (BucketReady(7, round),))
 
 
+# docs/protocol.md#leaders
 def test_what_all_say_goes_up_once() -> None:
     leader = a_leader()
     leader.receive(2, ready(2))

@@ -103,8 +103,9 @@ HOSTS = {1: "a", 2: "ab", 3: "abb", 4: "abba"}
 def hierarchical(size: int, ring: Callable[[int], None]) -> list[Plane]:
     files = {host: anonymous_file() for host in HOSTS[size]}
     hosts = Hosts.of(HOSTS[size])
-    planes = [HierarchicalPlane(rank, hosts, SharedMemory(os.dup(files[HOSTS[size][rank]]), rank), ring, engine,
-                                slot=1 << 16, chunk=1 << 12, direct=256) for rank, engine in enumerate(gloo(size, ring))]
+    planes = [HierarchicalPlane(rank, hosts, SharedMemory(os.dup(files[HOSTS[size][rank]]), rank), ring, cross_plane,
+                                slot=1 << 16, chunk=1 << 12, direct=256) for rank,
+                                cross_plane in enumerate(gloo(size, ring))]
     for plane in planes:
         plane.open_set(0, tuple(range(size)))
     return planes

@@ -52,6 +52,7 @@ def test_an_average_of_integers_is_the_mean_truncated_toward_zero(job: tuple[str
 
 
 @given(jobs(), st.integers(1, 2))
+# docs/protocol.md#hierarchy
 def test_it_may_be_taken_in_pieces_in_place_and_in_two_storeys(job: tuple[str, int, Array], chunk: int) -> None:
     dtype, size, rows = job
     expected = [mean(column, size) for column in rows.T.tolist()]

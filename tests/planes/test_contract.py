@@ -145,6 +145,7 @@ def test_allreduce_matches_the_model_bit_for_bit(make_planes: Any, size: int, fa
 
 
 @pytest.mark.parametrize("size", [3, 4])
+# docs/protocol.md#same-bits
 def test_fusion_does_not_change_a_bit(make_planes: Any, size: int) -> None:
     counts = [1, 300, 7, 40_000, 0, 5000]
 
@@ -160,6 +161,7 @@ def test_fusion_does_not_change_a_bit(make_planes: Any, size: int) -> None:
 
 
 @pytest.mark.parametrize("count", [10, 50_000])
+# docs/protocol.md#contributors
 def test_only_contributors_count_but_average_divides_by_all(make_planes: Any, count: int) -> None:
     def step(rank: int, execute: Any) -> None:
         out = np.zeros(count, np.float32)
@@ -212,7 +214,7 @@ def test_a_bucket_gives_the_same_bits_as_a_private_tensor(make_planes: Any, size
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_identity_changes_no_bit(make_planes: Any, family: str) -> None:
-    """A missing member's place holds it (docs/decisions/0005): rank 1 contributes it, rank 0 anything, -0.0 too."""
+    """A missing member's place holds it (docs/protocol.md#rounds): rank 1 contributes it, rank 0 anything, -0.0 too."""
     def step(rank: int, execute: Any) -> int:
         found = list(reductions(execute, family, 2))
         for dtype, op in found:
@@ -497,7 +499,7 @@ def test_a_root_that_ends_at_once_takes_nothing_from_slower_ranks() -> None:
 
 
 def test_many_pieces_in_a_row_never_overtake_each_other(make_planes: Any) -> None:
-    """Small and large plans in turn, so regions alternate between algorithms (PROTOCOL rule 2)."""
+    """Small and large plans in turn, so regions alternate between algorithms (docs/protocol.md#staging-regions)."""
     def step(rank: int, execute: Any) -> None:
         generator = np.random.default_rng(7)  # the same sizes on all ranks
         for turn in range(300):
@@ -555,6 +557,7 @@ def test_adasum_without_a_rank_that_joined(make_planes: Any) -> None:
     run(make_planes, 3, step)
 
 
+# docs/protocol.md#pairs
 def test_send(make_planes: Any) -> None:
     def step(rank: int, execute: Any) -> None:
         execute.plane.open_set(-1, (0, 2))

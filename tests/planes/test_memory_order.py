@@ -235,6 +235,7 @@ USES = pytest.mark.parametrize("use", [slices, small_pieces, bucket])
 
 
 @USES
+# docs/protocol.md#memory-order
 def test_with_fences_no_order_of_accesses_shows_a_wrong_value(use: Use) -> None:
     assert failure(programs(use, 2, fenced=True), weak) == []
 

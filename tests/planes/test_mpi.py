@@ -69,6 +69,7 @@ def test_what_is_too_long_for_one_call_travels_in_pieces(mpi: Mpi, tmp_path: Pat
 
 
 @pytest.mark.parametrize(("level", "told"), [(0, "MPI_THREAD_SINGLE"), (1, "MPI_THREAD_FUNNELED"), (2, ""), (3, "")])
+# docs/protocol.md#mpi
 def test_thread_levels(level: int, told: str, caplog: pytest.LogCaptureFixture) -> None:
     mpi = SimpleNamespace(THREAD_SINGLE=0, THREAD_FUNNELED=1, THREAD_SERIALIZED=2, THREAD_MULTIPLE=3,
                           Query_thread=lambda: level)

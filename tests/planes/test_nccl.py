@@ -199,7 +199,7 @@ def test_the_host_waits_for_the_launch_only(gpus: Gpus) -> None:
         held.wait()
         values = np.full(1000, rank + 1.0)
         handle = allreduce(gpus, runtime, "x", values)
-        handle.wait(10)  # PROTOCOL rule 25: returns although the GPU has done nothing
+        handle.wait(10)  # docs/protocol.md#gpu-streams: returns although the GPU has done nothing
         assert not handle.completion.passed() and (values == rank + 1).all()
         seen: list[bool] = []
         handle.completion.follow(mine)  # does not wait either

@@ -173,6 +173,7 @@ def _raise(*_: Any) -> None:
     raise HorovodInternalError("it stopped")
 
 
+# docs/protocol.md#one-gpu-per-rank
 def test_ranks_on_one_gpu_are_named_unless_it_is_allowed(gpus: Gpus) -> None:
     one, other = Introduction("a", "GPU-1", 22809), Introduction("a", "GPU-1", 22809)
     with pytest.raises(HorovodInternalError, match=r"ranks 0 and 3 use the same GPU.*torch.cuda.set_device"):
@@ -248,6 +249,7 @@ def test_work_under_way_is_finished_before_the_end(gpus: Gpus) -> None:
     assert all((result == 3).all() for result in results), "shutdown() came after the launch, and must not undo it"
 
 
+# docs/protocol.md#threads
 def test_a_call_that_does_not_return_is_abandoned() -> None:
     stuck, ended = threading.Event(), []
 

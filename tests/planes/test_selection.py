@@ -11,7 +11,7 @@ from hvdlite.planes.selection import choose
 ONE, TWO, FLAT = (Hosts.of(names) for names in ("aaa", "aabb", "abc"))
 
 
-@pytest.mark.parametrize(("wanted", "hosts", "lacks", "name", "across"), [
+@pytest.mark.parametrize(("wanted", "hosts", "lacks", "name", "cross_backend"), [
     ("auto", ONE, {}, "shm", ""),
     ("shm", ONE, {}, "shm", ""),
     ("hierarchical", ONE, {}, "shm", ""),
@@ -22,9 +22,9 @@ ONE, TWO, FLAT = (Hosts.of(names) for names in ("aaa", "aabb", "abc"))
     ("auto", FLAT, {"mpi": "no"}, "gloo", ""),
     ("hierarchical", FLAT, {}, "hierarchical", "mpi"),
 ])
-def test_choice(wanted: str, hosts: Hosts, lacks: dict[str, str], name: str, across: str) -> None:
+def test_choice(wanted: str, hosts: Hosts, lacks: dict[str, str], name: str, cross_backend: str) -> None:
     choice = choose(wanted, hosts, lacks)
-    assert (choice.name, choice.across) == (name, across)
+    assert (choice.name, choice.cross_backend) == (name, cross_backend)
     assert ("not mpi: no" in str(choice)) == (bool(lacks) and wanted == "auto")
     assert (f"HVDLITE_CPU_OPERATIONS={wanted}" in str(choice)) == (wanted != "auto")
 

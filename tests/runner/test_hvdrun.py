@@ -311,6 +311,7 @@ def test_an_orphan_without_environment_ends_with_the_job(tmp_path: Path) -> None
     _assert_gone(str(tmp_path))
 
 
+# docs/protocol.md#nothing-left-behind
 def test_a_child_without_environment_ends_with_a_killed_launcher(tmp_path: Path) -> None:
     run = Running("-np", "1", PYTHON, "-c", BARE + "import time; time.sleep(1000)", str(tmp_path))
     run.wait_for("bare")

@@ -278,9 +278,9 @@ def test_horovods_flags_that_mean_nothing_are_accepted_and_explained() -> None:
     settings = parsed("-np", "2", "--cycle-time-ms", "3", "--hierarchical-allreduce", "--min-np", "1", "sh")
     assert settings.command == ["sh"]
     assert settings.notice.splitlines() == [
-        "--cycle-time-ms does nothing here: nothing happens in cycles",
-        "--hierarchical-allreduce does nothing here: the plane decides that",
-        "--min-np does nothing here: this version's jobs neither shrink nor grow"]
+        "--cycle-time-ms does nothing here: hvdlite does not work in cycles",
+        "--hierarchical-allreduce does nothing here: the plane chooses the algorithm",
+        "--min-np does nothing here: elastic training is not implemented"]
 
 
 HOROVODRUN = """--disable-cache --start-timeout 9 --network-interfaces eth0,eth1 --network-interface eth0 --output-filename d

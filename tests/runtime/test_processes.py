@@ -48,6 +48,7 @@ def test_an_exception_travels_with_its_traceback(origin: int) -> None:
                 assert f"PeerFailedError: rank {origin} failed with KeyError" in ended.stderr
 
 
+# docs/protocol.md#detection
 def test_a_death_is_seen_although_a_forked_worker_holds_every_socket() -> None:
     with Processes(2, programs.a_death_is_seen_although_a_forked_worker_holds_every_socket) as world:
         world.wait_for(1, "ForkedProcessError")
@@ -56,6 +57,7 @@ def test_a_death_is_seen_although_a_forked_worker_holds_every_socket() -> None:
         assert "rank 1 was lost" in world.told(0).stderr
 
 
+# docs/protocol.md#one-runtime
 def test_forked_workers_and_their_own_forks_leave_the_job_alone() -> None:
     processes(2, programs.forked_workers_and_their_own_forks_leave_the_job_alone)
 
@@ -84,6 +86,7 @@ def test_ranks_end_in_any_order_without_noise() -> None:
         assert ended.rank == 0 or (" 0" in ended.stdout and "left the job normally" in ended.stdout)
 
 
+# docs/protocol.md#waiting
 def test_an_idle_job_uses_no_processor_time() -> None:
     for ended in processes(2, programs.an_idle_job_uses_no_processor_time):
         assert ended.result < 0.005, "an idle rank must not poll"

@@ -75,6 +75,7 @@ def test_a_stall_report_shows_where_the_missing_rank_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+# docs/protocol.md#reports-on-demand
 def test_a_rank_that_holds_pythons_lock_is_told_with_its_place(rank: int) -> None:
     with Processes(2, programs.stuck, rank, 6.0, environment={"HVDLITE_SILENCE_CHECK_SECONDS": "0.3"}) as world:
         ended = world.wait()
@@ -85,6 +86,7 @@ def test_a_rank_that_holds_pythons_lock_is_told_with_its_place(rank: int) -> Non
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+# docs/protocol.md#silence
 def test_a_stopped_rank_is_told_and_goes_on_when_it_is_continued(rank: int) -> None:
     with Processes(2, programs.a_stopped_rank_is_told_and_goes_on_when_it_is_continued, f"/tmp/hvdlite-go-{os.getpid()}",
                    environment={"HVDLITE_SILENCE_CHECK_SECONDS": "0.3"}) as world:

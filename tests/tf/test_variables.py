@@ -8,6 +8,7 @@ from tests.tf.support import run
 from tests.tf.test_keras import COMMON
 
 
+# docs/protocol.md#one-slot-per-variable
 def test_a_tape_pairs_gradients_by_their_variables() -> None:
     run(2, """
 import numpy as np, tensorflow as tf, hvdlite_tf as hvd

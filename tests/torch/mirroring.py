@@ -66,6 +66,6 @@ def train(model: Any, optimizer: Any, batches: Any, epochs: int, clip: bool,
     return curve
 
 
-def assert_close(ours: list[Any], theirs: list[Any]) -> None:
+def assert_close(ours: list[Any], theirs: list[Any], msg: str | None = None) -> None:
     for mine, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6, msg=msg)

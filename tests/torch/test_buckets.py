@@ -64,7 +64,7 @@ def test_the_same_bits_in_shared_memory(size: int) -> None:
 
 
 def test_nobody_touches_a_gradient_between_backward_and_step() -> None:
-    """PROTOCOL rule 1: one rank clips, scales and zeroes while the others sleep before `step()`."""
+    """docs/protocol.md#slots: one rank clips, scales and zeroes while the others sleep before `step()`."""
     processes(3, programs.nobody_touches_a_gradient_between_backward_and_step, imported=TORCH)
 
 
@@ -215,6 +215,7 @@ def test_hooks_from_two_threads() -> None:
     threads(2, step, bucket_edge=10_000, bucket_size=100_000)
 
 
+# docs/protocol.md#views
 def test_channels_last_gradients_are_views_with_the_parameters_strides() -> None:
     start, x = torch.nn.Conv2d(3, 4, 3).state_dict(), torch.randn(2, 3, 5, 5)
 

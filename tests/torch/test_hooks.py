@@ -56,6 +56,7 @@ def model_and_batch(rank: int) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("wait_in", ["backward", "step"])
+# docs/protocol.md#user-hooks
 def test_the_users_hooks_see_and_change_this_ranks_gradient_as_under_ddp(wait_in: str, to_none: bool) -> None:
     """Whenever they are registered: before a step, and when the gradients' places are learned."""
     def step(runtime: Runtime) -> tuple[list[float], list[Any]]:

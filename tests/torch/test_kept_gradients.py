@@ -44,6 +44,7 @@ def backward(model: Any, factor: float) -> None:
 
 @pytest.mark.parametrize("compression", [Compression.none, Compression.fp16], ids=["plain", "fp16"])
 @pytest.mark.parametrize("kept", KEPT)
+# docs/protocol.md#kept-gradients
 def test_a_gradient_that_is_kept_does_not_change(kept: str, compression: Any) -> None:
     def step(runtime: Runtime) -> None:
         model = net()

@@ -83,7 +83,7 @@ def test_gradients_are_weighed_before_they_are_accumulated() -> None:
                     mine.step()
                     mine.zero_grad()
             assert_close(weights(model), weights(alone))
-            assert not strategy._holdings._weighing, "even batches cost nothing, nor does what comes after a loop"
+            assert not strategy._holdings.weight.is_applied, "even batches cost nothing, nor does what comes after a loop"
     threads(2, step)
 
 

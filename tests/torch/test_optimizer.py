@@ -222,6 +222,7 @@ def test_reentrant_checkpoints() -> None:
     threads(2, step)
 
 
+# docs/protocol.md#final-gradients
 def test_infinity_on_one_rank_is_seen_by_all() -> None:
     def step(runtime: Runtime) -> None:
         model = net()

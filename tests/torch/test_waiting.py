@@ -195,6 +195,7 @@ def test_the_way_out_of_a_circle_works() -> None:
 
 @ALL
 @pytest.mark.parametrize("change", ["clip", "replace", "none"])
+# docs/protocol.md#same-step
 def test_gradients_changed_where_other_ranks_could_not_change_them_raise(wait_in: str, change: str) -> None:
     """Rank 1 has no backward, so its step gets the gradients after its script could have clipped them."""
     def step(runtime: Runtime) -> list[Any]:

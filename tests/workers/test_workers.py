@@ -16,22 +16,22 @@ from hvdlite.core.world import World
 
 
 def test_ranks_of_a_node_follow_each_other() -> None:
-    places = workers.placed(["b", "a", "b", "c", "a", "b"])
+    places = workers.assign_ranks(["b", "a", "b", "c", "a", "b"])
     assert [worker for worker, _ in places] == [0, 2, 5, 1, 4, 3]
     assert [world for _, world in places] == [World(0, 6, 0, 3, 0, 3), World(1, 6, 1, 3, 0, 2), World(2, 6, 2, 3, 0, 1),
                                               World(3, 6, 0, 2, 1, 3), World(4, 6, 1, 2, 1, 2), World(5, 6, 0, 1, 2, 3)]
 
 
 def test_a_key_is_given_where_it_is_needed() -> None:
-    assert "HVDLITE_SECRET" not in workers.variables(World(1, 2, 1, 2), "/job", "a:1", "ab")
-    given = workers.variables(World(1, 2, 0, 1, 1, 2), "/job", "a:1", "ab")
+    assert "HVDLITE_SECRET" not in workers.rank_variables(World(1, 2, 1, 2), "/job", "a:1", "ab")
+    given = workers.rank_variables(World(1, 2, 0, 1, 1, 2), "/job", "a:1", "ab")
     assert given["HVDLITE_SECRET"] == "ab" and given["HVDLITE_COORDINATOR"] == "a:1"
 
 
 def test_the_error_that_others_followed_from() -> None:
     own, consequence = KeyError("own"), PeerLostError("rank 1 failed", 1)
-    assert workers.first_cause({0: consequence, 1: own}) is own
-    assert workers.first_cause({2: consequence, 1: consequence}) is consequence
+    assert workers.root_error({0: consequence, 1: own}) is own
+    assert workers.root_error({2: consequence, 1: consequence}) is consequence
 
 
 def test_a_directory_goes_with_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

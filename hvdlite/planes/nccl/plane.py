@@ -1,4 +1,4 @@
-"""Plans for tensors on a GPU become launches on one stream (PROTOCOL rules 13, 25).
+"""Plans for tensors on a GPU become launches on one stream (docs/protocol.md#threads, #gpu-streams).
 
 Theory of operation
 - Everything of all process sets is launched on one stream, in decision order, so no two communicators can wait for each

@@ -1,15 +1,15 @@
-"""Collectives over a library that moves messages between processes: what MPI and Gloo have in common.
+"""Collectives over a message-passing library: the plane that MPI and Gloo share.
 
-A `Link` is such a library's group of processes for one process set. What it can reduce itself is given to it in place: in
-the bucket, in a single tensor's output, or in a buffer into which several tensors are packed. The rest (16-bit floats, whose
-sums are kept in float32, averages of integers, whose sums may not fit into their dtype, minima of floats, whose NaNs
-libraries lose, and Adasum) is reduced by slices:
+Each process set has a `ProcessGroup` of the library. Reductions that the library supports are done in place: in the bucket,
+in a single tensor's output, or in a buffer into which several tensors are packed. The others are reduced by slices: 16-bit
+floats (summed in float32), averages of integers (sums may exceed the dtype), minima and maxima of floats (libraries lose
+NaNs), and Adasum.
 
-    exchange   every rank sends each other rank the slice that it owns, in the tensor's own dtype
-    combine    every rank reduces its slice over all contributors in rank order, as all planes do it
+    alltoall   every rank sends each other rank the slice that it owns, in the tensor's own dtype
+    combine    every rank reduces its slice over all contributors in rank order, like every plane
     allgather  the results
 
-which moves as many bytes as a ring does. Every rank gets the same bits; what the library sums itself depends on its order.
+This transfers as many bytes as a ring. All ranks get the same bits; the order of the library's own sums is the library's.
 """
 
 from __future__ import annotations
@@ -17,86 +17,29 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final, Protocol
 
 import numpy as np
 
-from hvdlite.core.array import SUPPORTED_DTYPES, Array, identity
-from hvdlite.core.errors import HorovodInternalError
+from hvdlite.core.array import SUPPORTED_DTYPES, Array, aligned_zeros, identity
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.planes.adasum import AdaptiveSum
 from hvdlite.planes.arithmetic import Casts, Reduction
 from hvdlite.planes.base import FusionBuffer, Plan, WaitUntil
-from hvdlite.planes.loopback import aligned_zeros
-from hvdlite.planes.shm import Concatenation, row_bounds, slice_bounds
+from hvdlite.planes.process_group import Connect, ProcessGroup
+from hvdlite.planes.slices import Concatenation, row_bounds, slice_bounds
 
-ACCOUNT_SECONDS: Final = 3.0
-"""How long the control plane gets to say who died, once a library has noticed that something is wrong."""
 PIECE = 64 << 20
 """Bytes of a tensor that is reduced by slices at a time."""
 
 
-class Link(Protocol):
-    """One process set's way through a library. Ranks are indices in the set; all make the same calls in the same order.
-
-    Arrays are flat and contiguous. Bounds say where each rank's part begins, in elements, and where the last one ends.
-    """
-
-    def reduces(self, collective: Collective, op: ReduceOp, dtype: np.dtype[np.generic], nbytes: int) -> bool:
-        """Return whether the library should do a reduction: then with the same result on all ranks, NaNs included."""
-
-    def allreduce(self, values: Array, op: ReduceOp, wait_until: WaitUntil) -> None:
-        """Reduce in place; `op` is never Average."""
-
-    def reduce(self, values: Array, op: ReduceOp, root: int, wait_until: WaitUntil) -> None:
-        """Like `allreduce`; `values` has the result on the root, and nothing of use elsewhere."""
-
-    def reduce_scatter(self, values: Array, bounds: Sequence[int], out: Array, op: ReduceOp, wait_until: WaitUntil) -> None:
-        """Reduce each rank's part of `values` into its `out`."""
-
-    def broadcast(self, values: Array, root: int, wait_until: WaitUntil) -> None:
-        """Copy the root's values to everybody."""
-
-    def allgather(self, own: Array, out: Array, bounds: Sequence[int], wait_until: WaitUntil) -> None:
-        """Put every rank's `own` into its part of `out`; `own` may lie there already."""
-
-    def gather(self, own: Array, out: Array | None, bounds: Sequence[int], root: int, wait_until: WaitUntil) -> None:
-        """Like `allgather`, on the root only."""
-
-    def scatter(self, values: Array | None, out: Array, bounds: Sequence[int], root: int, wait_until: WaitUntil) -> None:
-        """Put a rank's part of the root's values into its `out`."""
-
-    def exchange(self, values: Array, bounds: Sequence[int], out: Array, out_bounds: Sequence[int], most: int,
-                 wait_until: WaitUntil) -> None:
-        """Send every rank its part of `values`; put what each sends into its part of `out`.
-
-        No rank sends or receives more than `most` elements, which is the same number on all ranks.
-        """
-
-    def close(self) -> None:
-        """Give it up."""
-
-
-Connect = Callable[[int, tuple[int, ...], WaitUntil], Link]
-"""Make the link of a process set, by its id and ranks; its members call this at the same place of their plans."""
-
-
-def explained(engine: str, ranks: Sequence[int], error: Exception, wait_until: WaitUntil) -> HorovodInternalError:
-    """Wait for the control plane to say who died, which raises; else return what the library says as an error of ours."""
-    deadline = time.monotonic() + ACCOUNT_SECONDS
-    wait_until(lambda: time.monotonic() >= deadline)
-    return HorovodInternalError(f"{engine} failed between ranks {list(ranks)}, though all of them are alive: {error}. Is "
-                                "there a firewall between the hosts, or the wrong network chosen?")
-
-
-class EnginePlane:
-    """Like `LoopbackPlane`, over links.
+class ProcessGroupPlane:
+    """Implements `Plane` over the process groups of a library.
 
     Args:
+        connect: creates the process group of a process set.
         chunk: bytes reduced per NumPy call.
-        disconnect: ends the library's part when the plane is closed.
+        disconnect: releases the library when the plane is closed.
     """
 
     def __init__(self, name: str, rank: int, connect: Connect, *, chunk: int, casts: Casts | None = None,
@@ -105,42 +48,43 @@ class EnginePlane:
         self._rank, self._connect, self._disconnect = rank, connect, disconnect
         self._chunk = chunk
         self._casts = casts or Casts.of_numpy()
-        self._links: dict[int, Link] = {}  # made when they are first needed
-        self._room = np.empty(0, np.uint8)
+        self._groups: dict[int, ProcessGroup] = {}  # made when they are first needed
+        self._scratch_memory = np.empty(0, np.uint8)
 
     def execute(self, plan: Plan, wait_until: WaitUntil) -> None:
         number, collective = plan.response.process_set, plan.response.collective
         if collective in (Collective.ALLREDUCE, Collective.REDUCE) and not plan.response.contributors:
             return
-        if number not in self._links:
-            self._links[number] = self._connect(number, plan.ranks, wait_until)
-        work = _Work(plan, plan.ranks.index(self._rank), self._links[number], self._scratch, self._chunk, self._casts,
+        if number not in self._groups:
+            self._groups[number] = self._connect(number, plan.ranks, wait_until)
+        operation = _Operation(plan, plan.ranks.index(self._rank), self._groups[number], self._scratch, self._chunk,
+                               self._casts,
                      wait_until)
         match collective:
             case (Collective.ALLREDUCE | Collective.REDUCE) if plan.response.op is ReduceOp.ADASUM:
-                work.adasum()
+                operation.adasum()
             case Collective.ALLREDUCE | Collective.REDUCE:
-                work.reduce()
+                operation.reduce()
             case Collective.REDUCESCATTER:
-                work.reducescatter()
+                operation.reducescatter()
             case Collective.BROADCAST:
-                work.broadcast()
+                operation.broadcast()
             case Collective.ALLGATHER | Collective.GATHER:
-                work.gather()
+                operation.gather()
             case Collective.SCATTER:
-                work.scatter()
+                operation.scatter()
             case Collective.ALLTOALL:
-                work.alltoall()
+                operation.alltoall()
             case Collective.SEND:
-                work.send()
+                operation.send()
 
     def open_set(self, number: int, ranks: tuple[int, ...]) -> None:
         pass
 
     def close_set(self, number: int, wait_until: WaitUntil) -> None:
-        link = self._links.pop(number, None)
-        if link is not None:
-            link.close()
+        group = self._groups.pop(number, None)
+        if group is not None:
+            group.close()
 
     def fusion_buffer(self, nbytes: int, ranks: tuple[int, ...]) -> FusionBuffer | None:
         return FusionBuffer(aligned_zeros(nbytes)) if self._rank in ranks else None
@@ -149,25 +93,25 @@ class EnginePlane:
         self._chunk = settings.get("shm_chunk", self._chunk)
 
     def close(self) -> None:
-        with contextlib.ExitStack() as closing:  # all of it, even when a link raises
+        with contextlib.ExitStack() as closing:  # release everything, even when a group raises
             closing.callback(self._disconnect)
-            for link in self._links.values():
-                closing.callback(link.close)
-            self._links.clear()
+            for group in self._groups.values():
+                closing.callback(group.close)
+            self._groups.clear()
 
     def _scratch(self, count: int, dtype: np.dtype[np.generic]) -> Array:
-        """Return memory for this plan, the same every time it is asked for."""
-        if self._room.size < count * dtype.itemsize:
-            self._room = aligned_zeros(count * dtype.itemsize)
-        return self._room[:count * dtype.itemsize].view(dtype)
+        """Return scratch memory for the current plan; every call returns the same memory."""
+        if self._scratch_memory.size < count * dtype.itemsize:
+            self._scratch_memory = aligned_zeros(count * dtype.itemsize)
+        return self._scratch_memory[:count * dtype.itemsize].view(dtype)
 
 
-class _Work:
-    """One plan on its way through a link."""
+class _Operation:
+    """The execution of one plan over a process group."""
 
-    def __init__(self, plan: Plan, index: int, link: Link, scratch: Callable[[int, np.dtype[np.generic]], Array], chunk: int,
-                 casts: Casts, wait_until: WaitUntil) -> None:
-        self._plan, self._response, self._link, self._wait_until = plan, plan.response, link, wait_until
+    def __init__(self, plan: Plan, index: int, group: ProcessGroup, scratch: Callable[[int, np.dtype[np.generic]], Array],
+                 chunk: int, casts: Casts, wait_until: WaitUntil) -> None:
+        self._plan, self._response, self._group, self._wait_until = plan, plan.response, group, wait_until
         self._index, self._size = index, len(plan.ranks)
         self._dtype = SUPPORTED_DTYPES[plan.response.dtype]
         self._scratch, self._casts, self._chunk = scratch, casts, chunk
@@ -184,7 +128,7 @@ class _Work:
     # --- reductions ------------------------------------------------------------------------------------------------
 
     def reduce(self) -> None:
-        """Allreduce, or reduce: then only the root has outputs."""
+        """Allreduce or reduce; for reduce, only the root has outputs."""
         everywhere = self._response.collective is Collective.ALLREDUCE
         receives = bool(self._plan.outputs) and (everywhere or self._index == self._root)
         outputs = self._plan.outputs if receives else ()
@@ -194,9 +138,9 @@ class _Work:
             return
         values = self._packed(reduction, outputs)
         if everywhere:
-            self._link.allreduce(values, self._engine_op(), self._wait_until)
+            self._group.allreduce(values, self._library_op(), self._wait_until)
         else:
-            self._link.reduce(values, self._engine_op(), self._root, self._wait_until)
+            self._group.reduce(values, self._library_op(), self._root, self._wait_until)
         if receives:
             reduction.conclude(values, values)
             _unpack(values, outputs)
@@ -211,11 +155,11 @@ class _Work:
             reduction.combine(self._slices(reduction, source, 0, bounds), out)
             return
         values = self._packed(reduction, ())
-        self._link.reduce_scatter(values, bounds, out, self._engine_op(), self._wait_until)
+        self._group.reduce_scatter(values, bounds, out, self._library_op(), self._wait_until)
         reduction.conclude(out, out)
 
     def adasum(self) -> None:
-        """Measure the inner products slice by slice, add them up, then weighted sums by slices; many tensors at a time."""
+        """Compute and sum the inner products of all slices, then reduce by weighted sums; many tensors at a time."""
         receives = self._response.collective is Collective.ALLREDUCE or self._index == self._root
         for first, last in _batches(self._response.rows, PIECE // self._dtype.itemsize):
             rows = self._response.rows[first:last]
@@ -226,7 +170,7 @@ class _Work:
             begin = bounds[self._index]
             slices = self._slices(adaptive, sources, 0, bounds)
             products = adaptive.products(slices, begin)
-            self._link.allreduce(products.reshape(-1), ReduceOp.SUM, self._wait_until)
+            self._group.allreduce(products.reshape(-1), ReduceOp.SUM, self._wait_until)
             adaptive.weigh(products)
             self._combine(functools.partial(adaptive.combine, begin=begin), slices, outputs, 0, bounds)
 
@@ -237,24 +181,24 @@ class _Work:
         if self._response.op is ReduceOp.AVERAGE and self._dtype.kind in "iu":
             return False  # a library's sum wraps
         nbytes = self._total() * self._dtype.itemsize
-        return self._link.reduces(self._response.collective, self._engine_op(), self._dtype, nbytes)
+        return self._group.reduces(self._response.collective, self._library_op(), self._dtype, nbytes)
 
     def _total(self) -> int:
-        """Return the elements of all tensors, which is the same on all ranks."""
+        """Return the number of elements of all tensors; equal on all ranks."""
         given = self._plan.sources if self._contributes else self._plan.outputs
         sizes = [tensor.size for tensor in given if tensor is not None]
         return sum(sizes) if sizes else self._response.elements
 
-    def _engine_op(self) -> ReduceOp:
+    def _library_op(self) -> ReduceOp:
         return ReduceOp.SUM if self._response.op is ReduceOp.AVERAGE else self._response.op
 
     def _packed(self, reduction: Reduction, outputs: Sequence[Array | None]) -> Array:
-        """Return this rank's tensors one after the other, scaled: in the output itself when there is just one."""
+        """Return this rank's tensors concatenated and prescaled; a single tensor is packed into its own output."""
         sources = self._plan.sources
         single = outputs[0] if len(outputs) == 1 else None
         values = self._scratch(self._total(), self._dtype) if single is None else single
         if not self._contributes:
-            values[...] = identity(self._engine_op(), self._dtype)
+            values[...] = identity(self._library_op(), self._dtype)
             return values
         begin = 0
         for source in sources:
@@ -272,7 +216,7 @@ class _Work:
 
     def _slices(self, reduction: Reduction | AdaptiveSum, sources: Concatenation | None, low: int,
                 bounds: Sequence[int]) -> list[Array]:
-        """Return what each contributor has of this rank's slice of elements bounds[0]..bounds[-1], scaled."""
+        """Return every contributor's values of this rank's slice of elements bounds[0]..bounds[-1], prescaled."""
         relative = [bound - low for bound in bounds]
         values = np.empty(0, self._dtype)
         if sources is not None:
@@ -282,14 +226,15 @@ class _Work:
         received = self._scratch(mine * len(contributors), self._dtype)
         out_bounds = [0, *itertools.accumulate(mine if rank in contributors else 0 for rank in range(self._size))]
         largest = max(end - begin for begin, end in itertools.pairwise(bounds))
-        most = max(relative[-1], largest * len(contributors))
-        self._link.exchange(values, relative if sources is not None else [0] * (self._size + 1), received, out_bounds, most,
+        max_count = max(relative[-1], largest * len(contributors))
+        self._group.alltoall(values, relative if sources is not None else [0] * (self._size + 1), received, out_bounds,
+                             max_count,
                             self._wait_until)
         return [received[at * mine:(at + 1) * mine] for at in range(len(contributors))]
 
     def _combine(self, combine: Callable[[list[Array], Array], None], slices: list[Array], outputs: Concatenation | None,
                  low: int, bounds: Sequence[int]) -> None:
-        """Reduce this rank's slice, and hand the results to those who want them."""
+        """Reduce this rank's slice, and send the result to the ranks that have outputs."""
         relative = [bound - low for bound in bounds]
         single = outputs.single(low, bounds[-1]) if outputs is not None else None
         whole = single
@@ -300,9 +245,9 @@ class _Work:
         combine(slices, result)
         if self._response.collective is Collective.ALLREDUCE:
             assert whole is not None
-            self._link.allgather(result, whole, relative, self._wait_until)
+            self._group.allgather(result, whole, relative, self._wait_until)
         else:
-            self._link.gather(result, whole, relative, self._root, self._wait_until)
+            self._group.gather(result, whole, relative, self._root, self._wait_until)
         if outputs is not None and single is None:
             assert whole is not None
             for start, stop, part in outputs.parts(low, bounds[-1], max(1, relative[-1])):
@@ -317,51 +262,51 @@ class _Work:
             values = outputs[0]
             if is_root and sources[0] is not values:
                 np.copyto(values, sources[0])
-            self._link.broadcast(_bytes(values), self._root, self._wait_until)
+            self._group.broadcast(_bytes(values), self._root, self._wait_until)
             return
         total = sum(output.size for output in outputs if output is not None) if outputs else self._response.elements
         values = self._scratch(total, self._dtype)
         if is_root:
             Concatenation(sources).copy_to(0, total, values)
-        self._link.broadcast(_bytes(values), self._root, self._wait_until)
+        self._group.broadcast(_bytes(values), self._root, self._wait_until)
         if not is_root or sources is not outputs:
             _unpack(values, outputs)
 
     def gather(self) -> None:
-        """Allgather, or gather: then only the root has an output."""
+        """Allgather or gather; for gather, only the root has an output."""
         bounds = self._in_bytes(row_bounds(self._response))
         own = self._source()
         output = self._plan.outputs[0] if self._plan.outputs else None
         if self._response.collective is Collective.GATHER:
             out = None if output is None else _bytes(output)
-            self._link.gather(own, out, bounds, self._root, self._wait_until)
+            self._group.gather(own, out, bounds, self._root, self._wait_until)
         else:
             out = np.empty(bounds[-1], np.uint8) if output is None else _bytes(output)
-            self._link.allgather(own, out, bounds, self._wait_until)
+            self._group.allgather(own, out, bounds, self._wait_until)
 
     def scatter(self) -> None:
         bounds = self._in_bytes(row_bounds(self._response))
         values = self._source() if self._index == self._root else None
         output = self._plan.outputs[0] if self._plan.outputs else None
         out = np.empty(bounds[self._index + 1] - bounds[self._index], np.uint8) if output is None else _bytes(output)
-        self._link.scatter(values, out, bounds, self._root, self._wait_until)
+        self._group.scatter(values, out, bounds, self._root, self._wait_until)
 
     def alltoall(self) -> None:
         unit, exchange = self._response.row_elements * self._dtype.itemsize, self._plan.exchange
         assert exchange is not None
         sent, received = (np.array(rows, np.int64) * unit for rows in (exchange.sent, exchange.received))
-        # What the others send to a rank that has joined is not kept.
+        # A rank that has joined discards the data that it receives.
         out = self._plan.outputs[0] if self._plan.outputs else np.empty(int(received.sum()), np.uint8)
         assert out is not None
-        self._link.exchange(self._source()[:int(sent.sum())], _bounds(sent), _bytes(out), _bounds(received),
+        self._group.alltoall(self._source()[:int(sent.sum())], _bounds(sent), _bytes(out), _bounds(received),
                             max(self._response.rows) * unit, self._wait_until)
 
     def send(self) -> None:
-        """From the root to the other one."""
+        """Send from the root to the other rank of the pair."""
         output = self._plan.outputs[0] if self._plan.outputs else None
         values = self._source() if self._index == self._root else None if output is None else _bytes(output)
         if values is not None:
-            self._link.broadcast(values, self._root, self._wait_until)
+            self._group.broadcast(values, self._root, self._wait_until)
 
     def _source(self) -> Array:
         source = self._plan.sources[0] if self._plan.sources else None
@@ -380,7 +325,7 @@ def _bytes(values: Array) -> Array:
 
 
 def _batches(rows: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
-    """Yield first..last of tensors with at most `limit` elements together, or of one that has more."""
+    """Yield ranges of tensors with at most `limit` elements in total, or of a single larger tensor."""
     first = total = 0
     for index, count in enumerate(rows):
         if total and total + count > limit:
@@ -392,7 +337,7 @@ def _batches(rows: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
 
 
 def _unpack(values: Array, outputs: Sequence[Array | None]) -> None:
-    """Copy what was packed to where it belongs, unless it lies there."""
+    """Copy the packed tensors to their outputs, unless the packed memory is the output."""
     begin = 0
     for output in outputs:
         assert output is not None

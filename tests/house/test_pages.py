@@ -1,0 +1,37 @@
+"""What the pages of docs/ promise about the code, and what the code cites of them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PACKAGES = ("hvdlite", "hvdlite_torch", "hvdlite_tf", "runner")
+CITED = re.compile(r"protocol\.md((?:,? ?#[\w-]+)+)")
+
+
+def _sources(*folders: str) -> list[str]:
+    return [path.read_text(encoding="utf-8") for folder in folders for path in (ROOT / folder).rglob("*.py")]
+
+
+def _cited(*folders: str) -> set[str]:
+    return set(re.findall(r"#([\w-]+)", " ".join(anchors for text in _sources(*folders) for anchors in CITED.findall(text))))
+
+
+def _anchors(page: Path, level: str = "#+") -> list[str]:
+    """Return the anchors that a page's headings have."""
+    headings = re.findall(rf"^{level} (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings]
+
+
+def test_every_rule_that_is_cited_exists_and_every_rule_has_a_test() -> None:
+    rules = _anchors(ROOT / "docs/protocol.md", "###")
+    assert len(rules) == len(set(rules))
+    assert _cited(*PACKAGES, "tests") <= set(rules)
+    assert set(rules) <= _cited("tests")
+
+
+def test_links_to_a_section_lead_to_it() -> None:
+    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
+        for path, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text(encoding="utf-8")):
+            assert anchor in _anchors(page.parent / path if path else page), f"{page.name}: {path}#{anchor}"
