@@ -14,6 +14,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.worlds import free_port
+
 PATH = "/usr/sbin:/sbin:/usr/bin:/bin"
 NODES = ("node1", "node2")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "salloc", "sinfo")
@@ -116,9 +118,3 @@ PartitionName=main Nodes=node[1-2] Default=YES MaxTime=INFINITE State=UP
 
     def _logs(self) -> Sequence[str]:
         return [f"{path.name}: {path.read_text(errors='replace')[-2000:]}" for path in self.directory.glob("*.out")]
-
-
-def free_port() -> int:
-    """Return a port that is free at the moment."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])

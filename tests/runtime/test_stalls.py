@@ -137,26 +137,10 @@ def test_a_signal_asks_for_a_report() -> None:
 
 
 def test_hvdrun_reports_on_a_running_job(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text("""
-import itertools, time, numpy as np, hvdlite as hvd
-hvd.init()
-def evaluate():
-    time.sleep(600)
-def stuck():
-    sum(itertools.repeat(0, 100_000_000_000))
-print("ready", flush=True)
-if hvd.rank():
-    evaluate()
-handle = hvd.allreduce_async(np.ones(1), name="x")
-while not __import__("os").path.exists(__file__ + ".stick"):
-    time.sleep(0.05)
-print("sticking", flush=True)
-stuck()
-""")
+    script = Path(__file__).parent / "programs/stuck_script.py"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     hvdrun = [sys.executable, "-m", "hvdlite_runner.cli"]
-    job = subprocess.Popen([*hvdrun, "-np", "2", "--no-prefix", sys.executable, str(script)],
+    job = subprocess.Popen([*hvdrun, "-np", "2", "--no-prefix", sys.executable, str(script), str(tmp_path / "stick")],
                            stdout=subprocess.PIPE, text=True, env=environment)
     try:
         assert job.stdout is not None
@@ -169,9 +153,9 @@ stuck()
         time.sleep(0.5)
         answer = report()
         assert answer.returncode == 0, answer
-        assert "rank 1 never submitted 'x': it is in evaluate(), train.py:5" in answer.stdout
+        assert "rank 1 never submitted 'x': it is in evaluate(), stuck_script.py:" in answer.stdout
         assert json.loads(report("--json").stdout)["stalls"][0]["missing"] == [1]
-        (tmp_path / "train.py.stick").touch()
+        (tmp_path / "stick").touch()
         assert job.stdout.readline() == "sticking\n"
         time.sleep(0.3)
         answer = report()
