@@ -96,24 +96,6 @@ def test_a_death_under_gloo_on_one_host(victim: int) -> None:
         assert rank.rank == victim or f"rank {victim} " in rank.stderr.splitlines()[-1]
 
 
-BESIDE_THE_SCRIPTS_OWN = """
-    import numpy as np, torch, torch.distributed as dist
-    import hvdlite as hvd
-    hvd.init()
-    assert not dist.is_initialized()
-    assert hvd.allreduce(np.full(100_000, hvd.rank()), op=hvd.Sum)[0] == 1
-    dist.init_process_group("gloo", init_method="file://MEETING", rank=hvd.rank(), world_size=2)
-    mine = torch.ones(1000)
-    for step in range(20):
-        dist.all_reduce(mine)
-        assert hvd.allreduce(np.full(100_000, step), op=hvd.Sum, name="x")[0] == 2 * step
-    assert mine[0] == 2.0 ** 20
-    hvd.shutdown()
-    dist.all_reduce(mine)
-    dist.destroy_process_group()
-"""
-
-
 def test_gloo_leaves_the_scripts_own_process_group_alone(tmp_path: Path) -> None:
     processes(2, programs.gloo_leaves_the_scripts_own_process_group_alone, str(tmp_path / "meet"),
               environment={"HVDLITE_CPU_OPERATIONS": "gloo"}, imported=TORCH)
