@@ -21,18 +21,19 @@ from typing import Any
 
 import numpy as np
 
+from hvdlite.bootstrap.launch_info import resolve_launch
 from hvdlite.bootstrap.mpi import lowest_rank
-from hvdlite.control.process_probe import StackDumpTarget, enable_stack_dump
 from hvdlite.core import launch_contract
 from hvdlite.core.array import Array
 from hvdlite.core.config import Config, environment_name
 from hvdlite.core.errors import NotInitializedError, PeerLostError, UnsupportedError
 from hvdlite.core.process_set import ProcessSet, global_process_set
+from hvdlite.core.stack_dump import StackDumpTarget
 from hvdlite.core.types import ReduceOp
 from hvdlite.core.world import World
+from hvdlite.diagnostics.process_probe import enable_stack_dump
 from hvdlite.planes.arithmetic import Casts
 from hvdlite.runtime.assemble import assemble
-from hvdlite.runtime.entrance import enter
 from hvdlite.runtime.runtime import Runtime
 
 Average, Sum, Adasum = ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM
@@ -88,7 +89,7 @@ def init(comm: object = None, process_sets: Sequence[ProcessSet | Sequence[int]]
 def _started(comm: object) -> Runtime:
     """Return a runtime that is running, with all that the environment asks for; nothing is left of one that fails."""
     config = Config.from_environment({**_defaults, **os.environ})
-    info = enter(comm, os.environ, os.getppid(), config)
+    info = resolve_launch(comm, os.environ, os.getppid(), config)
     _configure_logging(config, info.world)
     made = assemble(info, config, _casts, _enable_stack_dump(config), os.environ)
     made.start()

@@ -11,7 +11,7 @@ from hvdlite import api
 from hvdlite.core.device import AnyArray
 from hvdlite.core.process_set import ProcessSet
 from hvdlite.core.types import Collective, ReduceOp
-from hvdlite.runtime.handle import Handle, Handles
+from hvdlite.handoff.handle import Handle, Handles
 from hvdlite_torch import cuda, framework
 from hvdlite_torch.framework import as_tensor, contiguous
 

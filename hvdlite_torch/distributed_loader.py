@@ -1,4 +1,4 @@
-"""Each rank's share of the global batches that a loader yields.
+"""Each rank's shard of the global batches that a loader yields.
 
 | the loader | what is shared | who decides the order |
 |---|---|---|
@@ -23,11 +23,11 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from hvdlite.core.errors import MismatchError
-from hvdlite.training.shares import share, weight
+from hvdlite.training.shards import shard, shard_weight
 from hvdlite_torch import same_data
 from hvdlite_torch.replica import Replica
 from hvdlite_torch.rows import rows_of, rows_taken
-from hvdlite_torch.scoped import Holdings
+from hvdlite_torch.scope_registry import ScopeRegistry
 
 CHUNK = 8192
 """Indices that are broadcast together, or more."""
@@ -44,7 +44,7 @@ class CurrentBatch:
     @property
     def weight(self) -> float:
         """What this rank's mean counts in the average of all ranks' means."""
-        return weight(self._loops[-1][1], self._replica.number, self._replica.size) if self._loops else 1.0
+        return shard_weight(self._loops[-1][1], self._replica.number, self._replica.size) if self._loops else 1.0
 
     @property
     def is_repeated(self) -> bool:
@@ -63,7 +63,7 @@ class CurrentBatch:
 
 
 class DistributedLoader:
-    """Yields this rank's share of every global batch; otherwise what it was made from.
+    """Yields this rank's shard of every global batch; otherwise what it was made from.
 
     All ranks iterate over it together and as far. Each epoch begins with one small exchange, in which ranks agree what is
     to be mirrored and check that they have the same data.
@@ -72,8 +72,8 @@ class DistributedLoader:
         loader: a DataLoader, or an iterable of batches.
     """
 
-    def __init__(self, loader: Iterable[Any], replica: Replica, holdings: Holdings, current: CurrentBatch) -> None:
-        self._loader, self._replica, self._holdings, self._current = loader, replica, holdings, current
+    def __init__(self, loader: Iterable[Any], replica: Replica, registry: ScopeRegistry, current: CurrentBatch) -> None:
+        self._loader, self._replica, self._registry, self._current = loader, replica, registry, current
         self._source: _Source = _Whole(loader)
         if replica.size > 1:
             self._source = source_of(loader, replica)
@@ -89,12 +89,12 @@ class DistributedLoader:
         return getattr(self._loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield this rank's shares of one epoch's batches."""
+        """Yield this rank's shard of one epoch's batches."""
         depth = self._agree()
         loop = object()
         try:
             for rows, batch in self._compared(self._source.batches(depth)):
-                self._holdings.mirror_if_due()
+                self._registry.mirror_if_due()
                 self._current.reached(loop, rows)
                 yield batch
         finally:
@@ -119,7 +119,7 @@ class DistributedLoader:
         """
         if self._replica.size == 1:
             return 0
-        own = (self._source.facts(), self._source.depth, self._holdings.due or self._holdings.has_loaded,
+        own = (self._source.facts(), self._source.depth, self._registry.due or self._registry.has_loaded,
                same_data.fingerprint(self._loader))
         everywhere = self._replica.allgather_object(own, "epoch")
         for number, (facts, *_) in enumerate(everywhere):
@@ -129,12 +129,12 @@ class DistributedLoader:
         if not self._is_begun:
             self._is_begun = True
             same_data.compare_fingerprints([fingerprint for *_, fingerprint in everywhere])
-        self._holdings.due = any(due for _, _, due, _ in everywhere)
+        self._registry.due = any(due for _, _, due, _ in everywhere)
         return max(depth for _, depth, *_ in everywhere)
 
 
 class _Source:
-    """Where shares come from.
+    """Where shards come from.
 
     Attributes:
         depth: how many batches are asked for before they are needed.
@@ -151,7 +151,7 @@ class _Source:
         return {}
 
     def batches(self, depth: int) -> Iterator[tuple[int, Any]]:
-        """Yield one epoch: the rows of each global batch, and this rank's share."""
+        """Yield one epoch: the rows of each global batch, and this rank's shard."""
         raise NotImplementedError
 
 
@@ -172,16 +172,16 @@ class _Rows(_Source):
 
     def __init__(self, batches: Iterable[Any], replica: Replica) -> None:
         self._batches = batches
-        self._shared = ShareOfRows(replica)
+        self._shard = RowsShard(replica)
 
     def facts(self) -> dict[str, Any]:
         return {"batches": _length(self._batches)}
 
     def batches(self, depth: int) -> Iterator[tuple[int, Any]]:
         for batch in self._batches:
-            rows, share, seen = self._shared(batch)
+            rows, own, seen = self._shard(batch)
             self.seen = seen or self.seen
-            yield rows, share
+            yield rows, own
 
 
 class _Stream(_Source):
@@ -190,8 +190,8 @@ class _Stream(_Source):
     is_whole = True
 
     def __init__(self, loader: DataLoader[Any], replica: Replica) -> None:
-        collate: Any = ShareOfRows(replica, loader.collate_fn) if loader.batch_size is None else \
-            ShareOfSamples(replica, loader.collate_fn)
+        collate: Any = RowsShard(replica, loader.collate_fn) if loader.batch_size is None else \
+            SamplesShard(replica, loader.collate_fn)
         self._loader = _remade(loader, collate, batch_size=loader.batch_size, drop_last=loader.drop_last)
 
     def facts(self) -> dict[str, Any]:
@@ -213,7 +213,7 @@ class _Indexed(_Source):
         self._indices = _SharedIndices(sampler, replica, is_shared=self._has_batches)
         self.depth = loader.num_workers * (loader.prefetch_factor or 0)
         if not self._has_batches:
-            self._loader = _remade(loader, ShareOfRows(replica, loader.collate_fn), batch_size=None, sampler=self._indices)
+            self._loader = _remade(loader, RowsShard(replica, loader.collate_fn), batch_size=None, sampler=self._indices)
         elif loader.batch_sampler is None:
             self._loader = _remade(loader, loader.collate_fn, batch_size=None, sampler=self._indices)
         else:
@@ -247,7 +247,7 @@ class _OwnIteration(_Source):
         self._indices = _SharedIndices(getattr(loader, name), replica, has_rows=loader.batch_sampler is not None)
         self._loader = copy.copy(loader)
         vars(self._loader)[name] = self._indices  # torch allows no assignment, because its own iterators would not notice
-        self._shared = ShareOfRows(replica)
+        self._shard = RowsShard(replica)
 
     def facts(self) -> dict[str, Any]:
         return {"samples": _length(self._loader.dataset), "batches": _length(self._indices.sampler),
@@ -256,14 +256,14 @@ class _OwnIteration(_Source):
     def batches(self, depth: int) -> Iterator[tuple[int, Any]]:
         epoch = self._indices.begin(depth)
         epoch.has_end = _length(self._indices.sampler) is not None  # then ranks may load ahead as far as they like
-        return (self._shared(batch)[:2] for batch in self._loader)
+        return (self._shard(batch)[:2] for batch in self._loader)
 
 
 class _SharedIndices:
     """Stands for the sampler in this rank's loader.
 
     Args:
-        is_shared: whether indices come in batches of which each rank takes its share.
+        is_shared: whether indices come in batches of which each rank takes its shard.
         has_rows: whether they come in batches; what counts towards a chunk.
     """
 
@@ -294,7 +294,7 @@ class _Epoch:
     """One pass over replica 0's sampler.
 
     Attributes:
-        rows: of the global batches whose shares were asked for and not received yet.
+        rows: of the global batches whose shards were asked for and not received yet.
         has_end: whether all indices are to be fetched as soon as the first one is asked for.
     """
 
@@ -319,7 +319,7 @@ class _Epoch:
             indices = self._waiting.popleft()
             if self._is_shared:
                 self.rows.append(len(indices))
-                indices = indices[share(len(indices), self._replica.number, self._replica.size)]
+                indices = indices[shard(len(indices), self._replica.number, self._replica.size)]
             yield indices
 
     def look_ahead(self, received: int) -> None:
@@ -368,8 +368,8 @@ class _Epoch:
         return False
 
 
-class ShareOfSamples:
-    """Collates this rank's share of a batch's samples; returns the batch's rows too, and of the first one the signature."""
+class SamplesShard:
+    """Collates this rank's shard of a batch's samples; returns the batch's rows too, and of the first one the signature."""
 
     def __init__(self, replica: Replica, collate: Callable[[Any], Any]) -> None:
         self._number, self._size, self._collate = replica.number, replica.size, collate
@@ -377,11 +377,11 @@ class ShareOfSamples:
 
     def __call__(self, samples: list[Any]) -> tuple[int, Any, list[str] | None]:
         seen, self._is_first = same_data.signature(samples) if self._is_first else None, False
-        return len(samples), self._collate(samples[share(len(samples), self._number, self._size)]), seen
+        return len(samples), self._collate(samples[shard(len(samples), self._number, self._size)]), seen
 
 
-class ShareOfRows:
-    """Converts this rank's share of a batch; returns the batch's rows too, and of the first one the signature."""
+class RowsShard:
+    """Converts this rank's shard of a batch; returns the batch's rows too, and of the first one the signature."""
 
     def __init__(self, replica: Replica, convert: Callable[[Any], Any] = lambda batch: batch) -> None:
         self._number, self._size, self._convert = replica.number, replica.size, convert
@@ -390,11 +390,11 @@ class ShareOfRows:
     def __call__(self, batch: Any) -> tuple[int, Any, list[str] | None]:
         seen, self._is_first = same_data.signature([batch]) if self._is_first else None, False
         rows = rows_of(batch)
-        return rows, self._convert(rows_taken(batch, rows, share(rows, self._number, self._size))), seen
+        return rows, self._convert(rows_taken(batch, rows, shard(rows, self._number, self._size))), seen
 
 
 def source_of(loader: Iterable[Any], replica: Replica) -> _Source:
-    """Return where this rank's shares of a loader's batches come from.
+    """Return where this rank's shard of a loader's batches come from.
 
     Raises:
         ValueError: for a loader that gives each rank other samples already.

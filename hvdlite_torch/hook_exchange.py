@@ -9,11 +9,11 @@ import torch
 
 from hvdlite.core.errors import HvdliteError
 from hvdlite.core.types import Collective, ReduceOp
-from hvdlite.runtime.handle import Handle, Handles
+from hvdlite.handoff.handle import Handle, Handles
 from hvdlite.runtime.runtime import Runtime
 from hvdlite_torch import cuda
+from hvdlite_torch.bucket_views import Mark
 from hvdlite_torch.framework import as_tensor, contiguous, lent
-from hvdlite_torch.seats import Mark
 from hvdlite_torch.unfinal import get_grad, set_grad
 
 Gradients = Sequence[tuple[str, torch.Tensor]]

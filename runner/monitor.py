@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from hvdlite.control import progress
 from hvdlite.core.launch_contract import REPORT_SOCKET
+from hvdlite.diagnostics import progress
 from hvdlite_runner.messages import Progress
 from hvdlite_runner.output import numbers
 from hvdlite_runner.placement import LOCAL

@@ -9,10 +9,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from hvdlite.control.process_probe import ProcessProbe
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.launch_contract import DIRECTORY_PREFIX, PROCESSES_FILE, REPORT_SOCKET
 from hvdlite.core.socket_paths import fitting
+from hvdlite.diagnostics.process_probe import ProcessProbe
 
 PATIENCE = 8.0
 """Seconds to wait for rank 0, which itself gives the ranks some to answer."""

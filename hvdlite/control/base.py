@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Protocol
 
-from hvdlite.negotiation.messages import Decision, HostReport, Letter, Report
+from hvdlite.negotiation.messages import Decision, DirectMessage, HostReport, Report
 
 yield_processor = ctypes.CDLL(None).sched_yield
 """Let another thread run, the script's above all; unlike `os.sched_yield` before Python 3.13 it releases the GIL."""
@@ -44,10 +44,10 @@ class DecisionReceived:
 
 
 @dataclasses.dataclass(frozen=True)
-class LetterReceived:
+class DirectMessageReceived:
     """The coordinator told this rank something (never on rank 0)."""
 
-    letter: Letter
+    message: DirectMessage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ class PeerLost:
     reason: str
 
 
-Event = ReportReceived | HostReportReceived | DecisionReceived | LetterReceived | PeerLost
+Event = ReportReceived | HostReportReceived | DecisionReceived | DirectMessageReceived | PeerLost
 
 
 class ControlPlane(Protocol):
@@ -81,7 +81,7 @@ class ControlPlane(Protocol):
     def send_decision(self, decision: Decision) -> None:
         """Send to all other ranks; never blocks. Only called on rank 0."""
 
-    def send_letters(self, letters: Sequence[Letter]) -> None:
+    def send_direct_messages(self, messages: Sequence[DirectMessage]) -> None:
         """Send each other rank its own; they arrive before decisions that are sent later. Like `send_decision`."""
 
     def wait(self, timeout: float | None, spin: float = 0.0) -> list[Event]:

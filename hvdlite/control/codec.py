@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from hvdlite.control.process_probe import NO_STACK_DUMP, StackDumpTarget
 from hvdlite.core.errors import ProtocolError
-from hvdlite.negotiation.messages import Decision, HostReport, Letters, Message, Report
+from hvdlite.core.stack_dump import NO_STACK_DUMP, StackDumpTarget
+from hvdlite.negotiation.messages import Decision, DirectMessages, HostReport, Message, Report
 
 
 class Hello(Message, frozen=True):
@@ -20,7 +20,7 @@ class Hello(Message, frozen=True):
     pid: int
     host: str  # equal for ranks that share a kernel and a process table
     version: str
-    stack_dump: StackDumpTarget = NO_STACK_DUMP  # where it writes its stacks; see `control.process_probe`
+    stack_dump: StackDumpTarget = NO_STACK_DUMP  # where it writes its stacks; see `diagnostics.process_probe`
     settings: tuple[tuple[str, str], ...] = ()  # knobs in which no two ranks may differ, and their values
     lacks: tuple[tuple[str, str], ...] = ()  # backends that it cannot use, and why
     epoch: int = 0
@@ -55,7 +55,7 @@ class Kind(enum.IntEnum):
     DECISION = 4
     HEARTBEAT = 5
     HOST_REPORT = 6
-    LETTERS = 7
+    DIRECT_MESSAGES = 7
 
 
 class Encoded(NamedTuple):
@@ -67,7 +67,7 @@ class Encoded(NamedTuple):
 
 _TYPES: dict[Kind, type[Message]] = {
     Kind.HELLO: Hello, Kind.WELCOME: Welcome, Kind.REPORT: Report, Kind.DECISION: Decision, Kind.HEARTBEAT: Heartbeat,
-    Kind.HOST_REPORT: HostReport, Kind.LETTERS: Letters,
+    Kind.HOST_REPORT: HostReport, Kind.DIRECT_MESSAGES: DirectMessages,
 }
 _KINDS = {kind_type: kind for kind, kind_type in _TYPES.items()}
 _DECODERS: dict[Kind, msgspec.msgpack.Decoder[Any]] = {

@@ -7,8 +7,8 @@ import queue
 import time
 from collections.abc import Sequence
 
-from hvdlite.control.base import DecisionReceived, Event, LetterReceived, PeerLost, ReportReceived
-from hvdlite.negotiation.messages import Decision, Letter, Report
+from hvdlite.control.base import DecisionReceived, DirectMessageReceived, Event, PeerLost, ReportReceived
+from hvdlite.negotiation.messages import Decision, DirectMessage, Report
 
 
 class _Mailbox:
@@ -56,10 +56,10 @@ class InprocControl:
         for mailbox in self._mailboxes[1:]:
             mailbox.post(DecisionReceived(decision))
 
-    def send_letters(self, letters: Sequence[Letter]) -> None:
-        for letter in letters:
-            if letter.rank:
-                self._mailboxes[letter.rank].post(LetterReceived(letter))
+    def send_direct_messages(self, messages: Sequence[DirectMessage]) -> None:
+        for message in messages:
+            if message.rank:
+                self._mailboxes[message.rank].post(DirectMessageReceived(message))
 
     def wait(self, timeout: float | None, spin: float = 0.0) -> list[Event]:
         del spin  # the others need this process's GIL

@@ -19,7 +19,7 @@ from hvdlite.control.doorbell import Doorbell
 from hvdlite.control.star import StarControl
 from hvdlite.control.wire import Connection
 from hvdlite.negotiation.leader import Leader
-from hvdlite.negotiation.messages import Decision, Letters, Message, Report
+from hvdlite.negotiation.messages import Decision, DirectMessages, Message, Report
 
 
 class LeaderControl(StarControl):
@@ -55,8 +55,8 @@ class LeaderControl(StarControl):
             case Decision() if peer == self.above:
                 self._leader.watch(message)
                 self._pass_down(message)
-            case Letters(letters) if peer == self.above:
-                self.send_letters([letter for letter in letters if letter.rank in self.below])
+            case DirectMessages(messages) if peer == self.above:
+                self.send_direct_messages([message for message in messages if message.rank in self.below])
         return super()._heard_from(peer, message)
 
     def _suspect(self, peer: int, reason: str) -> None:

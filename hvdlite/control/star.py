@@ -22,9 +22,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from hvdlite.control.base import (
     DecisionReceived,
+    DirectMessageReceived,
     Event,
     HostReportReceived,
-    LetterReceived,
     PeerLost,
     ReportReceived,
     yield_processor,
@@ -34,10 +34,10 @@ from hvdlite.control.doorbell import Doorbell
 from hvdlite.control.wire import Connection
 from hvdlite.core.errors import ProtocolError
 from hvdlite.core.file_limit import EXHAUSTED
-from hvdlite.negotiation.messages import Decision, HostReport, Letter, Letters, Message, Report
+from hvdlite.negotiation.messages import Decision, DirectMessage, DirectMessages, HostReport, Message, Report
 
 GRACE = 0.5
-"""Seconds a rank waits for rank 0's account of a death that it has seen itself."""
+"""Seconds a rank waits for rank 0's report of a death that it has seen itself."""
 HEARTBEAT_INTERVAL = 1.0
 """Seconds between heartbeats on TCP."""
 
@@ -92,12 +92,12 @@ class StarControl:
         for peer in list(self._connections):
             self._send(peer, encoded)
 
-    def send_letters(self, letters: Sequence[Letter]) -> None:
-        by_peer: defaultdict[int, list[Letter]] = defaultdict(list)
-        for letter in letters:
-            by_peer[self._way.get(letter.rank, letter.rank)].append(letter)
+    def send_direct_messages(self, messages: Sequence[DirectMessage]) -> None:
+        by_peer: defaultdict[int, list[DirectMessage]] = defaultdict(list)
+        for message in messages:
+            by_peer[self._way.get(message.rank, message.rank)].append(message)
         for peer, theirs in by_peer.items():
-            self._send(peer, Letters(tuple(theirs)))
+            self._send(peer, DirectMessages(tuple(theirs)))
 
     def wait(self, timeout: float | None, spin: float = 0.0) -> list[Event]:
         if not self._events:
@@ -226,8 +226,8 @@ class StarControl:
                 return [HostReportReceived(self._hosts[peer], message)]
             case Decision() if from_above:
                 return [DecisionReceived(message)]
-            case Letters(letters) if from_above:
-                return [LetterReceived(letter) for letter in letters if letter.rank == self._rank]
+            case DirectMessages(messages) if from_above:
+                return [DirectMessageReceived(message) for message in messages if message.rank == self._rank]
         return [PeerLost(peer, f"it sent a {type(message).__name__} out of place")]
 
     def _send(self, peer: int, message: Message | Encoded) -> None:

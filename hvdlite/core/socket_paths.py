@@ -1,11 +1,15 @@
-"""Unix sockets in directories with long names: a socket's path has at most 107 bytes."""
+"""Unix sockets: in directories with long names (a path has at most 107 bytes), and whose process is at the other end."""
 
 from __future__ import annotations
 
 import os
+import socket
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
+
+from hvdlite.core.errors import ProtocolError
 
 _ROOM: Final = 100
 """Bytes of a path that fits everywhere."""
@@ -26,3 +30,13 @@ def fitting(path: str) -> Iterator[str]:
         yield f"/proc/self/fd/{descriptor}/{name}"
     finally:
         os.close(descriptor)
+
+
+def check_same_user(sock: socket.socket) -> None:
+    """Raise `ProtocolError` unless the peer of a Unix socket has our user id (where the system can tell)."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return  # the directory's mode 0700 has to do
+    size = struct.calcsize("3i")
+    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    if uid != os.geteuid():
+        raise ProtocolError(f"the peer belongs to user {uid}, not {os.geteuid()}")

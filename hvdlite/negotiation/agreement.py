@@ -33,7 +33,7 @@ _REDUCTION: tuple[Aspect, ...] = (
     ("reduce op", lambda request: request.op.name.capitalize()),
     ("prescale_factor", lambda request: request.prescale),
     ("postscale_factor", lambda request: request.postscale),
-    ("group of parameters", lambda request: request.cluster),
+    ("group of parameters", lambda request: request.group_id),
 )
 _ROOT: Aspect = ("root rank", lambda request: request.root_rank)
 _ROWS: tuple[Aspect, ...] = (
@@ -94,7 +94,7 @@ def disagreement(requests: Mapping[int, Request]) -> str | None:
 def _signature(request: Request) -> tuple[object, ...]:
     """Return what is enough to agree; for some collectives less is."""
     return (request.collective, request.dtype, request.shape, request.op, request.root_rank, request.prescale,
-            request.postscale, request.process_set, request.device, request.group, request.members, request.cluster,
+            request.postscale, request.process_set, request.device, request.group, request.members, request.group_id,
             request.step)
 
 

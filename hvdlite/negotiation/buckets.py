@@ -1,7 +1,7 @@
 """Learned buckets at the coordinator: from a round of single tensors to one id per bucket, and back. Pure.
 
 The life of a declared set
-    LEARNING   its members are reported one by one; when every rank has closed the round, the order in which they became
+    LEARNING   its members are reported one by one; when every rank has finished the round, the order in which they became
                ready everywhere gives a layout, which one decision announces.
     LEARNED    a rank reports one id when a bucket is full; all ranks' ids release it with one id.
     SUSPENDED  from the time when a rank of its process set joins until all ranks have joined. Members go one by one.
@@ -40,11 +40,11 @@ from hvdlite.core.device import CPU
 from hvdlite.core.errors import ProtocolError
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.fusion import behind, fusion_key, payload_bytes, response_to
-from hvdlite.negotiation.messages import Bucket, BucketReady, BucketRelease, Closing, Layout, Request, Response, Retired
+from hvdlite.negotiation.messages import Bucket, BucketReady, BucketRelease, Layout, Request, Response, Retired, RoundDone
 from hvdlite.negotiation.process_sets import ProcessSetTable
 from hvdlite.negotiation.requests import Ranks, first_of, grouped
 
-_MOST_PATIENCE = 64
+MAX_BACKOFF_ROUNDS = 64
 """Rounds; also how long a layout must be in use so that its end does not count."""
 
 
@@ -95,11 +95,11 @@ def plan(ready: Iterable[Mapping[int, Request]], ranks: Ranks, limits: BucketSiz
     kinds: dict[tuple[object, ...], list[Request]] = {}
     for requests in ready:
         member = _member(requests)
-        kinds.setdefault((*fusion_key(response_to({0: member}, ranks)), member.cluster), []).append(member)
+        kinds.setdefault((*fusion_key(response_to({0: member}, ranks)), member.group_id), []).append(member)
     buckets: list[Bucket] = []
     for members in kinds.values():
         begin = 0
-        ends = [len(members)] if members[0].cluster else cut([payload_bytes(member) for member in members], limits)
+        ends = [len(members)] if members[0].group_id else cut([payload_bytes(member) for member in members], limits)
         for end in ends:
             buckets.append(_bucket(first + len(buckets), members[begin:end], ranks))
             begin = end
@@ -144,17 +144,17 @@ class _Set:
 
     process_set: int
     ready: dict[str, Mapping[int, Request]] = dataclasses.field(default_factory=dict)  # this round, in ready order
-    spoiled: bool = False  # a member of this round was refused: nothing is learned from it
+    invalid: bool = False  # a member of this round was refused: nothing is learned from it
     by_bucket: int = 0  # the last round of which a bucket was released; likewise
     sparse: set[str] = dataclasses.field(default_factory=set)  # members that always go by themselves
-    closed: dict[int, set[int]] = dataclasses.field(default_factory=dict)  # round -> who closed it; never all ranks
-    over: int = 0  # the last round that all ranks closed
+    done_ranks: dict[int, set[int]] = dataclasses.field(default_factory=dict)  # round -> who finished it; never all ranks
+    over: int = 0  # the last round that all ranks finished
     layout: Layout | None = None
     members: frozenset[str] = frozenset()  # of the layout
     served: int = 0  # rounds that ended since it was learned
     evictions: int = 0
     order: dict[str, int] = dataclasses.field(default_factory=dict)  # by `arrange`; empty: ready order counts
-    patience: int = 1  # complete rounds still to see before learning
+    backoff_rounds: int = 1  # complete rounds still to see before learning
     retired: set[int] = dataclasses.field(default_factory=set)  # ranks without it; never all ranks
 
 
@@ -223,62 +223,62 @@ class DeclaredSets:
         order = self._set(request).order
         order.setdefault(request.name, len(order))
 
-    def spoil(self, request: Request) -> None:
+    def invalidate(self, request: Request) -> None:
         """A member was refused."""
-        self._set(request).spoiled = True
+        self._set(request).invalid = True
 
-    def close(self, ranks: Ranks, closing: Closing) -> bool:
+    def rank_done(self, ranks: Ranks, done: RoundDone) -> bool:
         """These ranks have reported all they have in a round; return whether that ends the round, now.
 
-        It ends when every member of the process set that has not joined has closed it. Ranks that are not in the process
-        set do not count. Closing a round again changes nothing.
+        It ends when every member of the process set that has not joined has finished it. Ranks that are not in the process
+        set do not count. Reporting it again changes nothing.
         """
-        declared = self._set(closing)
-        if closing.round <= declared.over or closing.round < self.first_round:
+        declared = self._set(done)
+        if done.round <= declared.over or done.round < self.first_round:
             return False
-        closed = declared.closed.get(closing.round)
-        if closed is None:
-            members = self._process_sets[closing.process_set] if self._joined else ()
-            closed = declared.closed[closing.round] = {rank for rank in members if rank in self._joined}
-        closed.update(self._process_sets.among(closing.process_set, ranks))
-        return self._ends(declared, closing.round)
+        ranks_done = declared.done_ranks.get(done.round)
+        if ranks_done is None:
+            members = self._process_sets[done.process_set] if self._joined else ()
+            ranks_done = declared.done_ranks[done.round] = {rank for rank in members if rank in self._joined}
+        ranks_done.update(self._process_sets.among(done.process_set, ranks))
+        return self._ends(declared, done.round)
 
-    def join(self, rank: int) -> list[Closing]:
-        """A rank has joined: it closes no rounds; return those that end by that."""
+    def join(self, rank: int) -> list[RoundDone]:
+        """A rank has joined: it finishes no rounds; return those that end by that."""
         ended = []
         for label, declared in self._sets.items():
             if self._process_sets.includes(declared.process_set, rank):
-                for number in sorted(declared.closed):
-                    declared.closed[number].add(rank)
+                for number in sorted(declared.done_ranks):
+                    declared.done_ranks[number].add(rank)
                     if self._ends(declared, number):
-                        ended.append(Closing(label, number, declared.process_set))
+                        ended.append(RoundDone(label, number, declared.process_set))
         return ended
 
-    def closed_by(self, label: str, number: int) -> frozenset[int]:
-        """Return the ranks that have closed round `number` of a set, or had joined.
+    def ranks_done_with(self, label: str, number: int) -> frozenset[int]:
+        """Return the ranks that have finished round `number` of a set, or had joined.
 
-        Those of a host with a leader count when all of them have, or when one of them is asked for an account.
+        Those of a host with a leader count when all of them have, or when one of them is asked for its status.
         """
         declared = self._sets.get(label)
         if declared is None:
             return frozenset()
         if number <= declared.over:
             return frozenset(self._process_sets[declared.process_set])
-        return frozenset(declared.closed.get(number, ()))
+        return frozenset(declared.done_ranks.get(number, ()))
 
     def learn(self, label: str, number: int) -> tuple[Layout | None, list[int]]:
-        """After a round that all closed: return the layout to announce, if any, and the layouts to evict for it."""
+        """After a round that all finished: return the layout to announce, if any, and the layouts to evict for it."""
         declared = self._sets[label]
         ranks = self._process_sets[declared.process_set]
-        ready, incomplete = declared.ready, declared.spoiled or declared.by_bucket >= number
-        declared.ready, declared.spoiled = {}, False
+        ready, incomplete = declared.ready, declared.invalid or declared.by_bucket >= number
+        declared.ready, declared.invalid = {}, False
         declared.served += 1
         if declared.layout is not None or declared.retired or incomplete or not ready or not self._limits.middle:
             return None, []
         if self._joined and any(rank in self._joined for rank in ranks):
             return None, []
-        declared.patience -= 1
-        if declared.patience > 0:
+        declared.backoff_rounds -= 1
+        if declared.backoff_rounds > 0:
             return None, []
         members = sorted(ready.values(), key=lambda requests: _place(declared.order, requests))
         declared.order = {}
@@ -294,9 +294,9 @@ class DeclaredSets:
         return layout, evicted
 
     def ready(self, ranks: Ranks, ready: BucketReady,
-              now: float) -> tuple[BucketRelease | None, list[Request], Ranks, Closing]:
+              now: float) -> tuple[BucketRelease | None, list[Request], Ranks, RoundDone]:
         """Take in a reported bucket; return its release when nobody is missing now, the requests that it stands for when it
-        was evicted or suspended, those of `ranks` that it concerns, and what closing the round means for its set.
+        was evicted or suspended, those of `ranks` that it concerns, and what the end of the round means for its set.
 
         Raises:
             ProtocolError: for an id that was never learned, or is reported twice.
@@ -306,11 +306,11 @@ class DeclaredSets:
         bucket, number = self._buckets[ready.bucket]
         evicted = self._tombstones.get(number)
         layout = self._layouts[number] if evicted is None else evicted.layout
-        closing = Closing(layout.label, ready.round, bucket.response.process_set)
+        done = RoundDone(layout.label, ready.round, bucket.response.process_set)
         if len(ranks) > 1:
             ranks = self._among(bucket.response, ranks)
         if evicted is not None or number in self._suspended or ready.round < self.first_round:
-            return None, list(expand(bucket, ready)), ranks, closing
+            return None, list(expand(bucket, ready)), ranks, done
         waiting = self._waiting.get(ready.bucket)
         if waiting is None:
             waiting = self._waiting[ready.bucket] = BucketWaiting(now, bucket, ready.step)
@@ -320,7 +320,7 @@ class DeclaredSets:
         waiting.count += len(ranks)
         waiting.in_step = waiting.in_step or ready.in_step
         if waiting.count < len(bucket.response.contributors):
-            return None, [], ranks, closing
+            return None, [], ranks, done
         del self._waiting[ready.bucket]
         self._layouts[number] = self._layouts.pop(number)
         self._sets[layout.label].by_bucket = ready.round
@@ -331,7 +331,7 @@ class DeclaredSets:
         if ready.missing:
             common = set(ready.missing).intersection(*(other.missing for other in waiting.reported.values()))
             nobody = tuple(sorted(common))
-        return BucketRelease(ready.bucket, nobody, in_step), [], ranks, closing
+        return BucketRelease(ready.bucket, nobody, in_step), [], ranks, done
 
     def out_of_step(self, ready: BucketReady) -> int | None:
         """Return the layout of a bucket that others have reported between other steps of the optimizer, or None."""
@@ -340,13 +340,13 @@ class DeclaredSets:
             return None
         return self._buckets[ready.bucket][1]
 
-    def evict(self, layout: int, sequence: int, *, spoilt: bool = True) -> list[tuple[Ranks, Request]] | None:
+    def evict(self, layout: int, sequence: int, *, back_off: bool = True) -> list[tuple[Ranks, Request]] | None:
         """End a layout in decision `sequence`; return what ranks have reported of it, as (ranks, request).
 
         None when it is not in use any more.
 
         Args:
-            spoilt: whether its set is to be learned again later than last time.
+            back_off: whether its set is to be learned again later than last time.
         """
         if layout not in self._layouts:
             return None
@@ -355,10 +355,10 @@ class DeclaredSets:
         self._suspended.discard(layout)
         declared = self._sets[ended.label]
         declared.layout, declared.members = None, frozenset()
-        if declared.served >= _MOST_PATIENCE:
+        if declared.served >= MAX_BACKOFF_ROUNDS:
             declared.evictions = 0
-        declared.evictions += spoilt
-        declared.patience = min(1 << max(0, declared.evictions - 1), _MOST_PATIENCE)
+        declared.evictions += back_off
+        declared.backoff_rounds = min(1 << max(0, declared.evictions - 1), MAX_BACKOFF_ROUNDS)
         return self._withdraw(ended)
 
     def suspend(self, layout: int) -> list[tuple[Ranks, Request]] | None:
@@ -401,9 +401,9 @@ class DeclaredSets:
         self.first_round = first_round(joins)
         self._suspended.clear()
         for declared in self._sets.values():
-            declared.closed.clear()
+            declared.done_ranks.clear()
             declared.ready.clear()
-            declared.spoiled = False
+            declared.invalid = False
 
     def remove(self, process_set: int) -> None:
         """A process set ends; its layouts are evicted already."""
@@ -464,26 +464,26 @@ class DeclaredSets:
             assert self._buckets[number][1] in self._layouts, "an evicted bucket waits"
         for label, declared in self._sets.items():
             assert declared.layout is None or self._layouts[declared.layout.layout].label == label
-            assert all(len(ranks) < len(self._process_sets[declared.process_set]) for ranks in declared.closed.values())
-            assert all(number > declared.over for number in declared.closed)
+            assert all(len(ranks) < len(self._process_sets[declared.process_set]) for ranks in declared.done_ranks.values())
+            assert all(number > declared.over for number in declared.done_ranks)
         assert not set(self._tombstones) & set(self._layouts)
         assert self._suspended <= self._layouts.keys()
         assert bool(self._suspended) <= bool(self._joined), "a layout stays suspended"
         assert {number for _, number in self._buckets.values()} <= set(self._tombstones) | set(self._layouts)
 
-    def _set(self, about: Request | Closing) -> _Set:
+    def _set(self, about: Request | RoundDone) -> _Set:
         declared = self._sets.get(about.label)
         if declared is None:
             declared = self._sets[about.label] = _Set(about.process_set)
         return declared
 
     def _ends(self, declared: _Set, number: int) -> bool:
-        """Return whether all ranks have closed a round; it is over then."""
-        if len(declared.closed[number]) < len(self._process_sets[declared.process_set]):
+        """Return whether all ranks have finished a round; it is over then."""
+        if len(declared.done_ranks[number]) < len(self._process_sets[declared.process_set]):
             return False
         declared.over = number
-        for past in [past for past in declared.closed if past <= number]:
-            del declared.closed[past]
+        for past in [past for past in declared.done_ranks if past <= number]:
+            del declared.done_ranks[past]
         return True
 
     def _withdraw(self, layout: Layout) -> list[tuple[Ranks, Request]]:

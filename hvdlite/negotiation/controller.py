@@ -16,12 +16,10 @@ from hvdlite.core.errors import ProtocolError
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.buckets import expand, first_round
 from hvdlite.negotiation.messages import (
-    Aside,
     Blocked,
     Bucket,
     BucketReady,
     BucketRelease,
-    Closing,
     Decision,
     ErrorKind,
     FailureNotice,
@@ -32,7 +30,9 @@ from hvdlite.negotiation.messages import (
     Request,
     Response,
     Retired,
+    RoundDone,
     Saying,
+    SideMessage,
 )
 
 
@@ -84,7 +84,7 @@ class Controller:
         self._reported: dict[int, BucketReady] = {}  # buckets reported and not answered
         self._unanswered: set[Key] = set()
         self._said: list[Saying] = []  # not told yet; likewise below
-        self._aside: Aside | None = None
+        self._side_message: SideMessage | None = None
         self._joined = False
         self._blocked: Blocked | None = None
         self._leaving = False
@@ -113,13 +113,13 @@ class Controller:
         requests = tuple(expand(bucket, ready))
         for request in requests:
             self.submit(request)
-        if ready.closes:
-            self.close(Closing(requests[0].label, ready.round, requests[0].process_set))
+        if ready.ends_round:
+            self.round_done(RoundDone(requests[0].label, ready.round, requests[0].process_set))
         return Expanded(ready.bucket, requests)
 
-    def close(self, closing: Closing) -> None:
+    def round_done(self, message: RoundDone) -> None:
         """Everything that this rank has of a declared set's round is submitted."""
-        self._said.append(closing)
+        self._said.append(message)
         self._unsaid = True
 
     def abandon(self, layout: int) -> None:
@@ -133,16 +133,16 @@ class Controller:
         self._said.append(retired)
         self._unsaid = True
 
-    def say(self, aside: Aside) -> None:
+    def say(self, side_message: SideMessage) -> None:
         """Something beside the tensors; what was said before and not told yet stays, unless it is said anew."""
-        if self._aside is not None:
-            news = {field: value for field, value in msgspec.structs.asdict(aside).items() if value not in (None, False, ())}
-            news["trace"] = self._aside.trace + aside.trace
-            news["notes"] = self._aside.notes + aside.notes
-            news["wanted"] = self._aside.wanted + aside.wanted
-            news["withdrawn"] = self._aside.withdrawn + aside.withdrawn
-            aside = msgspec.structs.replace(self._aside, **news)
-        self._aside, self._unsaid = aside, True
+        if self._side_message is not None:
+            before = self._side_message
+            changed = {field: value for field, value in msgspec.structs.asdict(side_message).items()
+                       if value not in (None, False, ())}
+            for field in ("trace", "oob_messages", "oob_requests", "oob_withdrawn"):
+                changed[field] = getattr(before, field) + getattr(side_message, field)
+            side_message = msgspec.structs.replace(before, **changed)
+        self._side_message, self._unsaid = side_message, True
 
     def block(self, blocked: Blocked) -> None:
         """Threads of this rank have been blocked for long."""
@@ -166,10 +166,10 @@ class Controller:
         """Return what has not been told yet, or None."""
         if not self._unsaid:
             return None
-        report = Report(self.epoch, self.applied, tuple(self._said), self._aside, self._leaving, self._failure,
+        report = Report(self.epoch, self.applied, tuple(self._said), self._side_message, self._leaving, self._failure,
                         self._blocked)
         self._said.clear()
-        self._aside = self._blocked = None
+        self._side_message = self._blocked = None
         self._unsaid = False
         return report
 
@@ -240,6 +240,6 @@ class Controller:
             instructions.append(Expanded(bucket.bucket, requests))
             if ready in self._said:  # not told yet: nobody may name the bucket in a report that says it knows its end
                 at = self._said.index(ready)
-                closing = Closing(layout.label, ready.round, bucket.response.process_set)
-                self._said[at:at + 1] = (*requests, closing) if ready.closes else requests
+                done = RoundDone(layout.label, ready.round, bucket.response.process_set)
+                self._said[at:at + 1] = (*requests, done) if ready.ends_round else requests
         return instructions

@@ -10,7 +10,7 @@ import numpy as np
 
 from hvdlite.core.array import SUPPORTED_DTYPES, Array
 from hvdlite.core.types import Collective, ReduceOp
-from hvdlite.negotiation.messages import Column, Request, Response
+from hvdlite.negotiation.messages import ReceiveSplits, Request, Response
 from hvdlite.negotiation.requests import first_of, grouped
 
 FUSIBLE = (Collective.ALLREDUCE, Collective.BROADCAST)
@@ -48,12 +48,12 @@ def _behind(requests: Mapping[int, Request]) -> tuple[int, ...]:
     return behind({rank: request.in_step for rank, request in requests.items()})
 
 
-def columns(requests: Mapping[int, Request], members: Sequence[int]) -> list[Column]:
+def receive_splits(requests: Mapping[int, Request], members: Sequence[int]) -> list[ReceiveSplits]:
     """Return what each rank of the set gets in an alltoall on which all agree; see `response_to`."""
     first = first_of(requests)
     table = _table(requests, members)
     starts = table.cumsum(axis=1) - table
-    return [Column(first.process_set, first.name, tuple(rows), tuple(begin))
+    return [ReceiveSplits(first.process_set, first.name, tuple(rows), tuple(begin))
             for rows, begin in zip(table.T.tolist(), starts.T.tolist(), strict=True)]
 
 

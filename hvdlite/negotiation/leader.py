@@ -1,24 +1,24 @@
 """A host leader's role: let a host speak to the coordinator with one voice. Pure.
 
-What all ranks of the host say alike goes up once: buckets that are ready on all of them, rounds that all of them closed,
+What all ranks of the host say alike goes up once: buckets that are ready on all of them, rounds that all of them finished,
 equal requests for a tensor. Everything else passes through, rank by rank. So in steady state the coordinator's work for a
 training step grows with hosts x buckets, whatever the number of ranks and tensors; without buckets, with hosts x tensors.
 
 Rules (docs/protocol.md#leaders, #report-order)
-- What one rank said goes up in the order in which it said it, except that buckets, closings and requests wait for the
+- What one rank said goes up in the order in which it said it, except that buckets, finished rounds and requests wait for the
   host's others: they go up where the last of them said it.
 - Requests wait only where nothing can depend on when the coordinator hears of them: a request that carries its tensor, that
   ends a layout or that changes process sets goes up at once, and the others' for that tensor too. Before a join, and before
   a rank leaves, everything that is held back goes up. See `held_requests.py`.
-- A closed round goes up after all requests of it, also those that only some ranks of the host have made.
-- Who closed a round is remembered as a set of ranks, so closing it again changes nothing. A rank that has joined closes no
-  round, and is not waited for.
-- A closed round goes up after everything that belongs to it, so it waits while a bucket of the round is held back.
+- A finished round goes up after all requests of it, also those that only some ranks of the host have made.
+- Who finished a round is remembered as a set of ranks, so reporting it again changes nothing. A rank that has joined
+  finishes no round, and is not waited for.
+- A finished round goes up after everything that belongs to it, so it waits while a bucket of the round is held back.
 - When a layout is evicted or suspended, what was held back of its buckets goes up rank by rank: some rank of the host will
   never report that bucket. The leader sees that before any of its ranks applies it, because decisions pass through it.
 - When a rank of the host joins, what is held back goes up rank by rank before that.
 - When a rank drops a set, what is held back goes up before that: the coordinator may forget the set then.
-- When a rank of the host is asked for an account, or says that it is blocked, what is held back goes up rank by rank too:
+- When a rank of the host is asked for its status, or says that it is blocked, what is held back goes up rank by rank too:
   somebody waits for one of them, and a stall report is to name that one.
 """
 
@@ -36,7 +36,6 @@ from hvdlite.negotiation.held_requests import HeldRequests
 from hvdlite.negotiation.messages import (
     Alike,
     BucketReady,
-    Closing,
     Decision,
     ErrorKind,
     HostReport,
@@ -46,11 +45,12 @@ from hvdlite.negotiation.messages import (
     Request,
     Response,
     Retired,
+    RoundDone,
     Saying,
 )
 from hvdlite.negotiation.process_sets import ProcessSetTable
 
-Passed = RankReport | Alike | BucketReady | Closing
+Passed = RankReport | Alike | BucketReady | RoundDone
 """What goes up."""
 CHANGES_SETS: Final = frozenset({Collective.JOIN, Collective.ADD_PROCESS_SET, Collective.REMOVE_PROCESS_SET})
 """Requests after which other ranks take part than before."""
@@ -72,8 +72,8 @@ class Leader:
         self._in_order = in_order
         self._applied = dict.fromkeys(self.ranks, 0)
         self._held: dict[int, dict[int, BucketReady]] = {}  # bucket -> rank -> report; invariant: never all ranks
-        self._closed: dict[Closing, set[int]] = {}  # the ranks that closed a round; likewise
-        self._over: dict[tuple[int, str], int] = {}  # (process set, label) -> the last round that all of them closed
+        self._done_ranks: dict[RoundDone, set[int]] = {}  # the ranks that finished a round; likewise
+        self._over: dict[tuple[int, str], int] = {}  # (process set, label) -> the last round that all of them finished
         self._retired: dict[tuple[int, str], set[int]] = {}  # the ranks that take no part in a set any more; likewise
         self._layouts: dict[int, Layout] = {}  # in use
         self._sets: dict[int, tuple[str, int]] = {}  # bucket -> its set and process set, as long as a rank may name it
@@ -83,7 +83,7 @@ class Leader:
         self._joins = 0  # how often all ranks have
         self._first_round = first_round(0)  # since then
         self._ended: list[tuple[int, Layout]] = []  # evicted by that decision, which some rank has not applied
-        self._postponed: list[Closing] = []  # rounds that all of them closed, of which a bucket is held back
+        self._postponed: list[RoundDone] = []  # rounds that all of them finished, of which a bucket is held back
         self._requests = HeldRequests(self._taking_part)
         self._some_left = False  # ranks of the job: from then on nothing is worth waiting for
         self._said: list[Passed] = []  # to go up; likewise below
@@ -100,11 +100,11 @@ class Leader:
                     alone.append(_open_ended(said))
                 else:
                     together = self._hold(rank, said)
-                if said.closes:
+                if said.ends_round:
                     label, process_set = self._sets[said.bucket]
-                    together = (*together, *self._close(rank, Closing(label, said.round, process_set)))
-            elif isinstance(said, Closing):
-                together = self._close(rank, said)
+                    together = (*together, *self._round_done(rank, RoundDone(label, said.round, process_set)))
+            elif isinstance(said, RoundDone):
+                together = self._round_done(rank, said)
             elif isinstance(said, Request) and said.collective is Collective.JOIN:
                 if alone:
                     self._pass_on(rank, alone)
@@ -131,7 +131,8 @@ class Leader:
                 self._said.extend(together)
         if report.blocked is not None or report.leaving:
             self._open()
-        if alone or report.aside is not None or report.leaving or report.failure is not None or report.blocked is not None:
+        if (alone or report.side_message is not None or report.leaving or report.failure is not None
+                or report.blocked is not None):
             self._said.append(RankReport(rank, msgspec.structs.replace(report, said=tuple(alone))))
         self._forget()
 
@@ -141,7 +142,7 @@ class Leader:
 
     def watch(self, decision: Decision) -> None:
         """Take in a decision on its way to the host's ranks, before they get it."""
-        if decision.left or not set(self.ranks).isdisjoint(decision.inquiries):
+        if decision.left or not set(self.ranks).isdisjoint(decision.status_requests):
             self._open()
         self._some_left |= bool(decision.left)
         self._said.extend(self._requests.answered(decision.responses))
@@ -177,7 +178,7 @@ class Leader:
     def check_invariants(self) -> None:
         """Fail when something is held back that all ranks have said."""
         assert all(0 < len(held) < self._count(self._sets[bucket][1]) for bucket, held in self._held.items())
-        assert all(0 < len(ranks) < self._count(closing.process_set) for closing, ranks in self._closed.items())
+        assert all(0 < len(ranks) < self._count(done.process_set) for done, ranks in self._done_ranks.items())
         assert all(count > 0 for count in self._opened.values())
         assert self._held.keys().isdisjoint(bucket for bucket, _ in self._opened)
         self._requests.check_invariants()
@@ -233,9 +234,9 @@ class Leader:
                 self._opened.setdefault((bucket, ready.round), self._count(self._sets[bucket][1]))
             self._count_down(bucket, ready.round, len(held))
         self._held.clear()
-        for closing, ranks in self._closed.items():
+        for done, ranks in self._done_ranks.items():
             for rank in ranks:
-                self._pass_on(rank, [closing])
+                self._pass_on(rank, [done])
 
     def _withdraw(self, layout: Layout) -> None:
         """Let go of what is held back of a layout."""
@@ -245,10 +246,10 @@ class Leader:
             self._opened = {key: count for key, count in self._opened.items() if key[0] != bucket.bucket}
 
     def _resume(self) -> None:
-        """Let go of the closed rounds of which no bucket is held back any more."""
+        """Let go of the finished rounds of which no bucket is held back any more."""
         if self._postponed:
-            self._said.extend(closing for closing in self._postponed if not self._holds_back(closing))
-            self._postponed = [closing for closing in self._postponed if self._holds_back(closing)]
+            self._said.extend(done for done in self._postponed if not self._holds_back(done))
+            self._postponed = [done for done in self._postponed if self._holds_back(done)]
 
     def _count_down(self, bucket: int, round: int, reported: int) -> None:
         self._opened[bucket, round] -= reported
@@ -261,9 +262,9 @@ class Leader:
             for bucket in self._ended.pop(0)[1].buckets:
                 del self._sets[bucket.bucket]
 
-    def _holds_back(self, closing: Closing) -> bool:
-        return any(ready.round <= closing.round for bucket, held in self._held.items()
-                   if self._sets[bucket][0] == closing.label for ready in held.values())
+    def _holds_back(self, done: RoundDone) -> bool:
+        return any(ready.round <= done.round for bucket, held in self._held.items()
+                   if self._sets[bucket][0] == done.label for ready in held.values())
 
     def _hold(self, rank: int, ready: BucketReady) -> Sequence[RankReport | BucketReady]:
         """Keep a bucket back; return what goes up when the host's others have reported it."""
@@ -275,34 +276,34 @@ class Leader:
         if any((other.step, other.in_step) != (ready.step, ready.in_step) for other in held.values()):
             return [self._alone(each, [_open_ended(other)]) for each, other in held.items()]
         missing = set(ready.missing).intersection(*(other.missing for other in held.values())) if ready.missing else ()
-        return (msgspec.structs.replace(ready, missing=tuple(sorted(missing)), closes=False),)
+        return (msgspec.structs.replace(ready, missing=tuple(sorted(missing)), ends_round=False),)
 
     def _count(self, process_set: int) -> int:
         """Return how many of the host's ranks belong to a process set."""
         return len(self._process_sets.among(process_set, self.ranks))
 
-    def _close(self, rank: int, closing: Closing) -> Sequence[Alike | Closing]:
-        """Note that a rank closed a round; return what goes up when the host's others have, too."""
-        name = closing.process_set, closing.label
-        if (closing.process_set not in self._process_sets or closing.round <= self._over.get(name, 0)
-                or closing.round < self._first_round):
+    def _round_done(self, rank: int, done: RoundDone) -> Sequence[Alike | RoundDone]:
+        """Note that a rank finished a round; return what goes up when the host's others have, too."""
+        name = done.process_set, done.label
+        if (done.process_set not in self._process_sets or done.round <= self._over.get(name, 0)
+                or done.round < self._first_round):
             return ()
-        ranks = self._closed.get(closing)
+        ranks = self._done_ranks.get(done)
         if ranks is None:
-            ranks = self._closed[closing] = self._joined.intersection(self._process_sets[closing.process_set])
+            ranks = self._done_ranks[done] = self._joined.intersection(self._process_sets[done.process_set])
         ranks.add(rank)
-        return self._ended_by(closing)
+        return self._ended_by(done)
 
-    def _ended_by(self, closing: Closing) -> Sequence[Alike | Closing]:
-        """Return what goes up when all ranks have closed a round: the closing too, unless a bucket is still held back."""
-        if len(self._closed[closing]) < self._count(closing.process_set):
+    def _ended_by(self, done: RoundDone) -> Sequence[Alike | RoundDone]:
+        """Return what goes up when all ranks have finished a round: `done` too, unless a bucket is still held back."""
+        if len(self._done_ranks[done]) < self._count(done.process_set):
             return ()
-        del self._closed[closing]
-        self._over[closing.process_set, closing.label] = closing.round
-        rest = self._requests.release(lambda held: held.label == closing.label and held.round <= closing.round)
-        if not self._holds_back(closing):
-            return (*rest, closing)
-        self._postponed.append(closing)
+        del self._done_ranks[done]
+        self._over[done.process_set, done.label] = done.round
+        rest = self._requests.release(lambda held: held.label == done.label and held.round <= done.round)
+        if not self._holds_back(done):
+            return (*rest, done)
+        self._postponed.append(done)
         return rest
 
     def _retire(self, rank: int, retired: Retired) -> None:
@@ -315,17 +316,17 @@ class Leader:
         if len(ranks) == self._count(retired.process_set):
             del self._retired[name]
             self._over.pop(name, None)
-            self._closed = {closing: ranks for closing, ranks in self._closed.items()
-                            if (closing.process_set, closing.label) != name}
+            self._done_ranks = {done: ranks for done, ranks in self._done_ranks.items()
+                            if (done.process_set, done.label) != name}
 
-    def _join(self, rank: int) -> Sequence[Alike | Closing]:
+    def _join(self, rank: int) -> Sequence[Alike | RoundDone]:
         """A rank has joined; return what goes up because it is not waited for any more."""
         self._joined.add(rank)
-        ended: list[Alike | Closing] = []
-        for closing in sorted(self._closed, key=lambda closing: closing.round):
-            if self._process_sets.includes(closing.process_set, rank):
-                self._closed[closing].add(rank)
-                ended.extend(self._ended_by(closing))
+        ended: list[Alike | RoundDone] = []
+        for done in sorted(self._done_ranks, key=lambda done: done.round):
+            if self._process_sets.includes(done.process_set, rank):
+                self._done_ranks[done].add(rank)
+                ended.extend(self._ended_by(done))
         return ended
 
     def _end_join(self, response: Response) -> None:
@@ -335,15 +336,15 @@ class Leader:
             self._joins += 1
             self._first_round = first_round(self._joins)
             self._suspended.clear()
-            self._closed.clear()
+            self._done_ranks.clear()
             self._postponed.clear()
 
     def _remove_set(self, number: int) -> None:
         """Forget a process set; rounds that were open in it are nobody's business any more."""
         self._said.extend(self._requests.release(lambda held: held.process_set == number))
         self._process_sets.remove(number)
-        self._closed = {closing: ranks for closing, ranks in self._closed.items() if closing.process_set != number}
-        self._postponed = [closing for closing in self._postponed if closing.process_set != number]
+        self._done_ranks = {done: ranks for done, ranks in self._done_ranks.items() if done.process_set != number}
+        self._postponed = [done for done in self._postponed if done.process_set != number]
         self._over = {name: round for name, round in self._over.items() if name[0] != number}
         self._retired = {name: ranks for name, ranks in self._retired.items() if name[0] != number}
 
@@ -358,5 +359,5 @@ def _gathered(passed: Iterable[Passed]) -> Iterator[Passed]:
 
 
 def _open_ended(ready: BucketReady) -> BucketReady:
-    """Return a bucket as it goes up: its leader tells when the round is closed."""
-    return msgspec.structs.replace(ready, closes=False) if ready.closes else ready
+    """Return a bucket as it goes up: its leader tells when the round is over."""
+    return msgspec.structs.replace(ready, ends_round=False) if ready.ends_round else ready

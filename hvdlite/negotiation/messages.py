@@ -50,7 +50,7 @@ class Request(Message, frozen=True, tag=1):
     label: str = ""  # the declared set it belongs to, or ""
     round: int = 0  # of that set, counted from 1
     strides: tuple[int, ...] = ()  # how this rank lays a declared member out, in elements; () is row-major
-    cluster: int = 0  # members of a declared set with the same one, from 1, share a bucket
+    group_id: int = 0  # members of a declared set with the same one, from 1, share a bucket
     step: int = 0  # of a declared set: how many steps its optimizer has made, since all ranks have last joined
     in_step: bool = False  # of a declared set: this rank takes part from within its optimizer's step
 
@@ -60,7 +60,7 @@ class Request(Message, frozen=True, tag=1):
         return self.process_set, self.name, self.round
 
 
-class Closing(Message, frozen=True, tag=3):
+class RoundDone(Message, frozen=True, tag=3):
     """This rank has reported every member that it has of a declared set in a round. Saying so again changes nothing."""
 
     label: str
@@ -74,7 +74,7 @@ class BucketReady(Message, frozen=True, tag=2):
     bucket: int
     round: int  # of the declared set, as in `Request`
     missing: tuple[int, ...] = ()  # indices of members without a gradient here; their places hold the op's identity
-    closes: bool = False  # it was the set's last bucket of the round on this rank
+    ends_round: bool = False  # it was the set's last bucket of the round on this rank
     step: int = 0  # likewise
     in_step: bool = False  # likewise
 
@@ -101,7 +101,7 @@ class Retired(Message, frozen=True, tag=6):
     process_set: int = GLOBAL_PROCESS_SET_ID
 
 
-Saying = Request | BucketReady | Closing | LayoutStale | Retired
+Saying = Request | BucketReady | RoundDone | LayoutStale | Retired
 """What a rank says about tensors. The tags (positive integers) are what tells them apart on the wire."""
 
 
@@ -114,13 +114,13 @@ class FailureNotice(Message, frozen=True):
     traceback: str = ""
 
 
-class Account(Message, frozen=True):
+class RankStatus(Message, frozen=True):
     """What a rank says of itself when others wait for it."""
 
-    place: str  # where its script is: function, file and line
+    location: str  # where its script is: function, file and line
     stack: str
     recent: tuple[str, ...]  # names of its last collectives, oldest first
-    begun: int  # which number, from 1, the first of them was
+    first_number: int  # the number of the first of them, counted from 1
     waiting: tuple[str, ...]  # names of what it has submitted and not got back
 
 
@@ -134,33 +134,33 @@ class TraceEvent(Message, frozen=True):
     detail: str = ""
 
 
-class Note(Message, frozen=True):
-    """A short text by which planes of different ranks connect; see `runtime.notes`."""
+class OobMessage(Message, frozen=True):
+    """A few bytes by which planes of different ranks connect, out of band; see `engine.oob`."""
 
     label: str  # what it is for; never used again
     sender: int
-    text: bytes
-    ranks: tuple[int, ...] = ()  # who gets it; nobody: the coordinator keeps it until it is asked for
+    payload: bytes
+    receivers: tuple[int, ...] = ()  # empty: the coordinator keeps it until a rank fetches it
 
 
-class Wanted(Message, frozen=True):
-    """A rank needs a note that another keeps at the coordinator."""
+class OobKey(Message, frozen=True):
+    """Names an out-of-band message that another rank publishes at the coordinator."""
 
     label: str
     sender: int
 
 
-class Aside(Message, frozen=True):
+class SideMessage(Message, frozen=True):
     """What a rank says that has nothing to do with one tensor."""
 
-    account: Account | None = None  # the answer to an inquiry
-    asks: bool = False  # is rank 0 there? It is to answer with a decision
-    held_up_by: tuple[int, ...] = ()  # with these it has long been in the middle of a collective
-    wants_report: bool = False  # its user asks who waits for whom
+    status: RankStatus | None = None  # the answer to a status request
+    ping: bool = False  # is rank 0 there? It is to answer with a decision
+    slow_peers: tuple[int, ...] = ()  # with these it has long been in the middle of a collective
+    requests_report: bool = False  # its user asks who waits for whom
     trace: tuple[TraceEvent, ...] = ()  # while there is a timeline
-    notes: tuple[Note, ...] = ()
-    wanted: tuple[Wanted, ...] = ()
-    withdrawn: tuple[str, ...] = ()  # labels under which nobody will want this rank's note any more
+    oob_messages: tuple[OobMessage, ...] = ()
+    oob_requests: tuple[OobKey, ...] = ()  # messages of other ranks that it fetches
+    oob_withdrawn: tuple[str, ...] = ()  # labels of its own messages that no rank will fetch any more
 
 
 class Blocked(Message, frozen=True):
@@ -176,7 +176,7 @@ class Report(Message, frozen=True):
     epoch: int  # membership epoch; a report of another epoch is dropped
     applied: int  # the last decision this rank has applied
     said: tuple[Saying, ...] = ()  # in the order in which this rank said it
-    aside: Aside | None = None
+    side_message: SideMessage | None = None
     leaving: bool = False  # this rank will submit nothing more, after what it says here
     failure: FailureNotice | None = None
     blocked: Blocked | None = None  # replaces what it said of this before; after everything else
@@ -200,9 +200,9 @@ class HostReport(Message, frozen=True):
     """What the leader of a host passes on: what all its ranks said alike as one, the rest rank by rank."""
 
     applied: int  # the least of its ranks
-    # In the order in which it was said; what several ranks said stands where the last of them said it. A bucket or a closing
-    # is of all ranks of the host that are in the process set; a bucket's `missing` is what all of them miss.
-    said: tuple[RankReport | Alike | BucketReady | Closing, ...] = ()
+    # In the order in which it was said; what several ranks said stands where the last of them said it. A bucket or a
+    # finished round is of all ranks of the host in the process set; a bucket's `missing` is what all of them miss.
+    said: tuple[RankReport | Alike | BucketReady | RoundDone, ...] = ()
     lost: tuple[tuple[int, str], ...] = ()  # ranks whose end it has seen, and what it saw
 
 
@@ -280,33 +280,33 @@ class Decision(Message, frozen=True):
     suspended: tuple[int, ...] = ()
     evicted: tuple[int, ...] = ()  # layouts that end here; likewise
     responses: tuple[Response, ...] = ()
-    inquiries: tuple[int, ...] = ()  # ranks that are to give an account of themselves
+    status_requests: tuple[int, ...] = ()  # ranks that are to report their status
     left: tuple[int, ...] = ()  # ranks whose leaving is hereby accepted
-    answered: tuple[int, ...] = ()  # ranks that asked whether rank 0 is there
+    pong: tuple[int, ...] = ()  # ranks that asked whether rank 0 is there
     timeline: bool | None = None  # from here on every rank traces, or does not; None: as before
     tuned: tuple[tuple[str, int], ...] = ()  # knobs that have these values from here on, before anything else
     failure: FailureNotice | None = None
     deferred: tuple[int, ...] = ()  # ranks whose deferrable waits end here, unfinished
 
 
-class Column(Message, frozen=True):
-    """What one rank gets in an alltoall: a column of the table of which every rank's `splits` are a row."""
+class ReceiveSplits(Message, frozen=True):
+    """The rows that one rank receives from each rank in an alltoall (Horovod: received splits)."""
 
     process_set: int
     name: str
     rows: tuple[int, ...]  # from each rank of the set
-    starts: tuple[int, ...]  # which of that rank's rows is the first of them
+    offsets: tuple[int, ...]  # the first of them among the rows that each rank sends
 
 
-class Letter(Message, frozen=True):
+class DirectMessage(Message, frozen=True):
     """What the coordinator tells one rank alone. It comes before the decision to which it belongs, if it belongs to one."""
 
     rank: int
-    columns: tuple[Column, ...] = ()  # in the order of their decisions
-    notes: tuple[Note, ...] = ()
+    receive_splits: tuple[ReceiveSplits, ...] = ()  # in the order of their decisions
+    oob_messages: tuple[OobMessage, ...] = ()
 
 
-class Letters(Message, frozen=True):
-    """Letters to ranks that are reached by the same way."""
+class DirectMessages(Message, frozen=True):
+    """Direct messages to ranks that are reached by the same way."""
 
-    letters: tuple[Letter, ...]
+    messages: tuple[DirectMessage, ...]

@@ -15,11 +15,12 @@ from hvdlite.negotiation.messages import Response
 class WaitUntil(Protocol):
     """Blocks a plane; raises the job's error when the job ends first."""
 
-    def __call__(self, predicate: Callable[[], bool], *, pause: float = 0.0) -> None:
+    def __call__(self, predicate: Callable[[], bool], *, poll_interval: float = 0.0) -> None:
         """Return when the predicate holds. It is looked at when something happened: a bell, a message.
 
         Args:
-            pause: look every so many seconds beside that, for engines that make progress only when they are looked at;
+            poll_interval: look every so many seconds beside that,
+            for engines that make progress only when they are looked at;
                 without sleeping while the script is blocked in a wait. 0 is not at all.
         """
 
@@ -49,12 +50,12 @@ class Notes(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Exchange:
-    """Who sends how many rows in an alltoall, as far as one rank must know it; by index in the process set."""
+class AlltoallSplits:
+    """The numbers of rows that one rank sends and receives in an alltoall; by index in the process set."""
 
-    sent: tuple[int, ...]  # by this rank to each
-    received: tuple[int, ...]  # by this rank from each
-    starts: tuple[int, ...]  # which of the sender's rows is the first of those
+    send_rows: tuple[int, ...]  # rows that this rank sends to each rank
+    recv_rows: tuple[int, ...]  # rows that this rank receives from each rank
+    source_starts: tuple[int, ...]  # index of the first of these rows in the sender's tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +72,7 @@ class FusionBuffer:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class BufferSlice:
     """A range of a fusion buffer, in bytes: one bucket."""
 
     buffer: FusionBuffer
@@ -86,9 +87,10 @@ class Plan:
     Memory by collective, all flat and contiguous: the reductions, broadcast and gathers have one output for each source,
     possibly the same memory; reducescatter and scatter have this rank's rows (`response.rows`) as output; reduce and gather
     have an output on the root only (elsewhere None); alltoall's source holds the rows for each rank one after the other
-    (`exchange.sent`), its output the rows from each.
+    (`splits.send_rows`), its output the rows from each.
 
-    `part` says that the one source and output is that part of a fusion buffer, on every rank, and every rank contributes.
+    `buffer_slice` says that the one source and output is that slice of a fusion buffer, on every rank,
+    and every rank contributes.
 
     `sources[i]` is None when this rank does not contribute to a reduction. Broadcast: the root's source is what all outputs
     get.
@@ -99,8 +101,8 @@ class Plan:
     response: Response
     sources: Sequence[Any]  # Array | None on the host; DeviceArray | None for a plane of GPUs; likewise below
     outputs: Sequence[Any]
-    part: Part | None = None
-    exchange: Exchange | None = None  # alltoall only
+    buffer_slice: BufferSlice | None = None
+    splits: AlltoallSplits | None = None  # alltoall only
 
 
 class Plane(Protocol):
@@ -111,14 +113,14 @@ class Plane(Protocol):
     def execute(self, plan: Plan, wait_until: WaitUntil) -> None:
         """Carry out `plan`; when it returns, the outputs hold the result and the sources may be reused."""
 
-    def open_set(self, number: int, ranks: tuple[int, ...]) -> None:
-        """Make process set `number` usable. All ranks of the plane do so, in the same order, members or not.
+    def add_process_set(self, process_set_id: int, ranks: tuple[int, ...]) -> None:
+        """Make process set `process_set_id` usable. All ranks of the plane do so, in the same order, members or not.
 
         Raises:
             MemoryError: like `fusion_buffer`.
         """
 
-    def close_set(self, number: int, wait_until: WaitUntil) -> None:
+    def remove_process_set(self, process_set_id: int, wait_until: WaitUntil) -> None:
         """Give up a process set after its last plan; all its members do so."""
 
     def fusion_buffer(self, nbytes: int, ranks: tuple[int, ...]) -> FusionBuffer | None:
@@ -148,11 +150,11 @@ class DevicePlane(DeviceAccess, Protocol):
     def execute(self, plan: Plan, wait_until: WaitUntil) -> Completion:
         """Launch `plan`; the outputs hold the result after what is returned, and the sources must be kept until then."""
 
-    def open_set(self, number: int, ranks: tuple[int, ...]) -> None:
-        """Like `Plane.open_set`."""
+    def add_process_set(self, process_set_id: int, ranks: tuple[int, ...]) -> None:
+        """Like `Plane.add_process_set`."""
 
-    def close_set(self, number: int, wait_until: WaitUntil) -> None:
-        """Like `Plane.close_set`."""
+    def remove_process_set(self, process_set_id: int, wait_until: WaitUntil) -> None:
+        """Like `Plane.remove_process_set`."""
 
     def fusion_buffer(self, nbytes: int, ranks: tuple[int, ...], wait_until: WaitUntil) -> FusionBuffer | None:
         """Like `Plane.fusion_buffer`."""

@@ -44,7 +44,7 @@ _SUMMED_AS = {np.dtype(name): np.dtype(other) for name, other in {
 _COMPARED = frozenset(map(np.dtype, ("int8", "uint8", "int32", "int64")))
 
 
-def missing() -> str:
+def unavailable_reason() -> str:
     """Say why this plane cannot be used here, and what to do; "" when it can."""
     if importlib.util.find_spec("torch") is None:
         return "it needs torch, which brings Gloo: pip install torch"
@@ -64,13 +64,13 @@ def gloo_plane(rank: int, notes: Notes, wake: Callable[[], None], address: str, 
     return ProcessGroupPlane("gloo", rank, connect, chunk=chunk, casts=casts)
 
 
-def _connect(rank: int, notes: Notes, wake: Callable[[], None], address: str, timeout: float, number: int,
+def _connect(rank: int, notes: Notes, wake: Callable[[], None], address: str, timeout: float, process_set_id: int,
              ranks: tuple[int, ...], wait_until: WaitUntil) -> GlooProcessGroup:
     distributed = importlib.import_module("torch.distributed")
     if not distributed.is_available() or not distributed.is_gloo_available():
         raise LaunchError("this build of torch comes without Gloo: install one from pypi.org or download.pytorch.org")
     gloo = distributed.ProcessGroupGloo
-    label = f"gloo.{number}"
+    label = f"gloo.{process_set_id}"
     store = _store_class()(functools.partial(notes.publish, label),
                            lambda index: notes.fetch(label, ranks[index], wait_until), ranks.index(rank))
     options = gloo._Options()
@@ -103,7 +103,7 @@ def _store_class() -> Any:
     distributed = importlib.import_module("torch.distributed")
 
     class NoteStore(distributed.Store):  # type: ignore[misc, name-defined]
-        """Every rank sets one key, which ends in its number, and reads those of the ranks to which it connects.
+        """Every rank sets one key, which ends in its index, and reads those of the ranks to which it connects.
 
         Gloo reads in its own thread, in the middle of an operation.
 

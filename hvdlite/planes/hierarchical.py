@@ -29,7 +29,7 @@ from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.core.world import Hosts
 from hvdlite.negotiation.messages import Response
 from hvdlite.planes.arithmetic import Casts, Reduction
-from hvdlite.planes.base import FusionBuffer, Part, Plan, Plane, WaitUntil
+from hvdlite.planes.base import BufferSlice, FusionBuffer, Plan, Plane, WaitUntil
 from hvdlite.planes.shm import ShmPlane
 from hvdlite.planes.slices import Concatenation, row_bounds, slice_bounds
 from hvdlite.planes.staging import HostMemory, StagingArea
@@ -68,8 +68,8 @@ class HierarchicalPlane:
         levels = self._two_level_sets.get(process_set_id)
         match plan.response.collective:
             case Collective.ALLREDUCE if levels is not None and plan.response.op is not ReduceOp.ADASUM:
-                if plan.part is not None:
-                    self._allreduce_in_place(levels, plan.part, plan.response, wait_until)
+                if plan.buffer_slice is not None:
+                    self._allreduce_in_place(levels, plan.buffer_slice, plan.response, wait_until)
                 else:
                     self._allreduce(levels, plan, wait_until)
             case Collective.BROADCAST if levels is not None:
@@ -86,15 +86,15 @@ class HierarchicalPlane:
             case _:
                 self._cross_plane.execute(plan, wait_until)
 
-    def open_set(self, process_set_id: int, ranks: tuple[int, ...]) -> None:
+    def add_process_set(self, process_set_id: int, ranks: tuple[int, ...]) -> None:
         hosts = self._hosts.within(ranks)
         here = set(self._hosts.around(self._rank))
         if len(hosts.groups) == 1:
             self._local_sets.add(process_set_id)
             if here.issuperset(ranks):
-                self._local_plane.open_set(process_set_id, ranks)
+                self._local_plane.add_process_set(process_set_id, ranks)
             return
-        self._cross_plane.open_set(process_set_id, ranks)
+        self._cross_plane.add_process_set(process_set_id, ranks)
         local = tuple(rank for rank in ranks if rank in here)
         if process_set_id < 0 or not local:
             return  # a pair only sends
@@ -103,18 +103,18 @@ class HierarchicalPlane:
             area = StagingArea(self._rank, local, segment, self._ring)
             self._two_level_sets[process_set_id] = _TwoLevelSet(process_set_id, self._rank, ranks, hosts, area)
 
-    def close_set(self, process_set_id: int, wait_until: WaitUntil) -> None:
+    def remove_process_set(self, process_set_id: int, wait_until: WaitUntil) -> None:
         if process_set_id in self._local_sets:
             self._local_sets.discard(process_set_id)
-            self._local_plane.close_set(process_set_id, wait_until)
+            self._local_plane.remove_process_set(process_set_id, wait_until)
             return
         levels = self._two_level_sets.pop(process_set_id, None)
         if levels is not None:
             levels.area.barrier(wait_until)  # nobody reads this rank's slots any more
             levels.area.segment.release()
             levels.area.segment.close()
-            self._cross_plane.close_set(levels.cross_set_id, wait_until)
-        self._cross_plane.close_set(process_set_id, wait_until)
+            self._cross_plane.remove_process_set(levels.cross_set_id, wait_until)
+        self._cross_plane.remove_process_set(process_set_id, wait_until)
 
     def fusion_buffer(self, nbytes: int, ranks: tuple[int, ...]) -> FusionBuffer | None:
         here = self._hosts.around(self._rank)
@@ -139,10 +139,11 @@ class HierarchicalPlane:
         dtype = SUPPORTED_DTYPES[response.dtype]
         return Reduction(response, dtype, len(levels.ranks), self._chunk // dtype.itemsize, self._casts)
 
-    def _allreduce_in_place(self, levels: _TwoLevelSet, part: Part, response: Response, wait_until: WaitUntil) -> None:
+    def _allreduce_in_place(self, levels: _TwoLevelSet, buffer_slice: BufferSlice, response: Response,
+                            wait_until: WaitUntil) -> None:
         """The bucket's slices are summed in the slot of the host's first rank, and copied from there."""
         reduction = self._reduction(levels, response)
-        slots = [slot[part.begin:part.end].view(reduction.dtype) for slot in part.buffer.slots]
+        slots = [slot[buffer_slice.begin:buffer_slice.end].view(reduction.dtype) for slot in buffer_slice.buffer.slots]
         begin, end = levels.own_slice(0, slots[0].size, reduction.dtype)
         if begin < end:
             terms = [slot[begin:end] for slot in slots]

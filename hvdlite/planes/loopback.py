@@ -37,10 +37,10 @@ class LoopbackPlane:
         self._casts = casts or Casts.of_numpy()
 
     def execute(self, plan: Plan, wait_until: WaitUntil) -> None:
-        table, number = self._table, (plan.response.process_set, plan.sequence)
+        table, key = self._table, (plan.response.process_set, plan.sequence)
         with table.lock:
-            plans = table.laid.setdefault(number, {})
-            done = table.done.setdefault(number, set())
+            plans = table.laid.setdefault(key, {})
+            done = table.done.setdefault(key, set())
             plans[self._rank] = plan
         self._ring_others(plan.ranks)
         wait_until(lambda: len(plans) == len(plan.ranks))
@@ -53,13 +53,13 @@ class LoopbackPlane:
             if output is not None and result is not None:
                 np.copyto(output, result)
         with table.lock:
-            table.laid.pop(number, None)
-            table.done.pop(number, None)
+            table.laid.pop(key, None)
+            table.done.pop(key, None)
 
-    def open_set(self, number: int, ranks: tuple[int, ...]) -> None:
+    def add_process_set(self, process_set_id: int, ranks: tuple[int, ...]) -> None:
         pass
 
-    def close_set(self, number: int, wait_until: WaitUntil) -> None:
+    def remove_process_set(self, process_set_id: int, wait_until: WaitUntil) -> None:
         pass
 
     def fusion_buffer(self, nbytes: int, ranks: tuple[int, ...]) -> FusionBuffer | None:
@@ -121,11 +121,11 @@ def _gathered(plan: Plan, plans: dict[int, Plan], rank: int, casts: Casts) -> Re
                             if (source := plans[each].sources[0]) is not None])]
 
 
-def _exchanged(plan: Plan, plans: dict[int, Plan], rank: int, casts: Casts) -> Results:
-    exchange, per_row = plan.exchange, plan.response.row_elements
-    assert exchange is not None
+def _alltoall(plan: Plan, plans: dict[int, Plan], rank: int, casts: Casts) -> Results:
+    splits, per_row = plan.splits, plan.response.row_elements
+    assert splits is not None
     parts = []
-    for each, rows, start in zip(plan.ranks, exchange.received, exchange.starts, strict=True):
+    for each, rows, start in zip(plan.ranks, splits.recv_rows, splits.source_starts, strict=True):
         if each not in plan.response.contributors:
             continue
         source = plans[each].sources[0]
@@ -137,5 +137,5 @@ def _exchanged(plan: Plan, plans: dict[int, Plan], rank: int, casts: Casts) -> R
 _RESULTS: dict[Collective, Callable[[Plan, dict[int, Plan], int, Casts], Results]] = {
     Collective.ALLREDUCE: _reduced, Collective.REDUCE: _reduced, Collective.REDUCESCATTER: _reduced_and_scattered,
     Collective.BROADCAST: _broadcast, Collective.SCATTER: _scattered, Collective.ALLGATHER: _gathered,
-    Collective.GATHER: _gathered, Collective.ALLTOALL: _exchanged, Collective.SEND: _broadcast,
+    Collective.GATHER: _gathered, Collective.ALLTOALL: _alltoall, Collective.SEND: _broadcast,
 }

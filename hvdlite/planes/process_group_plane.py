@@ -52,12 +52,12 @@ class ProcessGroupPlane:
         self._scratch_memory = np.empty(0, np.uint8)
 
     def execute(self, plan: Plan, wait_until: WaitUntil) -> None:
-        number, collective = plan.response.process_set, plan.response.collective
+        process_set_id, collective = plan.response.process_set, plan.response.collective
         if collective in (Collective.ALLREDUCE, Collective.REDUCE) and not plan.response.contributors:
             return
-        if number not in self._groups:
-            self._groups[number] = self._connect(number, plan.ranks, wait_until)
-        operation = _Operation(plan, plan.ranks.index(self._rank), self._groups[number], self._scratch, self._chunk,
+        if process_set_id not in self._groups:
+            self._groups[process_set_id] = self._connect(process_set_id, plan.ranks, wait_until)
+        operation = _Operation(plan, plan.ranks.index(self._rank), self._groups[process_set_id], self._scratch, self._chunk,
                                self._casts,
                      wait_until)
         match collective:
@@ -78,11 +78,11 @@ class ProcessGroupPlane:
             case Collective.SEND:
                 operation.send()
 
-    def open_set(self, number: int, ranks: tuple[int, ...]) -> None:
+    def add_process_set(self, process_set_id: int, ranks: tuple[int, ...]) -> None:
         pass
 
-    def close_set(self, number: int, wait_until: WaitUntil) -> None:
-        group = self._groups.pop(number, None)
+    def remove_process_set(self, process_set_id: int, wait_until: WaitUntil) -> None:
+        group = self._groups.pop(process_set_id, None)
         if group is not None:
             group.close()
 
@@ -292,9 +292,9 @@ class _Operation:
         self._group.scatter(values, out, bounds, self._root, self._wait_until)
 
     def alltoall(self) -> None:
-        unit, exchange = self._response.row_elements * self._dtype.itemsize, self._plan.exchange
-        assert exchange is not None
-        sent, received = (np.array(rows, np.int64) * unit for rows in (exchange.sent, exchange.received))
+        unit, splits = self._response.row_elements * self._dtype.itemsize, self._plan.splits
+        assert splits is not None
+        sent, received = (np.array(rows, np.int64) * unit for rows in (splits.send_rows, splits.recv_rows))
         # A rank that has joined discards the data that it receives.
         out = self._plan.outputs[0] if self._plan.outputs else np.empty(int(received.sum()), np.uint8)
         assert out is not None

@@ -32,7 +32,7 @@ from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.negotiation.messages import Response
 from hvdlite.planes.adasum import AdaptiveSum
 from hvdlite.planes.arithmetic import Casts, Reduction
-from hvdlite.planes.base import FusionBuffer, Part, Plan, WaitUntil
+from hvdlite.planes.base import BufferSlice, FusionBuffer, Plan, WaitUntil
 from hvdlite.planes.shm_pieces import AdasumPiece, Piece
 from hvdlite.planes.slices import Concatenation, row_bounds, slice_bounds
 from hvdlite.planes.staging import HostMemory, StagingArea
@@ -61,8 +61,8 @@ class ShmPlane:
     def execute(self, plan: Plan, wait_until: WaitUntil) -> None:
         area = self._areas[plan.response.process_set]
         match plan.response.collective:
-            case Collective.ALLREDUCE if plan.part is not None:
-                self._allreduce_in_place(area, plan.part, plan.response, wait_until)
+            case Collective.ALLREDUCE if plan.buffer_slice is not None:
+                self._allreduce_in_place(area, plan.buffer_slice, plan.response, wait_until)
             case Collective.ALLREDUCE | Collective.REDUCE if plan.response.op is ReduceOp.ADASUM:
                 self._adasum(area, plan, wait_until)
             case Collective.ALLREDUCE | Collective.REDUCE:
@@ -72,15 +72,15 @@ class ShmPlane:
             case Collective.BROADCAST:
                 self._broadcast(area, plan, wait_until)
             case _:
-                self._exchange(area, plan, wait_until)
+                self._gather_scatter(area, plan, wait_until)
 
-    def open_set(self, number: int, ranks: tuple[int, ...]) -> None:
+    def add_process_set(self, process_set_id: int, ranks: tuple[int, ...]) -> None:
         segment = self._memory.segment(ranks, self._slot)
         if segment is not None:
-            self._areas[number] = StagingArea(self._rank, ranks, segment, self._ring)
+            self._areas[process_set_id] = StagingArea(self._rank, ranks, segment, self._ring)
 
-    def close_set(self, number: int, wait_until: WaitUntil) -> None:
-        area = self._areas.pop(number, None)
+    def remove_process_set(self, process_set_id: int, wait_until: WaitUntil) -> None:
+        area = self._areas.pop(process_set_id, None)
         if area is not None:
             area.barrier(wait_until)  # nobody reads this rank's slots any more
             area.segment.release()
@@ -104,9 +104,10 @@ class ShmPlane:
         dtype = SUPPORTED_DTYPES[response.dtype]
         return Reduction(response, dtype, area.size, self._chunk // dtype.itemsize, self._casts)
 
-    def _allreduce_in_place(self, area: StagingArea, part: Part, response: Response, wait_until: WaitUntil) -> None:
+    def _allreduce_in_place(self, area: StagingArea, buffer_slice: BufferSlice, response: Response,
+                            wait_until: WaitUntil) -> None:
         reduction = self._reduction(area, response)
-        slots = [slot[part.begin:part.end].view(reduction.dtype) for slot in part.buffer.slots]
+        slots = [slot[buffer_slice.begin:buffer_slice.end].view(reduction.dtype) for slot in buffer_slice.buffer.slots]
         begin, end = slice_bounds(0, slots[0].size, area.size, reduction.dtype)[area.index:area.index + 2]
         for start in range(begin, end, reduction.chunk):
             pieces = [slot[start:min(start + reduction.chunk, end)] for slot in slots]
@@ -193,18 +194,18 @@ class ShmPlane:
                 if self._rank != root or plan.sources is not plan.outputs:
                     np.copyto(part, staged[start - low:stop - low])
 
-    def _exchange(self, area: StagingArea, plan: Plan, wait_until: WaitUntil) -> None:
+    def _gather_scatter(self, area: StagingArea, plan: Plan, wait_until: WaitUntil) -> None:
         """Allgather, gather, scatter, alltoall: everybody stages what it sends, and takes what is for it."""
         dtype = SUPPORTED_DTYPES[plan.response.dtype]
         source = plan.sources[0] if plan.sources else np.empty(0, dtype)
         output = plan.outputs[0] if plan.outputs else None
         assert source is not None
-        if plan.exchange is not None:
-            source = source[:sum(plan.exchange.sent) * plan.response.row_elements]  # rows beyond stay here
+        if plan.splits is not None:
+            source = source[:sum(plan.splits.send_rows) * plan.response.row_elements]  # rows beyond stay here
         moves = _MOVES[plan.response.collective](plan)
         longest = _longest(plan.response, moves)
         per_piece = area.segment.slot // dtype.itemsize
-        sends = plan.exchange is not None or any(sender == area.index for sender, _, _, _ in moves)
+        sends = plan.splits is not None or any(sender == area.index for sender, _, _, _ in moves)
         taken = 0  # where the next rows go in the output
         places = []
         for sender, receiver, begin, end in moves:
@@ -246,10 +247,10 @@ def _send_moves(plan: Plan) -> list[Move]:
 
 def _alltoall_moves(plan: Plan) -> list[Move]:
     """Only what this rank gets: who gets the rest is not its business."""
-    assert plan.exchange is not None
+    assert plan.splits is not None
     per_row = plan.response.row_elements
     return [(sender, None, start * per_row, (start + rows) * per_row) for sender, (rows, start)
-            in enumerate(zip(plan.exchange.received, plan.exchange.starts, strict=True))]
+            in enumerate(zip(plan.splits.recv_rows, plan.splits.source_starts, strict=True))]
 
 
 def _longest(response: Response, moves: Sequence[Move]) -> int:

@@ -18,12 +18,11 @@ import msgspec
 from hvdlite._version import __version__
 from hvdlite.bootstrap.descriptors import recv_fds, send_fds
 from hvdlite.bootstrap.environments import LaunchInfo, check_directory
+from hvdlite.bootstrap.rendezvous import Address, host_identity, join, listen, reached_at, receive_ranks
 from hvdlite.control.codec import Hello, Welcome
 from hvdlite.control.doorbell import Doorbell
 from hvdlite.control.inproc import InprocControl
 from hvdlite.control.leading import LeaderControl
-from hvdlite.control.meeting import Address, host_identity, join, listen, reached_at, receive_ranks
-from hvdlite.control.process_probe import NO_STACK_DUMP, ProcessProbe, StackDumpTarget
 from hvdlite.control.star import StarControl
 from hvdlite.control.wire import Connection
 from hvdlite.core.config import Config, alike, limit
@@ -31,7 +30,10 @@ from hvdlite.core.errors import LaunchError
 from hvdlite.core.file_limit import descriptors_for
 from hvdlite.core.launch_contract import PROCESSES_FILE
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
+from hvdlite.core.stack_dump import NO_STACK_DUMP, StackDumpTarget
 from hvdlite.core.world import Hosts, World
+from hvdlite.diagnostics.process_probe import ProcessProbe
+from hvdlite.engine.oob import Notes
 from hvdlite.memory import fence
 from hvdlite.memory.shared import SharedMemory, anonymous_file
 from hvdlite.negotiation.buckets import BucketSizes
@@ -41,14 +43,13 @@ from hvdlite.planes.arithmetic import Casts
 from hvdlite.planes.base import DevicePlane, Plane
 from hvdlite.planes.eager import reduce_payloads
 from hvdlite.planes.gloo import gloo_plane
-from hvdlite.planes.gloo import missing as gloo_missing
+from hvdlite.planes.gloo import unavailable_reason as gloo_unavailable_reason
 from hvdlite.planes.hierarchical import HierarchicalPlane
 from hvdlite.planes.loopback import LoopbackPlane, Table
 from hvdlite.planes.mpi import mpi_plane
-from hvdlite.planes.nccl.plane import of_this_machine
-from hvdlite.planes.selection import Choice, choose
+from hvdlite.planes.nccl.plane import create_nccl_plane
+from hvdlite.planes.selection import PlaneChoice, choose_plane
 from hvdlite.planes.shm import ShmPlane
-from hvdlite.runtime.notes import Notes
 from hvdlite.runtime.runtime import Runtime
 
 PlaneWrapper = Callable[[int, Plane], Plane]
@@ -86,7 +87,8 @@ def assemble_threads(size: int, config: Config, wrap: PlaneWrapper = lambda rank
 
 def gpus(info: LaunchInfo, config: Config, environment: Mapping[str, str]) -> DevicePlaneMaker:
     """Return what makes the plane for this process's GPU, which is neither loaded nor looked for before it is used."""
-    return lambda rank, notes, wake: of_this_machine(rank, info.world.local_rank, host_identity(), notes, wake, environment,
+    return lambda rank, notes, wake: create_nccl_plane(rank, info.world.local_rank, host_identity(), notes, wake,
+                                                       environment,
                                                      shared_gpu=config.shared_gpu)
 
 
@@ -95,7 +97,7 @@ def assemble(info: LaunchInfo, config: Config, casts: Casts, stack_dump: StackDu
     """Meet the other ranks of this job and return this rank's runtime, not yet started.
 
     Args:
-        stack_dump: where this process writes its stacks; see `control.process_probe`.
+        stack_dump: where this process writes its stacks; see `diagnostics.process_probe`.
         environment: the process's, in which NCCL looks for its settings.
 
     Raises:
@@ -137,12 +139,12 @@ def _assembled(info: LaunchInfo, config: Config, casts: Casts, stack_dump: Stack
             shutil.rmtree(info.job_directory, ignore_errors=True)
     notes = Notes(world.rank)
     planes = HostPlanes(world.rank, hosts, config, casts, memory, control, notes, address, info.communicator)
-    choice = choose(config.cpu_operations, hosts, dict(welcome.lacks))
+    choice = choose_plane(config.cpu_operations, hosts, dict(welcome.lacks))
     if world.rank == 0:
         _log.info("%s", choice)
     plane = planes.make(choice)
     made.callback(plane.close)
-    plane.open_set(GLOBAL_PROCESS_SET_ID, tuple(range(world.size)))
+    plane.add_process_set(GLOBAL_PROCESS_SET_ID, tuple(range(world.size)))
     probe = ProcessProbe(pids, {rank: welcome.stack_dumps[rank] for rank in local})
     devices = gpus(info, config, environment)(world.rank, notes, control.wake)
     runtime = Runtime(world, config, control, plane, coordinator_for(world, config), probe, _common_clock(welcome), notes,
@@ -176,7 +178,7 @@ class HostPlanes:
     address: str
     communicator: Any
 
-    def make(self, choice: Choice) -> Plane:
+    def make(self, choice: PlaneChoice) -> Plane:
         """Return the chosen plane."""
         config = self.config
         if choice.name == "shm":
@@ -200,7 +202,7 @@ def _meet(info: LaunchInfo, config: Config, stack_dump: StackDumpTarget) -> tupl
     world = info.world
     host = f"{host_identity()}:{info.job_directory}"
     no_mpi = "" if info.communicator is not None else info.mpi_problem or "the job was not started with mpirun"
-    lacks = tuple((name, reason) for name, reason in {"mpi": no_mpi, "gloo": gloo_missing()}.items() if reason)
+    lacks = tuple((name, reason) for name, reason in {"mpi": no_mpi, "gloo": gloo_unavailable_reason()}.items() if reason)
     own = Hello(world.rank, world.size, os.getpid(), host, __version__, stack_dump, alike(config), lacks)
     address = _address(info, config)
     if world.rank != 0:

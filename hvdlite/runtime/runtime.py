@@ -26,9 +26,9 @@ from collections.abc import Callable, Sequence
 from hvdlite.control.base import (
     ControlPlane,
     DecisionReceived,
+    DirectMessageReceived,
     Event,
     HostReportReceived,
-    LetterReceived,
     PeerLost,
     ReportReceived,
 )
@@ -43,12 +43,24 @@ from hvdlite.core.errors import (
 )
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.world import Hosts, World
+from hvdlite.diagnostics.flight_recorder import FlightRecorder
+from hvdlite.diagnostics.report_server import ReportServer
+from hvdlite.diagnostics.stall_inspector import LOOKS, CoordinatorWatchdog, ProcessProbe, Receiver, StallInspector, Times
+from hvdlite.diagnostics.stall_report import StallReport, rank_status
+from hvdlite.diagnostics.timeline import Timeline
+from hvdlite.engine.autotune import Autotuner
+from hvdlite.engine.execution import Execution
+from hvdlite.engine.failures import failure_error
+from hvdlite.engine.limits import EAGER_TRAFFIC, FLUSH_SECONDS, LISTEN_SECONDS, LOOK_SECONDS, RECENT, TRACE_BATCH
+from hvdlite.engine.oob import Notes
+from hvdlite.engine.polling import poll
+from hvdlite.handoff.buckets import BucketEntry
+from hvdlite.handoff.entry import Entry
+from hvdlite.handoff.handle import Handle
 from hvdlite.negotiation.controller import Controller
 from hvdlite.negotiation.coordinator import Coordinator
 from hvdlite.negotiation.messages import (
     Alike,
-    Aside,
-    Closing,
     Decision,
     FailureNotice,
     HostReport,
@@ -56,24 +68,12 @@ from hvdlite.negotiation.messages import (
     RankReport,
     Report,
     Retired,
+    RoundDone,
+    SideMessage,
     Wait,
 )
 from hvdlite.planes.base import DevicePlane, Plane
-from hvdlite.runtime.autotune import Autotuner
-from hvdlite.runtime.buckets import BucketEntry
-from hvdlite.runtime.calls import Entry
 from hvdlite.runtime.declared import DeclaredSets, Item
-from hvdlite.runtime.execution import Execution
-from hvdlite.runtime.failures import failure_error
-from hvdlite.runtime.flight_recorder import FlightRecorder
-from hvdlite.runtime.handle import Handle
-from hvdlite.runtime.limits import EAGER_TRAFFIC, FLUSH_SECONDS, LISTEN_SECONDS, LOOK_SECONDS, RECENT, TRACE_BATCH
-from hvdlite.runtime.notes import Notes
-from hvdlite.runtime.polling import poll
-from hvdlite.runtime.report_server import ReportServer
-from hvdlite.runtime.stall_inspector import LOOKS, CoordinatorWatchdog, ProcessProbe, Receiver, StallInspector, Times
-from hvdlite.runtime.stalls import StallReport, account
-from hvdlite.runtime.timeline import Timeline
 
 _log = logging.getLogger("hvdlite")
 
@@ -133,7 +133,7 @@ class Runtime(DeclaredSets):
         self._recent: deque[str] = deque(maxlen=RECENT)  # names of the last collectives
         self._count = 0  # of them, since the beginning
         self._caller = threading.get_ident()  # the thread that last called one
-        self._report_wanted = False
+        self._report_requested = False
         self._mark_cycles = False  # in the timeline
         self._report_server: ReportServer | None = None
         self._timeline = None if coordinator is None else Timeline(world.size, coordinator.order_timeline, clock)
@@ -232,7 +232,7 @@ class Runtime(DeclaredSets):
 
     def request_report(self) -> None:
         """Let rank 0 report who waits for whom, on its standard error; callable from signal handlers. Does not wait."""
-        self._report_wanted = True
+        self._report_requested = True
         self._control.wake()
 
     def demand_report(self, receiver: Receiver) -> None:
@@ -261,9 +261,10 @@ class Runtime(DeclaredSets):
         self._check_usable("timeline")
         timeline = self._timeline
         if timeline is not None:
-            order = timeline.order(path, Handle("timeline", self._sleepers, Wait(GLOBAL_PROCESS_SET_ID, "timeline")))
+            handle = Handle("timeline", self._sleepers, Wait(GLOBAL_PROCESS_SET_ID, "timeline"))
+            order = timeline.order(path, handle.settle)
             self._hand_in(lambda: timeline.change(order))
-            order.handle.wait()
+            handle.wait()
 
     # --- handing in ------------------------------------------------------------------------------------------------
 
@@ -366,11 +367,11 @@ class Runtime(DeclaredSets):
             for entry in self._work.pending():
                 entry.abandon(HorovodInternalError(_SHUT_DOWN))
             self._recorder.trace(False)
-        if self._report_wanted:
-            self._report_wanted = False
-            self._controller.say(Aside(wants_report=True))
+        if self._report_requested:
+            self._report_requested = False
+            self._controller.say(SideMessage(requests_report=True))
         if self._recorder.untold and (self._controller.has_news or self._recorder.untold >= TRACE_BATCH or self._leaving):
-            self._controller.say(Aside(trace=self._recorder.take_trace()))
+            self._controller.say(SideMessage(trace=self._recorder.take_trace()))
         report = self._controller.report()
         if report is not None:
             self._tell(report)
@@ -387,8 +388,8 @@ class Runtime(DeclaredSets):
                 expanded = self._controller.submit_bucket(bucket.definition, ready)
                 if expanded is not None:
                     self._work.split(expanded)
-            case Closing():
-                self._controller.close(item)
+            case RoundDone():
+                self._controller.round_done(item)
             case LayoutStale(layout):
                 self._controller.abandon(layout)
             case Retired():
@@ -413,10 +414,10 @@ class Runtime(DeclaredSets):
         if self._autotuner is not None:
             self._autotuner.look()
         decision = self._coordinator.decide()
-        if letters := self._coordinator.letters():
-            self._control.send_letters(letters)
-            if letters[0].rank == 0:
-                self._take_in(LetterReceived(letters[0]))
+        if messages := self._coordinator.take_direct_messages():
+            self._control.send_direct_messages(messages)
+            if messages[0].rank == 0:
+                self._take_in(DirectMessageReceived(messages[0]))
         if decision is not None:
             self._control.send_decision(decision)
             self._accept(decision)
@@ -431,9 +432,9 @@ class Runtime(DeclaredSets):
         if now < self._next_look:
             return self._look_seconds
         self._next_look = now + self._look_seconds
-        aside = self._watchdog.look(now, work.waits, work.partners, work.moving_since)
-        if aside is not None:
-            self._controller.say(aside)
+        side_message = self._watchdog.look(now, work.waits, work.partners, work.moving_since)
+        if side_message is not None:
+            self._controller.say(side_message)
             self._say()
         if lost := self._watchdog.gave_up(now):
             self._give_up(FailureNotice(self._control.above, "lost", lost))
@@ -447,9 +448,9 @@ class Runtime(DeclaredSets):
             case DecisionReceived(decision):
                 self._watchdog.heard()
                 self._accept(decision)
-            case LetterReceived(letter):
-                self._work.take_columns(letter.columns)
-                self._notes.take_in(letter.notes)
+            case DirectMessageReceived(message):
+                self._work.add_receive_splits(message.receive_splits)
+                self._notes.take_in(message.oob_messages)
             case ReportReceived(rank, report):
                 self._hear(rank, report)
             case HostReportReceived(ranks, merged):
@@ -479,18 +480,18 @@ class Runtime(DeclaredSets):
 
     def _heed(self, rank: int, report: Report) -> None:
         """What is not the coordinator's business in a report."""
-        if report.aside is not None:
+        if report.side_message is not None:
             self._next_look = -math.inf  # it may be what the stall inspector waits for
         self._recorder.ready_elsewhere((rank,), report.said)
-        if self._timeline is not None and (report.aside is not None or report.leaving):
-            self._timeline.hear(rank, () if report.aside is None else report.aside.trace, report.leaving)
+        if self._timeline is not None and (report.side_message is not None or report.leaving):
+            self._timeline.hear(rank, () if report.side_message is None else report.side_message.trace, report.leaving)
 
     def _accept(self, decision: Decision) -> None:
         """Queue a decision; what it says of ranks counts at once, even in the middle of a plan."""
-        if self.world.rank in decision.inquiries:
+        if self.world.rank in decision.status_requests:
             waiting = [entry.handle.name for entry in self._work.pending()]
             begun = self._count - len(self._recent) + 1
-            self._controller.say(Aside(account=account(self._caller, tuple(self._recent), begun, waiting)))
+            self._controller.say(SideMessage(status=rank_status(self._caller, tuple(self._recent), begun, waiting)))
         self._departed.update(decision.left)
         if self.world.rank in decision.deferred:
             self._sleepers.defer()
@@ -501,7 +502,7 @@ class Runtime(DeclaredSets):
     def _apply(self, decision: Decision) -> None:
         if decision.timeline is not None:
             self._recorder.trace(decision.timeline)
-            self._controller.say(Aside(trace=self._recorder.take_trace()))
+            self._controller.say(SideMessage(trace=self._recorder.take_trace()))
             if decision.timeline and self._timeline is not None:
                 self._timeline.started()
         if self._mark_cycles:
@@ -514,9 +515,9 @@ class Runtime(DeclaredSets):
         with self._names_lock:
             self._names.discard(entry.key)
 
-    def _wait_until(self, predicate: Callable[[], bool], *, pause: float = 0.0) -> None:
-        if pause:
-            poll(predicate, pause, lambda: self._sleepers, self._glance)
+    def _wait_until(self, predicate: Callable[[], bool], *, poll_interval: float = 0.0) -> None:
+        if poll_interval:
+            poll(predicate, poll_interval, lambda: self._sleepers, self._glance)
         while not predicate():
             self._exchange(within_plan=True)
         if self._clock() - self._listened > LISTEN_SECONDS:  # the last to arrive everywhere still hears what is said

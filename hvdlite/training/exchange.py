@@ -22,7 +22,7 @@ from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
 from hvdlite.training.arguments import check_compression, factors
 from hvdlite.training.array_gradients import ArrayReducer, Gradient, Rows, scaled
-from hvdlite.training.groups import clusters
+from hvdlite.training.groups import group_ids
 
 _samples: ContextVar[Any] = ContextVar("hvdlite_samples", default=None)
 
@@ -55,7 +55,7 @@ class Exchange:
         sparse_as_dense: densify sparse gradients.
         op: Average or Sum.
         gradient_predivide_factor: for Average: divide by this before the sum, and by size/this after it.
-        process_set: the ranks that share gradients; on others gradients stay what they are.
+        process_set: the ranks that exchange gradients; on others gradients stay what they are.
         groups: gradients that are reduced together: a number of groups, or a list of lists of variables.
 
     Attributes:
@@ -83,8 +83,8 @@ class Exchange:
         self._lock = threading.Lock()
         self._usual_samples: float | None = None
         self._groups = groups
-        checked = clusters(groups, ())
-        self._clusters = None if isinstance(groups, int) else checked  # None: until the variables are known
+        checked = group_ids(groups, ())
+        self._group_ids = None if isinstance(groups, int) else checked  # None: until the variables are known
 
     @property
     def is_current(self) -> bool:
@@ -93,7 +93,7 @@ class Exchange:
 
     @property
     def is_shared(self) -> bool:
-        """Whether there is anybody to share gradients with."""
+        """Whether there are other ranks to exchange gradients with."""
         return self.size > 1 and self._runtime.world.rank in self._runtime.members(self.process_set)
 
     def watch(self, variables: Sequence[Any]) -> None:
@@ -126,11 +126,11 @@ class Exchange:
         mean = reduced_weight if self._op is ReduceOp.AVERAGE else reduced_weight / self.size
         return 1.0 / mean if mean else 1.0
 
-    def _clusters_of(self, variables: Sequence[Any]) -> list[int]:
+    def _group_ids_of(self, variables: Sequence[Any]) -> list[int]:
         """Return each variable's group, from 1, or 0; the first call says which variables there are."""
-        if self._clusters is None:
-            self._clusters = clusters(self._groups, variables)
-        return [self._clusters.get(id(variable), 0) for variable in variables]
+        if self._group_ids is None:
+            self._group_ids = group_ids(self._groups, variables)
+        return [self._group_ids.get(id(variable), 0) for variable in variables]
 
 
 class ArrayExchange(Exchange):
@@ -153,9 +153,9 @@ class ArrayExchange(Exchange):
 
     def _slots_of(self, variables: Sequence[Any]) -> list[int]:
         if not self.knows(variables):
-            for variable, cluster in zip(variables, self._clusters_of(variables), strict=True):
+            for variable, group_id in zip(variables, self._group_ids_of(variables), strict=True):
                 if not self.knows([variable]):
-                    slot = self._reducer.add(*self._described(variable), cluster)
+                    slot = self._reducer.add(*self._described(variable), group_id)
                     self._slots[id(variable)] = weakref.ref(variable), slot
         return [self._slots[id(variable)][1] for variable in variables]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from hvdlite import api
 from hvdlite.core.types import ReduceOp
-from hvdlite.run_function import run
+from hvdlite.launch.run_function import run
 
 _OPS = {"SUM": ReduceOp.SUM, "MEAN": ReduceOp.AVERAGE}
 

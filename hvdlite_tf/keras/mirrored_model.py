@@ -17,7 +17,7 @@ import numpy as np
 from hvdlite import api
 from hvdlite.core.types import ReduceOp
 from hvdlite.training.objects import broadcast_object
-from hvdlite.training.shares import share
+from hvdlite.training.shards import shard
 from hvdlite_tf.keras import shares, step
 from hvdlite_tf.keras.applied import Applied, without_warnings
 from hvdlite_tf.keras.order import follow_rank_0, order_seed
@@ -195,7 +195,7 @@ class MirroredModel:
         x, arrays = self._data(given, "x", "y", "sample_weight")
         if arrays is None:
             raise ValueError(f"{name} takes the arrays of one batch, not {type(x).__name__}")
-        rows = share(shares.rows_of(arrays), self._strategy.rank, self._strategy.num_replicas_in_sync)
+        rows = shard(shares.rows_of(arrays), self._strategy.rank, self._strategy.num_replicas_in_sync)
         x, y, weights = (*shares.rows_taken(arrays, rows), None, None)[:3]
         self._adopt_optimizers()
         self._fitting = self._applying_shares = True

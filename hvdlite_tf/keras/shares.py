@@ -15,7 +15,7 @@ import numpy as np
 
 from hvdlite import api
 from hvdlite.core.errors import MismatchError
-from hvdlite.training.shares import share
+from hvdlite.training.shards import shard
 from hvdlite_tf.keras.loading import ENDLESS, Loading
 from hvdlite_tf.keras.order import check_shuffles, follow_rank_0, lineage
 from hvdlite_tf.keras.scope import Mirrored
@@ -83,7 +83,7 @@ def training_batches(x: Any, arrays: tuple[Any, ...] | None, batch_size: int, se
     if is_loader(x):
         return _shared_loader(x)
     if hasattr(x, "__next__"):
-        return (rows_taken(batch, share(rows_of(batch), rank, size)) for batch in x)
+        return (rows_taken(batch, shard(rows_of(batch), rank, size)) for batch in x)
     raise ValueError(f"MirroredStrategy cannot share out {type(x).__name__}; give arrays, a tf.data.Dataset, a PyDataset, a "
                      "torch DataLoader or a generator")
 
@@ -144,7 +144,7 @@ class _ArrayShares(keras.utils.PyDataset):
         if index == 0 and self._orders is not None:
             self._order = self._orders.drawn()
         rows = self._order[index * self._batch:(index + 1) * self._batch]
-        return rows_taken(self._arrays, rows[share(len(rows), self._rank, self._size)])
+        return rows_taken(self._arrays, rows[shard(len(rows), self._rank, self._size)])
 
 
 class _BatchShares(keras.utils.PyDataset):
@@ -168,7 +168,7 @@ class _BatchShares(keras.utils.PyDataset):
             self._order = self._orders.drawn()
             self._loading.stop()
         batch = self._loading.batch(index, self._order)
-        return rows_taken(batch, share(rows_of(batch), self._rank, self._size))
+        return rows_taken(batch, shard(rows_of(batch), self._rank, self._size))
 
     def on_epoch_begin(self) -> None:
         begin_epoch(self._dataset)

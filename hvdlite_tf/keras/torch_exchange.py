@@ -74,7 +74,7 @@ class TorchExchange(Exchange):
 
     def _member(self, variables: Sequence[Any]) -> BackwardHooks:
         """Let variables take part; return the hooks."""
-        new = [(variable, cluster) for variable, cluster in zip(variables, self._clusters_of(variables), strict=True)
+        new = [(variable, group_id) for variable, group_id in zip(variables, self._group_ids_of(variables), strict=True)
                if id(variable.value) not in self._tensors]
         if self._hooks is None:
             compression = {None: Compression.none, "float16": Compression.fp16, "bfloat16": Compression.bf16}
@@ -87,9 +87,9 @@ class TorchExchange(Exchange):
             self._hooks = BackwardHooks(reducer)
             self._hooks.on_begin = self._begin_backward
             reducer.add(self._count, "count")
-        for variable, cluster in new:
+        for variable, group_id in new:
             tensor = variable.value
-            self._hooks.reducer.add(tensor, str(len(self._tensors)), cluster)
+            self._hooks.reducer.add(tensor, str(len(self._tensors)), group_id)
             self._tensors[id(tensor)] = tensor
             if self._is_watching:
                 self._hook(self._hooks, tensor)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hvdlite.bootstrap.descriptors import recv_fds, send_fds
-from hvdlite.control.meeting import Address, listen, receive_ranks
+from hvdlite.bootstrap.rendezvous import Address, listen, receive_ranks
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.file_limit import SPARE, descriptors_for
 from tests.control.test_meeting import LIMIT, hello, meet

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hvdlite.control.base import DecisionReceived, LetterReceived, PeerLost
+from hvdlite.control.base import DecisionReceived, DirectMessageReceived, PeerLost
 from hvdlite.control.doorbell import Doorbell
 from hvdlite.control.leading import LeaderControl
 from hvdlite.control.star import GRACE
@@ -16,12 +16,12 @@ from hvdlite.core.types import Collective
 from hvdlite.negotiation.leader import Leader
 from hvdlite.negotiation.messages import (
     Decision,
+    DirectMessage,
+    DirectMessages,
     FailureNotice,
     HostReport,
-    Letter,
-    Letters,
     Message,
-    Note,
+    OobMessage,
     RankReport,
     Report,
     Request,
@@ -64,20 +64,20 @@ def test_reports_go_up_and_are_no_events(host: Host) -> None:
     assert host.said(host.rank_0) == HostReport(0, (RankReport(2, SAYS),))
 
 
-def test_letters_go_to_their_ranks_only_and_before_what_follows(host: Host) -> None:
-    mine, theirs = Letter(2, notes=(Note("x", 0, b"2"),)), Letter(3, notes=(Note("x", 0, b"3"),))
-    host.rank_0.send(Letters((mine, theirs)))
+def test_direct_messages_go_to_their_ranks_only_and_before_what_follows(host: Host) -> None:
+    mine, theirs = (DirectMessage(rank, oob_messages=(OobMessage("x", 0, b"%d" % rank),)) for rank in (2, 3))
+    host.rank_0.send(DirectMessages((mine, theirs)))
     host.rank_0.send(Decision(0, 1))
     events = host.control.wait(5.0)
     while len(events) < 2:
         events += host.control.wait(5.0)
-    assert events == [LetterReceived(mine), DecisionReceived(Decision(0, 1))]
+    assert events == [DirectMessageReceived(mine), DecisionReceived(Decision(0, 1))]
     host.rank_3.socket.settimeout(5.0)
     received: list[Message] = []
     while len(received) < 2:
         host.rank_3.socket.recv(1, socket.MSG_PEEK)
         received += host.rank_3.receive()
-    assert received == [Letters((theirs,)), Decision(0, 1)]
+    assert received == [DirectMessages((theirs,)), Decision(0, 1)]
 
 
 def test_decisions_go_down(host: Host) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from hvdlite.bootstrap.rendezvous import Address, join, listen, receive_ranks
 from hvdlite.control.codec import Hello
-from hvdlite.control.meeting import Address, join, listen, receive_ranks
 from hvdlite.core.errors import LaunchError
 
 LIMIT = 1 << 16

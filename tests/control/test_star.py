@@ -12,7 +12,7 @@ from hvdlite.control.base import DecisionReceived, PeerLost
 from hvdlite.control.doorbell import Doorbell
 from hvdlite.control.star import StarControl
 from hvdlite.control.wire import Connection
-from hvdlite.negotiation.messages import Decision, FailureNotice, Letter, Letters, Message, Note, Report
+from hvdlite.negotiation.messages import Decision, DirectMessage, DirectMessages, FailureNotice, Message, OobMessage, Report
 
 
 def pair() -> tuple[StarControl, Connection]:
@@ -129,10 +129,10 @@ def test_a_decision_is_encoded_once_for_all_peers(monkeypatch: pytest.MonkeyPatc
 
 def test_a_letter_goes_to_its_rank_or_the_leader_of_its_host() -> None:
     control, far = hub({2: (2, 3)}, [1, 2])
-    letters = {rank: Letter(rank, notes=(Note("x", 0, b"%d" % rank),)) for rank in (1, 2, 3)}
-    control.send_letters([Letter(0), *letters.values()])
+    messages = {rank: DirectMessage(rank, oob_messages=(OobMessage("x", 0, b"%d" % rank),)) for rank in (1, 2, 3)}
+    control.send_direct_messages([DirectMessage(0), *messages.values()])
     for connection in far.values():
         connection.start()
-    assert far[1].receive() == [Letters((letters[1],))]
-    assert far[2].receive() == [Letters((letters[2], letters[3]))]
+    assert far[1].receive() == [DirectMessages((messages[1],))]
+    assert far[2].receive() == [DirectMessages((messages[2], messages[3]))]
     close(control, far)

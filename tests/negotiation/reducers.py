@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.buckets import first_round
 from hvdlite.negotiation.controller import Assist, Evicted, Instruction, Suspended
-from hvdlite.negotiation.messages import BucketReady, BucketRelease, Closing, ErrorKind, Layout, Request, Response
+from hvdlite.negotiation.messages import BucketReady, BucketRelease, ErrorKind, Layout, Request, Response, RoundDone
 from tests.negotiation.simulation import Simulation
 
 LABEL = "set"
@@ -34,7 +34,7 @@ class Reducer:
     Args:
         rounds: what the rank brings.
         later: if it is to join after these: the rounds until the next join, and so on; it joins after the last ones too.
-        rng: lets it close a round again now and then, as after an interrupt.
+        rng: lets it finish a round again now and then, as after an interrupt.
 
     Attributes:
         played: its rounds by their numbers.
@@ -91,12 +91,12 @@ class Reducer:
             self._give(self.to_give.pop())
         else:
             if self.alone or self.rng.random() < 0.1:
-                self._close()
+                self._finish_round()
                 self.alone = False
             if not self.waiting:
                 self.to_give = None
                 if self.rng.random() < 0.1:
-                    self._close()
+                    self._finish_round()
 
     def follow(self, instruction: Instruction) -> None:
         """Do what a decision says."""
@@ -168,8 +168,8 @@ class Reducer:
         if len(filled) == len(bucket.members):
             missing = tuple(index for index, other in enumerate(bucket.members) if other.name in self.now.missing)
             full = sum(len(self.filled.get(each.bucket, ())) == len(each.members) for each in self.current.buckets)
-            closes = full == len(self.current.buckets) and not self.sparse
-            self.controller.submit_bucket(bucket, BucketReady(bucket.bucket, self.number, missing, closes))
+            ends_round = full == len(self.current.buckets) and not self.sparse
+            self.controller.submit_bucket(bucket, BucketReady(bucket.bucket, self.number, missing, ends_round))
 
     def _declare(self, name: str) -> None:
         self.alone = True
@@ -182,8 +182,8 @@ class Reducer:
                               label=self.label, round=self.number, process_set=self.process_set)
         self.controller.submit(request)
 
-    def _close(self) -> None:
-        self.controller.close(Closing(self.label, self.number, self.process_set))
+    def _finish_round(self) -> None:
+        self.controller.round_done(RoundDone(self.label, self.number, self.process_set))
 
     def _answered(self, name: str, answer: Answer) -> None:
         self.waiting.remove(name)
@@ -209,7 +209,7 @@ def run(simulation: Simulation, reducers: list[Reducer], schedule: list[int]) ->
         elif action == 4:
             simulation.decide()
         elif action == INQUIRE:
-            simulation.coordinator.inquire([rank])
+            simulation.coordinator.request_status([rank])
         elif action == TUNE:
             simulation.coordinator.tune({"bucket_size": 30 + 10 * rank}, simulation.now)
         else:

@@ -11,12 +11,12 @@ from hvdlite.core.types import Collective
 from hvdlite.negotiation.buckets import BucketSizes, cut
 from hvdlite.negotiation.controller import Evicted, Expanded
 from hvdlite.negotiation.messages import (
-    Closing,
     ErrorKind,
     Layout,
     Request,
     Response,
     Retired,
+    RoundDone,
 )
 from tests.negotiation.reducers import LABEL, Reducer, Round, check, led, run, steady, stories
 from tests.negotiation.simulation import Simulation
@@ -106,7 +106,7 @@ def test_too_many_layouts_evict_the_least_recently_used() -> None:
     for number in range(1, 4):
         for label in ("x", "y", "z"):
             controller.submit(Request(label, Collective.ALLREDUCE, "uint8", (4,), label=label, round=number))
-            controller.close(Closing(label, number))
+            controller.round_done(RoundDone(label, number))
             simulation.settle()
             for instruction in simulation.plans[0]:
                 if isinstance(instruction, Layout):
@@ -124,7 +124,7 @@ def test_layouts_differing_between_ranks_fall_back_to_row_major() -> None:
         for rank in range(2):
             simulation.controllers[rank].submit(Request("x", Collective.ALLREDUCE, "uint8", (4, 2), label=LABEL, round=1,
                                                         strides=strides[rank]))
-            simulation.controllers[rank].close(Closing(LABEL, 1))
+            simulation.controllers[rank].round_done(RoundDone(LABEL, 1))
         simulation.settle()
         (layout,) = [instruction for instruction in simulation.plans[1] if isinstance(instruction, Layout)]
         assert layout.buckets[0].members[0].strides == wanted

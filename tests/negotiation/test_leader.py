@@ -15,7 +15,6 @@ from hvdlite.negotiation.messages import (
     Blocked,
     Bucket,
     BucketReady,
-    Closing,
     Decision,
     ErrorKind,
     HostReport,
@@ -24,6 +23,7 @@ from hvdlite.negotiation.messages import (
     Report,
     Request,
     Response,
+    RoundDone,
 )
 
 RESPONSE = Response(("a",), Collective.ALLREDUCE, "float32", contributors=(0, 1, 2, 3))
@@ -54,9 +54,9 @@ def test_what_all_say_goes_up_once() -> None:
 def test_when_one_is_asked_for_an_account_the_coordinator_learns_who_is_missing(asked: int) -> None:
     leader = a_leader()
     leader.receive(2, ready(2))
-    leader.watch(Decision(0, 2, inquiries=(0,)))
+    leader.watch(Decision(0, 2, status_requests=(0,)))
     assert leader.report() is None
-    leader.watch(Decision(0, 3, inquiries=(asked,)))
+    leader.watch(Decision(0, 3, status_requests=(asked,)))
     leader.check_invariants()
     report = leader.report()
     assert report is not None and report.said == (RankReport(2, ready(2)),)
@@ -82,38 +82,38 @@ def test_the_end_of_a_rank_goes_up_behind_what_it_said() -> None:
 
 def test_what_a_rank_says_after_a_closing_goes_up_after_it() -> None:
     leader = a_leader()
-    closing, later = Closing("net", 1), Request("remove", Collective.REMOVE_PROCESS_SET, "uint8", (0,), members=(1,))
-    leader.receive(2, Report(0, 1, (MEMBER, closing, later)))
+    done, later = RoundDone("net", 1), Request("remove", Collective.REMOVE_PROCESS_SET, "uint8", (0,), members=(1,))
+    leader.receive(2, Report(0, 1, (MEMBER, done, later)))
     assert leader.report() == HostReport(0, (RankReport(2, Report(0, 1, (later,))),))
-    leader.receive(3, Report(0, 1, (MEMBER, closing, later)))
-    assert leader.report() == HostReport(1, (Alike((2, 3), (MEMBER,)), closing, RankReport(3, Report(0, 1, (later,)))))
+    leader.receive(3, Report(0, 1, (MEMBER, done, later)))
+    assert leader.report() == HostReport(1, (Alike((2, 3), (MEMBER,)), done, RankReport(3, Report(0, 1, (later,)))))
 
 
-def test_one_rank_that_closes_a_round_twice_does_not_close_it_for_another() -> None:
+def test_one_rank_that_finishes_a_round_twice_does_not_finish_it_for_another() -> None:
     leader = a_leader()
-    closing = Report(0, 1, (Closing("net", 1),))
-    leader.receive(2, closing)
-    leader.receive(2, closing)
+    done = Report(0, 1, (RoundDone("net", 1),))
+    leader.receive(2, done)
+    leader.receive(2, done)
     assert leader.report() is None
-    leader.receive(3, closing)
-    assert leader.report() == HostReport(1, closing.said)
-    leader.receive(3, closing)
-    leader.receive(2, closing)
+    leader.receive(3, done)
+    assert leader.report() == HostReport(1, done.said)
+    leader.receive(3, done)
+    leader.receive(2, done)
     leader.check_invariants()
     assert leader.report() is None
 
 
 def test_a_rank_that_is_asked_for_an_account_is_known_to_have_closed_its_round() -> None:
     leader = a_leader()
-    closing = Report(0, 1, (Closing("net", 1),))
-    leader.receive(2, closing)
-    leader.watch(Decision(0, 2, inquiries=(2,)))
-    assert leader.report() == HostReport(0, (RankReport(2, closing),))
-    leader.receive(3, closing)
-    assert leader.report() == HostReport(1, closing.said)
+    done = Report(0, 1, (RoundDone("net", 1),))
+    leader.receive(2, done)
+    leader.watch(Decision(0, 2, status_requests=(2,)))
+    assert leader.report() == HostReport(0, (RankReport(2, done),))
+    leader.receive(3, done)
+    assert leader.report() == HostReport(1, done.said)
 
 
-def says(*said: Request | Closing, **rest: Any) -> Report:
+def says(*said: Request | RoundDone, **rest: Any) -> Report:
     return Report(0, 1, said, **rest)
 
 
@@ -162,7 +162,7 @@ def test_a_request_with_its_tensor_waits_for_nobody_and_lets_nobody_wait() -> No
 def test_when_one_is_asked_for_an_account_requests_go_up_with_their_ranks(asked: int) -> None:
     leader = a_leader()
     leader.receive(2, says(X))
-    leader.watch(Decision(0, 2, inquiries=(asked,)))
+    leader.watch(Decision(0, 2, status_requests=(asked,)))
     assert told(leader) == (Alike((2,), (X,)),)
     leader.receive(3, says(X))
     assert told(leader) == (Alike((3,), (X,)),)
@@ -185,13 +185,13 @@ def test_nobody_waits_for_a_rank_that_has_joined() -> None:
     assert told(leader) == (RankReport(2, says(X)),)
 
 
-def test_a_member_that_only_one_rank_has_goes_up_before_the_round_is_closed() -> None:
+def test_a_member_that_only_one_rank_has_goes_up_before_the_round_is_over() -> None:
     leader = a_leader()
-    member, closing = msgspec.structs.replace(MEMBER, name="b", round=1), Closing("net", 1)
-    leader.receive(2, says(member, closing))
+    member, done = msgspec.structs.replace(MEMBER, name="b", round=1), RoundDone("net", 1)
+    leader.receive(2, says(member, done))
     assert told(leader) == ()
-    leader.receive(3, says(closing))
-    assert told(leader) == (Alike((2,), (member,)), closing)
+    leader.receive(3, says(done))
+    assert told(leader) == (Alike((2,), (member,)), done)
 
 
 def test_a_request_that_ends_a_layout_goes_up_at_once() -> None:

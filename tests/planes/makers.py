@@ -35,7 +35,7 @@ def shm(size: int, ring: Callable[[int], None], slot: int = 1 << 16, direct: int
     os.close(file)
     os.close(order)
     for plane in planes:
-        plane.open_set(0, tuple(range(size)))
+        plane.add_process_set(0, tuple(range(size)))
     return planes
 
 
@@ -107,7 +107,7 @@ def hierarchical(size: int, ring: Callable[[int], None]) -> list[Plane]:
                                 slot=1 << 16, chunk=1 << 12, direct=256) for rank,
                                 cross_plane in enumerate(gloo(size, ring))]
     for plane in planes:
-        plane.open_set(0, tuple(range(size)))
+        plane.add_process_set(0, tuple(range(size)))
     return planes
 
 
@@ -121,5 +121,5 @@ def hierarchical_mpi(size: int, ring: Callable[[int], None]) -> list[Plane]:
     hosts, rank = Hosts.of([str(rank) for rank in range(size)]), under_mpi.world(size).rank
     plane = HierarchicalPlane(rank, hosts, SharedMemory(anonymous_file(), rank), ring, mpi(size, ring)[0], slot=1 << 16,
                               chunk=1 << 12, direct=256)
-    plane.open_set(0, tuple(range(size)))
+    plane.add_process_set(0, tuple(range(size)))
     return [plane]

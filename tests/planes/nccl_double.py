@@ -33,18 +33,19 @@ class OnDouble:
         if not self.carries(response):
             pytest.skip(f"NCCL has no {response.collective.name} {response.op.name} of {response.dtype}")
         moved = [lent(array) for array in plan.sources], [lent(array) for array in plan.outputs]
-        self.real.execute(Plan(plan.sequence, plan.ranks, response, *moved, plan.part, plan.exchange), wait_until).wait()
+        self.real.execute(Plan(plan.sequence, plan.ranks, response, *moved, plan.buffer_slice, plan.splits),
+                          wait_until).wait()
         assert self.gpu.error is None, self.gpu.error
 
     def carries(self, response: Response) -> bool:
         op = ReduceOp(response.op) if response.collective in _REDUCTIONS else None
         return self.real.carries(response.collective, op, response.dtype)
 
-    def open_set(self, number: int, ranks: tuple[int, ...]) -> None:
-        self.real.open_set(number, ranks)
+    def add_process_set(self, process_set_id: int, ranks: tuple[int, ...]) -> None:
+        self.real.add_process_set(process_set_id, ranks)
 
-    def close_set(self, number: int, wait_until: WaitUntil) -> None:
-        self.real.close_set(number, wait_until)
+    def remove_process_set(self, process_set_id: int, wait_until: WaitUntil) -> None:
+        self.real.remove_process_set(process_set_id, wait_until)
 
     def fusion_buffer(self, nbytes: int, ranks: tuple[int, ...]) -> FusionBuffer | None:
         own = self.gpu.allocate(nbytes)

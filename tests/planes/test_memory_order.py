@@ -139,7 +139,7 @@ class Recorder:
         self.program += [Event("lock", where), Event("unlock", where)]
 
     def meet(self) -> None:
-        def wait_until(predicate: Callable[[], bool], *, pause: float = 0.0) -> None:
+        def wait_until(predicate: Callable[[], bool], *, poll_interval: float = 0.0) -> None:
             self._waits = True
             assert predicate()
             self._waits = False
@@ -304,5 +304,5 @@ def test_only_the_last_to_arrive_rings() -> None:
     barriers = [Barrier(rank, (0, 1, 2, 3), counters, lambda other, rank=rank: rung.append((rank, other)))  # type: ignore[misc]
                 for rank in range(4)]
     for rank in (2, 0, 3, 1):
-        barriers[rank](lambda predicate, **pause: None)
+        barriers[rank](lambda predicate, **poll_interval: None)
     assert rung == [(1, 0), (1, 2), (1, 3)]

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from hvdlite.core.errors import LaunchError
-from hvdlite.planes.mpi import check_threads
+from hvdlite.planes.mpi import check_thread_level
 from tests.mpis import MPIS, ROOT, Mpi, mpiexec
 
 
@@ -36,7 +36,7 @@ def test_thread_levels(level: int, told: str, caplog: pytest.LogCaptureFixture) 
     communicator = SimpleNamespace(Get_rank=lambda: 0)
     if told:
         with pytest.raises(LaunchError, match=f"{told}.*MPI_THREAD_MULTIPLE"):
-            check_threads(mpi, communicator)
+            check_thread_level(mpi, communicator)
     else:
-        check_threads(mpi, communicator)
+        check_thread_level(mpi, communicator)
     assert ("must not call MPI" in caplog.text) == (level == 2)

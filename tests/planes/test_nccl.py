@@ -161,14 +161,14 @@ def test_a_joined_rank_helps_and_an_absent_one_counts_as_nothing(gpus: Gpus) -> 
 def test_process_sets_have_communicators_of_their_own(gpus: Gpus) -> None:
     def step(runtime: Runtime) -> None:
         rank = runtime.world.rank
-        number = runtime.add_process_set([0, 2]).wait()
+        process_set_id = runtime.add_process_set([0, 2]).wait()
         values = np.full(9, rank + 1.0)
         if rank != 1:
-            handle = allreduce(gpus, runtime, "pair", values, process_set=number)
+            handle = allreduce(gpus, runtime, "pair", values, process_set=process_set_id)
             handle.wait()
             handle.completion.wait()
             assert (values == 4).all()
-        runtime.remove_process_set(number).wait()
+        runtime.remove_process_set(process_set_id).wait()
         everybody = np.full(9, rank + 1.0)
         handle = allreduce(gpus, runtime, "all", everybody)
         handle.wait()
@@ -200,9 +200,9 @@ def test_the_host_waits_for_the_launch_only(gpus: Gpus) -> None:
         values = np.full(1000, rank + 1.0)
         handle = allreduce(gpus, runtime, "x", values)
         handle.wait(10)  # docs/protocol.md#gpu-streams: returns although the GPU has done nothing
-        assert not handle.completion.passed() and (values == rank + 1).all()
+        assert not handle.completion.is_done() and (values == rank + 1).all()
         seen: list[bool] = []
-        handle.completion.follow(mine)  # does not wait either
+        handle.completion.block_stream(mine)  # does not wait either
         gpu.launch(mine, "look", lambda: seen.append(bool((values == 3).all())))
         assert not seen
         checked.wait()
@@ -216,7 +216,7 @@ def test_the_host_waits_for_the_launch_only(gpus: Gpus) -> None:
 def test_what_the_producer_has_not_finished_is_waited_for_on_the_gpu(gpus: Gpus) -> None:
     def step(runtime: Runtime) -> None:
         rank = runtime.world.rank
-        runtime.devices.ready(0)  # opens the GPU
+        runtime.devices.record_event(0)  # opens the GPU
         gpu = gpus.made[rank]
         producer = gpu.make_stream()
         gpu.hold(producer)
@@ -245,7 +245,7 @@ def test_memory_is_held_until_somebody_follows_or_the_work_is_done(gpus: Gpus) -
             handle.wait()
             assert alive[-1]() is not None
             if follows:
-                handle.completion.follow(gpu.make_stream())
+                handle.completion.block_stream(gpu.make_stream())
             del handle
             gc.collect()
         assert alive[0]() is None, "the framework's stream is behind the work: its allocator is in the right order"
@@ -271,7 +271,7 @@ def test_a_graph_capture_and_a_second_gpu_are_refused_at_the_call(gpus: Gpus) ->
         with pytest.raises(UnsupportedError, match="CUDA graph"):
             gpus.lend(runtime, values)
         with pytest.raises(UnsupportedError, match="CUDA graph"):
-            before.completion.follow(0)
+            before.completion.block_stream(0)
         gpus.made[0].graph = False
         allreduce(gpus, runtime, "x", values).wait()
     worlds.threads(1, step)
@@ -279,7 +279,7 @@ def test_a_graph_capture_and_a_second_gpu_are_refused_at_the_call(gpus: Gpus) ->
 
 def test_without_kernels_copies_still_work_and_factors_say_what_is_missing(gpus: Gpus) -> None:
     def step(runtime: Runtime) -> None:
-        runtime.devices.ready(0)
+        runtime.devices.record_event(0)
         gpus.made[runtime.world.rank].has_kernels = False
         values = [np.full(n, runtime.world.rank + 1.0) for n in (2, 9)]
         arrays = [gpus.lend(runtime, each) for each in values]
@@ -305,25 +305,25 @@ def test_what_it_carries() -> None:
     access = plane(0, None, lambda: None, gpu)
     for dtype in SUPPORTED_DTYPES:
         for collective in (Collective.BROADCAST, Collective.ALLGATHER, Collective.ALLTOALL, Collective.SEND):
-            assert access.carries(collective, None, dtype)
-    reduces = {dtype for dtype in SUPPORTED_DTYPES if access.carries(Collective.ALLREDUCE, SUM, dtype)}
+            assert access.supports(collective, None, dtype)
+    reduces = {dtype for dtype in SUPPORTED_DTYPES if access.supports(Collective.ALLREDUCE, SUM, dtype)}
     assert reduces == set(SUPPORTED_DTYPES) - {"bool", "int16", "uint16"}
-    means = {dtype for dtype in SUPPORTED_DTYPES if access.carries(Collective.REDUCESCATTER, ReduceOp.AVERAGE, dtype)}
+    means = {dtype for dtype in SUPPORTED_DTYPES if access.supports(Collective.REDUCESCATTER, ReduceOp.AVERAGE, dtype)}
     assert means == {"float16", "bfloat16", "float32", "float64", "complex64", "complex128"}, "sums of integers wrap"
-    assert access.carries(Collective.ALLREDUCE, ReduceOp.MAX, "bool")
-    assert not access.carries(Collective.ALLREDUCE, ReduceOp.PRODUCT, "complex64")
-    assert not access.carries(Collective.ALLREDUCE, ReduceOp.ADASUM, "float32")
+    assert access.supports(Collective.ALLREDUCE, ReduceOp.MAX, "bool")
+    assert not access.supports(Collective.ALLREDUCE, ReduceOp.PRODUCT, "complex64")
+    assert not access.supports(Collective.ALLREDUCE, ReduceOp.ADASUM, "float32")
     gpu.end()
 
 
 def test_without_cupy_the_reason_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(library, "cuda_of_torch", lambda: 13)
-    assert library.missing() == "CuPy is not installed: pip install 'hvdlite[nccl-cuda13]'"
+    assert library.unavailable_reason() == "CuPy is not installed: pip install 'hvdlite[nccl-cuda13]'"
     without = plane(0, None, lambda: None, GpuDouble())
-    without._missing = library.missing
+    without._find_unavailable_reason = library.unavailable_reason
     with pytest.raises(UnsupportedError, match="nccl-cuda13"):
-        without.ready(0)
+        without.record_event(0)
 
 
 @pytest.mark.parametrize(("version", "requires", "expected"), [
@@ -393,8 +393,8 @@ def test_the_real_library_without_a_gpu() -> None:
                  lambda: none.recv(256, 10, 1, 0, 0), none.check_async_error):
         with pytest.raises(cupy.cuda.nccl.NcclError, match="invalid argument"):
             call()
-    for call in (lambda: device.make_event(), lambda: device._runtime.eventRecord(1, 0), lambda: device.passed(1),
-                 lambda: runtime.streamWaitEvent(0, 1), lambda: device.capturing(0), lambda: device.copy(1, 2, 3, 0),
+    for call in (lambda: device.make_event(), lambda: device._runtime.eventRecord(1, 0), lambda: device.is_event_done(1),
+                 lambda: runtime.streamWaitEvent(0, 1), lambda: device.is_capturing(0), lambda: device.copy(1, 2, 3, 0),
                  lambda: runtime.memsetAsync(1, 0, 1, 0), lambda: runtime.deviceGetPCIBusId(0),
                  lambda: runtime.eventCreateWithFlags(runtime.eventDisableTiming), lambda: cupy.cuda.memory.Memory(256),
                  lambda: runtime.streamCreateWithPriority(runtime.streamNonBlocking, -5)):

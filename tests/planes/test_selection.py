@@ -6,7 +6,7 @@ import pytest
 
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.world import Hosts, World
-from hvdlite.planes.selection import choose
+from hvdlite.planes.selection import choose_plane
 
 ONE, TWO, FLAT = (Hosts.of(names) for names in ("aaa", "aabb", "abc"))
 
@@ -23,7 +23,7 @@ ONE, TWO, FLAT = (Hosts.of(names) for names in ("aaa", "aabb", "abc"))
     ("hierarchical", FLAT, {}, "hierarchical", "mpi"),
 ])
 def test_choice(wanted: str, hosts: Hosts, lacks: dict[str, str], name: str, cross_backend: str) -> None:
-    choice = choose(wanted, hosts, lacks)
+    choice = choose_plane(wanted, hosts, lacks)
     assert (choice.name, choice.cross_backend) == (name, cross_backend)
     assert ("not mpi: no" in str(choice)) == (bool(lacks) and wanted == "auto")
     assert (f"HVDLITE_CPU_OPERATIONS={wanted}" in str(choice)) == (wanted != "auto")
@@ -36,7 +36,7 @@ def test_choice(wanted: str, hosts: Hosts, lacks: dict[str, str], name: str, cro
 ])
 def test_what_cannot_be(wanted: str, hosts: Hosts, lacks: dict[str, str], told: str) -> None:
     with pytest.raises(LaunchError, match=told):
-        choose(wanted, hosts, lacks)
+        choose_plane(wanted, hosts, lacks)
 
 
 def test_hosts_tell_coordinates() -> None:

@@ -15,7 +15,7 @@ import pytest
 import hvdlite
 from hvdlite import run_task
 from hvdlite.core.errors import LaunchError, PeerLostError, ProtocolError
-from hvdlite.run_function import RankTraceback, sign, verified
+from hvdlite.launch.run_function import RankTraceback, sign, verified
 from hvdlite_runner.reaper import marked_processes
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import hvdlite
-from hvdlite.control import progress
 from hvdlite.core.errors import LaunchError
+from hvdlite.diagnostics import progress
 from hvdlite_runner.messages import Progress
 from hvdlite_runner.monitor import Monitor, look, rows, text, waits_of
 from hvdlite_runner.scaling import Throughput, parse_sweep, saturation, scaling_rows

@@ -10,9 +10,9 @@ import pytest
 
 from hvdlite.core.config import Config, tunable
 from hvdlite.core.errors import ConfigError
+from hvdlite.engine.autotune import SAMPLES, SETTLING_ROUNDS, Autotuner
 from hvdlite.negotiation.buckets import BucketSizes
 from hvdlite.negotiation.coordinator import Coordinator, Policy
-from hvdlite.runtime.autotune import SAMPLES, SETTLING_ROUNDS, Autotuner
 from tests.runtime.programs import autotune as programs
 from tests.worlds import TORCH, processes
 

@@ -12,36 +12,36 @@ from pathlib import Path
 
 import pytest
 
+from hvdlite.diagnostics.stall_report import RankState, StallReport, first_difference, location_in_dump
 from hvdlite.negotiation.coordinator import Stall
-from hvdlite.negotiation.messages import Account
-from hvdlite.runtime.stalls import StallReport, Standing, first_difference, place_in
+from hvdlite.negotiation.messages import RankStatus
 from tests.runtime.programs import stalls as programs
 from tests.worlds import ROOT, Processes, processes
 
 
-def said(*recent: str, begun: int = 1, waiting: tuple[str, ...] = ()) -> Account:
-    return Account("train(), train.py:7", "  File train.py", recent, begun, waiting)
+def status(*recent: str, first_number: int = 1, waiting: tuple[str, ...] = ()) -> RankStatus:
+    return RankStatus("train(), train.py:7", "  File train.py", recent, first_number, waiting)
 
 
 @pytest.mark.parametrize(("one", "other", "expected"), [
-    (said("a", "b"), said("a", "b"), None),
-    (said("a", "b", "c"), said("a", "c", "b"), None),  # hooks run in any order
-    (said("a"), said("a", "b", "c"), (2, "", "b")),
-    (said("a", "x", "b"), said("a", "b"), (2, "x", "")),
-    (said("a", "eval", "b"), said("a", "train", "b"), (2, "eval", "train")),
-    (said("b", "c", begun=2), said("a", "b", "d"), (3, "c", "d")),
-    (said("a", "a"), said("a", "a", "a"), (3, "", "a")),
+    (status("a", "b"), status("a", "b"), None),
+    (status("a", "b", "c"), status("a", "c", "b"), None),  # hooks run in any order
+    (status("a"), status("a", "b", "c"), (2, "", "b")),
+    (status("a", "x", "b"), status("a", "b"), (2, "x", "")),
+    (status("a", "eval", "b"), status("a", "train", "b"), (2, "eval", "train")),
+    (status("b", "c", first_number=2), status("a", "b", "d"), (3, "c", "d")),
+    (status("a", "a"), status("a", "a", "a"), (3, "", "a")),
 ])
-def test_where_two_ranks_part(one: Account, other: Account, expected: object) -> None:
+def test_where_two_ranks_part(one: RankStatus, other: RankStatus, expected: object) -> None:
     assert first_difference(one, other) == expected
 
 
 def test_a_report_names_ranks_places_and_sequences_in_both_forms() -> None:
     stacks = 'Current thread 0x1:\n  File "/home/me/train.py", line 71 in evaluate\n'
     report = StallReport([Stall("x", 61.0, (0, 1), (2, 3)), Stall("y", 5.0, (0,), (1,))], {
-        0: Standing(0, "alive", said("w", "x")), 1: Standing(1, "alive", said("w", "x", waiting=("x",))),
-        2: Standing(2, "alive", said("w", "eval")),
-        3: Standing(3, "its process 9 is stopped", None, stacks)})
+        0: RankState(0, "alive", status("w", "x")), 1: RankState(1, "alive", status("w", "x", waiting=("x",))),
+        2: RankState(2, "alive", status("w", "eval")),
+        3: RankState(3, "its process 9 is stopped", None, stacks)})
     text, data = report.text(), report.as_dict()
     assert "rank 1 never submitted 'y': it waits for 'x' in train(), train.py:7" in text
     assert "rank 2 never submitted 'x': it is in train(), train.py:7" in text
@@ -56,8 +56,8 @@ def test_a_report_names_ranks_places_and_sequences_in_both_forms() -> None:
 def test_the_place_in_a_c_level_stack() -> None:
     stacks = ('Thread 0x2:\n  File "/a/other.py", line 1 in other\n\nCurrent thread 0x1 (most recent call first):\n'
               f'  File "{ROOT}/hvdlite/api.py", line 3 in join\n  File "/a/b.py", line 5 in work\n')
-    assert place_in(stacks) == "work(), b.py:5"
-    assert place_in("") == ""
+    assert location_in_dump(stacks) == "work(), b.py:5"
+    assert location_in_dump("") == ""
 
 
 def test_a_stall_report_shows_where_the_missing_rank_is(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_a_rank_that_holds_pythons_lock_is_told_with_its_place(rank: int) -> Non
         ended = world.wait()
     assert [each.code for each in ended] == [0, 0]
     told = ended[1 - rank].stderr
-    assert f"rank {rank} has not answered for 2 s: its process" in told and "with Python's lock held" in told
+    assert f"rank {rank} has not answered for 2 s: its process" in told and "something in it holds the GIL" in told
     assert "it is in stuck(), stalls.py:" in told and f"rank {rank} answers again" in told
 
 

@@ -14,9 +14,9 @@ import pytest
 
 from hvdlite.core.errors import ConfigError
 from hvdlite.core.types import ReduceOp
+from hvdlite.diagnostics.timeline import TimelineFile
 from hvdlite.negotiation.messages import TraceEvent
 from hvdlite.runtime.runtime import Runtime
-from hvdlite.runtime.timeline import TimelineFile
 from tests.runtime.programs import timeline as programs
 from tests.worlds import TORCH, Processes, processes, threads
 

@@ -144,7 +144,7 @@ def test_every_bucket_waits_for_all_streams_that_made_gradients(gpus: Gpus, monk
 
 def test_without_kernels_torch_copies(gpus: Gpus) -> None:
     def step(runtime: Runtime) -> None:
-        runtime.devices.ready(0)
+        runtime.devices.record_event(0)
         gpus.made[runtime.world.rank].has_kernels = False
         model = net()
         optimizer = wrapped(runtime, model)

@@ -83,7 +83,7 @@ def test_gradients_are_weighed_before_they_are_accumulated() -> None:
                     mine.step()
                     mine.zero_grad()
             assert_close(weights(model), weights(alone))
-            assert not strategy._holdings.weight.is_applied, "even batches cost nothing, nor does what comes after a loop"
+            assert not strategy._registry.weight.is_applied, "even batches cost nothing, nor does what comes after a loop"
     threads(2, step)
 
 
@@ -134,12 +134,12 @@ def test_somebody_elses_patch_survives_ours() -> None:
                 torch.nn.Module.__init__ = theirs
             assert torch.nn.Module.__init__ is theirs
             with strategy.scope():
-                known = len(strategy._holdings._modules)
+                known = len(strategy._registry._modules)
                 module = torch.nn.Linear(1, 1)
-                assert len(strategy._holdings._modules) == known + 1, "it is remembered once"
+                assert len(strategy._registry._modules) == known + 1, "it is remembered once"
             assert torch.nn.Module.__init__ is theirs
             torch.nn.Linear(1, 1)
-            assert len(strategy._holdings._modules) == known + 1 and calls == [torch.nn.Linear] * 2
+            assert len(strategy._registry._modules) == known + 1 and calls == [torch.nn.Linear] * 2
             del module
         finally:
             torch.nn.Module.__init__ = original
@@ -396,12 +396,12 @@ def test_copies_of_modules_and_of_the_strategy() -> None:
         torch.save(model, file)
         file.seek(0)
         copies = copy.deepcopy(model), torch.load(file, weights_only=False)
-        assert not strategy._holdings.has_loaded
+        assert not strategy._registry.has_loaded
         for each in copies:
             each.load_state_dict(Net(seed=5).state_dict())
-        assert not strategy._holdings.has_loaded, "copies are not in the scope"
+        assert not strategy._registry.has_loaded, "copies are not in the scope"
         model.layers[0].load_state_dict(copies[0].layers[0].state_dict())
-        assert strategy._holdings.has_loaded
+        assert strategy._registry.has_loaded
         strategy.mirror()
         assert is_distributed(optimizer)
     threads(2, step)

@@ -252,8 +252,8 @@ def test_a_lazy_module_that_is_not_used_mirrors_nothing_anew(monkeypatch: pytest
     def step(runtime: Runtime) -> None:
         mirrored, index = [], -1
         strategy = MirroredStrategy(sync_batch_norm=True, _runtime=runtime)
-        send = strategy._holdings._mirror_tensors
-        monkeypatch.setattr(strategy._holdings, "_mirror_tensors", lambda: (mirrored.append(index), send()))
+        send = strategy._registry._mirror_tensors
+        monkeypatch.setattr(strategy._registry, "_mirror_tensors", lambda: (mirrored.append(index), send()))
         with strategy.scope():
             model, head, norm = Net(), torch.nn.LazyLinear(2), torch.nn.LazyBatchNorm1d()
             optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
@@ -350,12 +350,12 @@ def test_what_is_dropped_in_a_scope_is_forgotten() -> None:
         strategy = MirroredStrategy(_runtime=runtime)
         with strategy.scope():
             model = Net()
-            known = len(strategy._holdings._modules)
+            known = len(strategy._registry._modules)
             for _ in range(50):
                 torch.nn.MSELoss()
                 torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
             gc.collect()
-            assert (len(strategy._holdings._modules), len(strategy._holdings._optimizers)) == (known, 0)
+            assert (len(strategy._registry._modules), len(strategy._registry._optimizers)) == (known, 0)
             assert model is not None
     threads(1, step)
 
@@ -520,7 +520,7 @@ def test_data_that_are_split_already_are_not_split_again(monkeypatch: pytest.Mon
         rank = runtime.world.rank
         strategy = MirroredStrategy(_runtime=runtime)
         for loader in (DataLoader(TensorDataset(torch.arange(8)), 2, sampler=Sharded()), DataLoader(OfHuggingFace(), 2)):
-            with pytest.raises(ValueError, match=r"shares samples out already, among 2 ranks.*without strategy.distribute"):
+            with pytest.raises(ValueError, match=r"already splits the samples among 2 ranks.*without strategy.distribute"):
                 strategy.distribute(loader)
         halves = Subset(TensorDataset(torch.arange(8)), range(rank, 8, 2))
         for loader in (DataLoader(halves, 2), Buffered(halves, 2),

@@ -178,7 +178,7 @@ def test_loaders_that_cannot_be_shared_say_so() -> None:
     def step(runtime: Runtime) -> None:
         rank = runtime.world.rank
         strategy = MirroredStrategy(_runtime=runtime)
-        with pytest.raises(ValueError, match="DistributedSampler shares samples out already"):
+        with pytest.raises(ValueError, match="DistributedSampler already splits the samples"):
             strategy.distribute(DataLoader(Squares(8), 2, sampler=DistributedSampler(Squares(8), 2, rank)))
         with pytest.raises(MismatchError, match=r"replica 0 has .*'samples': 8.* replica 1 .*'samples': 9"):
             next(iter(strategy.distribute(DataLoader(Squares(8 + rank), 2))))

@@ -14,7 +14,7 @@ pyspark = pytest.importorskip("pyspark")
 
 import hvdlite.spark  # noqa: E402
 from hvdlite.core.errors import LaunchError, PeerLostError  # noqa: E402
-from hvdlite.run_function import RankTraceback  # noqa: E402
+from hvdlite.launch.run_function import RankTraceback  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(
     shutil.which("java") is None, reason="needs a Java runtime (make test as root installs it)")]

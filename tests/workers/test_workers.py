@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from hvdlite import workers
 from hvdlite.core.errors import PeerLostError
 from hvdlite.core.world import World
+from hvdlite.launch import workers
 
 
 def test_ranks_of_a_node_follow_each_other() -> None:
@@ -41,7 +41,7 @@ def test_a_directory_goes_with_its_process(tmp_path: Path, monkeypatch: pytest.M
     directory.remove()
     directory.remove()
     assert not list(tmp_path.iterdir())
-    code = ("import os, signal; from hvdlite.workers import JobDirectory; made = JobDirectory(); "
+    code = ("import os, signal; from hvdlite.launch.workers import JobDirectory; made = JobDirectory(); "
             "print(made.path, flush=True); os.kill(os.getpid(), signal.SIGKILL)")
     killed = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=False,
                             env={**os.environ, "TMPDIR": str(tmp_path)})

@@ -2,7 +2,7 @@
 
     plane.py         plans become launches, on a thread of their own; completions; the end
     collectives.py   each collective as calls of a communicator and of kernels
-    introduction.py  who is in a communicator, on which GPU, with which NCCL
+    peer_info.py     who is in a communicator, on which GPU, with which NCCL
     watcher.py       looks at launched work from time to time; aborts communicators
     device.py        what all of that needs of a GPU: the interface, and CuPy behind it
     kernels.py       one CUDA kernel for packing, casting and scaling many arrays

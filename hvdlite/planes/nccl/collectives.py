@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from hvdlite.core.array import GPU_ALIGNMENT, SUPPORTED_DTYPES, check_reducible, identity
-from hvdlite.core.device import DeviceArray, Pair
+from hvdlite.core.device import CopySpec, DeviceArray
 from hvdlite.core.errors import HorovodInternalError, UnsupportedError
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.negotiation.messages import Response
 from hvdlite.planes.base import Plan
 from hvdlite.planes.nccl.device import Communicator, Device
-from hvdlite.planes.nccl.kernels import NEEDED, NOTHING, Arithmetic, bits
+from hvdlite.planes.nccl.kernels import NEEDED, NO_SCALING, Scaling, bits
 
 BYTES: Final = 1
 """ncclUint8."""
@@ -34,7 +34,7 @@ _OPS: Final = {ReduceOp.SUM: SUM, ReduceOp.PRODUCT: PRODUCT, ReduceOp.MAX: MAXIM
 _REDUCTIONS: Final = frozenset({Collective.ALLREDUCE, Collective.REDUCE, Collective.REDUCESCATTER})
 
 
-def carries(collective: Collective, op: ReduceOp | None, dtype: str) -> bool:
+def supports(collective: Collective, op: ReduceOp | None, dtype: str) -> bool:
     """Say whether NCCL can do it; what it cannot do goes over the host."""
     if collective not in _REDUCTIONS or op is None:
         return True
@@ -49,7 +49,7 @@ def carries(collective: Collective, op: ReduceOp | None, dtype: str) -> bool:
     return not (dtype.startswith("complex") and op is ReduceOp.PRODUCT)
 
 
-class Staging:
+class StagingBuffer:
     """Memory between tensors and NCCL; grows, and is used by one launch after the other on one stream."""
 
     def __init__(self, device: Device) -> None:
@@ -74,7 +74,7 @@ class Launch:
 
     device: Device
     communicator: Communicator
-    staging: Staging
+    staging: StagingBuffer
     plan: Plan
     rank: int
 
@@ -105,8 +105,8 @@ class Launch:
         return found
 
 
-class Reduction:
-    """The arithmetic of one reduction: what NCCL does, and what kernels do before and after it."""
+class NcclReduction:
+    """The scaling of one reduction: what NCCL does, and what kernels do before and after it."""
 
     def __init__(self, launch: Launch) -> None:
         response = launch.response
@@ -118,24 +118,25 @@ class Reduction:
         mean = response.op is ReduceOp.AVERAGE
         partial = mean and response.divisor not in (0, len(launch.plan.ranks))
         self.op = _OPS[response.op] if not mean else SUM if partial else MEAN
-        self.before = Arithmetic(response.prescale)
-        self.after = Arithmetic(response.postscale, response.divisor if partial else 1)
-        self._filler = bits(identity(response.op, SUPPORTED_DTYPES[response.dtype]), SUPPORTED_DTYPES[self.dtype]) \
+        self.prescale = Scaling(response.prescale)
+        self.postscale = Scaling(response.postscale, response.divisor if partial else 1)
+        self._fill_value = bits(identity(response.op, SUPPORTED_DTYPES[response.dtype]), SUPPORTED_DTYPES[self.dtype]) \
             if self.parts == 1 else bits(-0.0, SUPPORTED_DTYPES[self.dtype])
 
     def count(self, elements: int) -> int:
         """Return how many elements of `dtype` so many of the tensor's are."""
         return elements * self.parts
 
-    def move(self, pairs: Sequence[Pair], arithmetic: Arithmetic = NOTHING) -> None:
+    def copy_scaled(self, copies: Sequence[CopySpec], scaling: Scaling = NO_SCALING) -> None:
         """Copy arrays, calculating; those without a source get the op's identity."""
         launch = self._launch
-        pairs = [pair for pair in pairs if pair[2] and (pair[0] != pair[1] or not arithmetic.nothing)]
-        if not pairs or launch.device.move(pairs, self.dtype, self.dtype, launch.stream, arithmetic, self._filler):
+        copies = [pair for pair in copies if pair[2] and (pair[0] != pair[1] or not scaling.is_identity)]
+        if not copies or launch.device.batched_copy(copies, self.dtype, self.dtype, launch.stream, scaling,
+                                                    self._fill_value):
             return
-        if not arithmetic.nothing or not all(pair[0] for pair in pairs):
+        if not scaling.is_identity or not all(pair[0] for pair in copies):
             raise HorovodInternalError(f"factors, and ranks without a contribution, {NEEDED}")
-        for source, target, count in pairs:
+        for source, target, count in copies:
             launch.device.copy(source, target, count * self.width, launch.stream)
 
 
@@ -147,14 +148,14 @@ def launch(work: Launch) -> None:
 def _allreduce(work: Launch) -> None:
     if not work.response.contributors:
         return
-    reduction = Reduction(work)
+    reduction = NcclReduction(work)
     if len(work.plan.sources) == 1:
         _reduce_one(work, reduction)
     else:  # also when this rank has joined: then the others' tensors lie without gaps
         _reduce_fused(work, reduction)
 
 
-def _reduce_one(work: Launch, reduction: Reduction) -> None:
+def _reduce_one(work: Launch, reduction: NcclReduction) -> None:
     source, output = work.source(), work.output()
     assert output is not None
     count = reduction.count(output.size)
@@ -162,38 +163,38 @@ def _reduce_one(work: Launch, reduction: Reduction) -> None:
         return
     origin = target = output.pointer
     if source is None:
-        reduction.move([(0, target, count)])
-    elif not reduction.before.nothing:
-        reduction.move([(source.pointer, target, count)], reduction.before)
+        reduction.copy_scaled([(0, target, count)])
+    elif not reduction.prescale.is_identity:
+        reduction.copy_scaled([(source.pointer, target, count)], reduction.prescale)
     else:
         origin = source.pointer
     work.communicator.allReduce(origin, target, count, reduction.code, reduction.op, work.stream)
-    reduction.move([(target, target, count)], reduction.after)
+    reduction.copy_scaled([(target, target, count)], reduction.postscale)
 
 
-def _reduce_fused(work: Launch, reduction: Reduction) -> None:
+def _reduce_fused(work: Launch, reduction: NcclReduction) -> None:
     """Pack the tensors, reduce them as one, and unpack them."""
     sizes = [reduction.count(output.size) for output in work.plan.outputs if output is not None]
-    total, places = _placed(work, sizes, reduction.width, reduction.count(work.response.elements))
+    total, places = _packing(work, sizes, reduction.width, reduction.count(work.response.elements))
     if not total:
         return
     staging = work.staging.get(total * reduction.width)
     addresses = [staging + place * reduction.width for place in places]
-    present: list[Pair] = []
-    absent: list[Pair] = []
+    present: list[CopySpec] = []
+    absent: list[CopySpec] = []
     for index, (address, size) in enumerate(zip(addresses, sizes, strict=True)):
         source = work.source(index)
         (absent if source is None else present).append((0 if source is None else source.pointer, address, size))
     if not sizes:  # joined
         absent.append((0, staging, total))
-    reduction.move(absent)
-    reduction.move(present, reduction.before)
+    reduction.copy_scaled(absent)
+    reduction.copy_scaled(present, reduction.prescale)
     work.communicator.allReduce(staging, staging, total, reduction.code, reduction.op, work.stream)
     outputs = [output.pointer for output in work.plan.outputs if isinstance(output, DeviceArray)]
-    reduction.move(list(zip(addresses, outputs, sizes, strict=True)), reduction.after)
+    reduction.copy_scaled(list(zip(addresses, outputs, sizes, strict=True)), reduction.postscale)
 
 
-def _placed(work: Launch, sizes: Sequence[int], width: int, elements: int) -> tuple[int, list[int]]:
+def _packing(work: Launch, sizes: Sequence[int], width: int, elements: int) -> tuple[int, list[int]]:
     """Return the length of the staging memory and where each tensor lies in it, in elements.
 
     One after the other without gaps where a rank has joined: it knows nothing but their sum.
@@ -204,42 +205,42 @@ def _placed(work: Launch, sizes: Sequence[int], width: int, elements: int) -> tu
 
 
 def _reduce(work: Launch) -> None:
-    reduction = Reduction(work)
+    reduction = NcclReduction(work)
     source, output = work.source(), work.output()
     count = reduction.count(work.response.elements if source is None else source.size)
     if not count or not work.response.contributors:
         return
-    origin = _own_part(work, reduction, source, count)
+    origin = _contribution(work, reduction, source, count)
     target = origin if output is None else output.pointer
     work.communicator.reduce(origin, target, count, reduction.code, reduction.op, work.index(work.response.root_rank),
                              work.stream)
     if output is not None:
-        reduction.move([(target, target, count)], reduction.after)
+        reduction.copy_scaled([(target, target, count)], reduction.postscale)
 
 
-def _own_part(work: Launch, reduction: Reduction, source: DeviceArray | None, count: int) -> int:
+def _contribution(work: Launch, reduction: NcclReduction, source: DeviceArray | None, count: int) -> int:
     """Return the address of what this rank contributes to a reduction, made up if need be."""
-    if source is not None and reduction.before.nothing:
+    if source is not None and reduction.prescale.is_identity:
         return source.pointer
     staging = work.staging.get(count * reduction.width)
     if source is None:
-        reduction.move([(0, staging, count)])
+        reduction.copy_scaled([(0, staging, count)])
     else:
-        reduction.move([(source.pointer, staging, count)], reduction.before)
+        reduction.copy_scaled([(source.pointer, staging, count)], reduction.prescale)
     return staging
 
 
 def _reducescatter(work: Launch) -> None:
-    reduction = Reduction(work)
+    reduction = NcclReduction(work)
     rows, per_row = work.response.rows, reduction.count(work.response.row_elements)
     total, output = sum(rows) * per_row, work.output()
     if not total:
         return
     mine = rows[work.rank] * per_row
     source = work.source()
-    if source is None or not reduction.before.nothing or output is None:
+    if source is None or not reduction.prescale.is_identity or output is None:
         staging = work.staging.get((total + mine) * reduction.width)
-        origin = _own_part(work, reduction, source, total)
+        origin = _contribution(work, reduction, source, total)
         target = staging + total * reduction.width if output is None else output.pointer
     else:
         origin, target = source.pointer, output.pointer
@@ -253,7 +254,7 @@ def _reducescatter(work: Launch) -> None:
                     work.communicator.reduce(part, target if root == work.rank else part, rows[root] * per_row,
                                              reduction.code, reduction.op, root, work.stream)
     if output is not None:
-        reduction.move([(target, target, mine)], reduction.after)
+        reduction.copy_scaled([(target, target, mine)], reduction.postscale)
 
 
 def _broadcast(work: Launch) -> None:
@@ -344,9 +345,9 @@ def _scatter(work: Launch) -> None:
 
 
 def _alltoall(work: Launch) -> None:
-    source, output, exchange = work.source(), work.output(), work.plan.exchange
-    assert exchange is not None
-    sent, received = _row_bytes(work, exchange.sent), _row_bytes(work, exchange.received)
+    source, output, splits = work.source(), work.output(), work.plan.splits
+    assert splits is not None
+    sent, received = _row_bytes(work, splits.send_rows), _row_bytes(work, splits.recv_rows)
     if source is None or output is None:  # joined: what the others send it is not kept
         target = work.staging.get(max(1, sum(received)))
         with work.device.group():

@@ -16,10 +16,10 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from hvdlite.core.array import SUPPORTED_DTYPES, Array
-from hvdlite.core.device import DeviceArray, Pair
+from hvdlite.core.device import CopySpec, DeviceArray
 from hvdlite.core.errors import HorovodInternalError, UnsupportedError
 from hvdlite.planes.nccl import kernels, library
-from hvdlite.planes.nccl.kernels import NOTHING, Arithmetic
+from hvdlite.planes.nccl.kernels import NO_SCALING, Scaling
 
 _log = logging.getLogger("hvdlite")
 
@@ -65,10 +65,10 @@ class Device(Protocol):
     version: int
     failure: tuple[type[Exception], ...]
 
-    def enter(self) -> None:
+    def make_current(self) -> None:
         """Let the calling thread work with this GPU; once, at its start."""
 
-    def identity(self) -> str:
+    def bus_id(self) -> str:
         """Return what is different for every GPU of a host."""
 
     def make_event(self) -> int:
@@ -80,10 +80,10 @@ class Device(Protocol):
     def wait(self, stream: int, event: int) -> None:
         """Let what is launched on a stream from now on come after an event."""
 
-    def passed(self, event: int) -> bool:
+    def is_event_done(self, event: int) -> bool:
         """Return whether everything before the event is done."""
 
-    def capturing(self, stream: int) -> bool:
+    def is_capturing(self, stream: int) -> bool:
         """Return whether what is launched on a stream goes into a CUDA graph instead."""
 
     def allocate(self, nbytes: int) -> DeviceArray:
@@ -93,21 +93,21 @@ class Device(Protocol):
             MemoryError: when there is not enough.
         """
 
-    def clear(self, array: DeviceArray) -> None:
+    def zero(self, array: DeviceArray) -> None:
         """Fill a dense array with zeros; waits for what was launched on the plane's stream so far."""
 
     def copy(self, source: int, target: int, nbytes: int, stream: int) -> None:
         """Copy bytes."""
 
-    def arrange(self, source: DeviceArray, target: DeviceArray, stream: int) -> None:
+    def copy_row_major(self, source: DeviceArray, target: DeviceArray, stream: int) -> None:
         """Copy an array of any strides to a row-major one.
 
         Raises:
             HorovodInternalError: without kernels.
         """
 
-    def move(self, pairs: Sequence[Pair], source: str, target: str, stream: int, arithmetic: Arithmetic = NOTHING,
-             filler: int = 0) -> bool:
+    def batched_copy(self, copies: Sequence[CopySpec], source: str, target: str, stream: int, scaling: Scaling = NO_SCALING,
+             fill_value: int = 0) -> bool:
         """Copy, cast, calculate and fill many arrays by as few kernels as possible; see `kernels`. False without kernels."""
 
     def unique_id(self) -> bytes:
@@ -147,7 +147,7 @@ class CupyDevice:
         self._compiled: dict[tuple[Any, ...], Any] = {}
         self._kernels_work = True
 
-    def enter(self) -> None:
+    def make_current(self) -> None:
         self._runtime.setDevice(self.index)
         try:
             driver = ctypes.CDLL("libcuda.so.1")
@@ -155,7 +155,7 @@ class CupyDevice:
         except (OSError, AttributeError) as error:
             _log.warning("a CUDA graph that another thread captures may be spoilt by this one: %s", error)
 
-    def identity(self) -> str:
+    def bus_id(self) -> str:
         return str(self._runtime.deviceGetPCIBusId(self.index))
 
     def make_event(self) -> int:
@@ -176,13 +176,13 @@ class CupyDevice:
         with self._here():
             self._runtime.streamWaitEvent(stream, event)
 
-    def passed(self, event: int) -> bool:
+    def is_event_done(self, event: int) -> bool:
         status = self._runtime.eventQuery(event)
         if status not in (0, _NOT_READY):
             raise self._runtime.CUDARuntimeError(status)
         return bool(status == 0)
 
-    def capturing(self, stream: int) -> bool:
+    def is_capturing(self, stream: int) -> bool:
         try:
             return bool(self._runtime.streamIsCapturing(stream))
         except self._runtime.CUDARuntimeError as error:
@@ -201,7 +201,7 @@ class CupyDevice:
                 raise MemoryError(f"{nbytes} bytes on GPU {self.index}: {error}") from None
         return DeviceArray(int(memory.ptr), (nbytes,), np.dtype(np.uint8), self.index, memory)
 
-    def clear(self, array: DeviceArray) -> None:
+    def zero(self, array: DeviceArray) -> None:
         with self._here():
             self._runtime.memsetAsync(array.pointer, 0, array.nbytes, self.stream)
             self._runtime.streamSynchronize(self.stream)
@@ -209,21 +209,21 @@ class CupyDevice:
     def copy(self, source: int, target: int, nbytes: int, stream: int) -> None:
         self._runtime.memcpyAsync(target, source, nbytes, self._runtime.memcpyDeviceToDevice, stream)
 
-    def arrange(self, source: DeviceArray, target: DeviceArray, stream: int) -> None:
+    def copy_row_major(self, source: DeviceArray, target: DeviceArray, stream: int) -> None:
         width = source.dtype.itemsize
-        kernel = self._kernel(("layouts", width), lambda: kernels.arranging_code(width))
+        kernel = self._kernel(("layouts", width), lambda: kernels.row_major_code(width))
         if kernel is None:
             raise HorovodInternalError(f"gradients in another order than row-major {kernels.NEEDED}")
         table, blocks = kernels.layout(source, target)
         self._start(kernel, blocks, table, stream)
 
-    def move(self, pairs: Sequence[Pair], source: str, target: str, stream: int, arithmetic: Arithmetic = NOTHING,
-             filler: int = 0) -> bool:
-        calculates = not arithmetic.nothing
+    def batched_copy(self, copies: Sequence[CopySpec], source: str, target: str, stream: int, scaling: Scaling = NO_SCALING,
+             fill_value: int = 0) -> bool:
+        calculates = not scaling.is_identity
         kernel = self._kernel((source, target, calculates), lambda: kernels.source_code(source, target, calculates))
         if kernel is None:
             return False
-        for table in kernels.tables(pairs, kernels.chunk(source, target), arithmetic, filler):
+        for table in kernels.tables(copies, kernels.chunk(source, target), scaling, fill_value):
             entry = table[0]
             self._start(kernel, int(entry["first"][entry["entries"]]), table, stream)
         return True
@@ -297,7 +297,7 @@ def check_not_captured(device: Device, stream: int) -> None:
     Raises:
         UnsupportedError: saying what can be captured.
     """
-    if device.capturing(stream):
+    if device.is_capturing(stream):
         raise UnsupportedError("a collective cannot become part of a CUDA graph: ranks agree on it while it runs. "
                                "Capture the model only (torch.cuda.make_graphed_callables), and leave backward hooks, "
                                "collectives and optimizer.step() outside")

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from hvdlite.core.array import BFLOAT16, SUPPORTED_DTYPES, Array
-from hvdlite.core.device import DeviceArray, Pair
+from hvdlite.core.device import CopySpec, DeviceArray
 from hvdlite.core.errors import UnsupportedError
 
 ENTRIES = 128
@@ -42,7 +42,7 @@ _STORED = {"int8": "signed char", "uint8": "unsigned char", "int16": "short", "u
 
 
 @dataclasses.dataclass(frozen=True)
-class Arithmetic:
+class Scaling:
     """What happens to each value on its way; nothing by default. Integers are truncated toward zero.
 
     CuPy compiles with -ftz=true: float32 values below 1.2e-38 become zero. Where nothing happens, bits are copied.
@@ -56,17 +56,17 @@ class Arithmetic:
     divisor: int = 1
 
     @property
-    def nothing(self) -> bool:
+    def is_identity(self) -> bool:
         """Whether values stay as they are."""
         return self.factor == 1.0 and self.divisor == 1
 
 
-NOTHING = Arithmetic()
+NO_SCALING = Scaling()
 
 
-def source_code(source: str, target: str, arithmetic: bool) -> str:
-    """Return the CUDA source of the kernel from one dtype to another; without arithmetic and cast it copies bits."""
-    if source == target and not arithmetic:
+def source_code(source: str, target: str, scaling: bool) -> str:
+    """Return the CUDA source of the kernel from one dtype to another; without scaling and cast it copies bits."""
+    if source == target and not scaling:
         width = SUPPORTED_DTYPES[source].itemsize
         unsigned = _UNITS[width]
         stored, loaded, value = (unsigned, unsigned), "x", "x"
@@ -78,7 +78,7 @@ def source_code(source: str, target: str, arithmetic: bool) -> str:
             "double" if "float64" in (source, target) else "float"
         loaded = f"from_{source}(x)" if source in ("float16", "bfloat16") else f"({wide})x"
         value = "y"
-        if arithmetic:
+        if scaling:
             divided = "(y / (wide)table.divisor)"
             value = f"(table.factor == 1.0 ? {divided} : (wide)((double){divided} * table.factor))" if integers else \
                 "(y / (wide)table.divisor * (wide)table.factor)"
@@ -88,10 +88,11 @@ def source_code(source: str, target: str, arithmetic: bool) -> str:
                           length=length, loaded=loaded, value=value, name=NAME)
 
 
-def arranging_code(width: int) -> str:
+def row_major_code(width: int) -> str:
     """Return the CUDA source of the kernel that makes arrays row-major, whose elements have so many bytes."""
     part = min(width, 8)
-    return _ARRANGING.format(dimensions=DIMENSIONS, threads=THREADS, name=NAME, unit=_UNITS[part], parts=width // part)
+    return _ROW_MAJOR_SOURCE.format(dimensions=DIMENSIONS, threads=THREADS, name=NAME, unit=_UNITS[part],
+                                    parts=width // part)
 
 
 def layout(source: DeviceArray, target: DeviceArray) -> tuple[Array, int]:
@@ -115,15 +116,15 @@ def chunk(source: str, target: str) -> int:
     return THREADS * UNROLL * (16 // max(SUPPORTED_DTYPES[source].itemsize, SUPPORTED_DTYPES[target].itemsize))
 
 
-def tables(pairs: Sequence[Pair], elements: int, arithmetic: Arithmetic = NOTHING, filler: int = 0) -> Iterator[Array]:
+def tables(copies: Sequence[CopySpec], elements: int, scaling: Scaling = NO_SCALING, fill_value: int = 0) -> Iterator[Array]:
     """Yield the tables of as many launches as it takes; `table["first"][0][table["entries"][0]]` is the grid.
 
     Args:
-        pairs: arrays of no elements are left out.
+        copies: arrays of no elements are left out.
         elements: of a block; see `chunk`.
-        filler: the bits that an array without a source is filled with.
+        fill_value: the bits that an array without a source is filled with.
     """
-    arrays = [pair for pair in pairs if pair[2]]
+    arrays = [pair for pair in copies if pair[2]]
     for begin in range(0, len(arrays), ENTRIES):
         some = np.array(arrays[begin:begin + ENTRIES], np.uint64)
         table, count = np.zeros(1, TABLE), len(some)
@@ -132,7 +133,7 @@ def tables(pairs: Sequence[Pair], elements: int, arithmetic: Arithmetic = NOTHIN
         blocks = -(-entry["count"][:count] // elements)
         entry["first"][1:count + 1] = np.cumsum(blocks)
         entry["entries"], entry["factor"], entry["divisor"], entry["filler"] = (
-            count, arithmetic.factor, arithmetic.divisor, filler)
+            count, scaling.factor, scaling.divisor, fill_value)
         yield table
 
 
@@ -236,7 +237,7 @@ extern "C" __global__ void __launch_bounds__({threads}) {name}(const __grid_cons
 }}
 """
 
-_ARRANGING = """
+_ROW_MAJOR_SOURCE = """
 struct Layout {{
     unsigned long long source, target;
     long long count, dimensions, shape[{dimensions}], strides[{dimensions}];

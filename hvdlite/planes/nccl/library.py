@@ -19,12 +19,12 @@ _log = logging.getLogger("hvdlite")
 OLDEST = 21801
 """NCCL 2.18.1, the oldest that CuPy's wheels take."""
 OLDEST_CUPY = 14
-"""Before it, CuPy keeps Python's lock while it records an event, which blocks when the GPU's queue is full."""
+"""Before it, CuPy keeps the GIL while it records an event, which blocks when the GPU's queue is full."""
 HANGS_IN_ABORT = range(22500, 22602)
 """NCCL 2.25.1's `ncclCommAbort` hangs (pytorch issue 149153); mended in 2.26.2."""
 
 
-def missing() -> str:
+def unavailable_reason() -> str:
     """Return why GPUs cannot be used here, and what to do; "" when they probably can. Imports nothing heavy."""
     if importlib.util.find_spec("cupy") is None:
         return f"CuPy is not installed: pip install 'hvdlite[{suggested_extra()}]'"

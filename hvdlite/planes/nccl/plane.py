@@ -28,16 +28,16 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from hvdlite.core.device import Completion, DeviceArray, Pair
+from hvdlite.core.device import Completion, CopySpec, DeviceArray
 from hvdlite.core.errors import HorovodInternalError, UnsupportedError
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.planes.base import FusionBuffer, Notes, Plan, WaitUntil
 from hvdlite.planes.launch_thread import LaunchThread
 from hvdlite.planes.nccl import collectives, library
-from hvdlite.planes.nccl.collectives import DTYPES, Launch, Staging
+from hvdlite.planes.nccl.collectives import DTYPES, Launch, StagingBuffer
 from hvdlite.planes.nccl.device import CupyDevice, Device, EventPool, PooledEvent, check_not_captured
-from hvdlite.planes.nccl.introduction import Introduction, check
-from hvdlite.planes.nccl.watcher import LOOK_SECONDS, Launched, Lease, Watcher, abort
+from hvdlite.planes.nccl.peer_info import PeerInfo, check_peers
+from hvdlite.planes.nccl.watcher import POLL_SECONDS, CommunicatorRef, LaunchedWork, Watcher, abort
 
 _log = logging.getLogger("hvdlite")
 
@@ -45,11 +45,11 @@ DRAIN_SECONDS: Final = 30.0
 """How long `close` waits for work under way."""
 ABORT_SECONDS: Final = 10.0
 """How long `close` waits for communicators to come back from their abort."""
-PARTING_SECONDS: Final = 2.0
+EXIT_SECONDS: Final = 2.0
 """How long `close` waits for the other ranks' GPUs; a rank that leaves long before or after them waits in vain."""
 LINGER_SECONDS: Final = 0.1
 """How long `close` leaves them to get out of the last all-reduce."""
-_INTRODUCTION: Final = msgspec.msgpack.Decoder(Introduction)
+_PEER_INFO: Final = msgspec.msgpack.Decoder(PeerInfo)
 _ANSWER: Final = msgspec.msgpack.Decoder(tuple[bytes, str])
 
 MakeDevice = Callable[[int | None], Device]
@@ -64,37 +64,38 @@ class NcclPlane:
         notes: let the ranks of a communicator introduce themselves.
         wake: makes this rank's `WaitUntil` look again.
         make_device: opens the GPU.
-        missing: says why there is none, or "".
+        unavailable_reason: returns why there is none, or "".
         shared_gpu: whether several ranks may use one.
-        parting: see `PARTING_SECONDS`; 0 is not to wait.
+        exit_timeout: see `EXIT_SECONDS`; 0 is not to wait.
     """
 
     name = "nccl"
 
     def __init__(self, rank: int, host: str, notes: Notes, wake: Callable[[], None], make_device: MakeDevice,
-                 missing: Callable[[], str] = library.missing, *, shared_gpu: bool = False,
-                 parting: float = PARTING_SECONDS) -> None:
-        self._rank, self._host, self._notes, self._make_device, self._missing = rank, host, notes, make_device, missing
-        self._thread = LaunchThread(f"hvdlite-nccl-{rank}", wake, lambda: self._opened(None).enter())
+                 unavailable_reason: Callable[[], str] = library.unavailable_reason, *, shared_gpu: bool = False,
+                 exit_timeout: float = EXIT_SECONDS) -> None:
+        self._rank, self._host, self._notes, self._make_device = rank, host, notes, make_device
+        self._find_unavailable_reason = unavailable_reason
+        self._thread = LaunchThread(f"hvdlite-nccl-{rank}", wake, lambda: self._opened(None).make_current())
         self._report: Callable[[Exception], None] = lambda error: None
-        self._shared_gpu, self._parting = shared_gpu, parting
+        self._shared_gpu, self._exit_timeout = shared_gpu, exit_timeout
         self._opening = threading.Lock()
         self._device: Device | None = None
         self._events: EventPool | None = None
         self._sets: dict[int, tuple[int, ...]] = {}
-        self._leases: dict[int, Lease] = {}  # by process set
+        self._communicator_refs: dict[int, CommunicatorRef] = {}  # by process set
         self._reason: str | None = None  # why there are no GPUs, once that is known
         self._pid = os.getpid()
 
     # --- what adapters ask ----------------------------------------------------------------------------------------------
 
-    def missing(self) -> str:
+    def unavailable_reason(self) -> str:
         if self._reason is None:
-            self._reason = self._missing()
+            self._reason = self._find_unavailable_reason()
         return self._reason
 
-    def carries(self, collective: int, op: int | None, dtype: str) -> bool:
-        return collectives.carries(Collective(collective), None if op is None else ReduceOp(op), dtype)
+    def supports(self, collective: int, op: int | None, dtype: str) -> bool:
+        return collectives.supports(Collective(collective), None if op is None else ReduceOp(op), dtype)
 
     def lend(self, pointer: int, shape: tuple[int, ...], dtype: np.dtype[Any], device: int, *, stream: int, owner: object,
              empty: Callable[[tuple[int, ...]], DeviceArray] | None = None) -> DeviceArray:
@@ -102,21 +103,21 @@ class NcclPlane:
         if used.index != device:
             raise UnsupportedError(f"rank {self._rank} uses GPU {used.index} and cannot also use GPU {device}: a rank has "
                                    "one GPU")
-        return DeviceArray(pointer, shape, dtype, device, owner, self.ready(stream), empty)
+        return DeviceArray(pointer, shape, dtype, device, owner, self.record_event(stream), empty)
 
-    def ready(self, stream: int) -> PooledEvent:
+    def record_event(self, stream: int) -> PooledEvent:
         check_not_captured(self._opened(None), stream)
         assert self._events is not None
         return self._events.record(stream)
 
-    def join(self, stream: int, other: int) -> None:
-        event = self.ready(other)
+    def wait_stream(self, stream: int, other: int) -> None:
+        event = self.record_event(other)
         self._opened(None).wait(stream, event.handle)
 
-    def pack(self, pairs: Sequence[Pair], source: str, target: str, stream: int) -> bool:
+    def batched_copy(self, copies: Sequence[CopySpec], source: str, target: str, stream: int) -> bool:
         if source not in DTYPES or target not in DTYPES:
             return False
-        return self._opened(None).move(pairs, source, target, stream)
+        return self._opened(None).batched_copy(copies, source, target, stream)
 
     # --- what the runtime asks ------------------------------------------------------------------------------------------
 
@@ -125,26 +126,26 @@ class NcclPlane:
 
     def execute(self, plan: Plan, wait_until: WaitUntil) -> Completion:
         device = self._opened(None)
-        number = plan.response.process_set
-        if number not in self._leases:
-            self._meet(number, plan.ranks, wait_until)
+        process_set_id = plan.response.process_set
+        if process_set_id not in self._communicator_refs:
+            self._create_communicator(process_set_id, plan.ranks, wait_until)
         launched = self._thread.run(lambda: self._launch(device, plan), wait_until)
         if not plan.outputs:  # having joined: no entry holds anything, but the others need this rank until it is done
-            launched.holding(None)
+            launched.for_entry(None)
         return launched
 
-    def open_set(self, number: int, ranks: tuple[int, ...]) -> None:
-        self._sets[number] = ranks  # its communicator is made when it is needed
+    def add_process_set(self, process_set_id: int, ranks: tuple[int, ...]) -> None:
+        self._sets[process_set_id] = ranks  # its communicator is made when it is needed
 
-    def close_set(self, number: int, wait_until: WaitUntil) -> None:
-        self._sets.pop(number, None)
-        lease = self._leases.pop(number, None)
-        if lease is not None:
+    def remove_process_set(self, process_set_id: int, wait_until: WaitUntil) -> None:
+        self._sets.pop(process_set_id, None)
+        ref = self._communicator_refs.pop(process_set_id, None)
+        if ref is not None:
             device = self._opened(None)
             self._thread.run(lambda: self._watcher.drain(DRAIN_SECONDS), wait_until)
-            self._notes.consult(f"nccl.{number}.end", lease.ranks, b"", lambda texts: b"", wait_until)
-            self._watcher.pause()
-            self._thread.run(lambda: abort([lease], device, ABORT_SECONDS), wait_until)
+            self._notes.consult(f"nccl.{process_set_id}.end", ref.ranks, b"", lambda texts: b"", wait_until)
+            self._watcher.wait_for_poll()
+            self._thread.run(lambda: abort([ref], device, ABORT_SECONDS), wait_until)
 
     def fusion_buffer(self, nbytes: int, ranks: tuple[int, ...], wait_until: WaitUntil) -> FusionBuffer | None:
         """Like `Plane.fusion_buffer`; the memory is the GPU's."""
@@ -161,7 +162,7 @@ class NcclPlane:
         copied.shape = place.shape
         if place.ready is not None:
             device.wait(device.stream, place.ready.handle)
-        device.arrange(place, copied, device.stream)
+        device.copy_row_major(place, copied, device.stream)
         return copied
 
     def tune(self, settings: Mapping[str, int]) -> None:
@@ -175,45 +176,45 @@ class NcclPlane:
         """
         if self._device is None or self._pid != os.getpid():  # a forked child must not call CUDA
             return
-        device, leases = self._device, list(self._leases.values())
+        device, refs = self._device, list(self._communicator_refs.values())
         if failure is None and not self._watcher.drain(DRAIN_SECONDS):
             _log.warning("rank %d: reductions are still under way on GPU %d after %.0f s; they are given up", self._rank,
                          device.index, DRAIN_SECONDS)
-        elif failure is None and self._parting:
-            self._part(device, [lease for lease in leases if len(lease.ranks) > 1])
-        self._leases = {}
+        elif failure is None and self._exit_timeout:
+            self._final_allreduce(device, [ref for ref in refs if len(ref.ranks) > 1])
+        self._communicator_refs = {}
         self._watcher.end(failure)
-        self._watcher.pause()
+        self._watcher.wait_for_poll()
         if failure is None:
             self._thread.end(DRAIN_SECONDS)
-        stuck = abort(leases, device, ABORT_SECONDS)
+        stuck = abort(refs, device, ABORT_SECONDS)
         if stuck:
             _log.error("rank %d: %d NCCL communicators did not end within %.0f s; leave this process to free GPU %d",
                        self._rank, stuck, ABORT_SECONDS, device.index)
 
-    def _part(self, device: Device, leases: Sequence[Lease]) -> None:
+    def _final_allreduce(self, device: Device, refs: Sequence[CommunicatorRef]) -> None:
         """Wait until the GPUs of all ranks have done what they were given, or for a while."""
-        deadline = time.monotonic() + self._parting
+        deadline = time.monotonic() + self._exit_timeout
 
-        def wait_until(predicate: Callable[[], bool], *, pause: float = 0.0) -> None:
+        def wait_until(predicate: Callable[[], bool], *, poll_interval: float = 0.0) -> None:
             while not predicate():
                 if time.monotonic() > deadline:
                     raise TimeoutError
-                time.sleep(LOOK_SECONDS / 2)
+                time.sleep(POLL_SECONDS / 2)
 
-        def meet() -> PooledEvent:
+        def allreduce() -> PooledEvent:
             memory = self._staging.get(4)
-            for lease in leases:  # in the order in which they were made, which is the same on all ranks
-                lease.communicator.allReduce(memory, memory, 1, DTYPES["float32"], collectives.SUM, device.stream)
+            for ref in refs:  # in the order in which they were made, which is the same on all ranks
+                ref.communicator.allReduce(memory, memory, 1, DTYPES["float32"], collectives.SUM, device.stream)
             assert self._events is not None
             return self._events.record(device.stream)
 
-        if not leases:
+        if not refs:
             return
         troubles: tuple[type[Exception], ...] = (TimeoutError, *device.failure)
         try:
-            event = self._thread.run(meet, wait_until)
-            wait_until(lambda: device.passed(event.handle))
+            event = self._thread.run(allreduce, wait_until)
+            wait_until(lambda: device.is_event_done(event.handle))
         except troubles as error:
             _log.info("rank %d: left without the others' GPUs: %s %s", self._rank, type(error).__name__, error)
         else:
@@ -227,56 +228,57 @@ class NcclPlane:
             return self._device
         with self._opening:
             if self._device is None:
-                if reason := self.missing():
+                if reason := self.unavailable_reason():
                     raise UnsupportedError(f"there is no data plane for GPUs here: {reason}")
                 device = self._make_device(index)
                 self._events = EventPool(device)
-                self._staging = Staging(device)
+                self._staging = StagingBuffer(device)
                 self._watcher = Watcher(device, self._check, lambda error: self._report(error))
                 self._device = device
         return self._device
 
-    def _meet(self, number: int, ranks: tuple[int, ...], wait_until: WaitUntil) -> None:
+    def _create_communicator(self, process_set_id: int, ranks: tuple[int, ...], wait_until: WaitUntil) -> None:
         """Make the communicator of a process set, with all its ranks."""
         device, mine = self._opened(None), ranks.index(self._rank)
         unique_id = self._thread.run(device.unique_id, wait_until) if mine == 0 else b""
-        introduction = Introduction(self._host, device.identity(), device.version, unique_id)
-        text = msgspec.msgpack.encode(introduction)
-        answer = self._notes.consult(f"nccl.{number}", ranks, text, functools.partial(self._examined, ranks), wait_until)
+        info = PeerInfo(self._host, device.bus_id(), device.version, unique_id)
+        text = msgspec.msgpack.encode(info)
+        answer = self._notes.consult(f"nccl.{process_set_id}", ranks, text, functools.partial(self._check_peers, ranks),
+                                     wait_until)
         unique_id, problem = _ANSWER.decode(answer)
         if problem:
             raise HorovodInternalError(problem)
-        self._leases[number] = self._thread.run(lambda: self._make(device, ranks, unique_id), wait_until)
+        self._communicator_refs[process_set_id] = self._thread.run(lambda: self._make(device, ranks, unique_id), wait_until)
 
-    def _examined(self, ranks: tuple[int, ...], texts: Sequence[bytes]) -> bytes:
+    def _check_peers(self, ranks: tuple[int, ...], texts: Sequence[bytes]) -> bytes:
         """On a communicator's first rank: return its id, or what is wrong with its ranks' GPUs."""
-        introductions = {rank: _INTRODUCTION.decode(text) for rank, text in zip(ranks, texts, strict=True)}
+        peers = {rank: _PEER_INFO.decode(text) for rank, text in zip(ranks, texts, strict=True)}
         try:
-            check(introductions, shared=self._shared_gpu)
+            check_peers(peers, shared=self._shared_gpu)
         except HorovodInternalError as error:
             return msgspec.msgpack.encode((b"", str(error)))
-        return msgspec.msgpack.encode((introductions[ranks[0]].unique_id, ""))
+        return msgspec.msgpack.encode((peers[ranks[0]].unique_id, ""))
 
-    def _make(self, device: Device, ranks: tuple[int, ...], unique_id: bytes) -> Lease:
+    def _make(self, device: Device, ranks: tuple[int, ...], unique_id: bytes) -> CommunicatorRef:
         what = f"making a communicator of ranks {list(ranks)}"
         try:
-            lease = Lease(device.communicator(len(ranks), unique_id, ranks.index(self._rank)), ranks)
+            ref = CommunicatorRef(device.communicator(len(ranks), unique_id, ranks.index(self._rank)), ranks)
             # The first call of a kind connects the ranks, which blocks; better here than in a training step.
             warm = self._staging.get(4096)
-            lease.communicator.allReduce(warm, warm, 1024, DTYPES["float32"], collectives.SUM, device.stream)
+            ref.communicator.allReduce(warm, warm, 1024, DTYPES["float32"], collectives.SUM, device.stream)
         except device.failure as error:
             raise self._error(device, None, what, error) from error
         _log.info("rank %d: %s on GPU %d", self._rank, what, device.index)
-        return lease
+        return ref
 
-    def _launch(self, device: Device, plan: Plan) -> Launched:
-        communicator = self._leases[plan.response.process_set].communicator
+    def _launch(self, device: Device, plan: Plan) -> LaunchedWork:
+        communicator = self._communicator_refs[plan.response.process_set].communicator
         try:
             for event in _ready_events(plan):
                 device.wait(device.stream, event)
             collectives.launch(Launch(device, communicator, self._staging, plan, plan.ranks.index(self._rank)))
             assert self._events is not None
-            return Launched(device, self._events.record(device.stream), self._watcher)
+            return LaunchedWork(device, self._events.record(device.stream), self._watcher)
         except device.failure as error:
             response = plan.response
             what = f"{response.collective.name.lower()} of '{response.names[0]}'"
@@ -287,12 +289,12 @@ class NcclPlane:
     def _check(self) -> None:
         """Raise the error that a communicator met while nobody was calling it."""
         device = self._opened(None)
-        for lease in list(self._leases.values()):
+        for ref in list(self._communicator_refs.values()):
             try:
-                lease.communicator.check_async_error()
+                ref.communicator.check_async_error()
             except device.failure as error:
-                what = f"work under way between ranks {list(lease.ranks)}"
-                raise self._error(device, lease.communicator, what, error) from error
+                what = f"work under way between ranks {list(ref.ranks)}"
+                raise self._error(device, ref.communicator, what, error) from error
 
     def _error(self, device: Device, communicator: Any, what: str, error: Exception) -> HorovodInternalError:
         if isinstance(error, MemoryError):
@@ -304,7 +306,7 @@ class NcclPlane:
 def _cleared(device: Device, nbytes: int) -> DeviceArray:
     """Return zeroed memory: nobody writes the gaps between a bucket's tensors, and they are reduced with them."""
     memory = device.allocate(nbytes)
-    device.clear(memory)
+    device.zero(memory)
     return memory
 
 
@@ -314,7 +316,7 @@ def _ready_events(plan: Plan) -> set[int]:
     return {array.ready.handle for array in arrays if isinstance(array, DeviceArray) and array.ready is not None}
 
 
-def of_this_machine(rank: int, local_rank: int, host: str, notes: Notes, wake: Callable[[], None],
+def create_nccl_plane(rank: int, local_rank: int, host: str, notes: Notes, wake: Callable[[], None],
                     environment: Mapping[str, str], *, shared_gpu: bool) -> NcclPlane:
     """Return the plane with real GPUs behind it; see `NcclPlane`.
 

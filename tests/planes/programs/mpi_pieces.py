@@ -7,11 +7,11 @@ from mpi4py import MPI
 
 from hvdlite.planes import mpi
 
-mpi.LIMIT = 1 << 12
+mpi.CALL_LIMIT = 1 << 12
 group = mpi.MpiProcessGroup(MPI, MPI.COMM_WORLD.Dup(), (0, 1, 2))
 
 
-def wait(predicate: Callable[[], bool], *, pause: float = 0.0) -> None:
+def wait(predicate: Callable[[], bool], *, poll_interval: float = 0.0) -> None:
     while not predicate():
         pass
 

@@ -16,7 +16,7 @@ import numpy as np
 
 import hvdlite as hvd
 from hvdlite import api
-from hvdlite.control.progress import read
+from hvdlite.diagnostics.progress import read
 from hvdlite.training.array_gradients import ArrayReducer
 
 

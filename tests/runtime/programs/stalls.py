@@ -31,7 +31,7 @@ def stuck(rank: int, seconds: float) -> None:
     hvd.init()
 
     def stuck() -> None:
-        until = time.monotonic() + seconds  # in C: it holds Python's lock, and no signal disturbs it
+        until = time.monotonic() + seconds  # in C: it holds the GIL, and no signal disturbs it
         collections.deque(itertools.takewhile(until.__gt__, iter(time.monotonic, None)), maxlen=0)
 
     print("ready", flush=True)

@@ -97,7 +97,7 @@ def nobody_touches_a_gradient_between_backward_and_step() -> None:
             wanted = -1.0 if rank == turn % 3 else 1.0 + turn
             assert (parameter.grad == wanted).all(), (turn, parameter.grad[:3])
         hvd.barrier()
-    assert optimizer._reducer._seating is not None
+    assert optimizer._reducer._bucket_views is not None
 
 
 def gradients_outlive_shutdown() -> None:

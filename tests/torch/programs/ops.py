@@ -256,7 +256,7 @@ def process_sets_with_torch() -> None:
             model(torch.full((1, 3), float(rank))).sum().backward()
             assert torch.equal(model.weight.grad, torch.ones(2, 3))
             optimizer.step()
-        assert optimizer._reducer._seating is not None
+        assert optimizer._reducer._bucket_views is not None
     else:
         model(torch.full((1, 3), 5.0)).sum().backward()
         optimizer.step()

@@ -1,7 +1,7 @@
-"""Seats: torch tensors over the places of learned buckets, and the copies into and out of them.
+"""Bucket views: torch tensors over the places of learned buckets, and the copies into and out of them.
 
 A small gradient costs more in calls than in copying. So where a bucket's small members all have an ordinary gradient, a
-`SeatBatch` handles them together, in a few calls that loop in C. Any other case goes member by member.
+`BucketViewBatch` handles them together, in a few calls that loop in C. Any other case goes member by member.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Mark:
         self.version: int = gradient._version  # torch counts how often a tensor is written to
 
 
-class Seat:
+class BucketView:
     """A tensor over a place in a bucket.
 
     `home` never leaves the adapter. Parameters get a view of the same memory as their gradient, so users can do anything to
-    it. While anybody else uses the view, or anything that shares its memory, the seat `is_in_use`; else the next round's
+    it. While anybody else uses the view, or anything that shares its memory, the view `is_in_use`; else the next round's
     gradient is the same tensor, because making 2,000 of them costs a millisecond and garbage collections.
 
     Attributes:
@@ -60,7 +60,7 @@ class Seat:
     def __init__(self, home: torch.Tensor, context: Any, *, on_gpu: bool = False) -> None:
         self.home, self.context, self.on_gpu = home, context, on_gpu
         self.address, self.dtype, self.shape = home.data_ptr(), home.dtype, home.shape
-        self.copy: Seat | None = None
+        self.copy: BucketView | None = None
         self.storage = home.untyped_storage()._cdata
         self._make_view()
 
@@ -72,10 +72,10 @@ class Seat:
         self.mark.version = self.view._version
         return self.mark
 
-    def private_copy(self, parameter: torch.Tensor) -> Seat:
+    def private_copy(self, parameter: torch.Tensor) -> BucketView:
         """Return memory like the parameter's for its gradient, which nobody uses: the same in every round, if possible."""
         if self.copy is None or self.copy.is_in_use:
-            self.copy = Seat(torch.empty_like(parameter.detach()), None, on_gpu=self.on_gpu)
+            self.copy = BucketView(torch.empty_like(parameter.detach()), None, on_gpu=self.on_gpu)
         return self.copy
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -105,30 +105,30 @@ _mark_of = operator.attrgetter("mark")
 _set_version: Callable[[Mark, int], None] = vars(Mark)["version"].__set__
 
 
-class SeatBatch(list[tuple[torch.Tensor, Seat]]):
-    """Members of a bucket in host memory with new seats, of which `fill` and `adopt` handle all at once.
+class BucketViewBatch(list[tuple[torch.Tensor, BucketView]]):
+    """Members of a bucket in host memory with new bucket views, of which `fill` and `install` handle all at once.
 
     What is constant is listed once; what has to be looked at in every round is compared as a list. When gradients are
     compressed, all of them are: then parameters get private copies, which are kept, instead of views of the places.
     """
 
-    def __init__(self, pairs: Iterable[tuple[torch.Tensor, Seat]]) -> None:
+    def __init__(self, pairs: Iterable[tuple[torch.Tensor, BucketView]]) -> None:
         super().__init__(pairs)
         self._parameters = [parameter for parameter, _ in self]
-        # The seats whose views parameters get: in the places, or private copies.
-        self._seats = [seat if seat.context is None else seat.private_copy(parameter) for parameter, seat in self]
-        self._places = [seat.home for _, seat in self]
-        self._is_cast = any(seat.context is not None for _, seat in self)
-        self._homes = [seat.home for seat in self._seats]
-        self._addresses = [seat.address for seat in self._seats]
-        self._storages = [seat.storage for seat in self._seats]
-        self._kinds = [(seat.dtype, seat.shape, torch.strided) for seat in self._seats]
+        # The bucket views whose views parameters get: in the places, or private copies.
+        self._shown = [view if view.context is None else view.private_copy(parameter) for parameter, view in self]
+        self._places = [view.home for _, view in self]
+        self._is_cast = any(view.context is not None for _, view in self)
+        self._homes = [view.home for view in self._shown]
+        self._addresses = [view.address for view in self._shown]
+        self._storages = [view.storage for view in self._shown]
+        self._kinds = [(view.dtype, view.shape, torch.strided) for view in self._shown]
         self._idle = self._users()
 
     def fill(self) -> bool:
-        """Copy all gradients into their seats, unless all lie there already; the parameters have none afterwards.
+        """Copy all gradients into their bucket views, unless all lie there already; the parameters have none afterwards.
 
-        Return False, and change nothing, when a gradient is missing or does not fit, or a seat is in use.
+        Return False, and change nothing, when a gradient is missing or does not fit, or a view is in use.
         """
         gradients = list(map(get_grad, self._parameters))
         try:
@@ -139,7 +139,7 @@ class SeatBatch(list[tuple[torch.Tensor, Seat]]):
         if self._is_cast:
             with torch.no_grad():
                 torch._foreach_copy_(self._places, gradients)
-        elif gradients[0] is self._seats[0].view:
+        elif gradients[0] is self._shown[0].view:
             if not (all(map(operator.is_, gradients, self._views())) and self._have_addresses(gradients)):
                 return False
         elif self._users() == self._idle and self._have_addresses(self._homes):
@@ -150,7 +150,7 @@ class SeatBatch(list[tuple[torch.Tensor, Seat]]):
         _all(map(set_grad, self._parameters, itertools.repeat(None)))
         return True
 
-    def adopt(self) -> list[Mark] | None:
+    def install(self) -> list[Mark] | None:
         """Make the views the parameters' gradients; return their marks.
 
         Return None, and change nothing, when somebody gave a view other memory, uses a private copy, or has moved a
@@ -163,16 +163,16 @@ class SeatBatch(list[tuple[torch.Tensor, Seat]]):
         views = self._views()
         if not (self._have_addresses(views) and all(map(_is_cpu, self._parameters))):
             return None
-        marks = list(map(_mark_of, self._seats))
+        marks = list(map(_mark_of, self._shown))
         _all(map(set_grad, self._parameters, views))
         _all(map(_set_version, marks, map(_version, views)))
         return marks
 
     def _views(self) -> list[torch.Tensor]:
-        return list(map(_view_of, self._seats))
+        return list(map(_view_of, self._shown))
 
     def _users(self) -> tuple[list[int], list[int], list[int]]:
-        """Return how many refer to the seats' memory and views, each seat as in `Seat.is_in_use`.
+        """Return how many refer to the bucket views' memory and views, each view as in `BucketView.is_in_use`.
 
         A view is listed here while it is counted, so these numbers are only compared with each other.
         """
@@ -180,26 +180,26 @@ class SeatBatch(list[tuple[torch.Tensor, Seat]]):
         return list(map(_use_count, self._storages)), list(map(sys.getrefcount, views)), list(map(_uses, views))
 
     def _have_addresses(self, tensors: list[torch.Tensor]) -> bool:
-        """Return whether tensors lie in the seats' places."""
+        """Return whether tensors lie in the bucket views' places."""
         return list(map(torch.Tensor.data_ptr, tensors)) == self._addresses
 
 
-def fill_seats(pairs: Sequence[tuple[torch.Tensor, Seat]],
-               fitting: Callable[[torch.Tensor, torch.Tensor, Seat], torch.Tensor | None],
+def fill_views(pairs: Sequence[tuple[torch.Tensor, BucketView]],
+               fitting: Callable[[torch.Tensor, torch.Tensor, BucketView], torch.Tensor | None],
                copy: Callable[[list[torch.Tensor], list[torch.Tensor]], object]) -> bool:
-    """Put gradients into their seats; see `training.Framework.fill_all`.
+    """Put gradients into their bucket views; see `training.Framework.fill_all`.
 
     Args:
-        fitting: returns what is to be copied for a parameter's gradient; None when it does not fit its seat.
-        copy: copies all that is to be copied into the seats.
+        fitting: returns what is to be copied for a parameter's gradient; None when it does not fit its view.
+        copy: copies all that is to be copied into the bucket views.
     """
     homes, values, all_fit = [], [], True
-    for parameter, seat in pairs:
+    for parameter, view in pairs:
         gradient = get_grad(parameter)
-        if gradient is not None and (seat.context is not None or not seat.holds(gradient)):
-            gradient = fitting(parameter, gradient, seat)
+        if gradient is not None and (view.context is not None or not view.holds(gradient)):
+            gradient = fitting(parameter, gradient, view)
             if gradient is not None:
-                homes.append(seat.home)
+                homes.append(view.home)
                 values.append(gradient)
         all_fit = all_fit and gradient is not None
     if not all_fit:

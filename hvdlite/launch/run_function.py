@@ -1,7 +1,7 @@
 """`hvdlite.run`: call a function on every rank of a new job, from a script or a notebook, and get its results.
 
 The caller signs the function and its arguments with the job's key and starts `hvdrun`, which sends the bytes to every host
-without reading them. A rank (`python -m hvdlite.run_task`) verifies the signature before it unpickles anything, and signs
+without reading them. A rank (`launch.run_task`) verifies the signature before it unpickles anything, and signs
 its result, which the caller verifies in turn. The key is part of the job's environment and never of a command line.
 """
 
@@ -87,7 +87,7 @@ def run(func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str,
         call = _pickled(func, args, dict(kwargs or {}))
         write_privately(Path(directory) / TASK_FILE, sign(call, bytes.fromhex(key), "task"))
         command = [sys.executable, "-m", "hvdlite_runner.cli", *arguments, *options, "--task-directory", directory,
-                   executable or sys.executable, "-m", "hvdlite.run_task"]
+                   executable or sys.executable, "-m", "hvdlite.launch.run_task"]
         code, messages = _launch(command, {**os.environ, **(env or {})})
         if code != 0:
             _raise_root_error(Path(directory), bytes.fromhex(key), code, messages)

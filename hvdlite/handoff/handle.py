@@ -10,8 +10,8 @@ from typing import Any, Final
 
 import msgspec
 
-from hvdlite.control.progress import Progress
 from hvdlite.core.device import Completion
+from hvdlite.diagnostics.progress import Progress
 from hvdlite.negotiation.messages import Blocked, Wait
 
 LONG_SECONDS: Final = 0.5
@@ -187,6 +187,13 @@ class Handle:
         if self._error is not None:
             raise self._error.with_traceback(None)
         return self._result
+
+    def settle(self, error: Exception | None) -> None:
+        """The runtime thread is done with what has no result."""
+        if error is None:
+            self._complete(None, ())
+        else:
+            self._fail(error)
 
     def _complete(self, result: Any, contributors: tuple[int, ...], completion: Completion | None = None) -> None:
         self._result, self.contributors, self.completion = result, contributors, completion

@@ -13,16 +13,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from hvdlite.control.meeting import check_same_user
 from hvdlite.core.errors import HvdliteError
 from hvdlite.core.launch_contract import REPORT_SOCKET
-from hvdlite.core.socket_paths import fitting
-from hvdlite.runtime.stall_inspector import ANSWER_SECONDS, Receiver
-from hvdlite.runtime.stalls import StallReport
+from hvdlite.core.socket_paths import check_same_user, fitting
+from hvdlite.diagnostics.stall_inspector import ANSWER_SECONDS, Receiver
+from hvdlite.diagnostics.stall_report import StallReport
 
 _log = logging.getLogger("hvdlite")
 
-PATIENCE: Final = 3 * ANSWER_SECONDS
+TIMEOUT_SECONDS: Final = 3 * ANSWER_SECONDS
 """Seconds to wait for a report of the runtime thread, and for a client that does not read."""
 
 
@@ -64,7 +63,7 @@ class ReportServer:
             with connection:
                 try:
                     check_same_user(connection)
-                    connection.settimeout(PATIENCE)
+                    connection.settimeout(TIMEOUT_SECONDS)
                     connection.sendall(self._report())
                 except (OSError, HvdliteError, queue.Empty) as error:
                     _log.warning("a request for a report was not answered: %s", error or "the runtime thread is busy")
@@ -72,5 +71,5 @@ class ReportServer:
     def _report(self) -> bytes:
         made: queue.SimpleQueue[StallReport] = queue.SimpleQueue()
         self._demand(made.put)
-        report = made.get(timeout=PATIENCE)
+        report = made.get(timeout=TIMEOUT_SECONDS)
         return json.dumps({"text": report.text(), "report": report.as_dict()}).encode()

@@ -1,4 +1,4 @@
-"""A rank of `hvdlite.run`: hvdrun starts `python -m hvdlite.run_task`, which calls the function in the job's directory."""
+"""A rank of `hvdlite.run`: hvdrun starts this module, which calls the function in the job's directory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import cloudpickle
 
 from hvdlite.core.launch_contract import JOB_DIRECTORY, RANK, RESULT_FILE, SECRET, TASK_FILE, write_privately
-from hvdlite.run_function import sign, verified
+from hvdlite.launch.run_function import sign, verified
 
 
 def main(environ: Mapping[str, str]) -> None:

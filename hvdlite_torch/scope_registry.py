@@ -39,7 +39,7 @@ from hvdlite_torch.sync_batch_norm import SyncBatchNorm
 Kind = TypeVar("Kind")
 
 
-class Holdings:
+class ScopeRegistry:
     """What was made in one strategy's scope, as long as it lives.
 
     Args:
@@ -102,11 +102,11 @@ class Holdings:
         if not any(other.defaults is optimizer.defaults for _, other in self._optimizers.living()):
             self.scale([optimizer.defaults])
         number = self._optimizers.count
-        optimizer._holdings, optimizer._companions = self, []  # type: ignore[attr-defined]
+        optimizer._registry, optimizer._shared_reducers = self, []  # type: ignore[attr-defined]
         optimizer._answer, optimizer._number = None, number  # type: ignore[attr-defined]
         DistributedOptimizer(optimizer, list(zip(names, parameters, strict=True)), compression=self._compression,
                              backward_passes_per_step=self._passes, process_set=self._process_set,
-                             _runtime=self._replica.runtime, _label=f"{self._replica.label}.{number}", _mixin=Mirrored)
+                             _runtime=self._replica.runtime, _label=f"{self._replica.label}.{number}", _mixin=ScopedOptimizer)
         optimizer.register_step_pre_hook(once_a_step(_before_step))
         optimizer.register_step_post_hook(once_a_step(_after_step))
         self._optimizers.add(f"optimizer{number}", optimizer)
@@ -175,12 +175,12 @@ class Holdings:
         if not self.due:
             self.due = self._replica.ask("loaded", self.is_to_be_mirrored)()
 
-    def ask(self, optimizer: Mirrored) -> None:
+    def ask(self, optimizer: ScopedOptimizer) -> None:
         """Begin asking whether some rank has loaded a checkpoint, once for every step of an optimizer."""
         if optimizer._answer is None:
             optimizer._answer = self._replica.ask(f"loaded.{optimizer._number}", self.is_to_be_mirrored)
 
-    def agree_in_step(self, optimizer: Mirrored) -> None:
+    def agree_in_step(self, optimizer: ScopedOptimizer) -> None:
         """Mirror when something is due, or when some rank had loaded a checkpoint before it asked; in every step."""
         self.ask(optimizer)
         answer, optimizer._answer = optimizer._answer, None
@@ -298,50 +298,50 @@ class Holdings:
                               if any(id(parameter) in lazy for parameter in module._parameters.values())]
 
 
-class Mirrored:
+class ScopedOptimizer:
     """Mixed into an optimizer that is made in a scope, before what `DistributedOptimizer` mixes in."""
 
-    _holdings: Holdings
-    _companions: list[BackwardHooks]  # of other optimizers, which reduce gradients for this one
-    _answer: Callable[[], bool] | None  # of the ranks that were asked for the next step; see `Holdings.ask`
+    _registry: ScopeRegistry
+    _shared_reducers: list[BackwardHooks]  # of other optimizers, which reduce gradients for this one
+    _answer: Callable[[], bool] | None  # of the ranks that were asked for the next step; see `ScopeRegistry.ask`
     _number: int  # among the optimizers of the scope
     _hooks: BackwardHooks
     _active: bool
 
     def _watch(self, parameter: torch.Tensor) -> None:
-        owner = self._holdings.owner(parameter)
+        owner = self._registry.owner(parameter)
         if self._active:
             _ask_in_backward(self, owner or self._hooks)
         if owner is not None and owner is not self._hooks:
-            if owner not in self._companions:
-                self._companions.append(owner)
+            if owner not in self._shared_reducers:
+                self._shared_reducers.append(owner)
         elif self._active:
             super()._watch(parameter)  # type: ignore[misc]
-            self._holdings.own(parameter, self._hooks)
+            self._registry.own(parameter, self._hooks)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Like the base class's; the new parameters are mirrored before the next step, and reduced. Call it on all ranks."""
-        self._holdings.scale([param_group])
-        self._holdings.due = True
+        self._registry.scale([param_group])
+        self._registry.due = True
         super().add_param_group(param_group)  # type: ignore[misc]
-        self._holdings.weigh_anew()
+        self._registry.weigh_anew()
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Like the base class's, whose arguments it takes; reductions under way are completed first."""
-        for hooks in self._companions:
+        for hooks in self._shared_reducers:
             hooks.cleared()
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]
 
     def _sources(self) -> Sequence[BackwardHooks]:
-        return [*super()._sources(), *self._companions]  # type: ignore[misc]
+        return [*super()._sources(), *self._shared_reducers]  # type: ignore[misc]
 
     def _loss_weight(self) -> float:
-        return self._holdings.weight.value
+        return self._registry.weight.value
 
     def join(self, *models: torch.nn.Module, **settings: Any) -> AbstractContextManager[Any]:
         """Like the base class's; what is due is mirrored before, because a rank may have no batch and take no step."""
-        self._holdings.agree()
-        self._holdings.mirror_if_due()
+        self._registry.agree()
+        self._registry.mirror_if_due()
         joining: AbstractContextManager[Any] = super().join(*models, **settings)  # type: ignore[misc]
         return joining
 
@@ -349,14 +349,14 @@ class Mirrored:
         """Accumulate gradients locally; the first backward pass after it reduces the sums."""
         stack = ExitStack()
         stack.enter_context(super().no_sync())  # type: ignore[misc]
-        for hooks in self._companions:
+        for hooks in self._shared_reducers:
             stack.enter_context(hooks.reducer.suspended())
         return stack
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Like the base class's, into the dicts and lists there are; everything is mirrored before the next step."""
-        self._holdings.has_loaded = True
-        for hooks in self._companions:
+        self._registry.has_loaded = True
+        for hooks in self._shared_reducers:
             hooks.cleared()
         return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
 
@@ -412,16 +412,16 @@ class _Asking:
         optimizers: whose gradients are computed in it.
     """
 
-    def __init__(self, optimizers: weakref.WeakSet[Mirrored]) -> None:
+    def __init__(self, optimizers: weakref.WeakSet[ScopedOptimizer]) -> None:
         self.optimizers = optimizers
 
     def __call__(self) -> bool:
         for optimizer in self.optimizers:
-            optimizer._holdings.ask(optimizer)
+            optimizer._registry.ask(optimizer)
         return True
 
 
-def _ask_in_backward(optimizer: Mirrored, hooks: BackwardHooks) -> None:
+def _ask_in_backward(optimizer: ScopedOptimizer, hooks: BackwardHooks) -> None:
     if not isinstance(hooks.on_begin, _Asking):
         hooks.on_begin = _Asking(weakref.WeakSet())
     hooks.on_begin.optimizers.add(optimizer)
@@ -430,31 +430,31 @@ def _ask_in_backward(optimizer: Mirrored, hooks: BackwardHooks) -> None:
 class _Reloaded(ModuleHook):
     """Tells that a module has loaded a checkpoint; copies of the module tell nobody."""
 
-    def __init__(self, holdings: Holdings) -> None:
-        self._holdings = holdings  # lives as long as what was made in the scope, which a strategy need not
+    def __init__(self, registry: ScopeRegistry) -> None:
+        self._registry = registry  # lives as long as what was made in the scope, which a strategy need not
 
     def __call__(self, module: torch.nn.Module, keys: Any) -> None:
-        self._holdings.has_loaded = True
+        self._registry.has_loaded = True
 
 
 class _Materialized(ModuleHook):
     """Before a lazy module's forward pass, after torch has given its parameters shapes: let them be weighed too."""
 
-    def __init__(self, holdings: Holdings) -> None:
-        self._holdings = holdings
+    def __init__(self, registry: ScopeRegistry) -> None:
+        self._registry = registry
 
     def __call__(self, module: torch.nn.Module, arguments: Any) -> None:
-        self._holdings.weigh_anew()
+        self._registry.weigh_anew()
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    assert isinstance(optimizer, Mirrored) and isinstance(optimizer, Distributed)
-    optimizer._holdings.agree_in_step(optimizer)
+    assert isinstance(optimizer, ScopedOptimizer) and isinstance(optimizer, Distributed)
+    optimizer._registry.agree_in_step(optimizer)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    assert isinstance(optimizer, Mirrored)
-    for hooks in optimizer._companions:
+    assert isinstance(optimizer, ScopedOptimizer)
+    for hooks in optimizer._shared_reducers:
         hooks.stepped()
 
 

@@ -12,11 +12,12 @@ POLL_SECONDS: Final = 200e-6
 """How long an engine is polled before messages are looked for."""
 
 
-def poll(predicate: Callable[[], bool], pause: float, hurried: Callable[[], object], look_out: Callable[[], object]) -> None:
+def poll(predicate: Callable[[], bool], poll_interval: float, hurried: Callable[[], object],
+         look_out: Callable[[], object]) -> None:
     """Return when the predicate holds; look out for messages meanwhile, which may raise.
 
     Args:
-        pause: seconds to sleep between looks, for the script to have the processor.
+        poll_interval: seconds to sleep between looks, for the script to have the processor.
         hurried: tells whether the script is blocked in a wait: then it is not needed.
     """
     while not predicate():
@@ -27,5 +28,5 @@ def poll(predicate: Callable[[], bool], pause: float, hurried: Callable[[], obje
                     return
                 yield_processor()
         else:
-            time.sleep(pause)
+            time.sleep(poll_interval)
         look_out()

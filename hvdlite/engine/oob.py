@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 
 from hvdlite.core.errors import HorovodInternalError
-from hvdlite.negotiation.messages import Aside, Note, Wanted
+from hvdlite.negotiation.messages import OobKey, OobMessage, SideMessage
 from hvdlite.planes.base import WaitUntil
 
 
@@ -27,28 +27,28 @@ class Notes:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._arrived = threading.Condition()
-        self._received: dict[Wanted, bytes] = {}
+        self._received: dict[OobKey, bytes] = {}
         self._failure: HorovodInternalError | None = None
-        self._say: Callable[[Aside], None] = lambda aside: None
+        self._say: Callable[[SideMessage], None] = lambda side_message: None
         self._hand_in: Callable[[Callable[[], None]], None] = lambda action: None
         self._wake: Callable[[], None] = lambda: None
         self._thread = 0  # the runtime's, once it has published something
 
-    def speak_through(self, say: Callable[[Aside], None], hand_in: Callable[[Callable[[], None]], None],
+    def speak_through(self, say: Callable[[SideMessage], None], hand_in: Callable[[Callable[[], None]], None],
                       wake: Callable[[], None]) -> None:
         """Let what is published from now on travel.
 
         Args:
-            say: sends an aside; only the runtime thread calls it.
+            say: sends a side message; only the runtime thread calls it.
             hand_in: lets the runtime thread call something when it is awake; from any thread, like `wake`.
         """
         self._say, self._hand_in, self._wake = say, hand_in, wake
 
-    def take_in(self, notes: Iterable[Note]) -> None:
-        """A letter brought notes."""
+    def take_in(self, notes: Iterable[OobMessage]) -> None:
+        """A message brought notes."""
         with self._arrived:
             for note in notes:
-                self._received[Wanted(note.label, note.sender)] = note.text
+                self._received[OobKey(note.label, note.sender)] = note.payload
             self._arrived.notify_all()
 
     def close(self, failure: HorovodInternalError) -> None:
@@ -59,19 +59,19 @@ class Notes:
 
     def publish(self, label: str, text: bytes) -> None:
         self._thread = threading.get_ident()
-        self._say(Aside(notes=(Note(label, self._rank, text),)))
+        self._say(SideMessage(oob_messages=(OobMessage(label, self._rank, text),)))
 
     def withdraw(self, label: str) -> None:
-        self._say(Aside(withdrawn=(label,)))
+        self._say(SideMessage(oob_withdrawn=(label,)))
 
     def fetch(self, label: str, sender: int, wait_until: WaitUntil) -> bytes:
-        wanted = Wanted(label, sender)
-        aside = Aside(wanted=(wanted,))
+        wanted = OobKey(label, sender)
+        side_message = SideMessage(oob_requests=(wanted,))
         if threading.get_ident() == self._thread:
-            self._say(aside)
+            self._say(side_message)
             wait_until(lambda: wanted in self._received)
         else:
-            self._hand_in(lambda: self._say(aside))
+            self._hand_in(lambda: self._say(side_message))
             self._wake()
             with self._arrived:
                 self._arrived.wait_for(lambda: wanted in self._received or self._failure is not None)
@@ -83,12 +83,12 @@ class Notes:
     def consult(self, label: str, ranks: Sequence[int], text: bytes, answer: Callable[[list[bytes]], bytes],
                 wait_until: WaitUntil) -> bytes:
         first, question = ranks[0], f"{label}?"
-        self._say(Aside(notes=(Note(question, self._rank, text, (first,)),)))
+        self._say(SideMessage(oob_messages=(OobMessage(question, self._rank, text, (first,)),)))
         if self._rank == first:
-            asked = [Wanted(question, rank) for rank in ranks]
+            asked = [OobKey(question, rank) for rank in ranks]
             wait_until(lambda: all(each in self._received for each in asked))
             answered = answer([self._received.pop(each) for each in asked])
-            self._say(Aside(notes=(Note(label, first, answered, tuple(ranks)),)))
-        told = Wanted(label, first)
+            self._say(SideMessage(oob_messages=(OobMessage(label, first, answered, tuple(ranks)),)))
+        told = OobKey(label, first)
         wait_until(lambda: told in self._received)
         return self._received.pop(told)

@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any, Final
 
 from hvdlite.negotiation.coordinator import Stall
-from hvdlite.negotiation.messages import Account
+from hvdlite.negotiation.messages import RankStatus
 
 _log = logging.getLogger("hvdlite")
 
@@ -32,22 +32,24 @@ SHOWN: Final = 10
 _C_LEVEL_FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)')
 
 
-def account(thread: int, recent: Sequence[str], begun: int, waiting: Iterable[str]) -> Account:
+def rank_status(thread: int, recent: Sequence[str], first_number: int, waiting: Iterable[str]) -> RankStatus:
     """Describe this rank.
 
     Args:
         thread: identifies the thread that last called a collective; its stack is told, or the main thread's if it has ended.
-        recent: the last collectives, oldest first; the first of them was this rank's collective number `begun`.
+        recent: the last collectives, oldest first; the first of them was this rank's collective number `first_number`.
         waiting: what it has submitted and not got back.
     """
     frames = sys._current_frames()
     frame = frames.get(thread) or frames.get(threading.main_thread().ident or 0)
     if frame is None:
-        return Account("nowhere: the thread that called collectives has ended", "", tuple(recent), begun, tuple(waiting))
-    return Account(place_of(frame), "".join(traceback.format_stack(frame)), tuple(recent), begun, tuple(waiting))
+        return RankStatus("nowhere: the thread that called collectives has ended", "", tuple(recent), first_number,
+                          tuple(waiting))
+    return RankStatus(location_of(frame), "".join(traceback.format_stack(frame)), tuple(recent), first_number,
+                      tuple(waiting))
 
 
-def place_of(frame: FrameType) -> str:
+def location_of(frame: FrameType) -> str:
     """Return where a stack is in the script: its innermost frame outside of hvdlite and of installed libraries."""
     chosen, current = frame, frame
     while current is not None:
@@ -55,31 +57,31 @@ def place_of(frame: FrameType) -> str:
             chosen = current
             break
         current = current.f_back  # type: ignore[assignment]
-    return _place(chosen.f_code.co_name, chosen.f_code.co_filename, chosen.f_lineno)
+    return _location(chosen.f_code.co_name, chosen.f_code.co_filename, chosen.f_lineno)
 
 
-def place_in(stacks: str) -> str:
-    """Like `place_of`, of what `faulthandler` wrote of a process; "" when there is nothing to be seen."""
+def location_in_dump(stacks: str) -> str:
+    """Like `location_of`, of what `faulthandler` wrote of a process; "" when there is nothing to be seen."""
     current = stacks.partition("Current thread")[2] or stacks
     frames = [(match["function"], match["file"], int(match["line"])) for match in _C_LEVEL_FRAME.finditer(current)]
-    return next((_place(*frame) for frame in frames if _is_script(frame[1])), _place(*frames[0]) if frames else "")
+    return next((_location(*frame) for frame in frames if _is_script(frame[1])), _location(*frames[0]) if frames else "")
 
 
 def _is_script(file: str) -> bool:
     return not file.startswith((*_LIBRARIES, _PACKAGE, "<"))
 
 
-def _place(function: str, file: str, line: int) -> str:
+def _location(function: str, file: str, line: int) -> str:
     return f"{function}(), {Path(file).name}:{line}"
 
 
 @dataclasses.dataclass(frozen=True)
-class Standing:
+class RankState:
     """What is known of one rank when a report is made."""
 
     rank: int
     state: str  # "alive", "joined", "left", or why it does not answer
-    account: Account | None  # None: it did not answer
+    status: RankStatus | None  # None: it did not answer
     stacks: str = ""  # of a rank that did not answer, as far as the C level could tell
 
 
@@ -88,7 +90,7 @@ class StallReport:
     """Which tensors wait, for whom, and what those ranks are doing."""
 
     stalls: Sequence[Stall]
-    standings: Mapping[int, Standing]  # of every rank that is missing somewhere, and of some that are not
+    rank_states: Mapping[int, RankState]  # of every rank that is missing somewhere, and of some that are not
     stories: Mapping[str, str] = dataclasses.field(default_factory=dict)  # by tensor
 
     @property
@@ -100,22 +102,22 @@ class StallReport:
         """Say in one line what others wait for from a missing rank, and what it is doing instead."""
         names = [stall.name for stall in self.stalls if rank in stall.missing]
         told = f"'{names[0]}'" + (f" (and {len(names) - 1} more)" if names[1:] else "")
-        standing = self.standings.get(rank, Standing(rank, "unknown", None))
-        said = standing.account
-        if said is None:
-            where = place_in(standing.stacks)
-            return (f"rank {rank} never submitted {told} and does not answer: {standing.state}"
+        rank_state = self.rank_states.get(rank, RankState(rank, "unknown", None))
+        status = rank_state.status
+        if status is None:
+            where = location_in_dump(rank_state.stacks)
+            return (f"rank {rank} never submitted {told} and does not answer: {rank_state.state}"
                     f"{f'; it is in {where}' if where else ''}")
-        doing = f"waits for '{said.waiting[0]}'" if said.waiting else "is"
-        return f"rank {rank} never submitted {told}: it {doing} in {said.place}"
+        doing = f"waits for '{status.waiting[0]}'" if status.waiting else "is"
+        return f"rank {rank} never submitted {told}: it {doing} in {status.location}"
 
     def difference(self, rank: int) -> str:
         """Say where a rank's collectives first differ from those of one that is not missing; "" when that is not known."""
-        said = self.standings[rank].account if rank in self.standings else None
-        others = [standing for standing in self.standings.values() if standing.account and standing.rank not in self.missing]
-        if said is None or not others:
+        status = self.rank_states[rank].status if rank in self.rank_states else None
+        others = [other for other in self.rank_states.values() if other.status and other.rank not in self.missing]
+        if status is None or not others:
             return ""
-        found = first_difference(said, others[0].account)  # type: ignore[arg-type]
+        found = first_difference(status, others[0].status)  # type: ignore[arg-type]
         if found is None:
             return ""
         number, own, other = found
@@ -130,27 +132,27 @@ class StallReport:
         else:
             lines = [f"stall report: {len(self.stalls)} tensor{'s' * (len(self.stalls) > 1)} waiting for some ranks"]
         lines += [f"  {stall}" for stall in self.stalls]
-        for rank in sorted({*self.missing, *self.standings}):
+        for rank in sorted({*self.missing, *self.rank_states}):
             lines += self._rank_lines(rank)
         for name, story in self.stories.items():
             lines += [f"  what happened to '{name}' on rank 0:", *(f"    {line}" for line in story.splitlines())]
         return "\n".join(lines)
 
     def _rank_lines(self, rank: int) -> list[str]:
-        standing = self.standings.get(rank)
-        said = None if standing is None else standing.account
+        rank_state = self.rank_states.get(rank)
+        status = None if rank_state is None else rank_state.status
         if rank in self.missing:
             lines = [f"  {self.diagnosis(rank)}"]
-        elif self.stalls and len(self.standings) < 2 * len(self.missing) + 2:
+        elif self.stalls and len(self.rank_states) < 2 * len(self.missing) + 2:
             return []  # asked only for comparison
         else:
-            lines = [f"  rank {rank} ({'unknown' if standing is None else standing.state}) is in "
-                     f"{place_in(standing.stacks) if standing and not said else said.place if said else '?'}"]
+            location = status.location if status else location_in_dump(rank_state.stacks) if rank_state else "?"
+            lines = [f"  rank {rank} ({'unknown' if rank_state is None else rank_state.state}) is in {location}"]
         if difference := self.difference(rank) if rank in self.missing else "":
             lines.append(f"    {difference}")
-        if said is not None:
-            lines.append(f"    its last collectives: {', '.join(said.recent[-SHOWN:]) or 'none'}")
-        stack = said.stack if said is not None else standing.stacks if standing is not None else ""
+        if status is not None:
+            lines.append(f"    its last collectives: {', '.join(status.recent[-SHOWN:]) or 'none'}")
+        stack = status.stack if status is not None else rank_state.stacks if rank_state is not None else ""
         return lines + [f"    {line}" for line in stack.rstrip().splitlines()]
 
     def deliver(self, path: str) -> None:
@@ -170,29 +172,29 @@ class StallReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report for programs; only strings, numbers, lists and dictionaries."""
-        def of(rank: int, standing: Standing) -> dict[str, Any]:
-            said = standing.account
-            return {"state": standing.state, "answered": said is not None,
-                    "place": said.place if said else place_in(standing.stacks),
-                    "stack": said.stack if said else standing.stacks,
-                    "last_collectives": list(said.recent[-SHOWN:]) if said else [],
-                    "waiting_for": list(said.waiting) if said else [],
+        def of(rank: int, rank_state: RankState) -> dict[str, Any]:
+            status = rank_state.status
+            return {"state": rank_state.state, "answered": status is not None,
+                    "place": status.location if status else location_in_dump(rank_state.stacks),
+                    "stack": status.stack if status else rank_state.stacks,
+                    "last_collectives": list(status.recent[-SHOWN:]) if status else [],
+                    "waiting_for": list(status.waiting) if status else [],
                     "first_difference": self.difference(rank) if rank in self.missing else ""}
         return {"stalls": [{"name": stall.name, "waited_seconds": round(stall.waited, 3), "submitted": list(stall.submitted),
                             "missing": list(stall.missing)} for stall in self.stalls],
                 "diagnosis": [self.diagnosis(rank) for rank in self.missing],
-                "ranks": {str(rank): of(rank, standing) for rank, standing in sorted(self.standings.items())},
+                "ranks": {str(rank): of(rank, rank_state) for rank, rank_state in sorted(self.rank_states.items())},
                 "stories": dict(self.stories)}
 
 
-def first_difference(one: Account, other: Account) -> tuple[int, str, str] | None:
+def first_difference(one: RankStatus, other: RankStatus) -> tuple[int, str, str] | None:
     """Return the first collective that only one of two ranks has called, as (number from 1, the one's name, the other's).
 
     A name is "" where a rank has called nothing yet. Collectives that both called, in another order, are no difference: an
     optimizer's hooks run in any order.
     """
-    start = max(one.begun, other.begun)
-    mine, theirs = (list(each.recent[start - each.begun:]) for each in (one, other))
+    start = max(one.first_number, other.first_number)
+    mine, theirs = (list(each.recent[start - each.first_number:]) for each in (one, other))
     common = Counter(mine) & Counter(theirs)
     only_mine, only_theirs = (_beyond(names, common.copy()) for names in (mine, theirs))
     if not only_mine and not only_theirs:

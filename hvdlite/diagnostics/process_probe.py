@@ -14,7 +14,9 @@ import os
 import signal
 import time
 from collections.abc import Mapping
-from typing import Final, NamedTuple
+from typing import Final
+
+from hvdlite.core.stack_dump import NO_STACK_DUMP, StackDumpTarget
 
 WRITTEN_SECONDS: Final = 0.3
 """How long a rank gets to write its stacks."""
@@ -22,23 +24,8 @@ _LOOK_SECONDS: Final = 0.01
 
 STATES: Final = {"T": "stopped (SIGSTOP, or a full terminal): kill -CONT {pid}", "t": "stopped by a debugger",
                  "D": "blocked in the kernel (a disk or a network file system?)", "Z": "dead, and not yet collected",
-                 "R": "running, with Python's lock held by something in it",
-                 "S": "asleep, with Python's lock held by something in it"}
-
-
-class StackDumpTarget(NamedTuple):
-    """Where a process writes its stacks, and upon which signal; the default is nowhere.
-
-    Attributes:
-        descriptor: a file descriptor of that process.
-        signal: the signal's number; 0 for none.
-    """
-
-    descriptor: int = -1
-    signal: int = 0
-
-
-NO_STACK_DUMP: Final = StackDumpTarget()
+                 "R": "running, and something in it holds the GIL",
+                 "S": "asleep, and something in it holds the GIL"}
 
 
 class ProcessProbe:

@@ -11,13 +11,13 @@ from hvdlite.core.device import CPU, AnyArray, Completion
 from hvdlite.core.errors import HorovodInternalError, MismatchError, PeerLeftError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import Collective
+from hvdlite.diagnostics.flight_recorder import FlightRecorder, bucket_lane, lane_of
+from hvdlite.handoff.buckets import BucketEntry, LearnedLayout, buffer_bytes
+from hvdlite.handoff.entry import Entry
 from hvdlite.negotiation.controller import Assist, Evicted, Expanded, Instruction, Suspended
-from hvdlite.negotiation.messages import BucketRelease, Column, Decision, ErrorKind, Layout, Response
+from hvdlite.negotiation.messages import BucketRelease, Decision, ErrorKind, Layout, ReceiveSplits, Response
 from hvdlite.negotiation.process_sets import ProcessSetTable
-from hvdlite.planes.base import DevicePlane, Exchange, FusionBuffer, Part, Plan, Plane, WaitUntil
-from hvdlite.runtime.buckets import BucketEntry, LearnedLayout, buffer_bytes
-from hvdlite.runtime.calls import Entry
-from hvdlite.runtime.flight_recorder import FlightRecorder, bucket_lane, lane_of
+from hvdlite.planes.base import AlltoallSplits, BufferSlice, DevicePlane, FusionBuffer, Plan, Plane, WaitUntil
 
 _log = logging.getLogger("hvdlite")
 
@@ -51,7 +51,7 @@ class Execution:
         self._rank, self._plane, self._recorder, self._clock = rank, plane, recorder, clock
         self._devices = devices
         if devices is not None:
-            devices.open_set(GLOBAL_PROCESS_SET_ID, self.process_sets[GLOBAL_PROCESS_SET_ID])
+            devices.add_process_set(GLOBAL_PROCESS_SET_ID, self.process_sets[GLOBAL_PROCESS_SET_ID])
         self._wait_until, self._free, self._abandon, self._start_anew = wait_until, free, abandon, start_anew
         self._entries: dict[tuple[int, str], Entry] = {}  # handed in and not completed; likewise below
         self._buckets: dict[int, BucketEntry] = {}
@@ -59,7 +59,7 @@ class Execution:
         self._pairs: set[int] = set()  # process sets of two ranks that are open in the plane
         self._left: frozenset[int] = frozenset()
         # Of alltoalls to be carried out; a name may have several when this rank has joined and is behind.
-        self._columns: defaultdict[tuple[int, str], deque[Column]] = defaultdict(deque)
+        self._receive_splits: defaultdict[tuple[int, str], deque[ReceiveSplits]] = defaultdict(deque)
 
     @property
     def waits(self) -> bool:
@@ -89,10 +89,10 @@ class Execution:
         for each in entry.split(expanded, self._devices):
             self.add(each)
 
-    def take_columns(self, columns: Iterable[Column]) -> None:
+    def add_receive_splits(self, splits: Iterable[ReceiveSplits]) -> None:
         """Learn what this rank gets in alltoalls of coming decisions."""
-        for column in columns:
-            self._columns[column.process_set, column.name].append(column)
+        for received in splits:
+            self._receive_splits[received.process_set, received.name].append(received)
 
     def carry_out(self, decision: Decision, instructions: Sequence[Instruction], left: frozenset[int]) -> None:
         """Follow a decision.
@@ -126,9 +126,9 @@ class Execution:
                 self._open_set(number, self.process_sets[number])
 
     def _open_set(self, number: int, ranks: tuple[int, ...]) -> None:
-        self._plane.open_set(number, ranks)
+        self._plane.add_process_set(number, ranks)
         if self._devices is not None:
-            self._devices.open_set(number, ranks)
+            self._devices.add_process_set(number, ranks)
 
     def _trace(self, instruction: Instruction) -> None:
         if isinstance(instruction, Response):
@@ -184,7 +184,7 @@ class Execution:
         response, lanes = entry.bucket.definition.response, (bucket_lane(release.bucket),)
         memory = [entry.memory]
         self._recorder.moving(lanes, response)
-        completion = self._move(response, memory, memory, entry.bucket.part)
+        completion = self._move(response, memory, memory, entry.bucket.buffer_slice)
         del self._buckets[release.bucket]
         self._recorder.done(lanes, response)
         entry.complete(release, completion)
@@ -196,9 +196,9 @@ class Execution:
             for entry in entries:
                 self._release(entry).fail(self._refusal(response))
             return
-        exchange = self._exchange_of(response, entries[0].request.splits)
+        splits = self._splits_of(response, entries[0].request.splits)
         for entry in entries:
-            entry.prepare(response, self._rank, self.process_sets[response.process_set], exchange)
+            entry.prepare(response, self._rank, self.process_sets[response.process_set], splits)
         completion = None
         if response.result is not None:
             entries[0].deliver(response.result)
@@ -211,7 +211,7 @@ class Execution:
         elif response.collective is not Collective.BARRIER:  # that all ranks reported it is the barrier
             self._recorder.moving(_lanes(response), response)
             completion = self._move(response, [source for entry in entries for source in entry.sources],
-                                    [output for entry in entries for output in entry.outputs], exchange=exchange)
+                                    [output for entry in entries for output in entry.outputs], splits=splits)
         self._recorder.done(_lanes(response), response)
         for entry in entries:
             self._release(entry).complete(response, completion)
@@ -222,33 +222,33 @@ class Execution:
             self._change_sets(response)
         elif (self._rank in self.process_sets[response.process_set] and response.result is None
               and response.collective is not Collective.BARRIER):
-            self._move(response, (), (), exchange=self._exchange_of(response, ()))
+            self._move(response, (), (), splits=self._splits_of(response, ()))
 
-    def _exchange_of(self, response: Response, sent: tuple[int, ...]) -> Exchange | None:
+    def _splits_of(self, response: Response, sent: tuple[int, ...]) -> AlltoallSplits | None:
         """Return who sends what in an alltoall; `sent` is this rank's part, nothing when it has joined."""
         if response.collective is not Collective.ALLTOALL:
             return None
         key = response.process_set, response.names[0]
-        column = self._columns[key].popleft()
-        if not self._columns[key]:
-            del self._columns[key]
-        return Exchange(sent or (0,) * len(column.rows), column.rows, column.starts)
+        received = self._receive_splits[key].popleft()
+        if not self._receive_splits[key]:
+            del self._receive_splits[key]
+        return AlltoallSplits(sent or (0,) * len(received.rows), received.rows, received.offsets)
 
     def _change_sets(self, response: Response) -> None:
         if response.collective is Collective.ADD_PROCESS_SET:
             self._open_set(self.process_sets.add(response.members), response.members)
         else:
             self.process_sets.remove(response.rows[0])
-            self._plane.close_set(response.rows[0], self._wait_until)
+            self._plane.remove_process_set(response.rows[0], self._wait_until)
             if self._devices is not None:
-                self._devices.close_set(response.rows[0], self._wait_until)
+                self._devices.remove_process_set(response.rows[0], self._wait_until)
 
     def _move(self, response: Response, sources: Sequence[AnyArray | None], outputs: Sequence[AnyArray | None],
-              part: Part | None = None, exchange: Exchange | None = None) -> Completion | None:
+              buffer_slice: BufferSlice | None = None, splits: AlltoallSplits | None = None) -> Completion | None:
         number = response.process_set
         self._plans[number] += 1
         self.partners, self.moving_since = self.process_sets[number], self._clock()
-        plan = Plan(self._plans[number], self.partners, response, sources, outputs, part, exchange)
+        plan = Plan(self._plans[number], self.partners, response, sources, outputs, buffer_slice, splits)
         completion = None
         if response.device == CPU:
             self._plane.execute(plan, self._wait_until)

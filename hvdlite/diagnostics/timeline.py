@@ -17,7 +17,6 @@ import msgspec
 
 from hvdlite.core.errors import ConfigError
 from hvdlite.negotiation.messages import TraceEvent
-from hvdlite.runtime.handle import Handle
 
 _log = logging.getLogger("hvdlite")
 _encode = msgspec.json.encode
@@ -29,7 +28,7 @@ class Order:
     """The user of rank 0 wants a timeline in that file, or none any more ("")."""
 
     path: str
-    handle: Handle
+    answer: Callable[[Exception | None], None]  # ends the user's wait, with an error if there is one
 
 
 class Timeline:
@@ -45,9 +44,9 @@ class Timeline:
         self._file: TimelineFile | None = None
         self._orders: list[Order] = []  # not carried out yet
 
-    def order(self, path: str, handle: Handle) -> Order:
+    def order(self, path: str, answer: Callable[[Exception | None], None]) -> Order:
         """Note what the user wants; `change` is to be called with it."""
-        order = Order(path, handle)
+        order = Order(path, answer)
         self._orders.append(order)
         return order
 
@@ -61,7 +60,7 @@ class Timeline:
                 opened = TimelineFile(order.path, self._size, self._clock)
             except ConfigError as error:
                 self._orders.remove(order)
-                order.handle._fail(error)
+                order.answer(error)
                 return
             if self._file is not None:
                 self._file.close()
@@ -90,14 +89,14 @@ class Timeline:
             self._file.add(0, events)
             self._file.close()
         for order in self._orders:
-            order.handle._fail(reason)
+            order.answer(reason)
         self._orders.clear()
 
     def _answer(self, which: Callable[[Order], bool]) -> None:
         answered = [order for order in self._orders if which(order)]
         for order in answered:
             self._orders.remove(order)
-            order.handle._complete(None, ())
+            order.answer(None)
 
 
 class TimelineFile:

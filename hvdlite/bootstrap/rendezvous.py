@@ -10,7 +10,6 @@ import errno
 import logging
 import os
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -22,7 +21,7 @@ from hvdlite.control.wire import Connection, challenge_as_client, challenge_as_s
 from hvdlite.core.config import socket_timeout
 from hvdlite.core.errors import HvdliteError, LaunchError, ProtocolError
 from hvdlite.core.file_limit import descriptors_for
-from hvdlite.core.socket_paths import fitting
+from hvdlite.core.socket_paths import check_same_user, fitting
 from hvdlite.negotiation.messages import Message
 
 HALF_OPEN_LIMIT = 64
@@ -276,16 +275,6 @@ def _lacks(hellos: Sequence[Hello]) -> tuple[tuple[str, str], ...]:
             lacks.setdefault(name, (reason, []))[1].append(hello.rank)
     return tuple((name, reason if len(ranks) == len(hellos) else f"on rank {ranks[0]}, {reason}")
                  for name, (reason, ranks) in lacks.items())
-
-
-def check_same_user(sock: socket.socket) -> None:
-    """Raise `ProtocolError` unless the peer of a Unix socket has our user id (where the system can tell)."""
-    if not hasattr(socket, "SO_PEERCRED"):
-        return  # the directory's mode 0700 has to do
-    size = struct.calcsize("3i")
-    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-    if uid != os.geteuid():
-        raise ProtocolError(f"the peer belongs to user {uid}, not {os.geteuid()}")
 
 
 def host_identity() -> str:

@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterable
 from typing import Final, Protocol
 
 from hvdlite.core.errors import DeadlockError
+from hvdlite.diagnostics.stall_report import RankState, StallReport, location_in_dump
 from hvdlite.negotiation.coordinator import Coordinator, Stall
-from hvdlite.negotiation.messages import Aside, FailureNotice
-from hvdlite.runtime.stalls import StallReport, Standing, place_in
+from hvdlite.negotiation.messages import FailureNotice, SideMessage
 
 _log = logging.getLogger("hvdlite")
 
@@ -35,7 +35,7 @@ LOOKS: Final = 4
 
 
 class ProcessProbe(Protocol):
-    """The state and the stacks of a rank, without its help; see `control.process_probe`."""
+    """The state and the stacks of a rank, without its help; see `diagnostics.process_probe`."""
 
     def state(self, rank: int) -> str: ...
 
@@ -101,14 +101,14 @@ class StallInspector:
     def busy(self) -> bool:
         """Whether there is anything to look after."""
         coordinator = self._coordinator
-        return bool(coordinator.anything_waits or coordinator.blocked or coordinator.suspects or coordinator.report_wanted
+        return bool(coordinator.anything_waits or coordinator.blocked or coordinator.suspects or coordinator.report_requested
                     or self._wanted or self._pending or self._asked)
 
     def look(self, now: float) -> bool:
         """Do what is due at `now`; return whether the coordinator has something to say for it."""
         coordinator = self._coordinator
-        if coordinator.report_wanted:
-            coordinator.report_wanted = False
+        if coordinator.report_requested:
+            coordinator.report_requested = False
             self.demand(self._deliver)
         if not self.busy:
             self._next_look = math.inf
@@ -120,11 +120,11 @@ class StallInspector:
             acted = self._begin(coordinator.waiting(now), everybody, now, wanted)
         if self._next_look == math.inf:
             self._next_look = now + (0.0 if coordinator.suspects else self._times.look)
-        if now >= self._next_look or not self._silent.keys().isdisjoint(coordinator.accounts):
+        if now >= self._next_look or not self._silent.keys().isdisjoint(coordinator.statuses):
             self._next_look = now + self._times.look / LOOKS
             acted = self._find_stalls(now) | self._find_silence(now) | acted
         pending = self._pending
-        if pending and (now >= pending.until or pending.asked <= coordinator.accounts.keys() | self._silent.keys()):
+        if pending and (now >= pending.until or pending.asked <= coordinator.statuses.keys() | self._silent.keys()):
             self._pending = None
             acted = self._finish(pending, now) or acted
         return acted
@@ -164,7 +164,7 @@ class StallInspector:
         acted = bool(ask)
         for rank, when in list(self._asked.items()):
             waited = now - when
-            if rank in coordinator.accounts:
+            if rank in coordinator.statuses:
                 del self._asked[rank]
                 self._ask_again[rank] = now + after
                 if self._silent.pop(rank, None) is not None:
@@ -179,17 +179,17 @@ class StallInspector:
 
     def _tell_silence(self, rank: int, waited: float) -> None:
         self._silent[rank] = stacks = self._probe.stacks(rank) if self._probe else ""
-        place = place_in(stacks)
+        location = location_in_dump(stacks)
         _log.warning("rank %d has not answered for %.0f s: %s%s%s", rank, waited, self._state(rank),
-                     f"; it is in {place}" if place else "", f"\n{stacks.rstrip()}" if stacks else "")
+                     f"; it is in {location}" if location else "", f"\n{stacks.rstrip()}" if stacks else "")
 
     def _state(self, rank: int) -> str:
         return (self._probe.state(rank) if self._probe else "") or \
-            "its process is stopped, or something in it holds Python's lock"
+            "its process is stopped, or something in it holds the GIL"
 
     def _ask(self, ranks: Iterable[int], now: float) -> None:
         ranks = sorted(ranks)
-        self._coordinator.inquire(ranks)
+        self._coordinator.request_status(ranks)
         for rank in ranks:
             self._asked.setdefault(rank, now)
 
@@ -211,9 +211,9 @@ class StallInspector:
         """Make the report; return whether it ends the job."""
         waiting = {stall.name: stall for stall in self._coordinator.waiting(now)}
         stalls = [waiting.get(stall.name, stall) for stall in pending.stalls]  # leaders have said by now whom they wait for
-        standings = {rank: self._standing(rank) for rank in sorted(pending.asked)}
+        rank_states = {rank: self._rank_state(rank) for rank in sorted(pending.asked)}
         stories = {stall.name: story for stall in stalls if (story := self._story(stall.name))}
-        report = StallReport(stalls, standings, stories)
+        report = StallReport(stalls, rank_states, stories)
         for receiver in pending.receivers:
             receiver(report)
         if pending.ends_job and report.missing:
@@ -222,12 +222,12 @@ class StallInspector:
             return True
         return False
 
-    def _standing(self, rank: int) -> Standing:
-        account = self._coordinator.accounts.get(rank)
-        if account is not None:
-            return Standing(rank, self._coordinator.state(rank), account)
+    def _rank_state(self, rank: int) -> RankState:
+        status = self._coordinator.statuses.get(rank)
+        if status is not None:
+            return RankState(rank, self._coordinator.state(rank), status)
         stacks = self._silent.get(rank) or (self._probe.stacks(rank) if self._probe else "")
-        return Standing(rank, self._state(rank), None, stacks)
+        return RankState(rank, self._state(rank), None, stacks)
 
 
 class CoordinatorWatchdog:
@@ -254,7 +254,7 @@ class CoordinatorWatchdog:
             self._warned = False
             _log.warning("rank %d: rank %d answers again", self._rank, self._above)
 
-    def look(self, now: float, waits: bool, partners: Iterable[int], partners_since: float) -> Aside | None:
+    def look(self, now: float, waits: bool, partners: Iterable[int], partners_since: float) -> SideMessage | None:
         """Return what is to be told to rank 0, if anything.
 
         Args:
@@ -266,19 +266,19 @@ class CoordinatorWatchdog:
             return None
         if self._since == math.inf:
             self._since = now
-        held_up_by: tuple[int, ...] = ()
+        slow_peers: tuple[int, ...] = ()
         if now - max(partners_since, self._told) >= self._after:
-            held_up_by = tuple(rank for rank in partners if rank != self._rank)
+            slow_peers = tuple(rank for rank in partners if rank != self._rank)
             self._told = now
-        asks = self._rank != 0 and self._asked == math.inf and now - self._since >= self._after
-        if asks:
+        ping = self._rank != 0 and self._asked == math.inf and now - self._since >= self._after
+        if ping:
             self._asked = now
         elif now - self._asked >= ANSWER_SECONDS and not self._warned:
             self._warned = True
             leads = ", which speaks with rank 0 for this host," if self._above else ""
             _log.warning("rank %d: rank %d%s has not answered for %.0f s: %s", self._rank, self._above, leads,
                          now - self._asked, self._state())
-        return Aside(asks=asks, held_up_by=held_up_by) if asks or held_up_by else None
+        return SideMessage(ping=ping, slow_peers=slow_peers) if ping or slow_peers else None
 
     def gave_up(self, now: float) -> str:
         """Return why the rank above is lost, or ""."""
@@ -288,6 +288,6 @@ class CoordinatorWatchdog:
 
     def _state(self) -> str:
         stacks = self._probe.stacks(self._above) if self._probe else ""
-        place = place_in(stacks)
+        location = location_in_dump(stacks)
         return ((self._probe.state(self._above) if self._probe else "") or "its process is stopped, or something in it "
-                "holds Python's lock") + (f"; it is in {place}" if place else "")
+                "holds the GIL") + (f"; it is in {location}" if location else "")

@@ -11,11 +11,11 @@ import numpy as np
 
 from hvdlite.core.array import SUPPORTED_DTYPES
 from hvdlite.core.device import AnyArray, Completion, DeviceArray, Event
+from hvdlite.handoff.entry import Entry
+from hvdlite.handoff.handle import Handle, Sleepers
 from hvdlite.negotiation.controller import Expanded
 from hvdlite.negotiation.messages import Bucket, BucketReady, BucketRelease, Layout, Wait
-from hvdlite.planes.base import DevicePlane, FusionBuffer, Part
-from hvdlite.runtime.calls import Entry
-from hvdlite.runtime.handle import Handle, Sleepers
+from hvdlite.planes.base import BufferSlice, DevicePlane, FusionBuffer
 
 ALIGNMENT = 4096
 """Bytes; buckets begin at multiples of it within a fusion buffer."""
@@ -45,10 +45,11 @@ class LearnedBucket:
         places: each member's part of `memory`, flat, in order.
     """
 
-    def __init__(self, definition: Bucket, part: Part) -> None:
+    def __init__(self, definition: Bucket, buffer_slice: BufferSlice) -> None:
         self.definition = definition
-        self.part = part
-        self.memory: AnyArray = _part(part.buffer.own, part.begin, part.end, SUPPORTED_DTYPES[definition.response.dtype])
+        self.buffer_slice = buffer_slice
+        self.memory: AnyArray = _part(buffer_slice.buffer.own, buffer_slice.begin, buffer_slice.end,
+                                      SUPPORTED_DTYPES[definition.response.dtype])
         self.places: tuple[AnyArray, ...] = tuple(
             _part(self.memory, offset, offset + math.prod(member.shape))
             for member, offset in zip(definition.members, definition.offsets, strict=True))
@@ -97,7 +98,7 @@ class LearnedLayout:
         for definition in layout.buckets:
             device = definition.response.device
             begin, end = begins[device], begins[device] + _nbytes(definition)
-            buckets.append(LearnedBucket(definition, Part(buffers[device], begin, end)))
+            buckets.append(LearnedBucket(definition, BufferSlice(buffers[device], begin, end)))
             begins[device] = -(-end // ALIGNMENT) * ALIGNMENT
         self.buckets = tuple(buckets)
 
@@ -124,7 +125,7 @@ class BucketEntry:
         """The bucket is reduced; on a GPU, after `completion`."""
         self.handle.nobody, self.handle.behind = frozenset(release.nobody), release.behind
         if completion is not None:
-            completion = completion.holding(self.bucket)
+            completion = completion.for_entry(self.bucket)
         if not self._abandoned:
             self.handle._complete(None, self.bucket.definition.response.contributors, completion)
 

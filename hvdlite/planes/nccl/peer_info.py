@@ -10,16 +10,16 @@ from hvdlite.core.errors import HorovodInternalError
 from hvdlite.planes.nccl.library import version_text
 
 
-class Introduction(msgspec.Struct, frozen=True):
+class PeerInfo(msgspec.Struct, frozen=True):
     """One rank's."""
 
     host: str
-    gpu: str  # see `Device.identity`
+    gpu: str  # see `Device.bus_id`
     version: int  # NCCL's
     unique_id: bytes = b""  # the communicator's; of the first rank only
 
 
-def check(ranks: Mapping[int, Introduction], *, shared: bool) -> None:
+def check_peers(ranks: Mapping[int, PeerInfo], *, shared: bool) -> None:
     """Raise when these ranks cannot make a communicator; the same on all of them.
 
     Args:

@@ -16,7 +16,7 @@ from hvdlite.core.world import World
 from hvdlite.planes import mpi
 
 
-def enter(comm: object, environ: Mapping[str, str], parent: int, config: Config) -> LaunchInfo:
+def resolve_launch(comm: object, environ: Mapping[str, str], parent: int, config: Config) -> LaunchInfo:
     """Return this process's place.
 
     Args:
@@ -41,7 +41,7 @@ def _by_communicator(comm: Any) -> LaunchInfo:
     module = mpi.load()
     if comm == module.COMM_NULL:
         raise UnsupportedError("comm is MPI's null communicator: this rank is not in it, and must not call init() with it")
-    mpi.check_threads(module, comm)
+    mpi.check_thread_level(module, comm)
     return launch_info_over_mpi(module, comm.Dup())
 
 
@@ -52,16 +52,16 @@ def _over_mpi(info: LaunchInfo, config: Config) -> LaunchInfo:
     wanted = config.cpu_operations == "mpi" or (info.is_mpi and (across or config.cpu_operations == "hierarchical"))
     if info.world.size == 1 or not (wanted or needs_key or not info.knows_local_ranks):
         return info
-    unfit = mpi.unfit(info.world.rank, info.world.size)
-    if unfit and (needs_key or not info.knows_local_ranks):
+    mismatch = mpi.world_mismatch(info.world.rank, info.world.size)
+    if mismatch and (needs_key or not info.knows_local_ranks):
         raise LaunchError(f"{info.environment}: the ranks are on several hosts and need MPI to find each other, but "
-                          f"{unfit}. Or set {SECRET} and HVDLITE_COORDINATOR=host:port to the same on all ranks; "
+                          f"{mismatch}. Or set {SECRET} and HVDLITE_COORDINATOR=host:port to the same on all ranks; "
                           f"{MAKE_A_KEY}")
-    if unfit:
-        return dataclasses.replace(info, mpi_problem=unfit)
+    if mismatch:
+        return dataclasses.replace(info, mpi_problem=mismatch)
     module = mpi.load()
     communicator = module.COMM_WORLD.Dup()
-    mpi.check_threads(module, communicator)
+    mpi.check_thread_level(module, communicator)
     if info.is_mpi and not info.is_complete:
         return launch_info_over_mpi(module, communicator, info.coordinator)
     return dataclasses.replace(info, communicator=communicator)
@@ -76,11 +76,11 @@ def _by_ranks(info: LaunchInfo, ranks: list[int]) -> LaunchInfo:
         raise UnsupportedError(f"comm={ranks} does not have this rank, {world.rank}; call init() with a list that has it")
     if ranks == list(range(world.size)):
         return info
-    if info.is_mpi and not mpi.unfit(world.rank, world.size):
+    if info.is_mpi and not mpi.world_mismatch(world.rank, world.size):
         module = mpi.load()
         everybody = module.COMM_WORLD
         some = everybody.Create_group(everybody.Get_group().Incl(ranks), ranks[0])
-        mpi.check_threads(module, some)
+        mpi.check_thread_level(module, some)
         return launch_info_over_mpi(module, some)
     if info.on_several_hosts:
         raise UnsupportedError(f"comm={ranks} on several hosts needs MPI: start the job with mpirun, or call init() with "

@@ -1,4 +1,4 @@
-"""What the coordinator tells single ranks: columns of alltoalls, and notes."""
+"""What the coordinator tells single ranks: received splits of alltoalls, and out-of-band messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,17 @@ import pytest
 
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.coordinator import Coordinator, Policy
-from hvdlite.negotiation.messages import Aside, Column, Decision, Letter, Note, Report, Request, Response, Wanted
+from hvdlite.negotiation.messages import (
+    Decision,
+    DirectMessage,
+    OobKey,
+    OobMessage,
+    ReceiveSplits,
+    Report,
+    Request,
+    Response,
+    SideMessage,
+)
 
 
 def decided(coordinator: Coordinator) -> Decision:
@@ -30,10 +40,11 @@ def test_each_rank_is_told_its_own_column_of_an_alltoall() -> None:
         report_splits(coordinator, rank, row)
     (response,) = decided(coordinator).responses
     assert response.rows == (12, 11) and response.row_elements == 2
-    assert coordinator.letters() == (
-        Letter(0, (Column(0, "x", (1, 0, 4), (0, 0, 0)),)), Letter(1, (Column(0, "x", (2, 5, 4), (1, 0, 4)),)),
-        Letter(2, (Column(0, "x", (3, 0, 4), (3, 5, 8)),)))
-    assert coordinator.letters() == ()
+    assert coordinator.take_direct_messages() == (
+        DirectMessage(0, (ReceiveSplits(0, "x", (1, 0, 4), (0, 0, 0)),)),
+        DirectMessage(1, (ReceiveSplits(0, "x", (2, 5, 4), (1, 0, 4)),)),
+        DirectMessage(2, (ReceiveSplits(0, "x", (3, 0, 4), (3, 5, 8)),)))
+    assert coordinator.take_direct_messages() == ()
 
 
 def test_a_rank_that_has_joined_sends_nothing_and_is_told_what_it_gets() -> None:
@@ -42,8 +53,8 @@ def test_a_rank_that_has_joined_sends_nothing_and_is_told_what_it_gets() -> None
     report_splits(coordinator, 0, (2, 3))
     (response,) = decided(coordinator).responses
     assert response.contributors == (0,) and response.rows == (5, 3)
-    assert coordinator.letters() == (Letter(0, (Column(0, "x", (2, 0), (0, 0)),)),
-                                     Letter(1, (Column(0, "x", (3, 0), (2, 0)),)))
+    assert coordinator.take_direct_messages() == (DirectMessage(0, (ReceiveSplits(0, "x", (2, 0), (0, 0)),)),
+                                                  DirectMessage(1, (ReceiveSplits(0, "x", (3, 0), (2, 0)),)))
 
 
 # docs/protocol.md#letters
@@ -58,7 +69,7 @@ def test_what_all_ranks_are_told_of_an_alltoall_does_not_grow_with_them() -> Non
     assert nbytes(64) < nbytes(4) + 16
 
 
-def test_only_members_of_a_process_set_get_columns() -> None:
+def test_only_members_of_a_process_set_get_splits() -> None:
     coordinator = Coordinator(3, Policy())
     added = Request("add", Collective.ADD_PROCESS_SET, "uint8", (0,), members=(0, 2))
     for rank in range(3):
@@ -67,40 +78,41 @@ def test_only_members_of_a_process_set_get_columns() -> None:
     for rank in (0, 2):
         report_splits(coordinator, rank, (1, 1), process_set=1)
     decided(coordinator)
-    assert [letter.rank for letter in coordinator.letters()] == [0, 2]
+    assert [message.rank for message in coordinator.take_direct_messages()] == [0, 2]
 
 
-def test_a_refused_alltoall_has_no_columns() -> None:
+def test_a_refused_alltoall_has_no_splits() -> None:
     coordinator = Coordinator(2, Policy())
     report_splits(coordinator, 0, (1, 1))
     coordinator.receive(1, Report(0, 0, (Request("x", Collective.ALLTOALL, "int32", (2, 2), splits=(1, 1)),)), 0.0)
     assert decided(coordinator).responses[0].error_text
-    assert coordinator.letters() == ()
+    assert coordinator.take_direct_messages() == ()
 
 
-def aside(coordinator: Coordinator, rank: int, aside: Aside) -> tuple[Letter, ...]:
-    coordinator.receive(rank, Report(0, 0, aside=aside), 0.0)
+def tell(coordinator: Coordinator, rank: int, side_message: SideMessage) -> tuple[DirectMessage, ...]:
+    coordinator.receive(rank, Report(0, 0, side_message=side_message), 0.0)
     assert coordinator.decide() is None, "notes are nobody else's business"
-    return coordinator.letters()
+    return coordinator.take_direct_messages()
 
 
 @pytest.mark.parametrize("asked_first", [True, False])
 def test_a_note_goes_to_whoever_asks_for_it_before_or_after(asked_first: bool) -> None:
     coordinator = Coordinator(4, Policy())
-    note, wanted = Note("gloo.0", 1, b"text"), Wanted("gloo.0", 1)
+    note, wanted = OobMessage("gloo.0", 1, b"text"), OobKey("gloo.0", 1)
     if asked_first:
-        assert aside(coordinator, 3, Aside(wanted=(wanted,))) == ()
-        assert aside(coordinator, 1, Aside(notes=(note,))) == (Letter(3, notes=(note,)),)
+        assert tell(coordinator, 3, SideMessage(oob_requests=(wanted,))) == ()
+        assert tell(coordinator, 1, SideMessage(oob_messages=(note,))) == (DirectMessage(3, oob_messages=(note,)),)
     else:
-        assert aside(coordinator, 1, Aside(notes=(note,))) == ()
-        assert aside(coordinator, 3, Aside(wanted=(wanted,))) == (Letter(3, notes=(note,)),)
-    assert aside(coordinator, 2, Aside(wanted=(wanted,))) == (Letter(2, notes=(note,)),)
-    assert aside(coordinator, 1, Aside(withdrawn=("gloo.0",))) == ()
-    assert aside(coordinator, 0, Aside(wanted=(wanted,))) == ()
+        assert tell(coordinator, 1, SideMessage(oob_messages=(note,))) == ()
+        assert tell(coordinator, 3, SideMessage(oob_requests=(wanted,))) == (DirectMessage(3, oob_messages=(note,)),)
+    assert tell(coordinator, 2, SideMessage(oob_requests=(wanted,))) == (DirectMessage(2, oob_messages=(note,)),)
+    assert tell(coordinator, 1, SideMessage(oob_withdrawn=("gloo.0",))) == ()
+    assert tell(coordinator, 0, SideMessage(oob_requests=(wanted,))) == ()
 
 
 def test_an_addressed_note_goes_to_those_ranks_only() -> None:
     coordinator = Coordinator(4, Policy())
-    note = Note("nccl.0", 2, b"text", (0, 3))
-    bare = Note("nccl.0", 2, b"text")
-    assert aside(coordinator, 2, Aside(notes=(note,))) == (Letter(0, notes=(bare,)), Letter(3, notes=(bare,)))
+    note = OobMessage("nccl.0", 2, b"text", (0, 3))
+    bare = OobMessage("nccl.0", 2, b"text")
+    assert tell(coordinator, 2, SideMessage(oob_messages=(note,))) == (
+        DirectMessage(0, oob_messages=(bare,)), DirectMessage(3, oob_messages=(bare,)))
