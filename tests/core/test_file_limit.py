@@ -17,7 +17,7 @@ from hvdlite.bootstrap.descriptors import recv_fds, send_fds
 from hvdlite.bootstrap.rendezvous import Address, listen, receive_ranks
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.file_limit import SPARE, descriptors_for
-from tests.control.test_meeting import LIMIT, hello, meet
+from tests.bootstrap.meeting import LIMIT, hello, meet
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ import pytest
 from hvdlite.diagnostics.stall_report import RankState, StallReport, first_difference, location_in_dump
 from hvdlite.negotiation.coordinator import Stall
 from hvdlite.negotiation.messages import RankStatus
-from tests.runtime.programs import stalls as programs
+from tests.diagnostics.programs import stall_report as programs
 from tests.worlds import ROOT, Processes, processes
 
 
@@ -66,7 +66,7 @@ def test_a_stall_report_shows_where_the_missing_rank_is(tmp_path: Path) -> None:
         "HVDLITE_STALL_CHECK_TIME_SECONDS": "0.5", "HVDLITE_STALL_REPORT_FILE": str(file)})
     told = ended[0].stderr
     assert "submitted by ranks [0, 1], not yet by ranks [2]" in told
-    assert "rank 2 never submitted 'late': it is in dawdle(), stalls.py:" in told
+    assert "rank 2 never submitted 'late': it is in dawdle(), stall_report.py:" in told
     assert "since number 3: it called 'own', rank 0 called 'late'" in told
     assert "its last collectives: before, process_set.add, own" in told and "time.sleep(2.5)" in told
     assert "what happened to 'late' on rank 0" in told and "submitted (allreduce, float64[1], op Average)" in told
@@ -82,7 +82,7 @@ def test_a_rank_that_holds_pythons_lock_is_told_with_its_place(rank: int) -> Non
     assert [each.code for each in ended] == [0, 0]
     told = ended[1 - rank].stderr
     assert f"rank {rank} has not answered for 2 s: its process" in told and "something in it holds the GIL" in told
-    assert "it is in stuck(), stalls.py:" in told and f"rank {rank} answers again" in told
+    assert "it is in stuck(), stall_report.py:" in told and f"rank {rank} answers again" in told
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -122,7 +122,7 @@ def test_a_stall_ends_the_job_with_the_report_as_the_error() -> None:
             "HVDLITE_STALL_CHECK_TIME_SECONDS": "0.5", "HVDLITE_STALL_SHUTDOWN_TIME_SECONDS": "1"}) as world:
         for ended in world.wait(30):
             assert ended.code == 0, ended
-            assert "rank 1 never submitted 'x': it is in absent(), stalls.py:" in ended.result
+            assert "rank 1 never submitted 'x': it is in absent(), stall_report.py:" in ended.result
             assert "threading.Event().wait(8)" in ended.result
 
 
@@ -132,7 +132,8 @@ def test_a_signal_asks_for_a_report() -> None:
         world.wait_for(0, "ready")
         time.sleep(0.5)
         world.kill(1, signal.SIGUSR2)
-        world.wait_for(0, "rank 1 never submitted 'x': it is in a_signal_asks_for_a_report(), stalls.py:", stream="stderr")
+        world.wait_for(0, "rank 1 never submitted 'x': it is in a_signal_asks_for_a_report(), stall_report.py:",
+                       stream="stderr")
         assert [each.code for each in world.wait()] == [0, 0]
 
 

@@ -17,7 +17,7 @@ from hvdlite.core.types import ReduceOp
 from hvdlite.diagnostics.timeline import TimelineFile
 from hvdlite.negotiation.messages import TraceEvent
 from hvdlite.runtime.runtime import Runtime
-from tests.runtime.programs import timeline as programs
+from tests.diagnostics.programs import timeline as programs
 from tests.worlds import TORCH, Processes, processes, threads
 
 

@@ -13,7 +13,7 @@ from hvdlite.core.errors import ConfigError
 from hvdlite.engine.autotune import SAMPLES, SETTLING_ROUNDS, Autotuner
 from hvdlite.negotiation.buckets import BucketSizes
 from hvdlite.negotiation.coordinator import Coordinator, Policy
-from tests.runtime.programs import autotune as programs
+from tests.engine.programs import autotune as programs
 from tests.worlds import TORCH, processes
 
 pytest.importorskip("optuna")

@@ -1,4 +1,4 @@
-"""Programs of test_stalls.py."""
+"""Programs of test_stall_report.py."""
 
 from __future__ import annotations
 
