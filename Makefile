@@ -49,8 +49,8 @@ bench: $(VENV)/installed data
 docs: $(VENV)/installed
 	$(BIN)/python docs/generate.py
 
-# What ranks of tests run.
-PROGRAMS := $(patsubst tests/%/programs,-p tests.%.programs,$(wildcard tests/*/programs))
+# What ranks of tests run; the scripts for Horovod are as one writes them.
+PROGRAMS := $(patsubst tests/%/programs,-p tests.%.programs,$(filter-out tests/compat/%,$(wildcard tests/*/programs)))
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	mkdir -p build/typing && ln -sfn ../../runner build/typing/hvdlite_runner

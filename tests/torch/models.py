@@ -54,6 +54,11 @@ def by_bucket(optimizer: Any) -> bool:
     return bool(optimizer._reducer.by_bucket)
 
 
+def has_learned(optimizer: Any) -> bool:
+    """Return whether the set's buckets have been learned."""
+    return optimizer._reducer._bucket_views is not None
+
+
 def settle(runtime: Runtime, model: Any, optimizer: Any) -> None:
     """Train until the set is learned."""
     for _ in range(3):

@@ -182,7 +182,7 @@ def a_collective_in_a_graph_is_refused_and_graphs_of_the_model_work() -> None:
         graph.capture_end()
     assert "CUDA graph" in str(error), error
     model = torch.nn.Linear(16, 4).to(gpu)
-    graphed = torch.cuda.make_graphed_callables(model, (torch.randn(8, 16, device=gpu),))
+    graphed: Any = torch.cuda.make_graphed_callables(model, (torch.randn(8, 16, device=gpu),))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
     for _ in range(6):
         optimizer.zero_grad()

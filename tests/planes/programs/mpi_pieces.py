@@ -5,6 +5,7 @@ from collections.abc import Callable
 import numpy as np
 from mpi4py import MPI
 
+from hvdlite.core.types import ReduceOp
 from hvdlite.planes import mpi
 
 mpi.CALL_LIMIT = 1 << 12
@@ -20,10 +21,10 @@ me, count = MPI.COMM_WORLD.rank, 5000
 rows = [1000 * (rank + 1) for rank in range(3)]
 bounds = [0, 1000, 3000, 6000]
 values = np.arange(count, dtype=np.int64)
-group.allreduce(values, mpi.ReduceOp.SUM, wait)
+group.allreduce(values, ReduceOp.SUM, wait)
 assert (values == 3 * np.arange(count)).all()
 values = np.arange(count, dtype=np.int64) + me
-group.reduce(values, mpi.ReduceOp.SUM, 1, wait)
+group.reduce(values, ReduceOp.SUM, 1, wait)
 assert me != 1 or (values == 3 * np.arange(count) + 3).all()
 values = np.full(count, me, np.uint8)
 group.broadcast(values, 2, wait)

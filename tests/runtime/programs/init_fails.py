@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import threading
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -56,6 +57,17 @@ class Job:
         hvd.shutdown()
 
 
+@contextlib.contextmanager
+def patched(owner: object, name: str, error: BaseException) -> Iterator[None]:
+    """Let a function raise an error."""
+    def fail(*_: object) -> None:
+        raise error
+    real = getattr(owner, name)
+    setattr(owner, name, fail)
+    yield
+    setattr(owner, name, real)
+
+
 def process_sets_that_cannot_be() -> None:
     job = Job()
     for _ in range(2):
@@ -93,21 +105,15 @@ def a_timeline_that_cannot_be_written() -> None:
 
 def a_plane_that_cannot_be_made() -> None:
     job = Job()
-    def no_plane(*_: Any) -> Any:
-        raise LaunchError("no plane connects these hosts")
-    choose, assemble.choose = assemble.choose, no_plane
-    raises(LaunchError, "no plane", hvd.init)
-    assert left() == job.before, (left(), job.before)
-    assemble.choose = choose
+    with patched(assemble, "choose", LaunchError("no plane connects these hosts")):
+        raises(LaunchError, "no plane", hvd.init)
+        assert left() == job.before, (left(), job.before)
     job.works()
 
 
 def no_memory_for_the_plane() -> None:
     job = Job()
-    def no_memory(*_: Any) -> Any:
-        raise MemoryError("no memory for 65536 bytes")
-    allocate, shared.SharedMemory.allocate = shared.SharedMemory.allocate, no_memory
-    raises(MemoryError, "no memory", hvd.init)
-    assert left() == job.before, (left(), job.before)
-    shared.SharedMemory.allocate = allocate
+    with patched(shared.SharedMemory, "allocate", MemoryError("no memory for 65536 bytes")):
+        raises(MemoryError, "no memory", hvd.init)
+        assert left() == job.before, (left(), job.before)
     job.works()

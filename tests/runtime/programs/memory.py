@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -28,13 +29,13 @@ def begin() -> int:
     return shared()
 
 
-def reducer_of_one(label: str) -> ArrayReducer:
+def reducer_of_one(label: str) -> Any:
     reducer = ArrayReducer(api.runtime(), label, op=hvd.Sum)
     assert reducer.add((1 << 21,), "float32") == 0
     return reducer
 
 
-def train(reducer: ArrayReducer, rounds: int) -> int:
+def train(reducer: Any, rounds: int) -> int:
     for _ in range(rounds):
         assert (reducer.reduce({0: np.full(1 << 21, 1 + hvd.rank(), np.float32)})[0] == 3).all()
     return shared()
@@ -94,6 +95,7 @@ def jobs_one_after_the_other_leave_nothing(collects: bool) -> None:
 
 def a_shared_file_without_a_range_left_means_no_buckets() -> None:
     before = begin()
-    memory = api.runtime()._plane._memory
+    runtime: Any = api.runtime()
+    memory = runtime._plane._memory
     memory._length = memory._end + (8 << 20)  # on all ranks
     assert train(reducer_of_one("set"), 8) < before + (2 << 20)

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -36,6 +37,7 @@ def process_sets_on_processes_through_the_public_interface() -> None:
     hvd.init(process_sets=[odd, even, [0, 1, 3]])  # in another order
     assert (odd.process_set_id, even.process_set_id) == (1, 2)
     assert (hvd.allreduce(np.full(3, rank), op=hvd.Sum, process_set=mine) == (2 if rank % 2 == 0 else 4)).all()
+    wrong: Any
     for wrong, told in ((hvd.ProcessSet([0]), "is not registered"), ([0, 2], "not [0, 2]"), (1, "not 1")):
         try:
             hvd.allreduce(np.ones(1), process_set=wrong)

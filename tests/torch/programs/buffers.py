@@ -56,7 +56,7 @@ def buffers_are_broadcast_when_ddp_does(directory: str) -> None:
             for model in (ours, theirs):
                 model.train()
     torch.save(ours, io.BytesIO())
-    copied = torch.optim.swa_utils.AveragedModel(ours).train()
+    copied: Any = torch.optim.swa_utils.AveragedModel(ours).train()
     if rank == 0:
         copied(torch.randn(5, 4, generator=generator))
     copied.module.scale.fill_(rank)

@@ -51,7 +51,7 @@ def hooks_train_like_ddps_own(directory: str) -> None:
         wrapped.register_comm_hook(state, hook)
         return losses(wrapped, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9), steps), list(net.parameters())
 
-    def equal(one: Any, other: Any, **tolerance: float) -> None:
+    def equal(one: Any, other: Any, **tolerance: Any) -> None:
         for mine, its in zip(one[1], other[1], strict=True):
             torch.testing.assert_close(mine, its.detach(), **tolerance)
 

@@ -19,10 +19,10 @@ class Net(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.layers = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+        self.layers: Any = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
         self.error = torchmetrics.MeanSquaredError()
         self.seen = torchmetrics.CatMetric()  # states of lists, of different lengths
-        self.totals = []
+        self.totals: list[Any] = []
 
     def training_step(self, batch: Any, index: int) -> Any:
         x, y = batch
@@ -65,7 +65,7 @@ class Normal(Net):
     def __init__(self) -> None:
         super().__init__()
         self.layers.insert(1, torch.nn.BatchNorm1d(8))
-        self.before = []
+        self.before: list[Any] = []
 
     def training_step(self, batch: Any, index: int) -> Any:
         self.before.append(self.layers[1].running_mean.clone())
@@ -111,8 +111,8 @@ def fits(folder: str) -> None:
 
     # One process, with batches made of what the two ranks had together.
     alone = Net()
-    one, other = ([list(shares(rank))[begin:begin + 8] for begin in range(0, 32, 8)] for rank in range(2))
-    batches = [[*first, *second] for first, second in zip(one, other, strict=True)]
+    one, two = ([list(shares(rank))[begin:begin + 8] for begin in range(0, 32, 8)] for rank in range(2))
+    batches = [[*first, *second] for first, second in zip(one, two, strict=True)]
     single = torch.utils.data.DataLoader(DATA, batch_sampler=batches)
     pl.Trainer(enable_checkpointing=False, use_distributed_sampler=False, **COMMON).fit(alone, single)
     for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):

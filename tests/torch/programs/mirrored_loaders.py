@@ -65,8 +65,8 @@ def workers_streams_and_synchronised_batch_norm_in_processes() -> None:
         raise SystemExit("streams of different workers are different")
 
     with strategy.scope():
-        model = Normal(rank)
-        bare = torch.nn.BatchNorm1d(4)
+        model: Any = Normal(rank)
+        bare: Any = torch.nn.BatchNorm1d(4)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     assert type(model.norm) is hvd.SyncBatchNorm and type(bare) is hvd.SyncBatchNorm
     curve = train(model, optimizer, strategy.distribute(DataLoader(dataset(37), 8)), 5, False,

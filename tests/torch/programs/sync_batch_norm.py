@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 import hvdlite_torch as hvd
@@ -18,7 +20,7 @@ def it_equals_one_rank_with_the_whole_batch() -> None:
             x = torch.randn(sum(counts), *shape, dtype=dtype) * 3 + 100
             channels = shape[0]
             plain = make(channels, **settings).to(dtype)
-            converted = hvd.SyncBatchNorm.convert_sync_batchnorm(torch.nn.Sequential(make(channels, **settings)))
+            converted: Any = hvd.SyncBatchNorm.convert_sync_batchnorm(torch.nn.Sequential(make(channels, **settings)))
             synced = converted[0].to(dtype)
             assert type(synced) is hvd.SyncBatchNorm
             for module in (plain, synced):
@@ -34,7 +36,7 @@ def it_equals_one_rank_with_the_whole_batch() -> None:
                 expected, got = plain(whole), synced(mine)
             (expected * factor).sum().backward()
             (got * factor[begin:begin + counts[rank]]).sum().backward()
-            close = dict(rtol=1e-4, atol=1e-4) if dtype is torch.float32 else {}
+            close: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4} if dtype is torch.float32 else {}
             torch.testing.assert_close(got, expected[begin:begin + counts[rank]], **close)
             torch.testing.assert_close(mine.grad, whole.grad[begin:begin + counts[rank]], **close)
             if plain.affine:
@@ -45,7 +47,8 @@ def it_equals_one_rank_with_the_whole_batch() -> None:
                 torch.testing.assert_close(synced.running_mean, plain.running_mean, **close)
                 torch.testing.assert_close(synced.running_var, plain.running_var, **close)
                 assert synced.num_batches_tracked == 2
-            plain.eval(), synced.eval()
+            plain.eval()
+            synced.eval()
             torch.testing.assert_close(synced(mine), plain(mine), **close)
     half = hvd.SyncBatchNorm(3)(torch.randn(4, 3).to(torch.bfloat16))
     assert half.dtype is torch.bfloat16
