@@ -34,6 +34,7 @@ from tests import warm
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parent.parent
+HVDRUN = [sys.executable, "-m", "hvdlite_runner.cli"]
 TORCH = ("torch", "torch._dynamo")
 """What ranks with torch can begin with: the first optimizer imports the latter."""
 
@@ -104,13 +105,12 @@ class Processes:
         ends = list(itertools.accumulate(hosts or [size]))
         groups = Hosts(tuple(tuple(range(begin, end)) for begin, end in itertools.pairwise([0, *ends])))
         assert ends[-1] == size
-        meeting = {} if not hosts else {launch_contract.SECRET: secrets.token_hex(),
-                                        launch_contract.COORDINATOR: f"127.0.0.1:{free_port()}"}
+        meeting = {name: value for name, value in over_tcp().items() if hosts and name != "HVDLITE_CONTROL"}
         self._files = tempfile.TemporaryDirectory(prefix="hvdlite-out-")
         self.ranks: list[subprocess.Popen[bytes] | warm.Rank] = []
         for rank in range(size):
             env = {
-                **{name: value for name, value in os.environ.items() if not name.startswith(("HVDLITE_", "HOROVOD_"))},
+                **clean_environment(),
                 **launch_contract.rank_environment(
                     groups.world(rank), self._directories[groups.groups.index(groups.around(rank))]), **meeting,
                 "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": "1",
@@ -189,6 +189,17 @@ def _calling(program: Program, arguments: Sequence[object], result: Path) -> str
             f"        file.write(repr(result))\n")
 
 
+def clean_environment(*others: str) -> dict[str, str]:
+    """Return this process's environment but for our variables, and those whose names begin with one of `others`."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("HVDLITE_", "HOROVOD_", *others))}
+
+
+def over_tcp(port: int = 0) -> dict[str, str]:
+    """Return the environment of ranks that meet at a port of this host, by default a free one."""
+    return {"HVDLITE_CONTROL": "tcp", launch_contract.COORDINATOR: f"127.0.0.1:{port or free_port()}",
+            launch_contract.SECRET: secrets.token_hex()}
+
+
 def free_port() -> int:
     """Return a port of this host at which nobody listens."""
     with socket.socket() as probe:
@@ -207,16 +218,6 @@ def processes(size: int, program: Program | Path | str, *arguments: object, time
     return ended
 
 
-RAISES = """
-def raises(kind, text, call):
-    try:
-        call()
-    except kind as error:
-        assert text in str(error), error
-    else:
-        raise AssertionError(f"no {kind}")
-"""
-"""For sources that run as ranks, where there is no pytest."""
 OTHERS_MEMORY = ("mpich_shm", "vader_", "sm_segment", "plasma", "ray", "torch_", "sem.")
 """How files in /dev/shm begin that other libraries make, maybe in a test that runs at the same time."""
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.worlds import ROOT
+from tests.worlds import HVDRUN, ROOT
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.slow
 
 def run(script: str, *arguments: str) -> str:
-    result = subprocess.run([sys.executable, "-m", "hvdlite_runner.cli", "-np", "2", "--horovod-compat", "--no-prefix",
+    result = subprocess.run([*HVDRUN, "-np", "2", "--horovod-compat", "--no-prefix",
                              sys.executable, str(Path(__file__).parent / "programs" / script), *arguments],
                             capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert result.returncode == 0 and result.stdout.count("done") == 2, result.stdout + result.stderr

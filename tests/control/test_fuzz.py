@@ -16,15 +16,15 @@ import pytest
 from hvdlite.control.wire import challenge_as_client
 from hvdlite.core.errors import HvdliteError
 from tests.control.programs.fuzz import reduce_until_told
-from tests.worlds import Processes, free_port
+from tests.worlds import Processes, free_port, over_tcp
 
 
 @contextlib.contextmanager
 def job(delay: float) -> Iterator[tuple[Processes, int, bytes]]:
-    port, key = free_port(), secrets.token_bytes(32)
-    environment = {"HVDLITE_CONTROL": "tcp", "HVDLITE_COORDINATOR": f"127.0.0.1:{port}", "HVDLITE_SECRET": key.hex()}
+    port = free_port()
+    environment = over_tcp(port)
     with Processes(3, reduce_until_told, delay, environment=environment) as world:
-        yield world, port, key
+        yield world, port, bytes.fromhex(environment["HVDLITE_SECRET"])
         with contextlib.suppress(FileNotFoundError):
             os.unlink(f"{world.directory}/go")
 
@@ -130,10 +130,9 @@ MEDDLING: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("kind", MEDDLING)
 def test_a_meddler_in_the_middle_ends_that_connection_only_with_a_reason(kind: str) -> None:
-    port, key = free_port(), secrets.token_bytes(32)
+    port = free_port()
     proxy = Proxy(port, MEDDLING[kind])
-    environment = {"HVDLITE_CONTROL": "tcp", "HVDLITE_COORDINATOR": f"127.0.0.1:{port}", "HVDLITE_SECRET": key.hex(),
-                   "HVDLITE_SILENCE_CHECK_SECONDS": "1"}
+    environment = {**over_tcp(port), "HVDLITE_SILENCE_CHECK_SECONDS": "1"}
     with Processes(3, reduce_until_told, 0.0, proxy.port, environment=environment) as world:
         for rank in range(3):
             world.wait_for(rank, "ready")

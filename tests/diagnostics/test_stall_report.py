@@ -16,7 +16,7 @@ from hvdlite.diagnostics.stall_report import RankState, StallReport, first_diffe
 from hvdlite.negotiation.coordinator import Stall
 from hvdlite.negotiation.messages import RankStatus
 from tests.diagnostics.programs import stall_report as programs
-from tests.worlds import ROOT, Processes, processes
+from tests.worlds import HVDRUN, ROOT, Processes, processes
 
 
 def status(*recent: str, first_number: int = 1, waiting: tuple[str, ...] = ()) -> RankStatus:
@@ -140,15 +140,14 @@ def test_a_signal_asks_for_a_report() -> None:
 def test_hvdrun_reports_on_a_running_job(tmp_path: Path) -> None:
     script = Path(__file__).parent / "programs/stuck_script.py"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    hvdrun = [sys.executable, "-m", "hvdlite_runner.cli"]
-    job = subprocess.Popen([*hvdrun, "-np", "2", "--no-prefix", sys.executable, str(script), str(tmp_path / "stick")],
+    job = subprocess.Popen([*HVDRUN, "-np", "2", "--no-prefix", sys.executable, str(script), str(tmp_path / "stick")],
                            stdout=subprocess.PIPE, text=True, env=environment)
     try:
         assert job.stdout is not None
         assert [job.stdout.readline(), job.stdout.readline()] == ["ready\n", "ready\n"]
 
         def report(*options: str) -> subprocess.CompletedProcess[str]:
-            return subprocess.run([*hvdrun, "--report", str(job.pid), *options],
+            return subprocess.run([*HVDRUN, "--report", str(job.pid), *options],
                                   capture_output=True, text=True, env=environment, timeout=60)
 
         time.sleep(0.5)
@@ -164,5 +163,5 @@ def test_hvdrun_reports_on_a_running_job(tmp_path: Path) -> None:
     finally:
         job.terminate()
         job.wait(20)
-    missing = subprocess.run([*hvdrun, "--report", str(job.pid)], capture_output=True, text=True, env=environment)
+    missing = subprocess.run([*HVDRUN, "--report", str(job.pid)], capture_output=True, text=True, env=environment)
     assert missing.returncode == 2 and "no job whose launcher" in missing.stderr

@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 
 from benchmarks import control_scale, report
 from examples import fashion_mnist
-from tests.worlds import free_port
+from tests.worlds import HVDRUN, free_port
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SMALL = ["--rounds", "1", "--seconds", "0.001", "--short"]
@@ -35,7 +35,7 @@ def test_it_runs_and_records(script: str, ranks: int, options: list[str], tmp_pa
             pytest.skip(str(error))
     record = tmp_path / f"{script}-{ranks}.json"
     port = free_port()
-    launcher = [] if ranks == 1 else [sys.executable, "-m", "hvdlite_runner.cli", "-np", str(ranks)]
+    launcher = [] if ranks == 1 else [*HVDRUN, "-np", str(ranks)]
     program = ["-c", ONE_STEP] if script == "training" else [f"benchmarks/{script}.py"]
     ended = subprocess.run([*launcher, sys.executable, *program, *options, "--record", str(record)],
                            cwd=ROOT, capture_output=True, text=True, timeout=150, check=False,

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.worlds import free_port
+from tests.worlds import clean_environment, free_port
 
 PATH = "/usr/sbin:/sbin:/usr/bin:/bin"
 NODES = ("node1", "node2")
@@ -38,9 +38,7 @@ class Slurm:
 
     def environment(self) -> dict[str, str]:
         """Return the environment in which Slurm's commands find this one."""
-        clean = {name: value for name, value in os.environ.items()
-                 if not name.startswith(("HVDLITE_", "HOROVOD_", "SLURM_"))}
-        return {**clean, "SLURM_CONF": str(self.directory / "slurm.conf"), "OMP_NUM_THREADS": "1"}
+        return {**clean_environment("SLURM_"), "SLURM_CONF": str(self.directory / "slurm.conf"), "OMP_NUM_THREADS": "1"}
 
     def run(self, *command: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         """Run a command with this Slurm."""

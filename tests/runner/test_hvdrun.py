@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hvdlite_runner.reaper import marked_processes
-from tests.worlds import shared_memory
+from tests.worlds import HVDRUN, clean_environment, shared_memory
 
 PYTHON = sys.executable
 FAULTY, STUBBORN, DEAF, BARE = (str(Path(__file__).parent / f"programs/{name}.py") for name in (
@@ -27,12 +27,11 @@ def hvdrun(*arguments: str, environment: dict[str, str] | None = None) -> subpro
 
 
 def _command(arguments: Sequence[str]) -> list[str]:
-    return [PYTHON, "-m", "hvdlite_runner.cli", *arguments]
+    return [*HVDRUN, *arguments]
 
 
 def _environment() -> dict[str, str]:
-    return {**{name: value for name, value in os.environ.items() if not name.startswith(("HVDLITE_", "HOROVOD_"))},
-            "OMP_NUM_THREADS": "1"}
+    return {**clean_environment(), "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(autouse=True)
@@ -324,7 +323,7 @@ def test_a_reader_that_goes_away_does_not_end_the_job() -> None:
 def test_a_long_temporary_directory_is_no_obstacle(tmp_path: Path) -> None:
     directory = tmp_path / ("long" * 40)
     directory.mkdir()
-    ended = subprocess.run([sys.executable, "-m", "hvdlite_runner.cli", "-np", "2", sys.executable, "-c",
+    ended = subprocess.run([*HVDRUN, "-np", "2", sys.executable, "-c",
                             "import hvdlite as hvd; hvd.init(); hvd.barrier(); hvd.shutdown()"],
                            env={**os.environ, "TMPDIR": str(directory)}, capture_output=True, text=True, timeout=60,
                            check=False)

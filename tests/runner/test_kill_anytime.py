@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from hvdlite_runner.reaper import marked_processes
-from tests.worlds import shared_memory
+from tests.worlds import HVDRUN, shared_memory
 
 pytest.importorskip("torch")
 
@@ -28,7 +28,7 @@ def test_a_rank_killed_at_any_moment(seed: int, tmp_path: Path, monkeypatch: pyt
     size, tag = chance.choice([2, 3]), f"kill-{os.getpid()}-{seed}"
     victim, delay = chance.randrange(size), chance.choice([0.0, chance.uniform(0, 4)])
     shared = shared_memory()
-    command = [sys.executable, "-m", "hvdlite_runner.cli", "-np", str(size), sys.executable]
+    command = [*HVDRUN, "-np", str(size), sys.executable]
     run = subprocess.Popen([*command, str(Path(__file__).parent / "programs/loaders.py")],
                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                            env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path), "TEST_JOB": tag,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import os
 import shutil
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from hvdlite.diagnostics import progress
 from hvdlite_runner.messages import Progress
 from hvdlite_runner.monitor import Monitor, look, rows, text, waits_of
 from hvdlite_runner.scaling import Throughput, parse_sweep, saturation, scaling_rows
+from tests.worlds import HVDRUN, clean_environment
 
 
 def test_a_ranks_progress_is_read_by_another_process(tmp_path: Path) -> None:
@@ -124,9 +124,8 @@ def test_a_negative_number_of_samples() -> None:
 
 def hvdrun(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     shutil.copy(Path(__file__).parent / "programs/samples.py", tmp_path / "train.py")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HVDLITE_", "HOROVOD_"))}
-    return subprocess.run([sys.executable, "-m", "hvdlite_runner.cli", *arguments], capture_output=True, text=True,
-                          timeout=100, cwd=tmp_path, env={**environment, "OMP_NUM_THREADS": "1"}, check=False)
+    return subprocess.run([*HVDRUN, *arguments], capture_output=True, text=True,
+                          timeout=100, cwd=tmp_path, env={**clean_environment(), "OMP_NUM_THREADS": "1"}, check=False)
 
 
 def test_scaling_prints_and_writes_its_table(tmp_path: Path) -> None:

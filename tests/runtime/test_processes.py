@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import secrets
 import signal
 
 import pytest
 
 from tests.runtime.programs import processes as programs
-from tests.worlds import TORCH, Processes, free_port, processes
+from tests.worlds import TORCH, Processes, over_tcp, processes
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -96,17 +95,12 @@ def test_init_and_shutdown_again_leak_nothing() -> None:
     processes(1, programs.init_and_shutdown_again_leak_nothing)
 
 
-def _over_tcp() -> dict[str, str]:
-    return {"HVDLITE_CONTROL": "tcp", "HVDLITE_COORDINATOR": f"127.0.0.1:{free_port()}",
-            "HVDLITE_SECRET": secrets.token_hex()}
+def test_the_control_planeover_tcp() -> None:
+    processes(3, programs.the_control_plane_over_tcp, environment=over_tcp())
 
 
-def test_the_control_plane_over_tcp() -> None:
-    processes(3, programs.the_control_plane_over_tcp, environment=_over_tcp())
-
-
-def test_a_death_over_tcp() -> None:
-    with Processes(2, programs.loop, environment=_over_tcp()) as world:
+def test_a_deathover_tcp() -> None:
+    with Processes(2, programs.loop, environment=over_tcp()) as world:
         world.wait_for(1, "running")
         world.kill(1)
         assert "rank 1 was lost" in world.wait(20)[0].stderr

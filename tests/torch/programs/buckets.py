@@ -19,7 +19,7 @@ def story(runtime: Runtime, kind: str) -> list[Any]:
     """Train in a way that meets the hazard called `kind`; return the weights after each step."""
     rank = runtime.world.rank
     model = net()
-    options: dict[str, Any] = {"passes": {"backward_passes_per_step": 2}, "predivide": {"gradient_predivide_factor": 3.0},
+    options: Any = {"passes": {"backward_passes_per_step": 2}, "predivide": {"gradient_predivide_factor": 3.0},
                "fp16": {"compression": hvd.Compression.fp16}}.get(kind, {})
     optimizer = wrapped(runtime, model, **options)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2, enabled=kind == "scaler")
