@@ -54,7 +54,7 @@ class Agents:
             with descriptors_for(_DESCRIPTORS * len(hosts), f"reaching {len(hosts)} hosts"):
                 self.remotes = [Remote(host, shell, greeting, self._selector, self._tell, self._gone) for host in hosts]
         except OSError as error:
-            raise LaunchError(f"cannot start {shell.program}, which is to reach other hosts: {error.strerror}") from None
+            raise LaunchError(f"cannot start {shell.program} to connect to other hosts: {error.strerror}") from None
         self._pinger = Pinger(self.remotes)  # from now on: the first to be ready may wait long for the last
         self._await(self.remotes, Hello, timeout)
         problems = []
@@ -142,7 +142,7 @@ def meeting_point(agents: Agents, first: Remote | None, others: Mapping[Remote |
             try:
                 probe_server = host_probe.ProbeServer(port)
             except OSError as error:
-                raise LaunchError(f"cannot listen on port {port} here: {error.strerror}") from None
+                raise LaunchError(f"cannot listen on port {port} of this host: {error.strerror}") from None
             routed = Routed(host_probe.own_addresses(targets, interfaces), probe_server.port)
         else:
             routed = agents.ask({first: AskRoute(targets, list(interfaces), port)}, Routed)[first]
@@ -151,7 +151,7 @@ def meeting_point(agents: Agents, first: Remote | None, others: Mapping[Remote |
             raise LaunchError(f"{here}: {routed.problem}")
         if not routed.addresses:
             wanted = f" on {', '.join(interfaces)}" if interfaces else ""
-            raise LaunchError(f"{here} has no address{wanted} that others could reach; it has: "
+            raise LaunchError(f"{here} has no address{wanted} that other hosts can reach; its addresses: "
                               f"{host_probe.interfaces() if first is None else 'see hvdrun --doctor'}")
         ask = AskProbe(routed.addresses, routed.port)
         found: dict[str, dict[str, str]] = {remote.host.name: answer.problems for remote, answer in agents.ask(

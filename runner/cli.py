@@ -135,7 +135,7 @@ def _command(options: argparse.Namespace) -> list[str]:
 
 def _groups(options: argparse.Namespace, hosts: Sequence[Host], size: int | None) -> list[placement.Group]:
     if not hosts and size is None:
-        raise LaunchError("say how many ranks to start with -np N")
+        raise LaunchError("pass the number of ranks with -np N")
     return placement.place(size, hosts or [Host(LOCAL, size or 1)])
 
 

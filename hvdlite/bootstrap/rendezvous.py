@@ -235,7 +235,7 @@ class _Reception:
             self._seat(hello, connection)
         except (OSError, EOFError, HvdliteError) as error:
             sock.close()
-            _log.warning("a stranger at %s was turned away: %s", self._address, error)
+            _log.warning("a connection to %s was refused: %s", self._address, error)
         finally:
             self._places.release()
 

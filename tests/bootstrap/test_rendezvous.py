@@ -64,7 +64,7 @@ def test_strangers_are_turned_away_and_the_job_starts(caplog: pytest.LogCaptureF
         results = meet(Address(host="127.0.0.1", port=0, key=b"secret" * 6), [hello(rank) for rank in range(3)],
                        stranger=stranger)
     assert all(welcome.pids == (1000, 1001, 1002) for welcome in results)
-    assert sum("turned away" in record.message for record in caplog.records) == 4
+    assert sum("was refused" in record.message for record in caplog.records) == 4
 
 
 def test_a_silent_stranger_delays_nobody() -> None:

@@ -164,4 +164,4 @@ def test_hvdrun_reports_on_a_running_job(tmp_path: Path) -> None:
         job.terminate()
         job.wait(20)
     missing = subprocess.run([*HVDRUN, "--report", str(job.pid)], capture_output=True, text=True, env=environment)
-    assert missing.returncode == 2 and "no job whose launcher" in missing.stderr
+    assert missing.returncode == 2 and "has no running job" in missing.stderr
