@@ -20,7 +20,7 @@ from hvdlite.core.errors import MismatchError  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite_torch import DistributedOptimizer, MirroredStrategy, SyncBatchNorm  # noqa: E402
 from hvdlite_torch.rows import rows_of, rows_taken  # noqa: E402
-from tests.torch.test_mirrored import Net, assert_close, dataset, weights  # noqa: E402
+from tests.torch.mirroring import Net, assert_close, dataset, weights  # noqa: E402
 from tests.worlds import threads  # noqa: E402
 
 mse = torch.nn.functional.mse_loss
