@@ -195,8 +195,8 @@ class BucketRound(Generic[Parameter]):
         """Return the members of a finished bucket that somebody contributed to, and their bucket views."""
         assert filling.handle is not None
         if not filling.handle.parts:
-            nobody = filling.handle.nobody
-            return members if not nobody else [member for index, member in enumerate(members) if index not in nobody]
+            unused = filling.handle.globally_unused
+            return members if not unused else [member for index, member in enumerate(members) if index not in unused]
         reduced = []
         for index, part in enumerate(filling.handle.parts):
             try:
