@@ -184,7 +184,7 @@ class BucketRound(Generic[Parameter]):
     def _break(self, bucket_index: int) -> Alone[Parameter]:
         filling, members = self._fillings[bucket_index], self._bucket_views.members[bucket_index]
         filling.broken = True
-        self._runtime.abandon(self._bucket_views.learned.layout)
+        self._runtime.mark_stale(self._bucket_views.learned.layout)
         for index in filling.present:
             self._framework.install_view(*members[index])
         return [*((members[index][0], True) for index in (*filling.present, *filling.later)),

@@ -435,7 +435,7 @@ class GradientReducer(Generic[Parameter]):
                                        {member.name: member.parameter for member in self._members.values()
                                         if not member.sparse})
         if self._bucket_views is None:
-            self._runtime.abandon(learned.layout)
+            self._runtime.mark_stale(learned.layout)
         else:
             self.by_bucket = True
             closes = not any(member.sparse for member in self._members.values())

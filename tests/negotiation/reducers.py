@@ -145,7 +145,7 @@ class Reducer:
             self.sparse.update(self.current.unbucketed)
             self.home = {member.name: bucket for bucket in self.current.buckets for member in bucket.members}
             if self.home.keys() != now.members.keys() - self.sparse:
-                self.controller.abandon(self.current.layout_id)
+                self.controller.mark_stale(self.current.layout_id)
                 self.current = None
             else:
                 self.by_bucket.add(self.number)
@@ -160,7 +160,7 @@ class Reducer:
         member = next(member for member in bucket.members if member.name == name)
         if member.shape != (self.now.members[name],) or name in self.now.sparse:
             self.broken.add(bucket.bucket_id)
-            self.controller.abandon(self.current.layout_id)
+            self.controller.mark_stale(self.current.layout_id)
             for other in (*filled, name):
                 self._declare(other)
             return
