@@ -112,7 +112,7 @@ class Processes:
             env = {
                 **clean_environment(),
                 **launch_contract.rank_environment(
-                    groups.world(rank), self._directories[groups.groups.index(groups.around(rank))]), **meeting,
+                    groups.world(rank), self._directories[groups.ranks_by_host.index(groups.local_ranks(rank))]), **meeting,
                 "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": "1",
                 "HVDLITE_START_TIMEOUT": "30", "PYTHONUNBUFFERED": "1", **(environment or {}),
             }

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdlite.core.config import Config, limit, socket_timeout
+from hvdlite.core.config import Config, socket_timeout, timeout_or_inf
 from hvdlite.core.errors import ConfigError
 
 
@@ -65,4 +65,5 @@ def test_knobs_are_read_with_their_aliases_and_precedence() -> None:
 def test_of_every_knob_in_seconds_0_is_never() -> None:
     seconds = [field for field in dataclasses.fields(Config) if isinstance(field.default, float)]
     assert len(seconds) == 7 and all("; 0 is never" in field.metadata["help"] for field in seconds)
-    assert limit(0.0) == math.inf and limit(1.5) == 1.5 and socket_timeout(math.inf) is None and socket_timeout(1.5) == 1.5
+    assert timeout_or_inf(0.0) == math.inf and timeout_or_inf(1.5) == 1.5
+    assert socket_timeout(math.inf) is None and socket_timeout(1.5) == 1.5

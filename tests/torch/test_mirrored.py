@@ -190,12 +190,12 @@ def test_copies_of_modules_and_of_the_strategy() -> None:
         torch.save(model, file)
         file.seek(0)
         copies = copy.deepcopy(model), torch.load(file, weights_only=False)
-        assert not strategy._registry.has_loaded
+        assert not strategy._registry.schedule.has_loaded
         for each in copies:
             each.load_state_dict(Net(seed=5).state_dict())
-        assert not strategy._registry.has_loaded, "copies are not in the scope"
+        assert not strategy._registry.schedule.has_loaded, "copies are not in the scope"
         model.layers[0].load_state_dict(copies[0].layers[0].state_dict())
-        assert strategy._registry.has_loaded
+        assert strategy._registry.schedule.has_loaded
         strategy.mirror()
         assert is_distributed(optimizer)
     threads(2, step)

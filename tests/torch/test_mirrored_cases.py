@@ -53,7 +53,7 @@ def test_optimizers_around_others_keep_their_groups_and_their_rates() -> None:
             optimizer.step()
             scheduler.step()
             assert optimizer.param_groups is optimizer.base.param_groups
-            if index == 2 and (strategy is None or strategy._replica.number == 0):
+            if index == 2 and (strategy is None or strategy._replicas.replica_id == 0):
                 optimizer.load_state_dict(optimizer.state_dict())
         return weights(model)
     equal_one_process(case)

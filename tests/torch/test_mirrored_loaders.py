@@ -109,7 +109,7 @@ def test_every_sample_once_an_epoch(kind: str, size: int) -> None:
                 assert batch["square"].tolist() == [[number ** 2] for number in numbers]
                 assert batch["name"] == [f"sample {number}" for number in numbers]
                 assert sorted(strategy.gather(batch["number"]).tolist()) == sorted(
-                    {each for theirs in strategy._replica.allgather_object(numbers, "test") for each in theirs})
+                    {each for theirs in strategy._replicas.allgather_object(numbers, "test") for each in theirs})
                 shares.append(numbers)
             assert len(shares) == len(own) if not isinstance(getattr(own, "dataset", None), IterableDataset) else True
             epochs.append(shares)
@@ -132,7 +132,7 @@ def test_every_sample_once_an_epoch(kind: str, size: int) -> None:
 
 
 def test_samplers_without_an_end_and_longer_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hvdlite_torch.distributed_loader.CHUNK", 20)
+    monkeypatch.setattr("hvdlite.training.synchronized_sampler.CHUNK", 20)
 
     class Endless(Sampler):
         def __iter__(self) -> Iterator[int]:
