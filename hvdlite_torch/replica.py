@@ -1,4 +1,4 @@
-"""One rank among the replicas of a strategy: what they tell each other beside gradients."""
+"""One rank among the replicas of a strategy: the collectives of a strategy other than those of gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How ranks find each other at start: rank 0 listens, the others connect, and nobody else gets in.
+"""The rendezvous: rank 0 listens, the other ranks connect and authenticate, and the job starts when all are there.
 
 Meeting is also the job's first barrier: it ends when all ranks have said hello, or fails naming those that have not.
 """

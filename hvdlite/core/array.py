@@ -1,4 +1,4 @@
-"""Dtypes as the runtime names them, and the arithmetic rules that follow from a dtype.
+"""The supported dtypes, and the arithmetic rules of each.
 
 Names are NumPy's, plus "bfloat16" (`ml_dtypes`). 16-bit floats are *stored* as such and *accumulated* in float32.
 """

@@ -1,4 +1,4 @@
-"""The limit of open files: raised as far as a job's ranks need it, and explained where that is not enough.
+"""The limit of open files: raised as far as the ranks of a job need it; a hard limit that is too low is explained.
 
 Many things cost a descriptor a rank: connections, bells, process watches, pipes. The usual soft limit of 1,024 is low for a
 host with many ranks, or for rank 0 of many; every process may raise it up to its hard limit.

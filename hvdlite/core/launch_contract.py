@@ -1,4 +1,4 @@
-"""What a launcher and a rank agree on: environment variables, exit codes and the failure record.
+"""The contract between a launcher and a rank: environment variables, exit codes, and the record of a failure.
 
 The launcher writes these variables; `bootstrap/environments.py` reads them. Nothing else passes between the two but
 the failure records, so either side can be replaced.

@@ -1,4 +1,4 @@
-"""The words of the runtime: collectives and reduce operations."""
+"""Enumerations: the collectives and the reduce operations."""
 
 from __future__ import annotations
 

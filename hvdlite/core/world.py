@@ -1,4 +1,4 @@
-"""Where a rank stands among the others, and which of them share a host."""
+"""A rank's numbers (rank, size, local and cross ranks), and the ranks of each host."""
 
 from __future__ import annotations
 

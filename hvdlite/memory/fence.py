@@ -1,4 +1,4 @@
-"""Memory order between the ranks of a host on machines that reorder stores (docs/decisions/0021).
+"""The fence: memory order between the ranks of a host, on machines that reorder stores (docs/protocol.md#memory-order).
 
 x86 makes the stores of a processor visible in program order, and loads in program order. Other machines (aarch64) do
 neither, and Python has no fence instruction. A `Fence` uses a lock of the kernel instead: every call locks and unlocks the

@@ -1,4 +1,4 @@
-"""Each rank's shard of a global batch."""
+"""A rank's shard of a global batch: which rows it takes."""
 
 from __future__ import annotations
 
