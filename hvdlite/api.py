@@ -73,7 +73,7 @@ def init(comm: object = None, process_sets: Sequence[ProcessSet | Sequence[int]]
     with _lock:
         if _runtime is None:
             _runtime, _users = _started(comm), 0
-            global_process_set.fill(_runtime.world.size, _runtime.world.rank)
+            global_process_set.set_members(_runtime.world.size, _runtime.world.rank)
         _users += 1
     try:
         for process_set in () if process_sets is None or isinstance(process_sets, str) else process_sets:

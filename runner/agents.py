@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from hvdlite.core.errors import LaunchError
-from hvdlite.core.file_limit import descriptors_for
+from hvdlite.core.file_limit import reserve_descriptors
 from hvdlite_runner import host_probe
 from hvdlite_runner.messages import AskProbe, AskRoute, Event, Hello, Order, Probed, Routed
 from hvdlite_runner.placement import Host
@@ -51,7 +51,7 @@ class Agents:
             LaunchError: with one line for each host where that is not possible.
         """
         try:
-            with descriptors_for(_DESCRIPTORS * len(hosts), f"reaching {len(hosts)} hosts"):
+            with reserve_descriptors(_DESCRIPTORS * len(hosts), f"reaching {len(hosts)} hosts"):
                 self.remotes = [Remote(host, shell, greeting, self._selector, self._tell, self._gone) for host in hosts]
         except OSError as error:
             raise LaunchError(f"cannot start {shell.program} to connect to other hosts: {error.strerror}") from None

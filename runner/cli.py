@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hvdlite.core.config import Config, environment_name, file_knobs, limit
+from hvdlite.core.config import Config, environment_name, file_knobs, timeout_or_inf
 from hvdlite.core.errors import ConfigError, LaunchError
 from hvdlite_runner import allocations, mpirun, placement, scaling
 from hvdlite_runner.commands import CommandError, resolve_command
@@ -99,7 +99,7 @@ def job_settings(options: argparse.Namespace, environ: Mapping[str, str], size: 
                       if getattr(options, name.replace("-", "_")))
     return JobSettings(
         groups, command, settings, shell, working_directory=options.working_directory or "",
-        start_timeout=limit(Config.from_environment({**environ, **settings}).start_timeout),
+        start_timeout=timeout_or_inf(Config.from_environment({**environ, **settings}).start_timeout),
         interfaces=_interfaces(options), coordinator_port=options.coordinator_port,
         over_tcp=settings.get(control, environ.get(control)) == "tcp", share_cores="OMP_NUM_THREADS" not in environ,
         output_directory=options.output_filename, prefix=options.prefix, timestamps=options.timestamps, show=options.show,

@@ -111,7 +111,7 @@ def place(size: int | None, hosts: Sequence[Host]) -> list[Group]:
         raise LaunchError(f"-np {size} is more than the {len(slots)} slots of {offered}")
     taken = slots[:size]
     layout = Hosts.of([host.name for host in taken])
-    return [Group(taken[ranks[0]], tuple(layout.world(rank) for rank in ranks)) for ranks in layout.groups]
+    return [Group(taken[ranks[0]], tuple(layout.world(rank) for rank in ranks)) for ranks in layout.ranks_by_host]
 
 
 def unify_local(hosts: Sequence[Host], local: Callable[[str], bool]) -> list[Host]:

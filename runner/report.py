@@ -11,7 +11,7 @@ from typing import Any
 
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.launch_contract import DIRECTORY_PREFIX, PROCESSES_FILE, REPORT_SOCKET
-from hvdlite.core.socket_paths import fitting
+from hvdlite.core.socket_paths import short_socket_path
 from hvdlite.diagnostics.process_probe import ProcessProbe
 
 PATIENCE = 8.0
@@ -54,10 +54,12 @@ def find_job(job: str) -> Path:
                if path.parent.stat().st_uid == os.geteuid()}
     if job:
         if job not in running:
-            raise LaunchError(f"hvdrun process {job} has no running job on this host; running: {', '.join(running) or 'none'}")
+            raise LaunchError(f"hvdrun process {job} has no running job on this host; running: "
+                              f"{', '.join(running) or 'none'}")
         return running[job]
     if len(running) != 1:
-        raise LaunchError(f"several jobs are running on this host; choose one with --report PID: {', '.join(sorted(running))}" if running
+        raise LaunchError(f"several jobs are running on this host; choose one with --report PID: "
+                          f"{', '.join(sorted(running))}" if running
                           else "no job that you started with hvdrun is running on this host")
     return next(iter(running.values()))
 
@@ -71,7 +73,7 @@ def ask(path: Path, patience: float) -> dict[str, Any]:
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(patience)
-        with fitting(str(path)) as short:
+        with short_socket_path(str(path)) as short:
             connection.connect(short)
         parts = []
         while part := connection.recv(1 << 16):

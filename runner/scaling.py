@@ -102,7 +102,8 @@ def sweep(name: str, jobs: Jobs, environ: Mapping[str, str], results: str) -> in
     head = [name, rows[0][1].unit, "of the best"]
     _show(head, [[value, f"{measured.rate:,.1f}", f"{measured.rate / best:.1%}"] for value, measured in rows])
     where = saturation(rows)
-    print(f"hvdrun: throughput saturates at {name} {where}: a higher value gains less than {1 - SATURATED:.0%}" if where != rows[-1][0]
+    print(f"hvdrun: throughput saturates at {name} {where}: a higher value gains less than "
+          f"{1 - SATURATED:.0%}" if where != rows[-1][0]
           else f"hvdrun: throughput still grows at {name} {where}, the last value")
     _write_csv(f"{results}.csv", head, [(value, measured.rate, measured.rate / best) for value, measured in rows])
     _plot(f"{results}.png", [value for value, _ in rows], [measured.rate for _, measured in rows], name, head[1], None)

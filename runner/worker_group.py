@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Final
 
 from hvdlite.core.errors import LaunchError
-from hvdlite.core.file_limit import EXHAUSTED, descriptors_for
-from hvdlite.core.launch_contract import DIRECTORY_PREFIX, RESULT_FILE, TASK_FILE, FailureRecord, write_privately
+from hvdlite.core.file_limit import OUT_OF_DESCRIPTORS, reserve_descriptors
+from hvdlite.core.launch_contract import DIRECTORY_PREFIX, RESULT_FILE, TASK_FILE, FailureRecord, write_private_file
 from hvdlite.core.world import World
 from hvdlite_runner import commands, monitor
 from hvdlite_runner.messages import Event, Exited, Output, Refused, Result, Start, Started
@@ -69,10 +69,10 @@ class WorkerGroup:
         """Start ranks, or tell why they cannot be started; `stop` is asked before each one."""
         worlds = [World(*each) for each in order.worlds]
         if order.task_payload:
-            write_privately(Path(self.directory) / TASK_FILE, order.task_payload)
+            write_private_file(Path(self.directory) / TASK_FILE, order.task_payload)
         cores = sorted(os.sched_getaffinity(0)) if order.bind and hasattr(os, "sched_getaffinity") else []
         try:
-            with descriptors_for(_DESCRIPTORS * len(worlds), f"starting {len(worlds)} ranks on one host"):
+            with reserve_descriptors(_DESCRIPTORS * len(worlds), f"starting {len(worlds)} ranks on one host"):
                 self._start_all(order, worlds, cores, stop)
         except LaunchError as error:
             self._tell(Refused(str(error), commands.NOT_EXECUTABLE))
@@ -87,7 +87,7 @@ class WorkerGroup:
                 command = commands.resolve_command(order.command, environment.get("PATH"))
                 process = RankProcess(world.rank, command, environment, mine)
             except OSError as error:
-                if error.errno in EXHAUSTED:
+                if error.errno in OUT_OF_DESCRIPTORS:
                     raise
                 refused = commands.refused(order.command, error)
                 return self._tell(Refused(str(refused), refused.code))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hvdlite.core.config import socket_timeout
 from hvdlite.core.errors import LaunchError
-from hvdlite.core.socket_paths import fitting
+from hvdlite.core.socket_paths import short_socket_path
 
 RETRY_SECONDS = 0.01
 _LIMIT = 250  # descriptors in one message (the kernel's limit is 253)
@@ -35,7 +35,7 @@ def send_fds(path: str, shared: Sequence[int], own: Sequence[Sequence[int]], tim
     receivers = len(own)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         Path(path).unlink(missing_ok=True)  # left by a job that was killed during its rendezvous
-        with fitting(path) as short:
+        with short_socket_path(path) as short:
             listener.bind(short)
         try:
             listener.listen(receivers)
@@ -65,7 +65,7 @@ def recv_fds(path: str, index: int, timeout: float) -> list[int]:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.settimeout(socket_timeout(timeout))
             try:
-                with fitting(path) as short:
+                with short_socket_path(path) as short:
                     sock.connect(short)
                 sock.sendall(index.to_bytes(_NUMBER_BYTES, "little"))
                 return _receive(sock)

@@ -148,7 +148,7 @@ def _launch_info(environment: Environment, environ: Mapping[str, str], parent: i
     given = environ.get(contract.JOB_DIRECTORY)
     directory = given or _agreed_directory(environment, environ, parent)
     return LaunchInfo(environment.name, world, directory, coordinator, key, not given, is_mpi,
-                 not is_mpi or environment.local_rank in environ)
+                      not is_mpi or environment.local_rank in environ)
 
 
 def _world(environment: Environment, environ: Mapping[str, str]) -> World:
@@ -242,5 +242,5 @@ def check_directory(path: str, *, make: bool = False) -> None:
     except OSError as error:
         raise LaunchError(f"{contract.JOB_DIRECTORY}={path}: {error.strerror}") from None
     if status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        raise LaunchError(f"{path} must belong to user {os.geteuid()} and have mode 0700, because a user who can enter it can "
-                          f"connect to the job (owner {status.st_uid}, mode {status.st_mode & 0o777:04o})")
+        raise LaunchError(f"{path} must belong to user {os.geteuid()} and have mode 0700, because a user who can enter it "
+                          f"can connect to the job (owner {status.st_uid}, mode {status.st_mode & 0o777:04o})")

@@ -73,7 +73,8 @@ def _by_ranks(info: LaunchInfo, ranks: list[int]) -> LaunchInfo:
     if not ranks or len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(world.size)):
         raise UnsupportedError(f"comm={ranks} must contain ranks from 0..{world.size - 1}, each once")
     if world.rank not in ranks:
-        raise UnsupportedError(f"comm={ranks} does not contain this rank, {world.rank}; call init() with a list that contains it")
+        raise UnsupportedError(f"comm={ranks} does not contain this rank, {world.rank}; call init() with a list that "
+                               "contains it")
     if ranks == list(range(world.size)):
         return info
     if info.is_mpi and not mpi.world_mismatch(world.rank, world.size):

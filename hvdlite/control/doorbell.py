@@ -1,4 +1,4 @@
-"""A doorbell wakes another thread or process: an eventfd, or a pipe where there is none."""
+"""A doorbell between threads or processes: an eventfd where there is one, else a pipe."""
 
 from __future__ import annotations
 

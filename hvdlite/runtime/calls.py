@@ -323,7 +323,7 @@ class Calls:
             what = f"this job (0..{self.world.size - 1})" if process_set == GLOBAL_PROCESS_SET_ID else \
                 f"process set {process_set}, which is ranks {list(members)}"
             raise UnsupportedError(f"'{name}': root_rank {root_rank} is not a rank of {what}")
-        return Request(name, collective, dtype, shape, root_rank=root_rank, process_set=process_set, **rest)
+        return Request(name, collective, dtype, shape, root_rank=root_rank, process_set_id=process_set, **rest)
 
     def _payload(self, array: AnyArray | None) -> bytes | None:
         """Return what a tensor offers to the eager lane: its bytes, if they are few."""

@@ -30,7 +30,7 @@ def decided(coordinator: Coordinator) -> Decision:
 
 def report_splits(coordinator: Coordinator, rank: int, splits: Sequence[int], process_set: int = 0) -> None:
     request = Request("x", Collective.ALLTOALL, "float32", (sum(splits) + 1, 2), splits=tuple(splits),
-                      process_set=process_set)
+                      process_set_id=process_set)
     coordinator.receive(rank, Report(0, 0, (request,)), 0.0)
 
 

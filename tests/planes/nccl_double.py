@@ -15,7 +15,7 @@ from hvdlite.negotiation.messages import Response
 from hvdlite.planes.base import FusionBuffer, Plan, Plane, WaitUntil
 from hvdlite.planes.nccl.plane import NcclPlane
 from tests.device_double import GpuDouble, Meetings, plane, view
-from tests.planes.makers import Board, BoardNotes
+from tests.planes.makers import Board, BoardOob
 
 _REDUCTIONS = (Collective.ALLREDUCE, Collective.REDUCE, Collective.REDUCESCATTER)
 
@@ -68,10 +68,10 @@ def lent(array: Any) -> DeviceArray | None:
     return DeviceArray(array.ctypes.data, array.shape, array.dtype, 0, array)
 
 
-def nccl(size: int, ring: Callable[[int], None]) -> list[Plane]:
-    board, meetings = Board(lambda: [ring(rank) for rank in range(size)]), Meetings()
+def nccl(size: int, wake_rank: Callable[[int], None]) -> list[Plane]:
+    board, meetings = Board(lambda: [wake_rank(rank) for rank in range(size)]), Meetings()
     planes: list[Plane] = []
     for rank in range(size):
         gpu = GpuDouble(rank, meetings)
-        planes.append(OnDouble(plane(rank, BoardNotes(board, rank), lambda rank=rank: ring(rank), gpu), gpu))
+        planes.append(OnDouble(plane(rank, BoardOob(board, rank), lambda rank=rank: wake_rank(rank), gpu), gpu))
     return planes

@@ -185,8 +185,8 @@ def test_ranks_on_one_gpu_are_named_unless_it_is_allowed(gpus: Gpus) -> None:
     gpus.options["shared_gpu"] = False
     real = gpus.plane
 
-    def same(rank: int, notes: Any, wake: Any) -> Any:
-        made = real(rank, notes, wake)
+    def same(rank: int, oob: Any, wake: Any) -> Any:
+        made = real(rank, oob, wake)
         gpus.made[-1].gpu = "GPU-7"
         return made
     gpus.plane = same  # type: ignore[method-assign]

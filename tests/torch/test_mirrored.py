@@ -7,71 +7,22 @@ import contextlib
 import copy
 import io
 import threading
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
+from torch.utils.data import DataLoader  # noqa: E402
 
 from hvdlite.core.errors import MismatchError  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite_torch import MirroredStrategy  # noqa: E402
 from hvdlite_torch.optimizer import is_distributed  # noqa: E402
 from hvdlite_torch.rows import mapped  # noqa: E402
+from tests.torch.mirroring import OPTIMIZERS, Net, Normal, assert_close, dataset, train, weights  # noqa: E402
 from tests.worlds import TORCH, processes, threads  # noqa: E402
-
-SAMPLES = 101
-
-
-class Net(torch.nn.Module):
-    def __init__(self, seed: int = 3) -> None:
-        super().__init__()
-        self.layers = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
-
-    def forward(self, x: Any) -> Any:
-        return self.layers(x)
-
-
-def dataset(samples: int = SAMPLES) -> TensorDataset:
-    generator = torch.Generator().manual_seed(5)
-    return TensorDataset(torch.randn(samples, 6, generator=generator), torch.randn(samples, 3, generator=generator))
-
-
-def weights(model: Any) -> list[Any]:
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=1e-3),
-    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
-}
-
-
-def train(model: Any, optimizer: Any, batches: Any, epochs: int, clip: bool,
-          reduce: Callable[[Any], Any] = lambda loss: loss) -> list[float]:
-    curve = []
-    for _ in range(epochs):
-        for x, y in batches:
-            optimizer.zero_grad()
-            loss = torch.nn.functional.mse_loss(model(x), y)
-            loss.backward()
-            if clip:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-            optimizer.step()
-            curve.append(float(reduce(loss.detach())))
-    return curve
-
-
-def assert_close(ours: list[Any], theirs: list[Any], msg: str | None = None) -> None:
-    for mine, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6, msg=msg)
 
 
 @pytest.mark.parametrize(("size", "samples", "batch"), [
@@ -341,18 +292,6 @@ def test_several_optimizers_with_the_same_parameters_reduce_once() -> None:
 # --- mirroring ---------------------------------------------------------------------------------------------------------
 
 
-class Normal(torch.nn.Module):
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.first, self.norm, self.last = torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3)
-        self.register_buffer("offset", torch.randn(3))
-        self.frozen = torch.nn.Parameter(torch.randn(3), requires_grad=False)
-
-    def forward(self, x: Any) -> Any:
-        return self.last(self.norm(self.first(x))) + self.offset * self.frozen
-
-
 def everything(model: Any, optimizer: Any) -> list[Any]:
     state = [value for entry in optimizer.state_dict()["state"].values() for value in entry.values() if value is not None]
     return [*(value.clone() for value in model.state_dict().values()), *map(torch.as_tensor, copy.deepcopy(state)),
@@ -457,12 +396,12 @@ def test_copies_of_modules_and_of_the_strategy() -> None:
         torch.save(model, file)
         file.seek(0)
         copies = copy.deepcopy(model), torch.load(file, weights_only=False)
-        assert not strategy._registry.has_loaded
+        assert not strategy._registry.schedule.has_loaded
         for each in copies:
             each.load_state_dict(Net(seed=5).state_dict())
-        assert not strategy._registry.has_loaded, "copies are not in the scope"
+        assert not strategy._registry.schedule.has_loaded, "copies are not in the scope"
         model.layers[0].load_state_dict(copies[0].layers[0].state_dict())
-        assert strategy._registry.has_loaded
+        assert strategy._registry.schedule.has_loaded
         strategy.mirror()
         assert is_distributed(optimizer)
     threads(2, step)
@@ -525,31 +464,5 @@ def test_structures_keep_what_they_are() -> None:
 
 
 def test_alone_and_launched() -> None:
-    (alone,) = processes(1, """
-        import warnings
-        import torch
-        import hvdlite_torch as hvd
-
-        def main(strategy, start):
-            torch.set_num_threads(1)
-            with strategy.scope():
-                model = torch.nn.Linear(2, 1)
-                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            for x, in strategy.distribute([(torch.arange(6.0).reshape(3, 2) + start,)]):
-                model(x).mean().backward()
-                optimizer.step()
-            return strategy.num_replicas_in_sync, strategy.reduce("SUM", hvd.rank()), model.weight.tolist()
-
-        if __name__ == "__main__":
-            strategy = hvd.MirroredStrategy(devices=2)
-            assert strategy.num_replicas_in_sync == 1
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                first = main(strategy, start=1.0)
-            assert "hvdrun -np 2" in str(caught[0].message)
-            assert first[:2] == (1, 0)
-            assert strategy.launch(main, (strategy,), {"start": 1.0})[:2] == (2, 1)
-            assert hvd.MirroredStrategy().launch(main, (hvd.MirroredStrategy(), 1.0))[:2] == (1, 0)
-            print("fine")
-    """, timeout=150, imported=TORCH)
+    (alone,) = processes(1, Path(__file__).parent / "programs/mirrored_launch.py", timeout=150, imported=TORCH)
     assert "fine" in alone.stdout

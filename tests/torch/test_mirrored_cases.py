@@ -20,7 +20,7 @@ from hvdlite.core.errors import MismatchError  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite_torch import DistributedOptimizer, MirroredStrategy, SyncBatchNorm  # noqa: E402
 from hvdlite_torch.rows import rows_of, rows_taken  # noqa: E402
-from tests.torch.test_mirrored import Net, assert_close, dataset, weights  # noqa: E402
+from tests.torch.mirroring import Net, assert_close, dataset, weights  # noqa: E402
 from tests.worlds import threads  # noqa: E402
 
 mse = torch.nn.functional.mse_loss
@@ -72,7 +72,7 @@ def test_optimizers_around_others_keep_their_groups_and_their_rates() -> None:
             optimizer.step()
             scheduler.step()
             assert optimizer.param_groups is optimizer.base.param_groups
-            if index == 2 and (strategy is None or strategy._replica.number == 0):
+            if index == 2 and (strategy is None or strategy._replicas.replica_id == 0):
                 optimizer.load_state_dict(optimizer.state_dict())
         return weights(model)
     equal_one_process(case)

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from hvdlite.bootstrap.descriptors import recv_fds, send_fds
-from hvdlite.bootstrap.rendezvous import Address, listen, receive_ranks
+from hvdlite.bootstrap.rendezvous import Address, accept_ranks, listen
 from hvdlite.core.errors import LaunchError
-from hvdlite.core.file_limit import SPARE, descriptors_for
-from tests.control.test_meeting import LIMIT, hello, meet
+from hvdlite.core.file_limit import SPARE, reserve_descriptors
+from tests.bootstrap.meeting import LIMIT, meet, rank_info
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +59,7 @@ def _with_low_hard_limit(function: Callable[[str], None], path: str, writer: Any
 def test_more_ranks_meet_than_the_soft_limit_allows(tmp_path: Path) -> None:
     before = lower_soft_limit()
     size = 40
-    for welcome in meet(Address(path=str(tmp_path / "s")), [hello(rank, size) for rank in range(size)]):
+    for welcome in meet(Address(path=str(tmp_path / "s")), [rank_info(rank, size) for rank in range(size)]):
         assert len(welcome.pids) == size
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > before
 
@@ -67,7 +67,7 @@ def test_more_ranks_meet_than_the_soft_limit_allows(tmp_path: Path) -> None:
 def _receive_too_many(path: str) -> None:
     address = Address(path=path)
     with listen(address) as listener:
-        receive_ranks(listener, address, hello(0, 1000), timeout=5, frame_limit=LIMIT)
+        accept_ranks(listener, address, rank_info(0, 1000), timeout=5, frame_limit=LIMIT)
 
 
 def test_a_hard_limit_that_is_too_low_is_named_with_what_is_needed(tmp_path: Path) -> None:
@@ -78,20 +78,20 @@ def test_a_hard_limit_that_is_too_low_is_named_with_what_is_needed(tmp_path: Pat
 
 def test_the_limit_is_raised_as_far_as_needed_only() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (4 * SPARE, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-    with descriptors_for(10, "a test"):
+    with reserve_descriptors(10, "a test"):
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 4 * SPARE
-    with descriptors_for(4 * SPARE, "a test"):
+    with reserve_descriptors(4 * SPARE, "a test"):
         assert 5 * SPARE < resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 6 * SPARE
 
 
 @pytest.mark.parametrize(("code", "told"), [(errno.EMFILE, "LimitNOFILE"), (errno.ENFILE, "fs.file-max")])
 def test_an_exhausted_limit_is_explained(code: int, told: str) -> None:
-    with pytest.raises(LaunchError, match=told), descriptors_for(3, "a test"):
+    with pytest.raises(LaunchError, match=told), reserve_descriptors(3, "a test"):
         raise OSError(code, os.strerror(code))
 
 
 def test_other_errors_pass_through() -> None:
-    with pytest.raises(FileNotFoundError), descriptors_for(3, "a test"):
+    with pytest.raises(FileNotFoundError), reserve_descriptors(3, "a test"):
         open("/there/is/no/such/file")  # noqa: SIM115
 
 
@@ -102,7 +102,7 @@ def test_every_receiver_gets_what_is_shared_and_its_own(tmp_path: Path, count: i
     own = [os.memfd_create(f"own {index}") for index in range(2)]
     received: dict[int, list[int]] = {}
     receivers = [threading.Thread(target=lambda index=index: received.__setitem__(index, recv_fds(path, index, 10.0)))
-              for index in range(2)]
+                 for index in range(2)]
     for receiver in receivers:
         receiver.start()
     send_fds(path, files, [[descriptor] for descriptor in own], 10.0)
@@ -116,7 +116,7 @@ def test_every_receiver_gets_what_is_shared_and_its_own(tmp_path: Path, count: i
 
 
 def _take_too_many(path: str) -> None:
-    with descriptors_for(1, "a test"):
+    with reserve_descriptors(1, "a test"):
         recv_fds(path, 0, 10.0)
 
 
