@@ -1,4 +1,4 @@
-"""Gradients that are values: what every way of exchanging a step's has in common, and how ranks count by their samples.
+"""The exchange of one step's gradients that are values, and the weight of each rank by its samples.
 
 A rank's gradients are means over its samples. They are multiplied by samples / the usual number before the reduction; the
 same weight is reduced along with them as one gradient more, and the result is divided by its mean. So no rank needs to know

@@ -1,4 +1,4 @@
-"""Keras on torch: gradients are reduced by autograd's hooks, while the backward pass goes on."""
+"""Keras on torch: autograd's hooks reduce gradients during the backward pass."""
 
 from __future__ import annotations
 
