@@ -20,7 +20,7 @@ from hvdlite_runner.failures import Exit, root_cause
 from hvdlite_runner.job import JobSettings
 from hvdlite_runner.options import parser
 from hvdlite_runner.output import Console
-from hvdlite_runner.placement import Host, cores_for, parse_hostfile, parse_hosts, place, unify_local
+from hvdlite_runner.placement import Host, assign_ranks, cores_for, parse_hostfile, parse_hosts, rename_local_hosts
 from hvdlite_runner.reaper import Process, members
 
 PATH = f"/usr/bin:/bin:{Path(sys.executable).parent}"
@@ -56,9 +56,9 @@ def test_identical_lines_of_several_ranks_become_one_in_the_order_of_each_rank()
     screen.console.feed(0, "stdout", b"a\nb\na\n")
     screen.console.feed(2, "stdout", b"b\na\n")
     screen.console.feed(0, "stderr", b"a\n")
-    assert screen.text == "" and screen.console.turn() == pytest.approx(0.3)
+    assert screen.text == "" and screen.console.flush_due() == pytest.approx(0.3)
     now[0] = 1.0
-    assert screen.console.turn() is None
+    assert screen.console.flush_due() is None
     assert screen.text == "[0]<stdout>:a\n[0,2]<stdout>:b (x2)\n[0,2]<stdout>:a (x2)\n[0]<stderr>:a\n"
     screen.console.feed(1, "stdout", b"late\n")
     screen.console.note("hvdrun: over")
@@ -162,7 +162,7 @@ def test_hosts() -> None:
         with pytest.raises(LaunchError):
             parse_hosts(text)
     here = {"one", "localhost"}
-    assert unify_local(parse_hosts("one:2,b,localhost:1"), here.__contains__) == [Host("localhost", 3), Host("b")]
+    assert rename_local_hosts(parse_hosts("one:2,b,localhost:1"), here.__contains__) == [Host("localhost", 3), Host("b")]
 
 
 def test_a_hostfile_in_everybodys_format() -> None:
@@ -174,15 +174,16 @@ def test_a_hostfile_in_everybodys_format() -> None:
 
 
 def test_ranks_are_placed_by_slots_and_know_their_place_on_uneven_hosts() -> None:
-    groups = place(5, parse_hosts("a:1,b:3,c:4"))
-    assert [(group.host.name, group.ranks) for group in groups] == [("a", (0,)), ("b", (1, 2, 3)), ("c", (4,))]
-    assert [world for group in groups for world in group.worlds] == [
+    assignment = assign_ranks(5, parse_hosts("a:1,b:3,c:4"))
+    assert [(host_ranks.host.name, host_ranks.ranks) for host_ranks in assignment] == [("a", (0,)), ("b", (1, 2, 3)),
+                                                                                       ("c", (4,))]
+    assert [world for host_ranks in assignment for world in host_ranks.worlds] == [
         World(0, 5, 0, 1, 0, 3), World(1, 5, 0, 3, 1, 3), World(2, 5, 1, 3, 0, 1), World(3, 5, 2, 3, 0, 1),
         World(4, 5, 0, 1, 2, 3)]
-    assert len(place(None, parse_hosts("a:2,b:2"))[1].worlds) == 2
-    assert [group.host.name for group in place(2, parse_hosts("a:2,b:2"))] == ["a"]
+    assert len(assign_ranks(None, parse_hosts("a:2,b:2"))[1].worlds) == 2
+    assert [host_ranks.host.name for host_ranks in assign_ranks(2, parse_hosts("a:2,b:2"))] == ["a"]
     with pytest.raises(LaunchError, match="-np 9 is more than the 8 slots of a:1,b:3,c:4"):
-        place(9, parse_hosts("a:1,b:3,c:4"))
+        assign_ranks(9, parse_hosts("a:1,b:3,c:4"))
 
 
 def test_cores_are_shared_evenly_or_taken_in_turn() -> None:
@@ -226,7 +227,7 @@ def test_an_executable_script_is_run_as_it_is(tmp_path: Path, monkeypatch: pytes
 
 
 def table(*rows: tuple[int, int, int, str]) -> dict[int, Process]:
-    """Build a process table of (pid, parent, session, state); the group is the session."""
+    """Build a process table of (pid, parent, session, state); the host_ranks is the session."""
     return {pid: Process(parent, session, session, state) for pid, parent, session, state in rows}
 
 
@@ -241,7 +242,7 @@ def test_a_job_is_its_ranks_their_sessions_and_their_descendants() -> None:
 def test_orphans_that_the_launcher_adopted_belong_to_the_job_but_not_its_own_children() -> None:
     processes = table((10, 1, 10, "S"), (11, 10, 11, "S"), (12, 10, 10, "S"), (13, 12, 10, "S"),
                       (50, 10, 50, "S"), (51, 50, 51, "S"), (52, 10, 52, "Z"))
-    assert members(processes, ranks=set(), adopter=10, spare={11, 12}) == {50, 51}
+    assert members(processes, ranks=set(), subreaper=10, excluded={11, 12}) == {50, 51}
 
 
 def parsed(*arguments: str) -> JobSettings:
@@ -249,7 +250,7 @@ def parsed(*arguments: str) -> JobSettings:
 
 
 def worlds(settings: JobSettings) -> list[World]:
-    return [world for group in settings.groups for world in group.worlds]
+    return [world for host_ranks in settings.hosts for world in host_ranks.worlds]
 
 
 def test_the_command_line() -> None:
