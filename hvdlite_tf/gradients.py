@@ -33,7 +33,7 @@ from hvdlite_tf.arrays import as_array, as_tensor, run
 
 
 class Kind(enum.IntEnum):
-    """What a variable's gradient is."""
+    """The kind of a variable's gradient."""
 
     NONE = 0
     DENSE = 1

@@ -43,7 +43,7 @@ class CurrentBatch:
 
     @property
     def weight(self) -> float:
-        """What this rank's mean counts in the average of all ranks' means."""
+        """The weight of this rank's mean in the average of all ranks' means."""
         return shard_weight(self._loops[-1][1], self._replica.number, self._replica.size) if self._loops else 1.0
 
     @property
@@ -134,7 +134,7 @@ class DistributedLoader:
 
 
 class _Source:
-    """Where shards come from.
+    """The source of shards.
 
     Attributes:
         depth: how many batches are asked for before they are needed.

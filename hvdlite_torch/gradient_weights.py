@@ -136,7 +136,7 @@ def _accumulates_activations() -> bool:
 
 
 class _Fate(enum.Enum):
-    """What the running backward pass does with the gradient of a leaf."""
+    """The treatment of a leaf's gradient by the running backward pass."""
 
     ACCUMULATED = enum.auto()
     RETURNED = enum.auto()

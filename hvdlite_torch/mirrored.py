@@ -76,7 +76,7 @@ class MirroredStrategy(Launching):
 
     @property
     def weight(self) -> float:
-        """What this rank's mean over the current batch counts in the average of all ranks' means; 1 in even batches.
+        """The weight of this rank's mean over the current batch in the average of all ranks' means; 1 in even batches.
 
         Gradients that a backward pass accumulates, or that a script sets itself, are multiplied by it before they are
         averaged. Gradients that `torch.autograd.grad` returns are not.

@@ -24,7 +24,7 @@ from hvdlite_torch.replica import Replica
 from hvdlite_torch.rows import leaves
 
 _COUNTS = ("num_replicas", "_num_replicas", "world_size", "_world_size")
-"""Where samplers keep the number of ranks among which they split samples (torch's, timm's, detectron2's)."""
+"""Attributes with the number of ranks among which a sampler splits samples (torch's, timm's, detectron2's)."""
 
 
 def refuse_shared(loader: Any) -> None:

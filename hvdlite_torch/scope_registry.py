@@ -1,4 +1,4 @@
-"""What is made in a strategy's scope: modules are remembered, optimizers are distributed, all of them are mirrored.
+"""The objects made in a strategy's scope: modules are remembered, optimizers are distributed, all of them are mirrored.
 
 Rules
 - A parameter's gradient is reduced once a backward pass, by the first living optimizer of the scope that has it. Others that
@@ -40,7 +40,7 @@ Kind = TypeVar("Kind")
 
 
 class ScopeRegistry:
-    """What was made in one strategy's scope, as long as it lives.
+    """The objects made in one strategy's scope, as long as they live.
 
     Args:
         learning_rate_factor: learning rates are multiplied by it.
@@ -106,7 +106,8 @@ class ScopeRegistry:
         optimizer._answer, optimizer._number = None, number  # type: ignore[attr-defined]
         DistributedOptimizer(optimizer, list(zip(names, parameters, strict=True)), compression=self._compression,
                              backward_passes_per_step=self._passes, process_set=self._process_set,
-                             _runtime=self._replica.runtime, _label=f"{self._replica.label}.{number}", _mixin=ScopedOptimizer)
+                             _runtime=self._replica.runtime, _label=f"{self._replica.label}.{number}",
+                             _mixin=ScopedOptimizer)
         optimizer.register_step_pre_hook(once_a_step(_before_step))
         optimizer.register_step_post_hook(once_a_step(_after_step))
         self._optimizers.add(f"optimizer{number}", optimizer)
@@ -374,7 +375,7 @@ class ScopedOptimizer:
 
 
 class _Living(Generic[Kind]):
-    """What was made and is still alive, in order, with names.
+    """The living objects of a scope, in order, with names.
 
     Attributes:
         count: of all that were ever made.
@@ -406,7 +407,7 @@ def _forget(entries: dict[int, Any], number: int) -> None:
 
 
 class _Asking:
-    """Asks the other ranks at the beginning of a backward pass, so that the step need not wait for the answers.
+    """Questions to the other ranks, sent at the beginning of a backward pass, so that the step does not wait for answers.
 
     Args:
         optimizers: whose gradients are computed in it.
@@ -428,7 +429,7 @@ def _ask_in_backward(optimizer: ScopedOptimizer, hooks: BackwardHooks) -> None:
 
 
 class _Reloaded(ModuleHook):
-    """Tells that a module has loaded a checkpoint; copies of the module tell nobody."""
+    """A hook that reports that a module has loaded a checkpoint; copies of the module do not report."""
 
     def __init__(self, registry: ScopeRegistry) -> None:
         self._registry = registry  # lives as long as what was made in the scope, which a strategy need not

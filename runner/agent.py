@@ -190,7 +190,7 @@ def main() -> None:
     try:
         Agent(orders, events, os.environ).run()
     except ProtocolError as error:
-        print(f"hvdlite: the launcher's orders cannot be read: {error}", file=sys.stderr)
+        print(f"hvdlite: cannot read the launcher's messages: {error}", file=sys.stderr)
         raise SystemExit(PROBLEM_CODE) from None
 
 

@@ -55,7 +55,7 @@ class Agents:
                 self.remotes = [RemoteAgent(host, shell, bootstrap_input, self._selector, self._tell,
                                             self._gone) for host in hosts]
         except OSError as error:
-            raise LaunchError(f"cannot start {shell.program}, which is to reach other hosts: {error.strerror}") from None
+            raise LaunchError(f"cannot start {shell.program} to connect to other hosts: {error.strerror}") from None
         self._pinger = Pinger(self.remotes)  # from now on: the first to be ready may wait long for the last
         self._await(self.remotes, AgentReady, timeout)
         problems = []
@@ -145,7 +145,7 @@ def rendezvous_address(agents: Agents, first: RemoteAgent | None, others: Mappin
             try:
                 probe_server = host_probe.ProbeServer(port)
             except OSError as error:
-                raise LaunchError(f"cannot listen on port {port} here: {error.strerror}") from None
+                raise LaunchError(f"cannot listen on port {port} of this host: {error.strerror}") from None
             routed = RouteReply(host_probe.own_addresses(targets, interfaces), probe_server.port)
         else:
             routed = agents.ask({first: RouteRequest(targets, list(interfaces), port)}, RouteReply)[first]
@@ -154,7 +154,7 @@ def rendezvous_address(agents: Agents, first: RemoteAgent | None, others: Mappin
             raise LaunchError(f"{here}: {routed.problem}")
         if not routed.addresses:
             wanted = f" on {', '.join(interfaces)}" if interfaces else ""
-            raise LaunchError(f"{here} has no address{wanted} that others could reach; it has: "
+            raise LaunchError(f"{here} has no address{wanted} that other hosts can reach; its addresses: "
                               f"{host_probe.interfaces() if first is None else 'see hvdrun --doctor'}")
         ask = ProbeRequest(routed.addresses, routed.port)
         found: dict[str, dict[str, str]] = {remote.host.name: answer.problems for remote, answer in agents.ask(

@@ -43,8 +43,8 @@ def find_allocation(environ: Mapping[str, str], read: Read) -> Allocation | None
             try:
                 hosts = scheduler.hosts(environ, read)
             except (KeyError, ValueError, OSError) as error:
-                raise LaunchError(f"this looks like an allocation of {scheduler.name} ({scheduler.variable} is set), but "
-                                  f"its hosts cannot be determined: {error!r}; name them with -H") from None
+                raise LaunchError(f"this seems to be an allocation of {scheduler.name} ({scheduler.variable} is set), but "
+                                  f"its hosts cannot be determined: {error!r}; list them with -H") from None
             program = environ["OMPI_MCA_plm_rsh_agent"] if scheduler.shell == "rsh agent" else scheduler.shell
             return Allocation(scheduler.name, hosts, program)
     return None

@@ -136,7 +136,7 @@ def _command(options: argparse.Namespace) -> list[str]:
 
 def _assign_ranks(options: argparse.Namespace, hosts: Sequence[Host], size: int | None) -> list[placement.HostRanks]:
     if not hosts and size is None:
-        raise LaunchError("say how many ranks to start with -np N")
+        raise LaunchError("pass the number of ranks with -np N")
     return placement.assign_ranks(size, hosts or [Host(LOCAL, size or 1)])
 
 

@@ -176,7 +176,7 @@ def _connected(address: str, port: int, mode: bytes) -> socket.socket:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.sendall(mode)
         if sock.recv(1) != _PROBE:
-            raise OSError("somebody else answers there")
+            raise OSError("another program answers at this port")
     except OSError:
         sock.close()
         raise

@@ -54,11 +54,13 @@ def find_job(job: str) -> Path:
                if path.parent.stat().st_uid == os.geteuid()}
     if job:
         if job not in running:
-            raise LaunchError(f"no job whose launcher is process {job} runs here; running: {', '.join(running) or 'none'}")
+            raise LaunchError(f"hvdrun process {job} has no running job on this host; running: "
+                              f"{', '.join(running) or 'none'}")
         return running[job]
     if len(running) != 1:
-        raise LaunchError(f"several jobs run here; say which one with --report PID: {', '.join(sorted(running))}" if running
-                          else "no job of this user, started by hvdrun, runs on this host")
+        raise LaunchError(f"several jobs are running on this host; choose one with --report PID: "
+                          f"{', '.join(sorted(running))}" if running
+                          else "no job that you started with hvdrun is running on this host")
     return next(iter(running.values()))
 
 

@@ -47,7 +47,7 @@ def send_fds(path: str, shared: Sequence[int], own: Sequence[Sequence[int]], tim
                     index = int.from_bytes(sock.recv(_NUMBER_BYTES, socket.MSG_WAITALL), "little")
                     _send(sock, [*shared, *own[index]])
         except TimeoutError:
-            raise LaunchError(f"not all {receivers} other ranks of this host came for the shared memory within "
+            raise LaunchError(f"not all {receivers} other ranks of this host asked for the shared memory within "
                               f"{timeout:.0f} s") from None
         finally:
             Path(path).unlink(missing_ok=True)

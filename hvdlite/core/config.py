@@ -55,7 +55,7 @@ def _size(text: str) -> int:
     scale = {"K": KIB, "M": MIB, "G": KIB * MIB}.get(text[-1:].upper(), 1)
     number = (text[:-1] if scale > 1 else text).strip()
     if not number.isdecimal():
-        raise ValueError("must be a number of bytes, with K, M or G behind it or without")
+        raise ValueError("must be a number of bytes, optionally followed by K, M or G")
     return int(number) * scale
 
 

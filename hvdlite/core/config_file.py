@@ -50,7 +50,7 @@ def read(path: str, knobs: Sequence[str]) -> dict[str, tuple[str, str]]:
     except yaml.YAMLError as error:
         raise ConfigError(f"the config file {path} is not valid YAML: {error}") from None
     if content is not None and not isinstance(content, Mapping):
-        raise ConfigError(f"the config file {path} must hold keys and values, not a {type(content).__name__}")
+        raise ConfigError(f"the config file {path} must contain keys and values, not a {type(content).__name__}")
     values: dict[str, tuple[str, str]] = {}
     for key, value in _flat(content or {}):
         text = {True: "1", False: "0", None: ""}.get(value) if isinstance(value, bool) or value is None else str(value)

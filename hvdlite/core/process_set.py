@@ -32,7 +32,7 @@ class ProcessSet:
         if any(not isinstance(rank, int) or isinstance(rank, bool) or rank < 0 for rank in given):
             raise ValueError(f"a process set is made of ranks (integers from 0), not {given}")
         if len(set(given)) != len(given):
-            raise ValueError(f"a process set holds each rank once, not {given}")
+            raise ValueError(f"a process set contains each rank once, not {given}")
         self.process_set_id: int | None = None
         self.ranks: list[int] | None = sorted(given)
         self.registered_ids: tuple[int, ...] = ()

@@ -13,7 +13,7 @@ from hvdlite.core.array import SUPPORTED_DTYPES
 from hvdlite.core.device import AnyArray, Completion, DeviceArray, Event
 from hvdlite.handoff.entry import Entry
 from hvdlite.handoff.handle import Handle, Sleepers
-from hvdlite.negotiation.controller import Expanded
+from hvdlite.negotiation.controller import SplitBucket
 from hvdlite.negotiation.messages import Bucket, BucketReady, BucketRelease, Layout, Wait
 from hvdlite.planes.base import BufferSlice, DevicePlane, FusionBuffer
 
@@ -111,8 +111,8 @@ class BucketEntry:
     def __init__(self, bucket: LearnedBucket, ready: BucketReady, sleepers: Sleepers, event: Event | None = None) -> None:
         self.bucket, self.ready, self._event = bucket, ready, event
         self._sleepers = sleepers
-        first, process_set = bucket.definition.members[0], bucket.definition.response.process_set
-        self.handle = BucketHandle(first.name, sleepers, Wait(process_set, first.label, ready.round))
+        first, process_set = bucket.definition.members[0], bucket.definition.response.process_set_id
+        self.handle = BucketHandle(first.name, sleepers, Wait(process_set, first.label, ready.round_id))
         self._abandoned = False
 
     @property
@@ -129,14 +129,14 @@ class BucketEntry:
         if not self._abandoned:
             self.handle._complete(None, self.bucket.definition.response.contributors, completion)
 
-    def split(self, expanded: Expanded, devices: DevicePlane | None) -> list[Entry]:
+    def split(self, split: SplitBucket, devices: DevicePlane | None) -> list[Entry]:
         """The bucket's members are answered one by one: return their entries, over the same memory.
 
         Args:
             devices: copies places on GPUs.
         """
         entries = []
-        for index, request in enumerate(expanded.requests):
+        for index, request in enumerate(split.requests):
             values = self.bucket.row_major(index, self._event, devices)
             entries.append(Entry(request, [None if request.absent else values], [values], values, self._sleepers))
         self.handle.parts = tuple(entry.handle for entry in entries)

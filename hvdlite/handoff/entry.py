@@ -27,13 +27,14 @@ class Entry:
         self.outputs: list[AnyArray | None] = self.sources if outputs is sources else [
             None if output is None else flattened(output) for output in outputs]
         self._result = result  # what the handle returns
-        self.handle = Handle(request.name, sleepers, Wait(request.process_set, request.label or request.name, request.round))
+        self.handle = Handle(request.name, sleepers,
+                             Wait(request.process_set_id, request.label or request.name, request.round_id))
         self._abandoned = False
 
     @property
     def key(self) -> tuple[int, str]:
         """What must be unique among the entries of a rank: the process set and the name."""
-        return self.request.process_set, self.request.name
+        return self.request.process_set_id, self.request.name
 
     def prepare(self, response: Response, rank: int, ranks: Sequence[int], splits: AlltoallSplits | None) -> None:
         """Allocate an output whose size only the response tells.

@@ -27,7 +27,7 @@ def response_to(requests: Mapping[int, Request], members: Sequence[int]) -> Resp
     first = first_of(requests)
     return Response(
         names=(first.name,), collective=first.collective, dtype=first.dtype, op=first.op, root_rank=first.root_rank,
-        prescale=first.prescale, postscale=first.postscale, process_set=first.process_set, round=first.round,
+        prescale=first.prescale, postscale=first.postscale, process_set_id=first.process_set_id, round_id=first.round_id,
         contributors=_contributors(requests, members),
         elements=math.prod(first.shape) if first.collective not in (*_GATHERS, Collective.ALLTOALL) else 0,
         rows=_rows(requests, members), row_elements=math.prod(first.shape[1:]), device=first.device,
@@ -53,7 +53,7 @@ def receive_splits(requests: Mapping[int, Request], members: Sequence[int]) -> l
     first = first_of(requests)
     table = _table(requests, members)
     starts = table.cumsum(axis=1) - table
-    return [ReceiveSplits(first.process_set, first.name, tuple(rows), tuple(begin))
+    return [ReceiveSplits(first.process_set_id, first.name, tuple(rows), tuple(begin))
             for rows, begin in zip(table.T.tolist(), starts.T.tolist(), strict=True)]
 
 
@@ -123,7 +123,7 @@ def payload_bytes(request: Request) -> int:
 def fusion_key(response: Response) -> tuple[object, ...]:
     """Return what must be equal for two responses to be executed as one."""
     return (response.collective, response.dtype, response.op, response.root_rank, response.prescale,
-            response.postscale, response.process_set, response.round, response.divisor, response.contributors,
+            response.postscale, response.process_set_id, response.round_id, response.divisor, response.contributors,
             response.device, response.behind)
 
 

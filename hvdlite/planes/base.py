@@ -19,7 +19,7 @@ class WaitUntil(Protocol):
     """Blocks a plane until a condition holds; raises the job's error if the job ends first."""
 
     def __call__(self, predicate: Callable[[], bool], *, poll_interval: float = 0.0) -> None:
-        """Return when the predicate holds. It is evaluated after every event: a doorbell or a message.
+        """Return when the predicate holds. It is evaluated after every event: a wake-up or a message.
 
         Args:
             poll_interval: if not 0, evaluate the predicate also at this interval in seconds, for libraries that make

@@ -3,7 +3,7 @@
 The process groups are separate from torch's: torch's default process group and its store are never used, and ranks exchange
 their addresses over the control plane. Gloo's connections are unencrypted TCP, like MPI's and NCCL's: use a trusted network.
 
-Gloo's threads work on the memory of the arrays. A finished operation rings this rank's doorbell from Gloo's thread, so the
+Gloo's threads work on the memory of the arrays. A finished operation wakes this rank from Gloo's thread, so the
 runtime thread waits for it without polling, and a death interrupts the wait. Operations in progress are then aborted before
 the interpreter ends: Gloo's threads must not call into Python afterwards.
 """
@@ -244,7 +244,7 @@ class GlooProcessGroup:
         self._done.clear()
         self._begun = len(begun)
         for work in begun:
-            work.get_future().add_done_callback(self._ring)
+            work.get_future().add_done_callback(self._wake_up)
         wait_until(lambda: not self._in_progress())
         try:
             for work in begun:
@@ -252,7 +252,7 @@ class GlooProcessGroup:
         except RuntimeError as error:
             raise library_error("Gloo", self._ranks, error, wait_until) from error
 
-    def _ring(self, future: Any) -> None:
+    def _wake_up(self, future: Any) -> None:
         """Record a finished operation; called in Gloo's thread."""
         self._done.append(future)
         self._wake()

@@ -50,18 +50,19 @@ class HierarchicalPlane:
         chunk: bytes reduced per NumPy call.
     """
 
-    def __init__(self, rank: int, hosts: Hosts, memory: HostMemory, ring: Callable[[int], None], cross_plane: Plane, *,
+    def __init__(self, rank: int, hosts: Hosts, memory: HostMemory, wake_rank: Callable[[int], None], cross_plane: Plane, *,
                  slot: int, chunk: int, direct: int, casts: Casts | None = None) -> None:
         self.name = f"hierarchical ({cross_plane.name})"
-        self._rank, self._hosts, self._memory, self._ring, self._cross_plane = rank, hosts, memory, ring, cross_plane
+        self._rank, self._hosts, self._memory = rank, hosts, memory
+        self._wake_rank, self._cross_plane = wake_rank, cross_plane
         self._slot, self._chunk = slot, chunk
         self._casts = casts or Casts.of_numpy()
-        self._local_plane = ShmPlane(rank, memory, ring, slot=slot, chunk=chunk, direct=direct, casts=self._casts)
+        self._local_plane = ShmPlane(rank, memory, wake_rank, slot=slot, chunk=chunk, direct=direct, casts=self._casts)
         self._local_sets: set[int] = set()  # process sets of one host
         self._two_level_sets: dict[int, _TwoLevelSet] = {}  # those of several hosts that this rank is in
 
     def execute(self, plan: Plan, wait_until: WaitUntil) -> None:
-        process_set_id = plan.response.process_set
+        process_set_id = plan.response.process_set_id
         if process_set_id in self._local_sets:
             self._local_plane.execute(plan, wait_until)
             return
@@ -100,7 +101,7 @@ class HierarchicalPlane:
             return  # a pair only sends
         segment = self._memory.segment(local, self._slot)
         if segment is not None:
-            area = StagingArea(self._rank, local, segment, self._ring)
+            area = StagingArea(self._rank, local, segment, self._wake_rank)
             self._two_level_sets[process_set_id] = _TwoLevelSet(process_set_id, self._rank, ranks, hosts, area)
 
     def remove_process_set(self, process_set_id: int, wait_until: WaitUntil) -> None:
@@ -302,13 +303,13 @@ class _TwoLevelSet:
     def gathering(self, own: Array, whole: Array, rows: Sequence[int]) -> Plan:
         """Return the cross plane's plan to gather the given numbers of elements of each host, in the order of `members`."""
         response = Response(names=("rows",), collective=Collective.ALLGATHER, dtype=dtype_name(own.dtype),
-                            process_set=self.cross_set_id, rows=tuple(rows), row_elements=1, contributors=self._peers)
+                            process_set_id=self.cross_set_id, rows=tuple(rows), row_elements=1, contributors=self._peers)
         return Plan(0, self._peers, response, [own], [whole])
 
     def plan(self, collective: Collective, values: Array, *, op: ReduceOp = ReduceOp.SUM, root_rank: int = -1) -> Plan:
         """Return the cross plane's plan for a slice, in place."""
         response = Response(names=("slice",), collective=collective, dtype=dtype_name(values.dtype), op=op,
-                            root_rank=root_rank, process_set=self.cross_set_id, elements=values.size,
+                            root_rank=root_rank, process_set_id=self.cross_set_id, elements=values.size,
                             contributors=self._peers)
         memory = [values]
         return Plan(0, self._peers, response, memory, memory)

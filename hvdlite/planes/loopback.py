@@ -27,17 +27,17 @@ class LoopbackPlane:
     """Implements `Plane` in the simplest way.
 
     Args:
-        ring: wakes another rank that may be waiting.
+        wake_rank: wakes another rank that may be waiting.
     """
 
     name = "loopback"
 
-    def __init__(self, rank: int, hub: LoopbackHub, ring: Callable[[int], None], casts: Casts | None = None) -> None:
-        self._rank, self._hub, self._ring = rank, hub, ring
+    def __init__(self, rank: int, hub: LoopbackHub, wake_rank: Callable[[int], None], casts: Casts | None = None) -> None:
+        self._rank, self._hub, self._wake_rank = rank, hub, wake_rank
         self._casts = casts or Casts.of_numpy()
 
     def execute(self, plan: Plan, wait_until: WaitUntil) -> None:
-        hub, key = self._hub, (plan.response.process_set, plan.sequence)
+        hub, key = self._hub, (plan.response.process_set_id, plan.sequence)
         with hub.lock:
             plans = hub.plans.setdefault(key, {})
             done = hub.done.setdefault(key, set())
@@ -74,7 +74,7 @@ class LoopbackPlane:
     def _ring_others(self, ranks: Sequence[int]) -> None:
         for rank in ranks:
             if rank != self._rank:
-                self._ring(rank)
+                self._wake_rank(rank)
 
 
 Results = Sequence[Array | None]

@@ -52,7 +52,7 @@ class ProcessGroupPlane:
         self._scratch_memory = np.empty(0, np.uint8)
 
     def execute(self, plan: Plan, wait_until: WaitUntil) -> None:
-        process_set_id, collective = plan.response.process_set, plan.response.collective
+        process_set_id, collective = plan.response.process_set_id, plan.response.collective
         if collective in (Collective.ALLREDUCE, Collective.REDUCE) and not plan.response.contributors:
             return
         if process_set_id not in self._groups:

@@ -41,7 +41,7 @@ class ShmPlane:
     """Collectives of the ranks of one host through shared staging slots.
 
     Args:
-        ring: wakes another rank that may be waiting at a barrier.
+        wake_rank: wakes another rank that may be waiting at a barrier.
         slot: bytes of one staging slot.
         chunk: bytes reduced per NumPy call.
         direct: up to this many bytes, every rank reduces the whole piece.
@@ -49,16 +49,17 @@ class ShmPlane:
 
     name = "shm"
 
-    def __init__(self, rank: int, memory: HostMemory, ring: Callable[[int], None], *, slot: int, chunk: int, direct: int,
+    def __init__(self, rank: int, memory: HostMemory, wake_rank: Callable[[int], None], *, slot: int, chunk: int,
+                 direct: int,
                  casts: Casts | None = None) -> None:
         self._rank = rank
-        self._memory, self._ring = memory, ring
+        self._memory, self._wake_rank = memory, wake_rank
         self._slot, self._chunk, self._direct = slot, chunk, direct
         self._casts = casts or Casts.of_numpy()
         self._areas: dict[int, StagingArea] = {}  # the process sets this rank is in
 
     def execute(self, plan: Plan, wait_until: WaitUntil) -> None:
-        area = self._areas[plan.response.process_set]
+        area = self._areas[plan.response.process_set_id]
         match plan.response.collective:
             case Collective.ALLREDUCE if plan.buffer_slice is not None:
                 self._allreduce_in_place(area, plan.buffer_slice, plan.response, wait_until)
@@ -76,7 +77,7 @@ class ShmPlane:
     def add_process_set(self, process_set_id: int, ranks: tuple[int, ...]) -> None:
         segment = self._memory.segment(ranks, self._slot)
         if segment is not None:
-            self._areas[process_set_id] = StagingArea(self._rank, ranks, segment, self._ring)
+            self._areas[process_set_id] = StagingArea(self._rank, ranks, segment, self._wake_rank)
 
     def remove_process_set(self, process_set_id: int, wait_until: WaitUntil) -> None:
         area = self._areas.pop(process_set_id, None)

@@ -54,10 +54,10 @@ class StagingArea:
         barrier: the barrier of these ranks.
     """
 
-    def __init__(self, rank: int, ranks: tuple[int, ...], segment: StagingSegment, ring: Callable[[int], None]) -> None:
+    def __init__(self, rank: int, ranks: tuple[int, ...], segment: StagingSegment, wake_rank: Callable[[int], None]) -> None:
         self.ranks, self.segment = ranks, segment
         self.index, self.size = ranks.index(rank), len(ranks)
-        self.barrier = Barrier(rank, ranks, segment, ring)
+        self.barrier = Barrier(rank, ranks, segment, wake_rank)
         self._pieces = 0
 
     def next_region(self, nbytes: int) -> int:

@@ -1,7 +1,7 @@
 """One rank's runtime: user threads hand tensors in, one background thread negotiates and moves them.
 
 Theory of operation
-- A call makes an `Entry`, appends it to the inbox and rings this rank's bell if the thread may be asleep. It never
+- A call makes an `Entry`, appends it to the inbox and rings this rank's doorbell if the thread may be asleep. It never
   blocks and takes one lock, which guards the set of names in use.
 - A full bucket of a declared set takes the same way, as one `BucketEntry`; user threads fill it without asking anybody.
 - The thread turns the inbox into a report, takes in what others say, and executes decisions strictly in order.
@@ -60,11 +60,11 @@ from hvdlite.handoff.handle import Handle
 from hvdlite.negotiation.controller import Controller
 from hvdlite.negotiation.coordinator import Coordinator
 from hvdlite.negotiation.messages import (
-    Alike,
     Decision,
     FailureNotice,
     HostReport,
     LayoutStale,
+    MergedRequests,
     RankReport,
     Report,
     Retired,
@@ -125,7 +125,7 @@ class Runtime(DeclaredSets):
         self._stall_inspector = (None if coordinator is None else
                                  StallInspector(coordinator, times, probe, deliver, self.story))
         self._autotuner = None if coordinator is None or not config.autotune else Autotuner(config, coordinator, clock)
-        self._watchdog = CoordinatorWatchdog(world.rank, control.above, config.silence_check_seconds,
+        self._watchdog = CoordinatorWatchdog(world.rank, control.parent, config.silence_check_seconds,
                                              config.heartbeat_timeout, probe)
         self._look_seconds = min(LOOK_SECONDS, times.look / LOOKS)
         self._next_look = -math.inf
@@ -299,7 +299,7 @@ class Runtime(DeclaredSets):
             self._fail_inbox()  # the thread ended between the caller's check and the append
 
     def _slip_in(self, item: Item) -> None:
-        """Like `_hand_in`, in the middle of anything: takes no lock but the bell's, which its holder may take again."""
+        """Like `_hand_in`, in the middle of anything: takes no lock but the doorbell's, which its holder may take again."""
         if not (self.in_child or self._leaving or self._ended.is_set()):
             self._inbox.append(item)
             if not self._awake:
@@ -333,7 +333,7 @@ class Runtime(DeclaredSets):
         """Whether this rank has left, and so have those who need it: on rank 0 everybody, on a leader its host's."""
         if self._coordinator is not None:
             return self._left and len(self._coordinator.left) == self.world.size
-        return self._left and self._departed >= self._control.below
+        return self._left and self._departed >= self._control.children
 
     def _exchange(self, *, within_plan: bool = False, sleep: bool = True) -> None:
         """Say what is new, take in what others say, and sleep when there is nothing else to do.
@@ -437,7 +437,7 @@ class Runtime(DeclaredSets):
             self._controller.say(side_message)
             self._say()
         if lost := self._watchdog.gave_up(now):
-            self._give_up(FailureNotice(self._control.above, "lost", lost))
+            self._give_up(FailureNotice(self._control.parent, "lost", lost))
         if inspector is not None and inspector.look(now):
             self._decide()
             return 0.0  # the decision is to be applied before sleeping
@@ -470,19 +470,19 @@ class Runtime(DeclaredSets):
         """Like `_hear`, of what a leader passes on."""
         assert self._coordinator is not None
         self._coordinator.receive_host(tuple(ranks), merged, self._clock())
-        for said in merged.said:
-            if isinstance(said, RankReport):
-                self._heed(said.rank, said.report)
-            elif isinstance(said, Alike):
-                self._recorder.ready_elsewhere(said.ranks, said.requests)
+        for item in merged.items:
+            if isinstance(item, RankReport):
+                self._heed(item.rank, item.report)
+            elif isinstance(item, MergedRequests):
+                self._recorder.ready_elsewhere(item.ranks, item.requests)
             else:
-                self._recorder.ready_elsewhere(ranks, (said,))
+                self._recorder.ready_elsewhere(ranks, (item,))
 
     def _heed(self, rank: int, report: Report) -> None:
         """What is not the coordinator's business in a report."""
         if report.side_message is not None:
             self._next_look = -math.inf  # it may be what the stall inspector waits for
-        self._recorder.ready_elsewhere((rank,), report.said)
+        self._recorder.ready_elsewhere((rank,), report.items)
         if self._timeline is not None and (report.side_message is not None or report.leaving):
             self._timeline.hear(rank, () if report.side_message is None else report.side_message.trace, report.leaving)
 
@@ -594,7 +594,7 @@ class Runtime(DeclaredSets):
         if self._coordinator is not None:
             missing = sorted(set(range(self.world.size)) - self._coordinator.left)
         elif self._left:
-            missing = sorted(self._control.below - self._departed)
+            missing = sorted(self._control.children - self._departed)
         else:
             return " for rank 0 to confirm"
         return f" for ranks {missing} to leave"

@@ -176,7 +176,7 @@ class BucketRound(Generic[Parameter]):
         closes = next(self._reported) == len(self._fillings) and self._closes
         filling.handle = self._runtime.submit_bucket(
             filling.bucket,
-            BucketReady(filling.bucket.definition.bucket, self._number, tuple(sorted(filling.missing)), closes,
+            BucketReady(filling.bucket.definition.bucket_id, self._number, tuple(sorted(filling.missing)), closes,
                         self._step, in_step),
             self._framework.filled(filling.bucket.memory))
         return ()

@@ -1,4 +1,4 @@
-"""What the Keras frontend needs of a backend: reduce a step's gradients, agree on a flag."""
+"""The interface of a Keras backend: reduce a step's gradients, agree on a flag."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Keras must know of distributed optimizers and losses; changed once, when this package is imported.
+"""Changes of Keras for distributed optimizers and losses, made once, when this package is imported.
 
 - `Trainer.compile`: TensorFlow's XLA cannot call Python, so with a distributed optimizer "auto" means no. In the scope of a
   `MirroredStrategy`, what is compiled becomes the strategy's.

@@ -28,7 +28,7 @@ from hvdlite_tf.local_layers import local_variables
 
 @dataclasses.dataclass(frozen=True)
 class _Settings:
-    """How an optimizer exchanges gradients.
+    """The settings by which an optimizer exchanges gradients.
 
     Attributes:
         arguments: of its `Exchange`.
@@ -68,7 +68,7 @@ class _Distributed:
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """What Keras (and `isinstance`) is told: the class that it was."""
+        """The optimizer's original class, for Keras and `isinstance`."""
         return self._hvdlite_base
 
     @classmethod

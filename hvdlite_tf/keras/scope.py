@@ -26,7 +26,7 @@ from hvdlite_tf.keras.replicas import Replicas
 
 
 class Mirrored(Launching):
-    """What the strategies of all backends have in common, and what the scope and the models need of one.
+    """The common part of the strategies of all backends: what the scope and the models need of one.
 
     Args:
         adapter: names the strategies of a backend.
@@ -57,7 +57,7 @@ class Mirrored(Launching):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """How many ranks there are; 1 inside `train_step` and `test_step`, where Keras sees one replica."""
+        """The number of ranks; 1 inside `train_step` and `test_step`, where Keras sees one replica."""
         return self._size if step.current() is None else 1
 
     def making(self) -> AbstractContextManager[Any]:

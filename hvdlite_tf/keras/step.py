@@ -1,4 +1,4 @@
-"""What a training step's losses and gradients are, which decides how ranks' gradients are put together.
+"""The meaning of a training step's losses and gradients, which decides how the ranks' gradients are combined.
 
 - Inside `train_step` of a model of the scope Keras sees one replica. This rank's loss is a mean over its share, and
   gradients are averaged, weighted by samples. The same holds in loops that `strategy.run` knows nothing of.

@@ -74,7 +74,7 @@ def test_the_key_can_be_in_a_file(tmp_path: Path) -> None:
     variables = {"HVDLITE_RANK": "0", "HVDLITE_SIZE": "2", "HVDLITE_SECRET_FILE": str(file),
                  "HVDLITE_JOB_DIRECTORY": str(tmp_path)}
     file.chmod(0o644)
-    with pytest.raises(LaunchError, match="others can read it"):
+    with pytest.raises(LaunchError, match="other users can read it"):
         read_launch_info(variables, parent=1)
     file.chmod(0o600)
     assert read_launch_info(variables, parent=1).key == b"\xab\xcd"

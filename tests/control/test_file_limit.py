@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from hvdlite.bootstrap.descriptors import recv_fds, send_fds
-from hvdlite.bootstrap.rendezvous import Address, listen, receive_ranks
+from hvdlite.bootstrap.rendezvous import Address, accept_ranks, listen
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.file_limit import SPARE, reserve_descriptors
-from tests.control.test_meeting import LIMIT, hello, meet
+from tests.bootstrap.test_rendezvous import LIMIT, meet, rank_info
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +59,7 @@ def _with_low_hard_limit(function: Callable[[str], None], path: str, writer: Any
 def test_more_ranks_meet_than_the_soft_limit_allows(tmp_path: Path) -> None:
     before = lower_soft_limit()
     size = 40
-    for welcome in meet(Address(path=str(tmp_path / "s")), [hello(rank, size) for rank in range(size)]):
+    for welcome in meet(Address(path=str(tmp_path / "s")), [rank_info(rank, size) for rank in range(size)]):
         assert len(welcome.pids) == size
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > before
 
@@ -67,7 +67,7 @@ def test_more_ranks_meet_than_the_soft_limit_allows(tmp_path: Path) -> None:
 def _receive_too_many(path: str) -> None:
     address = Address(path=path)
     with listen(address) as listener:
-        receive_ranks(listener, address, hello(0, 1000), timeout=5, frame_limit=LIMIT)
+        accept_ranks(listener, address, rank_info(0, 1000), timeout=5, frame_limit=LIMIT)
 
 
 def test_a_hard_limit_that_is_too_low_is_named_with_what_is_needed(tmp_path: Path) -> None:

@@ -111,8 +111,8 @@ def test_strangers_while_the_ranks_meet_and_while_they_work() -> None:
         open(f"{world.directory}/go", "w").close()
         ended = world.wait()
         assert [rank.code for rank in ended] == [0, 0, 0], ended
-        turned_away = ended[0].stderr.count("a stranger at")
-        assert len(payloads) <= turned_away <= len(payloads) + len(held) + 3, ended[0].stderr  # each once, at most
+        refused = ended[0].stderr.count("was refused")
+        assert len(payloads) <= refused <= len(payloads) + len(held) + 3, ended[0].stderr  # each once, at most
         assert not ended[1].stderr and not ended[2].stderr
 
 

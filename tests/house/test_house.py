@@ -121,7 +121,7 @@ def test_a_config_file_by_names_and_in_horovods_sections(tmp_path: Path) -> None
     assert config.log_hide_time and config.gloo_timeout == 7.0
     for content, told in (("fusion_treshold: 1", "unknown key fusion_treshold; did you mean fusion_threshold"),
                           ("shm_slot: big", "knobs.yaml: shm_slot='big' is not valid"), ("[1, 2", "not valid YAML"),
-                          ("- 1", "must hold keys and values")):
+                          ("- 1", "must contain keys and values")):
         file.write_text(content)
         with pytest.raises(ConfigError, match=re.escape(told)):
             Config.from_environment({"HVDLITE_CONFIG_FILE": str(file)})

@@ -35,3 +35,12 @@ def test_links_to_a_section_lead_to_it() -> None:
     for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
         for path, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text(encoding="utf-8")):
             assert anchor in _anchors(page.parent / path if path else page), f"{page.name}: {path}#{anchor}"
+
+
+def test_every_class_in_the_glossary_exists() -> None:
+    page = (ROOT / "docs/glossary.md").read_text(encoding="utf-8")
+    meanings = [line.split(" | ")[1] for line in page.splitlines() if line.startswith("| ")]
+    classes = {name for text in _sources(*PACKAGES) for name in re.findall(r"^class (\w+)", text, re.MULTILINE)}
+    named = {name for meaning in meanings for name in re.findall(r"`([A-Z][a-z]\w+)`", meaning)}
+    assert named
+    assert named <= classes, f"docs/glossary.md names classes that do not exist: {sorted(named - classes)}"

@@ -68,10 +68,10 @@ def lent(array: Any) -> DeviceArray | None:
     return DeviceArray(array.ctypes.data, array.shape, array.dtype, 0, array)
 
 
-def nccl(size: int, ring: Callable[[int], None]) -> list[Plane]:
-    board, meetings = Board(lambda: [ring(rank) for rank in range(size)]), Meetings()
+def nccl(size: int, wake_rank: Callable[[int], None]) -> list[Plane]:
+    board, meetings = Board(lambda: [wake_rank(rank) for rank in range(size)]), Meetings()
     planes: list[Plane] = []
     for rank in range(size):
         gpu = GpuDouble(rank, meetings)
-        planes.append(OnDouble(plane(rank, BoardOob(board, rank), lambda rank=rank: ring(rank), gpu), gpu))
+        planes.append(OnDouble(plane(rank, BoardOob(board, rank), lambda rank=rank: wake_rank(rank), gpu), gpu))
     return planes

@@ -123,5 +123,5 @@ def test_allocations(environ: dict[str, str], expected: Allocation | None) -> No
 def test_an_allocation_that_makes_no_sense() -> None:
     for environ in ({"SLURM_JOB_NODELIST": "n[1-2]"}, {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "2"},
                     {"PBS_NODEFILE": "/nowhere"}, {"LSB_MCPU_HOSTS": "n1 four"}):
-        with pytest.raises(LaunchError, match=r"cannot be told.*name them with -H"):
+        with pytest.raises(LaunchError, match=r"cannot be determined.*list them with -H"):
             find(environ, FILES.__getitem__)

@@ -111,7 +111,7 @@ def test_mpi_that_is_not_there() -> None:
     ended = run(sys.executable, "-m", "hvdlite_runner.cli", "-np", "2", "--mpi", "--mpirun", "/no/mpirun", *PLACE)
     assert ended.returncode == 2 and "--mpi needs /no/mpirun" in ended.stderr and ended.stderr.count("\n") == 1
     ended = run(sys.executable, "-m", "hvdlite_runner.cli", "-np", "2", "--mpi", "--mpirun", "/bin/true", *PLACE)
-    assert ended.returncode == 2 and "/bin/true is no launcher of Open MPI, MPICH or Intel MPI" in ended.stderr
+    assert ended.returncode == 2 and "/bin/true is not a launcher of Open MPI, MPICH or Intel MPI" in ended.stderr
 
 
 @needs_torch

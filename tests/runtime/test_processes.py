@@ -52,7 +52,7 @@ def test_ranks_of_a_machine_that_reorders_stores_share_a_fence() -> None:
         for _ in range(2):
             hvd.init()
             files = [os.readlink(each.path) for each in os.scandir("/proc/self/fd") if os.path.islink(each.path)]
-            assert files.count("anon_inode:[eventfd]") == 4, files  # a bell each, and the fence
+            assert files.count("anon_inode:[eventfd]") == 4, files  # a doorbell each, and the fence
             for count in (10, 1000, 3_000_000):
                 for turn in range(5):
                     assert (hvd.allreduce(np.full(count, hvd.rank() + turn), op=hvd.Sum) == 3 + 3 * turn).all()

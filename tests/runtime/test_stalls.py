@@ -231,4 +231,4 @@ stuck()
         job.terminate()
         job.wait(20)
     missing = subprocess.run([*hvdrun, "--report", str(job.pid)], capture_output=True, text=True, env=environment)
-    assert missing.returncode == 2 and "no job whose launcher" in missing.stderr
+    assert missing.returncode == 2 and "has no running job" in missing.stderr

@@ -127,7 +127,7 @@ class NcclPlane:
 
     def execute(self, plan: Plan, wait_until: WaitUntil) -> Completion:
         device = self._opened(None)
-        process_set_id = plan.response.process_set
+        process_set_id = plan.response.process_set_id
         if process_set_id not in self._communicator_refs:
             self._create_communicator(process_set_id, plan.ranks, wait_until)
         launched = self._thread.run(lambda: self._launch(device, plan), wait_until)
@@ -274,7 +274,7 @@ class NcclPlane:
         return ref
 
     def _launch(self, device: Device, plan: Plan) -> LaunchedWork:
-        communicator = self._communicator_refs[plan.response.process_set].communicator
+        communicator = self._communicator_refs[plan.response.process_set_id].communicator
         try:
             for event in _ready_events(plan):
                 device.wait(device.stream, event)

@@ -11,38 +11,39 @@ from typing import Any
 import msgspec
 import pytest
 
-from hvdlite.bootstrap.rendezvous import Address, join, listen, receive_ranks
-from hvdlite.control.codec import Hello
+from hvdlite.bootstrap.rendezvous import Address, accept_ranks, connect_to_rank_0, listen
+from hvdlite.control.codec import RankInfo
 from hvdlite.core.errors import LaunchError
 
 LIMIT = 1 << 16
 SETTINGS = (("HVDLITE_SHM_SLOT", "4096"), ("HVDLITE_CPU_OPERATIONS", "auto"))
 
 
-def hello(rank: int, size: int = 3, version: str = "1") -> Hello:
-    return Hello(rank, size, 1000 + rank, "host", version, settings=SETTINGS)
+def rank_info(rank: int, size: int = 3, version: str = "1") -> RankInfo:
+    return RankInfo(rank, size, 1000 + rank, "host", version, settings=SETTINGS)
 
 
-def meet(address: Address, hellos: list[Hello], timeout: float = 10.0, stranger: Any = None) -> list[Any]:
+def meet(address: Address, rank_infos: list[RankInfo], timeout: float = 10.0, stranger: Any = None) -> list[Any]:
     """Let rank 0 receive and the others join; return each one's welcome or error."""
     listener = listen(address)
     if not address.path:
         address = Address(host=address.host, port=listener.getsockname()[1], key=address.key)
-    results: list[Any] = [None] * len(hellos)
+    results: list[Any] = [None] * len(rank_infos)
 
     def run(index: int) -> None:
         try:
             if index == 0:
-                connections, results[0] = receive_ranks(listener, address, hellos[0], timeout=timeout, frame_limit=LIMIT)
+                connections, results[0] = accept_ranks(listener, address, rank_infos[0], timeout=timeout, frame_limit=LIMIT)
             else:
-                connection, results[index] = join(address, hellos[index], timeout=timeout, frame_limit=LIMIT)
+                connection, results[index] = connect_to_rank_0(address, rank_infos[index], timeout=timeout,
+                                                               frame_limit=LIMIT)
                 connections = {0: connection}
             for connection in connections.values():
                 connection.close()
         except LaunchError as error:
             results[index] = error
 
-    workers = [threading.Thread(target=run, args=(index,)) for index in range(len(hellos))]
+    workers = [threading.Thread(target=run, args=(index,)) for index in range(len(rank_infos))]
     workers[0].start()
     if stranger is not None:
         stranger(address)
@@ -63,32 +64,32 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> Address:
 
 
 def test_all_ranks_learn_who_is_there(address: Address) -> None:
-    for welcome in meet(address, [hello(rank) for rank in range(3)]):
+    for welcome in meet(address, [rank_info(rank) for rank in range(3)]):
         assert welcome.pids == (1000, 1001, 1002) and welcome.hosts == ("host",) * 3
 
 
 def test_a_missing_rank_is_named_on_all_ranks(address: Address) -> None:
-    for error in meet(address, [hello(0), hello(2)], timeout=0.5):
+    for error in meet(address, [rank_info(0), rank_info(2)], timeout=0.5):
         assert isinstance(error, LaunchError) and "ranks [1] did not connect" in str(error)
 
 
 @pytest.mark.parametrize(("other", "told"), [
-    (Hello(1, 3, 1, "host", "1", epoch=2), "membership epoch 2"),
-    (hello(1, size=4), "rank 1 of 4"), (hello(0), "rank 0 of 3"), (hello(1, version="2"), "runs hvdlite 2"),
-    (msgspec.structs.replace(hello(1), settings=(SETTINGS[0], ("HVDLITE_CPU_OPERATIONS", "gloo"))),
+    (RankInfo(1, 3, 1, "host", "1", epoch=2), "membership epoch 2"),
+    (rank_info(1, size=4), "rank 1 of 4"), (rank_info(0), "rank 0 of 3"), (rank_info(1, version="2"), "runs hvdlite 2"),
+    (msgspec.structs.replace(rank_info(1), settings=(SETTINGS[0], ("HVDLITE_CPU_OPERATIONS", "gloo"))),
      "rank 1 has HVDLITE_CPU_OPERATIONS=gloo, rank 0 auto"),
 ])
-def test_a_rank_that_does_not_fit_is_refused_everywhere(address: Address, other: Hello, told: str) -> None:
-    for error in meet(address, [hello(0), other]):
+def test_a_rank_that_does_not_fit_is_refused_everywhere(address: Address, other: RankInfo, told: str) -> None:
+    for error in meet(address, [rank_info(0), other]):
         assert isinstance(error, LaunchError) and told in str(error)
 
 
 def test_two_processes_of_one_rank_are_named(address: Address) -> None:
-    results = meet(address, [hello(0), hello(1), hello(1)])
+    results = meet(address, [rank_info(0), rank_info(1), rank_info(1)])
     assert "are rank 1" in str(results[0])
 
 
-def test_strangers_are_turned_away_and_the_job_starts(caplog: pytest.LogCaptureFixture) -> None:
+def test_strangers_are_refused_and_the_job_starts(caplog: pytest.LogCaptureFixture) -> None:
     def stranger(address: Address) -> None:
         for noise in (b"", b"GET / HTTP/1.0\r\n\r\n", b"\xff" * 64, b"x" * 100_000):
             with socket.create_connection((address.host, address.port)) as sock:
@@ -98,13 +99,13 @@ def test_strangers_are_turned_away_and_the_job_starts(caplog: pytest.LogCaptureF
                     while sock.recv(4096):
                         pass
                 except OSError:
-                    pass  # turned away in mid-sentence
+                    pass  # refused in mid-sentence
 
     with caplog.at_level(logging.WARNING, "hvdlite"):
-        results = meet(Address(host="127.0.0.1", port=0, key=b"secret" * 6), [hello(rank) for rank in range(3)],
+        results = meet(Address(host="127.0.0.1", port=0, key=b"secret" * 6), [rank_info(rank) for rank in range(3)],
                        stranger=stranger)
     assert all(welcome.pids == (1000, 1001, 1002) for welcome in results)
-    assert sum("turned away" in record.message for record in caplog.records) == 4
+    assert sum("was refused" in record.message for record in caplog.records) == 4
 
 
 def test_a_silent_stranger_delays_nobody() -> None:
@@ -113,7 +114,7 @@ def test_a_silent_stranger_delays_nobody() -> None:
     def stranger(address: Address) -> None:
         held.extend(socket.create_connection((address.host, address.port)) for _ in range(5))
 
-    results = meet(Address(host="127.0.0.1", port=0, key=b"secret" * 6), [hello(rank) for rank in range(3)],
+    results = meet(Address(host="127.0.0.1", port=0, key=b"secret" * 6), [rank_info(rank) for rank in range(3)],
                    stranger=stranger)
     assert all(welcome.pids == (1000, 1001, 1002) for welcome in results)
     for sock in held:
