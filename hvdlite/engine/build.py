@@ -39,9 +39,9 @@ def build_engine(world: World, config: Config, connections: Connections, coordin
                              StallInspector(coordinator, times, probe, deliver, recorder.story),
                              Timeline(world.size, coordinator.order_timeline, clock),
                              Autotuner(config, coordinator, clock) if config.autotune else None)
-    watchdog = CoordinatorWatchdog(world.rank, control.above, config.silence_check_seconds, config.heartbeat_timeout, probe)
+    watchdog = CoordinatorWatchdog(world.rank, control.parent, config.silence_check_seconds, config.heartbeat_timeout, probe)
     link = rank_zero or RemoteCoordinator(control, controller)
     engine = Engine(connections, controller, link, handoff, recorder, watchdog,
-                    serves=frozenset(range(world.size)) if rank_zero else control.below,
+                    serves=frozenset(range(world.size)) if rank_zero else control.children,
                     spin=config.spin_microseconds * 1e-6, look_seconds=min(LOOK_SECONDS, times.look / LOOKS))
     return engine, rank_zero

@@ -8,7 +8,7 @@ import time
 from hvdlite.control.base import ControlPlane
 from hvdlite.diagnostics.stall_inspector import ProcessProbe
 from hvdlite.engine.limits import Clock
-from hvdlite.engine.oob import OobExchange
+from hvdlite.engine.oob import OobChannel
 from hvdlite.planes.base import DevicePlane, Plane
 
 
@@ -27,7 +27,7 @@ class Connections:
 
     control: ControlPlane
     plane: Plane
-    oob: OobExchange
+    oob: OobChannel
     devices: DevicePlane | None = None
     probe: ProcessProbe | None = None
     clock: Clock = time.monotonic

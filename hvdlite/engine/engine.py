@@ -59,7 +59,7 @@ class Engine:
         self._history = CallHistory()
         self._execution = Execution(
             self._rank, connections.plane, connections.devices, self._state, recorder, self._clock,
-            wait_until=self._wait_until, release_name=self._inbox.release_name, abandon_layout=controller.abandon)
+            wait_until=self._wait_until, release_name=self._inbox.release_name, mark_stale=controller.mark_stale)
         self._decisions = Decisions(controller, coordinator, self._execution, self._waiters, recorder, self._status)
         self._health = HealthCheck(watchdog, coordinator, self._execution, self._clock, look_seconds,
                                    send=self._send_side_message, lost=self._lose_parent, decide=self._decide)
@@ -179,7 +179,7 @@ class Engine:
             case RoundDone():
                 self._controller.round_done(item)
             case LayoutStale(layout):
-                self._controller.abandon(layout)
+                self._controller.mark_stale(layout)
             case Retired():
                 self._controller.retire(item)
             case BlockedWaiters():
@@ -224,7 +224,7 @@ class Engine:
         self._send_report()
 
     def _lose_parent(self, reason: str) -> None:
-        self.fail(FailureNotice(self._control.above, "lost", reason))
+        self.fail(FailureNotice(self._control.parent, "lost", reason))
 
     def _status(self) -> RankStatus:
         return self._history.status(self._inbox.last_caller, [entry.handle.name for entry in self._execution.pending()])

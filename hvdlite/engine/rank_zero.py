@@ -20,7 +20,7 @@ from hvdlite.diagnostics.timeline import Timeline
 from hvdlite.engine.autotune import Autotuner
 from hvdlite.engine.limits import Clock
 from hvdlite.negotiation.coordinator import Coordinator
-from hvdlite.negotiation.messages import Alike, FailureNotice, HostReport, RankReport, Report, TraceEvent
+from hvdlite.negotiation.messages import FailureNotice, HostReport, MergedRequests, RankReport, Report, TraceEvent
 
 
 class RankZero:
@@ -100,17 +100,17 @@ class RankZero:
     def _receive_host_report(self, ranks: tuple[int, ...], merged: HostReport) -> None:
         """Handle what a leader passes on."""
         self._coordinator.receive_host(ranks, merged, self._clock())
-        for said in merged.said:
-            if isinstance(said, RankReport):
-                self._observe(said.rank, said.report)
-            elif isinstance(said, Alike):
-                self._recorder.ready_elsewhere(said.ranks, said.requests)
+        for item in merged.items:
+            if isinstance(item, RankReport):
+                self._observe(item.rank, item.report)
+            elif isinstance(item, MergedRequests):
+                self._recorder.ready_elsewhere(item.ranks, item.requests)
             else:
-                self._recorder.ready_elsewhere(ranks, (said,))
+                self._recorder.ready_elsewhere(ranks, (item,))
 
     def _observe(self, rank: int, report: Report) -> None:
         """Handle the parts of a report that are not about tensors."""
-        self._recorder.ready_elsewhere((rank,), report.said)
+        self._recorder.ready_elsewhere((rank,), report.items)
         message = report.side_message
         self.urgent |= message is not None
         if message is not None or report.leaving:

@@ -67,8 +67,8 @@ class Collectives:
         """
         op = ReduceOp(op)
         request = self.request(name, Collective.ALLREDUCE, reducible(name, source, output, op), output.shape, op=op,
-                                prescale=float(prescale), postscale=float(postscale), absent=source is None,
-                                payload=self._payload(source), process_set=process_set, device=device_of(output))
+                               prescale=float(prescale), postscale=float(postscale), absent=source is None,
+                               payload=self._payload(source), process_set=process_set, device=device_of(output))
         return self._inbox.submit(Entry(request, *_memory(source, output), output, self._waiters), at_once=at_once)
 
     def grouped_allreduce(self, name: str, sources: Sequence[AnyArray], outputs: Sequence[AnyArray], op: ReduceOp, *,
@@ -90,9 +90,9 @@ class Collectives:
         for (dtype, device), (given, own) in groups.items():
             part = name if len(groups) == 1 else f"{name}.{dtype}" if device == CPU else f"{name}.{dtype}.{device}"
             request = self.request(part, Collective.ALLREDUCE, dtype,
-                                    (sum(output.size for output in own),), op=op, prescale=float(prescale),
-                                    postscale=float(postscale), group=tuple(output.shape for output in own),
-                                    process_set=process_set, device=device)
+                                   (sum(output.size for output in own),), op=op, prescale=float(prescale),
+                                   postscale=float(postscale), group=tuple(output.shape for output in own),
+                                   process_set=process_set, device=device)
             handles.append(self._inbox.submit(Entry(request, given, own, own, self._waiters)))
         return Handles(handles, outputs)
 
@@ -106,8 +106,8 @@ class Collectives:
         op = ReduceOp(op)
         dtype = reducible(name, source, source if output is None else output, op)
         request = self.request(name, Collective.REDUCE, dtype, source.shape, op=op, root_rank=root_rank,
-                                prescale=float(prescale), postscale=float(postscale), process_set=process_set,
-                                device=device_of(source))
+                               prescale=float(prescale), postscale=float(postscale), process_set=process_set,
+                               device=device_of(source))
         return self._inbox.submit(Entry(request, [source], [output], output, self._waiters))
 
     def reducescatter(self, name: str, array: AnyArray, op: ReduceOp, *, prescale: float = 1.0, postscale: float = 1.0,
@@ -124,8 +124,8 @@ class Collectives:
             raise UnsupportedError(f"'{name}': reducescatter has no Adasum, which weighs whole tensors; use allreduce")
         _check_rows(name, array, "reducescatter cuts")
         request = self.request(name, Collective.REDUCESCATTER, reducible(name, array, array, op), array.shape, op=op,
-                                prescale=float(prescale), postscale=float(postscale), process_set=process_set,
-                                device=device_of(array))
+                               prescale=float(prescale), postscale=float(postscale), process_set=process_set,
+                               device=device_of(array))
         return self._inbox.submit(Entry(request, [array], [], None, self._waiters))
 
     def broadcast(self, name: str, array: AnyArray, root_rank: int, *, process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
@@ -139,8 +139,8 @@ class Collectives:
             DuplicateNameError: Like `allreduce`.
         """
         request = self.request(name, Collective.BROADCAST, _checked(name, array), array.shape, root_rank=root_rank,
-                                payload=self._payload(array) if self._world.rank == root_rank else None,
-                                process_set=process_set, device=device_of(array))
+                               payload=self._payload(array) if self._world.rank == root_rank else None,
+                               process_set=process_set, device=device_of(array))
         return self._inbox.submit(Entry(request, *_memory(array, array), array, self._waiters))
 
     def allgather(self, name: str, array: AnyArray, *, process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
@@ -155,14 +155,14 @@ class Collectives:
         """
         _check_rows(name, array, "allgather concatenates along")
         request = self.request(name, Collective.ALLGATHER, _checked(name, array), array.shape,
-                                payload=self._payload(array), process_set=process_set, device=device_of(array))
+                               payload=self._payload(array), process_set=process_set, device=device_of(array))
         return self._inbox.submit(Entry(request, [array], [], None, self._waiters))
 
     def gather(self, name: str, array: AnyArray, root_rank: int, *, process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
         """Like `allgather`, but only rank `root_rank` gets the result; the others get None."""
         _check_rows(name, array, "gather concatenates along")
         request = self.request(name, Collective.GATHER, _checked(name, array), array.shape, root_rank=root_rank,
-                                process_set=process_set, device=device_of(array))
+                               process_set=process_set, device=device_of(array))
         return self._inbox.submit(Entry(request, [array], [], None, self._waiters))
 
     def scatter(self, name: str, array: AnyArray, root_rank: int, *, process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
@@ -176,7 +176,7 @@ class Collectives:
         """
         _check_rows(name, array, "scatter cuts")
         request = self.request(name, Collective.SCATTER, _checked(name, array), array.shape, root_rank=root_rank,
-                                process_set=process_set, device=device_of(array))
+                               process_set=process_set, device=device_of(array))
         return self._inbox.submit(Entry(request, [array], [], None, self._waiters))
 
     def alltoall(self, name: str, array: AnyArray, splits: Sequence[int] | None = None, *,
@@ -206,7 +206,7 @@ class Collectives:
             raise UnsupportedError(f"'{name}': splits {list(splits)} must be {size} whole numbers from 0, one for each rank "
                                    f"of the set, with a sum of at most {rows}, the number of rows")
         request = self.request(name, Collective.ALLTOALL, dtype, array.shape, splits=given, process_set=process_set,
-                                device=device_of(array))
+                               device=device_of(array))
         return self._inbox.submit(Entry(request, [array], [], None, self._waiters))
 
     def send(self, name: str, array: AnyArray, receiver: int) -> Handle:
@@ -230,8 +230,8 @@ class Collectives:
             raise UnsupportedError(f"'{name}': rank {self._world.rank} exchanges tensors with another of the ranks "
                                    f"0..{self._world.size - 1}, not with {other}")
         request = self.request(name, Collective.SEND, _checked(name, array), array.shape, root_rank=sender,
-                                payload=None if output is array else self._payload(array),
-                                process_set=pair(sender, receiver, self._world.size), device=device_of(array))
+                               payload=None if output is array else self._payload(array),
+                               process_set=pair(sender, receiver, self._world.size), device=device_of(array))
         return self._inbox.submit(Entry(request, [array], [output], output, self._waiters))
 
     def barrier(self, name: str, *, process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
@@ -286,7 +286,7 @@ class Collectives:
             what = f"this job (0..{self._world.size - 1})" if process_set == GLOBAL_PROCESS_SET_ID else \
                 f"process set {process_set}, which is ranks {list(members)}"
             raise UnsupportedError(f"'{name}': root_rank {root_rank} is not a rank of {what}")
-        return Request(name, collective, dtype, shape, root_rank=root_rank, process_set=process_set, **rest)
+        return Request(name, collective, dtype, shape, root_rank=root_rank, process_set_id=process_set, **rest)
 
     def _payload(self, array: AnyArray | None) -> bytes | None:
         """Return what a tensor offers to the eager lane: its bytes, if they are few."""

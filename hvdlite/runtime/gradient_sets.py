@@ -49,7 +49,7 @@ class GradientSets:
         """
         request = self._collectives.request(
             name, Collective.ALLREDUCE, reducible(name, source, output, op), output.shape, op=op, prescale=float(prescale),
-            postscale=float(postscale), absent=source is None, label=moment.label, round=moment.round, step=moment.step,
+            postscale=float(postscale), absent=source is None, label=moment.label, round_id=moment.round, step=moment.step,
             in_step=moment.in_step, strides=strides, group_id=group_id, process_set=process_set, device=device_of(output))
         return self._inbox.submit(Entry(request, [source], [output], output, self._waiters))
 
@@ -63,7 +63,7 @@ class GradientSets:
             rows: 2-D; what a row holds is the caller's business.
         """
         request = self._collectives.request(name, Collective.ALLGATHER, dtype_name(rows.dtype), rows.shape,
-                                            label=moment.label, round=moment.round, step=moment.step,
+                                            label=moment.label, round_id=moment.round, step=moment.step,
                                             in_step=moment.in_step, process_set=process_set)
         return self._inbox.submit(Entry(request, [rows], [], None, self._waiters))
 
@@ -92,9 +92,9 @@ class GradientSets:
         """All members of a set's round are submitted by this rank; not needed when a bucket said so."""
         self._inbox.put(RoundDone(label, number, process_set))
 
-    def abandon(self, layout: Layout) -> None:
+    def mark_stale(self, layout: Layout) -> None:
         """A layout does not describe this rank's set any more: end it on all ranks."""
-        self._inbox.put(LayoutStale(layout.layout))
+        self._inbox.put(LayoutStale(layout.layout_id))
 
     def retire(self, label: str, process_set: int = GLOBAL_PROCESS_SET_ID) -> None:
         """This rank takes part in no further round of a set: the memory of its buckets goes back, on all ranks.

@@ -29,6 +29,7 @@ from hvdlite.handoff.handoff import Handoff
 from hvdlite.handoff.inbox import Task
 from hvdlite.negotiation.coordinator import Coordinator
 from hvdlite.negotiation.messages import FailureNotice, Wait
+from hvdlite.planes.base import Plane
 from hvdlite.runtime.collectives import Collectives
 from hvdlite.runtime.gradient_sets import GradientSets
 from hvdlite.runtime.names import Names
@@ -60,7 +61,7 @@ class Runtime:
         self._recorder = FlightRecorder(world.rank, connections.plane.name, connections.clock)
         self._engine, self._rank_zero = build_engine(world, config, connections, coordinator, self._handoff, self._recorder)
         if connections.devices is not None:
-            connections.devices.report_to(lambda error: self.fail(type(error).__name__, str(error), ""))
+            connections.devices.set_error_handler(lambda error: self.fail(type(error).__name__, str(error), ""))
         self._compose(Collectives(world, self._handoff, min(config.eager_limit, EAGER_TRAFFIC // world.size)))
 
     def _compose(self, collectives: Collectives) -> None:
@@ -75,7 +76,7 @@ class Runtime:
         self.send, self.receive = collectives.send, collectives.receive
         self.barrier, self.join = collectives.barrier, collectives.join
         self.declare, self.declare_rows, self.submit_bucket = sets.declare, sets.declare_rows, sets.submit_bucket
-        self.layout, self.is_suspended, self.abandon = sets.layout, sets.is_suspended, sets.abandon
+        self.layout, self.is_suspended, self.mark_stale = sets.layout, sets.is_suspended, sets.mark_stale
         self.close_round, self.retire = sets.close_round, sets.retire
         self.unnamed, self.label = names.unnamed, names.label
 
@@ -139,9 +140,9 @@ class Runtime:
     # --- facts -----------------------------------------------------------------------------------------------------
 
     @property
-    def plane_name(self) -> str:
-        """The data plane that carries tensors."""
-        return self._connections.plane.name
+    def plane(self) -> Plane:
+        """The data plane for tensors on the host, for its facts: only the background thread lets it work."""
+        return self._connections.plane
 
     @property
     def devices(self) -> DeviceAccess | None:
