@@ -9,7 +9,8 @@ import pytest
 from tests.worlds import RAISES, Ended, processes
 
 ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1",
-               "CUDA_VISIBLE_DEVICES": "", "TF_ENABLE_ONEDNN_OPTS": "0", "JAX_PLATFORMS": "cpu"}
+               "CUDA_VISIBLE_DEVICES": "", "TF_ENABLE_ONEDNN_OPTS": "0", "JAX_PLATFORMS": "cpu",
+               "XLA_FLAGS": "--xla_backend_optimization_level=0"}  # compiles faster than it would run faster
 
 
 BACKENDS = ["tensorflow", "torch", pytest.param("jax", marks=pytest.mark.long)]

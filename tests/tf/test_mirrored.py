@@ -46,7 +46,8 @@ adam = lambda: keras.optimizers.Adam(0.01, clipnorm=0.05)
 
 
 @pytest.mark.parametrize(("backend", "way"), [
-    ("tensorflow", "lambda: 'sgd', dict(steps_per_execution=3)"), ("torch", "adam, {}"), ("jax", "adam, {}")])
+    ("tensorflow", "lambda: 'sgd', dict(steps_per_execution=3)"), ("torch", "adam, {}"),
+    pytest.param("jax", "adam, {}", marks=pytest.mark.long)])
 def test_fit_evaluate_and_predict_equal_one_process(backend: str, way: str) -> None:
     run(2, COMMON + """
 weights = rng.uniform(0.5, 2, 101).astype("float32")
