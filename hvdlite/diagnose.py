@@ -1,4 +1,4 @@
-"""What is installed here and what works with it: `python -m hvdlite.diagnose`, which `hvdrun --check-build` runs.
+"""The versions, planes and operations that are available here: `python -m hvdlite.diagnose`, or `hvdrun --check-build`.
 
 `--markdown knobs` and `--markdown operations` print the tables of the documentation.
 """
@@ -18,23 +18,23 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvdlite._version import __version__
-from hvdlite.bootstrap.environments import find_place
+from hvdlite.bootstrap.environments import read_launch_info
 from hvdlite.core.config import Config, environment_name
 from hvdlite.core.errors import LaunchError
 from hvdlite.planes.selection import PLANES, operations
 
 FRAMEWORKS = {"PyTorch": ("torch", "hvdlite_torch"), "TensorFlow": ("tensorflow", "hvdlite_tf"),
               "Keras": ("keras", "hvdlite_tf.keras")}
-ENGINES = (("MPI", "mpi4py"), ("NCCL", "cupy-cuda12x"), ("NCCL", "cupy-cuda13x"))
+LIBRARIES = (("MPI", "mpi4py"), ("NCCL", "cupy-cuda12x"), ("NCCL", "cupy-cuda13x"))
 
 
 def build(environ: Mapping[str, str]) -> dict[str, Any]:
     """Return versions, planes, operations and launch environment; only strings, lists and dictionaries."""
     versions = {name: _version(package) for name, (package, _) in FRAMEWORKS.items()}
-    versions |= {f"{name} ({package})": _version(package) for name, package in ENGINES}
+    versions |= {f"{name} ({package})": _version(package) for name, package in LIBRARIES}
     return {"hvdlite": __version__, "python": platform.python_version(), "platform": platform.platform(),
             "installed": {name: version for name, version in versions.items() if version},
-            "planes": {plane.name: {"device": plane.device, "where": plane.where, "missing": plane.missing()}
+            "planes": {plane.name: {"device": plane.device, "where": plane.where, "missing": plane.unavailable_reason()}
                        for plane in PLANES},
             "operations": dict(operations()), "environment": _environment(environ)}
 
@@ -42,13 +42,13 @@ def build(environ: Mapping[str, str]) -> dict[str, Any]:
 def _environment(environ: Mapping[str, str]) -> str:
     """Say whose variables `init()` would go by here."""
     try:
-        place = find_place(environ, os.getppid())
+        info = read_launch_info(environ, os.getppid())
     except LaunchError as error:
         return str(error)
-    if place.owns_directory and place.world.size > 1:
-        shutil.rmtree(place.job_directory, ignore_errors=True)  # nobody meets there
-    where = f"rank {place.world.rank} of {place.world.size}"
-    return "none: a script runs alone, as size 1" if place.environment == "none" else f"{place.environment}, {where}"
+    if info.owns_directory and info.world.size > 1:
+        shutil.rmtree(info.job_directory, ignore_errors=True)  # nobody meets there
+    where = f"rank {info.world.rank} of {info.world.size}"
+    return "none: a script runs alone, as size 1" if info.environment == "none" else f"{info.environment}, {where}"
 
 
 def _version(package: str) -> str:

@@ -1,10 +1,10 @@
-"""Names of collectives inside `tf.function` that were given none: by their place in the script.
+"""Names for collectives inside `tf.function` that have none: the lines of the script that call them.
 
-A name must be equal on all ranks. Ranks trace a function at different times and unequally often (batches of another size, a
-summary or a checkpoint on one rank only), so nothing that counts traces, graphs or tensors of the process can be part of it.
-Lines of the script are equal on all ranks. A line that a trace passes several times gets a number, counted within the graph
-of that trace; a loop or a branch of TensorFlow is a graph of its own. Iterations of a loop share a name: TensorFlow runs
-them one after the other, as it does all of a function's collectives.
+A name must be equal on all ranks (docs/protocol.md#names). Ranks trace a function at different times and unequally often
+(another batch size, a summary or a checkpoint on one rank only), so a name contains nothing that counts traces, graphs
+or tensors of the process. Lines of the script are equal on all ranks. If a trace passes a line several times, the name has a
+number, counted within the graph of that trace; a loop or a branch of TensorFlow is a graph of its own. The iterations of a
+loop share a name: TensorFlow runs them one after the other, as it does all collectives of a function.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _PACKAGES = tuple(os.path.dirname(os.path.abspath(path)) + os.sep for path in (
 _TRACING = os.sep + "polymorphic_function" + os.sep
 """Part of the path of TensorFlow's files that begin a trace; frames further out differ from trace to trace."""
 _DEPTH = 3
-"""How many calls of the script a name tells."""
+"""The number of calls of the script that a name contains."""
 
 _passed: weakref.WeakKeyDictionary[Any, Counter[tuple[str, int]]] = weakref.WeakKeyDictionary()
-"""How often each graph has passed a name, in each process set."""
+"""The number of times that each graph has passed a name, by process set."""
 
 
 def graph_name(kind: str, process_set: int) -> str:

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from hvdlite.core.device import AnyArray, Completion, DeviceAccess, DeviceArray, Event, Pair
+from hvdlite.core.device import AnyArray, Completion, CopySpec, DeviceAccess, DeviceArray, Event
 from hvdlite.core.types import Collective
 from hvdlite_torch import cuda
+from hvdlite_torch.bucket_views import BucketView, fill_views
 from hvdlite_torch.compression import Compressor
 from hvdlite_torch.framework import TorchGradients
-from hvdlite_torch.seats import Seat, fill_seats
 
 
 class CudaGradients(TorchGradients):
@@ -35,62 +35,62 @@ class CudaGradients(TorchGradients):
         """A gradient was made on the stream that is current on this thread."""
         self._streams.add(cuda.current_stream(cuda.index_of(parameter)))
 
-    def seat(self, parameter: torch.Tensor, place: AnyArray) -> Seat:
+    def bucket_view(self, parameter: torch.Tensor, place: AnyArray) -> BucketView:
         if not isinstance(place, DeviceArray):
-            return super().seat(parameter, place)
+            return super().bucket_view(parameter, place)
         self._index = place.device
-        return Seat(cuda.over(place), self._wire(parameter)[1], on_gpu=True)
+        return BucketView(cuda.over(place), self._wire(parameter)[1], on_gpu=True)
 
-    def batch(self, pairs: Sequence[tuple[torch.Tensor, Seat]]) -> Sequence[tuple[torch.Tensor, Seat]]:
+    def batch(self, pairs: Sequence[tuple[torch.Tensor, BucketView]]) -> Sequence[tuple[torch.Tensor, BucketView]]:
         return pairs if pairs and pairs[0][1].on_gpu else super().batch(pairs)
 
-    def fill(self, parameter: torch.Tensor, seat: Seat) -> bool:
-        return self.fill_all([(parameter, seat)]) if seat.on_gpu else super().fill(parameter, seat)
+    def fill(self, parameter: torch.Tensor, view: BucketView) -> bool:
+        return self.fill_all([(parameter, view)]) if view.on_gpu else super().fill(parameter, view)
 
-    def fill_all(self, pairs: Sequence[tuple[torch.Tensor, Seat]]) -> bool:
+    def fill_all(self, pairs: Sequence[tuple[torch.Tensor, BucketView]]) -> bool:
         if not pairs[0][1].on_gpu:  # a bucket is in one place
             return super().fill_all(pairs)
-        others = self._join_streams()  # also for what lies in its seat already
+        others = self._join_streams()  # also for what lies in its view already
 
         def copy(homes: list[torch.Tensor], values: list[torch.Tensor]) -> None:
             self._copy(homes, values)
             if others:  # their memory goes back to streams that are not behind this
                 cuda.outlive(values)
-        return fill_seats(pairs, self._fitting, copy)
+        return fill_views(pairs, self._fitting, copy)
 
     def filled(self, memory: AnyArray) -> Event | None:
         if not isinstance(memory, DeviceArray):
             return None
-        return self._devices.ready(cuda.current_stream(memory.device))
+        return self._devices.record_event(cuda.current_stream(memory.device))
 
-    def settle(self, seat: Seat, values: AnyArray) -> None:
+    def copy_from_row_major(self, view: BucketView, values: AnyArray) -> None:
         if isinstance(values, DeviceArray):
-            seat.home.copy_(cuda.over(values))
+            view.home.copy_(cuda.over(values))
         else:
-            super().settle(seat, values)
+            super().copy_from_row_major(view, values)
 
-    def vacate(self, parameter: torch.Tensor, seat: Seat) -> Any:
-        return super().vacate(parameter, seat) if seat.context is None else None
+    def detach_view(self, parameter: torch.Tensor, view: BucketView) -> Any:
+        return super().detach_view(parameter, view) if view.context is None else None
 
-    def adopt(self, parameter: torch.Tensor, seat: Seat) -> Any:
-        return self.adopt_all([(parameter, seat)])[0] if seat.on_gpu else super().adopt(parameter, seat)
+    def install_view(self, parameter: torch.Tensor, view: BucketView) -> Any:
+        return self.install_views([(parameter, view)])[0] if view.on_gpu else super().install_view(parameter, view)
 
-    def adopt_all(self, pairs: Sequence[tuple[torch.Tensor, Seat]]) -> Sequence[Any]:
+    def install_views(self, pairs: Sequence[tuple[torch.Tensor, BucketView]]) -> Sequence[Any]:
         if not pairs or not pairs[0][1].on_gpu:
-            return super().adopt_all(pairs)
+            return super().install_views(pairs)
         homes, targets, shown = [], [], []
-        for parameter, seat in pairs:
-            if seat.context is None and self._shows_views(parameter):
-                shown.append(seat)
+        for parameter, view in pairs:
+            if view.context is None and self._shows_views(parameter):
+                shown.append(view)
                 continue
             if not self._as_view:
-                seat.copy = None
-            shown.append(seat.private_copy(parameter))
-            homes.append(seat.home)
+                view.copy = None
+            shown.append(view.private_copy(parameter))
+            homes.append(view.home)
             targets.append(shown[-1].home)
         if homes:
             self._copy(targets, homes)
-        return [seat.give_to(parameter) for (parameter, _), seat in zip(pairs, shown, strict=True)]
+        return [view.give_to(parameter) for (parameter, _), view in zip(pairs, shown, strict=True)]
 
     def follow(self, completion: Completion) -> None:
         super().follow(completion)
@@ -101,25 +101,25 @@ class CudaGradients(TorchGradients):
         stream = cuda.current_stream(self._index)
         others = self._streams - {stream}
         for other in others:
-            self._devices.join(stream, other)
+            self._devices.wait_stream(stream, other)
         return bool(others)
 
-    def _fitting(self, parameter: torch.Tensor, gradient: torch.Tensor, seat: Seat) -> torch.Tensor | None:
-        return super()._fitting(parameter, gradient, seat) if self._belongs(gradient, seat) else None
+    def _fitting(self, parameter: torch.Tensor, gradient: torch.Tensor, view: BucketView) -> torch.Tensor | None:
+        return super()._fitting(parameter, gradient, view) if self._belongs(gradient, view) else None
 
-    def _belongs(self, tensor: torch.Tensor, seat: Seat) -> bool:
-        """Return whether a seat is in the memory where a gradient like `tensor` is reduced: models are moved."""
+    def _belongs(self, tensor: torch.Tensor, view: BucketView) -> bool:
+        """Return whether a view is in the memory where a gradient like `tensor` is reduced: models are moved."""
         if not cuda.is_on_gpu(tensor):
-            return not seat.on_gpu
-        return seat.on_gpu or not self._devices.carries(Collective.ALLREDUCE, None, cuda.name_of(seat.dtype))
+            return not view.on_gpu
+        return view.on_gpu or not self._devices.supports(Collective.ALLREDUCE, None, cuda.name_of(view.dtype))
 
-    def _suits(self, parameter: torch.Tensor, seat: Seat) -> bool:
-        return self._belongs(parameter, seat) and super()._suits(parameter, seat)
+    def _suits(self, parameter: torch.Tensor, view: BucketView) -> bool:
+        return self._belongs(parameter, view) and super()._suits(parameter, view)
 
     def _copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Copy tensors on the current stream, cast to the targets' dtypes."""
         stream = cuda.current_stream(self._index)
-        alike: dict[tuple[torch.dtype, torch.dtype], list[Pair]] = {}
+        alike: dict[tuple[torch.dtype, torch.dtype], list[CopySpec]] = {}
         rest: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         for target, source in zip(targets, sources, strict=True):
             if source.stride() == target.stride() or (source.is_contiguous() and target.is_contiguous()):
@@ -129,7 +129,7 @@ class CudaGradients(TorchGradients):
                 rest[0].append(target)
                 rest[1].append(source)
         for (of, to), pairs in alike.items():
-            if not self._devices.pack(pairs, cuda.name_of(of), cuda.name_of(to), stream):
+            if not self._devices.batched_copy(pairs, cuda.name_of(of), cuda.name_of(to), stream):
                 rest = (list(targets), list(sources))
                 break
         if rest[0]:

@@ -15,10 +15,10 @@ from hvdlite.core.array import BFLOAT16, Array
 from hvdlite.core.device import AnyArray, Completion, DeviceAccess, DeviceArray, Event
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.types import Collective
-from hvdlite.training.framework import Loan, Shape
+from hvdlite.training.framework import Shape, StagedGradient
 from hvdlite_torch import cuda
+from hvdlite_torch.bucket_views import COUNTS, BucketView, BucketViewBatch, Mark, fill_views, given_to
 from hvdlite_torch.compression import Compressor, wire_dtype
-from hvdlite_torch.seats import COUNTS, Mark, Seat, SeatBatch, fill_seats, given_to
 from hvdlite_torch.unfinal import get_grad, set_grad
 
 Elsewhere = dict[int, weakref.ref[Any]]
@@ -88,7 +88,7 @@ def _sixteen_bits(array: Array) -> torch.Tensor:
 
 
 MANY_KEPT = 4
-"""When so many parameters' gradients were kept over a round, all gradients are copied out of their buckets."""
+"""Number of parameters with gradients kept over a round, from which all gradients are copied out of their buckets."""
 
 
 class TorchGradients:
@@ -129,15 +129,15 @@ class TorchGradients:
     def shape(self, parameter: torch.Tensor) -> Shape:
         return Shape(_dtype_name(self._wire(parameter)[0]), tuple(parameter.shape), dense_strides(parameter))
 
-    def lend(self, parameter: torch.Tensor) -> Loan[torch.Tensor]:
-        return self._loan(parameter, self._gradient(parameter).detach())
+    def stage(self, parameter: torch.Tensor) -> StagedGradient[torch.Tensor]:
+        return self._stage(parameter, self._gradient(parameter).detach())
 
-    def lend_empty(self, parameter: torch.Tensor) -> Loan[torch.Tensor]:
-        return self._loan(parameter, torch.empty_like(parameter.detach()))
+    def stage_empty(self, parameter: torch.Tensor) -> StagedGradient[torch.Tensor]:
+        return self._stage(parameter, torch.empty_like(parameter.detach()))
 
-    def give_back(self, loan: Loan[torch.Tensor]) -> Any:
-        result = self._compression.decompress(loan.tensor, loan.context)
-        parameter, gradient = loan.parameter, get_grad(loan.parameter)
+    def unstage(self, staged: StagedGradient[torch.Tensor]) -> Any:
+        result = self._compression.decompress(staged.tensor, staged.context)
+        parameter, gradient = staged.parameter, get_grad(staged.parameter)
         if sparse_dims := self._restored_dims(parameter):
             return given_to(parameter, result.to_sparse(sparse_dims))
         if gradient is None or gradient.dtype is not parameter.dtype:
@@ -177,71 +177,71 @@ class TorchGradients:
         raise UnsupportedError(f"a sparse gradient with rows of {row_bytes} bytes does not fit a parameter of shape "
                                f"{list(parameter.shape)}")
 
-    def seat(self, parameter: torch.Tensor, place: AnyArray) -> Seat:
+    def bucket_view(self, parameter: torch.Tensor, place: AnyArray) -> BucketView:
         assert isinstance(place, np.ndarray)
-        return Seat(_tensor(place), self._wire(parameter)[1])
+        return BucketView(_tensor(place), self._wire(parameter)[1])
 
-    def fill(self, parameter: torch.Tensor, seat: Seat) -> bool:
+    def fill(self, parameter: torch.Tensor, view: BucketView) -> bool:
         gradient = get_grad(parameter)
         assert gradient is not None
-        if not seat.holds(gradient):
-            compressed = self._fitting(parameter, gradient, seat)
+        if not view.holds(gradient):
+            compressed = self._fitting(parameter, gradient, view)
             if compressed is None:
                 return False
-            seat.home.copy_(compressed)
+            view.home.copy_(compressed)
         set_grad(parameter, None)
         return True
 
-    def batch(self, pairs: Sequence[tuple[torch.Tensor, Seat]]) -> Sequence[tuple[torch.Tensor, Seat]]:
+    def batch(self, pairs: Sequence[tuple[torch.Tensor, BucketView]]) -> Sequence[tuple[torch.Tensor, BucketView]]:
         is_plain = (self._casts and not self._sparse_as_dense and self._as_view and len(pairs) > 1
-                    and len({seat.context is None for _, seat in pairs}) == 1
+                    and len({view.context is None for _, view in pairs}) == 1
                     and not any(cuda.is_on_gpu(parameter) for parameter, _ in pairs))
-        return SeatBatch(pairs) if is_plain else pairs
+        return BucketViewBatch(pairs) if is_plain else pairs
 
-    def fill_all(self, pairs: Sequence[tuple[torch.Tensor, Seat]]) -> bool:
-        if isinstance(pairs, SeatBatch) and pairs.fill():
+    def fill_all(self, pairs: Sequence[tuple[torch.Tensor, BucketView]]) -> bool:
+        if isinstance(pairs, BucketViewBatch) and pairs.fill():
             return True
-        return fill_seats(pairs, self._fitting, torch._foreach_copy_)
+        return fill_views(pairs, self._fitting, torch._foreach_copy_)
 
-    def fill_with(self, parameter: torch.Tensor, seat: Seat, value: Any) -> bool:
-        if not (self._is_free(parameter, seat) and self._suits(parameter, seat)):
+    def fill_with(self, parameter: torch.Tensor, view: BucketView, value: Any) -> bool:
+        if not (self._is_free(parameter, view) and self._suits(parameter, view)):
             return False
         with torch.no_grad():
-            seat.home.fill_(value)
+            view.home.fill_(value)
         return True
 
     def filled(self, memory: AnyArray) -> Event | None:
         return None
 
     def follow(self, completion: Completion) -> None:
-        completion.follow(cuda.current_stream(completion.device))
+        completion.block_stream(cuda.current_stream(completion.device))
 
-    def settle(self, seat: Seat, values: AnyArray) -> None:
+    def copy_from_row_major(self, view: BucketView, values: AnyArray) -> None:
         assert isinstance(values, np.ndarray)
-        seat.home.copy_(_tensor(values))
+        view.home.copy_(_tensor(values))
 
-    def vacate(self, parameter: torch.Tensor, seat: Seat) -> Any:
+    def detach_view(self, parameter: torch.Tensor, view: BucketView) -> Any:
         gradient = get_grad(parameter)
-        return given_to(parameter, gradient.clone()) if gradient is not None and seat.holds(gradient) else None
+        return given_to(parameter, gradient.clone()) if gradient is not None and view.holds(gradient) else None
 
-    def adopt(self, parameter: torch.Tensor, seat: Seat) -> Any:
+    def install_view(self, parameter: torch.Tensor, view: BucketView) -> Any:
         if sparse_dims := self._restored_dims(parameter):
-            return given_to(parameter, self._compression.decompress(seat.home, seat.context).to_sparse(sparse_dims))
-        if seat.context is None and self._shows_views(parameter) and not cuda.is_on_gpu(parameter):
-            return seat.give_to(parameter)
-        if seat.context is not None and self._casts and self._as_view and not cuda.is_on_gpu(parameter):
-            copy = seat.private_copy(parameter)
-            copy.home.copy_(seat.home)
+            return given_to(parameter, self._compression.decompress(view.home, view.context).to_sparse(sparse_dims))
+        if view.context is None and self._shows_views(parameter) and not cuda.is_on_gpu(parameter):
+            return view.give_to(parameter)
+        if view.context is not None and self._casts and self._as_view and not cuda.is_on_gpu(parameter):
+            copy = view.private_copy(parameter)
+            copy.home.copy_(view.home)
             return copy.give_to(parameter)
-        own = seat.home.clone() if seat.context is None else self._compression.decompress(seat.home, seat.context)
+        own = view.home.clone() if view.context is None else self._compression.decompress(view.home, view.context)
         return given_to(parameter, own.to(parameter.device))
 
-    def adopt_all(self, pairs: Sequence[tuple[torch.Tensor, Seat]]) -> Sequence[Any]:
-        if isinstance(pairs, SeatBatch) and self._as_view and not self._copied:
-            marks = pairs.adopt()
+    def install_views(self, pairs: Sequence[tuple[torch.Tensor, BucketView]]) -> Sequence[Any]:
+        if isinstance(pairs, BucketViewBatch) and self._as_view and not self._copied:
+            marks = pairs.install()
             if marks is not None:
                 return marks
-        return [self.adopt(parameter, seat) for parameter, seat in pairs]
+        return [self.install_view(parameter, view) for parameter, view in pairs]
 
     def is_marked(self, parameter: torch.Tensor, mark: Mark | None) -> bool:
         return mark is not None and mark.tensor() is get_grad(parameter)
@@ -259,11 +259,11 @@ class TorchGradients:
         set_grad(parameter, None)
         return gradient
 
-    def is_lent(self, loan: Loan[torch.Tensor]) -> bool:
-        gradient = get_grad(loan.parameter)
+    def is_staged(self, staged: StagedGradient[torch.Tensor]) -> bool:
+        gradient = get_grad(staged.parameter)
         if gradient is None or gradient.layout is not torch.strided or not gradient.numel():
             return False
-        return gradient.data_ptr() == loan.tensor.data_ptr()
+        return gradient.data_ptr() == staged.tensor.data_ptr()
 
     @torch.no_grad()
     def accumulate(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -279,25 +279,25 @@ class TorchGradients:
         """Return whether the parameter's gradient is a view of its bucket."""
         return self._as_view and id(parameter) not in self._copied
 
-    def _is_free(self, parameter: torch.Tensor, seat: Seat) -> bool:
-        """Return whether a seat can be written to. When somebody has kept an earlier gradient, later ones are copies."""
-        if not seat.is_in_use:
+    def _is_free(self, parameter: torch.Tensor, view: BucketView) -> bool:
+        """Return whether a view can be written to. When somebody has kept an earlier gradient, later ones are copies."""
+        if not view.is_in_use:
             return True
         self._copied.add(id(parameter))
         if len(self._copied) >= MANY_KEPT:
             self._as_view = False
         return False
 
-    def _suits(self, parameter: torch.Tensor, seat: Seat) -> bool:
-        """Return whether a seat is right for the parameter as it is now, which has no gradient."""
+    def _suits(self, parameter: torch.Tensor, view: BucketView) -> bool:
+        """Return whether a view is right for the parameter as it is now, which has no gradient."""
         dtype = parameter.dtype
         if not self._casts:
-            dtype, seat.context = self._wire(parameter)
-        return dtype is self._fitting_dtype(seat) and parameter.shape == seat.shape
+            dtype, view.context = self._wire(parameter)
+        return dtype is self._fitting_dtype(view) and parameter.shape == view.shape
 
-    def _fitting_dtype(self, seat: Seat) -> torch.dtype:
-        """Return the dtype of what can be copied into a seat; where a copy does not cast, of what has been compressed."""
-        return seat.context if self._casts and seat.context is not None else seat.dtype
+    def _fitting_dtype(self, view: BucketView) -> torch.dtype:
+        """Return the dtype of what can be copied into a view; where a copy does not cast, of what has been compressed."""
+        return view.context if self._casts and view.context is not None else view.dtype
 
     def _wire(self, parameter: torch.Tensor) -> tuple[torch.dtype, Any]:
         """Return the dtype in which the parameter's gradients travel, and what the compressor needs to undo its work."""
@@ -311,9 +311,9 @@ class TorchGradients:
         """Return how many dimensions of the reduced gradient are to be sparse, as in the gradient that came in."""
         return self._sparse_dims_of.get(id(parameter), self.unseen_sparse_dims) if self._sparse_as_dense else 0
 
-    def _fitting(self, parameter: torch.Tensor, gradient: torch.Tensor, seat: Seat) -> torch.Tensor | None:
-        """Return what is to be copied, and cast, into the seat; None when it does not fit."""
-        if not self._is_free(parameter, seat):
+    def _fitting(self, parameter: torch.Tensor, gradient: torch.Tensor, view: BucketView) -> torch.Tensor | None:
+        """Return what is to be copied, and cast, into the view; None when it does not fit."""
+        if not self._is_free(parameter, view):
             return None
         if gradient.layout is not torch.strided:
             if self.is_sparse(parameter):
@@ -322,8 +322,8 @@ class TorchGradients:
         if gradient.requires_grad:
             gradient = gradient.detach()
         if not self._casts:
-            gradient, seat.context = self._compression.compress(gradient)
-        return gradient if gradient.dtype is self._fitting_dtype(seat) and gradient.shape == seat.shape else None
+            gradient, view.context = self._compression.compress(gradient)
+        return gradient if gradient.dtype is self._fitting_dtype(view) and gradient.shape == view.shape else None
 
     def _gradient(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the parameter's gradient, densified for the reduction when that is wanted."""
@@ -336,10 +336,10 @@ class TorchGradients:
             set_grad(parameter, gradient)
         return gradient
 
-    def _loan(self, parameter: torch.Tensor, values: torch.Tensor) -> Loan[torch.Tensor]:
+    def _stage(self, parameter: torch.Tensor, values: torch.Tensor) -> StagedGradient[torch.Tensor]:
         compressed, context = self._compression.compress(values)
         dense = cuda.carried(contiguous(compressed, "gradient"), self._devices, Collective.ALLREDUCE)
-        return Loan(parameter, lent(dense, "gradient", self._devices), dense, context)
+        return StagedGradient(parameter, lent(dense, "gradient", self._devices), dense, context)
 
 
 def is_elsewhere(parameter: torch.Tensor, elsewhere: Elsewhere) -> bool:

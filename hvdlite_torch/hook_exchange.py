@@ -1,4 +1,4 @@
-"""What a communication hook is called with: the gradients of a round, and collectives over the ranks that share them."""
+"""The arguments of a communication hook: the gradients of a round, and collectives over the ranks that share them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 from hvdlite.core.errors import HvdliteError
 from hvdlite.core.types import Collective, ReduceOp
-from hvdlite.runtime.handle import Handle, Handles
+from hvdlite.handoff.handle import Handle, Handles
 from hvdlite.runtime.runtime import Runtime
 from hvdlite_torch import cuda
+from hvdlite_torch.bucket_views import Mark
 from hvdlite_torch.framework import as_tensor, contiguous, lent
-from hvdlite_torch.seats import Mark
 from hvdlite_torch.unfinal import get_grad, set_grad
 
 Gradients = Sequence[tuple[str, torch.Tensor]]
@@ -21,7 +21,7 @@ Gradients = Sequence[tuple[str, torch.Tensor]]
 
 
 class CommHook(Protocol):
-    """What `comm_hook` takes.
+    """The interface of `comm_hook`.
 
     A hook can have one of two attributes:
     - `is_idempotent`: averaging averages again leaves them as they are, so parameters can have several backward passes

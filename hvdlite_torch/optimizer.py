@@ -17,7 +17,7 @@ from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.arguments import WRAPPED, check_compression, check_passes, chosen_groups, factors
 from hvdlite.training.gradient_reducer import GradientReducer
-from hvdlite.training.groups import clusters
+from hvdlite.training.groups import group_ids
 from hvdlite.training.hooked_reducer import HookedReducer
 from hvdlite.training.phases import WaitIn
 from hvdlite_torch import cuda
@@ -109,7 +109,7 @@ def DistributedOptimizer(
     check_compression(compression)
     prescale, postscale = factors(op, gradient_predivide_factor)
     names = _names(optimizer, named_parameters)
-    numbers = clusters(groups, list(names))
+    ids = group_ids(groups, list(names))
     base = type(optimizer)
     if op is ReduceOp.ADASUM and runtime.world.size > 1 and comm_hook is None:
         check_whole_job(api.set_id(process_set))
@@ -139,7 +139,7 @@ def DistributedOptimizer(
     reducer.looks_for_own = True
     reducer.gradients.is_idempotent = op is ReduceOp.AVERAGE and (
         comm_hook is None or getattr(comm_hook, "is_idempotent", False))
-    optimizer._attach(runtime, reducer, names, numbers, number)
+    optimizer._attach(runtime, reducer, names, ids, number)
     optimizer._hooks.on_moved = make_framework
     optimizer._loss_reduction = (f"{label}.loss", op) if isinstance(optimizer, torch.optim.LBFGS) else None
     return optimizer
@@ -153,7 +153,7 @@ def framework_for(runtime: Runtime, compression: type[Compressor], sparse_as_den
         unseen_sparse_dims: see `TorchGradients`.
     """
     devices, as_view = runtime.devices, runtime.config.gradient_as_bucket_view
-    if devices is None or devices.missing() or not any(map(cuda.is_on_gpu, parameters)):
+    if devices is None or devices.unavailable_reason() or not any(map(cuda.is_on_gpu, parameters)):
         framework = TorchGradients(compression, sparse_as_dense, as_view)
     else:
         framework = CudaGradients(compression, sparse_as_dense, as_view, devices)
@@ -180,8 +180,8 @@ class Distributed(PlainCopies, UnevenInputs):
     _loss_reduction: tuple[str, ReduceOp] | None  # name and op, where losses steer the optimizer
 
     def _attach(self, runtime: Runtime, reducer: GradientReducer[torch.Tensor], names: dict[torch.Tensor, str],
-                clusters: dict[int, int], process_set: int) -> None:
-        self._clusters = clusters
+                group_ids: dict[int, int], process_set: int) -> None:
+        self._group_ids = group_ids
         self._runtime = runtime
         self._process_set = process_set
         self._reducer = reducer
@@ -199,7 +199,7 @@ class Distributed(PlainCopies, UnevenInputs):
 
     def _watch(self, parameter: torch.Tensor) -> None:
         if self._active:
-            self._reducer.add(parameter, self._parameter_names[parameter], self._clusters.get(id(parameter), 0))
+            self._reducer.add(parameter, self._parameter_names[parameter], self._group_ids.get(id(parameter), 0))
             self._hooks.watch(parameter)
 
     def _check_replicas(self) -> None:

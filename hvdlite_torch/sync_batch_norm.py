@@ -8,20 +8,18 @@ variance are summed. The passes over the batch are torch's own kernels.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
 from hvdlite import api
-from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
 from hvdlite_torch import collectives, derivatives
 
 _is_compiling: Callable[[], bool] = getattr(torch.compiler, "is_compiling", lambda: False)
-_current_node: Callable[[], Any] | None = getattr(torch._C, "_current_autograd_node", None)
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -38,13 +36,7 @@ class SyncBatchNorm(_BatchNorm):
         affine: whether there are weight and bias.
         track_running_stats: whether there are running statistics.
         process_set: the ranks that share statistics; on other ranks it is ordinary batch normalization.
-
-    Attributes:
-        gradient_weight: what this rank's loss counts in the mean of all ranks' losses; the gradients of parameters are
-            multiplied by it afterwards, elsewhere.
     """
-
-    gradient_weight = 1.0
 
     def __init__(self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1, affine: bool = True,
                  track_running_stats: bool = True, process_set: ProcessSet = global_process_set) -> None:
@@ -99,8 +91,7 @@ class SyncBatchNorm(_BatchNorm):
         members = runtime.members(api.set_id(self.process_set))
         if len(members) == 1 or runtime.world.rank not in members:
             return self._alone(input)
-        call = _Call(runtime.unnamed("torch", "sync_batch_norm", api.set_id(self.process_set)), self.process_set, self.eps,
-                     self.gradient_weight)
+        call = _Call(runtime.unnamed("torch", "sync_batch_norm", api.set_id(self.process_set)), self.process_set, self.eps)
         output, mean, variance, count = _Synchronized.apply(input, self.weight, self.bias, call)
         if self.track_running_stats:
             self._track(mean.detach(), variance.detach(), count)
@@ -135,72 +126,11 @@ class _Call:
     name: str  # of its collective; the gradient's follows from it
     process_set: ProcessSet
     eps: float
-    gradient_weight: float
 
     def summed(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum over ranks of values that belong to gradients, as this rank's gradients count. Differentiable."""
-        return _GradientSum(f"{self.name}.gradient", self.process_set, ReduceOp.SUM, weight=self.gradient_weight).of(values)
-
-
-@dataclasses.dataclass(eq=False)
-class _GradientSum(derivatives.Reduction):
-    """A sum over ranks of parts of gradients.
-
-    Where the gradients of a backward pass are multiplied by each rank's weight afterwards, the sum is of weighted parts, and
-    is divided by the weight that it will be multiplied by. Each pass decides for itself: the pass that differentiates a
-    gradient penalty is weighted, while the pass inside of it, which computes the penalty, is not.
-
-    Attributes:
-        weight: of this rank's gradients.
-    """
-
-    weight: float = 1.0
-
-    def of(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum, for the backward pass that is running. Differentiable."""
-        if self.weight == 1 or not _is_weighted(self.name):
-            return derivatives.apply(self, values)[0]
-        (sum_,) = derivatives.apply(self, values * self.weight)
-        return sum_ / self.weight if self.weight else sum_  # with 0, nothing of this rank's gradients will count
-
-    def adjoint(self, upstream: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [self.again("gradient").of(*upstream)]
-
-
-def _is_weighted(name: str) -> bool:
-    """Return whether the gradients of the backward pass that is running are weighted afterwards.
-
-    They are where they are accumulated, and where `torch.autograd.grad` returns those of parameters, which a script gives to
-    an optimizer. They are not where it returns others only, as for a gradient penalty.
-
-    Raises:
-        UnsupportedError: inside of a transform of torch.func, whose parameters cannot be told from other tensors.
-    """
-    if derivatives.transforms_active():
-        raise UnsupportedError(f"'{name}': rank {api.runtime().world.rank} computes gradients through SyncBatchNorm with "
-                               "torch.func in a batch whose shares differ between ranks, and SyncBatchNorm cannot know "
-                               "whether they will be weighted; use torch.autograd.grad or backward(), or batches that "
-                               "divide evenly (drop_last=True)")
-    node = None if _current_node is None else _current_node()
-    if node is None:  # older torch
-        return not torch.is_grad_enabled()
-    seen, ahead = {node}, [node]
-    while ahead:
-        for each, _ in ahead.pop().next_functions:
-            if each is None or each in seen:
-                continue
-            seen.add(each)
-            try:
-                is_run = torch._C._will_engine_execute_node(each)
-            except RuntimeError:  # a leaf whose gradient `torch.autograd.grad` returns
-                if isinstance(each.variable, torch.nn.Parameter):
-                    return True
-                continue
-            if is_run and hasattr(each, "variable"):
-                return True
-            if is_run:
-                ahead.append(each)
-    return False
+        """Return the sum over ranks of gradients of the statistics, which all ranks have in common. Differentiable."""
+        (sum_,) = derivatives.pull_back(derivatives.AllreduceCall(self.name, self.process_set, ReduceOp.SUM), [values])
+        return sum_
 
 
 class _Synchronized(torch.autograd.Function):

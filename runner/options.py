@@ -20,29 +20,31 @@ HOROVOD_FLAGS: Final = {
     "autotune-bayes-opt-max-samples": ("autotune_max_samples", "N"), "gloo-timeout-seconds": ("gloo_timeout", "S"),
 }
 """Horovod's flags that mean a knob under another name."""
-_ELASTIC: Final = "this version's jobs neither shrink nor grow"
+_ELASTIC: Final = "elastic training is not implemented"
+_PLANE: Final = "the plane chooses the algorithm"
 MEANINGLESS_FLAGS: Final = {
-    "cycle-time-ms": ("MS", "nothing happens in cycles"), "cache-capacity": ("N", "there is no response cache to size"),
-    "hierarchical-allreduce": ("", "the plane decides that"), "no-hierarchical-allreduce": ("", "the plane decides that"),
-    "hierarchical-allgather": ("", "the plane decides that"), "no-hierarchical-allgather": ("", "the plane decides that"),
-    "torus-allreduce": ("", "the plane decides that"), "no-torus-allreduce": ("", "the plane decides that"),
-    "stall-check": ("", "it is on anyway"), "disable-cache": ("", "nothing is cached between jobs"),
+    "cycle-time-ms": ("MS", "hvdlite does not work in cycles"),
+    "cache-capacity": ("N", "hvdlite has no response cache"),
+    "hierarchical-allreduce": ("", _PLANE), "no-hierarchical-allreduce": ("", _PLANE),
+    "hierarchical-allgather": ("", _PLANE), "no-hierarchical-allgather": ("", _PLANE),
+    "torus-allreduce": ("", _PLANE), "no-torus-allreduce": ("", _PLANE),
+    "stall-check": ("", "the stall check is on by default"), "disable-cache": ("", "nothing is cached between jobs"),
     "num-nccl-streams": ("N", "NCCL needs one stream"),
     "autotune-gaussian-process-noise": ("X", "autotune has no such process"),
-    "mpi-threads-disable": ("", "only one thread calls MPI anyway"), "no-mpi-threads-disable": ("", "it is so anyway"),
+    "mpi-threads-disable": ("", "only one thread calls MPI"), "no-mpi-threads-disable": ("", "this is the default"),
     "thread-affinity": ("CORE", "use --bind"),
-    "log-with-timestamp": ("", "it is so anyway"), "no-log-hide-timestamp": ("", "it is so anyway"),
+    "log-with-timestamp": ("", "this is the default"), "no-log-hide-timestamp": ("", "this is the default"),
     "log-without-timestamp": ("", "use --log-hide-time"), "log-hide-timestamp": ("", "use --log-hide-time"),
-    "tcp": ("", "it is for Spectrum MPI"), "jsrun": ("", "start the script with jsrun itself: it finds its place"),
+    "tcp": ("", "it applies to Spectrum MPI only"), "jsrun": ("", "start the script with jsrun instead of hvdrun"),
     "min-np": ("N", _ELASTIC), "min-num-proc": ("N", _ELASTIC), "max-np": ("N", _ELASTIC), "max-num-proc": ("N", _ELASTIC),
-    "slots-per-host": ("N", "--host-discovery-script says the slots"), "elastic-timeout": ("S", _ELASTIC),
-    "reset-limit": ("N", _ELASTIC), "blacklist-cooldown-range": ("LO HI", "no host is put on a blacklist"),
+    "slots-per-host": ("N", "--host-discovery-script prints the slots"), "elastic-timeout": ("S", _ELASTIC),
+    "reset-limit": ("N", _ELASTIC), "blacklist-cooldown-range": ("LO HI", "hvdrun has no blacklist of hosts"),
 }
 """Horovod's flags that are accepted and do nothing, and why."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Errors are one line, not a page of usage."""
+    """A parser that prints an error as one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         unknown = [word.partition("=")[0] for word in message.partition("unrecognized arguments: ")[2].split()]
@@ -55,80 +57,90 @@ class _Parser(argparse.ArgumentParser):
 def parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
     result = _Parser("hvdrun", usage="hvdrun -np N [options] command [argument ...]", allow_abbrev=False,
-                     description="Start N ranks of a training command, here or on several hosts, and end them together.")
+                     description="Run N ranks of a training command, on this host or several, and end them together.")
     result.add_argument("-v", "--version", action="version", version=__version__)
     result.add_argument("-np", "-n", "--num-proc", dest="np", type=_positive, metavar="N",
-                        help="number of ranks; default: one on each slot")
-    result.add_argument("--bind", action="store_true", help="bind each rank to its share of its host's cores")
-    result.add_argument("--horovod-compat", action="store_true", help="let `import horovod...` in the script give hvdlite")
+                        help="number of ranks (default: the number of slots)")
+    result.add_argument("--bind", action="store_true", help="bind each rank to an equal part of its host's cores")
+    result.add_argument("--horovod-compat", action="store_true", help="make `import horovod...` in the script import "
+                        "hvdlite")
     result.add_argument("--task-directory", help=argparse.SUPPRESS)  # of hvdlite.run
     _add_instead(result.add_argument_group("instead of one job"))
-    _add_hosts(result.add_argument_group("hosts", "default: the scheduler's allocation if there is one, else this host"))
+    _add_hosts(result.add_argument_group("hosts", "default: the allocation of the scheduler, or this host"))
     _add_output(result.add_argument_group("output"))
     _add_mpi(result.add_argument_group("data plane"))
     _add_horovods(result)
-    knobs = result.add_argument_group("knobs", "settings of the runtime; each can also be set as HVDLITE_<NAME>")
+    knobs = result.add_argument_group("knobs", "settings of the runtime; each can also be set by the environment variable "
+                                      "HVDLITE_<NAME>")
     for field in dataclasses.fields(Config):
         _add_knob(knobs, field)
-    result.add_argument("command", nargs=argparse.REMAINDER, help="what every rank runs, such as: python train.py")
+    result.add_argument("command", nargs=argparse.REMAINDER, help="the command that every rank runs, such as: python "
+                        "train.py")
     return result
 
 
 def _add_instead(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--scaling", metavar="N,N,...", type=_numbers, help="run the command at each number of ranks, and "
-                       "compare: samples/s, speedup, efficiency; as a table, CSV and PNG")
-    group.add_argument("--sweep", metavar="OPTION=V,V,...", help="run the command with --OPTION V for each value, and say "
-                       "where the throughput saturates; as a table, CSV and PNG")
-    group.add_argument("--results", metavar="NAME", help="write --scaling's or --sweep's NAME.csv and NAME.png (default: "
-                       "scaling or sweep)")
-    group.add_argument("--report", nargs="?", const="", metavar="JOB", help="say who waits for whom in the running job of "
-                       "this user on this host (if there are several: its launcher's process id)")
-    group.add_argument("-cb", "--check-build", action="store_true", help="say what is installed here and what works with it")
-    group.add_argument("--doctor", action="store_true", help="examine this host and those of -H: versions, planes, launch "
-                       "environment, interfaces, ssh, limits, GPUs, and latency and bandwidth between every two")
-    group.add_argument("--json", action="store_true", help="with --report, --check-build and --doctor: as JSON")
+                       "print samples/s, speedup and efficiency; write them as CSV and PNG too")
+    group.add_argument("--sweep", metavar="OPTION=V,V,...", help="run the command with --OPTION V for each value, and print "
+                       "the throughputs and where they saturate; write them as CSV and PNG too")
+    group.add_argument("--results", metavar="NAME", help="write the results of --scaling or --sweep to NAME.csv and "
+                       "NAME.png (default: scaling or sweep)")
+    group.add_argument("--report", nargs="?", const="", metavar="JOB", help="show which ranks wait for which in your "
+                       "running job on this host; JOB is the process id of its hvdrun, if there are several")
+    group.add_argument("-cb", "--check-build", action="store_true", help="show what is installed here and what works with "
+                       "it")
+    group.add_argument("--doctor", action="store_true", help="check this host and the hosts of -H: versions, planes, launch "
+                       "environment, interfaces, ssh, limits, GPUs, and latency and bandwidth between every two hosts")
+    group.add_argument("--json", action="store_true", help="with --report, --check-build and --doctor: print JSON")
 
 
 def _add_hosts(group: argparse._ArgumentGroup) -> None:
     which = group.add_mutually_exclusive_group()
-    which.add_argument("-H", "--hosts", metavar="HOST:SLOTS,...", help="hosts, filled in order; for IPv6: [address]:slots")
-    which.add_argument("-hostfile", "--hostfile", metavar="FILE", help="the same from a file, a line each: host slots=4")
-    which.add_argument("--host-discovery-script", metavar="FILE", help="the same from what a program prints, once: host:4")
-    group.add_argument("-p", "--ssh-port", type=_positive, metavar="PORT", help="of ssh on the other hosts")
+    which.add_argument("-H", "--hosts", metavar="HOST:SLOTS,...", help="hosts and their slots, filled in order; IPv6: "
+                       "[address]:slots")
+    which.add_argument("-hostfile", "--hostfile", metavar="FILE", help="read hosts from a file, one per line: host slots=4")
+    which.add_argument("--host-discovery-script", metavar="FILE", help="run a program once and read hosts from its "
+                       "output: host:4")
+    group.add_argument("-p", "--ssh-port", type=_positive, metavar="PORT", help="port of ssh on the other hosts")
     group.add_argument("-i", "--ssh-identity-file", metavar="FILE", help="private key for ssh")
     group.add_argument("--ssh-args", metavar="'ARGS'", default="", help="more options for ssh, such as: '-J gateway'")
-    group.add_argument("--remote-shell", metavar="PROGRAM", help="instead of ssh: srun, or a program called like ssh")
+    group.add_argument("--remote-shell", metavar="PROGRAM", help="use this instead of ssh: srun, or a program that takes "
+                       "ssh's arguments")
     group.add_argument("--remote-python", metavar="PATH", default=sys.executable, help="Python on the other hosts (default: "
-                       "the same path as here)")
-    group.add_argument("--working-directory", metavar="DIR", help="on the other hosts (default: the same path as here)")
+                       "the same path as on this host)")
+    group.add_argument("--working-directory", metavar="DIR", help="working directory on the other hosts (default: the "
+                       "same path as on this host)")
     group.add_argument("--network-interface", "--network-interfaces", "--nics", dest="interfaces", action="append",
-                       metavar="NAME,...", default=[], help="network interfaces to use (default: those that routes lead to)")
-    group.add_argument("--coordinator-port", type=_positive, metavar="PORT", default=0, help="where rank 0 listens for the "
-                       "other hosts (default: any free port)")
+                       metavar="NAME,...", default=[], help="network interfaces to use (default: chosen by route)")
+    group.add_argument("--coordinator-port", type=_positive, metavar="PORT", default=0, help="port on which rank 0 "
+                       "listens for the other hosts (default: any free port)")
 
 
 def _add_output(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--output-filename", "--output-directory", metavar="DIR",
-                       help="keep each rank's output in DIR/rank.N/stdout and stderr, on this host")
+                       help="write each rank's output to DIR/rank.N/stdout and stderr, on this host")
     group.add_argument("-prefix-timestamp", "--prefix-timestamp", "--prefix-output-with-timestamp", action="store_true",
                        dest="timestamps", help="put the time before each line")
     group.add_argument("--no-prefix", action="store_false", dest="prefix", help="do not put [rank]<stream>: before lines")
-    group.add_argument("--show", choices=["all", "rank0", "errors"], default="all", help="all output, that of rank 0, or "
-                       "standard error; the last lines of a rank that fails are shown anyway")
-    group.add_argument("--fold", action="store_true", help="show a line that several ranks write once: [0-7] ... (x8)")
+    group.add_argument("--show", choices=["all", "rank0", "errors"], default="all", help="show all output, only rank 0's, "
+                       "or only standard error; the last lines of a rank that fails are always shown")
+    group.add_argument("--fold", action="store_true", help="show a line that several ranks print once: [0-7] ... (x8)")
     group.add_argument("--monitor", action="store_true", help="show a table of the ranks: steps/s, samples/s, waits, "
-                       "who waits for whom, memory, GPU")
-    group.add_argument("--verbose", action="store_true", help="say what is started")
+                       "which ranks wait for which, memory, GPU")
+    group.add_argument("--verbose", action="store_true", help="print what hvdrun starts")
 
 
 def _add_mpi(group: argparse._ArgumentGroup) -> None:
     which = group.add_mutually_exclusive_group()
-    which.add_argument("--mpi", action="store_true", help="let mpirun start the ranks, and MPI carry tensors between hosts")
-    which.add_argument("--gloo", action="store_true", help="start the ranks without mpirun; Gloo carries tensors "
-                       "between hosts; the default")
-    group.add_argument("--mpirun", metavar="PROGRAM", default="mpirun", help="with --mpi: the launcher (default: mpirun)")
-    group.add_argument("--mpi-args", metavar="'ARGS'", default="", help="with --mpi: more options for it")
-    group.add_argument("--binding-args", metavar="'ARGS'", default="", help="with --mpi: how ranks are bound to cores")
+    which.add_argument("--mpi", action="store_true", help="start the ranks with mpirun, and use MPI between hosts")
+    which.add_argument("--gloo", action="store_true", help="start the ranks without mpirun, and use Gloo between "
+                       "hosts (the default)")
+    group.add_argument("--mpirun", metavar="PROGRAM", default="mpirun", help="with --mpi: the program to run (default: "
+                       "mpirun)")
+    group.add_argument("--mpi-args", metavar="'ARGS'", default="", help="with --mpi: more options for mpirun")
+    group.add_argument("--binding-args", metavar="'ARGS'", default="", help="with --mpi: options of mpirun that bind "
+                       "ranks to cores")
 
 
 def _add_horovods(result: argparse.ArgumentParser) -> None:
@@ -142,7 +154,7 @@ def _add_horovods(result: argparse.ArgumentParser) -> None:
                                 const=why)
     for name, (knob, metavar) in HOROVOD_FLAGS.items():
         if metavar:
-            result.add_argument(f"--{name}", metavar=metavar, dest=f"horovod_{knob}", help=f"Horovod's name of "
+            result.add_argument(f"--{name}", metavar=metavar, dest=f"horovod_{knob}", help=f"Horovod's name for "
                                 f"--{knob.replace('_', '-')}")
         else:
             result.add_argument(f"--{name}", action="store_const", const="0", dest=f"horovod_{knob}",
@@ -153,7 +165,8 @@ def _add_knob(group: argparse._ArgumentGroup, field: dataclasses.Field[Any]) -> 
     flag, help_text = field.name.replace("_", "-"), f"{field.metadata['help']} (default {field.default!r})"
     if isinstance(field.default, bool):
         group.add_argument(f"--{flag}", dest=f"knob_{field.name}", action="store_const", const="1", help=help_text)
-        group.add_argument(f"--no-{flag}", dest=f"knob_{field.name}", action="store_const", const="0", help="the contrary")
+        group.add_argument(f"--no-{flag}", dest=f"knob_{field.name}", action="store_const", const="0", help=f"turn "
+                           f"--{flag} off")
     else:
         group.add_argument(f"--{flag}", dest=f"knob_{field.name}", metavar="VALUE", help=help_text)
 
@@ -164,7 +177,7 @@ def _positive(text: str) -> int:
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
     if value < 1:
-        raise argparse.ArgumentTypeError(f"it must be at least 1, not {value}")
+        raise argparse.ArgumentTypeError(f"the number must be at least 1, not {value}")
     return value
 
 

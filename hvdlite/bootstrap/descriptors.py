@@ -1,7 +1,7 @@
-"""Hand open descriptors from the first rank of a host to its other ranks, over a Unix socket that lives for a moment.
+"""Passing open file descriptors from the first rank of a host to its other ranks, over a short-lived Unix socket.
 
-A receiver confirms every message, so few descriptors are on their way at a time: the system limits those of one user to as
-many as the sender may have open.
+A receiver acknowledges every message, so that few descriptors are in flight at a time: the system limits the descriptors in
+flight of one user to the number that the sender may have open.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from pathlib import Path
 
 from hvdlite.core.config import socket_timeout
 from hvdlite.core.errors import LaunchError
-from hvdlite.core.socket_paths import fitting
+from hvdlite.core.socket_paths import short_socket_path
 
 RETRY_SECONDS = 0.01
 _LIMIT = 250  # descriptors in one message (the kernel's limit is 253)
 _NUMBER_BYTES = 4
 
 
-def give(path: str, shared: Sequence[int], own: Sequence[Sequence[int]], timeout: float) -> None:
-    """Send descriptors to processes that call `take(path, index)`; the socket is removed afterwards.
+def send_fds(path: str, shared: Sequence[int], own: Sequence[Sequence[int]], timeout: float) -> None:
+    """Send descriptors to processes that call `recv_fds(path, index)`; the socket is removed afterwards.
 
     Args:
-        shared: what each of them gets.
-        own: what each gets beside that, by its index; its length is how many there are.
+        shared: the descriptors that every receiver gets.
+        own: by receiver index, the further descriptors of that receiver; its length is the number of receivers.
 
     Raises:
-        LaunchError: when not all of them came within `timeout` seconds, or one ended before it had received all.
+        LaunchError: when a receiver does not connect within `timeout` seconds, or ends before it has received everything.
     """
     receivers = len(own)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        Path(path).unlink(missing_ok=True)  # left by a job that was killed while its ranks met
-        with fitting(path) as short:
+        Path(path).unlink(missing_ok=True)  # left by a job that was killed during its rendezvous
+        with short_socket_path(path) as short:
             listener.bind(short)
         try:
             listener.listen(receivers)
@@ -47,28 +47,28 @@ def give(path: str, shared: Sequence[int], own: Sequence[Sequence[int]], timeout
                     index = int.from_bytes(sock.recv(_NUMBER_BYTES, socket.MSG_WAITALL), "little")
                     _send(sock, [*shared, *own[index]])
         except TimeoutError:
-            raise LaunchError(f"not all {receivers} other ranks of this host came for the shared memory within "
+            raise LaunchError(f"not all {receivers} other ranks of this host asked for the shared memory within "
                               f"{timeout:.0f} s") from None
         finally:
             Path(path).unlink(missing_ok=True)
 
 
-def take(path: str, index: int, timeout: float) -> list[int]:
-    """Receive the descriptors that the first rank of this host gives at `path` to the other with this index.
+def recv_fds(path: str, index: int, timeout: float) -> list[int]:
+    """Receive the descriptors that the first rank of this host sends at `path` to the receiver with this index.
 
     Raises:
-        LaunchError: when it does not answer within `timeout` seconds.
-        OSError: when this process may not have as many.
+        LaunchError: when the sender does not answer within `timeout` seconds.
+        OSError: when this process may not open so many descriptors.
     """
     deadline = time.monotonic() + timeout
     while True:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.settimeout(socket_timeout(timeout))
             try:
-                with fitting(path) as short:
+                with short_socket_path(path) as short:
                     sock.connect(short)
                 sock.sendall(index.to_bytes(_NUMBER_BYTES, "little"))
-                return _received(sock)
+                return _receive(sock)
             except (FileNotFoundError, ConnectionRefusedError) as error:
                 if time.monotonic() > deadline:
                     raise LaunchError(f"the first rank of this host does not share its memory at {path}: {error}") from error
@@ -83,7 +83,7 @@ def _send(sock: socket.socket, descriptors: Sequence[int]) -> None:
             raise LaunchError("another rank of this host ended while it received the shared memory")
 
 
-def _received(sock: socket.socket) -> list[int]:
+def _receive(sock: socket.socket) -> list[int]:
     count = int.from_bytes(sock.recv(_NUMBER_BYTES, socket.MSG_WAITALL), "little")
     received: list[int] = []
     try:

@@ -1,15 +1,15 @@
-"""Who am I? A launch environment is a row of a table; the first row whose variables are set wins.
+"""Launch environments: the table of the variables that each launcher sets; the first row whose variables are set applies.
 
 | row | set by | across hosts |
 |---|---|---|
-| hvdlite | hvdrun, or by hand | the launcher gives coordinator and key |
-| Kubernetes | an indexed job gives a pod its index; the manifest the rest, see below | coordinator and key in the manifest |
-| torchrun, Slurm | their launchers | `HVDLITE_SECRET` or `HVDLITE_SECRET_FILE` is needed; rank 0's host is known |
-| Open MPI, MPICH and kin | mpirun, mpiexec, srun | coordinator and key come over MPI; see `bootstrap/mpi.py` |
+| hvdlite | hvdrun, or the user | the launcher sets the coordinator and the key |
+| Kubernetes | an indexed job sets the pod's index, the manifest the rest (see below) | coordinator and key in the manifest |
+| torchrun, Slurm | their launchers | `HVDLITE_SECRET` or `HVDLITE_SECRET_FILE` is required; rank 0's host is known |
+| Open MPI, MPICH and derivatives | mpirun, mpiexec, srun | coordinator and key come over MPI; see `bootstrap/mpi.py` |
 | jsrun | its launcher (LSF) | coordinator and key must be set |
-| none | nobody: the script runs alone, as size 1 | |
+| none | no launcher: the script runs alone, with size 1 | |
 
-In an indexed job of Kubernetes a rank is a pod: its number is `JOB_COMPLETION_INDEX`; the manifest sets `HVDLITE_SIZE` to
+In an indexed job of Kubernetes each pod is a rank: `JOB_COMPLETION_INDEX` is the rank; the manifest sets `HVDLITE_SIZE` to
 `completions`, `HVDLITE_COORDINATOR` to the first pod's name and a port, and `HVDLITE_SECRET` from a secret.
 """
 
@@ -29,22 +29,22 @@ from hvdlite.core.errors import LaunchError
 from hvdlite.core.world import World
 
 PORTS: Final = range(20_000, 32_000)
-"""Where rank 0 listens when nobody says; below the ports that the system gives out itself."""
+"""Ports on which rank 0 listens by default; they lie below the system's ephemeral ports."""
 MAKE_A_KEY: Final = "make one with: python -c 'import secrets; print(secrets.token_hex())'"
 
 
 @dataclasses.dataclass(frozen=True)
 class Environment:
-    """The variables in which one kind of launcher tells a rank its place."""
+    """The environment variables by which one kind of launcher describes a rank."""
 
     name: str
     rank: str
     size: str
     local_rank: str
     local_size: str
-    job: tuple[str, ...]  # together they tell this job from any other of this user on this host
-    first_host: tuple[str, ...] = ()  # the first of them that is set names rank 0's host, or a list that begins with it
-    is_mpi: bool = False  # what is missing comes over MPI
+    job: tuple[str, ...]  # together they identify the job among this user's jobs on this host
+    first_host: tuple[str, ...] = ()  # the first one that is set names rank 0's host, or a list that begins with it
+    is_mpi: bool = False  # the remaining information is exchanged over MPI
 
 
 ENVIRONMENTS = (
@@ -63,23 +63,23 @@ ENVIRONMENTS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """What a rank knows before it has met the others."""
+class LaunchInfo:
+    """The information about a rank that is available before the rendezvous."""
 
     environment: str
     world: World
-    job_directory: str = ""  # where ranks of this host meet; empty when alone
-    coordinator: tuple[str, int] | None = None
+    job_directory: str = ""  # the rendezvous directory of this host's ranks; empty for size 1
+    coordinator: tuple[str, int] | None = None  # host and port where rank 0 listens
     key: bytes = dataclasses.field(default=b"", repr=False)
-    owns_directory: bool = False  # nobody else will remove it
-    is_mpi: bool = False  # an MPI launcher started it
-    knows_local: bool = True  # false: its host's ranks are still to be found out, over MPI
-    communicator: Any = dataclasses.field(default=None, repr=False)  # of all ranks, over MPI; it belongs to the job
-    without_mpi: str = ""  # why there is none, where one was wanted
+    owns_directory: bool = False  # this process removes the job directory
+    is_mpi: bool = False  # an MPI launcher started the rank
+    knows_local_ranks: bool = True  # false: the ranks of this host must be determined over MPI
+    communicator: Any = dataclasses.field(default=None, repr=False)  # an MPI communicator of all ranks, owned by the job
+    mpi_problem: str = ""  # why there is no communicator, although one was wanted
 
     @property
-    def is_launched(self) -> bool:
-        """Whether hvdrun, or somebody in its place, has told everything."""
+    def is_complete(self) -> bool:
+        """Whether hvdrun, or a launcher that sets the same variables, has provided all information."""
         return self.environment == "hvdlite"
 
     @property
@@ -88,28 +88,28 @@ class Place:
         return self.world.local_size < self.world.size
 
 
-def find_place(environ: Mapping[str, str], parent: int) -> Place:
-    """Read a rank's place from its environment.
+def read_launch_info(environ: Mapping[str, str], parent: int) -> LaunchInfo:
+    """Read a rank's launch information from its environment.
 
     Args:
-        parent: the parent's process id; marks the job when the launcher's variables do not, because the ranks that one
-            launcher started on this host share it.
+        parent: the parent's process id. It identifies the job when the launcher's variables do not, because all ranks that
+            a launcher starts on this host have the same parent.
 
     Raises:
         LaunchError: when a launcher's variables are incomplete or contradict each other.
     """
-    environ = _with_pods_place(environ)
+    environ = _with_pod_variables(environ)
     for environment in ENVIRONMENTS:
         if _applies(environment, environ):
-            return _place(environment, environ, parent)
+            return _launch_info(environment, environ, parent)
     if "PMIX_RANK" in environ:
         raise LaunchError(f"a PMIx launcher started this process as rank {environ['PMIX_RANK']}, but the number of ranks is "
                           f"not in the environment: set {contract.SIZE} too, and {contract.RANK}=$PMIX_RANK")
-    return Place("none", World())
+    return LaunchInfo("none", World())
 
 
-def _with_pods_place(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the environment with the place of a pod of an indexed job, unless a launcher in the pod has set one."""
+def _with_pod_variables(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the environment with the rank of a pod of an indexed job, unless a launcher in the pod has set a rank."""
     if "JOB_COMPLETION_INDEX" not in environ or contract.SIZE not in environ or contract.RANK in environ:
         return environ
     index = environ["JOB_COMPLETION_INDEX"]
@@ -118,10 +118,10 @@ def _with_pods_place(environ: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def _applies(environment: Environment, environ: Mapping[str, str]) -> bool:
-    """Return whether a launcher's variables are there, and were meant for this process.
+    """Return whether a launcher's variables are set, and describe this process.
 
-    A batch script of Slurm is no task of a step, although it has a SLURM_PROCID. Where MPI's variables come from srun
-    (`--mpi=pmi2`, `pmix`), srun's own say more: which ranks share a node.
+    A Slurm batch script is not a task of a step, although SLURM_PROCID is set. Where srun sets MPI's variables
+    (`--mpi=pmi2`, `pmix`), its own variables provide more information: which ranks share a node.
     """
     if environment.name == "Slurm":
         return environment.size in environ
@@ -130,7 +130,7 @@ def _applies(environment: Environment, environ: Mapping[str, str]) -> bool:
     return environment.size in environ or environment.rank in environ
 
 
-def _place(environment: Environment, environ: Mapping[str, str], parent: int) -> Place:
+def _launch_info(environment: Environment, environ: Mapping[str, str], parent: int) -> LaunchInfo:
     is_mpi = any(row.is_mpi and row.size in environ for row in ENVIRONMENTS)  # hvdrun may have used it
     if environment.is_mpi and environment.local_rank not in environ and "SLURM_LOCALID" in environ:  # srun --mpi=pmi2
         environment = dataclasses.replace(environment, local_rank="SLURM_LOCALID", local_size="SLURM_STEP_TASKS_PER_NODE")
@@ -138,17 +138,17 @@ def _place(environment: Environment, environ: Mapping[str, str], parent: int) ->
     key = _key(environ)
     coordinator = _host_and_port(environ[contract.COORDINATOR]) if contract.COORDINATOR in environ else None
     if world.size == 1:
-        return Place(environment.name, world, environ.get(contract.JOB_DIRECTORY, ""), is_mpi=is_mpi)
+        return LaunchInfo(environment.name, world, environ.get(contract.JOB_DIRECTORY, ""), is_mpi=is_mpi)
     if world.local_size < world.size and not environment.is_mpi:
         coordinator = coordinator or _likely_coordinator(environment, environ)
         if not key:
             raise LaunchError(f"{environment.name}: {world.size} ranks on several hosts ({world.local_size} here) need the "
-                              f"job's key, so that nobody else can talk to them: set {contract.SECRET} (or "
+                              f"job's key, so that no other program can connect to them: set {contract.SECRET} (or "
                               f"{contract.SECRET_FILE}) to the same value on all ranks; {MAKE_A_KEY}")
     given = environ.get(contract.JOB_DIRECTORY)
     directory = given or _agreed_directory(environment, environ, parent)
-    return Place(environment.name, world, directory, coordinator, key, not given, is_mpi,
-                 not is_mpi or environment.local_rank in environ)
+    return LaunchInfo(environment.name, world, directory, coordinator, key, not given, is_mpi,
+                      not is_mpi or environment.local_rank in environ)
 
 
 def _world(environment: Environment, environ: Mapping[str, str]) -> World:
@@ -166,7 +166,7 @@ def _number(environ: Mapping[str, str], variable: str, environment: Environment,
     text = environ.get(variable)
     if text is None:
         if default is None:
-            raise LaunchError(f"the environment looks like {environment.name}'s, but {variable} is not set; "
+            raise LaunchError(f"the environment seems to be {environment.name}'s, but {variable} is not set; "
                               f"environments are tried in this order: {', '.join(row.name for row in ENVIRONMENTS)}")
         return default
     try:
@@ -190,7 +190,7 @@ def _key(environ: Mapping[str, str]) -> bytes:
         source = f"{contract.SECRET_FILE}={path}"
         try:
             if os.stat(path).st_mode & 0o077:
-                raise LaunchError(f"{source}: others can read it; chmod 600 {path}")
+                raise LaunchError(f"{source}: other users can read it; chmod 600 {path}")
             secret = Path(path).read_text(encoding="ascii").strip()
         except OSError as error:
             raise LaunchError(f"{source}: {error.strerror}") from None
@@ -208,13 +208,13 @@ def _host_and_port(text: str) -> tuple[str, int]:
 
 
 def _likely_coordinator(environment: Environment, environ: Mapping[str, str]) -> tuple[str, int]:
-    """Return where all ranks expect rank 0: on the job's first host, at a port that follows from the job's marks."""
+    """Return the address at which all ranks expect rank 0: the job's first host, and a port derived from the job's ids."""
     hosts = next((environ[variable] for variable in environment.first_host if environ.get(variable)), "")
     if not hosts:
-        raise LaunchError(f"{environment.name}: the ranks are on several hosts, and nobody says where rank 0 is: set "
+        raise LaunchError(f"{environment.name}: the ranks are on several hosts, and the address of rank 0 is not known: set "
                           f"{contract.COORDINATOR} to its host:port, the same on all ranks")
-    marks = "|".join([environment.name, *(environ.get(variable, "") for variable in environment.job)])
-    number = int.from_bytes(hashlib.sha256(marks.encode()).digest()[:4], "big")
+    ids = "|".join([environment.name, *(environ.get(variable, "") for variable in environment.job)])
+    number = int.from_bytes(hashlib.sha256(ids.encode()).digest()[:4], "big")
     return first_host(hosts), PORTS[number % len(PORTS)]
 
 
@@ -225,11 +225,11 @@ def first_host(text: str) -> str:
 
 
 def _agreed_directory(environment: Environment, environ: Mapping[str, str], parent: int) -> str:
-    """Return the directory that all ranks of this job on this host derive from what they have in common."""
-    marks = [environ.get(variable, "") for variable in environment.job]
-    if not any(marks):
-        marks = [str(parent)]
-    digest = hashlib.sha256("|".join([environment.name, *marks]).encode()).hexdigest()[:16]
+    """Return the job directory, derived from variables that are equal on all ranks of this job on this host."""
+    ids = [environ.get(variable, "") for variable in environment.job]
+    if not any(ids):
+        ids = [str(parent)]
+    digest = hashlib.sha256("|".join([environment.name, *ids]).encode()).hexdigest()[:16]
     return str(Path(tempfile.gettempdir()) / f"hvdlite-{os.geteuid()}-{digest}")
 
 
@@ -242,5 +242,5 @@ def check_directory(path: str, *, make: bool = False) -> None:
     except OSError as error:
         raise LaunchError(f"{contract.JOB_DIRECTORY}={path}: {error.strerror}") from None
     if status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        raise LaunchError(f"{path} must belong to user {os.geteuid()} and have mode 0700, because whoever can enter it can "
-                          f"talk to the job (owner {status.st_uid}, mode {status.st_mode & 0o777:04o})")
+        raise LaunchError(f"{path} must belong to user {os.geteuid()} and have mode 0700, because a user who can enter it "
+                          f"can connect to the job (owner {status.st_uid}, mode {status.st_mode & 0o777:04o})")

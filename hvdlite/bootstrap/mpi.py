@@ -1,7 +1,7 @@
-"""What ranks tell each other over MPI before they meet: who they are, who shares a host, where rank 0 listens, and the key.
+"""The launch information of a rank, exchanged over MPI: coordinates, the ranks of each host, rank 0's address, and the key.
 
-So a script works under mpirun and mpiexec without hvdrun, on any number of hosts, and with any communicator that is given to
-`hvd.init`. Only bytes travel; nothing is pickled.
+With it a script runs under mpirun and mpiexec without hvdrun, on any number of hosts, and with any communicator that is
+passed to `hvd.init`. Only bytes are transferred; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -13,42 +13,42 @@ from typing import Any, Final
 
 import numpy as np
 
-from hvdlite.bootstrap.environments import Place
+from hvdlite.bootstrap.environments import LaunchInfo
 from hvdlite.core.world import World
 
 KEY_BYTES: Final = 32
-_ANYWHERE: Final = ("192.0.2.1", 9)  # of a block for documentation: nobody gets the packet that is never sent
+_ANYWHERE: Final = ("192.0.2.1", 9)  # from a block reserved for documentation; no packet is sent
 
 
-def place_over_mpi(mpi: Any, communicator: Any, coordinator: tuple[str, int] | None = None) -> Place:
-    """Return this rank's place among the ranks of a communicator, all of which call this.
+def launch_info_over_mpi(mpi: Any, communicator: Any, coordinator: tuple[str, int] | None = None) -> LaunchInfo:
+    """Return this rank's launch information; all ranks of the communicator call this.
 
     Args:
         mpi: the module `mpi4py.MPI`.
-        communicator: given up to the place, which keeps it.
-        coordinator: where rank 0 is to listen, when the user says so.
+        communicator: owned by the result.
+        coordinator: the address where rank 0 listens, if the user has set it.
     """
     rank, size = communicator.Get_rank(), communicator.Get_size()
     if size == 1:
-        return Place("MPI", World())
-    here = communicator.Split_type(mpi.COMM_TYPE_SHARED, rank)
-    alike = communicator.Split(here.Get_rank(), rank)
-    world = World(rank, size, here.Get_rank(), here.Get_size(), alike.Get_rank(), alike.Get_size())
+        return LaunchInfo("MPI", World())
+    local = communicator.Split_type(mpi.COMM_TYPE_SHARED, rank)
+    cross = communicator.Split(local.Get_rank(), rank)
+    world = World(rank, size, local.Get_rank(), local.Get_size(), cross.Get_rank(), cross.Get_size())
     directory = tempfile.mkdtemp(prefix="hvdlite-") if world.local_rank == 0 else ""
-    directory = told(here, directory.encode()).decode()
-    key = told(communicator, secrets.token_bytes(KEY_BYTES) if rank == 0 else b"")
+    directory = broadcast_bytes(local, directory.encode()).decode()
+    key = broadcast_bytes(communicator, secrets.token_bytes(KEY_BYTES) if rank == 0 else b"")
     if world.local_size < size and coordinator is None:
-        names = [told(communicator, socket.gethostname().encode(), each).decode() for each in range(size)]
-        own = f"{address_towards(names)}:{_free_port()}" if rank == 0 else ""
-        host, _, port = told(communicator, own.encode()).decode().rpartition(":")
+        names = [broadcast_bytes(communicator, socket.gethostname().encode(), each).decode() for each in range(size)]
+        own = f"{route_address(names)}:{_free_port()}" if rank == 0 else ""
+        host, _, port = broadcast_bytes(communicator, own.encode()).decode().rpartition(":")
         coordinator = host, int(port)
-    here.Free()
-    alike.Free()
-    return Place("MPI", world, directory, coordinator, key, owns_directory=True, is_mpi=True, communicator=communicator)
+    local.Free()
+    cross.Free()
+    return LaunchInfo("MPI", world, directory, coordinator, key, owns_directory=True, is_mpi=True, communicator=communicator)
 
 
-def told(communicator: Any, text: bytes, root: int = 0) -> bytes:
-    """Return what the root says."""
+def broadcast_bytes(communicator: Any, text: bytes, root: int = 0) -> bytes:
+    """Return the root's bytes on every rank; the others' `text` is ignored."""
     length = np.array([len(text)], np.int64)
     communicator.Bcast(length, root)
     is_root = communicator.Get_rank() == root
@@ -57,8 +57,8 @@ def told(communicator: Any, text: bytes, root: int = 0) -> bytes:
     return message.tobytes()
 
 
-def least_member(communicator: Any, rank: int) -> int:
-    """Return the least of the members' ranks in the job, all of which call this; -1 for MPI's null communicator."""
+def lowest_rank(communicator: Any, rank: int) -> int:
+    """Return the lowest job rank among a communicator's members, all of which call this; -1 for MPI's null communicator."""
     if not communicator:
         return -1
     ranks = np.empty(communicator.Get_size(), np.int64)
@@ -66,8 +66,12 @@ def least_member(communicator: Any, rank: int) -> int:
     return int(ranks.min())
 
 
-def address_towards(names: list[str]) -> str:
-    """Return this host's IP address on the way to other hosts, given all ranks' host names; loopback if it has none."""
+def route_address(names: list[str]) -> str:
+    """Return the IP address from which this host reaches the hosts of other ranks; loopback if there is none.
+
+    Args:
+        names: the host names of all ranks.
+    """
     for name in dict.fromkeys(name for name in names if name != socket.gethostname()):
         try:
             address = socket.gethostbyname(name)
@@ -79,7 +83,7 @@ def address_towards(names: list[str]) -> str:
 
 
 def _own_address(target: tuple[str, int]) -> str:
-    """Return the address from which a packet to `target` would be sent, "" when there is no way. Nothing is sent."""
+    """Return the address from which a packet to `target` would be sent, "" without a route. Nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(target)

@@ -1,8 +1,8 @@
-"""Frames on a stream socket.
+"""Frames on a stream socket: lengths, sequence numbers, and authentication by HMAC.
 
     length (4 bytes) | kind (1) | sequence (4) | body (length bytes) | HMAC-SHA256 (32, on TCP only)
 
-Rules (PROTOCOL rule 22)
+Rules (docs/protocol.md#frames)
 - The length is checked against a limit before anything is allocated.
 - Sequence numbers count up from 0 in each direction; anything else (replay, loss) ends the connection.
 - The MAC covers header and body, with a key of its own per connection and direction, made from both sides' nonces.

@@ -1,4 +1,4 @@
-"""Every knob, declared once. Environment name, alias, type check, default and help all follow from its line.
+"""Every knob, declared once: its environment variable, alias, type check, default and help come from one line.
 
 Precedence: argument of `init`, then `HVDLITE_<NAME>`, then `HOROVOD_<alias>`, then the config file, then the default.
 """
@@ -16,8 +16,8 @@ from hvdlite.core import config_file, launch_contract
 from hvdlite.core.errors import ConfigError
 
 KIB, MIB = 1 << 10, 1 << 20
-_SOCKETS_COUNT: Final = 2_000_000.0
-"""Seconds: `socket.settimeout` counts milliseconds in 31 bits."""
+_MAX_SOCKET_TIMEOUT: Final = 2_000_000.0
+"""In seconds; `socket.settimeout` stores milliseconds in 31 bits."""
 
 
 def _at_least(least: int, kind: type[int] | type[float] = int) -> Callable[[str], float]:
@@ -30,7 +30,7 @@ def _at_least(least: int, kind: type[int] | type[float] = int) -> Callable[[str]
 
 
 _seconds = _at_least(0, float)
-"""Of every knob in seconds 0 is never; see `limit`."""
+"""Parses a knob in seconds; 0 means never (see `timeout_or_inf`)."""
 
 
 def _one_of(*words: str) -> Callable[[str], str]:
@@ -46,7 +46,7 @@ def _text(text: str) -> str:
 
 
 def _file(text: str) -> str:
-    """Like `_text`; the knob names a file."""
+    """Like `_text`; the value is a file name."""
     return text
 
 
@@ -55,12 +55,12 @@ def _size(text: str) -> int:
     scale = {"K": KIB, "M": MIB, "G": KIB * MIB}.get(text[-1:].upper(), 1)
     number = (text[:-1] if scale > 1 else text).strip()
     if not number.isdecimal():
-        raise ValueError("must be a number of bytes, with K, M or G behind it or without")
+        raise ValueError("must be a number of bytes, optionally followed by K, M or G")
     return int(number) * scale
 
 
 def _level(text: str) -> str:
-    """Accept Horovod's level names; `trace` is Python's debug, `fatal` its critical."""
+    """Parse Horovod's level names; `trace` is Python's debug, `fatal` is critical."""
     name = {"TRACE": "DEBUG", "FATAL": "CRITICAL", "WARN": "WARNING"}.get(text.upper(), text.upper())
     if name not in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"):
         raise ValueError("must be trace, debug, info, warning, error or fatal")
@@ -75,7 +75,7 @@ def _flag(text: str) -> bool:
 
 
 def _signal(text: str) -> int:
-    """Parse a signal's name or number; nothing, none and 0 are no signal."""
+    """Parse a signal's name or number; "", none and 0 mean no signal."""
     if text.lower() in ("", "none", "0"):
         return 0
     try:
@@ -88,20 +88,20 @@ def _signal(text: str) -> int:
 
 
 Translate = Callable[[str], str | None]
-"""Turns a Horovod variable's value into the knob's; None when it says nothing about it."""
+"""Converts a Horovod variable's value to the knob's value; None if it does not determine the knob."""
 
 
 def knob(default: Any, parse: Callable[[str], Any], text: str, *, tunable: tuple[int, int] | None = None,
-         alike: bool = False, **horovod: Translate) -> Any:
+         must_match: bool = False, **horovod: Translate) -> Any:
     """Declare a knob.
 
     Args:
-        alike: ranks that differ in it cannot work together; they find out when they meet.
-        tunable: between what autotune looks for a better value, on a logarithmic scale.
-        horovod: the Horovod variables read as aliases (without their prefix), first ones first.
+        must_match: whether the knob must be equal on all ranks; this is checked in the rendezvous.
+        tunable: the bounds between which autotune searches, on a logarithmic scale.
+        horovod: Horovod variables (without prefix) that are aliases, in order of precedence.
     """
     return dataclasses.field(default=default, metadata={"parse": parse, "help": text, "tunable": tunable,
-                                                        "alike": alike, "horovod": horovod})
+                                                        "must_match": must_match, "horovod": horovod})
 
 
 def _same(text: str) -> str:
@@ -129,86 +129,92 @@ class Config:
     bucket_size: int = knob(
         25 * MIB, _size, "largest learned bucket of gradients, in bytes; 0 turns learning off", tunable=(MIB, 128 * MIB))
     bucket_edge: int = knob(
-        4 * MIB, _size, "largest first and largest last bucket of a set of gradients, in bytes",
+        4 * MIB, _size, "largest size of the first and of the last bucket of a gradient set, in bytes",
         tunable=(64 * KIB, 32 * MIB))
-    bucket_layouts: int = knob(64, _at_least(1), "sets of gradients whose buckets are remembered at a time")
-    gradient_as_bucket_view: bool = knob(True, _flag, "whether reduced gradients are views of their bucket's shared memory")
+    bucket_layouts: int = knob(
+        64, _at_least(1), "number of gradient sets whose buckets are kept; the least recently used one is dropped")
+    gradient_as_bucket_view: bool = knob(
+        True, _flag, "make reduced gradients views of their bucket's memory (as in DDP); off: copy them")
     wait_in: str = knob(
-        "backward", _one_of("backward", "step"), "where ranks wait for reduced gradients: backward (they are final when "
-        "backward() returns) or step (Horovod's contract; they are also final when a gradient is read); a default for "
+        "backward", _one_of("backward", "step"), "where ranks wait for reduced gradients: backward (gradients are final "
+        "when backward() returns) or step (as in Horovod; reading a gradient also waits); the default of "
         "DistributedOptimizer(wait_in=)")
     join_divides_by_active: bool = knob(
-        False, _flag, "whether Average divides by the ranks that have not joined, instead of by all")
-    eager_limit: int = knob(8 * KIB, _size, "up to this many bytes a tensor travels inside its control message")
+        False, _flag, "make Average divide by the number of ranks that have not joined, instead of all ranks")
+    eager_limit: int = knob(8 * KIB, _size, "tensors of up to this many bytes travel inside their control message")
     spin_microseconds: int = knob(
-        80, _at_least(0), "how long the runtime thread looks for news before it sleeps, while the script is blocked in "
-        "a wait; 0 turns that off")
+        80, _at_least(0), "microseconds for which the runtime thread polls before it sleeps, while the script is "
+        "blocked in a wait; 0 turns polling off")
     shm_slot: int = knob(
-        4 * MIB, _size, "staging memory of one rank in the shm plane, in bytes (two are used)", alike=True)
+        4 * MIB, _size, "size of one staging slot in the shm plane, in bytes; a rank has two", must_match=True)
     shm_chunk: int = knob(
-        512 * KIB, _size, "bytes reduced per NumPy call in the shm plane (one GIL release each)",
+        512 * KIB, _size, "bytes reduced per NumPy call; each call releases the GIL once",
         tunable=(64 * KIB, 4 * MIB))
     shm_direct: int = knob(
-        512 * KIB, _size, "up to this many bytes every rank reduces everything: one barrier less", alike=True,
+        512 * KIB, _size, "tensors of up to this many bytes are reduced by every rank in full, which saves a barrier",
+        must_match=True,
         tunable=(16 * KIB, 4 * MIB))
     control: str = knob(
         "auto", _one_of("auto", "unix", "tcp"),
-        "how ranks speak to rank 0: unix (one host only), tcp (each by itself), or auto: by Unix socket "
-        "on a host, and between hosts by TCP, one rank of each for all of them")
+        "how ranks connect to rank 0: unix (one host only), tcp (every rank), or auto (Unix sockets on "
+        "a host, and one TCP connection from each other host)")
     cpu_operations: str = knob(
         "auto", _one_of("auto", "shm", "mpi", "gloo", "hierarchical"),
-        "what carries tensors in host memory: shm, mpi, gloo, hierarchical (shm within hosts, mpi "
-        "or gloo between them), or auto; HVDLITE_LOG_LEVEL=info tells why", alike=True, CPU_OPERATIONS=_same)
+        "the plane for tensors in host memory: shm, mpi, gloo, hierarchical (shm inside hosts, mpi "
+        "or gloo between them), or auto; HVDLITE_LOG_LEVEL=info logs the choice and its reason", must_match=True,
+        CPU_OPERATIONS=_same)
     gloo_interface: str = knob(
-        "", _text, "name or IP address of the network interface by which Gloo reaches other hosts; by default the one that "
-        "leads to rank 0", GLOO_IFACE=_same)
+        "", _text, "name or IP address of the network interface that Gloo uses; by default the one that leads to rank 0",
+        GLOO_IFACE=_same)
     gloo_timeout: float = knob(
-        300.0, _seconds, "seconds after which Gloo gives up an operation between ranks that are all alive; 0 is never",
+        300.0, _seconds, "seconds after which an operation of Gloo fails although all ranks are alive; 0 is never",
         GLOO_TIMEOUT_SECONDS=_same)
     shared_gpu: bool = knob(
-        False, _flag, "whether several ranks may use one GPU; for tests, NCCL before 2.30 also needs another NCCL_HOSTID "
-        "for each rank")
+        False, _flag, "allow several ranks on one GPU, for tests; NCCL before 2.30 also needs a different NCCL_HOSTID for "
+        "each rank")
     start_timeout: float = knob(
-        60.0, _seconds, "seconds after which init() no longer waits for all ranks; 0 is never", START_TIMEOUT=_same)
+        60.0, _seconds, "seconds after which init() fails if a rank is missing; 0 is never", START_TIMEOUT=_same)
     shutdown_timeout: float = knob(
-        60.0, _seconds, "seconds after which rank 0 no longer waits in shutdown() for the others to leave; 0 is never")
+        60.0, _seconds, "seconds for which rank 0 waits in shutdown() for the other ranks to leave; 0 is never")
     stall_check_time_seconds: float = knob(
-        60.0, _seconds, "warn when a tensor has waited this long for other ranks; 0 is never",
+        60.0, _seconds, "report a tensor that has waited for other ranks for this many seconds; 0 is never",
         STALL_CHECK_DISABLE=_off, STALL_CHECK_TIME_SECONDS=_same)
     stall_shutdown_time_seconds: float = knob(
-        0.0, _seconds, "end the job when a tensor has waited this long for other ranks, with the report as the "
-        "error; 0 is never", STALL_SHUTDOWN_TIME_SECONDS=_same)
-    stall_report_file: str = knob("", _file, "where rank 0 also writes each stall report, as JSON")
+        0.0, _seconds, "end the job when a tensor has waited for other ranks for this many seconds, with the "
+        "stall report as the error; 0 is never", STALL_SHUTDOWN_TIME_SECONDS=_same)
+    stall_report_file: str = knob("", _file, "file to which rank 0 also writes each stall report, as JSON")
     silence_check_seconds: float = knob(
-        3.0, _seconds, "ask a rank whether it is still there when others have waited this long for it; 0 is "
-        "never")
+        3.0, _seconds, "probe a rank for which others have waited for this many seconds; 0 is never")
     report_signal: int = knob(
-        0, _signal, "signal upon which any rank makes rank 0 report who waits for whom; none by default")
+        0, _signal, "signal on which a rank asks rank 0 for a stall report; none by default")
     traceback_signal: int = knob(
-        _TRACEBACK_SIGNAL, _signal, "signal by which rank 0 gets the stacks of a rank that does not answer; 0 turns it "
-        "off")
-    timeline: str = knob("", _file, "file of a timeline of all ranks, in Chrome's trace format", TIMELINE=_unless_dynamic)
-    timeline_mark_cycles: bool = knob(False, _flag, "whether the timeline shows decisions", TIMELINE_MARK_CYCLES=_same)
+        _TRACEBACK_SIGNAL, _signal, "signal that rank 0 sends to a rank that does not answer, to get its stacks; 0 turns "
+        "it off")
+    timeline: str = knob("", _file, "file for a timeline of all ranks, in Chrome's trace format", TIMELINE=_unless_dynamic)
+    timeline_mark_cycles: bool = knob(False, _flag, "show decisions in the timeline", TIMELINE_MARK_CYCLES=_same)
     deterministic: bool = knob(
-        False, _flag, "whether the same run gives the same bits on every plane: what travels together depends on names, "
-        "not on timing")
+        False, _flag, "make a repeated run give the same bits on every plane: fusion and buckets depend on names, not on "
+        "timing")
     replica_check_steps: int = knob(
-        0, _at_least(0), "compare the parameters of all ranks after every so many steps of an optimizer; 0 is never")
+        0, _at_least(0), "compare the parameters of all ranks after every this many steps of an optimizer; 0 is never")
     autotune: bool = knob(
-        False, _flag, "whether to search for the best sizes of fused responses and buckets while training", AUTOTUNE=_same)
-    autotune_log_file: str = knob("", _file, "where rank 0 writes what it tried, as CSV", AUTOTUNE_LOG=_same)
-    autotune_warmup_samples: int = knob(3, _at_least(0), "samples that are not counted", AUTOTUNE_WARMUP_SAMPLES=_same)
+        False, _flag, "search for the best sizes of fused responses and buckets while training", AUTOTUNE=_same)
+    autotune_log_file: str = knob(
+        "", _file, "file to which rank 0 writes the settings it has tried, as CSV", AUTOTUNE_LOG=_same)
+    autotune_warmup_samples: int = knob(
+        3, _at_least(0), "number of samples at the beginning that autotune ignores", AUTOTUNE_WARMUP_SAMPLES=_same)
     autotune_steps_per_sample: int = knob(
-        10, _at_least(1), "training steps in one sample", AUTOTUNE_STEPS_PER_SAMPLE=_same)
+        10, _at_least(1), "training steps per sample", AUTOTUNE_STEPS_PER_SAMPLE=_same)
     autotune_max_samples: int = knob(
-        20, _at_least(1), "after how many settings the best one is kept", AUTOTUNE_BAYES_OPT_MAX_SAMPLES=_same)
+        20, _at_least(1), "number of settings that autotune tries before it keeps the best one",
+        AUTOTUNE_BAYES_OPT_MAX_SAMPLES=_same)
     heartbeat_timeout: float = knob(
-        60.0, _seconds, "seconds without a sign of life after which a rank that is waited for, or on TCP, is "
-        "lost; 0 is never")
-    frame_limit: int = knob(64 * MIB, _size, "longest control message accepted, in bytes")
-    log_level: str = knob("WARNING", _level, "least severe message logged", LOG_LEVEL=_same)
-    log_hide_time: bool = knob(False, _flag, "whether logged lines go without the time", LOG_HIDE_TIME=_same)
-    config_file: str = knob("", _file, "YAML file with knobs by name, or in the sections of Horovod's")
+        60.0, _seconds, "seconds of silence after which a rank is lost, if others wait for it or it is connected by "
+        "TCP; 0 is never")
+    frame_limit: int = knob(64 * MIB, _size, "longest control message that is accepted, in bytes")
+    log_level: str = knob("WARNING", _level, "lowest level of messages that are logged", LOG_LEVEL=_same)
+    log_hide_time: bool = knob(False, _flag, "leave the time out of logged lines", LOG_HIDE_TIME=_same)
+    config_file: str = knob("", _file, "YAML file with knobs by name, or in the sections of Horovod's config file")
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str], **arguments: object) -> Config:
@@ -227,13 +233,13 @@ class Config:
         values: dict[str, object] = dict(arguments)
         for name, field in fields.items():
             if name not in values:
-                said = _said(field, environ)
-                if said is not None:
-                    values[name] = _parsed(field, *said)
+                found = _from_environ(field, environ)
+                if found is not None:
+                    values[name] = _parse(field, *found)
         path = str(values.get("config_file", ""))
         for name, (key, text) in config_file.read(path, list(fields)).items() if path else ():
             if name not in values:
-                values[name] = _parsed(fields[name], f"{path}: {key}", text)
+                values[name] = _parse(fields[name], f"{path}: {key}", text)
         config = cls(**values)  # type: ignore[arg-type]
         if 0 < config.stall_shutdown_time_seconds < config.stall_check_time_seconds:
             raise ConfigError(f"the stall shutdown time, {config.stall_shutdown_time_seconds:g} s, must not be less than "
@@ -241,30 +247,30 @@ class Config:
         return config
 
 
-def limit(seconds: float) -> float:
-    """Return after how long something is given up, by a knob in seconds: for 0, infinity."""
+def timeout_or_inf(seconds: float) -> float:
+    """Return a timeout in seconds: the value of a knob, or infinity for 0."""
     return seconds or math.inf
 
 
 def socket_timeout(seconds: float) -> float | None:
-    """Return a limit as sockets want it: None, which is for ever, where it is longer than they can count."""
-    return seconds if seconds < _SOCKETS_COUNT else None
+    """Return a timeout for sockets: None (no timeout) if it exceeds their range."""
+    return seconds if seconds < _MAX_SOCKET_TIMEOUT else None
 
 
 def tunable(config: Config) -> dict[str, tuple[int, int]]:
-    """Return the knobs that autotune may change, with their bounds: those that still have their defaults."""
+    """Return the knobs that autotune may change, with their bounds: those that have their default values."""
     return {field.name: field.metadata["tunable"] for field in dataclasses.fields(config)
             if field.metadata["tunable"] and getattr(config, field.name) == field.default}
 
 
-def alike(config: Config) -> tuple[tuple[str, str], ...]:
-    """Return the knobs in which no two ranks may differ: their environment variables, and what they are here."""
+def matching_knobs(config: Config) -> tuple[tuple[str, str], ...]:
+    """Return the environment variables and values of the knobs that must be equal on all ranks."""
     return tuple((environment_name(field.name), str(getattr(config, field.name))) for field in dataclasses.fields(config)
-                 if field.metadata["alike"])
+                 if field.metadata["must_match"])
 
 
 def file_knobs() -> list[str]:
-    """Return the knobs that name a file."""
+    """Return the names of the knobs whose values are file names."""
     return [field.name for field in dataclasses.fields(Config) if field.metadata["parse"] is _file]
 
 
@@ -273,8 +279,8 @@ def environment_name(knob_name: str) -> str:
     return f"HVDLITE_{knob_name.upper()}"
 
 
-def _said(field: dataclasses.Field[Any], environ: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return what the environment says about a knob: the variable and its value."""
+def _from_environ(field: dataclasses.Field[Any], environ: Mapping[str, str]) -> tuple[str, str] | None:
+    """Return the environment variable that determines a knob, and its value; None if there is none."""
     own = environment_name(field.name)
     if own in environ:
         return own, environ[own]
@@ -289,7 +295,7 @@ def _said(field: dataclasses.Field[Any], environ: Mapping[str, str]) -> tuple[st
     return None
 
 
-def _parsed(field: dataclasses.Field[Any], variable: str, text: str) -> object:
+def _parse(field: dataclasses.Field[Any], variable: str, text: str) -> object:
     try:
         return field.metadata["parse"](text)
     except ValueError as error:

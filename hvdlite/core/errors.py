@@ -1,10 +1,13 @@
 """Every error hvdlite raises.
 
-Three families. A *call* error (bad argument, duplicate name) is raised where the mistake is made, before anything is
-enqueued. An *agreement* error (`MismatchError`) is raised on every rank when ranks disagree about one tensor; the job
-stays usable. A *job* error (`PeerLostError` and its kin) ends the runtime: every pending and later call raises it.
+There are three families.
 
-`HorovodInternalError` keeps Horovod's name because elastic training scripts catch it by that name.
+- A *call* error (bad argument, duplicate name) is raised by the call, before anything is enqueued.
+- An *agreement* error (`MismatchError`) is raised on every rank when ranks disagree about one tensor; the job goes on.
+- A *job* error (`PeerLostError` and its subclasses) ends the runtime: every pending and later call raises it.
+
+`HorovodInternalError` is the base of agreement and job errors, and of those call errors that depend on the state of the job
+(`NotInitializedError`, `ForkedProcessError`). It has Horovod's name because elastic training scripts catch it by that name.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ class HvdliteError(Exception):
 
 
 class HorovodInternalError(HvdliteError, RuntimeError):
-    """Raised when a collective cannot complete; the base of agreement and job errors."""
+    """Raised when a collective cannot complete; the base of agreement and job errors, and of some call errors."""
 
 
 class NotInitializedError(HorovodInternalError, ValueError):

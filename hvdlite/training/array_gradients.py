@@ -1,4 +1,4 @@
-"""Gradients that come and go as arrays: for frameworks whose gradients are values, not attributes of parameters."""
+"""Gradients that are arrays: the framework adapter for libraries whose gradients are values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
-from hvdlite.training.framework import Loan, Shape
+from hvdlite.training.framework import Shape, StagedGradient
 from hvdlite.training.gradient_reducer import GradientReducer
 
 
@@ -54,7 +54,7 @@ class Slot:
     gradient: Gradient | None = None
 
 
-class Seat:
+class BucketView:
     """A place in a bucket.
 
     Attributes:
@@ -80,18 +80,18 @@ class ArrayGradients:
     def shape(self, parameter: Slot) -> Shape:
         return Shape(dtype_name(parameter.dtype), _shape(parameter))
 
-    def lend(self, parameter: Slot) -> Loan[Slot]:
-        loan = self.lend_empty(parameter)
+    def stage(self, parameter: Slot) -> StagedGradient[Slot]:
+        staged = self.stage_empty(parameter)
         assert isinstance(parameter.gradient, np.ndarray)
-        np.copyto(loan.tensor, parameter.gradient)
-        return loan
+        np.copyto(staged.tensor, parameter.gradient)
+        return staged
 
-    def lend_empty(self, parameter: Slot) -> Loan[Slot]:
+    def stage_empty(self, parameter: Slot) -> StagedGradient[Slot]:
         array = aligned_empty(_shape(parameter), parameter.dtype)
-        return Loan(parameter, array, array)
+        return StagedGradient(parameter, array, array)
 
-    def give_back(self, loan: Loan[Slot]) -> Any:
-        loan.parameter.gradient = loan.tensor
+    def unstage(self, staged: StagedGradient[Slot]) -> Any:
+        staged.parameter.gradient = staged.tensor
         return None
 
     def is_sparse(self, parameter: Slot) -> bool:
@@ -115,29 +115,29 @@ class ArrayGradients:
         parameter.gradient = Rows(indices, scaled(values, factor))
         return None
 
-    def seat(self, parameter: Slot, place: AnyArray) -> Seat:
+    def bucket_view(self, parameter: Slot, place: AnyArray) -> BucketView:
         assert isinstance(place, np.ndarray)
-        return Seat(place)
+        return BucketView(place)
 
-    def fill(self, parameter: Slot, seat: Seat) -> bool:
-        return self.fill_all([(parameter, seat)])
+    def fill(self, parameter: Slot, view: BucketView) -> bool:
+        return self.fill_all([(parameter, view)])
 
-    def batch(self, pairs: Sequence[tuple[Slot, Seat]]) -> Sequence[tuple[Slot, Seat]]:
+    def batch(self, pairs: Sequence[tuple[Slot, BucketView]]) -> Sequence[tuple[Slot, BucketView]]:
         return pairs
 
-    def fill_all(self, pairs: Sequence[tuple[Slot, Seat]]) -> bool:
-        copies = [(seat.array, given) for parameter, seat in pairs if isinstance(given := parameter.gradient, np.ndarray)
-                  and given.shape == seat.array.shape and given.dtype == seat.array.dtype]
+    def fill_all(self, pairs: Sequence[tuple[Slot, BucketView]]) -> bool:
+        copies = [(view.array, given) for parameter, view in pairs if isinstance(given := parameter.gradient, np.ndarray)
+                  and given.shape == view.array.shape and given.dtype == view.array.dtype]
         if len(copies) < len(pairs):
             return False
         for array, given in copies:
             np.copyto(array, given)
         return True
 
-    def fill_with(self, parameter: Slot, seat: Seat, value: Any) -> bool:
-        if parameter.shape != seat.array.shape or parameter.dtype != seat.array.dtype:
+    def fill_with(self, parameter: Slot, view: BucketView, value: Any) -> bool:
+        if parameter.shape != view.array.shape or parameter.dtype != view.array.dtype:
             return False
-        seat.array[...] = value
+        view.array[...] = value
         return True
 
     def filled(self, memory: AnyArray) -> Event | None:
@@ -146,28 +146,28 @@ class ArrayGradients:
     def follow(self, completion: Completion) -> None:
         completion.wait()
 
-    def settle(self, seat: Seat, values: AnyArray) -> None:
+    def copy_from_row_major(self, view: BucketView, values: AnyArray) -> None:
         assert isinstance(values, np.ndarray)
-        np.copyto(seat.array, values)
+        np.copyto(view.array, values)
 
-    def vacate(self, parameter: Slot, seat: Seat) -> Any:
+    def detach_view(self, parameter: Slot, view: BucketView) -> Any:
         return None
 
-    def adopt(self, parameter: Slot, seat: Seat) -> Any:
-        self.adopt_all([(parameter, seat)])
+    def install_view(self, parameter: Slot, view: BucketView) -> Any:
+        self.install_views([(parameter, view)])
         return None
 
-    def adopt_all(self, pairs: Sequence[tuple[Slot, Seat]]) -> Sequence[Any]:
+    def install_views(self, pairs: Sequence[tuple[Slot, BucketView]]) -> Sequence[Any]:
         """See `Framework`. All gradients share one new block, which lasts as long as any of them: ten times as fast."""
         if pairs:
-            begin = min(seat.address for _, seat in pairs)
-            length = max(seat.address + seat.array.nbytes for _, seat in pairs) - begin
+            begin = min(view.address for _, view in pairs)
+            length = max(view.address + view.array.nbytes for _, view in pairs) - begin
             block = aligned_empty((begin % ALIGNMENT + length,), np.dtype(np.uint8))
             source = (ctypes.c_uint8 * length).from_address(begin)
             np.copyto(block[begin % ALIGNMENT:], np.ctypeslib.as_array(source))
             first = begin - begin % ALIGNMENT
-            for parameter, seat in pairs:
-                parameter.gradient = np.ndarray(seat.array.shape, seat.array.dtype, block, seat.address - first)
+            for parameter, view in pairs:
+                parameter.gradient = np.ndarray(view.array.shape, view.array.dtype, block, view.address - first)
         return [None] * len(pairs)
 
     def is_marked(self, parameter: Slot, mark: Any) -> bool:
@@ -179,7 +179,7 @@ class ArrayGradients:
     def renew(self, parameter: Slot, mark: Any) -> None:
         return None
 
-    def is_lent(self, loan: Loan[Slot]) -> bool:
+    def is_staged(self, staged: StagedGradient[Slot]) -> bool:
         return False  # arrays are not written to
 
     def take(self, parameter: Slot) -> Any:
@@ -211,17 +211,17 @@ class ArrayReducer:
         """Whether there is anybody to share gradients with."""
         return self._reducer.is_shared
 
-    def add(self, shape: tuple[int, ...] | None, dtype: str, cluster: int = 0) -> int:
+    def add(self, shape: tuple[int, ...] | None, dtype: str, group_id: int = 0) -> int:
         """Return the number of a new slot; all ranks add the same ones in the same order.
 
         Args:
             shape: of the gradient; None when it is not known before there is one.
             dtype: of the gradient on the wire, as the runtime names it.
-            cluster: as in `GradientReducer.add`.
+            group_id: as in `GradientReducer.add`.
         """
         with self._lock:
             self._slots.append(Slot(shape, SUPPORTED_DTYPES[dtype]))
-            self._reducer.add(self._slots[-1], str(len(self._slots) - 1), cluster)
+            self._reducer.add(self._slots[-1], str(len(self._slots) - 1), group_id)
             return len(self._slots) - 1
 
     def expect(self, slots: Collection[int]) -> None:

@@ -1,6 +1,6 @@
 """One round of a declared set whose buckets are learned: gradients go into their places, full buckets go to the runtime.
 
-A bucket is FILLING until its last member is given, then REPORTED and RUNNING until its handle is done (PROTOCOL rule 7).
+A bucket is FILLING until its last member is given, then RUNNING until its handle is done (docs/protocol.md#rounds).
 What a gradient costs here is a copy and a count: no lock, no message. The count is an `itertools.count`, whose `next` is
 one uninterrupted step, so hooks may come from several autograd threads. Small gradients are copied together when their
 bucket is full: for them a call costs more than a copy.
@@ -18,8 +18,8 @@ from typing import Any, Generic
 from hvdlite.core.array import SUPPORTED_DTYPES, Array, identity
 from hvdlite.core.device import CPU
 from hvdlite.core.errors import HvdliteError
+from hvdlite.handoff.buckets import BucketHandle, LearnedBucket, LearnedLayout
 from hvdlite.negotiation.messages import BucketReady
-from hvdlite.runtime.buckets import BucketHandle, LearnedBucket, LearnedLayout
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.framework import Framework, Parameter
 
@@ -29,12 +29,12 @@ Alone = Sequence[tuple[Parameter, bool]]
 """Members that go by themselves, and whether this rank has a gradient for them."""
 
 
-class Seating(Generic[Parameter]):
+class BucketViews(Generic[Parameter]):
     """Which parameter sits where in a learned layout; lasts as long as the layout.
 
     Attributes:
-        where: by a parameter's identity: its bucket's index, its index in the bucket, its seat, and whether it is small.
-        members: by bucket: the parameters and their seats, in order.
+        where: by a parameter's identity: its bucket's index, its index in the bucket, its view, and whether it is small.
+        members: by bucket: the parameters and their bucket views, in order.
         small: by bucket: those of them whose gradients are copied together.
     """
 
@@ -45,23 +45,23 @@ class Seating(Generic[Parameter]):
         self.members: list[Sequence[tuple[Parameter, Any]]] = []
         self.small: list[Sequence[tuple[Parameter, Any]]] = []
         for bucket_index, bucket in enumerate(learned.buckets):
-            seated, small = [], []
+            viewed, small = [], []
             at_once = bucket.definition.response.device != CPU  # a GPU copies many gradients as fast as one
             for index, member in enumerate(bucket.definition.members):
                 parameter = parameters[member.name]
-                seat = framework.seat(parameter, bucket.logical(index))
-                seated.append((parameter, seat))
+                view = framework.bucket_view(parameter, bucket.logical(index))
+                viewed.append((parameter, view))
                 is_small = at_once or bucket.places[index].nbytes <= SMALL
                 if is_small:
-                    small.append((parameter, seat))
-                self.where[id(parameter)] = (bucket_index, index, seat, is_small)
-            self.members.append(framework.batch(seated))
-            self.small.append(self.members[-1] if len(small) == len(seated) else framework.batch(small))
+                    small.append((parameter, view))
+                self.where[id(parameter)] = (bucket_index, index, view, is_small)
+            self.members.append(framework.batch(viewed))
+            self.small.append(self.members[-1] if len(small) == len(viewed) else framework.batch(small))
 
     @classmethod
     def of(cls, learned: LearnedLayout, framework: Framework[Parameter],
-           parameters: Mapping[str, Parameter]) -> Seating[Parameter] | None:
-        """Return the seating, or None when the layout does not describe these parameters."""
+           parameters: Mapping[str, Parameter]) -> BucketViews[Parameter] | None:
+        """Return the bucket_views, or None when the layout does not describe these parameters."""
         members = {member.name: member for bucket in learned.buckets for member in bucket.definition.members}
         if members.keys() != parameters.keys():
             return None
@@ -97,20 +97,20 @@ class BucketRound(Generic[Parameter]):
         closes: whether the round is over when all buckets are reported: no member goes by itself.
 
     Attributes:
-        vacated: parameters whose reduced gradient was moved out of its place, because they are missing, and new marks.
+        detached: parameters whose reduced gradient was moved out of its place, because they are missing, and new marks.
         gathered: after `wait`: members for which another rank had a sparse gradient, and all ranks' rows.
         behind: after `wait`: ranks that reported a bucket from within their step, while others had not.
     """
 
-    def __init__(self, runtime: Runtime, framework: Framework[Parameter], seating: Seating[Parameter], number: int,
+    def __init__(self, runtime: Runtime, framework: Framework[Parameter], bucket_views: BucketViews[Parameter], number: int,
                  step: int, *, closes: bool) -> None:
         self.gathered: list[tuple[Parameter, Array]] = []
-        self.vacated: list[tuple[Parameter, Any]] = []
+        self.detached: list[tuple[Parameter, Any]] = []
         self.behind: set[int] = set()
         self._step, self._closes = step, closes
-        self._runtime, self._framework, self._seating, self._number = runtime, framework, seating, number
-        self._where = seating.where
-        self._fillings = [_Filling(bucket) for bucket in seating.learned.buckets]
+        self._runtime, self._framework, self._bucket_views, self._number = runtime, framework, bucket_views, number
+        self._where = bucket_views.where
+        self._fillings = [_Filling(bucket) for bucket in bucket_views.learned.buckets]
         self._reported = itertools.count(1)
 
     def give(self, parameter: Parameter, present: bool, in_step: bool) -> Alone[Parameter]:
@@ -119,18 +119,18 @@ class BucketRound(Generic[Parameter]):
         Args:
             in_step: whether this comes from within the optimizer's step.
         """
-        bucket_index, index, seat, small = self._where[id(parameter)]
+        bucket_index, index, view, small = self._where[id(parameter)]
         filling = self._fillings[bucket_index]
         if filling.broken:
             return [(parameter, present)]
         if present and small:
             filling.later.append(index)
         elif not present:
-            mark = self._framework.vacate(parameter, seat)
+            mark = self._framework.detach_view(parameter, view)
             if mark is not None:
-                self.vacated.append((parameter, mark))
+                self.detached.append((parameter, mark))
             filling.missing.append(index)
-        elif self._framework.fill(parameter, seat):
+        elif self._framework.fill(parameter, view):
             filling.present.append(index)
         else:
             return [*self._break(bucket_index), (parameter, True)]
@@ -144,7 +144,7 @@ class BucketRound(Generic[Parameter]):
             WaitDeferred: when that is allowed; may be called again then.
         """
         self.gathered.clear()
-        for filling, members in zip(self._fillings, self._seating.members, strict=True):
+        for filling, members in zip(self._fillings, self._bucket_views.members, strict=True):
             if filling.handle is None:
                 continue
             try:
@@ -156,13 +156,13 @@ class BucketRound(Generic[Parameter]):
                 self._framework.follow(filling.handle.completion)
             self.behind.update(filling.handle.behind)
             reduced = self._reduced(filling, members, errors, deferrable)
-            yield reduced, self._framework.adopt_all(reduced)
+            yield reduced, self._framework.install_views(reduced)
 
     def _complete(self, bucket_index: int, in_step: bool) -> Alone[Parameter]:
         """Every member is given: copy the small ones and report the bucket."""
-        filling, members = self._fillings[bucket_index], self._seating.members[bucket_index]
+        filling, members = self._fillings[bucket_index], self._bucket_views.members[bucket_index]
         if filling.later:
-            small = self._seating.small[bucket_index]
+            small = self._bucket_views.small[bucket_index]
             if not self._framework.fill_all(small if len(filling.later) == len(small)
                                             else [members[index] for index in filling.later]):
                 return self._break(bucket_index)
@@ -176,27 +176,27 @@ class BucketRound(Generic[Parameter]):
         closes = next(self._reported) == len(self._fillings) and self._closes
         filling.handle = self._runtime.submit_bucket(
             filling.bucket,
-            BucketReady(filling.bucket.definition.bucket, self._number, tuple(sorted(filling.missing)), closes,
+            BucketReady(filling.bucket.definition.bucket_id, self._number, tuple(sorted(filling.missing)), closes,
                         self._step, in_step),
             self._framework.filled(filling.bucket.memory))
         return ()
 
     def _break(self, bucket_index: int) -> Alone[Parameter]:
-        filling, members = self._fillings[bucket_index], self._seating.members[bucket_index]
+        filling, members = self._fillings[bucket_index], self._bucket_views.members[bucket_index]
         filling.broken = True
-        self._runtime.abandon(self._seating.learned.layout)
+        self._runtime.mark_stale(self._bucket_views.learned.layout)
         for index in filling.present:
-            self._framework.adopt(*members[index])
+            self._framework.install_view(*members[index])
         return [*((members[index][0], True) for index in (*filling.present, *filling.later)),
                 *((members[index][0], False) for index in filling.missing)]
 
     def _reduced(self, filling: _Filling, members: Sequence[tuple[Parameter, Any]], errors: list[HvdliteError],
                  deferrable: bool) -> Sequence[tuple[Parameter, Any]]:
-        """Return the members of a finished bucket that somebody contributed to, and their seats."""
+        """Return the members of a finished bucket that somebody contributed to, and their bucket views."""
         assert filling.handle is not None
         if not filling.handle.parts:
-            nobody = filling.handle.nobody
-            return members if not nobody else [member for index, member in enumerate(members) if index not in nobody]
+            unused = filling.handle.globally_unused
+            return members if not unused else [member for index, member in enumerate(members) if index not in unused]
         reduced = []
         for index, part in enumerate(filling.handle.parts):
             try:
@@ -211,7 +211,7 @@ class BucketRound(Generic[Parameter]):
                 self.gathered.append((members[index][0], result))
             elif part.contributors:
                 if not filling.bucket.is_row_major(index):
-                    self._framework.settle(members[index][1], result)
+                    self._framework.copy_from_row_major(members[index][1], result)
                 reduced.append(members[index])
         return reduced
 

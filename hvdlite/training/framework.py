@@ -13,7 +13,7 @@ Parameter = TypeVar("Parameter")
 
 
 @dataclasses.dataclass
-class Loan(Generic[Parameter]):
+class StagedGradient(Generic[Parameter]):
     """Memory in which a parameter's gradient is reduced by itself.
 
     `array` is C-contiguous; `tensor` is the framework's tensor over it (the gradient itself, or a compressed or
@@ -38,7 +38,7 @@ class Shape:
 class Framework(Protocol[Parameter]):
     """Gradients of one framework, as memory.
 
-    A *seat* is the framework's tensor over a place in a learned bucket, made by `seat` and kept by the reducer.
+    A *view* is the framework's tensor over a place in a learned bucket, made by `bucket_view` and kept by the reducer.
     """
 
     def has_gradient(self, parameter: Parameter) -> bool:
@@ -47,13 +47,13 @@ class Framework(Protocol[Parameter]):
     def shape(self, parameter: Parameter) -> Shape:
         """Return how the parameter's gradient travels now."""
 
-    def lend(self, parameter: Parameter) -> Loan[Parameter]:
+    def stage(self, parameter: Parameter) -> StagedGradient[Parameter]:
         """Return memory that holds the parameter's gradient, ready to be reduced in place."""
 
-    def lend_empty(self, parameter: Parameter) -> Loan[Parameter]:
-        """Return memory like `lend`'s for a parameter without a gradient; its values are never read."""
+    def stage_empty(self, parameter: Parameter) -> StagedGradient[Parameter]:
+        """Return memory like `stage`'s for a parameter without a gradient; its values are never read."""
 
-    def give_back(self, loan: Loan[Parameter]) -> Any:
+    def unstage(self, staged: StagedGradient[Parameter]) -> Any:
         """Make the reduced values the parameter's gradient; return a mark that identifies it without keeping it alive."""
 
     def is_sparse(self, parameter: Parameter) -> bool:
@@ -63,52 +63,52 @@ class Framework(Protocol[Parameter]):
         """Return a sparse gradient as bytes, (n, bytes of a row): each row's indices and values."""
 
     def give_rows(self, parameter: Parameter, rows: Array, factor: float) -> Any:
-        """Make the sum of all ranks' rows, times a factor, the parameter's gradient; return a mark, like `give_back`."""
+        """Make the sum of all ranks' rows, times a factor, the parameter's gradient; return a mark, like `unstage`."""
 
-    def seat(self, parameter: Parameter, place: AnyArray) -> Any:
-        """Return a seat over `place`, which has the shape, dtype and strides of `shape(parameter)`."""
+    def bucket_view(self, parameter: Parameter, place: AnyArray) -> Any:
+        """Return a view over `place`, which has the shape, dtype and strides of `shape(parameter)`."""
 
     def is_trainable(self, parameter: Parameter) -> bool:
         """Return whether the parameter can have a gradient now."""
 
-    def fill(self, parameter: Parameter, seat: Any) -> bool:
-        """Copy the gradient into its seat, unless it lies there already.
+    def fill(self, parameter: Parameter, view: Any) -> bool:
+        """Copy the gradient into its view, unless it lies there already.
 
         Return False when it does not fit any more, or when somebody still uses an earlier gradient that lies there.
 
-        Afterwards the framework does not write to the seat through the parameter until `adopt`.
+        Afterwards the framework does not write to the view through the parameter until `install_view`.
         """
 
     def batch(self, pairs: Sequence[tuple[Parameter, Any]]) -> Sequence[tuple[Parameter, Any]]:
-        """Return members of one bucket in the form that `fill_all` and `adopt_all` handle fastest; their seats are new."""
+        """Return members of one bucket in the form that `fill_all` and `install_views` handle fastest; with new views."""
 
     def fill_all(self, pairs: Sequence[tuple[Parameter, Any]]) -> bool:
         """Like `fill`, of many gradients of one bucket at once. Return False when one does not fit; then none is copied."""
 
-    def fill_with(self, parameter: Parameter, seat: Any, value: Any) -> bool:
-        """Give a seat's elements one value, for a parameter without a gradient.
+    def fill_with(self, parameter: Parameter, view: Any, value: Any) -> bool:
+        """Give a bucket view's elements one value, for a parameter without a gradient.
 
         Return False, like `fill`, when the parameter's gradients do not fit any more, or when somebody still uses an earlier
         gradient that lies there.
         """
 
     def filled(self, memory: AnyArray) -> Event | None:
-        """Return after what the seats in `memory` hold what was put there; None on the host."""
+        """Return after what the bucket views in `memory` hold what was put there; None on the host."""
 
     def follow(self, completion: Completion) -> None:
         """Let what the framework does from now on come after work on a GPU."""
 
-    def settle(self, seat: Any, values: AnyArray) -> None:
-        """Put row-major values into a seat of other strides."""
+    def copy_from_row_major(self, view: Any, values: AnyArray) -> None:
+        """Put row-major values into a view of other strides."""
 
-    def vacate(self, parameter: Parameter, seat: Any) -> Any:
-        """When the parameter's gradient, the reduced one, lies in its seat, move it out; return its new mark, else None."""
+    def detach_view(self, parameter: Parameter, view: Any) -> Any:
+        """When the parameter's gradient, the reduced one, lies in its view, move it out; return its new mark, else None."""
 
-    def adopt(self, parameter: Parameter, seat: Any) -> Any:
-        """Make what lies in the seat the parameter's gradient; return a mark, like `give_back`."""
+    def install_view(self, parameter: Parameter, view: Any) -> Any:
+        """Make what lies in the view the parameter's gradient; return a mark, like `unstage`."""
 
-    def adopt_all(self, pairs: Sequence[tuple[Parameter, Any]]) -> Sequence[Any]:
-        """Like `adopt`, of many gradients of one bucket at once."""
+    def install_views(self, pairs: Sequence[tuple[Parameter, Any]]) -> Sequence[Any]:
+        """Like `install_view`, of many gradients of one bucket at once."""
 
     def is_marked(self, parameter: Parameter, mark: Any) -> bool:
         """Return whether the gradient is still the one that `mark` identified (accumulated into, perhaps)."""
@@ -122,7 +122,7 @@ class Framework(Protocol[Parameter]):
     def take(self, parameter: Parameter) -> Any:
         """Return the parameter's gradient, which it does not have any more; None when there is none."""
 
-    def is_lent(self, loan: Loan[Parameter]) -> bool:
+    def is_staged(self, staged: StagedGradient[Parameter]) -> bool:
         """Return whether the parameter's gradient lies in the memory that it is reduced in."""
 
     def accumulate(self, parameter: Parameter, gradient: Any) -> None:

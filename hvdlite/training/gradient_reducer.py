@@ -3,7 +3,7 @@
 A *declared set* is the parameters of one wrapped optimizer. A *round* reduces each of them once. It is FILLING from the
 first gradient that is handed over until this rank has reported every member, then CLOSED until the results are final.
 
-Rules (PROTOCOL rules 7, 8; docs/decisions/0017)
+Rules (docs/protocol.md#rounds, #final-gradients, #same-step, #reduced-again)
 - A gradient is handed over by its hook, as soon as it has been accumulated `passes` times: communication overlaps the
   rest of the backward pass.
 - With `WaitIn.BACKWARD` the outermost backward pass closes the round (a member that was not handed over is *missing*) and
@@ -23,7 +23,7 @@ Rules (PROTOCOL rules 7, 8; docs/decisions/0017)
 - A gradient that was not computed by a watched backward pass counts when it is not the one that was reduced last. In the
   step (and in `synchronize()`), one that was written to since the step before counts too.
 - A parameter that does not require a gradient is no member. It becomes one in the first round that finds it trainable.
-- Until its set is learned, a gradient goes by itself, in memory lent by the framework. Afterwards it goes into its place of
+- Until its set is learned, a gradient goes by itself, in memory that the framework stages. Then it goes into its slice of
   a bucket (`training/bucket_round.py`).
 """
 
@@ -40,12 +40,12 @@ from hvdlite.core.array import Array
 from hvdlite.core.errors import HvdliteError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import ReduceOp
+from hvdlite.handoff.handle import Handle, WaitDeferred
 from hvdlite.negotiation.buckets import first_round
 from hvdlite.runtime.declared import Moment
-from hvdlite.runtime.handle import Handle, WaitDeferred
 from hvdlite.runtime.runtime import Runtime
-from hvdlite.training.bucket_round import BucketRound, Seating
-from hvdlite.training.framework import Framework, Loan, Parameter
+from hvdlite.training.bucket_round import BucketRound, BucketViews
+from hvdlite.training.framework import Framework, Parameter, StagedGradient
 from hvdlite.training.members import Member, MemberGradients
 from hvdlite.training.order_errors import (
     changed_alone,
@@ -99,9 +99,9 @@ class GradientReducer(Generic[Parameter]):
         self._waits_in_backward = wait_in is WaitIn.BACKWARD  # until such a wait has been deferred
         self._members: dict[int, Member[Parameter]] = {}  # by identity: framework tensors compare elementwise
         self._waiting_list: dict[int, Member[Parameter]] = {}  # frozen, or added in the middle of a round
-        # Reduced by themselves in this round; without a loan, as rows of a sparse gradient.
-        self._alone: list[tuple[Member[Parameter], Handle, Loan[Parameter] | None]] = []
-        self._seating: Seating[Parameter] | None = None  # for the layout last learned
+        # Reduced by themselves in this round; None: as rows of a sparse gradient.
+        self._alone: list[tuple[Member[Parameter], Handle, StagedGradient[Parameter] | None]] = []
+        self._bucket_views: BucketViews[Parameter] | None = None  # for the layout last learned
         self._buckets: BucketRound[Parameter] | None = None  # the current round's, if it goes by buckets
         self.by_bucket = False
         self._phase = Phase.IDLE
@@ -153,15 +153,15 @@ class GradientReducer(Generic[Parameter]):
         """Between rounds: access gradients in another way, because they are in another memory now."""
         self.framework = self._framework = framework
         self.gradients.framework = framework
-        self._seating = None
+        self._bucket_views = None
 
-    def add(self, parameter: Parameter, name: str, cluster: int = 0) -> None:
+    def add(self, parameter: Parameter, name: str, group_id: int = 0) -> None:
         """Take a parameter into the set, from the next round on in which it is trainable; the same ones on all ranks.
 
         Args:
-            cluster: parameters with the same one, from 1, are reduced together.
+            group_id: parameters with the same one, from 1, are reduced together.
         """
-        self._waiting_list[id(parameter)] = Member(parameter, self._prefix + name, cluster)
+        self._waiting_list[id(parameter)] = Member(parameter, self._prefix + name, group_id)
         self.admit()
 
     def admit(self) -> None:
@@ -405,7 +405,7 @@ class GradientReducer(Generic[Parameter]):
         for key in admitted:
             self._members[key] = self._waiting_list.pop(key)
         if admitted:
-            self._seating = None  # a layout learned before does not describe the set any more
+            self._bucket_views = None  # a layout learned before does not describe the set any more
 
     def _newcomer(self, parameter: Parameter) -> Member[Parameter] | None:
         """Return the member for a parameter that has its first gradient; None when it has to wait for the round's end."""
@@ -425,21 +425,21 @@ class GradientReducer(Generic[Parameter]):
         learned = self._runtime.layout(self._label, self._number)
         self.by_bucket = False
         if learned is None:
-            if not self._runtime.is_suspended(self._label):  # else gradients may lie in seats that are used again
-                self._seating = None
+            if not self._runtime.is_suspended(self._label):  # else gradients may lie in bucket views that are used again
+                self._bucket_views = None
             return
-        if self._seating is None or self._seating.learned is not learned:
+        if self._bucket_views is None or self._bucket_views.learned is not learned:
             for member in self._members.values():
-                member.sparse = member.sparse or member.name in learned.layout.alone
-            self._seating = Seating.of(learned, self._framework,
+                member.sparse = member.sparse or member.name in learned.layout.unbucketed
+            self._bucket_views = BucketViews.of(learned, self._framework,
                                        {member.name: member.parameter for member in self._members.values()
                                         if not member.sparse})
-        if self._seating is None:
-            self._runtime.abandon(learned.layout)
+        if self._bucket_views is None:
+            self._runtime.mark_stale(learned.layout)
         else:
             self.by_bucket = True
             closes = not any(member.sparse for member in self._members.values())
-            self._buckets = BucketRound(self._runtime, self._framework, self._seating, self._number, self._steps,
+            self._buckets = BucketRound(self._runtime, self._framework, self._bucket_views, self._number, self._steps,
                                         closes=closes)
 
     def _next_number(self) -> None:
@@ -493,8 +493,8 @@ class GradientReducer(Generic[Parameter]):
         """Before results become gradients: keep what was accumulated since."""
         if not self._late:
             return
-        for member, _, loan in self._alone if self._moves_gradients else ():
-            if id(member.parameter) in self._late and loan is not None and self._framework.is_lent(loan):
+        for member, _, staged in self._alone if self._moves_gradients else ():
+            if id(member.parameter) in self._late and staged is not None and self._framework.is_staged(staged):
                 del self._late[id(member.parameter)]
                 errors.append(overwritten(member.name, self._runtime.world.rank))
         late = list(self._late.values())
@@ -512,8 +512,8 @@ class GradientReducer(Generic[Parameter]):
             is_own = not present and self.gradients.is_own(member)
             for parameter, has_gradient in buckets.give(member.parameter, present, self._in_step):
                 self._declare(self._members[id(parameter)], has_gradient)
-            while buckets.vacated:
-                _, mark = buckets.vacated.pop()  # of this member
+            while buckets.detached:
+                _, mark = buckets.detached.pop()  # of this member
                 member.mark = None if is_own else mark
         member.given = self._number
         if not present:
@@ -529,12 +529,12 @@ class GradientReducer(Generic[Parameter]):
             handle = self._runtime.declare_rows(member.name, rows, moment, process_set=self._process_set)
             self._alone.append((member, handle, None))
             return
-        loan = self._framework.lend(member.parameter) if present else self._framework.lend_empty(member.parameter)
+        staged = self._framework.stage(member.parameter) if present else self._framework.stage_empty(member.parameter)
         handle = self._runtime.declare(
-            member.name, loan.array if present else None, loan.array, self._op, moment,
+            member.name, staged.array if present else None, staged.array, self._op, moment,
             prescale=self._prescale, postscale=self._postscale, strides=self._framework.shape(member.parameter).strides,
-            cluster=member.cluster, process_set=self._process_set)
-        self._alone.append((member, handle, loan))
+            group_id=member.group_id, process_set=self._process_set)
+        self._alone.append((member, handle, staged))
 
     def _collect(self, errors: list[HvdliteError], deferrable: bool) -> None:
         """Wait for every handle of the round, and make the results the parameters' gradients."""
@@ -544,7 +544,7 @@ class GradientReducer(Generic[Parameter]):
             for parameter, rows in self._buckets.gathered:
                 self._take_rows(self._members[id(parameter)], rows, errors)
             self._note_behind(self._buckets.behind)
-        for member, handle, loan in self._alone:
+        for member, handle, staged in self._alone:
             try:
                 result = handle.wait(deferrable=deferrable)
             except HvdliteError as error:
@@ -555,10 +555,10 @@ class GradientReducer(Generic[Parameter]):
             self._note_behind(handle.behind)
             if member.again == self._number:
                 self._check_all_contributed(member, handle.contributors, errors)
-            if loan is None or result is not loan.array:
+            if staged is None or result is not staged.array:
                 self._take_rows(member, result, errors)
             elif handle.contributors:
-                self._mark_all([member], [self._framework.give_back(loan)])
+                self._mark_all([member], [self._framework.unstage(staged)])
 
     def _check_all_contributed(self, member: Member[Parameter], ranks: Collection[int], errors: list[HvdliteError]) -> None:
         """Without some ranks' reduced gradients, an average of reduced gradients is too small."""
@@ -587,7 +587,7 @@ class GradientReducer(Generic[Parameter]):
         self._mark_all([member], [mark])
         if not member.sparse:
             member.sparse = True
-            self._seating = None
+            self._bucket_views = None
 
     def _mark_all(self, members: Sequence[Member[Parameter]], marks: Sequence[Any]) -> None:
         self.gradients.mark_all(members, marks)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 
-def clusters(groups: object, parameters: Sequence[Any]) -> dict[int, int]:
+def group_ids(groups: object, parameters: Sequence[Any]) -> dict[int, int]:
     """Return the number, from 1, of the group of each parameter that is in one; by the parameter's `id`.
 
     Args:

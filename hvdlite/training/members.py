@@ -29,7 +29,7 @@ class Member(Generic[Parameter]):
 
     parameter: Parameter
     name: str
-    cluster: int  # with whom it shares a bucket; 0: with whomever
+    group_id: int  # with whom it shares a bucket; 0: with whomever
     period: int = 0  # the last period in which it was accumulated into
     passes: int = 0  # how often in that period
     given: int = 0  # the last round in which it was handed over

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from hvdlite.bootstrap.environments import ENVIRONMENTS, PORTS, check_directory, find_place, first_host
+from hvdlite.bootstrap.environments import ENVIRONMENTS, PORTS, check_directory, first_host, read_launch_info
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.world import World
 
 
 def test_alone() -> None:
-    place = find_place({}, parent=1)
-    assert place.environment == "none" and place.world == World()
+    info = read_launch_info({}, parent=1)
+    assert info.environment == "none" and info.world == World()
 
 
 @pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda row: row.name)
@@ -26,11 +26,11 @@ def test_every_row_of_the_table(environment: object, tmp_path: Path, monkeypatch
     row = environment
     variables = {row.rank: "1", row.size: "3", row.local_rank: "1", row.local_size: "3"}  # type: ignore[attr-defined]
     marked = variables | dict.fromkeys(row.job, str(tmp_path))  # type: ignore[attr-defined]
-    place = find_place(marked, parent=1)
-    assert place.environment == row.name and place.world == World(1, 3, 1, 3)  # type: ignore[attr-defined]
-    assert find_place(marked, parent=2).job_directory == place.job_directory, "ranks must derive the same directory"
-    check_directory(find_place(variables, parent=1).job_directory, make=True)
-    assert find_place(variables, parent=1).job_directory != find_place(variables, parent=2).job_directory
+    info = read_launch_info(marked, parent=1)
+    assert info.environment == row.name and info.world == World(1, 3, 1, 3)  # type: ignore[attr-defined]
+    assert read_launch_info(marked, parent=2).job_directory == info.job_directory, "ranks must derive the same directory"
+    check_directory(read_launch_info(variables, parent=1).job_directory, make=True)
+    assert read_launch_info(variables, parent=1).job_directory != read_launch_info(variables, parent=2).job_directory
 
 
 @pytest.mark.parametrize(("variables", "told"), [
@@ -44,21 +44,21 @@ def test_every_row_of_the_table(environment: object, tmp_path: Path, monkeypatch
 ])
 def test_a_contradiction_is_a_clear_error(variables: dict[str, str], told: str) -> None:
     with pytest.raises(LaunchError, match=told):
-        find_place(variables, parent=1)
+        read_launch_info(variables, parent=1)
 
 
 def test_on_several_hosts_all_ranks_expect_rank_0_in_the_same_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     torchrun = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500",
                 "HVDLITE_SECRET": "ab"}
-    first, last = (find_place({**torchrun, "RANK": rank, "LOCAL_RANK": "0"}, parent=1) for rank in ("0", "2"))
+    first, last = (read_launch_info({**torchrun, "RANK": rank, "LOCAL_RANK": "0"}, parent=1) for rank in ("0", "2"))
     assert first.coordinator == last.coordinator and first.coordinator is not None and first.on_several_hosts
     assert first.coordinator[0] == "10.0.0.1" and first.coordinator[1] in PORTS and first.key == b"\xab"
     slurm = {"SLURM_STEP_NUM_TASKS": "5", "SLURM_PROCID": "4", "SLURM_LOCALID": "1", "SLURM_NODEID": "2",
              "SLURM_STEP_TASKS_PER_NODE": "2,1,2", "SLURM_STEP_NODELIST": "node[07-08],big3", "HVDLITE_SECRET": "ab"}
-    place = find_place(slurm, parent=1)
-    assert place.world.local_size == 2 and place.coordinator is not None and place.coordinator[0] == "node07"
-    given = find_place({**slurm, "HVDLITE_COORDINATOR": "[fe80::1]:99"}, parent=1)
+    info = read_launch_info(slurm, parent=1)
+    assert info.world.local_size == 2 and info.coordinator is not None and info.coordinator[0] == "node07"
+    given = read_launch_info({**slurm, "HVDLITE_COORDINATOR": "[fe80::1]:99"}, parent=1)
     assert given.coordinator == ("fe80::1", 99)
 
 
@@ -74,54 +74,46 @@ def test_the_key_can_be_in_a_file(tmp_path: Path) -> None:
     variables = {"HVDLITE_RANK": "0", "HVDLITE_SIZE": "2", "HVDLITE_SECRET_FILE": str(file),
                  "HVDLITE_JOB_DIRECTORY": str(tmp_path)}
     file.chmod(0o644)
-    with pytest.raises(LaunchError, match="others can read it"):
-        find_place(variables, parent=1)
+    with pytest.raises(LaunchError, match="other users can read it"):
+        read_launch_info(variables, parent=1)
     file.chmod(0o600)
-    assert find_place(variables, parent=1).key == b"\xab\xcd"
+    assert read_launch_info(variables, parent=1).key == b"\xab\xcd"
     with pytest.raises(LaunchError, match="No such file"):
-        find_place({**variables, "HVDLITE_SECRET_FILE": "/nowhere"}, parent=1)
+        read_launch_info({**variables, "HVDLITE_SECRET_FILE": "/nowhere"}, parent=1)
 
 
 def test_a_pod_of_an_indexed_job() -> None:
     pod = {"JOB_COMPLETION_INDEX": "2", "HVDLITE_SIZE": "4", "HVDLITE_COORDINATOR": "train-0.train:29400",
            "HVDLITE_SECRET": "ab" * 32}
-    place = find_place(pod, parent=1)
-    assert place.world == World(2, 4, 0, 1, 2, 4) and place.coordinator == ("train-0.train", 29400)
+    info = read_launch_info(pod, parent=1)
+    assert info.world == World(2, 4, 0, 1, 2, 4) and info.coordinator == ("train-0.train", 29400)
     inside = {**pod, "HVDLITE_RANK": "1", "HVDLITE_SIZE": "2", "HVDLITE_LOCAL_RANK": "1", "HVDLITE_LOCAL_SIZE": "2"}
-    assert find_place(inside, parent=1).world == World(1, 2, 1, 2), "hvdrun in a pod says more"
-    assert find_place({"JOB_COMPLETION_INDEX": "2"}, parent=1).world == World()
+    assert read_launch_info(inside, parent=1).world == World(1, 2, 1, 2), "hvdrun in a pod says more"
+    assert read_launch_info({"JOB_COMPLETION_INDEX": "2"}, parent=1).world == World()
 
 
 def test_whose_variables_count_inside_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     batch = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "3", "SLURM_JOB_ID": "7"}
-    assert find_place(batch, parent=1).environment == "none", "a batch script is no task of a step"
+    assert read_launch_info(batch, parent=1).environment == "none", "a batch script is no task of a step"
     step = {**batch, "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "3",
             "SLURM_STEP_TASKS_PER_NODE": "3"}
-    assert find_place({**step, "PMI_RANK": "1", "PMI_SIZE": "3"}, parent=1).environment == "Slurm"
+    assert read_launch_info({**step, "PMI_RANK": "1", "PMI_SIZE": "3"}, parent=1).environment == "Slurm"
     hydra = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
-    assert find_place({**batch, **hydra}, parent=1).environment == "MPICH", "mpiexec in a batch script"
+    assert read_launch_info({**batch, **hydra}, parent=1).environment == "MPICH", "mpiexec in a batch script"
 
 
 def test_a_pmix_launcher_that_does_not_say_enough() -> None:
     with pytest.raises(LaunchError, match="rank 3, but the number of ranks is not in the environment: set HVDLITE_SIZE"):
-        find_place({"PMIX_RANK": "3", "PMIX_NAMESPACE": "job"}, parent=1)
-
-
-SCRIPT = """
-import hvdlite as hvd, numpy as np
-hvd.init()
-assert hvd.size() == 2 and hvd.allreduce(np.array(hvd.rank() + 1), op=hvd.Sum) == 3
-print("fine")
-"""
+        read_launch_info({"PMIX_RANK": "3", "PMIX_NAMESPACE": "job"}, parent=1)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torchrun comes with torch")
 def test_under_torchrun(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
     environment = {**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
-                            str(tmp_path / "script.py")], capture_output=True, text=True, env=environment, timeout=100,
+    script = Path(__file__).parent / "programs/two_ranks.py"
+    ended = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)],
+                           capture_output=True, text=True, env=environment, timeout=100,
                            check=False)
     assert ended.returncode == 0 and ended.stdout.count("fine") == 2, ended.stderr
     assert not list(tmp_path.glob("hvdlite-*"))

@@ -103,6 +103,7 @@ def test_frames_of_one_direction_are_not_valid_in_the_other(sockets: tuple[socke
     right.close()
 
 
+# docs/protocol.md#frames
 def test_a_length_over_the_limit_is_refused_before_it_is_read(sockets: tuple[socket.socket, socket.socket]) -> None:
     right = Connection(sockets[1], frame_limit=LIMIT)
     right.start()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.tf.support import ENVIRONMENT, imported
-from tests.worlds import TORCH, processes
+from tests.worlds import HVDRUN, TORCH, processes
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 EXAMPLES = ROOT / "examples"
@@ -22,15 +22,13 @@ sys.path.insert(0, str(EXAMPLES))
 
 import fashion_mnist  # noqa: E402
 
-TENSORFLOW = {**ENVIRONMENT, "KERAS_BACKEND": "tensorflow"}
-
 
 def launched(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the example as its text says: under hvdrun."""
     pytest.importorskip("torch")
-    return subprocess.run([sys.executable, "-m", "hvdlite_runner.cli", "-np", "2", sys.executable,
-                           str(EXAMPLES / "pytorch_fashion_mnist.py"), *arguments], capture_output=True, text=True, timeout=150,
-                          check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return subprocess.run([*HVDRUN, "-np", "2", sys.executable, str(EXAMPLES / "pytorch_fashion_mnist.py"), *arguments],
+                          capture_output=True, text=True, timeout=150, check=False,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
 def run(*arguments: str, size: int = 2, script: str = "pytorch_fashion_mnist.py") -> str:
@@ -38,12 +36,8 @@ def run(*arguments: str, size: int = 2, script: str = "pytorch_fashion_mnist.py"
     needed = "torch" if script.startswith("pytorch") else "tensorflow"
     if importlib.util.find_spec(needed) is None:
         pytest.skip(f"{needed} is not installed")
-    source = (f"import runpy, sys\nsys.argv[1:] = {list(arguments)}\nsys.path.insert(0, {str(EXAMPLES)!r})\n"
-              f"runpy.run_path({str(EXAMPLES / script)!r}, run_name='__main__')\n")
-    if needed == "torch":
-        ended = processes(size, source, timeout=150, imported=TORCH)
-    else:
-        ended = processes(size, source, timeout=150, imported=imported("tensorflow"), environment=TENSORFLOW)
+    imports, environment = (TORCH, None) if needed == "torch" else (imported("tensorflow"), ENVIRONMENT)
+    ended = processes(size, EXAMPLES / script, *arguments, timeout=150, imported=imports, environment=environment)
     assert not any(rank.stdout for rank in ended[1:]), "only rank 0 prints"
     return ended[0].stdout
 

@@ -125,6 +125,7 @@ def test_the_file_has_more_ranges_than_any_job_will_use() -> None:
     assert allocated(file) == before + (2 << 20) and (part == 3).all()
 
 
+# docs/protocol.md#allocation
 def test_no_memory_says_how_much_was_asked_for_and_ranks_stay_in_step(monkeypatch: pytest.MonkeyPatch) -> None:
     _, memories = ranks(3)
     first = memories[0].window(1 << 16, ALL)

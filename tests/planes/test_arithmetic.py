@@ -52,17 +52,18 @@ def test_an_average_of_integers_is_the_mean_truncated_toward_zero(job: tuple[str
 
 
 @given(jobs(), st.integers(1, 2))
+# docs/protocol.md#hierarchy
 def test_it_may_be_taken_in_pieces_in_place_and_in_two_storeys(job: tuple[str, int, Array], chunk: int) -> None:
     dtype, size, rows = job
     expected = [mean(column, size) for column in rows.T.tolist()]
     reduction = Reduction(average(dtype, size), np.dtype(dtype), size, chunk, Casts.of_numpy())
     hosts = [rows[:len(rows) // 2], rows[len(rows) // 2:]]
     out = np.empty(3, dtype)
-    totals = [reduction.total(out, in_place=False) for _ in hosts]
+    totals = [reduction.accumulator(out, in_place=False) for _ in hosts]
     for host, total in zip(hosts, totals, strict=True):
         reduction.accumulate(list(host), total)
     with np.errstate(over="ignore"):
-        reduction.conclude(totals[0] + totals[1], out)
+        reduction.finish(totals[0] + totals[1], out)
     assert out.tolist() == expected
     own = rows.copy()
     reduction.combine(list(own), own[0])

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import os
-import pickle
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from hvdlite.planes.base import Plane, WaitUntil
@@ -37,7 +37,7 @@ def duplicate(size: int) -> Any:
     return communicator
 
 
-def _wait_until(predicate: Callable[[], bool], *, pause: float = 0.0) -> None:
+def _wait_until(predicate: Callable[[], bool], *, poll_interval: float = 0.0) -> None:
     deadline = time.monotonic() + HANGS_SECONDS
     sleep, longest = POLL_SECONDS
     while not predicate():
@@ -48,11 +48,11 @@ def _wait_until(predicate: Callable[[], bool], *, pause: float = 0.0) -> None:
 
 def _gathered(communicator: Any, result: Any) -> list[Any]:
     """Return every process's result. mpi4py's `allgather` of objects spins."""
-    mine, counts = np.frombuffer(pickle.dumps(result), np.uint8), np.empty(communicator.size, np.int64)
+    mine, counts = np.frombuffer(msgspec.msgpack.encode(result), np.uint8), np.empty(communicator.size, np.int64)
     _wait_until(communicator.Iallgather(np.array([len(mine)], np.int64), counts).Test)
-    pickled = np.empty(counts.sum(), np.uint8)
-    _wait_until(communicator.Iallgatherv(mine, [pickled, counts.tolist()]).Test)
-    return [pickle.loads(part) for part in np.split(pickled, np.cumsum(counts)[:-1])]
+    encoded = np.empty(counts.sum(), np.uint8)
+    _wait_until(communicator.Iallgatherv(mine, [encoded, counts.tolist()]).Test)
+    return [msgspec.msgpack.decode(part) for part in np.split(encoded, np.cumsum(counts)[:-1])]
 
 
 def run(make_planes: Callable[..., list[Plane]], size: int,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.tf.support import run
 
 
+# docs/protocol.md#names
 def test_ranks_that_trace_differently_pair_the_same_lines_and_are_told_where_they_wait() -> None:
     run(2, """
         import numpy as np, tensorflow as tf, hvdlite_tf as hvd

@@ -41,7 +41,8 @@ def fit(optimizer, shared, batch=8, epochs=2, seed=1, dtype=None, options={}, **
 
 def close(one, other, tolerance=2e-5):
     \"\"\"Compare this rank's model with rank 0's `other`.\"\"\"
-    for mine, theirs in zip(values_of(one.trainable_variables), once(lambda: values_of(other.trainable_variables)), strict=True):
+    expected = once(lambda: values_of(other.trainable_variables))
+    for mine, theirs in zip(values_of(one.trainable_variables), expected, strict=True):
         np.testing.assert_allclose(mine, theirs, atol=tolerance)
 """
 

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 from hvdlite.core.types import ReduceOp  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite_torch import DistributedOptimizer  # noqa: E402
+from tests.torch.models import by_bucket  # noqa: E402
 from tests.worlds import threads  # noqa: E402
 
 STEPS = 9
@@ -56,6 +57,7 @@ def model_and_batch(rank: int) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("wait_in", ["backward", "step"])
+# docs/protocol.md#user-hooks
 def test_the_users_hooks_see_and_change_this_ranks_gradient_as_under_ddp(wait_in: str, to_none: bool) -> None:
     """Whenever they are registered: before a step, and when the gradients' places are learned."""
     def step(runtime: Runtime) -> tuple[list[float], list[Any]]:
@@ -67,7 +69,7 @@ def test_the_users_hooks_see_and_change_this_ranks_gradient_as_under_ddp(wait_in
             hooks.register(turn)
             model(x).square().mean().backward()
             optimizer.step()
-        assert optimizer._reducer.by_bucket
+        assert by_bucket(optimizer)
         return hooks.norms, [parameter.detach() for parameter in model.parameters()]
     ranks = threads(2, step)
 

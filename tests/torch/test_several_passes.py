@@ -16,8 +16,8 @@ from hvdlite.core.types import ReduceOp  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite.training.order_errors import GradientOrderError  # noqa: E402
 from hvdlite_torch import Compression, DistributedOptimizer, backward, comm_hooks  # noqa: E402
+from tests.torch.models import net  # noqa: E402
 from tests.torch.one_process import Case, compare  # noqa: E402
-from tests.torch.test_optimizer import net  # noqa: E402
 from tests.worlds import threads  # noqa: E402
 
 TURNS = 5
@@ -141,6 +141,7 @@ def test_a_second_pass_after_a_wait_that_was_deferred() -> None:
 
 @pytest.mark.parametrize("options", [
     {"op": ReduceOp.SUM}, {"op": ReduceOp.MAX}, {"comm_hook": "TopK"}, {"op": ReduceOp.SUM, "wait_in": "step"}])
+# docs/protocol.md#reduced-again
 def test_where_reducing_again_is_not_exact_a_second_pass_is_an_error(options: dict[str, Any]) -> None:
     def step(runtime: Runtime) -> None:
         own = {**options, "comm_hook": comm_hooks.TopK(0.5)} if "comm_hook" in options else options

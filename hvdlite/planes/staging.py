@@ -1,0 +1,83 @@
+"""Staging memory of a process set within one host: a slot for each rank and region, and a barrier.
+
+Pieces alternate between two regions. A slot of a region is written again two pieces later; by then every rank has passed a
+barrier that all ranks of the set entered after their last read of the slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from hvdlite.core.array import Array
+from hvdlite.planes.base import WaitUntil
+from hvdlite.planes.shm_barrier import Barrier
+
+
+class StagingSegment(Protocol):
+    """The interface of `memory.Segment` for planes."""
+
+    slot: int
+    arrivals: Array
+
+    @property
+    def fence(self) -> Callable[[], None] | None: ...
+
+    @property
+    def flush(self) -> Callable[[], None]: ...
+
+    def staging(self, index: int, region: int) -> Array: ...
+
+    def reserve(self, region: int, nbytes: int) -> None: ...
+
+    def release(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class HostMemory(Protocol):
+    """The interface of `memory.SharedMemory` for planes."""
+
+    def segment(self, ranks: Sequence[int], slot: int) -> StagingSegment | None: ...
+
+    def window(self, nbytes: int, ranks: Sequence[int]) -> list[Array]: ...
+
+    def close(self) -> None: ...
+
+
+class StagingArea:
+    """The staging memory of a process set's ranks on this host; ranks are indices in the set.
+
+    Attributes:
+        barrier: the barrier of these ranks.
+    """
+
+    def __init__(self, rank: int, ranks: tuple[int, ...], segment: StagingSegment, wake_rank: Callable[[int], None]) -> None:
+        self.ranks, self.segment = ranks, segment
+        self.index, self.size = ranks.index(rank), len(ranks)
+        self.barrier = Barrier(rank, ranks, segment, wake_rank)
+        self._pieces = 0
+
+    def next_region(self, nbytes: int) -> int:
+        """Return the region for the next piece, and allocate `nbytes` in this rank's slot."""
+        region = self._pieces % 2
+        self._pieces += 1
+        self.segment.reserve(region, nbytes)
+        return region
+
+    def slot(self, index: int, region: int, dtype: np.dtype[np.generic]) -> Array:
+        """Return a rank's slot as elements of `dtype`."""
+        staging = self.segment.staging(index, region)
+        return staging[:staging.size // dtype.itemsize * dtype.itemsize].view(dtype)
+
+    def total(self, values: Array, wait_until: WaitUntil) -> Array:
+        """Return the sum of all ranks' float64 arrays, in rank order; the array must fit into a slot."""
+        region = self.next_region(values.nbytes)
+        self.slot(self.index, region, values.dtype)[:values.size] = values.reshape(-1)
+        self.barrier(wait_until)
+        result = np.zeros(values.size)
+        for index in range(self.size):
+            result += self.slot(index, region, values.dtype)[:values.size]
+        return result.reshape(values.shape)
