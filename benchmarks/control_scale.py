@@ -50,7 +50,7 @@ class Cluster:
         self.number += 1
         for bucket in self.layout.buckets:
             ends_round = bucket is self.layout.buckets[-1]
-            ready = BucketReady(bucket.bucket_id, self.number, ends_round=ends_round)
+            ready = BucketReady(bucket_id=bucket.bucket_id, round_id=self.number, ends_round=ends_round)
             for controller in self.controllers:
                 controller.submit_bucket(bucket, ready)
             self.exchange()

@@ -127,7 +127,7 @@ def _bucket(number: int, members: Sequence[Request], ranks: Ranks) -> Bucket:
         elements += -(-count // step) * step
     response = msgspec.structs.replace(response_to({0: members[0]}, ranks), names=tuple(member.name for member in members),
                                        contributors=ranks)
-    return Bucket(number, tuple(members), tuple(offsets), elements, response)
+    return Bucket(bucket_id=number, members=tuple(members), offsets=tuple(offsets), elements=elements, response=response)
 
 
 def expand(bucket: Bucket, ready: BucketReady) -> Iterator[Request]:
@@ -283,7 +283,8 @@ class DeclaredSets:
         members = sorted(ready.values(), key=lambda requests: _place(declared.order, requests))
         declared.order = {}
         buckets = plan(members, ranks, self._limits, self._next_bucket)
-        layout = Layout(self._next_layout, label, number + 2, buckets, tuple(sorted(declared.sparse)))
+        layout = Layout(layout_id=self._next_layout, label=label, first_round=number + 2, buckets=buckets,
+                        unbucketed=tuple(sorted(declared.sparse)))
         self._next_layout += 1
         self._next_bucket += len(buckets)
         crowd = [number for number in self._layouts if not self._is_waited_for(number)]
@@ -331,7 +332,8 @@ class DeclaredSets:
         if ready.unused:
             common = set(ready.unused).intersection(*(other.unused for other in waiting.reported.values()))
             globally_unused = tuple(sorted(common))
-        return BucketRelease(ready.bucket_id, globally_unused, in_step), [], ranks, done
+        return BucketRelease(bucket_id=ready.bucket_id, globally_unused=globally_unused,
+                             ranks_in_step=in_step), [], ranks, done
 
     def out_of_step(self, ready: BucketReady) -> int | None:
         """Return the layout of a bucket that others have reported between other steps of the optimizer, or None."""

@@ -166,8 +166,8 @@ class Controller:
         """Return what has not been told yet, or None."""
         if not self._unsaid:
             return None
-        report = Report(self.epoch, self.applied, tuple(self._items), self._side_message, self._leaving, self._failure,
-                        self._blocked)
+        report = Report(epoch=self.epoch, applied=self.applied, items=tuple(self._items), side_message=self._side_message,
+                        leaving=self._leaving, failure=self._failure, blocked=self._blocked)
         self._items.clear()
         self._side_message = self._blocked = None
         self._unsaid = False

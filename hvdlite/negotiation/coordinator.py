@@ -182,10 +182,11 @@ class Coordinator:
         if self.blocked:
             for response in responses:
                 self.blocked.answered(response.process_set_id, response.names)
-        decision = Decision(self.epoch, self._sequence, tuple(self._learned), tuple(self._released),
-                            tuple(self._suspended), tuple(self._evicted), responses, tuple(self._status_requests),
-                            tuple(self._leaving), tuple(self._pings), self._timeline, tuple(self._tuned), failure,
-                            deferred)
+        decision = Decision(
+            epoch=self.epoch, sequence=self._sequence, learned=tuple(self._learned), released=tuple(self._released),
+            suspended=tuple(self._suspended), evicted=tuple(self._evicted), responses=responses,
+            status_requests=tuple(self._status_requests), left=tuple(self._leaving), pong=tuple(self._pings),
+            timeline=self._timeline, tuned=tuple(self._tuned), failure=failure, deferred=deferred)
         for item in news:
             item.clear()
         self._timeline = None
@@ -195,7 +196,8 @@ class Coordinator:
     def take_direct_messages(self) -> tuple[DirectMessage, ...]:
         """Return what is to be told to single ranks, in their order, before the decision that was returned last."""
         oob_messages = self._oob.take_outgoing()
-        messages = tuple(DirectMessage(rank, tuple(self._receive_splits.get(rank, ())), oob_messages.get(rank, ()))
+        messages = tuple(DirectMessage(rank=rank, receive_splits=tuple(self._receive_splits.get(rank, ())),
+                                       oob_messages=oob_messages.get(rank, ()))
                         for rank in sorted({*oob_messages, *self._receive_splits}))
         self._receive_splits.clear()
         return messages

@@ -171,7 +171,8 @@ class Leader:
         self._resume()
         if not (self._outgoing or self._lost):
             return None
-        report = HostReport(min(self._applied.values()), tuple(_gathered(self._outgoing)), tuple(self._lost))
+        report = HostReport(applied=min(self._applied.values()), items=tuple(_gathered(self._outgoing)),
+                            lost=tuple(self._lost))
         self._outgoing.clear()
         self._lost.clear()
         return report
@@ -188,7 +189,7 @@ class Leader:
         self._outgoing.append(self._alone(rank, items))
 
     def _alone(self, rank: int, items: Sequence[ReportItem]) -> RankReport:
-        return RankReport(rank, Report(self.epoch, self._applied[rank], tuple(items)))
+        return RankReport(rank, Report(epoch=self.epoch, applied=self._applied[rank], items=tuple(items)))
 
     def _goes_alone(self, ready: BucketReady) -> bool:
         """Return whether a bucket is not to be held back for the others."""

@@ -68,7 +68,7 @@ class RoundDone(Message, frozen=True, tag=3):
     process_set_id: int = GLOBAL_PROCESS_SET_ID
 
 
-class BucketReady(Message, frozen=True, tag=2):
+class BucketReady(Message, frozen=True, kw_only=True, tag=2):
     """All members of a learned bucket are in their places on this rank."""
 
     bucket_id: int
@@ -114,7 +114,7 @@ class FailureNotice(Message, frozen=True):
     traceback: str = ""
 
 
-class RankStatus(Message, frozen=True):
+class RankStatus(Message, frozen=True, kw_only=True):
     """What a rank says of itself when others wait for it."""
 
     location: str  # where its script is: function, file and line
@@ -150,7 +150,7 @@ class OobKey(Message, frozen=True):
     sender: int
 
 
-class SideMessage(Message, frozen=True):
+class SideMessage(Message, frozen=True, kw_only=True):
     """What a rank says that has nothing to do with one tensor."""
 
     status: RankStatus | None = None  # the answer to a status request
@@ -170,7 +170,7 @@ class Blocked(Message, frozen=True):
     entirely: bool = True  # the rank has no other Python thread, which might call something that lets others go on
 
 
-class Report(Message, frozen=True):
+class Report(Message, frozen=True, kw_only=True):
     """What one rank tells the coordinator."""
 
     epoch: int  # membership epoch; a report of another epoch is dropped
@@ -196,7 +196,7 @@ class MergedRequests(Message, frozen=True, tag=7):
     requests: tuple[Request, ...]
 
 
-class HostReport(Message, frozen=True):
+class HostReport(Message, frozen=True, kw_only=True):
     """What the leader of a host passes on: what all its ranks said alike as one, the rest rank by rank."""
 
     applied: int  # the least of its ranks
@@ -214,7 +214,7 @@ class ErrorKind(enum.IntEnum):
     LEFT = 2
 
 
-class Response(Message, frozen=True):
+class Response(Message, frozen=True, kw_only=True):
     """What every rank does with some tensors, in the order of `names`."""
 
     names: tuple[str, ...]
@@ -242,7 +242,7 @@ class Response(Message, frozen=True):
     ranks_in_step: tuple[int, ...] = ()
 
 
-class Bucket(Message, frozen=True):
+class Bucket(Message, frozen=True, kw_only=True):
     """Members of a declared set that travel together, and where each lies in the bucket."""
 
     bucket_id: int  # never used again, even after eviction
@@ -252,7 +252,7 @@ class Bucket(Message, frozen=True):
     response: Response  # what its release means
 
 
-class Layout(Message, frozen=True):
+class Layout(Message, frozen=True, kw_only=True):
     """A declared set's cut into buckets."""
 
     layout_id: int  # never used again
@@ -262,7 +262,7 @@ class Layout(Message, frozen=True):
     unbucketed: tuple[str, ...] = ()  # members that always go by themselves: they were sparse once, on some rank
 
 
-class BucketRelease(Message, frozen=True):
+class BucketRelease(Message, frozen=True, kw_only=True):
     """All ranks reported a bucket: reduce it."""
 
     bucket_id: int
@@ -270,7 +270,7 @@ class BucketRelease(Message, frozen=True):
     ranks_in_step: tuple[int, ...] = ()  # as in `Response`
 
 
-class Decision(Message, frozen=True):
+class Decision(Message, frozen=True, kw_only=True):
     """What the coordinator orders; all ranks apply the same decisions in the same order, and each from top to bottom."""
 
     epoch: int
@@ -299,7 +299,7 @@ class ReceiveSplits(Message, frozen=True):
     offsets: tuple[int, ...]  # the first of them among the rows that each rank sends
 
 
-class DirectMessage(Message, frozen=True):
+class DirectMessage(Message, frozen=True, kw_only=True):
     """What the coordinator tells one rank alone. It comes before the decision to which it belongs, if it belongs to one."""
 
     rank: int

@@ -204,7 +204,8 @@ def _meet(info: LaunchInfo, config: Config, stack_dump: StackDumpTarget) -> tupl
     host = f"{host_identity()}:{info.job_directory}"
     no_mpi = "" if info.communicator is not None else info.mpi_problem or "the job was not started with mpirun"
     lacks = tuple((name, reason) for name, reason in {"mpi": no_mpi, "gloo": gloo_unavailable_reason()}.items() if reason)
-    own = RankInfo(world.rank, world.size, os.getpid(), host, __version__, stack_dump, alike(config), lacks)
+    own = RankInfo(rank=world.rank, size=world.size, pid=os.getpid(), host=host, version=__version__, stack_dump=stack_dump,
+                   settings=alike(config), unavailable=lacks)
     address = _address(info, config)
     if world.rank != 0:
         connection, welcome = connect_to_rank_0(address, own, timeout=limit(config.start_timeout),

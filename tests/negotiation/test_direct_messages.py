@@ -31,7 +31,7 @@ def decided(coordinator: Coordinator) -> Decision:
 def report_splits(coordinator: Coordinator, rank: int, splits: Sequence[int], process_set: int = 0) -> None:
     request = Request("x", Collective.ALLTOALL, "float32", (sum(splits) + 1, 2), splits=tuple(splits),
                       process_set_id=process_set)
-    coordinator.receive(rank, Report(0, 0, (request,)), 0.0)
+    coordinator.receive(rank, Report(epoch=0, applied=0, items=(request,)), 0.0)
 
 
 def test_each_rank_is_told_its_own_column_of_an_alltoall() -> None:
@@ -41,20 +41,21 @@ def test_each_rank_is_told_its_own_column_of_an_alltoall() -> None:
     (response,) = decided(coordinator).responses
     assert response.rows == (12, 11) and response.row_elements == 2
     assert coordinator.take_direct_messages() == (
-        DirectMessage(0, (ReceiveSplits(0, "x", (1, 0, 4), (0, 0, 0)),)),
-        DirectMessage(1, (ReceiveSplits(0, "x", (2, 5, 4), (1, 0, 4)),)),
-        DirectMessage(2, (ReceiveSplits(0, "x", (3, 0, 4), (3, 5, 8)),)))
+        DirectMessage(rank=0, receive_splits=(ReceiveSplits(0, "x", (1, 0, 4), (0, 0, 0)),)),
+        DirectMessage(rank=1, receive_splits=(ReceiveSplits(0, "x", (2, 5, 4), (1, 0, 4)),)),
+        DirectMessage(rank=2, receive_splits=(ReceiveSplits(0, "x", (3, 0, 4), (3, 5, 8)),)))
     assert coordinator.take_direct_messages() == ()
 
 
 def test_a_rank_that_has_joined_sends_nothing_and_is_told_what_it_gets() -> None:
     coordinator = Coordinator(2, Policy())
-    coordinator.receive(1, Report(0, 0, (Request("join", Collective.JOIN, "uint8", (0,)),)), 0.0)
+    coordinator.receive(1, Report(epoch=0, applied=0, items=(Request("join", Collective.JOIN, "uint8", (0,)),)), 0.0)
     report_splits(coordinator, 0, (2, 3))
     (response,) = decided(coordinator).responses
     assert response.contributors == (0,) and response.rows == (5, 3)
-    assert coordinator.take_direct_messages() == (DirectMessage(0, (ReceiveSplits(0, "x", (2, 0), (0, 0)),)),
-                                                  DirectMessage(1, (ReceiveSplits(0, "x", (3, 0), (2, 0)),)))
+    assert coordinator.take_direct_messages() == (
+        DirectMessage(rank=0, receive_splits=(ReceiveSplits(0, "x", (2, 0), (0, 0)),)),
+        DirectMessage(rank=1, receive_splits=(ReceiveSplits(0, "x", (3, 0), (2, 0)),)))
 
 
 # docs/protocol.md#letters
@@ -73,7 +74,7 @@ def test_only_members_of_a_process_set_get_splits() -> None:
     coordinator = Coordinator(3, Policy())
     added = Request("add", Collective.ADD_PROCESS_SET, "uint8", (0,), members=(0, 2))
     for rank in range(3):
-        coordinator.receive(rank, Report(0, 0, (added,)), 0.0)
+        coordinator.receive(rank, Report(epoch=0, applied=0, items=(added,)), 0.0)
     assert isinstance(decided(coordinator).responses[0], Response)
     for rank in (0, 2):
         report_splits(coordinator, rank, (1, 1), process_set=1)
@@ -84,13 +85,14 @@ def test_only_members_of_a_process_set_get_splits() -> None:
 def test_a_refused_alltoall_has_no_splits() -> None:
     coordinator = Coordinator(2, Policy())
     report_splits(coordinator, 0, (1, 1))
-    coordinator.receive(1, Report(0, 0, (Request("x", Collective.ALLTOALL, "int32", (2, 2), splits=(1, 1)),)), 0.0)
+    coordinator.receive(1, Report(epoch=0, applied=0,
+                                  items=(Request("x", Collective.ALLTOALL, "int32", (2, 2), splits=(1, 1)),)), 0.0)
     assert decided(coordinator).responses[0].error_text
     assert coordinator.take_direct_messages() == ()
 
 
 def tell(coordinator: Coordinator, rank: int, side_message: SideMessage) -> tuple[DirectMessage, ...]:
-    coordinator.receive(rank, Report(0, 0, side_message=side_message), 0.0)
+    coordinator.receive(rank, Report(epoch=0, applied=0, side_message=side_message), 0.0)
     assert coordinator.decide() is None, "notes are nobody else's business"
     return coordinator.take_direct_messages()
 
@@ -101,11 +103,11 @@ def test_a_note_goes_to_whoever_asks_for_it_before_or_after(asked_first: bool) -
     note, wanted = OobMessage("gloo.0", 1, b"text"), OobKey("gloo.0", 1)
     if asked_first:
         assert tell(coordinator, 3, SideMessage(oob_requests=(wanted,))) == ()
-        assert tell(coordinator, 1, SideMessage(oob_messages=(note,))) == (DirectMessage(3, oob_messages=(note,)),)
+        assert tell(coordinator, 1, SideMessage(oob_messages=(note,))) == (DirectMessage(rank=3, oob_messages=(note,)),)
     else:
         assert tell(coordinator, 1, SideMessage(oob_messages=(note,))) == ()
-        assert tell(coordinator, 3, SideMessage(oob_requests=(wanted,))) == (DirectMessage(3, oob_messages=(note,)),)
-    assert tell(coordinator, 2, SideMessage(oob_requests=(wanted,))) == (DirectMessage(2, oob_messages=(note,)),)
+        assert tell(coordinator, 3, SideMessage(oob_requests=(wanted,))) == (DirectMessage(rank=3, oob_messages=(note,)),)
+    assert tell(coordinator, 2, SideMessage(oob_requests=(wanted,))) == (DirectMessage(rank=2, oob_messages=(note,)),)
     assert tell(coordinator, 1, SideMessage(oob_withdrawn=("gloo.0",))) == ()
     assert tell(coordinator, 0, SideMessage(oob_requests=(wanted,))) == ()
 
@@ -115,4 +117,4 @@ def test_an_addressed_note_goes_to_those_ranks_only() -> None:
     note = OobMessage("nccl.0", 2, b"text", (0, 3))
     bare = OobMessage("nccl.0", 2, b"text")
     assert tell(coordinator, 2, SideMessage(oob_messages=(note,))) == (
-        DirectMessage(0, oob_messages=(bare,)), DirectMessage(3, oob_messages=(bare,)))
+        DirectMessage(rank=0, oob_messages=(bare,)), DirectMessage(rank=3, oob_messages=(bare,)))

@@ -109,7 +109,8 @@ def test_a_bucket_of_a_round_from_before_a_join_is_refused(hosts: list[tuple[int
     simulation.decide()
     if heard:
         simulation.settle(reducers)
-    simulation.controllers[1].submit_bucket(bucket, BucketReady(bucket.bucket_id, 3, (), True))
+    simulation.controllers[1].submit_bucket(bucket,
+                                            BucketReady(bucket_id=bucket.bucket_id, round_id=3, unused=(), ends_round=True))
     simulation.settle(reducers)
     (refusal,) = [told for told in simulation.plans[1] if isinstance(told, Response) and told.error is not ErrorKind.NONE]
     assert refusal.names == ("a",) and "join()" in refusal.error_text

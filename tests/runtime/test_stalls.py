@@ -19,7 +19,8 @@ from tests.worlds import ROOT, Processes, processes
 
 
 def status(*recent: str, first_number: int = 1, waiting: tuple[str, ...] = ()) -> RankStatus:
-    return RankStatus("train(), train.py:7", "  File train.py", recent, first_number, waiting)
+    return RankStatus(location="train(), train.py:7", stack="  File train.py", recent=recent, first_number=first_number,
+                      waiting=waiting)
 
 
 @pytest.mark.parametrize(("one", "other", "expected"), [
