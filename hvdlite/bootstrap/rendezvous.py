@@ -20,8 +20,8 @@ from hvdlite.control.codec import RankInfo, Welcome
 from hvdlite.control.wire import Connection, challenge_as_client, challenge_as_server
 from hvdlite.core.config import socket_timeout
 from hvdlite.core.errors import HvdliteError, LaunchError, ProtocolError
-from hvdlite.core.file_limit import descriptors_for
-from hvdlite.core.socket_paths import check_same_user, fitting
+from hvdlite.core.file_limit import reserve_descriptors
+from hvdlite.core.socket_paths import check_same_user, short_socket_path
 from hvdlite.negotiation.messages import Message
 
 HALF_OPEN_LIMIT = 64
@@ -89,7 +89,7 @@ def listen(address: Address) -> socket.socket:
 def _bind(listener: socket.socket, address: Address, target: Any) -> None:
     """Bind to the address, or to all of this host's where that one says nothing about how others reach it."""
     if address.path:
-        with fitting(address.path) as path:
+        with short_socket_path(address.path) as path:
             listener.bind(path)
         return
     if is_loopback(target[0]) and not is_loopback(address.host):  # Debian: 127.0.1.1 is my name
@@ -107,7 +107,7 @@ def _connect(sock: socket.socket, address: Address, target: Any) -> None:
     if not address.path:
         sock.connect(target)
         return
-    with fitting(address.path) as path:
+    with short_socket_path(address.path) as path:
         sock.connect(path)
 
 
@@ -145,7 +145,7 @@ def accept_ranks(listener: socket.socket, address: Address, own: RankInfo, *, ti
 
 def _welcomed(admission: _Admission, listener: socket.socket, own: RankInfo, timeout: float) -> Welcome:
     try:
-        with descriptors_for(own.size - 1, f"rank 0 of a job of {own.size} ranks"):
+        with reserve_descriptors(own.size - 1, f"rank 0 of a job of {own.size} ranks"):
             admission.admit_all(listener, timeout)
     except LaunchError as error:
         admission.refusal = str(error)

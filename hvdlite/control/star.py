@@ -33,7 +33,7 @@ from hvdlite.control.codec import Encoded, Heartbeat, encode
 from hvdlite.control.doorbell import Doorbell
 from hvdlite.control.wire import Connection
 from hvdlite.core.errors import ProtocolError
-from hvdlite.core.file_limit import EXHAUSTED
+from hvdlite.core.file_limit import OUT_OF_DESCRIPTORS
 from hvdlite.negotiation.messages import Decision, DirectMessage, DirectMessages, HostReport, Message, Report
 
 GRACE = 0.5
@@ -160,7 +160,7 @@ class StarControl:
                 self._suspect(peer, "its process had ended before the job started")
                 continue
             except OSError as error:
-                if error.errno in EXHAUSTED:
+                if error.errno in OUT_OF_DESCRIPTORS:
                     raise
                 continue  # not permitted here: the end of the connection has to do
             watched[descriptor] = peer

@@ -1,4 +1,4 @@
-"""What a rank does about decisions: complete entries, move bytes, learn layouts, change process sets."""
+"""Execution of decisions on a rank: run plans, complete entries, learn layouts, change process sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank's learned buckets: where their members lie in this rank's memory, and what waits for them."""
+"""Learned buckets on one rank: the memory of their members, and the entries of buckets that are reported."""
 
 from __future__ import annotations
 

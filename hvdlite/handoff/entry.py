@@ -1,4 +1,4 @@
-"""A call between the user's thread and the background thread."""
+"""Entries: a call between the user's thread and the background thread, with its request, memory and handle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Learned buckets at the coordinator: from a round of single tensors to one id per bucket, and back. Pure.
+"""Learned buckets at the coordinator: layouts planned from a round of single tensors, one id per bucket. Pure.
 
 The life of a declared set
     LEARNING   its members are reported one by one; when every rank has finished the round, the order in which they became

@@ -1,4 +1,4 @@
-"""Every rank's role: collect what became ready here into reports, and follow decisions. Pure, like the coordinator.
+"""The controller, every rank's role: collect this rank's requests into reports, and check decisions. Pure.
 
 Rules (docs/protocol.md#decisions)
 - Decisions are applied in sequence; a gap or a repetition is an error, never skipped.

@@ -1,4 +1,4 @@
-"""Which ready tensors travel together. Pure: requests in, responses out, the same for the same input."""
+"""Fusion: which ready tensors travel together. Pure: requests in, responses out, the same for the same input."""
 
 from __future__ import annotations
 

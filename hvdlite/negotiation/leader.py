@@ -1,4 +1,4 @@
-"""A host leader's role: let a host speak to the coordinator with one voice. Pure.
+"""The leader, a role of one rank per host: merge the reports of the host's ranks for the coordinator. Pure.
 
 What all ranks of the host say alike goes up once: buckets that are ready on all of them, rounds that all of them finished,
 equal requests for a tensor. Everything else passes through, rank by rank. So in steady state the coordinator's work for a

@@ -1,4 +1,4 @@
-"""What ranks say to each other. These structures *are* the protocol; the control plane only carries them.
+"""The messages between ranks. These structures *are* the protocol; the control plane only carries them.
 
 A rank sends a `Report` when it has something to say; the coordinator answers with `Decision`s, which every rank applies
 in the same order. Everything that changes shared state travels in a decision.

@@ -1,4 +1,4 @@
-"""The calls a rank can make, checked where they are made; each becomes an entry."""
+"""The collectives of the runtime: each call is checked, and becomes an entry for the background thread."""
 
 from __future__ import annotations
 
@@ -290,7 +290,7 @@ class Calls:
         members = tuple(sorted(ranks))
         size = self.world.size
         if not members or len(set(members)) != len(members) or members[0] < 0 or members[-1] >= size:
-            raise UnsupportedError(f"a process set holds some of the ranks 0..{size - 1}, each once, not {list(ranks)}")
+            raise UnsupportedError(f"a process set contains some of the ranks 0..{size - 1}, each once, not {list(ranks)}")
         known = self._find_set(members)
         if known is not None:
             raise UnsupportedError(f"ranks {list(members)} are process set {known} already")

@@ -1,4 +1,4 @@
-"""What reducers of gradients hand in: rounds of declared sets, member by member or in learned buckets."""
+"""The calls of gradient reducers: rounds of declared sets, member by member or in learned buckets."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ from hvdlite.engine.autotune import Autotuner
 from hvdlite.engine.execution import Execution
 from hvdlite.engine.failures import failure_error
 from hvdlite.engine.limits import EAGER_TRAFFIC, FLUSH_SECONDS, LISTEN_SECONDS, LOOK_SECONDS, RECENT, TRACE_BATCH
-from hvdlite.engine.oob import Notes
+from hvdlite.engine.oob import OobChannel
 from hvdlite.engine.polling import poll
 from hvdlite.handoff.buckets import BucketEntry
 from hvdlite.handoff.entry import Entry
@@ -91,14 +91,14 @@ class Runtime(DeclaredSets):
         coordinator: on rank 0 only.
         probe: what is known of the ranks of this host without asking them; None where nothing is.
         clock: seconds on a monotonic clock, the same for all ranks of the job.
-        notes: what its planes swap when they connect.
+        oob: what its planes swap when they connect.
         hosts: of all ranks; None when they share one.
         devices: the plane for tensors on GPUs; None where there is none.
     """
 
     def __init__(self, world: World, config: Config, control: ControlPlane, plane: Plane, coordinator: Coordinator | None,
                  probe: ProcessProbe | None = None, clock: Callable[[], float] = time.monotonic,
-                 notes: Notes | None = None, hosts: Hosts | None = None, devices: DevicePlane | None = None) -> None:
+                 oob: OobChannel | None = None, hosts: Hosts | None = None, devices: DevicePlane | None = None) -> None:
         super().__init__(min(config.eager_limit, EAGER_TRAFFIC // world.size))
         self.world = world
         self.hosts = hosts or Hosts((tuple(range(world.size)),))
@@ -106,9 +106,9 @@ class Runtime(DeclaredSets):
         self._control, self._coordinator = control, coordinator
         self._clock, self._spin = clock, config.spin_microseconds * 1e-6
         self._controller = Controller(world.rank)
-        self._notes = notes or Notes(world.rank)
+        self._oob = oob or OobChannel(world.rank)
         self._inbox: deque[Item] = deque()
-        self._notes.speak_through(self._controller.say, self._inbox.append, control.wake)
+        self._oob.speak_through(self._controller.say, self._inbox.append, control.wake)
         self._names: set[tuple[int, str]] = set()  # with their process sets
         self._names_lock = threading.Lock()
         self._recorder = FlightRecorder(world.rank, plane.name, clock)
@@ -117,7 +117,7 @@ class Runtime(DeclaredSets):
                                start_anew=self._start_anew)
         self._plane, self._devices = plane, devices
         if devices is not None:
-            devices.report_to(lambda error: self.fail(type(error).__name__, str(error), ""))
+            devices.set_error_handler(lambda error: self.fail(type(error).__name__, str(error), ""))
         self._decisions: deque[Decision] = deque()  # received and not applied
         times = Times(config.stall_check_time_seconds, config.stall_shutdown_time_seconds, config.silence_check_seconds,
                       config.heartbeat_timeout)
@@ -450,7 +450,7 @@ class Runtime(DeclaredSets):
                 self._accept(decision)
             case DirectMessageReceived(message):
                 self._work.add_receive_splits(message.receive_splits)
-                self._notes.take_in(message.oob_messages)
+                self._oob.take_in(message.oob_messages)
             case ReportReceived(rank, report):
                 self._hear(rank, report)
             case HostReportReceived(ranks, merged):
@@ -557,7 +557,7 @@ class Runtime(DeclaredSets):
         if self._failure is None and not self._left:
             self._failure = HorovodInternalError("the runtime thread ended unexpectedly; see the log")
         parts: list[Callable[[], object]] = [
-            lambda: self._control.flush(FLUSH_SECONDS), lambda: self._notes.close(self._last_word()),
+            lambda: self._control.flush(FLUSH_SECONDS), lambda: self._oob.close(self._last_word()),
             lambda: self._work.fail(self._last_word()), self._plane.close]
         devices, server, timeline = self._devices, self._report_server, self._timeline
         if devices is not None:

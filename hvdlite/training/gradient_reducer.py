@@ -23,7 +23,7 @@ Rules (docs/protocol.md#rounds, #final-gradients, #same-step, #reduced-again)
 - A gradient that was not computed by a watched backward pass counts when it is not the one that was reduced last. In the
   step (and in `synchronize()`), one that was written to since the step before counts too.
 - A parameter that does not require a gradient is no member. It becomes one in the first round that finds it trainable.
-- Until its set is learned, a gradient goes by itself, in memory staged by the framework. Afterwards it goes into its slice of
+- Until its set is learned, a gradient goes by itself, in memory that the framework stages. Then it goes into its slice of
   a bucket (`training/bucket_round.py`).
 """
 

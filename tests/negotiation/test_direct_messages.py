@@ -58,7 +58,7 @@ def test_a_rank_that_has_joined_sends_nothing_and_is_told_what_it_gets() -> None
         DirectMessage(rank=1, receive_splits=(ReceiveSplits(0, "x", (3, 0), (2, 0)),)))
 
 
-# docs/protocol.md#letters
+# docs/protocol.md#direct-messages
 def test_what_all_ranks_are_told_of_an_alltoall_does_not_grow_with_them() -> None:
     def nbytes(size: int) -> int:
         coordinator = Coordinator(size, Policy())

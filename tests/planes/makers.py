@@ -15,15 +15,15 @@ from hvdlite.memory.shared import SharedMemory, anonymous_file
 from hvdlite.planes.base import Plane, WaitUntil
 from hvdlite.planes.gloo import gloo_plane
 from hvdlite.planes.hierarchical import HierarchicalPlane
-from hvdlite.planes.loopback import LoopbackPlane, Table
+from hvdlite.planes.loopback import LoopbackHub, LoopbackPlane
 from hvdlite.planes.mpi import mpi_plane
 from hvdlite.planes.shm import ShmPlane
 from tests.planes import under_mpi
 
 
 def loopback(size: int, wake_rank: Callable[[int], None]) -> list[Plane]:
-    table = Table()
-    return [LoopbackPlane(rank, table, wake_rank) for rank in range(size)]
+    hub = LoopbackHub()
+    return [LoopbackPlane(rank, hub, wake_rank) for rank in range(size)]
 
 
 def shm(size: int, wake_rank: Callable[[int], None], slot: int = 1 << 16, direct: int = 256, *,
@@ -61,8 +61,8 @@ class Board:
         self._wake_all()
 
 
-class BoardNotes:
-    """One rank's `Notes` on a board."""
+class BoardOob:
+    """One rank's `OobChannel` on a board."""
 
     def __init__(self, board: Board, rank: int) -> None:
         self._board, self._rank = board, rank
@@ -79,8 +79,8 @@ class BoardNotes:
     def withdraw(self, label: str) -> None:
         pass
 
-    def consult(self, label: str, ranks: Sequence[int], text: bytes, answer: Callable[[list[bytes]], bytes],
-                wait_until: WaitUntil) -> bytes:
+    def gather_and_broadcast(self, label: str, ranks: Sequence[int], text: bytes, answer: Callable[[list[bytes]], bytes],
+                             wait_until: WaitUntil) -> bytes:
         texts, question = self._board.texts, f"{label}?"
         self._board.put(question, self._rank, text)
         if self._rank == ranks[0]:
@@ -93,7 +93,7 @@ class BoardNotes:
 def gloo(size: int, wake_rank: Callable[[int], None]) -> list[Plane]:
     pytest.importorskip("torch")
     board = Board(lambda: [wake_rank(rank) for rank in range(size)])
-    return [gloo_plane(rank, BoardNotes(board, rank), functools.partial(wake_rank, rank), "127.0.0.1", timeout=60,
+    return [gloo_plane(rank, BoardOob(board, rank), functools.partial(wake_rank, rank), "127.0.0.1", timeout=60,
                        chunk=1 << 12)
             for rank in range(size)]
 
@@ -107,7 +107,7 @@ def hierarchical(size: int, wake_rank: Callable[[int], None]) -> list[Plane]:
     hosts = Hosts.of(HOSTS[size])
     planes = [HierarchicalPlane(rank, hosts, SharedMemory(os.dup(files[HOSTS[size][rank]]), rank), wake_rank, cross_plane,
                                 slot=1 << 16, chunk=1 << 12, direct=256) for rank,
-                                cross_plane in enumerate(gloo(size, wake_rank))]
+              cross_plane in enumerate(gloo(size, wake_rank))]
     for plane in planes:
         plane.add_process_set(0, tuple(range(size)))
     return planes
