@@ -1,6 +1,6 @@
 """Learned buckets at the coordinator: layouts planned from a round of single tensors, one id per bucket. Pure.
 
-The life of a declared set
+The life of a gradient set
     LEARNING   its members are reported one by one; when every rank has finished the round, the order in which they became
                ready everywhere gives a layout, which one decision announces.
     LEARNED    a rank reports one id when a bucket is full; all ranks' ids release it with one id.
@@ -60,7 +60,7 @@ class BucketSizes:
 
 
 def first_round(joins: int) -> int:
-    """Return the first round of declared sets once all ranks have joined so many times: higher than every one before."""
+    """Return the first round of gradient sets once all ranks have joined so many times: higher than every one before."""
     return (joins << 32) + 1
 
 
@@ -139,8 +139,8 @@ def expand(bucket: Bucket, ready: BucketReady) -> Iterator[Request]:
 
 
 @dataclasses.dataclass
-class _Set:
-    """One declared set."""
+class _GradientSet:
+    """One gradient set."""
 
     process_set_id: int
     ready: dict[str, Mapping[int, Request]] = dataclasses.field(default_factory=dict)  # this round, in ready order
@@ -182,7 +182,7 @@ class _Tombstone:
     sequence: int  # of the decision that evicted it
 
 
-class DeclaredSets:
+class GradientSetTable:
     """The coordinator's half of learned buckets.
 
     Args:
@@ -197,7 +197,7 @@ class DeclaredSets:
 
     def __init__(self, process_sets: ProcessSetTable, joined: Collection[int], limits: BucketSizes, capacity: int) -> None:
         self._process_sets, self._joined, self._limits, self._capacity = process_sets, joined, limits, capacity
-        self._sets: dict[str, _Set] = {}
+        self._gradient_sets: dict[str, _GradientSet] = {}
         self._layouts: dict[int, Layout] = {}  # least recently used first
         self._buckets: dict[int, tuple[Bucket, int]] = {}  # every readable bucket and its layout
         self._waiting: dict[int, BucketWaiting] = {}
@@ -209,13 +209,14 @@ class DeclaredSets:
     def observe(self, requests: Mapping[int, Request]) -> int | None:
         """A member was answered by itself; return a layout that is to be evicted for it, or None."""
         request = first_of(requests)
-        declared = self._set(request)
-        declared.ready.pop(request.name, None)
+        gradient_set = self._set(request)
+        gradient_set.ready.pop(request.name, None)
         if request.collective is Collective.ALLGATHER:
-            declared.sparse.add(request.name)
-            return declared.layout.layout_id if declared.layout is not None and request.name in declared.members else None
-        if request.name not in declared.sparse:
-            declared.ready[request.name] = requests
+            gradient_set.sparse.add(request.name)
+            layout = gradient_set.layout
+            return layout.layout_id if layout is not None and request.name in gradient_set.members else None
+        if request.name not in gradient_set.sparse:
+            gradient_set.ready[request.name] = requests
         return None
 
     def arrange(self, request: Request) -> None:
@@ -233,25 +234,25 @@ class DeclaredSets:
         It ends when every member of the process set that has not joined has finished it. Ranks that are not in the process
         set do not count. Reporting it again changes nothing.
         """
-        declared = self._set(done)
-        if done.round_id <= declared.over or done.round_id < self.first_round:
+        gradient_set = self._set(done)
+        if done.round_id <= gradient_set.over or done.round_id < self.first_round:
             return False
-        ranks_done = declared.done_ranks.get(done.round_id)
+        ranks_done = gradient_set.done_ranks.get(done.round_id)
         if ranks_done is None:
             members = self._process_sets[done.process_set_id] if self._joined else ()
-            ranks_done = declared.done_ranks[done.round_id] = {rank for rank in members if rank in self._joined}
+            ranks_done = gradient_set.done_ranks[done.round_id] = {rank for rank in members if rank in self._joined}
         ranks_done.update(self._process_sets.among(done.process_set_id, ranks))
-        return self._ends(declared, done.round_id)
+        return self._ends(gradient_set, done.round_id)
 
     def join(self, rank: int) -> list[RoundDone]:
         """A rank has joined: it finishes no rounds; return those that end by that."""
         ended = []
-        for label, declared in self._sets.items():
-            if self._process_sets.includes(declared.process_set_id, rank):
-                for number in sorted(declared.done_ranks):
-                    declared.done_ranks[number].add(rank)
-                    if self._ends(declared, number):
-                        ended.append(RoundDone(label, number, declared.process_set_id))
+        for label, gradient_set in self._gradient_sets.items():
+            if self._process_sets.includes(gradient_set.process_set_id, rank):
+                for number in sorted(gradient_set.done_ranks):
+                    gradient_set.done_ranks[number].add(rank)
+                    if self._ends(gradient_set, number):
+                        ended.append(RoundDone(label, number, gradient_set.process_set_id))
         return ended
 
     def ranks_done_with(self, label: str, number: int) -> frozenset[int]:
@@ -259,38 +260,38 @@ class DeclaredSets:
 
         Those of a host with a leader count when all of them have, or when one of them is asked for its status.
         """
-        declared = self._sets.get(label)
-        if declared is None:
+        gradient_set = self._gradient_sets.get(label)
+        if gradient_set is None:
             return frozenset()
-        if number <= declared.over:
-            return frozenset(self._process_sets[declared.process_set_id])
-        return frozenset(declared.done_ranks.get(number, ()))
+        if number <= gradient_set.over:
+            return frozenset(self._process_sets[gradient_set.process_set_id])
+        return frozenset(gradient_set.done_ranks.get(number, ()))
 
     def learn(self, label: str, number: int) -> tuple[Layout | None, list[int]]:
         """After a round that all finished: return the layout to announce, if any, and the layouts to evict for it."""
-        declared = self._sets[label]
-        ranks = self._process_sets[declared.process_set_id]
-        ready, incomplete = declared.ready, declared.invalid or declared.by_bucket >= number
-        declared.ready, declared.invalid = {}, False
-        declared.served += 1
-        if declared.layout is not None or declared.retired or incomplete or not ready or not self._limits.middle:
+        gradient_set = self._gradient_sets[label]
+        ranks = self._process_sets[gradient_set.process_set_id]
+        ready, incomplete = gradient_set.ready, gradient_set.invalid or gradient_set.by_bucket >= number
+        gradient_set.ready, gradient_set.invalid = {}, False
+        gradient_set.served += 1
+        if gradient_set.layout is not None or gradient_set.retired or incomplete or not ready or not self._limits.middle:
             return None, []
         if self._joined and any(rank in self._joined for rank in ranks):
             return None, []
-        declared.backoff_rounds -= 1
-        if declared.backoff_rounds > 0:
+        gradient_set.backoff_rounds -= 1
+        if gradient_set.backoff_rounds > 0:
             return None, []
-        members = sorted(ready.values(), key=lambda requests: _place(declared.order, requests))
-        declared.order = {}
+        members = sorted(ready.values(), key=lambda requests: _place(gradient_set.order, requests))
+        gradient_set.order = {}
         buckets = plan(members, ranks, self._limits, self._next_bucket)
         layout = Layout(layout_id=self._next_layout, label=label, first_round=number + 2, buckets=buckets,
-                        unbucketed=tuple(sorted(declared.sparse)))
+                        unbucketed=tuple(sorted(gradient_set.sparse)))
         self._next_layout += 1
         self._next_bucket += len(buckets)
         crowd = [number for number in self._layouts if not self._is_waited_for(number)]
         evicted = crowd[:max(0, len(self._layouts) + 1 - self._capacity)]
-        declared.layout = self._layouts[layout.layout_id] = layout
-        declared.members, declared.served = frozenset(ready), 0
+        gradient_set.layout = self._layouts[layout.layout_id] = layout
+        gradient_set.members, gradient_set.served = frozenset(ready), 0
         self._buckets.update((bucket.bucket_id, (bucket, layout.layout_id)) for bucket in layout.buckets)
         return layout, evicted
 
@@ -324,7 +325,7 @@ class DeclaredSets:
             return None, [], ranks, done
         del self._waiting[ready.bucket_id]
         self._layouts[number] = self._layouts.pop(number)
-        self._sets[layout.label].by_bucket = ready.round_id
+        self._gradient_sets[layout.label].by_bucket = ready.round_id
         in_step: tuple[int, ...] = ()
         if waiting.in_step:
             in_step = ranks_in_step({rank: other.in_step for those, other in waiting.reported.items() for rank in those})
@@ -355,12 +356,12 @@ class DeclaredSets:
         ended = self._layouts.pop(layout)
         self._tombstones[layout] = _Tombstone(ended, sequence)
         self._suspended.discard(layout)
-        declared = self._sets[ended.label]
-        declared.layout, declared.members = None, frozenset()
-        if declared.served >= MAX_BACKOFF_ROUNDS:
-            declared.evictions = 0
-        declared.evictions += back_off
-        declared.backoff_rounds = min(1 << max(0, declared.evictions - 1), MAX_BACKOFF_ROUNDS)
+        gradient_set = self._gradient_sets[ended.label]
+        gradient_set.layout, gradient_set.members = None, frozenset()
+        if gradient_set.served >= MAX_BACKOFF_ROUNDS:
+            gradient_set.evictions = 0
+        gradient_set.evictions += back_off
+        gradient_set.backoff_rounds = min(1 << max(0, gradient_set.evictions - 1), MAX_BACKOFF_ROUNDS)
         return self._withdraw(ended)
 
     def suspend(self, layout: int) -> list[tuple[Ranks, Request]] | None:
@@ -381,13 +382,13 @@ class DeclaredSets:
 
     def layout_of(self, request: Request) -> int | None:
         """Return the layout by whose buckets `request` should have been reported, or None."""
-        declared = self._sets.get(request.label)
-        if declared is None or declared.layout is None or request.name not in declared.members:
+        gradient_set = self._gradient_sets.get(request.label)
+        if gradient_set is None or gradient_set.layout is None or request.name not in gradient_set.members:
             return None
-        if (request.round_id < max(declared.layout.first_round, self.first_round)
-                or declared.layout.layout_id in self._suspended):
+        if (request.round_id < max(gradient_set.layout.first_round, self.first_round)
+                or gradient_set.layout.layout_id in self._suspended):
             return None
-        return declared.layout.layout_id
+        return gradient_set.layout.layout_id
 
     @property
     def has_tombstones(self) -> bool:
@@ -403,34 +404,35 @@ class DeclaredSets:
         """All ranks have joined, so many times by now. What was seen of unfinished rounds teaches nothing."""
         self.first_round = first_round(joins)
         self._suspended.clear()
-        for declared in self._sets.values():
-            declared.done_ranks.clear()
-            declared.ready.clear()
-            declared.invalid = False
+        for gradient_set in self._gradient_sets.values():
+            gradient_set.done_ranks.clear()
+            gradient_set.ready.clear()
+            gradient_set.invalid = False
 
     def remove(self, process_set_id: int) -> None:
         """A process set ends; its layouts are evicted already."""
-        self._sets = {label: declared for label, declared in self._sets.items() if declared.process_set_id != process_set_id}
+        self._gradient_sets = {label: gradient_set for label,
+                               gradient_set in self._gradient_sets.items() if gradient_set.process_set_id != process_set_id}
 
     def in_use(self, label: str) -> int | None:
         """Return the layout of a set, if it has one."""
-        declared = self._sets.get(label)
-        return None if declared is None or declared.layout is None else declared.layout.layout_id
+        gradient_set = self._gradient_sets.get(label)
+        return None if gradient_set is None or gradient_set.layout is None else gradient_set.layout.layout_id
 
     def retire(self, rank: int, retired: Retired) -> bool:
         """A rank takes part in no further round of a set, which has no layout; return whether now no rank does."""
-        declared = self._sets.setdefault(retired.label, _Set(retired.process_set_id))
-        declared.retired.add(rank)
-        return len(declared.retired) == len(self._process_sets[retired.process_set_id])
+        gradient_set = self._gradient_sets.setdefault(retired.label, _GradientSet(retired.process_set_id))
+        gradient_set.retired.add(rank)
+        return len(gradient_set.retired) == len(self._process_sets[retired.process_set_id])
 
     def drop(self, label: str) -> None:
         """Forget a set without a layout."""
-        del self._sets[label]
+        del self._gradient_sets[label]
 
     @property
     def labels(self) -> frozenset[str]:
         """The sets that are remembered."""
-        return frozenset(self._sets)
+        return frozenset(self._gradient_sets)
 
     def retune(self, limits: BucketSizes) -> None:
         """Cut sets differently from now on; layouts in use stay as they are."""
@@ -465,29 +467,29 @@ class DeclaredSets:
         for number, waiting in self._waiting.items():
             assert 0 < waiting.count == len(waiting.ranks) < len(waiting.bucket.response.contributors), waiting
             assert self._buckets[number][1] in self._layouts, "an evicted bucket waits"
-        for label, declared in self._sets.items():
-            assert declared.layout is None or self._layouts[declared.layout.layout_id].label == label
-            assert all(len(ranks) < len(self._process_sets[declared.process_set_id])
-                       for ranks in declared.done_ranks.values())
-            assert all(number > declared.over for number in declared.done_ranks)
+        for label, gradient_set in self._gradient_sets.items():
+            assert gradient_set.layout is None or self._layouts[gradient_set.layout.layout_id].label == label
+            assert all(len(ranks) < len(self._process_sets[gradient_set.process_set_id])
+                       for ranks in gradient_set.done_ranks.values())
+            assert all(number > gradient_set.over for number in gradient_set.done_ranks)
         assert not set(self._tombstones) & set(self._layouts)
         assert self._suspended <= self._layouts.keys()
         assert bool(self._suspended) <= bool(self._joined), "a layout stays suspended"
         assert {number for _, number in self._buckets.values()} <= set(self._tombstones) | set(self._layouts)
 
-    def _set(self, about: Request | RoundDone) -> _Set:
-        declared = self._sets.get(about.label)
-        if declared is None:
-            declared = self._sets[about.label] = _Set(about.process_set_id)
-        return declared
+    def _set(self, about: Request | RoundDone) -> _GradientSet:
+        gradient_set = self._gradient_sets.get(about.label)
+        if gradient_set is None:
+            gradient_set = self._gradient_sets[about.label] = _GradientSet(about.process_set_id)
+        return gradient_set
 
-    def _ends(self, declared: _Set, number: int) -> bool:
+    def _ends(self, gradient_set: _GradientSet, number: int) -> bool:
         """Return whether all ranks have finished a round; it is over then."""
-        if len(declared.done_ranks[number]) < len(self._process_sets[declared.process_set_id]):
+        if len(gradient_set.done_ranks[number]) < len(self._process_sets[gradient_set.process_set_id]):
             return False
-        declared.over = number
-        for past in [past for past in declared.done_ranks if past <= number]:
-            del declared.done_ranks[past]
+        gradient_set.over = number
+        for past in [past for past in gradient_set.done_ranks if past <= number]:
+            del gradient_set.done_ranks[past]
         return True
 
     def _withdraw(self, layout: Layout) -> list[tuple[Ranks, Request]]:

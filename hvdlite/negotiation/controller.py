@@ -118,7 +118,7 @@ class Controller:
         return SplitBucket(ready.bucket_id, requests)
 
     def round_done(self, message: RoundDone) -> None:
-        """Everything that this rank has of a declared set's round is submitted."""
+        """Everything that this rank has of a gradient set's round is submitted."""
         self._items.append(message)
         self._unsaid = True
 
@@ -129,7 +129,7 @@ class Controller:
             self._unsaid = True
 
     def retire(self, retired: Retired) -> None:
-        """This rank takes part in no further round of a declared set."""
+        """This rank takes part in no further round of a gradient set."""
         self._items.append(retired)
         self._unsaid = True
 

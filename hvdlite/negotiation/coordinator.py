@@ -10,7 +10,7 @@ Rules (docs/protocol.md#decisions, #report-order, #agreement, #join)
   learned in its process sets, and layouts learned before are suspended.
 - The last rank to join is told to all. When no rank has missed anything in the meantime, it is the last one of the join
   before: its parameters are as new as any other's, and joins that are nested (of several optimizers) name the same rank.
-- When every rank has finished a round of a declared set, a member that only some reported is refused: nobody else has it.
+- When every rank has finished a round of a gradient set, a member that only some reported is refused: nobody else has it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import msgspec
 from hvdlite.core.errors import ProtocolError
 from hvdlite.core.types import ROOTED, Collective
 from hvdlite.negotiation.agreement import disagreement, named_ranks, reconciled
-from hvdlite.negotiation.buckets import BucketSizes, BucketWaiting, DeclaredSets
+from hvdlite.negotiation.buckets import BucketSizes, BucketWaiting, GradientSetTable
 from hvdlite.negotiation.deadlock import BlockedRanks
 from hvdlite.negotiation.fusion import fuse, payload_bytes, receive_splits, response_to
 from hvdlite.negotiation.messages import (
@@ -79,7 +79,7 @@ class Policy:
     """How a coordinator decides, where it has a choice; sizes in bytes.
 
     `fusion_threshold` bounds a fused response (0: no fusion), `bucket_sizes` and `layout_capacity` are those of
-    `DeclaredSets`. The defaults turn everything off; what a job runs with comes from `core.config`.
+    `GradientSetTable`. The defaults turn everything off; what a job runs with comes from `core.config`.
     """
 
     fusion_threshold: int = 0
@@ -107,7 +107,7 @@ class Coordinator:
         self._last_joined: int | None = None  # the last one of the last join
         self._has_missed = False  # something was carried out without a rank that has joined
         self._table = ReadinessTable(self._process_sets, self._joined)
-        self._sets = DeclaredSets(self._process_sets, self._joined, policy.bucket_sizes, policy.layout_capacity)
+        self._gradient_sets = GradientSetTable(self._process_sets, self._joined, policy.bucket_sizes, policy.layout_capacity)
         self._sequence = 0
         # What the next decision says:
         self._learned: list[Layout] = []
@@ -126,7 +126,7 @@ class Coordinator:
         self._latest: tuple[Request, ...] = ()  # of a host; the next one's are often equal, and these are in the cache
         self._oob = OobStore()
         self._receive_splits: defaultdict[int, list[ReceiveSplits]] = defaultdict(list)  # by rank; not told yet
-        self.rounds = 0  # of declared sets, over on all ranks
+        self.rounds = 0  # of gradient sets, over on all ranks
         self.reduced_bytes = 0  # on each rank, since the beginning
         self.statuses: dict[int, RankStatus] = {}  # what ranks answered when they were last asked
         self.suspects: set[int] = set()  # ranks that hold up others in a collective; the stall inspector clears it
@@ -136,9 +136,9 @@ class Coordinator:
         self._failure_told = False
 
     @property
-    def declared_sets(self) -> frozenset[str]:
-        """The labels of the declared sets that are remembered."""
-        return self._sets.labels
+    def gradient_sets(self) -> frozenset[str]:
+        """The labels of the gradient sets that are remembered."""
+        return self._gradient_sets.labels
 
     @property
     def left(self) -> frozenset[int]:
@@ -209,7 +209,7 @@ class Coordinator:
             if now - tensor.since >= after and not tensor.warned:
                 tensor.warned = True
                 found.append(self._stall(key, now))
-        for bucket in self._sets.waiting():
+        for bucket in self._gradient_sets.waiting():
             if now - bucket.since >= after and not bucket.warned:
                 bucket.warned = True
                 found.append(_bucket_stall(bucket, now))
@@ -218,7 +218,7 @@ class Coordinator:
     def waiting(self, now: float) -> list[Stall]:
         """Return all that waits for some ranks, however short."""
         return [self._stall(key, now) for key in self._table.waiting()] + [
-            _bucket_stall(bucket, now) for bucket in self._sets.waiting()]
+            _bucket_stall(bucket, now) for bucket in self._gradient_sets.waiting()]
 
     def missing(self, now: float, after: float) -> set[int]:
         """Return the ranks for which something has waited at least `after` seconds."""
@@ -235,8 +235,8 @@ class Coordinator:
         return "left" if rank in self._left else "joined" if rank in self._joined else "alive"
 
     def ranks_done_with(self, label: str, number: int) -> frozenset[int]:
-        """See `DeclaredSets.ranks_done_with`."""
-        return self._sets.ranks_done_with(label, number)
+        """See `GradientSetTable.ranks_done_with`."""
+        return self._gradient_sets.ranks_done_with(label, number)
 
     def tune(self, settings: Mapping[str, int], now: float) -> None:
         """Give knobs new values, on all ranks at the next decision; layouts are learned anew when their sizes change."""
@@ -246,8 +246,8 @@ class Coordinator:
         self._policy = dataclasses.replace(policy, bucket_sizes=new,
                                            fusion_threshold=settings.get("fusion_threshold", policy.fusion_threshold))
         if new != sizes:
-            self._sets.retune(new)
-            for layout in self._sets.layouts():
+            self._gradient_sets.retune(new)
+            for layout in self._gradient_sets.layouts():
                 self._evict(layout, now, back_off=False)
 
     def order_timeline(self, on: bool) -> None:
@@ -257,15 +257,15 @@ class Coordinator:
     @property
     def anything_waits(self) -> bool:
         """Whether a tensor or a bucket waits for some ranks."""
-        return bool(self._table.waiting() or self._sets.waiting())
+        return bool(self._table.waiting() or self._gradient_sets.waiting())
 
     def check_invariants(self) -> None:
         """Fail when the state contradicts the rules at the top of this file."""
         self._table.check_invariants()
-        self._sets.check_invariants()
+        self._gradient_sets.check_invariants()
         for number, name, _ in self._table.waiting():
             assert not self._left & set(self._process_sets[number]), f"'{name}' waits for a rank that left"
-        for pending in self._sets.waiting():
+        for pending in self._gradient_sets.waiting():
             assert not self._left & set(pending.bucket.response.contributors), "a bucket waits for a rank that left"
 
     def _receive(self, rank: int, report: Report, now: float) -> None:
@@ -286,7 +286,7 @@ class Coordinator:
         if wait.process_set_id not in self._process_sets:
             return None
         if wait.round_id:
-            ranks_done = self._sets.ranks_done_with(wait.name, wait.round_id)
+            ranks_done = self._gradient_sets.ranks_done_with(wait.name, wait.round_id)
             members = frozenset(self._process_sets[wait.process_set_id])
             return members.difference(ranks_done, self._joined) if rank in ranks_done else None
         key = (wait.process_set_id, wait.name, wait.round_id)
@@ -330,7 +330,7 @@ class Coordinator:
     def _take(self, ranks: Ranks, request: Request, now: float) -> None:
         """Take in what some ranks request; several do so together when their leader has merged it."""
         if request.label and request.collective is Collective.ALLREDUCE:
-            layout = self._sets.layout_of(request)
+            layout = self._gradient_sets.layout_of(request)
             if layout is not None:
                 self._evict(layout, now)
         if request.process_set_id not in self._process_sets:
@@ -338,13 +338,13 @@ class Coordinator:
                          f"'{request.name}' was called on process set {request.process_set_id}, "
                          "which has been removed")
             return
-        if request.label and request.round_id < self._sets.first_round:
+        if request.label and request.round_id < self._gradient_sets.first_round:
             self._refuse(request, ErrorKind.MISMATCH, f"'{request.name}' belongs to a round that was under way on "
                          f"{named_ranks(ranks)} when all ranks had joined; wait for the gradients before join()")
             return
         members = self._process_sets[request.process_set_id]
         if request.label and self._policy.deterministic and members[0] in ranks:
-            self._sets.arrange(request)
+            self._gradient_sets.arrange(request)
         if self._process_sets.among(request.process_set_id, ranks) != ranks:
             raise ProtocolError(f"reported '{request.name}' in process set {request.process_set_id}, which it is not in")
         requests = self._table.add(ranks, request, now)
@@ -390,29 +390,29 @@ class Coordinator:
             self._joined.clear()
             self._has_missed = False
             self._joins += 1
-            self._sets.resume(self._joins)
+            self._gradient_sets.resume(self._joins)
         if request.collective is Collective.REMOVE_PROCESS_SET:
             self._remove_set(request.members[0], now)
         if request.label:
-            layout = self._sets.observe(requests)
+            layout = self._gradient_sets.observe(requests)
             if layout is not None:
                 self._evict(layout, now)
 
     def _take_bucket(self, ranks: Ranks, ready: BucketReady, now: float) -> None:
-        layout = self._sets.out_of_step(ready)
+        layout = self._gradient_sets.out_of_step(ready)
         if layout is not None:
             self._evict(layout, now)  # its members are answered one by one: with an error
-        release, expanded, ranks, done = self._sets.ready(ranks, ready, now)
+        release, expanded, ranks, done = self._gradient_sets.ready(ranks, ready, now)
         if release is not None:
             self._released.append(release)
-            self.reduced_bytes += self._sets.nbytes(release.bucket_id)
+            self.reduced_bytes += self._gradient_sets.nbytes(release.bucket_id)
         for request in expanded:
             self._take(ranks, request, now)
         if ready.ends_round:
             self._round_done(ranks, done)
 
     def _round_done(self, ranks: Ranks, done: RoundDone) -> None:
-        if done.process_set_id in self._process_sets and self._sets.rank_done(ranks, done):
+        if done.process_set_id in self._process_sets and self._gradient_sets.rank_done(ranks, done):
             self._end_round(done)
 
     def _end_round(self, done: RoundDone) -> None:
@@ -421,9 +421,9 @@ class Coordinator:
         for requests in self._table.take_if(lambda request: request.label == done.label
                                             and request.round_id <= done.round_id):
             self._refuse_unshared(first_of(requests), requests)
-        layout, evicted = self._sets.learn(done.label, done.round_id)
+        layout, evicted = self._gradient_sets.learn(done.label, done.round_id)
         for number in evicted:
-            self._sets.evict(number, self._sequence + 1, back_off=False)
+            self._gradient_sets.evict(number, self._sequence + 1, back_off=False)
             self._evicted.append(number)
         if layout is not None:
             self._learned.append(layout)
@@ -432,17 +432,17 @@ class Coordinator:
         """A rank takes no part in a set any more: no round can go by its layout. When no rank does, it is forgotten."""
         if retired.process_set_id not in self._process_sets:
             return
-        layout = self._sets.in_use(retired.label)
+        layout = self._gradient_sets.in_use(retired.label)
         if layout is not None:
             self._evict(layout, now, back_off=False)
-        if not self._sets.retire(rank, retired):
+        if not self._gradient_sets.retire(rank, retired):
             return
         for requests in self._table.take_if(lambda request: request.label == retired.label):
             self._refuse_unshared(next(iter(requests.values())), requests)
-        self._sets.drop(retired.label)
+        self._gradient_sets.drop(retired.label)
 
     def _evict(self, layout: int, now: float, *, back_off: bool = True) -> None:
-        expanded = self._sets.evict(layout, self._sequence + 1, back_off=back_off)
+        expanded = self._gradient_sets.evict(layout, self._sequence + 1, back_off=back_off)
         if expanded is None:
             return
         self._evicted.append(layout)
@@ -450,7 +450,7 @@ class Coordinator:
             self._take(ranks, request, now)
 
     def _suspend(self, layout: int, now: float) -> None:
-        expanded = self._sets.suspend(layout)
+        expanded = self._gradient_sets.suspend(layout)
         if expanded is None:
             return
         self._suspended.append(layout)
@@ -462,8 +462,8 @@ class Coordinator:
             for rank in ranks:
                 del self._applied[(rank,)]
         self._applied[ranks] = applied
-        if self._sets.has_tombstones:
-            self._sets.forget(min(self._applied.values()))
+        if self._gradient_sets.has_tombstones:
+            self._gradient_sets.forget(min(self._applied.values()))
 
     def _answered(self, response: Response, requests: Mapping[int, Request]) -> Response:
         """Attach the result when the ranks sent their tensors along (the eager lane), or the coordinator makes it itself."""
@@ -492,30 +492,30 @@ class Coordinator:
         """Do without a rank from now on."""
         self._joined[rank] = None
         complete = self._table.join(rank)
-        for layout in self._sets.layouts_of([rank]):
+        for layout in self._gradient_sets.layouts_of([rank]):
             self._suspend(layout, now)
         for requests in complete:
             self._complete(requests, now)
-        for done in self._sets.join(rank):
+        for done in self._gradient_sets.join(rank):
             self._end_round(done)
 
     def _end_join(self) -> None:
         """A join has failed, because a rank left: those that had joined take part again."""
         self._joined.clear()
         self._table.recount()
-        for layout in self._sets.suspended:  # ranks have made different numbers of rounds
-            self._sets.evict(layout, self._sequence + 1)
+        for layout in self._gradient_sets.suspended:  # ranks have made different numbers of rounds
+            self._gradient_sets.evict(layout, self._sequence + 1)
             self._evicted.append(layout)
 
     def _remove_set(self, number: int, now: float) -> None:
         """Forget a process set; what still waits in it never becomes complete."""
-        for layout in self._sets.layouts_in(number):
+        for layout in self._gradient_sets.layouts_in(number):
             self._evict(layout, now)
         for requests in self._table.take_if(lambda request: request.process_set_id == number):
             request = first_of(requests)
             self._refuse(request, ErrorKind.MISMATCH, f"'{request.name}' was under way on {named_ranks(sorted(requests))} "
                          f"when process set {number} was removed; wait for everything on a set before removing it")
-        self._sets.remove(number)
+        self._gradient_sets.remove(number)
         self._process_sets.remove(number)
 
     def _refuse(self, request: Request, kind: ErrorKind, text: str) -> None:
@@ -525,10 +525,10 @@ class Coordinator:
         if request.collective is Collective.JOIN:
             self._end_join()
         if request.label and request.process_set_id in self._process_sets:
-            self._sets.invalidate(request)
+            self._gradient_sets.invalidate(request)
 
     def _refuse_unshared(self, request: Request, requests: Mapping[int, Request]) -> None:
-        """Answer a member of a declared set that some ranks do not have."""
+        """Answer a member of a gradient set that some ranks do not have."""
         missing = [rank for rank in self._process_sets[request.process_set_id]
                    if rank not in requests and rank not in self._joined]
         self._refuse(request, ErrorKind.MISMATCH, f"ranks disagree about the members of '{request.label}': "
@@ -538,9 +538,9 @@ class Coordinator:
 
     def _refuse_waiting(self, now: float) -> None:
         """Answer what waits for a rank that left; ranks still to report it are answered when they do."""
-        for layout in self._sets.layouts_of(self._left):
+        for layout in self._gradient_sets.layouts_of(self._left):
             self._evicted.append(layout)
-            for ranks, request in self._sets.evict(layout, self._sequence + 1) or ():
+            for ranks, request in self._gradient_sets.evict(layout, self._sequence + 1) or ():
                 requests = self._table.add(ranks, request, now)
                 if requests is not None:
                     self._refuse_left(request)

@@ -3,7 +3,7 @@
 A rank sends a `Report` when it has something to say; the coordinator answers with `Decision`s, which every rank applies
 in the same order. Everything that changes shared state travels in a decision.
 
-A *declared set* is the gradients of one wrapped optimizer (or tape): every rank reports each of its members exactly once
+A *gradient set* is the gradients of one wrapped optimizer (or tape): every rank reports each of its members exactly once
 a *round*. A round in which they were reported one by one teaches the coordinator a *layout*: a fixed cut of the set into
 *buckets*. From then on a rank reports one id when all members of a bucket are ready; see `negotiation/buckets.py`.
 """
@@ -18,7 +18,7 @@ from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import Collective, ReduceOp
 
 Key = tuple[int, str, int]
-"""A tensor's process set, its name, and the round of its declared set (0 when it belongs to none)."""
+"""A tensor's process set, its name, and the round of its gradient set (0 when it belongs to none)."""
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -47,12 +47,12 @@ class Request(Message, frozen=True, tag=1):
     absent: bool = False  # this rank takes part but contributes nothing (a parameter without a gradient)
     group: tuple[tuple[int, ...], ...] = ()  # shapes of the members of a group, which is answered as one
     payload: bytes | None = None  # eager lane: an offer; the sender keeps its tensor
-    label: str = ""  # the declared set it belongs to, or ""
+    label: str = ""  # the gradient set it belongs to, or ""
     round_id: int = 0  # of that set, counted from 1
-    strides: tuple[int, ...] = ()  # how this rank lays a declared member out, in elements; () is row-major
-    group_id: int = 0  # members of a declared set with the same one, from 1, share a bucket
-    step: int = 0  # of a declared set: how many steps its optimizer has made, since all ranks have last joined
-    in_step: bool = False  # of a declared set: this rank takes part from within its optimizer's step
+    strides: tuple[int, ...] = ()  # how this rank lays out a member of a gradient set, in elements; () is row-major
+    group_id: int = 0  # members of a gradient set with the same one, from 1, share a bucket
+    step: int = 0  # of a gradient set: how many steps its optimizer has made, since all ranks have last joined
+    in_step: bool = False  # of a gradient set: this rank takes part from within its optimizer's step
 
     @property
     def key(self) -> Key:
@@ -61,7 +61,7 @@ class Request(Message, frozen=True, tag=1):
 
 
 class RoundDone(Message, frozen=True, tag=3):
-    """This rank has reported every member that it has of a declared set in a round. Reporting it again changes nothing."""
+    """This rank has reported every member that it has of a gradient set in a round. Reporting it again changes nothing."""
 
     label: str
     round_id: int
@@ -72,7 +72,7 @@ class BucketReady(Message, frozen=True, kw_only=True, tag=2):
     """All members of a learned bucket are in their places on this rank."""
 
     bucket_id: int
-    round_id: int  # of the declared set, as in `Request`
+    round_id: int  # of the gradient set, as in `Request`
     unused: tuple[int, ...] = ()  # indices of members without a gradient here; their places hold the op's identity
     ends_round: bool = False  # it was the set's last bucket of the round on this rank
     step: int = 0  # likewise
@@ -80,7 +80,7 @@ class BucketReady(Message, frozen=True, kw_only=True, tag=2):
 
 
 class Wait(Message, frozen=True):
-    """What a thread of a rank has been blocked on for long: one tensor, or a round of a declared set."""
+    """What a thread of a rank has been blocked on for long: one tensor, or a round of a gradient set."""
 
     process_set_id: int
     name: str  # the tensor's, or the set's label
@@ -89,13 +89,13 @@ class Wait(Message, frozen=True):
 
 
 class LayoutStale(Message, frozen=True, tag=4):
-    """A layout does not describe this rank's declared set any more."""
+    """A layout does not describe this rank's gradient set any more."""
 
     layout_id: int
 
 
 class Retired(Message, frozen=True, tag=6):
-    """This rank takes part in no further round of a declared set: its optimizer is gone."""
+    """This rank takes part in no further round of a gradient set: its optimizer is gone."""
 
     label: str
     process_set_id: int = GLOBAL_PROCESS_SET_ID
@@ -238,12 +238,12 @@ class Response(Message, frozen=True, kw_only=True):
     error_text: str = ""
     result: bytes | None = None  # eager lane: the result itself
     device: str = "cpu"  # where the tensors are, as in the requests
-    # Of a declared set: ranks that took part from within their step, when others did not
+    # Of a gradient set: ranks that took part from within their step, when others did not
     ranks_in_step: tuple[int, ...] = ()
 
 
 class Bucket(Message, frozen=True, kw_only=True):
-    """Members of a declared set that travel together, and where each lies in the bucket."""
+    """Members of a gradient set that travel together, and where each lies in the bucket."""
 
     bucket_id: int  # never used again, even after eviction
     members: tuple[Request, ...]  # as they were agreed on: equal on all ranks
@@ -253,7 +253,7 @@ class Bucket(Message, frozen=True, kw_only=True):
 
 
 class Layout(Message, frozen=True, kw_only=True):
-    """A declared set's cut into buckets."""
+    """A gradient set's cut into buckets."""
 
     layout_id: int  # never used again
     label: str

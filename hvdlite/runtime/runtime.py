@@ -3,7 +3,7 @@
 Theory of operation
 - A call makes an `Entry`, appends it to the inbox and rings this rank's doorbell if the thread may be asleep. It never
   blocks and takes one lock, which guards the set of names in use.
-- A full bucket of a declared set takes the same way, as one `BucketEntry`; user threads fill it without asking anybody.
+- A full bucket of a gradient set takes the same way, as one `BucketEntry`; user threads fill it without asking anybody.
 - The thread turns the inbox into a report, takes in what others say, and executes decisions strictly in order.
 - Its only places to block are `ControlPlane.wait`, from the loop or, through `_wait_until`, from within a plane. Both
   take in messages and send reports, so a barrier neither delays the next report nor misses a death.

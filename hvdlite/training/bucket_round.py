@@ -1,4 +1,4 @@
-"""One round of a declared set whose buckets are learned: gradients go into their places, full buckets go to the runtime.
+"""One round of a gradient set whose buckets are learned: gradients go into their places, full buckets go to the runtime.
 
 A bucket is FILLING until its last member is given, then RUNNING until its handle is done (docs/protocol.md#rounds).
 What a gradient costs here is a copy and a count: no lock, no message. The count is an `itertools.count`, whose `next` is

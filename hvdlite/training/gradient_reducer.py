@@ -1,6 +1,6 @@
 """When gradients are reduced: the policy behind every `DistributedOptimizer`.
 
-A *declared set* is the parameters of one wrapped optimizer. A *round* reduces each of them once. It is FILLING from the
+A *gradient set* is the parameters of one wrapped optimizer. A *round* reduces each of them once. It is FILLING from the
 first gradient that is handed over until this rank has reported every member, then CLOSED until the results are final.
 
 Rules (docs/protocol.md#rounds, #final-gradients, #same-step, #reduced-again)

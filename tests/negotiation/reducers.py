@@ -1,4 +1,4 @@
-"""Ranks that play rounds of a declared set on a simulation, and what the answers must be."""
+"""Ranks that play rounds of a gradient set on a simulation, and what the answers must be."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Round:
 
 
 class Reducer:
-    """One rank's half of a declared set, as `training/gradient_reducer.py` plays it, on a bare controller.
+    """One rank's half of a gradient set, as `training/gradient_reducer.py` plays it, on a bare controller.
 
     Args:
         rounds: what the rank brings.
