@@ -19,11 +19,12 @@ import msgspec
 from benchmarks.harness import machine, median
 from hvdlite.core.config import Config
 from hvdlite.core.types import Collective
-from hvdlite.negotiation.buckets import BucketSizes
 from hvdlite.negotiation.controller import Controller
-from hvdlite.negotiation.coordinator import Coordinator, Policy
+from hvdlite.negotiation.coordinator import Coordinator
+from hvdlite.negotiation.layouts import BucketSizes
 from hvdlite.negotiation.leader import Leader
 from hvdlite.negotiation.messages import BucketReady, Decision, HostReport, Layout, Request, RoundDone
+from hvdlite.negotiation.negotiator import Policy
 
 _encode = msgspec.msgpack.Encoder().encode
 _host_reports = msgspec.msgpack.Decoder(HostReport)

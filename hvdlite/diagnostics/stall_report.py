@@ -18,8 +18,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
-from hvdlite.negotiation.coordinator import Stall
 from hvdlite.negotiation.messages import RankStatus
+from hvdlite.negotiation.stalls import Stall
 
 _log = logging.getLogger("hvdlite")
 

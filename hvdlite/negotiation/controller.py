@@ -14,7 +14,7 @@ import msgspec
 
 from hvdlite.core.errors import ProtocolError
 from hvdlite.core.types import Collective
-from hvdlite.negotiation.buckets import expand, first_round
+from hvdlite.negotiation.layouts import first_round, requests_of
 from hvdlite.negotiation.messages import (
     Blocked,
     Bucket,
@@ -110,7 +110,7 @@ class Controller:
             self._reported[ready.bucket_id] = ready
             self._items.append(ready)
             return None
-        requests = tuple(expand(bucket, ready))
+        requests = tuple(requests_of(bucket, ready))
         for request in requests:
             self.submit(request)
         if ready.ends_round:
@@ -235,7 +235,7 @@ class Controller:
             ready = self._reported.pop(bucket.bucket_id, None)
             if ready is None:
                 continue
-            requests = tuple(expand(bucket, ready))
+            requests = tuple(requests_of(bucket, ready))
             self._unanswered.update(request.key for request in requests)
             instructions.append(SplitBucket(bucket.bucket_id, requests))
             if ready in self._items:  # not told yet: nobody may name the bucket in a report that says it knows its end

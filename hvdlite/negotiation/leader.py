@@ -31,8 +31,8 @@ from typing import Final
 import msgspec
 
 from hvdlite.core.types import Collective
-from hvdlite.negotiation.buckets import first_round
 from hvdlite.negotiation.held_requests import HeldRequests
+from hvdlite.negotiation.layouts import first_round
 from hvdlite.negotiation.messages import (
     BucketReady,
     Decision,

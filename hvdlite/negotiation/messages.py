@@ -5,7 +5,7 @@ in the same order. Everything that changes shared state travels in a decision.
 
 A *gradient set* is the gradients of one wrapped optimizer (or tape): every rank reports each of its members exactly once
 a *round*. A round in which they were reported one by one teaches the coordinator a *layout*: a fixed cut of the set into
-*buckets*. From then on a rank reports one id when all members of a bucket are ready; see `negotiation/buckets.py`.
+*buckets*. From then on a rank reports one id when all members of a bucket are ready; see `negotiation/gradient_sets.py`.
 """
 
 from __future__ import annotations

@@ -36,9 +36,10 @@ from hvdlite.diagnostics.process_probe import ProcessProbe
 from hvdlite.engine.oob import OobChannel
 from hvdlite.memory import fence
 from hvdlite.memory.shared import SharedMemory, anonymous_file
-from hvdlite.negotiation.buckets import BucketSizes
-from hvdlite.negotiation.coordinator import Coordinator, Policy
+from hvdlite.negotiation.coordinator import Coordinator
+from hvdlite.negotiation.layouts import BucketSizes
 from hvdlite.negotiation.leader import Leader
+from hvdlite.negotiation.negotiator import Policy
 from hvdlite.planes.arithmetic import Casts
 from hvdlite.planes.base import DevicePlane, Plane
 from hvdlite.planes.eager import reduce_payloads

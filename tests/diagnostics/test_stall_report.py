@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from hvdlite.diagnostics.stall_report import RankState, StallReport, first_difference, location_in_dump
-from hvdlite.negotiation.coordinator import Stall
 from hvdlite.negotiation.messages import RankStatus
+from hvdlite.negotiation.stalls import Stall
 from tests.diagnostics.programs import stall_report as programs
 from tests.worlds import HVDRUN, ROOT, Processes, processes
 

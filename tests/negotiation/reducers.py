@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from hypothesis import strategies as st
 
 from hvdlite.core.types import Collective
-from hvdlite.negotiation.buckets import first_round
 from hvdlite.negotiation.controller import EvictLayout, Instruction, ParticipateWithoutData, SuspendLayout
+from hvdlite.negotiation.layouts import first_round
 from hvdlite.negotiation.messages import BucketReady, BucketRelease, ErrorKind, Layout, Request, Response, RoundDone
 from tests.negotiation.simulation import Simulation
 
@@ -210,7 +210,7 @@ def run(simulation: Simulation, reducers: list[Reducer], schedule: list[int]) ->
         elif action == 4:
             simulation.decide()
         elif action == INQUIRE:
-            simulation.coordinator.request_status([rank])
+            simulation.coordinator.order(status_requests=[rank])
         elif action == TUNE:
             simulation.coordinator.tune({"bucket_size": 30 + 10 * rank}, simulation.now)
         else:

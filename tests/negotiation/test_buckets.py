@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings, strategies
 
 from hvdlite.core.types import Collective
-from hvdlite.negotiation.buckets import BucketSizes, cut
 from hvdlite.negotiation.controller import EvictLayout, SplitBucket
+from hvdlite.negotiation.layouts import BucketSizes, cut
 from hvdlite.negotiation.messages import (
     ErrorKind,
     Layout,
@@ -173,7 +173,7 @@ def test_a_set_that_ranks_drop_at_different_times_is_forgotten(story: tuple[Simu
     assert len(dropped) == size, "somebody waits for ever"
     simulation.settle()
     assert simulation.failures == [None] * size
-    assert not simulation.coordinator.gradient_sets and not simulation.coordinator.anything_waits
+    assert not simulation.coordinator.gradient_sets and not simulation.coordinator.is_anything_pending
     for plan in simulation.plans:
         learned = [instruction.layout_id for instruction in plan if isinstance(instruction, Layout)]
         assert [instruction.layout.layout_id for instruction in plan if isinstance(instruction, EvictLayout)] == learned
@@ -199,7 +199,7 @@ def test_what_waits_in_a_set_that_all_ranks_have_dropped_is_answered() -> None:
         controller.retire(Retired(LABEL))
     simulation.settle()
     assert [response.error for response in simulation.plans[1] if isinstance(response, Response)] == [ErrorKind.MISMATCH]
-    assert not simulation.coordinator.anything_waits and not simulation.coordinator.gradient_sets
+    assert not simulation.coordinator.is_anything_pending and not simulation.coordinator.gradient_sets
 
 
 def test_a_set_of_a_process_set_that_is_gone_may_be_dropped() -> None:
@@ -244,4 +244,4 @@ def test_a_set_may_be_dropped_in_the_middle_of_a_round(size: int, seed: int, per
         learned = [instruction.layout_id for instruction in plan if isinstance(instruction, Layout)]
         assert [instruction.layout.layout_id for instruction in plan if isinstance(instruction, EvictLayout)] == learned
     assert not any(controller.unanswered() for controller in simulation.controllers), "somebody waits for ever"
-    assert not simulation.coordinator.anything_waits and not simulation.coordinator.gradient_sets
+    assert not simulation.coordinator.is_anything_pending and not simulation.coordinator.gradient_sets

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from hvdlite.core.types import Collective
-from hvdlite.negotiation.coordinator import Coordinator, Policy
+from hvdlite.negotiation.coordinator import Coordinator
 from hvdlite.negotiation.messages import (
     Decision,
     DirectMessage,
@@ -20,6 +20,8 @@ from hvdlite.negotiation.messages import (
     Response,
     SideMessage,
 )
+from hvdlite.negotiation.negotiator import Policy
+from hvdlite.negotiation.oob_store import OobStore
 
 
 def decided(coordinator: Coordinator) -> Decision:
@@ -91,30 +93,29 @@ def test_a_refused_alltoall_has_no_splits() -> None:
     assert coordinator.take_direct_messages() == ()
 
 
-def tell(coordinator: Coordinator, rank: int, side_message: SideMessage) -> tuple[DirectMessage, ...]:
-    coordinator.receive(rank, Report(epoch=0, applied=0, side_message=side_message), 0.0)
-    assert coordinator.decide() is None, "notes are nobody else's business"
-    return coordinator.take_direct_messages()
+def tell(store: OobStore, rank: int, side_message: SideMessage) -> tuple[DirectMessage, ...]:
+    store.receive(rank, side_message)
+    return store.take_direct_messages()
 
 
-@pytest.mark.parametrize("asked_first", [True, False])
-def test_a_note_goes_to_whoever_asks_for_it_before_or_after(asked_first: bool) -> None:
-    coordinator = Coordinator(4, Policy())
-    note, wanted = OobMessage("gloo.0", 1, b"text"), OobKey("gloo.0", 1)
-    if asked_first:
-        assert tell(coordinator, 3, SideMessage(oob_requests=(wanted,))) == ()
-        assert tell(coordinator, 1, SideMessage(oob_messages=(note,))) == (DirectMessage(rank=3, oob_messages=(note,)),)
+@pytest.mark.parametrize("fetched_first", [True, False])
+def test_a_published_message_goes_to_ranks_that_fetch_it_before_or_after(fetched_first: bool) -> None:
+    store = OobStore()
+    message, key = OobMessage("gloo.0", 1, b"text"), OobKey("gloo.0", 1)
+    if fetched_first:
+        assert tell(store, 3, SideMessage(oob_requests=(key,))) == ()
+        assert tell(store, 1, SideMessage(oob_messages=(message,))) == (DirectMessage(rank=3, oob_messages=(message,)),)
     else:
-        assert tell(coordinator, 1, SideMessage(oob_messages=(note,))) == ()
-        assert tell(coordinator, 3, SideMessage(oob_requests=(wanted,))) == (DirectMessage(rank=3, oob_messages=(note,)),)
-    assert tell(coordinator, 2, SideMessage(oob_requests=(wanted,))) == (DirectMessage(rank=2, oob_messages=(note,)),)
-    assert tell(coordinator, 1, SideMessage(oob_withdrawn=("gloo.0",))) == ()
-    assert tell(coordinator, 0, SideMessage(oob_requests=(wanted,))) == ()
+        assert tell(store, 1, SideMessage(oob_messages=(message,))) == ()
+        assert tell(store, 3, SideMessage(oob_requests=(key,))) == (DirectMessage(rank=3, oob_messages=(message,)),)
+    assert tell(store, 2, SideMessage(oob_requests=(key,))) == (DirectMessage(rank=2, oob_messages=(message,)),)
+    assert tell(store, 1, SideMessage(oob_withdrawn=("gloo.0",))) == ()
+    assert tell(store, 0, SideMessage(oob_requests=(key,))) == ()
 
 
-def test_an_addressed_note_goes_to_those_ranks_only() -> None:
-    coordinator = Coordinator(4, Policy())
-    note = OobMessage("nccl.0", 2, b"text", (0, 3))
-    bare = OobMessage("nccl.0", 2, b"text")
-    assert tell(coordinator, 2, SideMessage(oob_messages=(note,))) == (
-        DirectMessage(rank=0, oob_messages=(bare,)), DirectMessage(rank=3, oob_messages=(bare,)))
+def test_an_addressed_message_goes_to_those_ranks_only() -> None:
+    store = OobStore()
+    message = OobMessage("nccl.0", 2, b"text", (0, 3))
+    sent = OobMessage("nccl.0", 2, b"text")
+    assert tell(store, 2, SideMessage(oob_messages=(message,))) == (
+        DirectMessage(rank=0, oob_messages=(sent,)), DirectMessage(rank=3, oob_messages=(sent,)))

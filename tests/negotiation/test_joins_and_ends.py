@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdlite.core.types import Collective
-from hvdlite.negotiation.buckets import first_round
+from hvdlite.negotiation.layouts import first_round
 from hvdlite.negotiation.messages import BucketReady, ErrorKind, Layout, Request, Response, RoundDone
 from tests.negotiation.reducers import LABEL, Reducer, Round, check, led, run, steady, stories
 from tests.negotiation.simulation import Simulation
@@ -223,7 +223,7 @@ def test_a_rank_that_finishes_a_round_twice_does_not_end_it(hosts: list[tuple[in
         simulation.controllers[rank].round_done(RoundDone(LABEL, 1))
     simulation.settle()
     assert not any(simulation.plans), "the round is over before rank 2 has finished it"
-    simulation.coordinator.request_status([1, 2])
+    simulation.coordinator.order(status_requests=[1, 2])
     simulation.settle()
     assert simulation.coordinator.ranks_done_with(LABEL, 1) == {0, 1}
     simulation.controllers[2].round_done(RoundDone(LABEL, 1))

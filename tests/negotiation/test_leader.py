@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from hvdlite.core.types import Collective
-from hvdlite.negotiation.coordinator import Coordinator, Policy
+from hvdlite.negotiation.coordinator import Coordinator
 from hvdlite.negotiation.leader import Leader
 from hvdlite.negotiation.messages import (
     Blocked,
@@ -25,6 +25,7 @@ from hvdlite.negotiation.messages import (
     Response,
     RoundDone,
 )
+from hvdlite.negotiation.negotiator import Policy
 
 RESPONSE = Response(names=("a",), collective=Collective.ALLREDUCE, dtype="float32", contributors=(0, 1, 2, 3))
 MEMBER = Request("a", Collective.ALLREDUCE, "float32", (8,), label="net")
@@ -242,7 +243,7 @@ def test_the_coordinator_takes_what_a_host_says_alike_and_names_every_rank() -> 
     for rank in (0, 1):
         coordinator.receive(rank, Report(epoch=0, applied=0, items=(X,)), 0.0)
     coordinator.receive_host((2, 3), HostReport(applied=0, items=(MergedRequests((2,), (X,)),)), 1.0)
-    (stall,) = coordinator.stalls(10.0, 5.0)
+    (stall,) = coordinator.new_stalls(10.0, 5.0)
     assert stall.submitted == (0, 1, 2) and stall.missing == (3,)
     coordinator.receive_host((2, 3), HostReport(applied=0, items=(
         MergedRequests((3,), (msgspec.structs.replace(X, dtype="int32"),)),)), 2.0)

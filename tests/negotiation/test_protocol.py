@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from hvdlite.core.errors import ProtocolError
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.negotiation.controller import Controller
-from hvdlite.negotiation.coordinator import Coordinator, Policy
+from hvdlite.negotiation.coordinator import Coordinator
 from hvdlite.negotiation.messages import BucketReady, Decision, ErrorKind, FailureNotice, Report, Request
+from hvdlite.negotiation.negotiator import Policy
 from hvdlite.negotiation.process_sets import pair
 from tests.negotiation.simulation import Simulation
 
@@ -222,7 +223,7 @@ def test_a_tensor_that_one_rank_does_not_offer_takes_the_ordinary_way() -> None:
 def test_a_stall_is_reported_once_naming_who_is_missing() -> None:
     coordinator = Coordinator(3, Policy(fusion_threshold=0))
     coordinator.receive(1, Report(epoch=0, applied=0, items=(Request("x", Collective.ALLREDUCE, "float32", (1,)),)), 10.0)
-    assert not coordinator.stalls(69.0, 60.0)
-    (stall,) = coordinator.stalls(71.0, 60.0)
+    assert not coordinator.new_stalls(69.0, 60.0)
+    (stall,) = coordinator.new_stalls(71.0, 60.0)
     assert (stall.submitted, stall.missing) == ((1,), (0, 2)) and "'x'" in str(stall)
-    assert not coordinator.stalls(500.0, 60.0) and coordinator.anything_waits
+    assert not coordinator.new_stalls(500.0, 60.0) and coordinator.is_anything_pending
