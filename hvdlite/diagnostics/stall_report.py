@@ -18,8 +18,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
-from hvdlite.negotiation.coordinator import Stall
 from hvdlite.negotiation.messages import RankStatus
+from hvdlite.negotiation.stalls import Stall
 
 _log = logging.getLogger("hvdlite")
 
@@ -43,10 +43,10 @@ def rank_status(thread: int, recent: Sequence[str], first_number: int, waiting: 
     frames = sys._current_frames()
     frame = frames.get(thread) or frames.get(threading.main_thread().ident or 0)
     if frame is None:
-        return RankStatus("nowhere: the thread that called collectives has ended", "", tuple(recent), first_number,
-                          tuple(waiting))
-    return RankStatus(location_of(frame), "".join(traceback.format_stack(frame)), tuple(recent), first_number,
-                      tuple(waiting))
+        return RankStatus(location="nowhere: the thread that called collectives has ended", stack="", recent=tuple(recent),
+                          first_number=first_number, waiting=tuple(waiting))
+    return RankStatus(location=location_of(frame), stack="".join(traceback.format_stack(frame)), recent=tuple(recent),
+                      first_number=first_number, waiting=tuple(waiting))
 
 
 def location_of(frame: FrameType) -> str:

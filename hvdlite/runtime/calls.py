@@ -61,7 +61,7 @@ class Calls:
             return _numbered(self._counters, f"{adapter}.{kind}.noname", process_set)
 
     def label(self, adapter: str, process_set: int = GLOBAL_PROCESS_SET_ID) -> str:
-        """Return the next name for a declared set; equal on all ranks of a set that make their optimizers in order."""
+        """Return the next name for a gradient set; equal on all ranks of a set that make their optimizers in order."""
         with self._counters_lock:
             return _numbered(self._labels, f"{adapter}.optimizer", process_set)
 

@@ -1,4 +1,4 @@
-"""The calls of gradient reducers: rounds of declared sets, member by member or in learned buckets."""
+"""The calls of gradient reducers: rounds of gradient sets, member by member or in learned buckets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hvdlite.runtime.calls import Calls, reducible
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Moment:
-    """Where a rank is in the rounds of a declared set."""
+    """Where a rank is in the rounds of a gradient set."""
 
     label: str
     round: int  # from 1
@@ -33,7 +33,7 @@ Item = Entry | BucketEntry | RoundDone | LayoutStale | Retired | Callable[[], No
 
 
 class DeclaredSets(Calls):
-    """The calls that serve declared sets (docs/protocol.md#learning, #rounds, #layouts), beside the collectives.
+    """The calls that serve gradient sets (docs/protocol.md#learning, #rounds, #layouts), beside the collectives.
 
     Every rank submits each member of a set once a round, with or without a gradient. When a layout has been learned,
     the members lie in its buckets, and full buckets are submitted instead.
@@ -53,7 +53,7 @@ class DeclaredSets(Calls):
     def declare(self, name: str, source: AnyArray | None, output: AnyArray, op: ReduceOp, moment: Moment, *,
                 prescale: float = 1.0, postscale: float = 1.0, strides: tuple[int, ...] = (), group_id: int = 0,
                 process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
-        """Like `allreduce`, of a member of a declared set in a round; never travels eagerly.
+        """Like `allreduce`, of a member of a gradient set in a round; never travels eagerly.
 
         Args:
             strides: in elements; how `output` lies in the framework's memory. () is row-major.

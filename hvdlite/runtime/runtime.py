@@ -3,7 +3,7 @@
 Theory of operation
 - A call makes an `Entry`, appends it to the inbox and rings this rank's doorbell if the thread may be asleep. It never
   blocks and takes one lock, which guards the set of names in use.
-- A full bucket of a declared set takes the same way, as one `BucketEntry`; user threads fill it without asking anybody.
+- A full bucket of a gradient set takes the same way, as one `BucketEntry`; user threads fill it without asking anybody.
 - The thread turns the inbox into a report, takes in what others say, and executes decisions strictly in order.
 - Its only places to block are `ControlPlane.wait`, from the loop or, through `_wait_until`, from within a plane. Both
   take in messages and send reports, so a barrier neither delays the next report nor misses a death.
@@ -72,6 +72,7 @@ from hvdlite.negotiation.messages import (
     SideMessage,
     Wait,
 )
+from hvdlite.negotiation.oob_store import OobStore
 from hvdlite.planes.base import DevicePlane, Plane
 from hvdlite.runtime.declared import DeclaredSets, Item
 
@@ -124,6 +125,7 @@ class Runtime(DeclaredSets):
         deliver = functools.partial(StallReport.deliver, path=config.stall_report_file)
         self._stall_inspector = (None if coordinator is None else
                                  StallInspector(coordinator, times, probe, deliver, self.story))
+        self._oob_store = OobStore()  # rank 0's
         self._autotuner = None if coordinator is None or not config.autotune else Autotuner(config, coordinator, clock)
         self._watchdog = CoordinatorWatchdog(world.rank, control.parent, config.silence_check_seconds,
                                              config.heartbeat_timeout, probe)
@@ -136,7 +138,8 @@ class Runtime(DeclaredSets):
         self._report_requested = False
         self._mark_cycles = False  # in the timeline
         self._report_server: ReportServer | None = None
-        self._timeline = None if coordinator is None else Timeline(world.size, coordinator.order_timeline, clock)
+        self._timeline = None if coordinator is None else Timeline(
+            world.size, lambda on: coordinator.order(timeline=on), clock)
         self._awake = True  # False only around a blocking wait; see _submit
         self._leaving = self._told_leaving = self._left = False
         self._departed: set[int] = set()  # ranks that left normally
@@ -414,10 +417,12 @@ class Runtime(DeclaredSets):
         if self._autotuner is not None:
             self._autotuner.look()
         decision = self._coordinator.decide()
-        if messages := self._coordinator.take_direct_messages():
+        messages = (*self._coordinator.take_direct_messages(), *self._oob_store.take_direct_messages())
+        if messages:
             self._control.send_direct_messages(messages)
-            if messages[0].rank == 0:
-                self._take_in(DirectMessageReceived(messages[0]))
+            for message in messages:
+                if message.rank == 0:
+                    self._take_in(DirectMessageReceived(message))
         if decision is not None:
             self._control.send_decision(decision)
             self._accept(decision)
@@ -480,8 +485,15 @@ class Runtime(DeclaredSets):
 
     def _heed(self, rank: int, report: Report) -> None:
         """What is not the coordinator's business in a report."""
+        assert self._coordinator is not None and self._stall_inspector is not None
+        if report.epoch != self._coordinator.epoch:
+            return
         if report.side_message is not None:
             self._next_look = -math.inf  # it may be what the stall inspector waits for
+            self._stall_inspector.receive(rank, report.side_message)
+            self._oob_store.receive(rank, report.side_message)
+            if report.side_message.ping:
+                self._coordinator.order(pong=(rank,))
         self._recorder.ready_elsewhere((rank,), report.items)
         if self._timeline is not None and (report.side_message is not None or report.leaving):
             self._timeline.hear(rank, () if report.side_message is None else report.side_message.trace, report.leaving)
