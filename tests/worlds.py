@@ -34,6 +34,8 @@ from tests import warm
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parent.parent
+PYTHON_PATH = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+"""Where processes find the packages and the tests."""
 HVDRUN = [sys.executable, "-m", "hvdlite_runner.cli"]
 TORCH = ("torch", "torch._dynamo")
 """What ranks with torch can begin with: the first optimizer imports the latter."""
@@ -113,7 +115,7 @@ class Processes:
                 **clean_environment(),
                 **launch_contract.rank_environment(
                     groups.world(rank), self._directories[groups.ranks_by_host.index(groups.local_ranks(rank))]), **meeting,
-                "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1",
                 "HVDLITE_START_TIMEOUT": "30", "PYTHONUNBUFFERED": "1", **(environment or {}),
             }
             script, words = self._path(rank, "py"), [] if callable(program) else [str(each) for each in arguments]
