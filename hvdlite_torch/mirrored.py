@@ -1,4 +1,4 @@
-"""`MirroredStrategy`: one replica of the model per rank, in step, without further ado."""
+"""`MirroredStrategy` for PyTorch: one replica of the model per rank."""
 
 from __future__ import annotations
 

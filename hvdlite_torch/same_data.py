@@ -1,4 +1,4 @@
-"""Do all ranks iterate over the same data? A loader that gives each rank other samples would be shared out twice.
+"""The check that all ranks iterate over the same data, which a distributed loader then splits.
 
 | what is seen | then |
 |---|---|

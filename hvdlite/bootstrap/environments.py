@@ -1,4 +1,4 @@
-"""Launch environments: a table of the variables that each launcher sets; the first row whose variables are set applies.
+"""Launch environments: the table of the variables that each launcher sets; the first row whose variables are set applies.
 
 | row | set by | across hosts |
 |---|---|---|

@@ -1,4 +1,4 @@
-"""Scopes: a thread is inside one or not, and classes tell it meanwhile what it constructs.
+"""Scopes: while a thread is inside one, classes tell it what they construct.
 
 Rules
 - A scope belongs to the thread that entered it. What other threads construct is not touched.

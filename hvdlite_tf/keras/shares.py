@@ -1,4 +1,4 @@
-"""Each rank's rows of the global batches that are given to `fit`; see `applied` for `evaluate` and `predict`.
+"""Each rank's rows of the global batches in `fit`; see `applied` for `evaluate` and `predict`.
 
 Every rank takes a step for every global batch. How many batches there are, and what `steps_per_epoch` counts, is what it is
 in one process.
@@ -304,7 +304,7 @@ def graph_rows(leaf: Any, rank: int, size: int, *, is_exclusive: bool = False) -
     """Return this rank's rows of a batch whose length is known when the graph runs.
 
     Args:
-        is_exclusive: as `training.shares.part` has it, and not as `training.shares.share`.
+        is_exclusive: as `disjoint_shard` of `training.shards` has it, and not as `shard`.
     """
     import tensorflow as tf
     rows = tf.shape(leaf)[0]

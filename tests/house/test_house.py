@@ -111,15 +111,6 @@ def test_links_lead_somewhere() -> None:
             assert (page.parent / link).exists(), f"{page.name}: {link}"
 
 
-def test_the_page_of_the_architecture_names_every_file() -> None:
-    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
-    table = "\n".join(line for line in page.splitlines() if line.startswith("|"))
-    for path in SOURCES:
-        folders = path.relative_to(ROOT).parts[1:-1]
-        is_named = any(f"{folder}/" in table for folder in folders) or re.search(rf"\b{path.stem}\b", table)
-        assert path.stem.startswith("_") or is_named, path
-
-
 def test_files_fit_a_sitting() -> None:
     for path in [*SOURCES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
         assert len(path.read_text(encoding="utf-8").splitlines()) <= 600, path
