@@ -1,8 +1,9 @@
 """Worlds for tests: ranks as threads (rung 2) or as processes (rung 3).
 
 Ranks run a function of a module: `threads` calls `step(runtime)` in this process; the ranks of `processes` import the
-function's module and call it. These programs are in modules of their own, tests/**/programs/*.py, so that a rank imports
-neither pytest nor a framework that its program does not use.
+function's module and call it, with their runtime if its first parameter is `runtime`, so that the same function runs as
+both. Programs of processes are in modules of their own, tests/**/programs/*.py: a rank imports neither pytest nor a
+framework that its program does not use.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import faulthandler
+import inspect
 import itertools
 import os
 import secrets
@@ -41,8 +43,8 @@ TORCH = ("torch", "torch._dynamo")
 """What ranks with torch can begin with: the first optimizer imports the latter."""
 
 
-def threads(size: int, step: Callable[[Runtime], T], *, timeout: float = 60.0, **config: object) -> list[T]:
-    """Run `step` on every rank of a world of threads; return the results in rank order, or raise the first failure."""
+def threads(size: int, step: Callable[..., T], *arguments: object, timeout: float = 60.0, **config: object) -> list[T]:
+    """Run `step(runtime, *arguments)` on ranks as threads; return the results in rank order, or raise the first failure."""
     settings = Config.from_environment({}, **{"shutdown_timeout": 10.0, **config})
     runtimes = assemble_threads(size, settings)
     results: list[T | None] = [None] * size
@@ -51,7 +53,7 @@ def threads(size: int, step: Callable[[Runtime], T], *, timeout: float = 60.0, *
     def body(runtime: Runtime) -> None:
         runtime.start()
         try:
-            results[runtime.world.rank] = step(runtime)
+            results[runtime.world.rank] = step(runtime, *arguments)
         except BaseException as error:
             failures.append((time.monotonic(), runtime.world.rank, error))
             runtime.fail(type(error).__name__, str(error), "")
@@ -186,7 +188,10 @@ class Processes:
 def _calling(program: Program, arguments: Sequence[object], result: Path) -> str:
     """Return a script that calls a function and writes down what it returns."""
     assert ast.literal_eval(repr(arguments)) == arguments, f"ranks get literals as arguments, not {arguments}"
-    return (f"from {program.__module__} import {program.__name__} as program\nresult = program(*{arguments!r})\n"
+    call = f"result = program(*{arguments!r})\n"
+    if next(iter(inspect.signature(program).parameters), "") == "runtime":
+        call = f"from hvdlite import api\napi.init()\nresult = program(api.runtime(), *{arguments!r})\napi.shutdown()\n"
+    return (f"from {program.__module__} import {program.__name__} as program\n{call}"
             f"if result is not None:\n    with open({str(result)!r}, 'w', encoding='utf-8') as file:\n"
             f"        file.write(repr(result))\n")
 

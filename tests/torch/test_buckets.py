@@ -43,8 +43,8 @@ def test_gradients_become_views_of_one_buffer_and_stay_the_users() -> None:
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("kind", programs.KINDS)
 def test_the_same_bits_as_without_buckets(kind: str, size: int) -> None:
-    with_buckets = threads(size, lambda runtime: programs.story(runtime, kind), bucket_edge=100)
-    without = threads(size, lambda runtime: programs.story(runtime, kind), bucket_size=0)
+    with_buckets = threads(size, programs.story, kind, bucket_edge=100)
+    without = threads(size, programs.story, kind, bucket_size=0)
     for rank in range(size):
         for ours, theirs, first in zip(with_buckets[rank], without[rank], with_buckets[0], strict=True):
             for mine, other, same in zip(ours, theirs, first, strict=True):
