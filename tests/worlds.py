@@ -162,6 +162,11 @@ class Processes:
                 raise AssertionError(f"rank {rank} never printed {text!r}: {self.told(rank)}")
             time.sleep(0.01)
 
+    def wait_for_all(self, text: str) -> None:
+        """Block until every rank has written `text`."""
+        for rank in range(len(self.ranks)):
+            self.wait_for(rank, text)
+
     def wait(self, timeout: float = 60.0) -> list[Ended]:
         """Wait for every rank and return how each ended; the hung ones are named, with their stacks."""
         deadline = time.monotonic() + timeout

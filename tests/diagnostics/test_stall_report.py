@@ -128,8 +128,7 @@ def test_a_stall_ends_the_job_with_the_report_as_the_error() -> None:
 
 def test_a_signal_asks_for_a_report() -> None:
     with Processes(2, programs.a_signal_asks_for_a_report, environment={"HVDLITE_REPORT_SIGNAL": "usr2"}) as world:
-        world.wait_for(1, "ready")
-        world.wait_for(0, "ready")
+        world.wait_for_all("ready")
         time.sleep(0.5)
         world.kill(1, signal.SIGUSR2)
         world.wait_for(0, "rank 1 never submitted 'x': it is in a_signal_asks_for_a_report(), stall_report.py:",
