@@ -17,7 +17,7 @@ from hvdlite.runtime.assemble import assemble_threads  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite_torch import Compression, DistributedOptimizer  # noqa: E402
 from tests import worlds  # noqa: E402
-from tests.torch.models import by_bucket, net, settle, train, weights, wrapped  # noqa: E402
+from tests.torch.models import by_bucket, net, reducer_of, settle, train, weights, wrapped  # noqa: E402
 from tests.torch.programs import buckets as programs  # noqa: E402
 from tests.worlds import TORCH, processes, threads  # noqa: E402
 
@@ -186,8 +186,8 @@ def test_a_broken_bucket_keeps_what_it_held() -> None:
                 if turn == 3 and index == 1:
                     parameter.data = parameter.data.double()
                 parameter.grad = torch.full((10,), float(index + 1 + turn + 2 * runtime.world.rank), dtype=parameter.dtype)
-                optimizer._reducer.hand_over(parameter)
-            optimizer._reducer.finish()
+                reducer_of(optimizer).hand_over(parameter)
+            reducer_of(optimizer).finish()
             assert [parameter.grad.unique().tolist() for parameter in parameters] == [[turn + 2], [turn + 3], [turn + 4]]
             optimizer.step()
     threads(2, step)
@@ -201,13 +201,13 @@ def test_hooks_from_two_threads() -> None:
             optimizer.zero_grad()
             for index, parameter in enumerate(parameters):
                 parameter.grad = torch.full_like(parameter, float(index + turn + 2 * runtime.world.rank))
-            hooks = [threading.Thread(target=lambda part: [optimizer._reducer.hand_over(each) for each in part],
+            hooks = [threading.Thread(target=lambda part: [reducer_of(optimizer).hand_over(each) for each in part],
                                       args=(parameters[half::2],)) for half in range(2)]
             for hook in hooks:
                 hook.start()
             for hook in hooks:
                 hook.join()
-            optimizer._reducer.finish()
+            reducer_of(optimizer).finish()
             for index, parameter in enumerate(parameters):
                 assert (parameter.grad == index + turn + 1).all()
             optimizer.step()
