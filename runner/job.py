@@ -48,7 +48,7 @@ _LOOK = 1.0  # seconds between looks at silent hosts, and between samples of the
 
 @dataclasses.dataclass(frozen=True)
 class JobSettings:
-    """What to run and how to show it."""
+    """The command of a job, its ranks, and how to show their output."""
 
     groups: Sequence[Group]  # one a host, in rank order; the launcher's own host is called `LOCAL`
     command: Sequence[str]

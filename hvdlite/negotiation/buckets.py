@@ -50,7 +50,7 @@ MAX_BACKOFF_ROUNDS = 64
 
 @dataclasses.dataclass(frozen=True)
 class BucketSizes:
-    """How sets are cut, in bytes; a tensor above a limit is a bucket of its own.
+    """Limits for the sizes of buckets, in bytes; a tensor above a limit is a bucket of its own.
 
     The first bucket is small, so that communication starts early; the last, so that little remains when backward ends.
     """

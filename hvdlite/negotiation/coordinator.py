@@ -76,7 +76,7 @@ class Stall:
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """How a coordinator decides, where it has a choice; sizes in bytes.
+    """The choices of a coordinator; sizes in bytes.
 
     `fusion_threshold` bounds a fused response (0: no fusion), `bucket_sizes` and `layout_capacity` are those of
     `DeclaredSets`. The defaults turn everything off; what a job runs with comes from `core.config`.
@@ -487,7 +487,7 @@ class Coordinator:
         return response if result is None else msgspec.structs.replace(response, result=result)
 
     def _join(self, rank: int, now: float) -> None:
-        """Do without a rank from now on."""
+        """Stop waiting for a rank that has joined."""
         self._joined[rank] = None
         complete = self._table.join(rank)
         for layout in self._sets.layouts_of([rank]):

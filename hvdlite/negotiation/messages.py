@@ -56,7 +56,7 @@ class Request(Message, frozen=True, tag=1):
 
     @property
     def key(self) -> Key:
-        """What must be equal for requests to meet: a rank that lacks a member may be a round ahead with it."""
+        """The key by which requests of different ranks meet: a rank that lacks a member may be a round ahead with it."""
         return self.process_set_id, self.name, self.round_id
 
 
@@ -80,7 +80,7 @@ class BucketReady(Message, frozen=True, tag=2):
 
 
 class Wait(Message, frozen=True):
-    """What a thread of a rank has been blocked on for long: one tensor, or a round of a declared set."""
+    """A long wait of a rank's thread: for one tensor, or for a round of a declared set."""
 
     process_set_id: int
     name: str  # the tensor's, or the set's label
@@ -102,7 +102,7 @@ class Retired(Message, frozen=True, tag=6):
 
 
 ReportItem = Request | BucketReady | RoundDone | LayoutStale | Retired
-"""What a rank says about tensors. The tags (positive integers) are what tells them apart on the wire."""
+"""An item of a report, about tensors. Tags (positive integers) distinguish the types on the wire."""
 
 
 class FailureNotice(Message, frozen=True):
@@ -115,7 +115,7 @@ class FailureNotice(Message, frozen=True):
 
 
 class RankStatus(Message, frozen=True):
-    """What a rank says of itself when others wait for it."""
+    """The status of a rank for which others wait, in its own words."""
 
     location: str  # where its script is: function, file and line
     stack: str
@@ -151,7 +151,7 @@ class OobKey(Message, frozen=True):
 
 
 class SideMessage(Message, frozen=True):
-    """What a rank says that has nothing to do with one tensor."""
+    """Information from a rank to the coordinator that is not about a tensor."""
 
     status: RankStatus | None = None  # the answer to a status request
     ping: bool = False  # is rank 0 there? It is to answer with a decision
@@ -171,7 +171,7 @@ class Blocked(Message, frozen=True):
 
 
 class Report(Message, frozen=True):
-    """What one rank tells the coordinator."""
+    """The message of one rank to the coordinator."""
 
     epoch: int  # membership epoch; a report of another epoch is dropped
     applied: int  # the last decision this rank has applied
@@ -183,7 +183,7 @@ class Report(Message, frozen=True):
 
 
 class RankReport(Message, frozen=True, tag=5):
-    """What one rank of a host said, and not all of them alike; its leader passes it on."""
+    """A report of one rank of a host that differs from the other ranks' reports; the leader passes it on."""
 
     rank: int
     report: Report
@@ -197,7 +197,7 @@ class MergedRequests(Message, frozen=True, tag=7):
 
 
 class HostReport(Message, frozen=True):
-    """What the leader of a host passes on: what all its ranks said alike as one, the rest rank by rank."""
+    """The message of a host's leader: items that are equal on all its ranks once, the others rank by rank."""
 
     applied: int  # the least of its ranks
     # In the order in which it was said; what several ranks said stands where the last of them said it. A bucket or a
@@ -207,7 +207,7 @@ class HostReport(Message, frozen=True):
 
 
 class ErrorKind(enum.IntEnum):
-    """Which error a refused tensor raises."""
+    """The error that a refused tensor raises."""
 
     NONE = 0
     MISMATCH = 1
@@ -215,7 +215,7 @@ class ErrorKind(enum.IntEnum):
 
 
 class Response(Message, frozen=True):
-    """What every rank does with some tensors, in the order of `names`."""
+    """The order to do something with some tensors on every rank, in the order of `names`."""
 
     names: tuple[str, ...]
     collective: Collective
@@ -299,7 +299,7 @@ class ReceiveSplits(Message, frozen=True):
 
 
 class DirectMessage(Message, frozen=True):
-    """What the coordinator tells one rank alone. It comes before the decision to which it belongs, if it belongs to one."""
+    """A message of the coordinator to one rank. It arrives before the decision to which it belongs, if there is one."""
 
     rank: int
     receive_splits: tuple[ReceiveSplits, ...] = ()  # in the order of their decisions
