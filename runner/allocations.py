@@ -27,24 +27,24 @@ class Allocation:
 @dataclasses.dataclass(frozen=True)
 class _Scheduler:
     name: str
-    sign: str  # the variable by which it is known
+    variable: str  # the variable by which it is known
     hosts: Callable[[Mapping[str, str], Read], list[Host]]
     shell: str = "ssh"
 
 
-def find(environ: Mapping[str, str], read: Read) -> Allocation | None:
+def find_allocation(environ: Mapping[str, str], read: Read) -> Allocation | None:
     """Return the allocation that this process runs in, or None.
 
     Raises:
         LaunchError: when the scheduler's variables make no sense.
     """
     for scheduler in SCHEDULERS:
-        if scheduler.sign in environ:
+        if scheduler.variable in environ:
             try:
                 hosts = scheduler.hosts(environ, read)
             except (KeyError, ValueError, OSError) as error:
-                raise LaunchError(f"this seems to be an allocation of {scheduler.name} ({scheduler.sign} is set), but its "
-                                  f"hosts cannot be determined: {error!r}; list them with -H") from None
+                raise LaunchError(f"this seems to be an allocation of {scheduler.name} ({scheduler.variable} is set), but "
+                                  f"its hosts cannot be determined: {error!r}; list them with -H") from None
             program = environ["OMPI_MCA_plm_rsh_agent"] if scheduler.shell == "rsh agent" else scheduler.shell
             return Allocation(scheduler.name, hosts, program)
     return None

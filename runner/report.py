@@ -14,7 +14,7 @@ from hvdlite.core.launch_contract import DIRECTORY_PREFIX, PROCESSES_FILE, REPOR
 from hvdlite.core.socket_paths import short_socket_path
 from hvdlite.diagnostics.process_probe import ProcessProbe
 
-PATIENCE = 8.0
+TIMEOUT_SECONDS = 8.0
 """Seconds to wait for rank 0, which itself gives the ranks some to answer."""
 
 
@@ -31,7 +31,7 @@ def show_report(job: str, *, as_json: bool = False) -> int:
     """
     directory = find_job(job)
     try:
-        answer = ask(directory / REPORT_SOCKET, PATIENCE)
+        answer = ask(directory / REPORT_SOCKET, TIMEOUT_SECONDS)
     except (OSError, ValueError) as error:
         probe = ProcessProbe.read(str(directory / PROCESSES_FILE))
         ranks = {rank: {"state": probe.state(rank), "stacks": probe.stacks(rank)} for rank in probe.ranks}
@@ -64,7 +64,7 @@ def find_job(job: str) -> Path:
     return next(iter(running.values()))
 
 
-def ask(path: Path, patience: float) -> dict[str, Any]:
+def ask(path: Path, timeout: float) -> dict[str, Any]:
     """Return what rank 0 answers at its socket: the "text" and the "report".
 
     Raises:
@@ -72,7 +72,7 @@ def ask(path: Path, patience: float) -> dict[str, Any]:
         ValueError: when it is none.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(patience)
+        connection.settimeout(timeout)
         with short_socket_path(str(path)) as short:
             connection.connect(short)
         parts = []

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from hvdlite.core.errors import LaunchError
 from hvdlite_runner.job import JobSettings, run_job
-from hvdlite_runner.monitor import Gauge
+from hvdlite_runner.monitor import ThroughputRecorder
 
 SATURATED: Final = 0.9
 """The smallest value that reaches this share of the best throughput is where it saturates."""
@@ -118,9 +118,9 @@ def saturation(rows: Sequence[tuple[str, Throughput]]) -> str:
 
 def _measured(what: str, settings: JobSettings, environ: Mapping[str, str]) -> tuple[int, dict[int, dict[str, Any]]]:
     print(f"hvdrun: {what}", file=sys.stderr, flush=True)
-    gauge = Gauge()
-    code = run_job(settings, environ, gauge)
-    return code, gauge.ranks
+    recorder = ThroughputRecorder()
+    code = run_job(settings, environ, recorder)
+    return code, recorder.ranks
 
 
 def _show(head: Sequence[str], cells: Sequence[Sequence[str]]) -> None:

@@ -30,7 +30,7 @@ def _at_least(least: int, kind: type[int] | type[float] = int) -> Callable[[str]
 
 
 _seconds = _at_least(0, float)
-"""Of every knob in seconds 0 is never; see `limit`."""
+"""Parses a knob in seconds; 0 means never (see `timeout_or_inf`)."""
 
 
 def _one_of(*words: str) -> Callable[[str], str]:

@@ -121,7 +121,7 @@ class Controller:
         self._items.append(message)
         self._unsaid = True
 
-    def abandon(self, layout: int) -> None:
+    def mark_stale(self, layout: int) -> None:
         """A layout does not describe this rank's set any more."""
         if layout in self._layouts:
             self._items.append(LayoutStale(layout))

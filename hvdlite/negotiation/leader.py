@@ -276,8 +276,8 @@ class Leader:
         del self._held[ready.bucket_id]
         if any((other.step, other.in_step) != (ready.step, ready.in_step) for other in held.values()):
             return [self._alone(each, [_open_ended(other)]) for each, other in held.items()]
-        missing = set(ready.missing).intersection(*(other.missing for other in held.values())) if ready.missing else ()
-        return (msgspec.structs.replace(ready, missing=tuple(sorted(missing)), ends_round=False),)
+        unused = set(ready.unused).intersection(*(other.unused for other in held.values())) if ready.unused else ()
+        return (msgspec.structs.replace(ready, unused=tuple(sorted(unused)), ends_round=False),)
 
     def _count(self, process_set_id: int) -> int:
         """Return how many of the host's ranks belong to a process set."""

@@ -211,7 +211,7 @@ class MpiProcessGroup:
         """Return the other ranks, the next one first, so that ranks send to different peers at a time."""
         return [(self._index + step) % self._size for step in range(1, self._size)]
 
-    def _placed(self, own: Array, out: Array, bounds: Sequence[int]) -> list[Array]:
+    def _copy_own_part(self, own: Array, out: Array, bounds: Sequence[int]) -> list[Array]:
         """Copy `own` into its part of `out`, unless it is that part; return all parts, as bytes."""
         parts = _parts(out, bounds)
         if own.size and own.ctypes.data != parts[self._index].ctypes.data:

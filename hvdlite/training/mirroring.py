@@ -110,13 +110,13 @@ def matching_tensors(replicas: ReplicaGroup, named: Mapping[str, Tensor], kind_o
     taken: set[int] = set()
     problem = ""
     for aliases, kind in replicas.broadcast_object([entry for entry in own if entry[1].shape is not None], "mirror"):
-        tensor = next((named[name] for name in aliases if name in named and id(named[name]) not in taken), None)
-        if tensor is None:
+        here = next((named[name] for name in aliases if name in named and id(named[name]) not in taken), None)
+        if here is None:
             found.append(make(kind))
             continue
-        taken.add(id(tensor))
-        found.append(tensor)
-        mine = kind_of(tensor)
+        taken.add(id(here))
+        found.append(here)
+        mine = kind_of(here)
         if mine[:2] != kind[:2]:
             problem = problem or f"'{aliases[0]}' is {kind} on replica 0 and {mine} on replica {replicas.replica_id}"
     problems = [text for text in replicas.allgather_object(problem, "problems") if text]

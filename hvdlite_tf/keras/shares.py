@@ -304,7 +304,7 @@ def graph_rows(leaf: Any, rank: int, size: int, *, is_exclusive: bool = False) -
     """Return this rank's rows of a batch whose length is known when the graph runs.
 
     Args:
-        is_exclusive: as `training.shares.part` has it, and not as `training.shares.share`.
+        is_exclusive: as `disjoint_shard` of `training.shards` has it, and not as `shard`.
     """
     import tensorflow as tf
     rows = tf.shape(leaf)[0]

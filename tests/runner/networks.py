@@ -104,11 +104,11 @@ class Hosts:
             network = os.stat(f"/var/run/netns/{self.namespace(name)}").st_ino
         except OSError:
             return []
-        spare = {sshd.pid for sshd in self._sshds.values()}
+        excluded = {sshd.pid for sshd in self._sshds.values()}
         found = []
         for entry in filter(str.isdigit, os.listdir("/proc")):
             try:
-                if os.stat(f"/proc/{entry}/ns/net").st_ino == network and int(entry) not in spare:
+                if os.stat(f"/proc/{entry}/ns/net").st_ino == network and int(entry) not in excluded:
                     name, _, rest = Path(f"/proc/{entry}/stat").read_text(errors="replace").rpartition(")")
                     if rest.split()[0] not in "ZX" and not name.endswith("(sshd"):
                         found.append(int(entry))

@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdlite.core.errors import ProtocolError
-from hvdlite_runner.messages import MAGIC, End, Exited, Frames, Hello, Output, Ping, Signal, Start, frame
+from hvdlite_runner.messages import MAGIC, AgentReady, Exited, Frames, Output, Ping, Signal, Start, Stop, frame
 from hvdlite_runner.reaper import marked_processes
 from tests.worlds import HVDRUN, clean_environment
 
-ORDERS = [Ping(), Signal(15), End(), Start([(0, 2, 0, 1, 0, 2)], ["python", "é"], {"A": "b"}, True, b"\0parcel")]
-EVENTS = [Hello("3.11.2", "0.1.0", "a", 8, 77), Output(3, "stderr", b"\xff\n"), Exited(3, -9, False, {"rank": 3}, {})]
+ORDERS = [Ping(), Signal(15), Stop(), Start([(0, 2, 0, 1, 0, 2)], ["python", "é"], {"A": "b"}, True, b"\0parcel")]
+EVENTS = [AgentReady("3.11.2", "0.1.0", "a", 8, 77), Output(3, "stderr", b"\xff\n"), Exited(3, -9, False, {"rank": 3}, {})]
 
 
 @given(st.lists(st.sampled_from(ORDERS)), st.lists(st.integers(1, 40), min_size=1))

@@ -209,7 +209,7 @@ def test_stubborn_ranks_and_their_own_sessions_end_too(number: int) -> None:
     run.process.wait(30)
 
 
-ENDLESS_PATIENCE = "import sys, hvdlite_runner.cli, hvdlite_runner.job as job; job.INTERRUPT_PATIENCE = 1000.0; " \
+ENDLESS_PATIENCE = "import sys, hvdlite_runner.cli, hvdlite_runner.termination as end; end.INTERRUPT_GRACE = 1000.0; " \
                    "sys.exit(hvdlite_runner.cli.main(sys.argv[1:]))"
 def test_a_second_interrupt_kills_at_once() -> None:
     run = Running("-np", "1", PYTHON, DEAF, launcher=[PYTHON, "-c", ENDLESS_PATIENCE])

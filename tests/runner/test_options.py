@@ -35,7 +35,7 @@ def parsed(*arguments: str) -> JobSettings:
 
 
 def worlds(settings: JobSettings) -> list[World]:
-    return [world for group in settings.groups for world in group.worlds]
+    return [world for group in settings.hosts for world in group.worlds]
 
 
 def test_the_command_line() -> None:

@@ -37,9 +37,9 @@ def test_identical_lines_of_several_ranks_become_one_in_the_order_of_each_rank()
     screen.console.feed(0, "stdout", b"a\nb\na\n")
     screen.console.feed(2, "stdout", b"b\na\n")
     screen.console.feed(0, "stderr", b"a\n")
-    assert screen.text == "" and screen.console.turn() == pytest.approx(0.3)
+    assert screen.text == "" and screen.console.flush_due() == pytest.approx(0.3)
     now[0] = 1.0
-    assert screen.console.turn() is None
+    assert screen.console.flush_due() is None
     assert screen.text == "[0]<stdout>:a\n[0,2]<stdout>:b (x2)\n[0,2]<stdout>:a (x2)\n[0]<stderr>:a\n"
     screen.console.feed(1, "stdout", b"late\n")
     screen.console.note("hvdrun: over")

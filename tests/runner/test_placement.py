@@ -8,7 +8,7 @@ import pytest
 
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.world import World
-from hvdlite_runner.placement import Host, cores_for, parse_hostfile, parse_hosts, place, unify_local
+from hvdlite_runner.placement import Host, assign_ranks, cores_for, parse_hostfile, parse_hosts, rename_local_hosts
 
 
 def test_hosts() -> None:
@@ -18,7 +18,7 @@ def test_hosts() -> None:
         with pytest.raises(LaunchError):
             parse_hosts(text)
     here = {"one", "localhost"}
-    assert unify_local(parse_hosts("one:2,b,localhost:1"), here.__contains__) == [Host("localhost", 3), Host("b")]
+    assert rename_local_hosts(parse_hosts("one:2,b,localhost:1"), here.__contains__) == [Host("localhost", 3), Host("b")]
 
 
 def test_a_hostfile_in_everybodys_format() -> None:
@@ -30,15 +30,15 @@ def test_a_hostfile_in_everybodys_format() -> None:
 
 
 def test_ranks_are_placed_by_slots_and_know_their_place_on_uneven_hosts() -> None:
-    groups = place(5, parse_hosts("a:1,b:3,c:4"))
+    groups = assign_ranks(5, parse_hosts("a:1,b:3,c:4"))
     assert [(group.host.name, group.ranks) for group in groups] == [("a", (0,)), ("b", (1, 2, 3)), ("c", (4,))]
     assert [world for group in groups for world in group.worlds] == [
         World(0, 5, 0, 1, 0, 3), World(1, 5, 0, 3, 1, 3), World(2, 5, 1, 3, 0, 1), World(3, 5, 2, 3, 0, 1),
         World(4, 5, 0, 1, 2, 3)]
-    assert len(place(None, parse_hosts("a:2,b:2"))[1].worlds) == 2
-    assert [group.host.name for group in place(2, parse_hosts("a:2,b:2"))] == ["a"]
+    assert len(assign_ranks(None, parse_hosts("a:2,b:2"))[1].worlds) == 2
+    assert [group.host.name for group in assign_ranks(2, parse_hosts("a:2,b:2"))] == ["a"]
     with pytest.raises(LaunchError, match="-np 9 is more than the 8 slots of a:1,b:3,c:4"):
-        place(9, parse_hosts("a:1,b:3,c:4"))
+        assign_ranks(9, parse_hosts("a:1,b:3,c:4"))
 
 
 def test_cores_are_shared_evenly_or_taken_in_turn() -> None:

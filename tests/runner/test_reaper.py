@@ -21,4 +21,4 @@ def test_a_job_is_its_ranks_their_sessions_and_their_descendants() -> None:
 def test_orphans_that_the_launcher_adopted_belong_to_the_job_but_not_its_own_children() -> None:
     processes = table((10, 1, 10, "S"), (11, 10, 11, "S"), (12, 10, 10, "S"), (13, 12, 10, "S"),
                       (50, 10, 50, "S"), (51, 50, 51, "S"), (52, 10, 52, "Z"))
-    assert members(processes, ranks=set(), adopter=10, spare={11, 12}) == {50, 51}
+    assert members(processes, ranks=set(), subreaper=10, excluded={11, 12}) == {50, 51}

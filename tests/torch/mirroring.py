@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils.data import TensorDataset
+
+from hvdlite.runtime.runtime import Runtime
+from hvdlite_torch import MirroredStrategy
+from tests.worlds import threads
 
 SAMPLES = 101
 
@@ -69,3 +74,20 @@ def train(model: Any, optimizer: Any, batches: Any, epochs: int, clip: bool,
 def assert_close(ours: list[Any], theirs: list[Any], msg: str | None = None) -> None:
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6, msg=msg)
+
+
+def equal_one_process(case: Callable[[MirroredStrategy | None, Any], Any], size: int = 2) -> None:
+    """Run a case on ranks and without a strategy; it gets the strategy and what makes a scope, and returns tensors."""
+    expected = case(None, contextlib.nullcontext)
+
+    def step(runtime: Runtime) -> Any:
+        strategy = MirroredStrategy(_runtime=runtime)
+        return case(strategy, strategy.scope)
+    results = threads(size, step)
+    for ours in results:
+        assert all(torch.equal(mine, first) for mine, first in zip(ours, results[0], strict=True)), "ranks differ"
+        assert_close(ours, expected)
+
+
+def shares(strategy: MirroredStrategy | None, batches: Any) -> Any:
+    return batches if strategy is None else strategy.distribute(batches)

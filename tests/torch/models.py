@@ -69,3 +69,11 @@ def settle(runtime: Runtime, model: Any, optimizer: Any) -> None:
 def wrapped(runtime: Runtime, model: Any, **options: Any) -> Any:
     return DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), model.named_parameters(),
                                 _runtime=runtime, **options)
+
+
+def losses(runtime: Runtime, model: Any, optimizer: Any, steps: range) -> Iterator[Any]:
+    """Yield the loss of each step; what follows is the caller's."""
+    for turn in steps:
+        generator = torch.Generator().manual_seed(100 * runtime.world.rank + turn)
+        optimizer.zero_grad()
+        yield model(torch.randn(4, 6, generator=generator).to(next(model.parameters()).dtype)).square().mean()

@@ -69,7 +69,7 @@ def the_buckets_of_layouts_that_are_evicted_go_back() -> None:
         assert BUCKET <= used < 4 * BUCKET, (turn, used)  # the old one lasts until the next round begins
         learned = api.runtime().layout("set", 1 << 20)
         if learned is not None and hvd.rank() == turn % 2:
-            api.runtime().abandon(learned.layout)
+            api.runtime().mark_stale(learned.layout)
         del learned
 
 

@@ -16,26 +16,39 @@ from typing import Final
 
 from hvdlite._version import __version__
 from hvdlite.core.errors import ProtocolError
-from hvdlite_runner.messages import PING_SECONDS, SILENCE, End, Event, Frames, Hello, Order, Over, Ping, Signal, Start, frame
+from hvdlite_runner.messages import (
+    PING_SECONDS,
+    SILENCE,
+    AgentDone,
+    AgentReady,
+    Event,
+    Frames,
+    Order,
+    Ping,
+    Signal,
+    Start,
+    Stop,
+    frame,
+)
 from hvdlite_runner.placement import Host
 from hvdlite_runner.shells import Shell, explain, forwarded
 
 _CLOSE_SECONDS: Final = 2.0  # for a remote shell whose agent has ended: srun tells its controller
 
 
-class Remote:
+class RemoteAgent:
     """An agent on another host.
 
     Args:
         selector: whose `data` is what to call when the descriptor is ready.
         tell: takes (this, event).
-        lost: takes this when the link has ended without `Over`.
+        lost: takes this when the link has ended without `AgentDone`.
     """
 
-    def __init__(self, host: Host, shell: Shell, greeting: bytes, selector: selectors.BaseSelector,
-                 tell: Callable[[Remote, Event], None], lost: Callable[[Remote], None]) -> None:
+    def __init__(self, host: Host, shell: Shell, bootstrap_input: bytes, selector: selectors.BaseSelector,
+                 tell: Callable[[RemoteAgent, Event], None], lost: Callable[[RemoteAgent], None]) -> None:
         self.host, self.shell = host, shell
-        self.hello: Hello | None = None
+        self.ready: AgentReady | None = None
         self.over = False  # everything has ended there, or the link
         self._selector, self._tell, self._lost = selector, tell, lost
         self._frames = Frames(events=True)
@@ -44,11 +57,11 @@ class Remote:
         self._reason = ""
         self._process = subprocess.Popen(shell.command(host.name), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                          stderr=self._errors, bufsize=0, start_new_session=True)
-        self.heard = time.monotonic()
+        self.last_heard = time.monotonic()
         assert self._process.stdout is not None
         os.set_blocking(self._process.stdout.fileno(), False)
         selector.register(self._process.stdout, selectors.EVENT_READ, self._receive)
-        self._write(greeting)
+        self._write(bootstrap_input)
 
     @property
     def pid(self) -> int:
@@ -78,25 +91,25 @@ class Remote:
 
     def end(self) -> None:
         """Order the end of everything there."""
-        self.send(End())
+        self.send(Stop())
 
-    def silent(self, now: float) -> bool:
-        """Whether nothing has been heard for too long; ask after reading."""
-        return not self.over and self.hello is not None and now - self.heard > SILENCE
+    def timed_out(self, now: float) -> bool:
+        """Whether nothing has been last_heard for too long; ask after reading."""
+        return not self.over and self.ready is not None and now - self.last_heard > SILENCE
 
-    def give_up(self, reason: str) -> None:
+    def mark_lost(self, reason: str) -> None:
         """Count the host as lost."""
         self._reason = reason
         self.close()
 
-    def why(self) -> str:
+    def failure_reason(self) -> str:
         """Say why the link has ended."""
         if self._reason:
             return f"host {self.host.name} {self._reason}"
         code = self._process.wait()
         self._errors.seek(0)
         errors = self._errors.read().decode(errors="replace")
-        if self.hello is None:
+        if self.ready is None:
             return explain(self.shell, self.host.name, code, errors)
         lines = [line.strip() for line in errors.splitlines() if line.strip()]
         last = f": {lines[-1]}" if lines else ""
@@ -143,11 +156,11 @@ class Remote:
             self._reason = f"sent something that is no message: {error}"
             events, content = [], b""
         for event in events:
-            if isinstance(event, Hello):
-                self.hello = event
-            self.over |= isinstance(event, Over)
+            if isinstance(event, AgentReady):
+                self.ready = event
+            self.over |= isinstance(event, AgentDone)
             self._tell(self, event)
-        self.heard = time.monotonic()  # now: telling may have taken long, when the terminal does not take more
+        self.last_heard = time.monotonic()  # now: telling may have taken long, when the terminal does not take more
         if not content:
             self._selector.unregister(self._process.stdout)
             if not self.over:
@@ -155,7 +168,7 @@ class Remote:
                 self._lost(self)
 
 
-def greeting(directory: str, environ: Mapping[str, str]) -> bytes:
+def bootstrap_input(directory: str, environ: Mapping[str, str]) -> bytes:
     """Return what an agent bootstrap reads first: its own source, and what it needs before it knows hvdlite."""
     given = json.dumps({"python": list(sys.version_info[:2]), "version": __version__, "directory": directory,
                         "environment": forwarded(environ)}).encode()
@@ -166,7 +179,7 @@ def greeting(directory: str, environ: Mapping[str, str]) -> bytes:
 class Pinger:
     """Pings agents from a thread of its own: the launcher may be blocked in a write to its terminal."""
 
-    def __init__(self, remotes: Sequence[Remote]) -> None:
+    def __init__(self, remotes: Sequence[RemoteAgent]) -> None:
         self._stopped = threading.Event()
         if remotes:
             threading.Thread(target=self._run, args=(list(remotes),), name="hvdrun-ping", daemon=True).start()
@@ -175,7 +188,7 @@ class Pinger:
         """Ping no more."""
         self._stopped.set()
 
-    def _run(self, remotes: Sequence[Remote]) -> None:
+    def _run(self, remotes: Sequence[RemoteAgent]) -> None:
         while not self._stopped.wait(PING_SECONDS):
             for remote in remotes:
                 remote.ping()

@@ -1,8 +1,8 @@
 """The exchange of one step's gradients that are values, and the weight of each rank by its samples.
 
-A rank's gradients are means over its samples. They are multiplied by samples / the usual number before the reduction; the
-same weight is reduced along with them as one gradient more, and the result is divided by its mean. So no rank needs to know
-the global batch, and both factors are 1, and skipped, when all ranks have the usual number.
+A rank's gradients are means over its samples. They are multiplied by the weight samples / reference number before the
+reduction; the weight is reduced with them like another gradient, and the result is divided by its mean. No rank needs to
+know the global batch size. Both factors are 1, and skipped, when all ranks have the reference number of samples.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _samples: ContextVar[Any] = ContextVar("hvdlite_samples", default=None)
 
 
 @contextmanager
-def counting(samples: Any) -> Iterator[None]:
-    """Let every rank's gradients count by its samples in the averages that are made inside.
+def weighted_by_samples(samples: Any) -> Iterator[None]:
+    """Return a context in which averages of gradients are weighted by the ranks' numbers of samples.
 
     Args:
-        samples: of which this rank's gradients are means: a number or a scalar tensor; None to count all ranks alike.
+        samples: this rank's number of samples, a number or a scalar tensor; None to weight all ranks equally.
     """
     token = _samples.set(samples)
     try:
@@ -41,17 +41,17 @@ def counting(samples: Any) -> Iterator[None]:
         _samples.reset(token)
 
 
-def samples() -> Any:
-    """Return what `counting` was told."""
+def current_samples() -> Any:
+    """Return the number of samples of the current `weighted_by_samples` context, or None."""
     return _samples.get()
 
 
-class Exchange:
+class StepReducer:
     """Reduces lists of gradients of the same variables, step after step.
 
     Args:
-        frontend: first part of its label.
-        compression: the framework's compressor: dtype on the wire.
+        frontend: the first part of the label.
+        compression: the framework's compressor.
         sparse_as_dense: densify sparse gradients.
         op: Average or Sum.
         gradient_predivide_factor: for Average: divide by this before the sum, and by size/this after it.
@@ -59,12 +59,12 @@ class Exchange:
         groups: gradients that are reduced together: a number of groups, or a list of lists of variables.
 
     Attributes:
-        size: how many ranks these are.
-        process_set: their process set's id.
-        label: of the declared set; equal on all of them.
+        size: the number of these ranks.
+        process_set: the id of their process set.
+        label: the label of the gradient set; equal on all of them.
 
     Raises:
-        ValueError: for another op, for a predivision of what is not averaged, and for groups of anything else.
+        ValueError: for another op, for a predivide factor with Sum, and for invalid groups.
     """
 
     def __init__(self, frontend: str, *, compression: Any, sparse_as_dense: bool = False, op: ReduceOp = ReduceOp.AVERAGE,
@@ -81,14 +81,14 @@ class Exchange:
         self.size = len(self._runtime.members(number))
         self._op, self._compression, self._sparse_as_dense = op, compression, sparse_as_dense
         self._lock = threading.Lock()
-        self._usual_samples: float | None = None
+        self._reference_samples: float | None = None
         self._groups = groups
         checked = group_ids(groups, ())
         self._group_ids = None if isinstance(groups, int) else checked  # None: until the variables are known
 
     @property
     def is_current(self) -> bool:
-        """Whether it belongs to the runtime that there is now."""
+        """Whether this reducer belongs to the current runtime."""
         return api.is_initialized() and self._runtime is api.runtime()
 
     @property
@@ -97,30 +97,30 @@ class Exchange:
         return self.size > 1 and self._runtime.world.rank in self._runtime.members(self.process_set)
 
     def watch(self, variables: Sequence[Any]) -> None:
-        """Prepare for the gradients of these variables; all ranks name the same ones in the same order."""
+        """Prepare for the gradients of these variables; all ranks pass the same variables in the same order."""
         raise NotImplementedError
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Return the reduced gradients. A variable for which no rank has a gradient keeps None.
 
         Args:
-            gradients: None where this rank has none, which counts as zeros when another rank has one.
-            variables: whose gradients these are; each one once.
+            gradients: None for a variable without a gradient, which counts as zeros if another rank has one.
+            variables: the variables of the gradients, each once.
         """
         raise NotImplementedError
 
     def _weight(self, samples: float) -> float:
-        """Return by what to multiply this rank's gradients; 1 when it has as many samples as in the first step."""
+        """Return the weight of this rank's gradients: its number of samples divided by that of the first step."""
         with self._lock:
-            if self._usual_samples is None:
+            if self._reference_samples is None:
                 most = np.zeros(1)
                 self._runtime.allreduce(f"{self.label}.samples", np.array([samples], np.float64), most, ReduceOp.MAX,
                                         process_set=self.process_set).wait()
-                self._usual_samples = float(most[0]) or 1.0
-        return samples / self._usual_samples
+                self._reference_samples = float(most[0]) or 1.0
+        return samples / self._reference_samples
 
     def _unweight(self, reduced_weight: float | None) -> float:
-        """Return by what to multiply reduced gradients, given the reduction of all ranks' weights."""
+        """Return the factor for reduced gradients, given the reduction of all ranks' weights."""
         if reduced_weight is None:
             return 1.0
         mean = reduced_weight if self._op is ReduceOp.AVERAGE else reduced_weight / self.size
@@ -133,17 +133,18 @@ class Exchange:
         return [self._group_ids.get(id(variable), 0) for variable in variables]
 
 
-class ArrayExchange(Exchange):
-    """Reduces gradients as arrays. Each variable has one slot, for good; slots are numbered as variables are first seen."""
+class ArrayStepReducer(StepReducer):
+    """Reduces gradients as arrays. Each variable has a permanent slot, numbered in the order of first use."""
 
     def __init__(self, frontend: str, **arguments: Any) -> None:
         super().__init__(frontend, **arguments)
         self._slots: dict[int, tuple[weakref.ref[Any], int]] = {}  # by a variable's identity
         self._reducer = ArrayReducer(self._runtime, self.label, op=self._op, prescale=self._prescale,
                                      postscale=self._postscale, process_set=self.process_set)
-        self._count_slot = self._reducer.add((1,), "float32")  # this rank's weight; part of rounds once ranks have one
+        self._count_slot = self._reducer.add((1,),
+                                             "float32")  # for this rank's weight; part of rounds once ranks have weights
 
-    def knows(self, variables: Sequence[Any]) -> bool:
+    def has_slots(self, variables: Sequence[Any]) -> bool:
         """Return whether each of these variables has a slot."""
         return all((slot := self._slots.get(id(variable))) and slot[0]() is variable for variable in variables)
 
@@ -152,15 +153,15 @@ class ArrayExchange(Exchange):
             self._slots_of(variables)
 
     def _slots_of(self, variables: Sequence[Any]) -> list[int]:
-        if not self.knows(variables):
+        if not self.has_slots(variables):
             for variable, group_id in zip(variables, self._group_ids_of(variables), strict=True):
-                if not self.knows([variable]):
+                if not self.has_slots([variable]):
                     slot = self._reducer.add(*self._described(variable), group_id)
                     self._slots[id(variable)] = weakref.ref(variable), slot
         return [self._slots[id(variable)][1] for variable in variables]
 
     def _name_of(self, slot: int) -> str:
-        """Return what the script knows a variable as."""
+        """Return the name of a variable in the script."""
         variable = next((reference() for reference, number in self._slots.values() if number == slot), None)
         return str(getattr(variable, "path", None) or getattr(variable, "name", None) or f"number {slot}, from 1")
 
@@ -169,20 +170,20 @@ class ArrayExchange(Exchange):
         return tuple(variable.shape), self._wire_dtype(str(variable.dtype))
 
     def _wire_dtype(self, dtype: str) -> str:
-        """Return the dtype in which gradients of a dtype travel; a compressor of the script's need not say."""
+        """Return the wire dtype for gradients of a dtype; a user-defined compressor may not provide it."""
         target_for = getattr(self._compression, "target_for", None)
         return (target_for(dtype) if target_for is not None else None) or dtype
 
-    def _give(self, gradients: dict[int, Gradient], slots: Collection[int], samples: float | None) -> float:
-        """Hand in some gradients of the round, by slot; return this rank's weight.
+    def _submit(self, gradients: dict[int, Gradient], slots: Collection[int], samples: float | None) -> float:
+        """Submit gradients of the round by slot; return this rank's weight.
 
         Args:
-            slots: of all variables that the round is about.
-            samples: of this rank, when ranks count by theirs.
+            slots: the slots of all variables of the round.
+            samples: this rank's number of samples, if ranks are weighted by samples.
         """
         self._reducer.expect(slots if samples is None else [*slots, self._count_slot])
         weight = 1.0 if samples is None else self._weight(samples)
-        for slot, gradient in reversed(gradients.items()):  # the last layers' came first
+        for slot, gradient in reversed(gradients.items()):  # the last layers' gradients came first
             self._reducer.give(slot, _weighted(gradient, weight))
         return weight
 
@@ -190,10 +191,10 @@ class ArrayExchange(Exchange):
         """Return the reduced gradients, by slot.
 
         Args:
-            weight: of this rank, when ranks count by their samples.
+            weight: this rank's weight, if ranks are weighted by samples.
 
         Raises:
-            MismatchError: when another rank had a gradient for a variable that is not among these.
+            MismatchError: if another rank had a gradient for a variable that is not among these.
         """
         if weight is not None:
             self._reducer.give(self._count_slot, np.array([weight], np.float32))

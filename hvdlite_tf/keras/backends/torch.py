@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from hvdlite.core.array import Array
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.types import ReduceOp
-from hvdlite.training.exchange import Exchange, samples
 from hvdlite.training.gradient_reducer import GradientReducer
+from hvdlite.training.step_reducer import StepReducer, current_samples
 from hvdlite_torch import Compression
 from hvdlite_torch.backward import BackwardHooks
+from hvdlite_torch.framework import as_tensor, on_host
 from hvdlite_torch.optimizer import framework_for
 from hvdlite_torch.unfinal import get_grad, set_grad
 
 _watchers: Any = WeakTensorKeyDictionary()
-"""By tensor: a weak reference to the exchange whose hooks it has. A gradient can be reduced only once."""
+"""By tensor: a weak reference to the step reducer whose hooks it has. A gradient can be reduced only once."""
 
 
-class TorchExchange(Exchange):
-    """Reduces what `backward()` accumulates before it returns, and any other gradients when they are applied.
+class TorchStepReducer(StepReducer):
+    """Reduces the gradients of `backward()` before it returns, and all other gradients when they are applied.
 
-    Keras hands in what it found in the variables' `.grad` after a backward pass, which is reduced already. Gradients from
-    elsewhere (`torch.autograd.grad`, accumulated ones, those of a first step) are recognised by not being the reduced
-    tensor, and make a round of their own. Means are the same when they are reduced twice, so with Average it does no harm
-    to reduce what a script has derived from reduced gradients.
+    Keras passes the variables' `.grad` of a backward pass, which is reduced already. Other gradients (from
+    `torch.autograd.grad`, accumulated ones, and those of the first step) are recognised because they are not the reduced
+    tensors, and are reduced in a separate round. With Average, it is harmless to reduce gradients that a script has derived
+    from reduced ones.
     """
 
     def __init__(self, **arguments: Any) -> None:
@@ -124,7 +126,7 @@ class TorchExchange(Exchange):
     def _begin_round(self) -> None:
         """Find this rank's weight, and reduce it along with the gradients."""
         assert self._hooks is not None
-        count = samples()
+        count = current_samples()
         self._hooks.weight = 1.0 if count is None else self._weight(float(count))
         self._count.grad = None
         if count is not None:
@@ -165,3 +167,14 @@ class TorchExchange(Exchange):
                 f"rank {self._runtime.world.rank}: with op=Sum, apply() was given other gradients than those in .grad, "
                 "which backward() has computed and summed over all ranks. It cannot be told whether they are summed "
                 "already: use op=Average, change .grad in place, or clear .grad before you compute others")
+
+
+def create_step_reducer(**arguments: Any) -> TorchStepReducer:
+    """See the package."""
+    return TorchStepReducer(**arguments)
+
+
+def call(function: Callable[[Sequence[Array]], Sequence[Array]], tensors: Sequence[Any]) -> list[Any]:
+    """See the package."""
+    results = function([on_host(tensor, "gradient") for tensor in tensors])
+    return [as_tensor(array).to(tensor.device) for array, tensor in zip(results, tensors, strict=True)]
