@@ -49,7 +49,7 @@ _CHECK_SECONDS = 1.0  # seconds between looks at silent hosts, and between sampl
 
 @dataclasses.dataclass(frozen=True)
 class JobSettings:
-    """What to run and how to show it."""
+    """The command of a job, its ranks, and how to show their output."""
 
     hosts: Sequence[HostRanks]  # one a host, in rank order; the launcher's own host is called `LOCAL`
     command: Sequence[str]
