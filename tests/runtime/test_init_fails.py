@@ -90,10 +90,10 @@ def test_a_plane_that_cannot_be_made() -> None:
 from hvdlite.runtime import assemble
 def no_plane(*_):
     raise LaunchError("no plane connects these hosts")
-choose, assemble.choose = assemble.choose, no_plane
+choose_plane, assemble.choose_plane = assemble.choose_plane, no_plane
 raises(LaunchError, "no plane", hvd.init)
 assert left() == before, (left(), before)
-assemble.choose = choose
+assemble.choose_plane = choose_plane
 works()
 """)
 
