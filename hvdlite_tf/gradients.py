@@ -1,4 +1,4 @@
-"""The gradients of one step, reduced together, with few calls into Python whatever their number.
+"""The reduction of one step's gradients, with a few calls into Python, whatever their number.
 
 Dense ones go through the learned buckets of the core, the rows of IndexedSlices are gathered. Everything is handed in before
 anything is waited for, so the order of gradients on the ranks does not matter, and one inter-op thread is enough.

@@ -1,4 +1,4 @@
-"""Collectives on torch tensors in flight, below autograd: tensors are lent to the runtime, results come back as tensors."""
+"""Collectives on torch tensors below autograd: arguments become arrays, and results become tensors."""
 
 from __future__ import annotations
 

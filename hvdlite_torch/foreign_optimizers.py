@@ -1,4 +1,4 @@
-"""An optimizer that was made outside of a scope, for a module that was made inside it, would train each replica alone."""
+"""Detection of optimizers that were made outside a scope for a module that was made inside it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`MirroredStrategy`: one replica of the model per rank, in step, without further ado."""
+"""`MirroredStrategy` for PyTorch: one replica of the model per rank."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.scopes import Scopes
+from hvdlite.training.shards import CurrentBatch
 from hvdlite.training.strategies import Launching, reduction
 from hvdlite_torch.compression import Compression, Compressor
-from hvdlite_torch.distributed_loader import CurrentBatch, DistributedLoader
-from hvdlite_torch.replica import Replica
+from hvdlite_torch.distributed_loader import DistributedLoader
+from hvdlite_torch.replica_group import TorchReplicaGroup
 from hvdlite_torch.rows import mapped
 from hvdlite_torch.scope_registry import ScopeRegistry
 
@@ -59,11 +60,11 @@ class MirroredStrategy(Launching):
             api.init()
         super().__init__(devices)
         self._settings = (scale_learning_rate, sync_batch_norm, backward_passes_per_step, compression)
-        self._replica = Replica(_runtime or api.runtime(), api.set_id(process_set))
+        self._replicas = TorchReplicaGroup(_runtime or api.runtime(), api.set_id(process_set))
         self._registry = ScopeRegistry(
-            self._replica, process_set, learning_rate_factor=self._replica.size if scale_learning_rate else 1,
+            self._replicas, process_set, learning_rate_factor=self._replicas.size if scale_learning_rate else 1,
             sync_batch_norm=sync_batch_norm, backward_passes_per_step=backward_passes_per_step, compression=compression)
-        self._current = CurrentBatch(self._replica, self._registry.weigh)
+        self._current = CurrentBatch(self._replicas, self._registry.weigh)
 
     def __reduce__(self) -> Any:
         """A copy in another process, where `launch` brings it, is a strategy of that process's job."""
@@ -72,7 +73,7 @@ class MirroredStrategy(Launching):
     @property
     def num_replicas_in_sync(self) -> int:
         """The number of replicas: of ranks in the process set."""
-        return self._replica.size
+        return self._replicas.size
 
     @property
     def weight(self) -> float:
@@ -93,7 +94,7 @@ class MirroredStrategy(Launching):
         Raises:
             RuntimeError: inside another strategy's scope, or when another thread is inside this one's.
         """
-        if (self.devices or 1) > 1 and self._replica.size == 1:
+        if (self.devices or 1) > 1 and self._replicas.size == 1:
             warnings.warn(f"MirroredStrategy(devices={self.devices}), but this is the only rank: start the ranks with "
                           f"strategy.launch(main), or with hvdrun -np {self.devices}", stacklevel=3)
         with _scopes.entered(self._registry):
@@ -101,7 +102,7 @@ class MirroredStrategy(Launching):
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Return `fn(*args, **kwargs)`, after mirroring what is due; all ranks call this together."""
-        self._registry.agree()
+        self._registry.schedule.agree()
         self._registry.mirror_if_due()
         return fn(*args, **(kwargs or {}))
 
@@ -131,7 +132,7 @@ class MirroredStrategy(Launching):
         """
         if isinstance(loader, DistributedLoader):
             return loader
-        return DistributedLoader(loader, self._replica, self._registry, self._current)
+        return DistributedLoader(loader, self._replicas, self._registry, self._current)
 
     def reduce(self, op: str | ReduceOp, value: Any, axis: int | None = None) -> Any:
         """Return the reduction of every replica's value, on all of them; all ranks call this together. Not differentiable.
@@ -174,7 +175,7 @@ class MirroredStrategy(Launching):
                 raise ValueError("gather concatenates tensors of one dimension or more; this one is a scalar")
             if self._current.is_repeated:
                 return tensor.detach().clone()
-            return torch.cat([part.movedim(0, axis) for part in self._replica.allgather(tensor.movedim(axis, 0))], axis)
+            return torch.cat([part.movedim(0, axis) for part in self._replicas.allgather(tensor.movedim(axis, 0))], axis)
         return mapped(value, gathered)
 
     def _reduced(self, op: ReduceOp, value: Any, axis: int | None) -> Any:
@@ -187,9 +188,9 @@ class MirroredStrategy(Launching):
         if axis is not None:
             result = self._over_axis(tensor, axis, averages)
         elif averages and self._current.weight != 1:
-            result = self._replica.allreduce(tensor * self._current.weight, op)
+            result = self._replicas.allreduce(tensor * self._current.weight, op)
         elif op is not ReduceOp.SUM or not self._current.is_repeated:
-            result = self._replica.allreduce(tensor, op)
+            result = self._replicas.allreduce(tensor, op)
         return result if isinstance(value, torch.Tensor) else result.item() if result.dim() == 0 else result
 
     def _over_axis(self, tensor: torch.Tensor, axis: int, averages: bool) -> torch.Tensor:
@@ -200,10 +201,10 @@ class MirroredStrategy(Launching):
             total, count = sums, torch.tensor(tensor.shape[axis])
         elif averages:
             both = torch.cat([sums.reshape(-1), sums.new_tensor([tensor.shape[axis]])])
-            both = self._replica.allreduce(both, ReduceOp.SUM)
+            both = self._replicas.allreduce(both, ReduceOp.SUM)
             total, count = both[:-1].reshape(sums.shape), both[-1]
         else:
-            return self._replica.allreduce(sums, ReduceOp.SUM)
+            return self._replicas.allreduce(sums, ReduceOp.SUM)
         return (total / count).to(tensor.dtype) if averages else total
 
 

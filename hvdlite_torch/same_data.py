@@ -1,4 +1,4 @@
-"""Do all ranks iterate over the same data? A loader that gives each rank other samples would be shared out twice.
+"""The check that all ranks iterate over the same data, which a distributed loader then splits.
 
 | what is seen | then |
 |---|---|
@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import Sampler, Subset
 
 from hvdlite.core.errors import MismatchError
-from hvdlite_torch.replica import Replica
+from hvdlite.training.replica_group import ReplicaGroup
 from hvdlite_torch.rows import leaves
 
 _COUNTS = ("num_replicas", "_num_replicas", "world_size", "_world_size")
@@ -58,7 +58,7 @@ def signature(samples: list[Any]) -> list[str]:
     return [digest.hexdigest() for digest in digests]
 
 
-def compare(replica: Replica, seen: list[str] | None) -> None:
+def compare(replicas: ReplicaGroup, seen: list[str] | None) -> None:
     """Warn when the first batches of all ranks have nothing in common; all ranks call this together.
 
     Args:
@@ -67,7 +67,7 @@ def compare(replica: Replica, seen: list[str] | None) -> None:
     Raises:
         MismatchError: on all ranks, when only some have a batch.
     """
-    everywhere = replica.allgather_object(seen, "first")
+    everywhere = replicas.allgather_object(seen, "first")
     without = [number for number, theirs in enumerate(everywhere) if theirs is None]
     if without and len(without) < len(everywhere):
         raise MismatchError(f"replica {without[0]} has no batch, but others have: all ranks must iterate over the same "

@@ -1,42 +1,32 @@
-"""The objects made in a strategy's scope: modules are remembered, optimizers are distributed, all of them are mirrored.
-
-Rules
-- A parameter's gradient is reduced once a backward pass, by the first living optimizer of the scope that has it. Others that
-  have it too share that reduction: their `step` waits for it, their `zero_grad` clears it.
-- Whatever decides that ranks communicate is the same on all of them: an optimizer is made, a batch or a step is the first
-  one after that. A `load_state_dict` may happen on one rank only, so ranks ask each other first: in every step, where the
-  question travels together with the gradients, in `run`, and at the beginning of a distributed epoch.
-- Modules are known by class and number of construction; what ranks have besides replica 0 stays as it is.
-"""
+"""What is made in a strategy's scope: modules are remembered, optimizers are distributed, and both are mirrored."""
 
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Generic, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import BatchNorm1d, BatchNorm2d, BatchNorm3d
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hvdlite.core.errors import MismatchError
 from hvdlite.core.process_set import ProcessSet
+from hvdlite.training.mirroring import MirrorSchedule, TensorKind, agreed_names, matching_tensors
+from hvdlite.training.scopes import LivingObjects
 from hvdlite_torch.backward import BackwardHooks
 from hvdlite_torch.compression import Compressor
 from hvdlite_torch.copying import ModuleHook
 from hvdlite_torch.foreign_optimizers import refuse_foreign_optimizers
 from hvdlite_torch.gradient_weights import GradientWeight
-from hvdlite_torch.optimizer import Distributed, DistributedOptimizer, is_distributed
-from hvdlite_torch.replica import Replica
-from hvdlite_torch.state import load_exactly
+from hvdlite_torch.optimizer import DistributedOptimizer, is_distributed
+from hvdlite_torch.replica_group import TorchReplicaGroup
+from hvdlite_torch.scoped_optimizer import ScopedOptimizer, after_step, before_step, load_from_replica_0
 from hvdlite_torch.step_hooks import once_a_step
 from hvdlite_torch.sync_batch_norm import SyncBatchNorm
-
-Kind = TypeVar("Kind")
 
 
 class ScopeRegistry:
@@ -47,35 +37,26 @@ class ScopeRegistry:
         sync_batch_norm: whether BatchNorm layers become `SyncBatchNorm`.
 
     Attributes:
-        due: whether something is to be mirrored before the next batch or step; the same on all ranks.
-        has_loaded: whether something of the scope has loaded a checkpoint on this rank since the last time.
+        schedule: decides when everything is mirrored.
         weight: of this rank's gradients in the current batch.
-        is_to_be_mirrored: whether this rank wants everything to be mirrored: something has loaded a checkpoint, or a lazy
-            tensor has got its shape, since the last time.
     """
 
-    def __init__(self, replica: Replica, process_set: ProcessSet, *, learning_rate_factor: float, sync_batch_norm: bool,
-                 backward_passes_per_step: int, compression: type[Compressor]) -> None:
-        self.due = self.has_loaded = False
+    def __init__(self, replicas: TorchReplicaGroup, process_set: ProcessSet, *, learning_rate_factor: float,
+                 sync_batch_norm: bool, backward_passes_per_step: int, compression: type[Compressor]) -> None:
+        self._lazy: list[weakref.ref[torch.Tensor]] = []  # had no shape yet when everything was mirrored last
+        self.schedule = MirrorSchedule(replicas, functools.partial(_any_has_its_shape, self._lazy))
         self.learning_rate_factor = learning_rate_factor
-        self._replica, self._process_set = replica, process_set
+        self._replicas, self._process_set = replicas, process_set
         self._sync_batch_norm = sync_batch_norm
         self._passes, self._compression = backward_passes_per_step, compression
-        self._modules: _Living[torch.nn.Module] = _Living()
+        self._modules: LivingObjects[torch.nn.Module] = LivingObjects()
         self._counts: collections.Counter[str] = collections.Counter()
-        self._optimizers: _Living[Any] = _Living()
+        self._optimizers: LivingObjects[Any] = LivingObjects()
         self._owners = WeakTensorKeyDictionary()  # by parameter: a weak reference to the hooks that hand its gradient over
-        self.weight = GradientWeight(replica.runtime)
+        self.weight = GradientWeight(replicas.runtime)
         self._awaiting: list[Any] = []  # hooks on modules whose parameters are to be weighed, and have no shapes yet
-        if replica.size > 1:
+        if replicas.size > 1:
             refuse_foreign_optimizers(self)
-        self._lazy: list[weakref.ref[torch.Tensor]] = []  # had no shape yet when everything was mirrored last
-
-    @property
-    def is_to_be_mirrored(self) -> bool:
-        """See above."""
-        lazy = (reference() for reference in self._lazy)
-        return self.has_loaded or any(tensor is not None and not is_lazy(tensor) for tensor in lazy)
 
     # --- what is made ------------------------------------------------------------------------------------------------
 
@@ -97,28 +78,29 @@ class ScopeRegistry:
             return
         self._convert()
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        names = self._agreed_names(parameters)
+        described = list(zip(self._names(parameters), map(_kind, parameters), strict=True))
+        names = agreed_names(self._replicas, described)
         self.scale(optimizer.param_groups)
-        if not any(other.defaults is optimizer.defaults for _, other in self._optimizers.living()):
+        if not any(other.defaults is optimizer.defaults for _, other in self._optimizers):
             self.scale([optimizer.defaults])
-        number = self._optimizers.count
-        optimizer._registry, optimizer._shared_reducers = self, []  # type: ignore[attr-defined]
-        optimizer._answer, optimizer._number = None, number  # type: ignore[attr-defined]
+        optimizer_id = self._optimizers.count
+        optimizer._scope, optimizer._shared_reducers = self, []  # type: ignore[attr-defined]
+        optimizer._optimizer_id = optimizer_id  # type: ignore[attr-defined]
         DistributedOptimizer(optimizer, list(zip(names, parameters, strict=True)), compression=self._compression,
                              backward_passes_per_step=self._passes, process_set=self._process_set,
-                             _runtime=self._replica.runtime, _label=f"{self._replica.label}.{number}",
+                             _runtime=self._replicas.runtime, _label=f"{self._replicas.label}.{optimizer_id}",
                              _mixin=ScopedOptimizer)
-        optimizer.register_step_pre_hook(once_a_step(_before_step))
-        optimizer.register_step_post_hook(once_a_step(_after_step))
-        self._optimizers.add(f"optimizer{number}", optimizer)
-        self._replica.broadcast_tensors([each.detach() for each in parameters if not is_lazy(each)], "parameters")
-        self.due = True
+        optimizer.register_step_pre_hook(once_a_step(before_step))
+        optimizer.register_step_post_hook(once_a_step(after_step))
+        self._optimizers.add(f"optimizer{optimizer_id}", optimizer)
+        self._replicas.broadcast_tensors([each.detach() for each in parameters if not is_lazy(each)], "parameters")
+        self.schedule.due = True
         self.weigh_anew()
 
     def scale(self, groups: Sequence[dict[str, Any]]) -> None:
         """Multiply the learning rates that parameter groups have, unless another optimizer of the scope has them already."""
         if self.learning_rate_factor != 1:
-            scaled = {id(group) for _, optimizer in self._optimizers.living() for group in optimizer.param_groups}
+            scaled = {id(group) for _, optimizer in self._optimizers for group in optimizer.param_groups}
             for group in groups:
                 if "lr" in group and id(group) not in scaled:
                     group["lr"] = group["lr"] * self.learning_rate_factor
@@ -143,22 +125,6 @@ class ScopeRegistry:
         """Note who hands a parameter's gradient over."""
         self._owners[parameter] = weakref.ref(hooks)
 
-    def _agreed_names(self, parameters: Sequence[torch.Tensor]) -> list[str]:
-        """Return replica 0's names for an optimizer's parameters."""
-        own = list(zip(self._names(parameters), map(_kind, parameters), strict=True))
-        everywhere = self._replica.allgather_object(own, "optimizer")
-        for number, theirs in enumerate(everywhere):
-            first, others = [kind for _, kind in everywhere[0]], [kind for _, kind in theirs]
-            if first != others:
-                index = next((index for index, (one, other) in enumerate(zip(first, others, strict=False)) if one != other),
-                             min(len(first), len(others)))
-                told = [f"'{each[index][0]}', {_told(each[index][1])}" if index < len(each) else "no more"
-                        for each in (everywhere[0], theirs)]
-                raise MismatchError(f"the optimizers that ranks make in the scope differ at parameter {index}: replica 0 "
-                                    f"has {told[0]}, replica {number} {told[1]}; all ranks must make the same ones, in the "
-                                    "same order")
-        return [name for name, _ in everywhere[0]]
-
     def _names(self, parameters: Sequence[torch.Tensor]) -> list[str]:
         """Return parameters' paths in their models, which are made unique where needed."""
         paths: dict[int, tuple[str, str]] = {}
@@ -171,27 +137,9 @@ class ScopeRegistry:
 
     # --- mirroring ---------------------------------------------------------------------------------------------------
 
-    def agree(self) -> None:
-        """Find out whether some rank has loaded a checkpoint; all ranks call this together."""
-        if not self.due:
-            self.due = self._replica.ask("loaded", self.is_to_be_mirrored)()
-
-    def ask(self, optimizer: ScopedOptimizer) -> None:
-        """Begin asking whether some rank has loaded a checkpoint, once for every step of an optimizer."""
-        if optimizer._answer is None:
-            optimizer._answer = self._replica.ask(f"loaded.{optimizer._number}", self.is_to_be_mirrored)
-
-    def agree_in_step(self, optimizer: ScopedOptimizer) -> None:
-        """Mirror when something is due, or when some rank had loaded a checkpoint before it asked; in every step."""
-        self.ask(optimizer)
-        answer, optimizer._answer = optimizer._answer, None
-        assert answer is not None
-        if answer() or self.due:
-            self.mirror()
-
     def mirror_if_due(self) -> None:
         """Mirror what has been made or loaded since the last time, if anything; all ranks call this together."""
-        if self.due:
+        if self.schedule.due:
             self.mirror()
 
     def mirror(self) -> None:
@@ -201,49 +149,30 @@ class ScopeRegistry:
             MismatchError: on all ranks, when a tensor's shape or dtype differs.
         """
         self._convert()
-        if self._replica.size == 1:
-            self.due = self.has_loaded = False
-            return
-        self._mirror_tensors()
-        self.due = self.has_loaded = False  # not before what raises on all ranks
-        known = dict(self._optimizers.living())
-        for name in self._replica.broadcast_object(list(known), "optimizers"):
-            optimizer = known.get(name)
-            state = self._replica.broadcast_structure(None if optimizer is None else optimizer.state_dict(), "state")
-            if optimizer is not None and self._replica.number > 0:
-                _take(optimizer, state)
+        if self._replicas.size > 1:
+            self._mirror_tensors()
+        self.schedule.done()  # not before what raises on all ranks
+        if self._replicas.size > 1:
+            self._mirror_optimizers()
 
     def _mirror_tensors(self) -> None:
-        """Send the tensors that replica 0 knows; elsewhere each is looked for under any of the names it has there."""
-        own = self._tensors()
-        aliases: dict[int, list[str]] = {}
-        for name, tensor in own.items():
-            aliases.setdefault(id(tensor), []).append(name)
-        sent = [own[names[0]].detach() for names in aliases.values() if not is_lazy(own[names[0]])]
-        mine = [(names, *_kind(own[names[0]])[:2], own[names[0]].device.type) for names in aliases.values()
-                 if not is_lazy(own[names[0]])]
-        listed = self._replica.broadcast_object(mine, "mirror")
-        targets, taken, problem = [], set(), ""
-        for names, shape, dtype, device in listed:
-            found = next((own[name] for name in names if name in own and id(own[name]) not in taken), None)
-            if found is None:
-                targets.append(torch.empty(shape, dtype=getattr(torch, dtype), device=device))
-                continue
-            taken.add(id(found))
-            targets.append(found.detach())
-            if _kind(found)[:2] != (shape, dtype):
-                problem = problem or (f"'{names[0]}' is {_told((shape, dtype, True))} on replica 0 and "
-                                      f"{_told((*_kind(found)[:2], True))} on replica {self._replica.number}")
-        problems = [text for text in self._replica.allgather_object(problem, "problems") if text]
-        if problems:
-            raise MismatchError(f"{problems[0]}; all ranks must make the same modules in the scope, in the same order")
-        self._replica.broadcast_tensors(targets if self._replica.number else sent, "tensors")
-        self._lazy = [weakref.ref(tensor) for tensor in own.values() if is_lazy(tensor)]
+        named = self._tensors()
+        tensors = matching_tensors(self._replicas, named, _kind, _make)
+        self._replicas.broadcast_tensors([tensor.detach() for tensor in tensors], "tensors")
+        self._lazy[:] = [weakref.ref(tensor) for tensor in named.values() if is_lazy(tensor)]
+
+    def _mirror_optimizers(self) -> None:
+        known = dict(self._optimizers)
+        for name in self._replicas.broadcast_object(list(known), "optimizers"):
+            optimizer = known.get(name)
+            state = self._replicas.broadcast_structure(None if optimizer is None else optimizer.state_dict(), "state")
+            if optimizer is not None and self._replicas.replica_id > 0:
+                load_from_replica_0(optimizer, state)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Return what is to be mirrored, by name; a tensor has as many names as there are ways to it."""
         named: dict[str, torch.Tensor] = {}
-        for name, optimizer in self._optimizers.living():
+        for name, optimizer in self._optimizers:
             for group, settings in enumerate(optimizer.param_groups):
                 named.update((f"{name}.{group}.{index}", each) for index, each in enumerate(settings["params"]))
         modules = list(self._living_modules())
@@ -257,7 +186,7 @@ class ScopeRegistry:
         return {name: tensor for name, tensor in named.items() if tensor.device.type != "meta"}
 
     def _living_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        return ((name, module) for name, module in self._modules.living() if hasattr(module, "_parameters"))
+        return ((name, module) for name, module in self._modules if hasattr(module, "_parameters"))
 
     def _convert(self) -> None:
         """Make BatchNorm layers synchronise, in place, so that whoever has one keeps it."""
@@ -283,7 +212,7 @@ class ScopeRegistry:
 
     def weigh_anew(self) -> None:
         """Let the weight be that of all parameters there are: frozen ones may be trained, lazy ones get shapes."""
-        optimizers = [optimizer for _, optimizer in self._optimizers.living()]
+        optimizers = [optimizer for _, optimizer in self._optimizers]
         for optimizer in optimizers:
             optimizer._hooks.own_weight = self.weight.value
         for hook in self._awaiting:
@@ -299,135 +228,6 @@ class ScopeRegistry:
                               if any(id(parameter) in lazy for parameter in module._parameters.values())]
 
 
-class ScopedOptimizer:
-    """Mixed into an optimizer that is made in a scope, before what `DistributedOptimizer` mixes in."""
-
-    _registry: ScopeRegistry
-    _shared_reducers: list[BackwardHooks]  # of other optimizers, which reduce gradients for this one
-    _answer: Callable[[], bool] | None  # of the ranks that were asked for the next step; see `ScopeRegistry.ask`
-    _number: int  # among the optimizers of the scope
-    _hooks: BackwardHooks
-    _active: bool
-
-    def _watch(self, parameter: torch.Tensor) -> None:
-        owner = self._registry.owner(parameter)
-        if self._active:
-            _ask_in_backward(self, owner or self._hooks)
-        if owner is not None and owner is not self._hooks:
-            if owner not in self._shared_reducers:
-                self._shared_reducers.append(owner)
-        elif self._active:
-            super()._watch(parameter)  # type: ignore[misc]
-            self._registry.own(parameter, self._hooks)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Like the base class's; the new parameters are mirrored before the next step, and reduced. Call it on all ranks."""
-        self._registry.scale([param_group])
-        self._registry.due = True
-        super().add_param_group(param_group)  # type: ignore[misc]
-        self._registry.weigh_anew()
-
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Like the base class's, whose arguments it takes; reductions under way are completed first."""
-        for hooks in self._shared_reducers:
-            hooks.cleared()
-        super().zero_grad(*args, **kwargs)  # type: ignore[misc]
-
-    def _sources(self) -> Sequence[BackwardHooks]:
-        return [*super()._sources(), *self._shared_reducers]  # type: ignore[misc]
-
-    def _loss_weight(self) -> float:
-        return self._registry.weight.value
-
-    def join(self, *models: torch.nn.Module, **settings: Any) -> AbstractContextManager[Any]:
-        """Like the base class's; what is due is mirrored before, because a rank may have no batch and take no step."""
-        self._registry.agree()
-        self._registry.mirror_if_due()
-        joining: AbstractContextManager[Any] = super().join(*models, **settings)  # type: ignore[misc]
-        return joining
-
-    def no_sync(self) -> AbstractContextManager[Any]:
-        """Accumulate gradients locally; the first backward pass after it reduces the sums."""
-        stack = ExitStack()
-        stack.enter_context(super().no_sync())  # type: ignore[misc]
-        for hooks in self._shared_reducers:
-            stack.enter_context(hooks.reducer.suspended())
-        return stack
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Like the base class's, into the dicts and lists there are; everything is mirrored before the next step."""
-        self._registry.has_loaded = True
-        for hooks in self._shared_reducers:
-            hooks.cleared()
-        return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what `load_state_dict` has made; optimizers around this one hold on to its dicts and lists."""
-        if state.keys() == {"state", "param_groups"} and "param_groups" in self.__dict__:
-            groups, tensors = self.__dict__["param_groups"], self.__dict__["state"]
-            for group, loaded in zip(groups, state["param_groups"], strict=True):
-                group.clear()
-                group.update(loaded)
-            tensors.clear()
-            tensors.update(state["state"])
-            state = {"state": tensors, "param_groups": groups}
-        super().__setstate__(state)  # type: ignore[misc]
-
-
-class _Living(Generic[Kind]):
-    """The living objects of a scope, in order, with names.
-
-    Attributes:
-        count: of all that were ever made.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._entries: dict[int, tuple[str, weakref.ref[Kind]]] = {}
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def add(self, name: str, value: Kind) -> None:
-        """Remember it until it is gone."""
-        entries, number = self._entries, self.count
-        entries[number] = name, weakref.ref(value, lambda gone: _forget(entries, number))
-        self.count += 1
-
-    def living(self) -> Iterator[tuple[str, Kind]]:
-        """Return what is alive."""
-        for name, reference in list(self._entries.values()):
-            value = reference()
-            if value is not None:
-                yield name, value
-
-
-def _forget(entries: dict[int, Any], number: int) -> None:
-    entries.pop(number, None)
-
-
-class _Asking:
-    """Questions to the other ranks, sent at the beginning of a backward pass, so that the step does not wait for answers.
-
-    Args:
-        optimizers: whose gradients are computed in it.
-    """
-
-    def __init__(self, optimizers: weakref.WeakSet[ScopedOptimizer]) -> None:
-        self.optimizers = optimizers
-
-    def __call__(self) -> bool:
-        for optimizer in self.optimizers:
-            optimizer._registry.ask(optimizer)
-        return True
-
-
-def _ask_in_backward(optimizer: ScopedOptimizer, hooks: BackwardHooks) -> None:
-    if not isinstance(hooks.on_begin, _Asking):
-        hooks.on_begin = _Asking(weakref.WeakSet())
-    hooks.on_begin.optimizers.add(optimizer)
-
-
 class _Reloaded(ModuleHook):
     """A hook that reports that a module has loaded a checkpoint; copies of the module do not report."""
 
@@ -435,7 +235,7 @@ class _Reloaded(ModuleHook):
         self._registry = registry  # lives as long as what was made in the scope, which a strategy need not
 
     def __call__(self, module: torch.nn.Module, keys: Any) -> None:
-        self._registry.has_loaded = True
+        self._registry.schedule.has_loaded = True
 
 
 class _Materialized(ModuleHook):
@@ -448,27 +248,15 @@ class _Materialized(ModuleHook):
         self._registry.weigh_anew()
 
 
-def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    assert isinstance(optimizer, ScopedOptimizer) and isinstance(optimizer, Distributed)
-    optimizer._registry.agree_in_step(optimizer)
+def _any_has_its_shape(tensors: Sequence[weakref.ref[torch.Tensor]]) -> bool:
+    return any(tensor is not None and not is_lazy(tensor) for tensor in (reference() for reference in tensors))
 
 
-def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    assert isinstance(optimizer, ScopedOptimizer)
-    for hooks in optimizer._shared_reducers:
-        hooks.stepped()
+def _kind(tensor: torch.Tensor) -> TensorKind:
+    return TensorKind(None if is_lazy(tensor) else tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."),
+                      tensor.requires_grad, tensor.device.type)
 
 
-def _take(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load replica 0's state dict, without telling anybody."""
-    load_exactly(optimizer, state, super(Distributed, optimizer).load_state_dict)  # type: ignore[misc]
-
-
-def _kind(tensor: torch.Tensor) -> tuple[tuple[int, ...], str, bool]:
-    """Return what must be equal on all ranks: shape, dtype, and whether it is trained."""
-    return () if is_lazy(tensor) else tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad
-
-
-def _told(kind: tuple[tuple[int, ...], str, bool]) -> str:
-    shape, dtype, is_trained = kind
-    return f"{dtype} {list(shape)}{'' if is_trained else ' (frozen)'}"
+def _make(kind: TensorKind) -> torch.Tensor:
+    assert kind.shape is not None
+    return torch.empty(kind.shape, dtype=getattr(torch, kind.dtype), device=kind.device)

@@ -1,4 +1,4 @@
-"""The launcher's hand on another host: obeys orders from standard input, tells events on standard output.
+"""The agent on another host: takes messages of the launcher on standard input, sends events on standard output.
 
 Rules
 - The launcher's end, a cut link (no order, not even a ping, for `SILENCE` seconds) and an `Stop` order all end the job here:

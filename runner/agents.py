@@ -1,4 +1,4 @@
-"""The agents of a job's other hosts: reached and checked in parallel, asked questions, told to end."""
+"""The agents of all other hosts, as the launcher sees them: started, checked and asked in parallel, and ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which hosts and slots has a scheduler given us? A scheduler is a row of a table. Pure: environment in, hosts out."""
+"""The hosts and slots of a scheduler's allocation: a table with a row per scheduler. Pure: environment in, hosts out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hvdrun -np N [options] command ...`"""
+"""The entry point of `hvdrun`: options become a job, a report or a check."""
 
 from __future__ import annotations
 

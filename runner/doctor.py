@@ -1,4 +1,4 @@
-"""`hvdrun --doctor`: what is wrong with a host, an interface, ssh or a library, one line each; then the facts."""
+"""`hvdrun --doctor`: problems of hosts, interfaces, ssh and libraries, one line each, and then the facts."""
 
 from __future__ import annotations
 

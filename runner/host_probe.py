@@ -1,4 +1,4 @@
-"""What can be found out about a host and the way to others: addresses, routes, reachable ports, speed, limits.
+"""Measurements on a host: addresses, routes, reachable ports, bandwidth, limits.
 
 Addresses follow from routes, never from names of interfaces: which of ours would the kernel use to reach that host?
 """

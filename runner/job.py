@@ -1,4 +1,4 @@
-"""Run a job: start the ranks, show what they write, notice how they end, and end the rest.
+"""The run of a job: start the ranks, show their output, notice their end, and end the others.
 
 One loop over the pipes and pidfds of this host's ranks and the links to other hosts; nothing polls while nothing happens.
 How ranks are ended after a failure or the user's signal: `termination.py`.

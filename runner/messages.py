@@ -1,4 +1,4 @@
-"""What a launcher and the worker groups of its hosts say to each other; on another host, in frames over a remote shell.
+"""The messages between the launcher and worker groups; to other hosts they travel in frames over a remote shell.
 
     MAGIC | frame | frame | ...        a frame: length (4 bytes) | MessagePack
 

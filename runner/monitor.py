@@ -1,4 +1,4 @@
-"""`hvdrun --monitor`: a table of the ranks, renewed every second. Also what `--scaling` measures by."""
+"""`hvdrun --monitor`: a table of the ranks, updated every second. `--scaling` uses its measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hvdrun --mpi`: let an MPI library's own launcher start the ranks. Pure, but for `flavour_of`.
+"""`hvdrun --mpi`: the command line of an MPI library's launcher. Pure, except `flavour_of`.
 
 Values never stand on its command line, only names of variables: Open MPI and MPICH forward those themselves.
 """

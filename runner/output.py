@@ -1,4 +1,4 @@
-"""Many ranks' output on one console: whole lines, prefixed, never torn. Pure but for one `write`."""
+"""The output of many ranks on one console: whole lines, with prefixes. Pure, except one `write`."""
 
 from __future__ import annotations
 

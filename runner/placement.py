@@ -1,4 +1,4 @@
-"""Which rank runs where. Pure, but for `is_local`, which asks the resolver."""
+"""The placement of ranks on hosts. Pure, except `is_local`, which calls the resolver."""
 
 from __future__ import annotations
 

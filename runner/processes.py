@@ -1,4 +1,4 @@
-"""A rank's process: started in a session of its own, ended with everything it started.
+"""The process of a rank: started in its own session, and ended with all its descendants.
 
 A rank is not reaped before the job is over: until then its process id names it, its group and its session, and cannot
 become somebody else's.

@@ -1,4 +1,4 @@
-"""Ends a job whose launcher was killed. Run by path, with the standard library only, so it starts in milliseconds.
+"""The reaper ends a job whose launcher was killed. It uses the standard library only, so it starts in milliseconds.
 
     python reaper.py JOB_DIRECTORY MARK
 

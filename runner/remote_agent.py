@@ -1,4 +1,4 @@
-"""The worker group of another host, as the launcher sees it: a remote shell's process with an agent behind it."""
+"""The worker group of another host, as the launcher sees it: a remote shell with an agent behind it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hvdrun --report`: ask a running job of this host who waits for whom."""
+"""`hvdrun --report`: ask a running job on this host for a stall report."""
 
 from __future__ import annotations
 

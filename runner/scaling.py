@@ -1,4 +1,4 @@
-"""`hvdrun --scaling` and `--sweep`: the same script at several sizes, or with several values of an option, compared.
+"""`hvdrun --scaling` and `--sweep`: runs with several numbers of ranks, or several values of an option, compared.
 
 Throughput is what the ranks themselves count (`hvd.record_step(samples)`, else optimizer steps), summed over ranks, in
 undisturbed steps: without the first few, and without pauses for evaluation or checkpoints.

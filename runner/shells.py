@@ -1,4 +1,4 @@
-"""How the launcher gets to another host: ssh, srun inside a Slurm allocation, or a program like ssh. Pure.
+"""The remote shells by which the launcher reaches other hosts: ssh, srun, or a program like ssh. Pure.
 
 The command line on the other host contains no secrets: the program (`agent_bootstrap.py`), the environment and the job's key
 are sent over standard input.

@@ -1,4 +1,4 @@
-"""The ranks of one host: started, listened to, and ended with everything they started.
+"""The ranks of one host: started, read and ended together.
 
 The launcher has one for its own host; on every other host an agent (`agent.py`) has one. Neither polls: the owner's
 selector wakes for the ranks' pipes and pidfds, and what happens is told as events (`messages.py`).

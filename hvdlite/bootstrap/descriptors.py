@@ -1,4 +1,4 @@
-"""Pass open file descriptors from the first rank of a host to its other ranks, over a short-lived Unix socket.
+"""Passing open file descriptors from the first rank of a host to its other ranks, over a short-lived Unix socket.
 
 A receiver acknowledges every message, so that few descriptors are in flight at a time: the system limits the descriptors in
 flight of one user to the number that the sender may have open.

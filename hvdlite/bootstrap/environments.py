@@ -1,4 +1,4 @@
-"""Launch environments: a table of the variables that each launcher sets; the first row whose variables are set applies.
+"""Launch environments: the table of the variables that each launcher sets; the first row whose variables are set applies.
 
 | row | set by | across hosts |
 |---|---|---|
@@ -243,4 +243,4 @@ def check_directory(path: str, *, make: bool = False) -> None:
         raise LaunchError(f"{contract.JOB_DIRECTORY}={path}: {error.strerror}") from None
     if status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise LaunchError(f"{path} must belong to user {os.geteuid()} and have mode 0700, because a user who can enter it "
-                          f"connect to the job (owner {status.st_uid}, mode {status.st_mode & 0o777:04o})")
+                          f"can connect to the job (owner {status.st_uid}, mode {status.st_mode & 0o777:04o})")

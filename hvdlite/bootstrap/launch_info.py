@@ -1,4 +1,4 @@
-"""How this process enters a job: by its environment, over MPI, or as a member of what was given to `init`."""
+"""The rank, size and job of this process: from its environment, over MPI, or from the `comm` that is passed to `init`."""
 
 from __future__ import annotations
 

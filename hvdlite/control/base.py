@@ -1,4 +1,4 @@
-"""The control plane's contract: small messages between rank 0 and the others, and one place to wait.
+"""The interface of the control plane: small messages between rank 0 and the other ranks, and one blocking wait.
 
 On several hosts the first rank of each, its leader, speaks with rank 0, and the others of that host with their leader.
 

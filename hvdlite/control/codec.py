@@ -1,4 +1,4 @@
-"""Messages to bytes and back: MessagePack through msgspec, validated against the declared types; never pickle."""
+"""Encoding messages as MessagePack with msgspec, and decoding them with validation of types; never pickle."""
 
 from __future__ import annotations
 

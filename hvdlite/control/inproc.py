@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: the control plane of rung-2 tests. No sockets, no encoding."""
+"""The control plane between threads of one process, for tests: no sockets, no encoding."""
 
 from __future__ import annotations
 

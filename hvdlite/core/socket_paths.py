@@ -1,4 +1,4 @@
-"""Unix sockets: in directories with long names (a path has at most 107 bytes), and whose process is at the other end."""
+"""Unix sockets in directories with long names (a path has at most 107 bytes), and the user id of the peer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reports on demand: rank 0 answers whoever of this user connects to a Unix socket in the job's directory."""
+"""The server of stall reports on rank 0: a Unix socket in the job's directory, for processes of the same user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Detecting ranks that hold up the others (docs/protocol.md#silence).
+"""Detection of stalled tensors, silent ranks and circular waits (docs/protocol.md#silence).
 
 While a tensor waits for some ranks, rank 0's `StallInspector` asks these ranks for their status now and then. A rank that
 answers is slow: it is reported when the warning time has passed. A rank that does not answer within seconds is stopped, or

@@ -1,4 +1,4 @@
-"""What a rank does about decisions: complete entries, move bytes, learn layouts, change process sets."""
+"""Execution of decisions on a rank: run plans, complete entries, learn layouts, change process sets."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class Execution:
         devices: the plane for tensors on GPUs, if there is one.
         wait_until: lets the planes wait.
         free: makes an entry's name usable again; called before its handle is completed.
-        abandon: gives up a layout on all ranks.
+        mark_stale: ends a layout on all ranks.
         start_anew: all ranks have joined.
     """
 
     def __init__(self, rank: int, size: int, plane: Plane, recorder: FlightRecorder, clock: Callable[[], float], *,
                  devices: DevicePlane | None, wait_until: WaitUntil, free: Callable[[Entry], None],
-                 abandon: Callable[[int], None], start_anew: Callable[[], None]) -> None:
+                 mark_stale: Callable[[int], None], start_anew: Callable[[], None]) -> None:
         self.process_sets = ProcessSetTable(size)
         self.layouts: dict[str, LearnedLayout] = {}
         self.partners: tuple[int, ...] = ()
@@ -52,7 +52,7 @@ class Execution:
         self._devices = devices
         if devices is not None:
             devices.add_process_set(GLOBAL_PROCESS_SET_ID, self.process_sets[GLOBAL_PROCESS_SET_ID])
-        self._wait_until, self._free, self._abandon, self._start_anew = wait_until, free, abandon, start_anew
+        self._wait_until, self._free, self._mark_stale, self._start_anew = wait_until, free, mark_stale, start_anew
         self._entries: dict[tuple[int, str], Entry] = {}  # handed in and not completed; likewise below
         self._buckets: dict[int, BucketEntry] = {}
         self._plans: defaultdict[int, int] = defaultdict(int)  # by process set
@@ -169,7 +169,7 @@ class Execution:
                 buffers[device] = buffer
         except MemoryError as error:
             _log.warning("rank %d: '%s' goes on without learned buckets: %s", self._rank, layout.label, error)
-            self._abandon(layout.layout_id)
+            self._mark_stale(layout.layout_id)
             return
         self.layouts[layout.label] = LearnedLayout(layout, buffers)
 

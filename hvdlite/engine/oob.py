@@ -1,4 +1,4 @@
-"""How planes of different ranks exchange the few bytes by which they connect: through rank 0, signed like all messages.
+"""Out-of-band messages: the few bytes by which planes of different ranks connect, exchanged through rank 0.
 
 A plane connects in the middle of a plan, or in a library's thread while this rank waits in one. What a rank publishes stays
 at the coordinator until another fetches it, so a text travels only between ranks that connect. What all ranks of a process

@@ -1,4 +1,4 @@
-"""One rank's learned buckets: where their members lie in this rank's memory, and what waits for them."""
+"""Learned buckets on one rank: the memory of their members, and the entries of buckets that are reported."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class BucketHandle(Handle):
 
     Attributes:
         parts: after completion, its members' own handles when they are answered one by one, else empty.
-        nobody: after completion, the indices of members to which no rank contributed.
+        globally_unused: after completion, the indices of members to which no rank contributed.
     """
 
-    __slots__ = ("nobody", "parts")
+    __slots__ = ("globally_unused", "parts")
 
     def __init__(self, name: str, sleepers: Sleepers, waits_for: Wait) -> None:
         super().__init__(name, sleepers, waits_for)
         self.parts: tuple[Handle, ...] = ()
-        self.nobody: frozenset[int] = frozenset()
+        self.globally_unused: frozenset[int] = frozenset()
 
 
 class LearnedBucket:
@@ -123,7 +123,7 @@ class BucketEntry:
 
     def complete(self, release: BucketRelease, completion: Completion | None) -> None:
         """The bucket is reduced; on a GPU, after `completion`."""
-        self.handle.nobody, self.handle.behind = frozenset(release.nobody), release.behind
+        self.handle.globally_unused, self.handle.behind = frozenset(release.globally_unused), release.ranks_in_step
         if completion is not None:
             completion = completion.for_entry(self.bucket)
         if not self._abandoned:

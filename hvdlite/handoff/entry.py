@@ -1,4 +1,4 @@
-"""A call between the user's thread and the background thread."""
+"""Entries: a call between the user's thread and the background thread, with its request, memory and handle."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Entry:
         if completion is not None:
             completion = completion.for_entry((self.sources, self.outputs))
         if not self._abandoned:
-            self.handle.behind, self.handle.rows = response.behind, response.rows
+            self.handle.behind, self.handle.rows = response.ranks_in_step, response.rows
             self.handle._complete(self._result, response.contributors, completion)
 
     def fail(self, error: Exception) -> None:

@@ -1,4 +1,4 @@
-"""Memory order between the ranks of a host on machines that reorder stores (docs/decisions/0021).
+"""The fence: memory order between the ranks of a host, on machines that reorder stores (docs/protocol.md#memory-order).
 
 On x86, stores become visible in program order, and loads execute in program order. Other machines (aarch64) guarantee
 neither, and Python has no fence instruction. A `Fence` uses a kernel lock instead: every call locks and unlocks the same

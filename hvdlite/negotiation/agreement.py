@@ -1,4 +1,4 @@
-"""Do the ranks mean the same thing by one name? Pure comparison, and the sentence that explains a disagreement."""
+"""The check that ranks agree about a tensor, and the text that explains a disagreement. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Learned buckets at the coordinator: from a round of single tensors to one id per bucket, and back. Pure.
+"""Learned buckets at the coordinator: layouts planned from a round of single tensors, one id per bucket. Pure.
 
 The life of a declared set
     LEARNING   its members are reported one by one; when every rank has finished the round, the order in which they became
@@ -23,7 +23,7 @@ Rules (docs/protocol.md#learning, #rounds, #layouts, #join)
 - A set that a rank has dropped (`Retired`: its optimizer is gone) ends its layout and learns no other, because no round can
   become complete. When all ranks have dropped it, it is forgotten; its label is never used again.
 - Nothing is learned from a round of which a part went by bucket, or was refused, or in which a rank had joined.
-- A member that was sparse once on some rank goes by itself for ever. Layouts name such members (`Layout.alone`).
+- A member that was sparse once on some rank goes by itself for ever. Layouts name such members (`Layout.unbucketed`).
 - A set that keeps going stale is learned again ever more rarely: after 1, 2, 4, ... complete rounds. A layout that was in
   use for long does not count.
 """
@@ -39,7 +39,7 @@ from hvdlite.core.array import ALIGNMENT, GPU_ALIGNMENT, SUPPORTED_DTYPES
 from hvdlite.core.device import CPU
 from hvdlite.core.errors import ProtocolError
 from hvdlite.core.types import Collective
-from hvdlite.negotiation.fusion import behind, fusion_key, payload_bytes, response_to
+from hvdlite.negotiation.fusion import fusion_key, payload_bytes, ranks_in_step, response_to
 from hvdlite.negotiation.messages import Bucket, BucketReady, BucketRelease, Layout, Request, Response, Retired, RoundDone
 from hvdlite.negotiation.process_sets import ProcessSetTable
 from hvdlite.negotiation.requests import Ranks, first_of, grouped
@@ -132,9 +132,9 @@ def _bucket(number: int, members: Sequence[Request], ranks: Ranks) -> Bucket:
 
 def expand(bucket: Bucket, ready: BucketReady) -> Iterator[Request]:
     """Yield the requests that a reported bucket stands for."""
-    missing = frozenset(ready.missing)
+    unused = frozenset(ready.unused)
     for index, member in enumerate(bucket.members):
-        yield msgspec.structs.replace(member, absent=index in missing, round_id=ready.round_id, step=ready.step,
+        yield msgspec.structs.replace(member, absent=index in unused, round_id=ready.round_id, step=ready.step,
                                       in_step=ready.in_step)
 
 
@@ -326,12 +326,12 @@ class DeclaredSets:
         self._sets[layout.label].by_bucket = ready.round_id
         in_step: tuple[int, ...] = ()
         if waiting.in_step:
-            in_step = behind({rank: other.in_step for those, other in waiting.reported.items() for rank in those})
-        nobody: tuple[int, ...] = ()
-        if ready.missing:
-            common = set(ready.missing).intersection(*(other.missing for other in waiting.reported.values()))
-            nobody = tuple(sorted(common))
-        return BucketRelease(ready.bucket_id, nobody, in_step), [], ranks, done
+            in_step = ranks_in_step({rank: other.in_step for those, other in waiting.reported.items() for rank in those})
+        globally_unused: tuple[int, ...] = ()
+        if ready.unused:
+            common = set(ready.unused).intersection(*(other.unused for other in waiting.reported.values()))
+            globally_unused = tuple(sorted(common))
+        return BucketRelease(ready.bucket_id, globally_unused, in_step), [], ranks, done
 
     def out_of_step(self, ready: BucketReady) -> int | None:
         """Return the layout of a bucket that others have reported between other steps of the optimizer, or None."""

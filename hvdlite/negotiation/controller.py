@@ -1,4 +1,4 @@
-"""Every rank's role: collect what became ready here into reports, and follow decisions. Pure, like the coordinator.
+"""The controller, every rank's role: collect this rank's requests into reports, and check decisions. Pure.
 
 Rules (docs/protocol.md#decisions)
 - Decisions are applied in sequence; a gap or a repetition is an error, never skipped.
@@ -122,7 +122,7 @@ class Controller:
         self._items.append(message)
         self._unsaid = True
 
-    def abandon(self, layout: int) -> None:
+    def mark_stale(self, layout: int) -> None:
         """A layout does not describe this rank's set any more."""
         if layout in self._layouts:
             self._items.append(LayoutStale(layout))

@@ -1,4 +1,4 @@
-"""Rank 0's role: turn reports into decisions. Pure: no sockets, threads, clock or environment.
+"""The coordinator, rank 0's role: turn reports into decisions. Pure: no sockets, threads, clock or environment.
 
 Rules (docs/protocol.md#decisions, #report-order, #agreement, #join)
 - A tensor is answered exactly once, when every rank has reported it: with an operation, or with an error for all.

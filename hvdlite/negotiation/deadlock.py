@@ -1,4 +1,4 @@
-"""Detecting ranks that wait for each other in a circle (docs/protocol.md#circular-waits). Pure.
+"""Detection of ranks that wait for each other in a circle (docs/protocol.md#circular-waits). Pure.
 
 A rank whose threads are all blocked goes on when one of its waits ends, and a wait ends when every rank has handed in what
 it is for. So a rank is stuck when each of its waits needs a rank that is stuck. Ranks tell of their long waits (`Blocked`).

@@ -1,4 +1,4 @@
-"""A host leader's role: let a host speak to the coordinator with one voice. Pure.
+"""The leader, a role of one rank per host: merge the reports of the host's ranks for the coordinator. Pure.
 
 What all ranks of the host say alike goes up once: buckets that are ready on all of them, rounds that all of them finished,
 equal requests for a tensor. Everything else passes through, rank by rank. So in steady state the coordinator's work for a
@@ -276,8 +276,8 @@ class Leader:
         del self._held[ready.bucket_id]
         if any((other.step, other.in_step) != (ready.step, ready.in_step) for other in held.values()):
             return [self._alone(each, [_open_ended(other)]) for each, other in held.items()]
-        missing = set(ready.missing).intersection(*(other.missing for other in held.values())) if ready.missing else ()
-        return (msgspec.structs.replace(ready, missing=tuple(sorted(missing)), ends_round=False),)
+        unused = set(ready.unused).intersection(*(other.unused for other in held.values())) if ready.unused else ()
+        return (msgspec.structs.replace(ready, unused=tuple(sorted(unused)), ends_round=False),)
 
     def _count(self, process_set_id: int) -> int:
         """Return how many of the host's ranks belong to a process set."""

@@ -1,4 +1,4 @@
-"""What ranks say to each other. These structures *are* the protocol; the control plane only carries them.
+"""The messages between ranks. These structures *are* the protocol; the control plane only carries them.
 
 A rank sends a `Report` when it has something to say; the coordinator answers with `Decision`s, which every rank applies
 in the same order. Everything that changes shared state travels in a decision.
@@ -73,7 +73,7 @@ class BucketReady(Message, frozen=True, tag=2):
 
     bucket_id: int
     round_id: int  # of the declared set, as in `Request`
-    missing: tuple[int, ...] = ()  # indices of members without a gradient here; their places hold the op's identity
+    unused: tuple[int, ...] = ()  # indices of members without a gradient here; their places hold the op's identity
     ends_round: bool = False  # it was the set's last bucket of the round on this rank
     step: int = 0  # likewise
     in_step: bool = False  # likewise
@@ -201,7 +201,7 @@ class HostReport(Message, frozen=True):
 
     applied: int  # the least of its ranks
     # In the order in which it was said; what several ranks said stands where the last of them said it. A bucket or a
-    # finished round is of all ranks of the host in the process set; a bucket's `missing` is what all of them miss.
+    # finished round is of all ranks of the host in the process set; a bucket's `unused` is what is unused on all of them.
     items: tuple[RankReport | MergedRequests | BucketReady | RoundDone, ...] = ()
     lost: tuple[tuple[int, str], ...] = ()  # ranks whose end it has seen, and what it saw
 
@@ -238,7 +238,8 @@ class Response(Message, frozen=True):
     error_text: str = ""
     result: bytes | None = None  # eager lane: the result itself
     device: str = "cpu"  # where the tensors are, as in the requests
-    behind: tuple[int, ...] = ()  # of a declared set: ranks that took part from within their step, when others did not
+    # Of a declared set: ranks that took part from within their step, when others did not
+    ranks_in_step: tuple[int, ...] = ()
 
 
 class Bucket(Message, frozen=True):
@@ -258,15 +259,15 @@ class Layout(Message, frozen=True):
     label: str
     first_round: int  # the set's first round that is reported by bucket
     buckets: tuple[Bucket, ...]
-    alone: tuple[str, ...] = ()  # members that always go by themselves: they were sparse once, on some rank
+    unbucketed: tuple[str, ...] = ()  # members that always go by themselves: they were sparse once, on some rank
 
 
 class BucketRelease(Message, frozen=True):
     """All ranks reported a bucket: reduce it."""
 
     bucket_id: int
-    nobody: tuple[int, ...] = ()  # members to which no rank contributed; they keep what they have
-    behind: tuple[int, ...] = ()  # as in `Response`
+    globally_unused: tuple[int, ...] = ()  # members to which no rank contributed; they keep what they have
+    ranks_in_step: tuple[int, ...] = ()  # as in `Response`
 
 
 class Decision(Message, frozen=True):

@@ -1,4 +1,4 @@
-"""Who has reported which tensor, and which tensors are ready everywhere."""
+"""The readiness table: which ranks have reported which tensor, and which tensors are ready on all ranks. Pure."""
 
 from __future__ import annotations
 

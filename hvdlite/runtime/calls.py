@@ -1,4 +1,4 @@
-"""The calls a rank can make, checked where they are made; each becomes an entry."""
+"""The collectives of the runtime: each call is checked, and becomes an entry for the background thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What reducers of gradients hand in: rounds of declared sets, member by member or in learned buckets."""
+"""The calls of gradient reducers: rounds of declared sets, member by member or in learned buckets."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class DeclaredSets(Calls):
         """All members of a set's round are submitted by this rank; not needed when a bucket said so."""
         self._hand_in(RoundDone(label, number, process_set))
 
-    def abandon(self, layout: Layout) -> None:
+    def mark_stale(self, layout: Layout) -> None:
         """A layout does not describe this rank's set any more: end it on all ranks."""
         self._hand_in(LayoutStale(layout.layout_id))
 

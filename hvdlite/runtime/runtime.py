@@ -113,7 +113,7 @@ class Runtime(DeclaredSets):
         self._names_lock = threading.Lock()
         self._recorder = FlightRecorder(world.rank, plane.name, clock)
         self._work = Execution(world.rank, world.size, plane, self._recorder, clock, devices=devices,
-                               wait_until=self._wait_until, free=self._free, abandon=self._controller.abandon,
+                               wait_until=self._wait_until, free=self._free, mark_stale=self._controller.mark_stale,
                                start_anew=self._start_anew)
         self._plane, self._devices = plane, devices
         if devices is not None:
@@ -391,7 +391,7 @@ class Runtime(DeclaredSets):
             case RoundDone():
                 self._controller.round_done(item)
             case LayoutStale(layout):
-                self._controller.abandon(layout)
+                self._controller.mark_stale(layout)
             case Retired():
                 self._controller.retire(item)
             case _:

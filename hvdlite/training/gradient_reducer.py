@@ -430,12 +430,12 @@ class GradientReducer(Generic[Parameter]):
             return
         if self._bucket_views is None or self._bucket_views.learned is not learned:
             for member in self._members.values():
-                member.sparse = member.sparse or member.name in learned.layout.alone
+                member.sparse = member.sparse or member.name in learned.layout.unbucketed
             self._bucket_views = BucketViews.of(learned, self._framework,
                                        {member.name: member.parameter for member in self._members.values()
                                         if not member.sparse})
         if self._bucket_views is None:
-            self._runtime.abandon(learned.layout)
+            self._runtime.mark_stale(learned.layout)
         else:
             self.by_bucket = True
             closes = not any(member.sparse for member in self._members.values())

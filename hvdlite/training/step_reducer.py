@@ -1,4 +1,4 @@
-"""Reducing the gradients of one step when gradients are values; and weighting ranks by their numbers of samples.
+"""The exchange of one step's gradients that are values, and the weight of each rank by its samples.
 
 A rank's gradients are means over its samples. They are multiplied by the weight samples / reference number before the
 reduction; the weight is reduced with them like another gradient, and the result is divided by its mean. No rank needs to

@@ -1,4 +1,4 @@
-"""What strategies of all frontends have in common: starting ranks from inside a script, and the names of reductions."""
+"""The common part of all frontends' strategies: starting ranks from inside a script, and the names of reductions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each rank's part of the global batches that a model is only applied to: `evaluate`, `predict` and validation.
+"""Each rank's part of the global batches in `evaluate`, `predict` and validation.
 
 Every row is computed by exactly one rank, so that sums over ranks are sums over samples. Steps count global batches.
 

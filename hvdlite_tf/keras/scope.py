@@ -1,4 +1,4 @@
-"""The scope of a `MirroredStrategy`: what is made or compiled inside is distributed.
+"""The scope of a `MirroredStrategy`: models and optimizers that are made or compiled inside are distributed.
 
 Keras' optimizer, layer and variable classes are changed while some thread is inside a scope, and as they were afterwards; on
 threads that are not, they behave as always.

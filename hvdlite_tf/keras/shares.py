@@ -1,4 +1,4 @@
-"""Each rank's rows of the global batches that are given to `fit`; see `applied` for `evaluate` and `predict`.
+"""Each rank's rows of the global batches in `fit`; see `applied` for `evaluate` and `predict`.
 
 Every rank takes a step for every global batch. How many batches there are, and what `steps_per_epoch` counts, is what it is
 in one process.
@@ -15,6 +15,7 @@ import numpy as np
 
 from hvdlite import api
 from hvdlite.core.errors import MismatchError
+from hvdlite.training.replica_group import ReplicaGroup
 from hvdlite.training.shards import shard
 from hvdlite_tf.keras.loading import ENDLESS, Loading
 from hvdlite_tf.keras.order import check_shuffles, follow_rank_0, lineage
@@ -205,11 +206,10 @@ def loaded_shares(loader: Any) -> Callable[[], Iterator[tuple[int, Any]]]:
     """
     from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
     from hvdlite_torch.distributed_loader import source_of
-    from hvdlite_torch.replica import Replica
 
-    replica = Replica(api.runtime(), GLOBAL_PROCESS_SET_ID)
-    shares = source_of(loader, replica)
-    everywhere = replica.allgather_object((shares.facts(), shares.depth), "loader")
+    replicas = ReplicaGroup(api.runtime(), GLOBAL_PROCESS_SET_ID)
+    shares = source_of(loader, replicas)
+    everywhere = replicas.allgather_object((shares.facts(), shares.depth), "loader")
     for rank, (facts, _) in enumerate(everywhere):
         if facts != everywhere[0][0]:
             raise MismatchError(f"ranks have different DataLoaders: {everywhere[0][0]} on rank 0, {facts} on rank {rank}")
@@ -304,7 +304,7 @@ def graph_rows(leaf: Any, rank: int, size: int, *, is_exclusive: bool = False) -
     """Return this rank's rows of a batch whose length is known when the graph runs.
 
     Args:
-        is_exclusive: as `training.shares.part` has it, and not as `training.shares.share`.
+        is_exclusive: as `disjoint_shard` of `training.shards` has it, and not as `shard`.
     """
     import tensorflow as tf
     rows = tf.shape(leaf)[0]

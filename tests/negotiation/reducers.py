@@ -111,10 +111,10 @@ class Reducer:
             case EvictLayout(layout) if layout.label == self.label:
                 self.layout = None if self.layout == layout else self.layout  # it may be the next one
                 self.suspended = None if self.suspended == layout else self.suspended
-            case BucketRelease(bucket, nobody) if bucket in self.definitions:
+            case BucketRelease(bucket, unused) if bucket in self.definitions:
                 response = self.definitions[bucket].response
                 for index, name in enumerate(response.names):
-                    self._answered(name, (ErrorKind.NONE, () if index in nobody else response.contributors))
+                    self._answered(name, (ErrorKind.NONE, () if index in unused else response.contributors))
             case Response(collective=Collective.JOIN):
                 self._go_on()
             case Response(names=names, error=error, contributors=contributors, collective=collective):
@@ -142,10 +142,10 @@ class Reducer:
         self.definitions = {bucket.bucket_id: bucket for bucket in self.layout.buckets} if self.layout else {}
         self.current = self.layout if self.layout and self.layout.first_round <= self.number else None
         if self.current:
-            self.sparse.update(self.current.alone)
+            self.sparse.update(self.current.unbucketed)
             self.home = {member.name: bucket for bucket in self.current.buckets for member in bucket.members}
             if self.home.keys() != now.members.keys() - self.sparse:
-                self.controller.abandon(self.current.layout_id)
+                self.controller.mark_stale(self.current.layout_id)
                 self.current = None
             else:
                 self.by_bucket.add(self.number)
@@ -160,7 +160,7 @@ class Reducer:
         member = next(member for member in bucket.members if member.name == name)
         if member.shape != (self.now.members[name],) or name in self.now.sparse:
             self.broken.add(bucket.bucket_id)
-            self.controller.abandon(self.current.layout_id)
+            self.controller.mark_stale(self.current.layout_id)
             for other in (*filled, name):
                 self._declare(other)
             return
@@ -257,7 +257,7 @@ def _done(instruction: Instruction) -> object:
     """Return what identifies an instruction that moves bytes, on every rank alike; None for others."""
     match instruction:
         case BucketRelease(bucket):
-            return "bucket", bucket, instruction.nobody
+            return "bucket", bucket, instruction.globally_unused
         case Response(error=ErrorKind.NONE) | ParticipateWithoutData(Response()):
             response = instruction.response if isinstance(instruction, ParticipateWithoutData) else instruction
             return response.names, response.round_id

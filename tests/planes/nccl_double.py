@@ -30,16 +30,16 @@ class OnDouble:
 
     def execute(self, plan: Plan, wait_until: WaitUntil) -> None:
         response = msgspec.structs.replace(plan.response, device="cuda")
-        if not self.carries(response):
+        if not self.supports(response):
             pytest.skip(f"NCCL has no {response.collective.name} {response.op.name} of {response.dtype}")
         moved = [lent(array) for array in plan.sources], [lent(array) for array in plan.outputs]
         self.real.execute(Plan(plan.sequence, plan.ranks, response, *moved, plan.buffer_slice, plan.splits),
                           wait_until).wait()
         assert self.gpu.error is None, self.gpu.error
 
-    def carries(self, response: Response) -> bool:
+    def supports(self, response: Response) -> bool:
         op = ReduceOp(response.op) if response.collective in _REDUCTIONS else None
-        return self.real.carries(response.collective, op, response.dtype)
+        return self.real.supports(response.collective, op, response.dtype)
 
     def add_process_set(self, process_set_id: int, ranks: tuple[int, ...]) -> None:
         self.real.add_process_set(process_set_id, ranks)

@@ -21,8 +21,8 @@ from hvdlite.planes.nccl.watcher import CommunicatorRef, abort
 from hvdlite.runtime.runtime import Runtime
 from tests import worlds
 from tests.device_double import CommunicatorDouble, GpuDouble, Gpus, Meetings, NcclErrorDouble
-from tests.planes.test_nccl import allreduce, begun, spin
-from tests.planes.test_nccl import gpus as gpus
+from tests.gpu_worlds import allreduce, begun, spin
+from tests.gpu_worlds import gpus as gpus
 
 SUM, AVERAGE = ReduceOp.SUM, ReduceOp.AVERAGE
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +16,7 @@ from hvdlite.diagnostics import progress
 from hvdlite_runner.messages import ProgressReply
 from hvdlite_runner.monitor import Monitor, rows, sample, stall_lines, text
 from hvdlite_runner.scaling import Throughput, parse_sweep, saturation, scaling_rows
+from tests.worlds import HVDRUN, clean_environment
 
 
 def test_a_ranks_progress_is_read_by_another_process(tmp_path: Path) -> None:
@@ -121,23 +122,10 @@ def test_a_negative_number_of_samples() -> None:
         hvdlite.record_step(-1)
 
 
-SCRIPT = """
-import sys, time
-import numpy as np, hvdlite as hvd
-hvd.init()
-batch = int(sys.argv[sys.argv.index("--batch-size") + 1]) if "--batch-size" in sys.argv else 10
-for step in range(30):
-    hvd.allreduce(np.ones(10), name="x")
-    time.sleep(0.01 + 0.0001 * batch)
-    hvd.record_step(batch)
-"""
-
-
 def hvdrun(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HVDLITE_", "HOROVOD_"))}
-    return subprocess.run([sys.executable, "-m", "hvdlite_runner.cli", *arguments], capture_output=True, text=True,
-                          timeout=100, cwd=tmp_path, env={**environment, "OMP_NUM_THREADS": "1"}, check=False)
+    shutil.copy(Path(__file__).parent / "programs/samples.py", tmp_path / "train.py")
+    return subprocess.run([*HVDRUN, *arguments], capture_output=True, text=True,
+                          timeout=100, cwd=tmp_path, env={**clean_environment(), "OMP_NUM_THREADS": "1"}, check=False)
 
 
 def test_scaling_prints_and_writes_its_table(tmp_path: Path) -> None:

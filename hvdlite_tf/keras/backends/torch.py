@@ -1,4 +1,4 @@
-"""Keras on torch: gradients are reduced by autograd's hooks during the backward pass."""
+"""Keras on torch: autograd's hooks reduce gradients during the backward pass."""
 
 from __future__ import annotations
 

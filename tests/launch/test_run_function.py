@@ -13,8 +13,8 @@ import cloudpickle
 import pytest
 
 import hvdlite
-from hvdlite import run_task
 from hvdlite.core.errors import LaunchError, PeerLostError, ProtocolError
+from hvdlite.launch import run_task
 from hvdlite.launch.run_function import RankTraceback, sign, verified
 from hvdlite_runner.reaper import marked_processes
 

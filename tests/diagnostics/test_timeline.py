@@ -17,6 +17,7 @@ from hvdlite.core.types import ReduceOp
 from hvdlite.diagnostics.timeline import TimelineFile
 from hvdlite.negotiation.messages import TraceEvent
 from hvdlite.runtime.runtime import Runtime
+from tests.diagnostics.programs import timeline as programs
 from tests.worlds import TORCH, Processes, processes, threads
 
 
@@ -93,17 +94,7 @@ def test_phases_of_every_rank_on_one_clock(tmp_path: Path) -> None:
 
 def test_a_timeline_by_knob_holds_buckets_too(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    processes(2, """
-        import torch, hvdlite_torch as hvd
-        hvd.init()
-        model = torch.nn.Linear(10, 10)
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        for _ in range(5):
-            optimizer.zero_grad()
-            model(torch.ones(2, 10)).sum().backward()
-            optimizer.step()
-        hvd.shutdown()
-    """, environment={"HOROVOD_TIMELINE": str(path)}, imported=TORCH)
+    processes(2, programs.a_timeline_by_knob_holds_buckets_too, environment={"HOROVOD_TIMELINE": str(path)}, imported=TORCH)
     found = lanes(path)
     for rank in range(2):
         buckets = [name for each, name in found if each == rank and name.startswith("bucket.")]
@@ -113,13 +104,7 @@ def test_a_timeline_by_knob_holds_buckets_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_job_leaves_valid_json(tmp_path: Path, victim: int) -> None:
     path = tmp_path / "trace.json"
-    with Processes(2, """
-        import numpy as np, hvdlite as hvd
-        hvd.init()
-        print("ready", flush=True)
-        for turn in range(1_000_000):
-            hvd.allreduce(np.ones(10), name=f"x{turn % 50}")
-    """, environment={"HVDLITE_TIMELINE": str(path)}) as world:
+    with Processes(2, programs.a_killed_job_leaves_valid_json, environment={"HVDLITE_TIMELINE": str(path)}) as world:
         world.wait_for(victim, "ready")
         time.sleep(0.5)
         world.kill(victim, signal.SIGKILL)

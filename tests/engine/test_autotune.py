@@ -13,6 +13,7 @@ from hvdlite.core.errors import ConfigError
 from hvdlite.engine.autotune import SAMPLES, SETTLING_ROUNDS, Autotuner
 from hvdlite.negotiation.buckets import BucketSizes
 from hvdlite.negotiation.coordinator import Coordinator, Policy
+from tests.engine.programs import autotune as programs
 from tests.worlds import TORCH, processes
 
 pytest.importorskip("optuna")
@@ -63,17 +64,7 @@ def test_training_goes_on_with_equal_replicas_while_settings_change(tmp_path: Pa
     environment: dict[str, Any] = {
         "HVDLITE_AUTOTUNE": "1", "HVDLITE_AUTOTUNE_LOG_FILE": str(log), "HVDLITE_AUTOTUNE_MAX_SAMPLES": "4",
         "HVDLITE_AUTOTUNE_STEPS_PER_SAMPLE": "2", "HVDLITE_AUTOTUNE_WARMUP_SAMPLES": "0", "HVDLITE_REPLICA_CHECK_STEPS": "5"}
-    processes(2, """
-        import torch, hvdlite_torch as hvd
-        hvd.init()
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(*(torch.nn.Linear(300, 300) for _ in range(8)))
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters())
-        torch.manual_seed(hvd.rank())
-        for _ in range(90):
-            optimizer.zero_grad()
-            model(torch.randn(4, 300)).square().mean().backward()
-            optimizer.step()
-    """, environment=environment, imported=TORCH)
+    processes(2, programs.training_goes_on_with_equal_replicas_while_settings_change, environment=environment,
+              imported=TORCH)
     rows = list(csv.DictReader(log.open()))
     assert len(rows) == 5 and len({row["bucket_size"] for row in rows}) > 1 and all(float(row["score"]) > 0 for row in rows)

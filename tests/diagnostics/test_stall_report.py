@@ -15,7 +15,8 @@ import pytest
 from hvdlite.diagnostics.stall_report import RankState, StallReport, first_difference, location_in_dump
 from hvdlite.negotiation.coordinator import Stall
 from hvdlite.negotiation.messages import RankStatus
-from tests.worlds import ROOT, Processes, processes
+from tests.diagnostics.programs import stall_report as programs
+from tests.worlds import HVDRUN, ROOT, Processes, processes
 
 
 def status(*recent: str, first_number: int = 1, waiting: tuple[str, ...] = ()) -> RankStatus:
@@ -61,21 +62,11 @@ def test_the_place_in_a_c_level_stack() -> None:
 
 def test_a_stall_report_shows_where_the_missing_rank_is(tmp_path: Path) -> None:
     file = tmp_path / "stall.json"
-    ended = processes(3, """
-        import time, numpy as np, hvdlite as hvd
-        hvd.init()
-        hvd.allreduce(np.ones(1), name="before")
-        def dawdle():
-            hvd.allreduce(np.ones(1), name="own", process_set=own)
-            time.sleep(2.5)
-        own = hvd.add_process_set([2])
-        if hvd.rank() == 2:
-            dawdle()
-        hvd.allreduce(np.ones(1), name="late")
-    """, environment={"HVDLITE_STALL_CHECK_TIME_SECONDS": "0.5", "HVDLITE_STALL_REPORT_FILE": str(file)})
+    ended = processes(3, programs.a_stall_report_shows_where_the_missing_rank_is, environment={
+        "HVDLITE_STALL_CHECK_TIME_SECONDS": "0.5", "HVDLITE_STALL_REPORT_FILE": str(file)})
     told = ended[0].stderr
     assert "submitted by ranks [0, 1], not yet by ranks [2]" in told
-    assert "rank 2 never submitted 'late': it is in dawdle(), script.py:" in told
+    assert "rank 2 never submitted 'late': it is in dawdle(), stall_report.py:" in told
     assert "since number 3: it called 'own', rank 0 called 'late'" in told
     assert "its last collectives: before, process_set.add, own" in told and "time.sleep(2.5)" in told
     assert "what happened to 'late' on rank 0" in told and "submitted (allreduce, float64[1], op Average)" in told
@@ -83,45 +74,22 @@ def test_a_stall_report_shows_where_the_missing_rank_is(tmp_path: Path) -> None:
     assert json.loads(file.read_text())["stalls"][0]["missing"] == [2]
 
 
-STUCK = """
-    import collections, itertools, sys, time, numpy as np, hvdlite as hvd
-    hvd.init()
-    def stuck():
-        until = time.monotonic() + float(sys.argv[2])  # in C: it holds the GIL, and no signal disturbs it
-        collections.deque(itertools.takewhile(until.__gt__, iter(time.monotonic, None)), maxlen=0)
-    print("ready", flush=True)
-    if hvd.rank() == int(sys.argv[1]):
-        stuck()
-    hvd.allreduce(np.ones(1), name="late")
-"""
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 # docs/protocol.md#reports-on-demand
 def test_a_rank_that_holds_pythons_lock_is_told_with_its_place(rank: int) -> None:
-    with Processes(2, STUCK, environment={"HVDLITE_SILENCE_CHECK_SECONDS": "0.3"},
-                   arguments=[str(rank), "6"]) as world:
+    with Processes(2, programs.stuck, rank, 6.0, environment={"HVDLITE_SILENCE_CHECK_SECONDS": "0.3"}) as world:
         ended = world.wait()
     assert [each.code for each in ended] == [0, 0]
     told = ended[1 - rank].stderr
     assert f"rank {rank} has not answered for 2 s: its process" in told and "something in it holds the GIL" in told
-    assert "it is in stuck(), script.py:" in told and f"rank {rank} answers again" in told
+    assert "it is in stuck(), stall_report.py:" in told and f"rank {rank} answers again" in told
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 # docs/protocol.md#silence
 def test_a_stopped_rank_is_told_and_goes_on_when_it_is_continued(rank: int) -> None:
-    with Processes(2, """
-        import os, sys, numpy as np, hvdlite as hvd
-        hvd.init()
-        big = np.ones(3_000_000)
-        for turn in range(10_000):  # it is stopped in the middle of one of these
-            hvd.allreduce_(big, op=hvd.Max)
-            if turn == 20:
-                print("ready", flush=True)
-            if turn > 30 and hvd.broadcast(np.array(os.path.exists(sys.argv[1])), 0):
-                break
-    """, environment={"HVDLITE_SILENCE_CHECK_SECONDS": "0.3"}, arguments=[f"/tmp/hvdlite-go-{os.getpid()}"]) as world:
+    with Processes(2, programs.a_stopped_rank_is_told_and_goes_on_when_it_is_continued, f"/tmp/hvdlite-go-{os.getpid()}",
+                   environment={"HVDLITE_SILENCE_CHECK_SECONDS": "0.3"}) as world:
         go = Path(f"/tmp/hvdlite-go-{os.getpid()}")
         try:
             world.wait_for(rank, "ready")
@@ -137,92 +105,57 @@ def test_a_stopped_rank_is_told_and_goes_on_when_it_is_continued(rank: int) -> N
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_stays_silent_is_given_up(rank: int) -> None:
-    with Processes(3, STUCK, environment={"HVDLITE_SILENCE_CHECK_SECONDS": "0.3", "HVDLITE_HEARTBEAT_TIMEOUT": "3"},
-                   arguments=[str(rank), "1000"]) as world:
+    with Processes(3, programs.stuck, rank, 1000.0,
+                   environment={"HVDLITE_SILENCE_CHECK_SECONDS": "0.3", "HVDLITE_HEARTBEAT_TIMEOUT": "3"}) as world:
         for each in range(3):
             world.wait_for(each, "ready")
         begun = time.monotonic()
         for other in {0, 1, 2} - {rank}:
             assert world.ranks[other].wait(20) == 1
-            told = world._ended(other).stderr
+            told = world.told(other).stderr
             assert f"PeerLostError: rank {rank} was lost: it has not answered for 3 s" in told, told
         assert time.monotonic() - begun < 20
 
 
 def test_a_stall_ends_the_job_with_the_report_as_the_error() -> None:
-    with Processes(2, """
-        import threading, numpy as np, hvdlite as hvd
-        hvd.init()
-        def absent():
-            threading.Event().wait(8)
-            hvd.allreduce(np.ones(1), name="other")
-        try:
-            absent() if hvd.rank() else hvd.allreduce(np.ones(1), name="x")
-        except hvd.StallError as error:
-            assert error.rank == 1
-            print(error)
-        else:
-            raise SystemExit("no error")
-    """, environment={"HVDLITE_STALL_CHECK_TIME_SECONDS": "0.5", "HVDLITE_STALL_SHUTDOWN_TIME_SECONDS": "1"}) as world:
+    with Processes(2, programs.a_stall_ends_the_job_with_the_report_as_the_error, environment={
+            "HVDLITE_STALL_CHECK_TIME_SECONDS": "0.5", "HVDLITE_STALL_SHUTDOWN_TIME_SECONDS": "1"}) as world:
         for ended in world.wait(30):
             assert ended.code == 0, ended
-            assert "rank 1 never submitted 'x': it is in absent(), script.py:" in ended.stdout
-            assert "threading.Event().wait(8)" in ended.stdout
+            assert "rank 1 never submitted 'x': it is in absent(), stall_report.py:" in ended.result
+            assert "threading.Event().wait(8)" in ended.result
 
 
 def test_a_signal_asks_for_a_report() -> None:
-    with Processes(2, """
-        import sys, time, numpy as np, hvdlite as hvd
-        hvd.init()
-        print("ready", flush=True)
-        if hvd.rank():
-            time.sleep(3)
-        hvd.allreduce(np.ones(1), name="x")
-    """, environment={"HVDLITE_REPORT_SIGNAL": "usr2"}) as world:
+    with Processes(2, programs.a_signal_asks_for_a_report, environment={"HVDLITE_REPORT_SIGNAL": "usr2"}) as world:
         world.wait_for(1, "ready")
         world.wait_for(0, "ready")
         time.sleep(0.5)
         world.kill(1, signal.SIGUSR2)
-        world.wait_for(0, "rank 1 never submitted 'x': it is in <module>(), script.py:", stream="stderr")
+        world.wait_for(0, "rank 1 never submitted 'x': it is in a_signal_asks_for_a_report(), stall_report.py:",
+                       stream="stderr")
         assert [each.code for each in world.wait()] == [0, 0]
 
 
 def test_hvdrun_reports_on_a_running_job(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text("""
-import itertools, time, numpy as np, hvdlite as hvd
-hvd.init()
-def evaluate():
-    time.sleep(600)
-def stuck():
-    sum(itertools.repeat(0, 100_000_000_000))
-print("ready", flush=True)
-if hvd.rank():
-    evaluate()
-handle = hvd.allreduce_async(np.ones(1), name="x")
-while not __import__("os").path.exists(__file__ + ".stick"):
-    time.sleep(0.05)
-print("sticking", flush=True)
-stuck()
-""")
+    script = Path(__file__).parent / "programs/stuck_script.py"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    hvdrun = [sys.executable, "-m", "hvdlite_runner.cli"]
-    job = subprocess.Popen([*hvdrun, "-np", "2", "--no-prefix", sys.executable, str(script)],
+    job = subprocess.Popen([*HVDRUN, "-np", "2", "--no-prefix", sys.executable, str(script), str(tmp_path / "stick")],
                            stdout=subprocess.PIPE, text=True, env=environment)
     try:
         assert job.stdout is not None
         assert [job.stdout.readline(), job.stdout.readline()] == ["ready\n", "ready\n"]
 
         def report(*options: str) -> subprocess.CompletedProcess[str]:
-            return subprocess.run([*hvdrun, "--report", str(job.pid), *options],
+            return subprocess.run([*HVDRUN, "--report", str(job.pid), *options],
                                   capture_output=True, text=True, env=environment, timeout=60)
 
         time.sleep(0.5)
         answer = report()
         assert answer.returncode == 0, answer
-        assert "rank 1 never submitted 'x': it is in evaluate(), train.py:5" in answer.stdout
+        assert "rank 1 never submitted 'x': it is in evaluate(), stuck_script.py:" in answer.stdout
         assert json.loads(report("--json").stdout)["stalls"][0]["missing"] == [1]
-        (tmp_path / "train.py.stick").touch()
+        (tmp_path / "stick").touch()
         assert job.stdout.readline() == "sticking\n"
         time.sleep(0.3)
         answer = report()
@@ -230,5 +163,5 @@ stuck()
     finally:
         job.terminate()
         job.wait(20)
-    missing = subprocess.run([*hvdrun, "--report", str(job.pid)], capture_output=True, text=True, env=environment)
+    missing = subprocess.run([*HVDRUN, "--report", str(job.pid)], capture_output=True, text=True, env=environment)
     assert missing.returncode == 2 and "has no running job" in missing.stderr

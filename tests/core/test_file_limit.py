@@ -17,7 +17,7 @@ from hvdlite.bootstrap.descriptors import recv_fds, send_fds
 from hvdlite.bootstrap.rendezvous import Address, accept_ranks, listen
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.file_limit import SPARE, reserve_descriptors
-from tests.bootstrap.test_rendezvous import LIMIT, meet, rank_info
+from tests.bootstrap.meeting import LIMIT, meet, rank_info
 
 
 @pytest.fixture(autouse=True)
