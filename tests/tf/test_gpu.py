@@ -34,7 +34,7 @@ def test_tensorflow_numbers_only_the_gpus_that_it_sees(tf: Any, monkeypatch: pyt
 
 
 def test_a_strategy_takes_memory_of_its_ranks_gpu_only(tf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hvdlite_tf.keras.tf_mirrored import own_device
+    from hvdlite_tf.keras.tf_strategy import own_device
     pinned: list[Any] = []
     gpus = [types.SimpleNamespace(name=f"/device:GPU:{index}") for index in range(4)]
     monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: gpus)

@@ -16,7 +16,7 @@ from hvdlite.training.strategies import reduction
 from hvdlite_tf.keras import scope
 
 
-class MirroredStrategy(scope.Mirrored):
+class MirroredStrategy(scope.BaseStrategy):
     """One replica of the model per rank, in step: `with strategy.scope():` around what makes and compiles it.
 
     Batches given to `fit`, `evaluate` and `predict` are global, and so are their results. Without a launcher there is one
@@ -42,7 +42,7 @@ class MirroredStrategy(scope.Mirrored):
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Return what `fn` returns on this rank. What it makes gets rank 0's values."""
-        self.replicas.settle(must_match=True)
+        self.variable_mirror.mirror_pending(must_match=True)
         with scope.making(self):
             return fn(*args, **(kwargs or {}))
 
