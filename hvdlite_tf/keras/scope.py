@@ -18,14 +18,14 @@ from hvdlite import api
 from hvdlite.core.types import ReduceOp
 from hvdlite.training.objects import broadcast_object
 from hvdlite.training.scopes import Scopes
-from hvdlite.training.strategies import Launching
+from hvdlite.training.strategies import LaunchableStrategy
 from hvdlite_tf.keras import step
 from hvdlite_tf.keras.optimizer import distribute_when_used, is_distributed
 from hvdlite_tf.keras.order import sync_random_state
 from hvdlite_tf.keras.variable_mirror import VariableMirror
 
 
-class BaseStrategy(Launching):
+class BaseStrategy(LaunchableStrategy):
     """The common part of the strategies of all backends: what the scope and the models need of one.
 
     Args:

@@ -12,7 +12,7 @@ import numpy as np
 from hvdlite import api, ops
 from hvdlite.core.types import ReduceOp
 from hvdlite.training.objects import allgather_object
-from hvdlite.training.strategies import reduction
+from hvdlite.training.strategies import parse_reduce_op
 from hvdlite_tf.keras import scope
 
 
@@ -56,7 +56,7 @@ class MirroredStrategy(scope.BaseStrategy):
         Raises:
             ValueError: for another op.
         """
-        op, array = reduction(reduce_op), np.asarray(keras.ops.convert_to_numpy(value))
+        op, array = parse_reduce_op(reduce_op), np.asarray(keras.ops.convert_to_numpy(value))
         if axis is None:
             averages_integers = op is ReduceOp.AVERAGE and array.dtype.kind in "biu"
             return ops.allreduce(array.astype(keras.config.floatx()) if averages_integers else array, op=op)

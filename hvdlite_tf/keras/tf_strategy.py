@@ -19,7 +19,7 @@ from tensorflow.python.distribute.one_device_strategy import OneDeviceExtended
 from hvdlite import api
 from hvdlite.core.types import ReduceOp
 from hvdlite.training.objects import allgather_object
-from hvdlite.training.strategies import reduction
+from hvdlite.training.strategies import parse_reduce_op
 from hvdlite_tf import ops
 from hvdlite_tf.keras import scope, step
 from hvdlite_tf.keras.shards import distributed_dataset, local_dataset
@@ -171,7 +171,7 @@ class _Extended(OneDeviceExtended):  # type: ignore[misc]
         del destinations, options
         if isinstance(value, values.SyncOnReadVariable):
             value = value.values[0]
-        return ops.allreduce(_ready(reduce_op, value), op=reduction(reduce_op))
+        return ops.allreduce(_ready(reduce_op, value), op=parse_reduce_op(reduce_op))
 
     def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> Any:
         return self._replica_ctx_all_reduce(reduce_op, [value for value, _ in value_destination_pairs], options)
@@ -181,7 +181,7 @@ class _Extended(OneDeviceExtended):  # type: ignore[misc]
         flat = tf.nest.flatten(value)
         if not flat:
             return value
-        reduced = ops.grouped_allreduce([_ready(reduce_op, each) for each in flat], op=reduction(reduce_op))
+        reduced = ops.grouped_allreduce([_ready(reduce_op, each) for each in flat], op=parse_reduce_op(reduce_op))
         return tf.nest.pack_sequence_as(value, reduced)
 
     def _replica_ctx_update(self, var: Any, fn: Any, args: Any = (), kwargs: Any = None, group: bool = True) -> Any:
@@ -248,4 +248,5 @@ def _ready(reduce_op: Any, value: Any) -> Any:
     if isinstance(value, tf.IndexedSlices):
         return value
     tensor = tf.convert_to_tensor(value)
-    return tf.cast(tensor, tf.float64) if reduction(reduce_op) is ReduceOp.AVERAGE and tensor.dtype.is_integer else tensor
+    return tf.cast(tensor,
+                   tf.float64) if parse_reduce_op(reduce_op) is ReduceOp.AVERAGE and tensor.dtype.is_integer else tensor
