@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdlite import api, gpu_arrays
+from hvdlite import api
 from hvdlite.core.array import aligned_empty
 from hvdlite.core.device import AnyArray, DeviceAccess, DeviceArray
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.handoff.handle import Handle, Handles
+from hvdlite.runtime import gpu_arrays
 
 _SHARED = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64", "complex64", "complex128")
 """The dtypes that TensorFlow and CuPy both exchange; others go through host memory."""

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 import hvdlite
-from hvdlite import api, gpu_arrays
+from hvdlite import api
 from hvdlite.core.errors import UnsupportedError
+from hvdlite.runtime import gpu_arrays
 from hvdlite.runtime.runtime import Runtime
 from tests import worlds
 from tests.device_double import Gpus
