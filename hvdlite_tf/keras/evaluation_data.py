@@ -36,7 +36,7 @@ from hvdlite_tf.keras.scope import BaseStrategy
 class TakenBatch(NamedTuple):
     """The part of one global batch that this rank computes."""
 
-    number: int
+    batch_index: int
     """Of the global batch, from 0."""
     rows: int
     """The number of samples that this rank computes."""
@@ -67,7 +67,7 @@ class EvaluationData:
         is_distributed = shards.is_tf_dataset(x) and shards.is_distributed(x)
         self.is_whole = is_whole and not shards.is_loader(x) and not is_distributed
         self._rank, self._size, self._steps = strategy.rank, strategy.num_replicas_in_sync, steps
-        self._taken: dict[int, TakenBatch] = {}  # by number; a pass that is begun again takes the same
+        self._taken: dict[int, TakenBatch] = {}  # by index; a pass that is begun again takes the same
         self._rounds: _Rounds | None = None
         self._x, self._arrays, self._batch = x, arrays, batch_size
         self._dataset: Any = None
@@ -92,7 +92,8 @@ class EvaluationData:
         if self._arrays is not None:
             arrays, batch = self._arrays, self._batch
             count = self._bounded(-(-shards.rows_of(arrays) // batch))
-            batches = (shards.select_rows(arrays, slice(number * batch, (number + 1) * batch)) for number in range(count))
+            batches = (shards.select_rows(arrays, slice(batch_index * batch,
+                                                        (batch_index + 1) * batch)) for batch_index in range(count))
             return self._noted(self._split(batches)), count if self._rank == 0 else None
         if isinstance(self._x, keras.utils.PyDataset):
             shards.begin_epoch(self._x)
@@ -124,13 +125,13 @@ class EvaluationData:
             total, begin = sum(each.rows for each in taken), 0
             for each in taken:
                 if each.counts:
-                    pieces[each.number, rank] = keras.tree.map_structure(
+                    pieces[each.batch_index, rank] = keras.tree.map_structure(
                         lambda leaf, begin=begin, rows=each.rows, total=total: _piece(leaf, begin, rows, total), theirs)
                 begin += each.rows
         return keras.tree.map_structure(lambda *leaves: np.concatenate(leaves), *(pieces[place] for place in sorted(pieces)))
 
     def _all_taken(self) -> list[TakenBatch]:
-        return self._rounds.taken() if self._rounds is not None else [self._taken[number] for number in sorted(self._taken)]
+        return self._rounds.taken() if self._rounds is not None else [self._taken[index] for index in sorted(self._taken)]
 
     def _bounded(self, count: int | None) -> int:
         if count is None and self._steps is None:
@@ -138,8 +139,8 @@ class EvaluationData:
         return min(each for each in (count, self._steps) if each is not None)
 
     def _split(self, batches: Iterator[Any]) -> Iterator[tuple[Any, int]]:
-        for number, batch in enumerate(batches):
-            mine = _rows_of_one(number, shards.rows_of(batch), self._rank, self._size, self.is_whole)
+        for batch_index, batch in enumerate(batches):
+            mine = _rows_of_one(batch_index, shards.rows_of(batch), self._rank, self._size, self.is_whole)
             rows = mine.stop - mine.start
             yield (shards.select_rows(batch, mine) if rows else batch), rows
 
@@ -158,9 +159,9 @@ class EvaluationData:
             batches: this rank's rows, and how many there are; a whole batch when there are none.
         """
         spare: Any = None
-        for number, (batch, rows) in enumerate(batches):
+        for batch_index, (batch, rows) in enumerate(batches):
             if rows:
-                self._taken[number] = TakenBatch(number, rows, True)
+                self._taken[batch_index] = TakenBatch(batch_index, rows, True)
                 yield _as_tuple(batch)
             elif spare is None:
                 spare = batch
@@ -181,23 +182,23 @@ class EvaluationData:
         import tensorflow as tf
         is_local, rank, size = shards.is_distributed(dataset), self._rank, self._size
 
-        def mine(number: Any, batch: Any) -> tuple[Any, Any, Any]:
+        def mine(batch_index: Any, batch: Any) -> tuple[Any, Any, Any]:
             first = keras.tree.flatten(batch)[0]
             if is_local:
-                return number, tf.shape(first)[0], batch
+                return batch_index, tf.shape(first)[0], batch
             if self.is_whole:
-                rows = slice(0, tf.where(tf.equal(number % size, rank), tf.shape(first)[0], 0))
+                rows = slice(0, tf.where(tf.equal(batch_index % size, rank), tf.shape(first)[0], 0))
             else:
                 rows = shards.graph_rows(first, rank, size, is_exclusive=True)
-            return number, rows.stop - rows.start, keras.tree.map_structure(lambda leaf: leaf[rows], batch)
+            return batch_index, rows.stop - rows.start, keras.tree.map_structure(lambda leaf: leaf[rows], batch)
 
         def noted(counts: bool) -> Any:
-            def note(number: Any, rows: Any) -> Any:
-                self._taken[int(number)] = TakenBatch(int(number), int(rows), counts)
+            def note(batch_index: Any, rows: Any) -> Any:
+                self._taken[int(batch_index)] = TakenBatch(int(batch_index), int(rows), counts)
                 return np.int64(0)
 
-            def pass_on(number: Any, rows: Any, batch: Any) -> Any:
-                with tf.control_dependencies([tf.numpy_function(note, [number, rows], tf.int64)]):
+            def pass_on(batch_index: Any, rows: Any, batch: Any) -> Any:
+                with tf.control_dependencies([tf.numpy_function(note, [batch_index, rows], tf.int64)]):
                     return keras.tree.map_structure(tf.identity, batch)
             return pass_on
 
@@ -206,8 +207,9 @@ class EvaluationData:
         if is_local or (rank == 0 and not self.is_whole):
             return shared.map(noted(True)).prefetch(tf.data.AUTOTUNE)
         has_none = lambda *_: tf.numpy_function(lambda: np.bool_(self.is_spare), [], tf.bool)  # noqa: E731
-        spare = numbered.take(1).map(lambda number, batch: (number, tf.shape(keras.tree.flatten(batch)[0])[0], batch))
-        return shared.filter(lambda number, rows, batch: rows > 0).map(noted(True)).concatenate(
+        spare = numbered.take(1).map(lambda batch_index, batch: (batch_index, tf.shape(keras.tree.flatten(batch)[0])[0],
+                                                                 batch))
+        return shared.filter(lambda batch_index, rows, batch: rows > 0).map(noted(True)).concatenate(
             spare.filter(has_none).map(noted(False))).prefetch(tf.data.AUTOTUNE)
 
 
@@ -227,11 +229,11 @@ class _Rounds(keras.utils.PyDataset):
         self._loading, self._whole = Loading(dataset), range(rank, full, size)
         self._taken: dict[int, TakenBatch] = {}
         self._left: list[tuple[TakenBatch, Any]] = []
-        for number in range(full, count):
-            batch = dataset[number]
-            mine = _rows_of_one(number, shards.rows_of(batch), rank, size, is_whole)
+        for batch_index in range(full, count):
+            batch = dataset[batch_index]
+            mine = _rows_of_one(batch_index, shards.rows_of(batch), rank, size, is_whole)
             if mine.stop > mine.start:
-                self._left.append((TakenBatch(number, mine.stop - mine.start, True), shards.select_rows(batch, mine)))
+                self._left.append((TakenBatch(batch_index, mine.stop - mine.start, True), shards.select_rows(batch, mine)))
         if count and not self._whole and not self._left:
             self._left = [(TakenBatch(full, shards.rows_of(batch), False), batch)]
 
@@ -263,10 +265,10 @@ def without_warnings(rank: int) -> Iterator[None]:
         yield
 
 
-def _rows_of_one(number: int, rows: int, rank: int, size: int, is_whole: bool) -> slice:
+def _rows_of_one(batch_index: int, rows: int, rank: int, size: int, is_whole: bool) -> slice:
     """Return which rows of a global batch a rank takes."""
     if is_whole:
-        return slice(0, rows if number % size == rank else 0)
+        return slice(0, rows if batch_index % size == rank else 0)
     return disjoint_shard(rows, rank, size)
 
 

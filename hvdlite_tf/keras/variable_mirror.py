@@ -213,7 +213,7 @@ def optimizers_of(model: Any) -> list[Any]:
                 descend(layer, seen)
     descend(model, set())
     inner = {id(getattr(each, "inner_optimizer", None)) for each in found.values()}
-    return [each for number, each in found.items() if number not in inner]
+    return [each for identity, each in found.items() if identity not in inner]
 
 
 @contextmanager
