@@ -32,7 +32,7 @@ from hvdlite.training.replicas import check_replicas
 from hvdlite_torch import cuda
 from hvdlite_torch.compression import Compressor
 from hvdlite_torch.copying import PlainCopies
-from hvdlite_torch.framework import as_array, contiguous, lent, on_host
+from hvdlite_torch.framework import as_array, as_runtime_array, contiguous, on_host
 from hvdlite_torch.step_hooks import once_a_step
 from hvdlite_torch.uneven_inputs import UnevenInputs
 
@@ -116,8 +116,8 @@ class DistributedAdasum(PlainCopies, UnevenInputs):
         sent, tensors, contexts = [], [], []
         for delta in changes.real:
             tensor, context = self._compression.compress(delta)
-            tensor = cuda.carried(contiguous(tensor, self._name), devices, Collective.ALLREDUCE, ReduceOp.ADASUM)
-            sent.append(lent(tensor, self._name, devices))
+            tensor = cuda.to_transportable(contiguous(tensor, self._name), devices, Collective.ALLREDUCE, ReduceOp.ADASUM)
+            sent.append(as_runtime_array(tensor, self._name, devices))
             tensors.append(tensor)
             contexts.append(context)
         cuda.wait(self._runtime.grouped_allreduce(self._name, sent, sent, ReduceOp.ADASUM))

@@ -309,10 +309,10 @@ class _Job:
         self._termination.schedule(GRACE_AFTER_LOSS)
 
     def _send_due_signals(self) -> None:
-        for number in self._termination.due():
-            self._workers.signal(number)
+        for signum in self._termination.due():
+            self._workers.signal(signum)
             for remote in self._agents.remotes:
-                remote.signal(number)
+                remote.signal(signum)
 
     def _timeout(self) -> float | None:
         waits = self._termination.waits()

@@ -45,7 +45,7 @@ class Start(Message, frozen=True):
 class Signal(Message, frozen=True):
     """Send a signal to the ranks that still run."""
 
-    number: int
+    signum: int
 
 
 class Stop(Message, frozen=True):
