@@ -64,7 +64,7 @@ class MirroredStrategy(Launching):
         self._registry = ScopeRegistry(
             self._replicas, process_set, learning_rate_factor=self._replicas.size if scale_learning_rate else 1,
             sync_batch_norm=sync_batch_norm, backward_passes_per_step=backward_passes_per_step, compression=compression)
-        self._current = CurrentBatch(self._replicas, self._registry.weigh)
+        self._current = CurrentBatch(self._replicas, self._registry.set_weight)
 
     def __reduce__(self) -> Any:
         """A copy in another process, where `launch` brings it, is a strategy of that process's job."""

@@ -54,7 +54,7 @@ class ScopeRegistry:
         self._optimizers: LivingObjects[Any] = LivingObjects()
         self._owners = WeakTensorKeyDictionary()  # by parameter: a weak reference to the hooks that hand its gradient over
         self.weight = GradientWeight(replicas.runtime)
-        self._awaiting: list[Any] = []  # hooks on modules whose parameters are to be weighed, and have no shapes yet
+        self._awaiting: list[Any] = []  # hooks on modules whose parameters are to be weighted, and have no shapes yet
         if replicas.size > 1:
             refuse_foreign_optimizers(self)
 
@@ -95,7 +95,7 @@ class ScopeRegistry:
         self._optimizers.add(f"optimizer{optimizer_id}", optimizer)
         self._replicas.broadcast_tensors([each.detach() for each in parameters if not is_lazy(each)], "parameters")
         self.schedule.due = True
-        self.weigh_anew()
+        self.apply_weight()
 
     def scale(self, groups: Sequence[dict[str, Any]]) -> None:
         """Multiply the learning rates that parameter groups have, unless another optimizer of the scope has them already."""
@@ -200,7 +200,7 @@ class ScopeRegistry:
 
     # --- weights -----------------------------------------------------------------------------------------------------
 
-    def weigh(self, weight: float) -> None:
+    def set_weight(self, weight: float) -> None:
         """Multiply gradients by `weight` from now on, before they are accumulated; nothing is done to them when it is 1.
 
         What `torch.autograd.grad` returns is not multiplied: it accumulates nothing. Gradients that a script sets itself
@@ -208,9 +208,9 @@ class ScopeRegistry:
         """
         if weight != self.weight.value:
             self.weight.value = weight
-            self.weigh_anew()
+            self.apply_weight()
 
-    def weigh_anew(self) -> None:
+    def apply_weight(self) -> None:
         """Let the weight be that of all parameters there are: frozen ones may be trained, lazy ones get shapes."""
         optimizers = [optimizer for _, optimizer in self._optimizers]
         for optimizer in optimizers:
@@ -239,13 +239,13 @@ class _Reloaded(ModuleHook):
 
 
 class _Materialized(ModuleHook):
-    """Before a lazy module's forward pass, after torch has given its parameters shapes: let them be weighed too."""
+    """Before a lazy module's forward pass, after torch has given its parameters shapes: let them be weighted too."""
 
     def __init__(self, registry: ScopeRegistry) -> None:
         self._registry = registry
 
     def __call__(self, module: torch.nn.Module, arguments: Any) -> None:
-        self._registry.weigh_anew()
+        self._registry.apply_weight()
 
 
 def _any_has_its_shape(tensors: Sequence[weakref.ref[torch.Tensor]]) -> bool:

@@ -46,7 +46,7 @@ class ScopedOptimizer:
         self._scope.scale([param_group])
         self._scope.schedule.due = True
         super().add_param_group(param_group)  # type: ignore[misc]
-        self._scope.weigh_anew()
+        self._scope.apply_weight()
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Like the base class's, whose arguments it takes; reductions under way are completed first."""

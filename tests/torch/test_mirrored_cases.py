@@ -302,7 +302,7 @@ def test_what_could_not_be_mirrored_stays_due() -> None:
     threads(2, step)
 
 
-def test_what_autograd_grad_returns_is_not_weighed() -> None:
+def test_what_autograd_grad_returns_is_not_weighted() -> None:
     def step(runtime: Runtime) -> None:
         strategy = MirroredStrategy(_runtime=runtime)
         with strategy.scope():
