@@ -1,8 +1,7 @@
 """Batch normalization over the batches of all ranks.
 
-Forward, each rank's (mean, sum of squares about it, count) are gathered and combined (Chan, Golub and LeVeque, "Updating
-formulae and a pairwise algorithm for computing sample variances", 1979). Backward, the gradients of the combined mean and
-variance are summed. The passes over the batch are torch's own kernels.
+The forward pass gathers each rank's (mean, sum of squares about it, count) and combines them. The backward pass sums the
+gradients of the combined mean and variance. The passes over the batch are torch's own kernels.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 from hvdlite import api
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
+from hvdlite.training.moments import combined_moments
 from hvdlite_torch import collectives, derivatives
 
 _is_compiling: Callable[[], bool] = getattr(torch.compiler, "is_compiling", lambda: False)
@@ -148,13 +148,10 @@ class _Synchronized(torch.autograd.Function):
         own = torch.cat(_moments(dense))
         everywhere = collectives.allgather(own[None], call.name, call.process_set).wait().double()
         means, squares, counts = everywhere.split([input.shape[1], input.shape[1], 1], 1)
-        count = counts.sum(0)
+        count, mean, variance = combined_moments(counts, means, squares)
         if count.device.type == "cpu" and not _is_compiling() and count.item() == 1:
             raise ValueError("Expected more than 1 value per channel when training, got 1 over all ranks, of input size "
                              f"{tuple(input.shape)} on this one")
-        some = count.clamp(min=1)
-        mean = (counts * means).sum(0) / some
-        variance = (squares + counts * (means - mean).square()).sum(0) / some
         mean, variance, count = (each.to(own.dtype) for each in (mean, variance, count))
         output = _normalized(dense, mean, variance, _like(weight, mean), _like(bias, mean), call.eps)
         return output, mean, variance, count
