@@ -1,8 +1,8 @@
 """Batch normalization over the batches of all ranks, for Keras 3 on each of its backends.
 
 There is one collective a layer and direction. The forward pass gathers and combines each rank's (count, mean, variance) of
-every channel. The backward pass sums the gradients of the combined mean and variance. Both are exact for batches of different
-sizes and with masks.
+every channel. The backward pass sums the gradients of the combined mean and variance. Both are exact for batches of
+different sizes and with masks.
 """
 
 from __future__ import annotations

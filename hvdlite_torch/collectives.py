@@ -1,4 +1,4 @@
-"""Collectives on torch tensors in flight, below autograd: tensors are lent to the runtime, results come back as tensors."""
+"""Asynchronous collectives on torch tensors, below autograd: the runtime uses the memory of tensors directly."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _bump: Callable[[torch.Tensor], object] | None = getattr(torch.autograd.graph, "
 class TorchHandle:
     """A collective on a torch tensor in flight; pass it to `poll` and `synchronize`.
 
-    On a GPU, being done means being launched: the result is there for the stream that is current where `wait` is called.
+    On a GPU a collective is done when it is launched: the result is ready on the stream that is current at `wait`.
     """
 
     __slots__ = ("_finish", "_handle", "_result")
@@ -33,7 +33,7 @@ class TorchHandle:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """After `wait`, of an allgather: how many rows each rank of the process set has."""
+        """The number of rows of each rank of the process set; of an allgather, after `wait`."""
         assert isinstance(self._handle, Handle)
         return self._handle.rows
 
@@ -85,7 +85,7 @@ def grouped_allreduce(tensors: Sequence[torch.Tensor], outputs: Sequence[torch.T
 
 
 def allgather(tensor: torch.Tensor, name: str, process_set: ProcessSet) -> TorchHandle:
-    """Concatenate all ranks' rows; the handle's `rows` tell how many are whose."""
+    """Concatenate all ranks' rows; the handle's `rows` has the number of rows of each rank."""
     source = carried(tensor, name, Collective.ALLGATHER)
     handle = api.runtime().allgather(name, lent(source, name), process_set=api.set_id(process_set))
     return TorchHandle(handle, lambda array: as_tensor(array).to(tensor.device))
@@ -101,7 +101,7 @@ def reducescatter(tensor: torch.Tensor, name: str, op: ReduceOp, prescale: float
 
 
 def alltoall(tensor: torch.Tensor, splits: list[int] | None, name: str, process_set: ProcessSet) -> TorchHandle:
-    """Exchange rows; the result is the pair of rows and how many came from each rank."""
+    """Exchange rows; the result is a pair: the rows, and the number of rows from each rank."""
     source = carried(tensor, name, Collective.ALLTOALL)
     handle = api.runtime().alltoall(name, lent(source, name), splits, process_set=api.set_id(process_set))
     return TorchHandle(handle, lambda result: (as_tensor(result[0]).to(tensor.device),
@@ -125,7 +125,7 @@ def broadcast(tensor: torch.Tensor, output: torch.Tensor, root_rank: int, name: 
 
 
 def carried(tensor: torch.Tensor, name: str, collective: Collective, op: ReduceOp | None = None) -> torch.Tensor:
-    """Return a contiguous tensor where a plane can take it; a copy in host memory when none on the GPU can."""
+    """Return a contiguous tensor in memory that a plane supports: a copy in host memory if no plane for GPUs does."""
     dense = contiguous(tensor, name)
     return cuda.carried(dense, api.runtime().devices, collective, op) if cuda.is_on_gpu(dense) else dense
 
@@ -136,7 +136,7 @@ def lent(tensor: torch.Tensor, name: str) -> AnyArray:
 
 
 def contiguous_like(tensor: torch.Tensor, beside: torch.Tensor | None = None) -> torch.Tensor:
-    """Return memory for a result: the tensor's own if it is contiguous, and where `beside` is."""
+    """Return memory for a result: the tensor's own if it is contiguous and on the device of `beside`."""
     detached = tensor.detach()
     if beside is not None and cuda.is_on_gpu(beside) != cuda.is_on_gpu(tensor):
         return cuda.room_beside(beside)

