@@ -7,8 +7,8 @@ Rules
   some ranks stays in their graphs, because the derivative of that gradient is a collective as well.
 - In uneven batches of a scope, a gradient is the adjoint that `gradient_weights` derives.
 - Under vmap one collective carries the whole batch. Rows (the first dimension) stay rows.
-- Facts that are known only after a collective, such as other ranks' row counts, are kept in the call object, which transforms
-  of torch.func pass through unchanged.
+- Facts that are known only after a collective, such as other ranks' row counts, are kept in the call object; transforms
+  of torch.func pass it through unchanged.
 """
 
 from __future__ import annotations

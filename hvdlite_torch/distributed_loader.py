@@ -227,7 +227,7 @@ class _OwnIteration(_Source):
 
 
 class SamplesShard:
-    """Collates this rank's shard of a batch's samples; returns the batch's rows, the shard and the first signature."""
+    """Collates this rank's samples of a batch; returns the batch's rows, the shard and the first signature."""
 
     def __init__(self, replicas: ReplicaGroup, collate: Callable[[Any], Any]) -> None:
         self._replica_id, self._size, self._collate = replicas.replica_id, replicas.size, collate
