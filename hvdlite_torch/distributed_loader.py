@@ -213,7 +213,7 @@ class _OwnIteration(_Source):
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         self._indices = SynchronizedSampler(getattr(loader, name), replicas, is_batched=loader.batch_sampler is not None)
         self._loader = copy.copy(loader)
-        vars(self._loader)[name] = self._indices  # DataLoader refuses the assignment, because its iterators would not notice it
+        vars(self._loader)[name] = self._indices  # DataLoader refuses assignment: its iterators would not notice
         self._shard = RowsShard(replicas)
 
     def facts(self) -> dict[str, Any]:
