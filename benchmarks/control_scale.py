@@ -50,7 +50,7 @@ class Cluster:
         self.number += 1
         for bucket in self.layout.buckets:
             ends_round = bucket is self.layout.buckets[-1]
-            ready = BucketReady(bucket.bucket, self.number, ends_round=ends_round)
+            ready = BucketReady(bucket.bucket_id, self.number, ends_round=ends_round)
             for controller in self.controllers:
                 controller.submit_bucket(bucket, ready)
             self.exchange()
@@ -93,7 +93,7 @@ class Cluster:
     def _learn(self) -> Layout:
         self.number = 1
         for index in range(self.tensors):
-            request = Request(f"gradient.{index}", Collective.ALLREDUCE, "float32", (1024,), label=LABEL, round=1)
+            request = Request(f"gradient.{index}", Collective.ALLREDUCE, "float32", (1024,), label=LABEL, round_id=1)
             for controller in self.controllers:
                 controller.submit(request)
         for controller in self.controllers:

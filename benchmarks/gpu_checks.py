@@ -50,7 +50,7 @@ def environment(sheet: Sheet) -> None:
         sheet.add("stream priority", cupy.cuda.runtime.streamGetPriority(device.stream))
     with sheet.part("kernels"):
         for source, target, scaling in (("float32", "float32", False), ("float32", "bfloat16", False),
-                                           ("float16", "float32", True)):
+                                        ("float16", "float32", True)):
             began = time.perf_counter()
             kernel = device._kernel((source, target, scaling), functools.partial(source_code, source, target, scaling))
             sheet.add(f"compiling {source} to {target}", 1e3 * (time.perf_counter() - began), "ms")

@@ -1,4 +1,4 @@
-"""What is installed here and what works with it: `python -m hvdlite.diagnose`, which `hvdrun --check-build` runs.
+"""The versions, planes and operations that are available here: `python -m hvdlite.diagnose`, or `hvdrun --check-build`.
 
 `--markdown knobs` and `--markdown operations` print the tables of the documentation.
 """

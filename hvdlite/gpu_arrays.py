@@ -1,4 +1,4 @@
-"""CuPy's arrays as the runtime's, for `hvdlite.ops` and adapters of frameworks that speak DLPack.
+"""CuPy arrays as arrays of the runtime, for `hvdlite.ops` and for adapters of frameworks that support DLPack.
 
 CuPy is not imported here: whoever has one of its arrays has imported it.
 """

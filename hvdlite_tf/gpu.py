@@ -24,7 +24,7 @@ from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.handoff.handle import Handle, Handles
 
 _SHARED = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64", "complex64", "complex128")
-"""What TensorFlow and CuPy both exchange; other dtypes go over the host's memory."""
+"""The dtypes that TensorFlow and CuPy both exchange; others go through host memory."""
 _GPU: int = 2
 """kDLCUDA."""
 

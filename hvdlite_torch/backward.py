@@ -1,4 +1,4 @@
-"""What autograd tells a reducer: that a gradient has been accumulated, and that the outermost backward pass is over."""
+"""Events of autograd for a reducer: a gradient has been accumulated; the outermost backward pass is over."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _runs: weakref.WeakValueDictionary[int, _Run] = weakref.WeakValueDictionary()
 
 
 class _End:
-    """What autograd calls at the end of a run. When the run fails, this is deleted without having been called."""
+    """The callback at the end of an autograd run. If the run fails, autograd deletes it without calling it."""
 
     def __init__(self, hooks: BackwardHooks, task: int) -> None:
         self._hooks, self._task, self._is_reached = hooks, task, False
@@ -108,7 +108,7 @@ class BackwardHooks(SharedParameters):
 
     @property
     def reducer(self) -> GradientReducer[torch.Tensor]:
-        """Who reduces the gradients."""
+        """The reducer of the gradients."""
         return self._reducer
 
     def watch(self, parameter: torch.Tensor) -> None:
@@ -351,7 +351,7 @@ class BackwardHooks(SharedParameters):
 
 @contextmanager
 def _guarding_all(run: _Run) -> Iterator[None]:
-    """When this fails, an interrupt included, autograd calls nobody else."""
+    """Guard all gradients of the run if the block fails, an interrupt included: autograd then calls no other callback."""
     try:
         yield
     except BaseException:

@@ -1,4 +1,4 @@
-"""Asynchronous collectives on torch tensors, below autograd: the runtime uses the memory of tensors directly."""
+"""Collectives on torch tensors below autograd: arguments become arrays, and results become tensors."""
 
 from __future__ import annotations
 

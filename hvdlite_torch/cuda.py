@@ -1,4 +1,4 @@
-"""How torch's GPU tensors become the runtime's arrays: addresses, streams, and who waits for whom.
+"""GPU tensors of torch as arrays of the runtime: addresses, streams, and the order of waits.
 
 Rules (docs/protocol.md#gpu-streams)
 - A tensor is handed over together with a point in the work of the stream that is current where the call is made: the plane

@@ -1,4 +1,4 @@
-"""Collectives as differentiable functions, for autograd, torch.func and vmap.
+"""The derivatives of collectives, for autograd, torch.func and vmap.
 
 Rules
 - Most collectives are linear in all ranks' tensors, so their gradient is their adjoint: another collective. Every adjoint is

@@ -101,7 +101,7 @@ class DistributedLoader:
 
 
 class _Source:
-    """Base class of sources of shards.
+    """The source of shards.
 
     Attributes:
         depth: the number of batches that workers prefetch.

@@ -1,4 +1,4 @@
-"""Refuses optimizers that were made outside a scope for modules made inside it: they would train each replica alone."""
+"""Detection of optimizers that were made outside a scope for a module that was made inside it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class _Guard:
 
 @dataclasses.dataclass(frozen=True)
 class _Seen:
-    """What was found in an optimizer: the number of its parameters, and the hooks that reduce the gradients of some."""
+    """The result of examining an optimizer: the number of its parameters, and the hooks that reduce gradients of some."""
 
     count: int
     owners: tuple[weakref.ref[Any], ...]

@@ -88,7 +88,7 @@ def _sixteen_bits(array: Array) -> torch.Tensor:
 
 
 MANY_KEPT = 4
-"""When so many parameters' gradients were kept over a round, all gradients are copied out of their buckets."""
+"""Number of parameters with gradients kept over a round, from which all gradients are copied out of their buckets."""
 
 
 class TorchGradients:

@@ -1,4 +1,4 @@
-"""The weight of this rank's gradients while the global batch is uneven: where it is applied, and why the result is exact.
+"""The weight of this rank's gradients in an uneven global batch: where it is applied, and why the result is exact.
 
 Rank r's loss L_r is a mean over its n_r samples. The loss of the global batch is the average over R ranks of w_r L_r, with
 w_r = n_r R / sum(n). A script differentiates L_r: no hook of torch sees every loss (`backward`, `autograd.grad`, scalers,
@@ -136,7 +136,7 @@ def _accumulates_activations() -> bool:
 
 
 class _Fate(enum.Enum):
-    """What the running backward pass does with the gradient of a leaf."""
+    """The treatment of a leaf's gradient by the running backward pass."""
 
     ACCUMULATED = enum.auto()
     RETURNED = enum.auto()

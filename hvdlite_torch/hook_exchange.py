@@ -1,4 +1,4 @@
-"""What a communication hook is called with: the gradients of a round, and collectives over the ranks that share them."""
+"""The arguments of a communication hook: the gradients of a round, and collectives over the ranks that share them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Gradients = Sequence[tuple[str, torch.Tensor]]
 
 
 class CommHook(Protocol):
-    """What `comm_hook` takes.
+    """The interface of `comm_hook`.
 
     A hook can have one of two attributes:
     - `is_idempotent`: averaging averages again leaves them as they are, so parameters can have several backward passes

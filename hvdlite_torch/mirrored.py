@@ -1,4 +1,4 @@
-"""`MirroredStrategy`: data-parallel training of what is made in a scope, with one replica of the model per rank."""
+"""`MirroredStrategy` for PyTorch: one replica of the model per rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of batches.
+"""The rows of a batch: how a structure of tensors is cut into shards.
 
 A batch is a tensor or an array, or a dict, list or tuple of them, at any depth. Each tensor has a row for each sample; one
 without dimensions has none, and stays whole. Lists and tuples of strings with as many entries as there are rows have an

@@ -1,4 +1,4 @@
-"""Checks that all ranks iterate over the same data: data that are already split by rank must not be split again.
+"""The check that all ranks iterate over the same data, which a distributed loader then splits.
 
 | what is found | result |
 |---|---|
@@ -24,7 +24,7 @@ from hvdlite.training.replica_group import ReplicaGroup
 from hvdlite_torch.rows import leaves
 
 _COUNTS = ("num_replicas", "_num_replicas", "world_size", "_world_size")
-"""Where samplers keep the number of ranks among which they split samples (torch's, timm's, detectron2's)."""
+"""Attributes with the number of ranks among which a sampler splits samples (torch's, timm's, detectron2's)."""
 
 
 def refuse_shared(loader: Any) -> None:

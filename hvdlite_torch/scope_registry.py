@@ -30,7 +30,7 @@ from hvdlite_torch.sync_batch_norm import SyncBatchNorm
 
 
 class ScopeRegistry:
-    """Knows the living modules and optimizers that were made in one strategy's scope.
+    """The objects made in one strategy's scope, as long as they live.
 
     Args:
         learning_rate_factor: a factor on learning rates.
@@ -229,7 +229,7 @@ class ScopeRegistry:
 
 
 class _Reloaded(ModuleHook):
-    """Notes that a module has loaded a checkpoint; copies of the module have no such hook."""
+    """A hook that reports that a module has loaded a checkpoint; copies of the module do not report."""
 
     def __init__(self, registry: ScopeRegistry) -> None:
         self._registry = registry  # modules keep the registry alive, also without the strategy

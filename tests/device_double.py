@@ -181,7 +181,7 @@ class GpuDouble:
         self.launch(stream, "arrange", lambda: np.copyto(strided(target), strided(source)))
 
     def batched_copy(self, copies: Sequence[CopySpec], source: str, target: str, stream: int, scaling: Scaling = NO_SCALING,
-             fill_value: int = 0) -> bool:
+                     fill_value: int = 0) -> bool:
         if not self.has_kernels:
             return False
         copies = list(copies)
@@ -406,9 +406,9 @@ def _reduced(values: list[Any], op: int) -> Any:
         return total.astype(dtype)
 
 
-def plane(rank: int, notes: Any, wake: Callable[[], None], gpu: GpuDouble, **options: Any) -> NcclPlane:
+def plane(rank: int, oob: Any, wake: Callable[[], None], gpu: GpuDouble, **options: Any) -> NcclPlane:
     """Return the real plane over a double of a GPU."""
-    return NcclPlane(rank, "host", notes, wake, lambda index: gpu, lambda: "", **{"exit_timeout": 0.0, **options})
+    return NcclPlane(rank, "host", oob, wake, lambda index: gpu, lambda: "", **{"exit_timeout": 0.0, **options})
 
 
 class Gpus:
@@ -424,10 +424,10 @@ class Gpus:
         self.options: dict[str, Any] = {}
         self.meetings = Meetings()
 
-    def plane(self, rank: int, notes: Any, wake: Any) -> Any:
+    def plane(self, rank: int, oob: Any, wake: Any) -> Any:
         gpu = GpuDouble(0, self.meetings)
         self.made.append(gpu)
-        self.planes.append(plane(rank, notes, wake, gpu, **self.options))
+        self.planes.append(plane(rank, oob, wake, gpu, **self.options))
         return self.planes[-1]
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""How this process enters a job: by its environment, over MPI, or as a member of what was given to `init`."""
+"""The rank, size and job of this process: from its environment, over MPI, or from the `comm` that is passed to `init`."""
 
 from __future__ import annotations
 
@@ -71,9 +71,10 @@ def _by_ranks(info: LaunchInfo, ranks: list[int]) -> LaunchInfo:
     """Return this rank's place in a job of some ranks only."""
     world = info.world
     if not ranks or len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(world.size)):
-        raise UnsupportedError(f"comm={ranks} must name ranks from 0..{world.size - 1}, each once")
+        raise UnsupportedError(f"comm={ranks} must contain ranks from 0..{world.size - 1}, each once")
     if world.rank not in ranks:
-        raise UnsupportedError(f"comm={ranks} does not have this rank, {world.rank}; call init() with a list that has it")
+        raise UnsupportedError(f"comm={ranks} does not contain this rank, {world.rank}; call init() with a list that "
+                               "contains it")
     if ranks == list(range(world.size)):
         return info
     if info.is_mpi and not mpi.world_mismatch(world.rank, world.size):

@@ -1,6 +1,6 @@
-"""How ranks find each other at start: rank 0 listens, the others connect, and nobody else gets in.
+"""The rendezvous: rank 0 listens, the other ranks connect and authenticate, and no other process gets in.
 
-Meeting is also the job's first barrier: it ends when all ranks have said hello, or fails naming those that have not.
+It is also the job's first barrier: it ends when all ranks have sent their RankInfo, or fails and names those that have not.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdlite.control.codec import Hello, Welcome
+from hvdlite.control.codec import RankInfo, Welcome
 from hvdlite.control.wire import Connection, challenge_as_client, challenge_as_server
 from hvdlite.core.config import socket_timeout
 from hvdlite.core.errors import HvdliteError, LaunchError, ProtocolError
-from hvdlite.core.file_limit import descriptors_for
-from hvdlite.core.socket_paths import check_same_user, fitting
+from hvdlite.core.file_limit import reserve_descriptors
+from hvdlite.core.socket_paths import check_same_user, short_socket_path
 from hvdlite.negotiation.messages import Message
 
 HALF_OPEN_LIMIT = 64
@@ -89,7 +89,7 @@ def listen(address: Address) -> socket.socket:
 def _bind(listener: socket.socket, address: Address, target: Any) -> None:
     """Bind to the address, or to all of this host's where that one says nothing about how others reach it."""
     if address.path:
-        with fitting(address.path) as path:
+        with short_socket_path(address.path) as path:
             listener.bind(path)
         return
     if is_loopback(target[0]) and not is_loopback(address.host):  # Debian: 127.0.1.1 is my name
@@ -107,7 +107,7 @@ def _connect(sock: socket.socket, address: Address, target: Any) -> None:
     if not address.path:
         sock.connect(target)
         return
-    with fitting(address.path) as path:
+    with short_socket_path(address.path) as path:
         sock.connect(path)
 
 
@@ -116,49 +116,49 @@ def is_loopback(host: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
-def reached_at(connections: Iterable[Connection]) -> str:
+def advertised_address(connections: Iterable[Connection]) -> str:
     """Return the IP address of this host that most of the peers of some connections use; "" when none is for others."""
     names = [connection.socket.getsockname() for connection in connections if connection.socket.family != socket.AF_UNIX]
     addresses = [name[0] for name in names if not is_loopback(name[0])]
     return max(addresses, key=addresses.count, default="")
 
 
-def receive_ranks(listener: socket.socket, address: Address, own: Hello, *, timeout: float, frame_limit: int,
-                  led: bool = False) -> tuple[dict[int, Connection], Welcome]:
+def accept_ranks(listener: socket.socket, address: Address, own: RankInfo, *, timeout: float, frame_limit: int,
+                  use_leaders: bool = False) -> tuple[dict[int, Connection], Welcome]:
     """On rank 0: wait for all other ranks and welcome them.
 
     Args:
-        led: whether hosts are to have leaders, when there are several.
+        use_leaders: whether hosts are to have leaders, when there are several.
 
     Raises:
         LaunchError: when some have not come within `timeout` seconds, naming them, one does not fit, or this process may
             not have as many connections.
     """
-    reception = _Reception(own, address, frame_limit, led)
+    admission = _Admission(own, address, frame_limit, use_leaders)
     try:
-        return reception.connections, _welcomed(reception, listener, own, timeout)
+        return admission.connections, _welcomed(admission, listener, own, timeout)
     except BaseException:
-        for connection in reception.connections.values():
+        for connection in admission.connections.values():
             connection.close()
         raise
 
 
-def _welcomed(reception: _Reception, listener: socket.socket, own: Hello, timeout: float) -> Welcome:
+def _welcomed(admission: _Admission, listener: socket.socket, own: RankInfo, timeout: float) -> Welcome:
     try:
-        with descriptors_for(own.size - 1, f"rank 0 of a job of {own.size} ranks"):
-            reception.admit_all(listener, timeout)
+        with reserve_descriptors(own.size - 1, f"rank 0 of a job of {own.size} ranks"):
+            admission.admit_all(listener, timeout)
     except LaunchError as error:
-        reception.refusal = str(error)
-    welcome = reception.welcome()
-    for connection in reception.connections.values():
+        admission.refusal = str(error)
+    welcome = admission.welcome()
+    for connection in admission.connections.values():
         connection.send(welcome)
-    if reception.refusal:
-        raise LaunchError(reception.refusal)
+    if admission.refusal:
+        raise LaunchError(admission.refusal)
     return welcome
 
 
-def join(address: Address, own: Hello, *, timeout: float, frame_limit: int) -> tuple[Connection, Welcome]:
-    """On every other rank: connect to rank 0, say hello, and wait for its welcome.
+def connect_to_rank_0(address: Address, own: RankInfo, *, timeout: float, frame_limit: int) -> tuple[Connection, Welcome]:
+    """On every other rank: connect to rank 0, send its RankInfo, and wait for its welcome.
 
     Raises:
         LaunchError: when rank 0 cannot be reached within `timeout` seconds, or refuses.
@@ -181,19 +181,19 @@ def join(address: Address, own: Hello, *, timeout: float, frame_limit: int) -> t
     return connection, message
 
 
-class _Reception:
+class _Admission:
     """Admits ranks; each handshake runs in a short-lived thread, so a silent stranger delays nobody."""
 
-    def __init__(self, own: Hello, address: Address, frame_limit: int, led: bool) -> None:
+    def __init__(self, own: RankInfo, address: Address, frame_limit: int, use_leaders: bool) -> None:
         self.connections: dict[int, Connection] = {}
         self.refusal = ""
         self._own = own
         self._address = address
         self._frame_limit = frame_limit
-        self._led = led
-        self._hellos = {own.rank: own}
+        self._use_leaders = use_leaders
+        self._infos = {own.rank: own}
         self._lock = threading.Lock()
-        self._places = threading.BoundedSemaphore(HALF_OPEN_LIMIT)
+        self._handshake_slots = threading.BoundedSemaphore(HALF_OPEN_LIMIT)
 
     def admit_all(self, listener: socket.socket, timeout: float) -> None:
         """Return when all ranks are there, or there is a reason to refuse them."""
@@ -213,31 +213,34 @@ class _Reception:
             self._admit(sock)
 
     def _admit(self, sock: socket.socket) -> None:
-        self._places.acquire()
-        threading.Thread(target=self._greet, args=(sock,), name="hvdlite-handshake", daemon=True).start()
+        self._handshake_slots.acquire()
+        threading.Thread(target=self._handshake, args=(sock,), name="hvdlite-handshake", daemon=True).start()
 
     def welcome(self) -> Welcome:
         with self._lock:
             if self.refusal:
                 return Welcome(refusal=self.refusal, epoch=self._own.epoch)
-            ranks = [self._hellos[rank] for rank in range(self._own.size)]
-        return Welcome(tuple(hello.pid for hello in ranks), tuple(hello.host for hello in ranks),
-                       tuple(hello.stack_dump for hello in ranks), reached_at(self.connections.values()), time.monotonic(),
-                       _lacks(ranks), self._led and len({hello.host for hello in ranks}) > 1, epoch=self._own.epoch)
+            ranks = [self._infos[rank] for rank in range(self._own.size)]
+        return Welcome(
+            pids=tuple(info.pid for info in ranks), hosts=tuple(info.host for info in ranks),
+            stack_dumps=tuple(info.stack_dump for info in ranks),
+            advertised_address=advertised_address(self.connections.values()), clock=time.monotonic(),
+            unavailable=_unavailable_somewhere(ranks),
+            use_leaders=self._use_leaders and len({info.host for info in ranks}) > 1, epoch=self._own.epoch)
 
-    def _greet(self, sock: socket.socket) -> None:
+    def _handshake(self, sock: socket.socket) -> None:
         try:
             sock.settimeout(HANDSHAKE_SECONDS)
             connection = self._authenticated(sock)
-            hello = _one_message(connection)
-            if not isinstance(hello, Hello):
-                raise ProtocolError(f"expected a Hello, got a {type(hello).__name__}")
-            self._seat(hello, connection)
+            info = _one_message(connection)
+            if not isinstance(info, RankInfo):
+                raise ProtocolError(f"expected a RankInfo, got a {type(info).__name__}")
+            self._register(info, connection)
         except (OSError, EOFError, HvdliteError) as error:
             sock.close()
-            _log.warning("a stranger at %s was turned away: %s", self._address, error)
+            _log.warning("a connection to %s was refused: %s", self._address, error)
         finally:
-            self._places.release()
+            self._handshake_slots.release()
 
     def _authenticated(self, sock: socket.socket) -> Connection:
         if not self._address.path:
@@ -246,35 +249,35 @@ class _Reception:
         check_same_user(sock)
         return Connection(sock, frame_limit=self._frame_limit)
 
-    def _seat(self, hello: Hello, connection: Connection) -> None:
+    def _register(self, info: RankInfo, connection: Connection) -> None:
         with self._lock:
-            if hello.size != self._own.size or not 0 < hello.rank < self._own.size:
-                self.refusal = (f"a process calls itself rank {hello.rank} of {hello.size}, but rank 0 was started as "
+            if info.size != self._own.size or not 0 < info.rank < self._own.size:
+                self.refusal = (f"a process calls itself rank {info.rank} of {info.size}, but rank 0 was started as "
                                 f"one of {self._own.size}; check the launch environment")
-            elif hello.epoch != self._own.epoch:
-                self.refusal = (f"rank {hello.rank} belongs to membership epoch {hello.epoch}, rank 0 to {self._own.epoch}: "
+            elif info.epoch != self._own.epoch:
+                self.refusal = (f"rank {info.rank} belongs to membership epoch {info.epoch}, rank 0 to {self._own.epoch}: "
                                 "one of them is left over from an earlier start")
-            elif hello.rank in self.connections:
-                self.refusal = f"two processes (pids {self._hellos[hello.rank].pid} and {hello.pid}) are rank {hello.rank}"
-            elif hello.version != self._own.version:
-                self.refusal = (f"rank {hello.rank} runs hvdlite {hello.version}, rank 0 runs {self._own.version}; "
+            elif info.rank in self.connections:
+                self.refusal = f"two processes (pids {self._infos[info.rank].pid} and {info.pid}) are rank {info.rank}"
+            elif info.version != self._own.version:
+                self.refusal = (f"rank {info.rank} runs hvdlite {info.version}, rank 0 runs {self._own.version}; "
                                 "install the same version everywhere")
-            elif hello.settings != self._own.settings:
-                (name, theirs), (_, ours) = next(pair for pair in zip(hello.settings, self._own.settings, strict=True)
+            elif info.settings != self._own.settings:
+                (name, theirs), (_, ours) = next(pair for pair in zip(info.settings, self._own.settings, strict=True)
                                                  if pair[0] != pair[1])
-                self.refusal = f"rank {hello.rank} has {name}={theirs}, rank 0 {ours}; set the same everywhere"
-            self._hellos[hello.rank] = hello
-            self.connections[hello.rank] = connection
+                self.refusal = f"rank {info.rank} has {name}={theirs}, rank 0 {ours}; set the same everywhere"
+            self._infos[info.rank] = info
+            self.connections[info.rank] = connection
 
 
-def _lacks(hellos: Sequence[Hello]) -> tuple[tuple[str, str], ...]:
+def _unavailable_somewhere(infos: Sequence[RankInfo]) -> tuple[tuple[str, str], ...]:
     """Return what any rank lacks, and why; the first rank's reason, with its number where it is not everybody's."""
-    lacks: dict[str, tuple[str, list[int]]] = {}
-    for hello in hellos:
-        for name, reason in hello.lacks:
-            lacks.setdefault(name, (reason, []))[1].append(hello.rank)
-    return tuple((name, reason if len(ranks) == len(hellos) else f"on rank {ranks[0]}, {reason}")
-                 for name, (reason, ranks) in lacks.items())
+    unavailable: dict[str, tuple[str, list[int]]] = {}
+    for info in infos:
+        for name, reason in info.unavailable:
+            unavailable.setdefault(name, (reason, []))[1].append(info.rank)
+    return tuple((name, reason if len(ranks) == len(infos) else f"on rank {ranks[0]}, {reason}")
+                 for name, (reason, ranks) in unavailable.items())
 
 
 def host_identity() -> str:

@@ -1,4 +1,4 @@
-"""GPU memory as the runtime sees it: addresses, never values. Only planes and adapters access the values."""
+"""GPU memory as addresses and events: the types that planes and adapters share. Only they access the values."""
 
 from __future__ import annotations
 

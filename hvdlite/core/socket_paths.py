@@ -1,4 +1,4 @@
-"""Unix sockets: in directories with long names (a path has at most 107 bytes), and whose process is at the other end."""
+"""Unix sockets in directories with long names (a path has at most 107 bytes), and the user id of the peer."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Final
 from hvdlite.core.errors import ProtocolError
 
 _ROOM: Final = 100
-"""Bytes of a path that fits everywhere."""
+"""The longest path, in bytes, that every system accepts."""
 
 
 @contextmanager
-def fitting(path: str) -> Iterator[str]:
-    """Lend a path of the same socket that is short enough to bind or connect to.
+def short_socket_path(path: str) -> Iterator[str]:
+    """Provide a path of the same socket that is short enough to bind or connect to.
 
-    Where directories can be opened by descriptor (Linux), a long one goes by that; elsewhere the path is what it was.
+    On Linux, a long directory is opened and replaced by its /proc path; elsewhere the path is unchanged.
     """
     if len(os.fsencode(path)) <= _ROOM or not hasattr(os, "O_PATH"):
         yield path

@@ -1,4 +1,4 @@
-"""Where a process writes its stacks when it is asked to; see `diagnostics.process_probe`."""
+"""The file to which a process writes its stacks on a signal; see `diagnostics.process_probe`."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from hvdlite.core.device import CPU
 from hvdlite.core.types import Collective, ReduceOp
-from hvdlite.negotiation.messages import BucketReady, Request, Response, Saying, TraceEvent
+from hvdlite.negotiation.messages import BucketReady, ReportItem, Request, Response, TraceEvent
 
 GPU_PLANE: Final = "NCCL"
 REMEMBERED: Final = 2048
@@ -67,9 +67,9 @@ class FlightRecorder:
     def submitted(self, request: Request) -> None:
         """A tensor was handed in here."""
         self._events.append((self._clock(), (request.name,), "submitted", (  # all but the payload
-            request.collective, request.dtype, request.shape, request.op, request.root_rank, request.process_set)))
+            request.collective, request.dtype, request.shape, request.op, request.root_rank, request.process_set_id)))
         if self._open is not None:
-            self._begin((lane_of(request.process_set, request.name),), f"NEGOTIATE_{request.collective.name}",
+            self._begin((lane_of(request.process_set_id, request.name),), f"NEGOTIATE_{request.collective.name}",
                         f"{request.dtype}{list(request.shape)}")
 
     def bucket_submitted(self, lane: str, names: Sequence[str], response: Response) -> None:
@@ -78,11 +78,12 @@ class FlightRecorder:
         if self._open is not None:
             self._begin((lane,), f"NEGOTIATE_{response.collective.name}", f"{len(names)} tensors, {response.dtype}")
 
-    def ready_elsewhere(self, ranks: Sequence[int], what: Sequence[Saying]) -> None:
+    def ready_elsewhere(self, ranks: Sequence[int], what: Sequence[ReportItem]) -> None:
         """On rank 0: other ranks reported tensors and buckets."""
-        for said in what if self._open is not None else ():
-            if isinstance(said, (Request, BucketReady)):
-                lane = bucket_lane(said.bucket) if isinstance(said, BucketReady) else lane_of(said.process_set, said.name)
+        for item in what if self._open is not None else ():
+            if isinstance(item, (Request, BucketReady)):
+                lane = (bucket_lane(item.bucket_id) if isinstance(item, BucketReady)
+                        else lane_of(item.process_set_id, item.name))
                 self._trace.extend(TraceEvent("i", self._clock() * 1e6, lane, str(rank)) for rank in ranks)
 
     def decided(self, lanes: Sequence[str], response: Response) -> None:

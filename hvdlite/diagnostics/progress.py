@@ -1,4 +1,4 @@
-"""How far a rank is, for whoever watches the job without asking it: a small file in the job's directory that is memory.
+"""A rank's counters of steps, samples and waits, which `hvdrun --monitor` reads from a file in the job's directory.
 
 A rank writes a few numbers a step there and makes no system call for it; the launcher reads them when it wants to.
 """

@@ -1,4 +1,4 @@
-"""Reports on demand: rank 0 answers whoever of this user connects to a Unix socket in the job's directory."""
+"""The server of stall reports on rank 0: a Unix socket in the job's directory, for processes of the same user."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Final
 
 from hvdlite.core.errors import HvdliteError
 from hvdlite.core.launch_contract import REPORT_SOCKET
-from hvdlite.core.socket_paths import check_same_user, fitting
+from hvdlite.core.socket_paths import check_same_user, short_socket_path
 from hvdlite.diagnostics.stall_inspector import ANSWER_SECONDS, Receiver
 from hvdlite.diagnostics.stall_report import StallReport
 
@@ -37,7 +37,7 @@ class ReportServer:
         self._path = str(Path(directory) / REPORT_SOCKET)
         self._demand = demand
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        with fitting(self._path) as path:
+        with short_socket_path(self._path) as path:
             self._listener.bind(path)
         self._listener.listen(8)
         threading.Thread(target=self._serve, name="hvdlite-reports", daemon=True).start()

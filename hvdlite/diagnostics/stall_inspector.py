@@ -1,4 +1,4 @@
-"""Detecting ranks that hold up the others (docs/protocol.md#silence).
+"""Detection of stalled tensors, silent ranks and circular waits (docs/protocol.md#silence).
 
 While a tensor waits for some ranks, rank 0's `StallInspector` asks these ranks for their status now and then. A rank that
 answers is slow: it is reported when the warning time has passed. A rank that does not answer within seconds is stopped, or
@@ -234,14 +234,14 @@ class CoordinatorWatchdog:
     """Detects that rank 0 does not answer; runs on every rank.
 
     Args:
-        above: the rank through which rank 0 is asked, and answers.
+        parent: the rank through which rank 0 is asked, and answers.
         after: seconds of waiting after which to ask; 0 turns it off.
         lost: seconds without an answer after which rank 0 is given up; 0 is never.
     """
 
-    def __init__(self, rank: int, above: int, after: float, lost: float, probe: ProcessProbe | None) -> None:
-        self._rank, self._above, self._probe = rank, above, probe
-        self._after, self._lost = after or math.inf, (lost or math.inf) + (LEADER_SECONDS if above else 0.0)
+    def __init__(self, rank: int, parent: int, after: float, lost: float, probe: ProcessProbe | None) -> None:
+        self._rank, self._parent, self._probe = rank, parent, probe
+        self._after, self._lost = after or math.inf, (lost or math.inf) + (LEADER_SECONDS if parent else 0.0)
         self._since = math.inf  # since when it waits without a word from rank 0; infinite while it does not
         self._asked = math.inf  # when it asked rank 0, without an answer
         self._warned = False
@@ -252,7 +252,7 @@ class CoordinatorWatchdog:
         self._since = self._asked = math.inf
         if self._warned:
             self._warned = False
-            _log.warning("rank %d: rank %d answers again", self._rank, self._above)
+            _log.warning("rank %d: rank %d answers again", self._rank, self._parent)
 
     def look(self, now: float, waits: bool, partners: Iterable[int], partners_since: float) -> SideMessage | None:
         """Return what is to be told to rank 0, if anything.
@@ -275,19 +275,19 @@ class CoordinatorWatchdog:
             self._asked = now
         elif now - self._asked >= ANSWER_SECONDS and not self._warned:
             self._warned = True
-            leads = ", which speaks with rank 0 for this host," if self._above else ""
-            _log.warning("rank %d: rank %d%s has not answered for %.0f s: %s", self._rank, self._above, leads,
+            leads = ", which speaks with rank 0 for this host," if self._parent else ""
+            _log.warning("rank %d: rank %d%s has not answered for %.0f s: %s", self._rank, self._parent, leads,
                          now - self._asked, self._state())
         return SideMessage(ping=ping, slow_peers=slow_peers) if ping or slow_peers else None
 
     def gave_up(self, now: float) -> str:
-        """Return why the rank above is lost, or ""."""
+        """Return why the parent is lost, or ""."""
         if now - self._asked < self._lost:
             return ""
         return f"it has not answered for {now - self._asked:.0f} s (HVDLITE_HEARTBEAT_TIMEOUT): {self._state()}"
 
     def _state(self) -> str:
-        stacks = self._probe.stacks(self._above) if self._probe else ""
+        stacks = self._probe.stacks(self._parent) if self._probe else ""
         location = location_in_dump(stacks)
-        return ((self._probe.state(self._above) if self._probe else "") or "its process is stopped, or something in it "
+        return ((self._probe.state(self._parent) if self._probe else "") or "its process is stopped, or something in it "
                 "holds the GIL") + (f"; it is in {location}" if location else "")

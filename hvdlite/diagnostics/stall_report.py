@@ -1,4 +1,4 @@
-"""What rank 0 tells about tensors that wait too long, and what a rank says of itself when others wait for it."""
+"""The stall report: which tensors wait for which ranks, and the status of those ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The timeline's file, written by rank 0: Chrome's trace format, which Perfetto and chrome://tracing show.
+"""The timeline's file, which rank 0 writes in Chrome's trace format, for Perfetto and chrome://tracing.
 
 The file is a JSON array that is complete after every write, because each write replaces the closing bracket by new events
 and a closing bracket: a job that is killed leaves a file that can be read. A process is a rank, a thread is a tensor.

@@ -1,4 +1,4 @@
-"""Search for the best sizes while training: rank 0 proposes settings, all ranks take them over at one decision.
+"""Autotune: rank 0 proposes sizes of fused responses and buckets; all ranks use them from the same decision on.
 
 A setting is measured as the median over some samples of the bytes reduced per second, a sample being some rounds of the
 optimizers. Rounds in which layouts are learned anew are not counted. Optuna proposes (tree-structured Parzen estimator,

@@ -1,4 +1,4 @@
-"""What a rank does about decisions: complete entries, move bytes, learn layouts, change process sets."""
+"""Execution of decisions on a rank: run plans, complete entries, learn layouts, change process sets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hvdlite.core.types import Collective
 from hvdlite.diagnostics.flight_recorder import FlightRecorder, bucket_lane, lane_of
 from hvdlite.handoff.buckets import BucketEntry, LearnedLayout, buffer_bytes
 from hvdlite.handoff.entry import Entry
-from hvdlite.negotiation.controller import Assist, Evicted, Expanded, Instruction, Suspended
+from hvdlite.negotiation.controller import EvictLayout, Instruction, ParticipateWithoutData, SplitBucket, SuspendLayout
 from hvdlite.negotiation.messages import BucketRelease, Decision, ErrorKind, Layout, ReceiveSplits, Response
 from hvdlite.negotiation.process_sets import ProcessSetTable
 from hvdlite.planes.base import AlltoallSplits, BufferSlice, DevicePlane, FusionBuffer, Plan, Plane, WaitUntil
@@ -37,13 +37,13 @@ class Execution:
         devices: the plane for tensors on GPUs, if there is one.
         wait_until: lets the planes wait.
         free: makes an entry's name usable again; called before its handle is completed.
-        abandon: gives up a layout on all ranks.
+        mark_stale: ends a layout on all ranks.
         start_anew: all ranks have joined.
     """
 
     def __init__(self, rank: int, size: int, plane: Plane, recorder: FlightRecorder, clock: Callable[[], float], *,
                  devices: DevicePlane | None, wait_until: WaitUntil, free: Callable[[Entry], None],
-                 abandon: Callable[[int], None], start_anew: Callable[[], None]) -> None:
+                 mark_stale: Callable[[int], None], start_anew: Callable[[], None]) -> None:
         self.process_sets = ProcessSetTable(size)
         self.layouts: dict[str, LearnedLayout] = {}
         self.partners: tuple[int, ...] = ()
@@ -52,7 +52,7 @@ class Execution:
         self._devices = devices
         if devices is not None:
             devices.add_process_set(GLOBAL_PROCESS_SET_ID, self.process_sets[GLOBAL_PROCESS_SET_ID])
-        self._wait_until, self._free, self._abandon, self._start_anew = wait_until, free, abandon, start_anew
+        self._wait_until, self._free, self._mark_stale, self._start_anew = wait_until, free, mark_stale, start_anew
         self._entries: dict[tuple[int, str], Entry] = {}  # handed in and not completed; likewise below
         self._buckets: dict[int, BucketEntry] = {}
         self._plans: defaultdict[int, int] = defaultdict(int)  # by process set
@@ -79,20 +79,20 @@ class Execution:
     def add_bucket(self, entry: BucketEntry) -> None:
         """A bucket is reported."""
         definition = entry.bucket.definition
-        self._buckets[entry.ready.bucket] = entry
-        self._recorder.bucket_submitted(bucket_lane(definition.bucket), definition.response.names, definition.response)
+        self._buckets[entry.ready.bucket_id] = entry
+        self._recorder.bucket_submitted(bucket_lane(definition.bucket_id), definition.response.names, definition.response)
 
-    def split(self, expanded: Expanded) -> None:
+    def split(self, split: SplitBucket) -> None:
         """A bucket's members are answered one by one."""
-        entry = self._buckets.pop(expanded.bucket)
-        self._recorder.split(bucket_lane(expanded.bucket), entry.bucket.definition.response.names)
-        for each in entry.split(expanded, self._devices):
+        entry = self._buckets.pop(split.bucket_id)
+        self._recorder.split(bucket_lane(split.bucket_id), entry.bucket.definition.response.names)
+        for each in entry.split(split, self._devices):
             self.add(each)
 
     def add_receive_splits(self, splits: Iterable[ReceiveSplits]) -> None:
         """Learn what this rank gets in alltoalls of coming decisions."""
         for received in splits:
-            self._receive_splits[received.process_set, received.name].append(received)
+            self._receive_splits[received.process_set_id, received.name].append(received)
 
     def carry_out(self, decision: Decision, instructions: Sequence[Instruction], left: frozenset[int]) -> None:
         """Follow a decision.
@@ -120,7 +120,7 @@ class Execution:
     def _open_pairs(self, decision: Decision) -> None:
         """Let the plane open the process sets of two ranks when they first need it; all ranks do so at the same decision."""
         for response in decision.responses:
-            number = response.process_set
+            number = response.process_set_id
             if number < 0 and number not in self._pairs and response.error is ErrorKind.NONE and response.result is None:
                 self._pairs.add(number)
                 self._open_set(number, self.process_sets[number])
@@ -134,28 +134,28 @@ class Execution:
         if isinstance(instruction, Response):
             self._recorder.decided(_lanes(instruction), instruction)
         elif isinstance(instruction, BucketRelease):
-            response = self._buckets[instruction.bucket].bucket.definition.response
-            self._recorder.decided((bucket_lane(instruction.bucket),), response)
+            response = self._buckets[instruction.bucket_id].bucket.definition.response
+            self._recorder.decided((bucket_lane(instruction.bucket_id),), response)
 
     def _follow(self, instruction: Instruction) -> None:
         match instruction:
             case Response():
                 self._perform(instruction)
-            case Assist(response):
-                self._assist(response)
+            case ParticipateWithoutData(response):
+                self._participate_without_data(response)
             case BucketRelease():
                 self._reduce_bucket(instruction)
             case Layout():
                 self._learn(instruction)
-            case Expanded():
+            case SplitBucket():
                 self.split(instruction)
-            case Suspended(layout):
+            case SuspendLayout(layout):
                 learned = self.layouts.get(layout.label)
-                if learned is not None and learned.layout.layout == layout.layout:
+                if learned is not None and learned.layout.layout_id == layout.layout_id:
                     learned.is_suspended = True
-            case Evicted(layout):
+            case EvictLayout(layout):
                 learned = self.layouts.get(layout.label)
-                if learned is not None and learned.layout.layout == layout.layout:
+                if learned is not None and learned.layout.layout_id == layout.layout_id:
                     del self.layouts[layout.label]
 
     def _learn(self, layout: Layout) -> None:
@@ -169,7 +169,7 @@ class Execution:
                 buffers[device] = buffer
         except MemoryError as error:
             _log.warning("rank %d: '%s' goes on without learned buckets: %s", self._rank, layout.label, error)
-            self._abandon(layout.layout)
+            self._mark_stale(layout.layout_id)
             return
         self.layouts[layout.label] = LearnedLayout(layout, buffers)
 
@@ -180,17 +180,17 @@ class Execution:
         return self._devices.fusion_buffer(nbytes, ranks, self._wait_until)
 
     def _reduce_bucket(self, release: BucketRelease) -> None:
-        entry = self._buckets[release.bucket]
-        response, lanes = entry.bucket.definition.response, (bucket_lane(release.bucket),)
+        entry = self._buckets[release.bucket_id]
+        response, lanes = entry.bucket.definition.response, (bucket_lane(release.bucket_id),)
         memory = [entry.memory]
         self._recorder.moving(lanes, response)
         completion = self._move(response, memory, memory, entry.bucket.buffer_slice)
-        del self._buckets[release.bucket]
+        del self._buckets[release.bucket_id]
         self._recorder.done(lanes, response)
         entry.complete(release, completion)
 
     def _perform(self, response: Response) -> None:
-        entries = [self._entries[response.process_set, name] for name in response.names]
+        entries = [self._entries[response.process_set_id, name] for name in response.names]
         if response.error is not ErrorKind.NONE:
             self._recorder.done(_lanes(response), response)
             for entry in entries:
@@ -198,7 +198,7 @@ class Execution:
             return
         splits = self._splits_of(response, entries[0].request.splits)
         for entry in entries:
-            entry.prepare(response, self._rank, self.process_sets[response.process_set], splits)
+            entry.prepare(response, self._rank, self.process_sets[response.process_set_id], splits)
         completion = None
         if response.result is not None:
             entries[0].deliver(response.result)
@@ -216,11 +216,11 @@ class Execution:
         for entry in entries:
             self._release(entry).complete(response, completion)
 
-    def _assist(self, response: Response) -> None:
+    def _participate_without_data(self, response: Response) -> None:
         """Having joined, do this rank's share of the others' work."""
         if response.collective in (Collective.ADD_PROCESS_SET, Collective.REMOVE_PROCESS_SET):
             self._change_sets(response)
-        elif (self._rank in self.process_sets[response.process_set] and response.result is None
+        elif (self._rank in self.process_sets[response.process_set_id] and response.result is None
               and response.collective is not Collective.BARRIER):
             self._move(response, (), (), splits=self._splits_of(response, ()))
 
@@ -228,7 +228,7 @@ class Execution:
         """Return who sends what in an alltoall; `sent` is this rank's part, nothing when it has joined."""
         if response.collective is not Collective.ALLTOALL:
             return None
-        key = response.process_set, response.names[0]
+        key = response.process_set_id, response.names[0]
         received = self._receive_splits[key].popleft()
         if not self._receive_splits[key]:
             del self._receive_splits[key]
@@ -245,7 +245,7 @@ class Execution:
 
     def _move(self, response: Response, sources: Sequence[AnyArray | None], outputs: Sequence[AnyArray | None],
               buffer_slice: BufferSlice | None = None, splits: AlltoallSplits | None = None) -> Completion | None:
-        number = response.process_set
+        number = response.process_set_id
         self._plans[number] += 1
         self.partners, self.moving_since = self.process_sets[number], self._clock()
         plan = Plan(self._plans[number], self.partners, response, sources, outputs, buffer_slice, splits)
@@ -274,6 +274,6 @@ class Execution:
 
 
 def _lanes(response: Response) -> Sequence[str]:
-    if response.process_set == 0:
+    if response.process_set_id == 0:
         return response.names
-    return [lane_of(response.process_set, name) for name in response.names]
+    return [lane_of(response.process_set_id, name) for name in response.names]

@@ -1,4 +1,4 @@
-"""What a rank raises when the job fails."""
+"""The exception that a rank raises when the job fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often, how long and how much: what the runtime does not let users set."""
+"""Times, counts and sizes of the engine that are not knobs."""
 
 from __future__ import annotations
 

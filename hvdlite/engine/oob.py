@@ -1,4 +1,4 @@
-"""How planes of different ranks exchange the few bytes by which they connect: through rank 0, signed like all messages.
+"""Out-of-band messages: the few bytes by which planes of different ranks connect, exchanged through rank 0.
 
 A plane connects in the middle of a plan, or in a library's thread while this rank waits in one. What a rank publishes stays
 at the coordinator until another fetches it, so a text travels only between ranks that connect. What all ranks of a process
@@ -15,8 +15,8 @@ from hvdlite.negotiation.messages import OobKey, OobMessage, SideMessage
 from hvdlite.planes.base import WaitUntil
 
 
-class Notes:
-    """One rank's notes; see `planes.base.Notes` for what planes use of them.
+class OobChannel:
+    """One rank's out-of-band channel; implements `planes.base.OobChannel`.
 
     Only `fetch` is called by other threads than the runtime's.
 
@@ -44,10 +44,10 @@ class Notes:
         """
         self._say, self._hand_in, self._wake = say, hand_in, wake
 
-    def take_in(self, notes: Iterable[OobMessage]) -> None:
-        """A message brought notes."""
+    def take_in(self, messages: Iterable[OobMessage]) -> None:
+        """Store out-of-band messages that have arrived."""
         with self._arrived:
-            for note in notes:
+            for note in messages:
                 self._received[OobKey(note.label, note.sender)] = note.payload
             self._arrived.notify_all()
 
@@ -80,7 +80,7 @@ class Notes:
                 raise self._failure
             return self._received.pop(wanted)
 
-    def consult(self, label: str, ranks: Sequence[int], text: bytes, answer: Callable[[list[bytes]], bytes],
+    def gather_and_broadcast(self, label: str, ranks: Sequence[int], text: bytes, answer: Callable[[list[bytes]], bytes],
                 wait_until: WaitUntil) -> bytes:
         first, question = ranks[0], f"{label}?"
         self._say(SideMessage(oob_messages=(OobMessage(question, self._rank, text, (first,)),)))

@@ -1,4 +1,4 @@
-"""Waiting for an engine that makes progress only when it is looked at (MPI)."""
+"""Waiting for a library that makes progress only while it is called (MPI)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank's learned buckets: where their members lie in this rank's memory, and what waits for them."""
+"""Learned buckets on one rank: the memory of their members, and the entries of buckets that are reported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvdlite.core.array import SUPPORTED_DTYPES
 from hvdlite.core.device import AnyArray, Completion, DeviceArray, Event
 from hvdlite.handoff.entry import Entry
 from hvdlite.handoff.handle import Handle, Sleepers
-from hvdlite.negotiation.controller import Expanded
+from hvdlite.negotiation.controller import SplitBucket
 from hvdlite.negotiation.messages import Bucket, BucketReady, BucketRelease, Layout, Wait
 from hvdlite.planes.base import BufferSlice, DevicePlane, FusionBuffer
 
@@ -26,15 +26,15 @@ class BucketHandle(Handle):
 
     Attributes:
         parts: after completion, its members' own handles when they are answered one by one, else empty.
-        nobody: after completion, the indices of members to which no rank contributed.
+        globally_unused: after completion, the indices of members to which no rank contributed.
     """
 
-    __slots__ = ("nobody", "parts")
+    __slots__ = ("globally_unused", "parts")
 
     def __init__(self, name: str, sleepers: Sleepers, waits_for: Wait) -> None:
         super().__init__(name, sleepers, waits_for)
         self.parts: tuple[Handle, ...] = ()
-        self.nobody: frozenset[int] = frozenset()
+        self.globally_unused: frozenset[int] = frozenset()
 
 
 class LearnedBucket:
@@ -111,8 +111,8 @@ class BucketEntry:
     def __init__(self, bucket: LearnedBucket, ready: BucketReady, sleepers: Sleepers, event: Event | None = None) -> None:
         self.bucket, self.ready, self._event = bucket, ready, event
         self._sleepers = sleepers
-        first, process_set = bucket.definition.members[0], bucket.definition.response.process_set
-        self.handle = BucketHandle(first.name, sleepers, Wait(process_set, first.label, ready.round))
+        first, process_set = bucket.definition.members[0], bucket.definition.response.process_set_id
+        self.handle = BucketHandle(first.name, sleepers, Wait(process_set, first.label, ready.round_id))
         self._abandoned = False
 
     @property
@@ -123,20 +123,20 @@ class BucketEntry:
 
     def complete(self, release: BucketRelease, completion: Completion | None) -> None:
         """The bucket is reduced; on a GPU, after `completion`."""
-        self.handle.nobody, self.handle.behind = frozenset(release.nobody), release.behind
+        self.handle.globally_unused, self.handle.behind = frozenset(release.globally_unused), release.ranks_in_step
         if completion is not None:
             completion = completion.for_entry(self.bucket)
         if not self._abandoned:
             self.handle._complete(None, self.bucket.definition.response.contributors, completion)
 
-    def split(self, expanded: Expanded, devices: DevicePlane | None) -> list[Entry]:
+    def split(self, split: SplitBucket, devices: DevicePlane | None) -> list[Entry]:
         """The bucket's members are answered one by one: return their entries, over the same memory.
 
         Args:
             devices: copies places on GPUs.
         """
         entries = []
-        for index, request in enumerate(expanded.requests):
+        for index, request in enumerate(split.requests):
             values = self.bucket.row_major(index, self._event, devices)
             entries.append(Entry(request, [None if request.absent else values], [values], values, self._sleepers))
         self.handle.parts = tuple(entry.handle for entry in entries)

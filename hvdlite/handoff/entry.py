@@ -1,4 +1,4 @@
-"""A call between the user's thread and the background thread."""
+"""Entries: a call between the user's thread and the background thread, with its request, memory and handle."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ class Entry:
         self.outputs: list[AnyArray | None] = self.sources if outputs is sources else [
             None if output is None else flattened(output) for output in outputs]
         self._result = result  # what the handle returns
-        self.handle = Handle(request.name, sleepers, Wait(request.process_set, request.label or request.name, request.round))
+        self.handle = Handle(request.name, sleepers,
+                             Wait(request.process_set_id, request.label or request.name, request.round_id))
         self._abandoned = False
 
     @property
     def key(self) -> tuple[int, str]:
         """What must be unique among the entries of a rank: the process set and the name."""
-        return self.request.process_set, self.request.name
+        return self.request.process_set_id, self.request.name
 
     def prepare(self, response: Response, rank: int, ranks: Sequence[int], splits: AlltoallSplits | None) -> None:
         """Allocate an output whose size only the response tells.
@@ -89,7 +90,7 @@ class Entry:
         if completion is not None:
             completion = completion.for_entry((self.sources, self.outputs))
         if not self._abandoned:
-            self.handle.behind, self.handle.rows = response.behind, response.rows
+            self.handle.behind, self.handle.rows = response.ranks_in_step, response.rows
             self.handle._complete(self._result, response.contributors, completion)
 
     def fail(self, error: Exception) -> None:

@@ -1,4 +1,4 @@
-"""What an asynchronous call returns."""
+"""Handles: the results of asynchronous calls, and how threads wait for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands for the package `horovod` itself."""
+"""The package `horovod` itself."""
 
 from hvdlite.launch.run_function import run
 

@@ -25,7 +25,7 @@ from typing import IO, Any, Final, TextIO
 import cloudpickle
 
 from hvdlite.core.errors import LaunchError, PeerLostError, ProtocolError
-from hvdlite.core.launch_contract import CAUSE_FILE, KEY_FILE, RESULT_FILE, TASK_FILE, write_privately
+from hvdlite.core.launch_contract import CAUSE_FILE, KEY_FILE, RESULT_FILE, TASK_FILE, write_private_file
 
 _DIGEST: Final = hashlib.sha256
 _MAC_BYTES: Final = 32
@@ -83,9 +83,9 @@ def run(func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str,
     arguments += ["--verbose"] if verbose else []
     with tempfile.TemporaryDirectory(prefix="hvdlite-run-") as directory:  # mode 0700
         key = secrets.token_hex()
-        write_privately(Path(directory) / KEY_FILE, key.encode())
+        write_private_file(Path(directory) / KEY_FILE, key.encode())
         call = _pickled(func, args, dict(kwargs or {}))
-        write_privately(Path(directory) / TASK_FILE, sign(call, bytes.fromhex(key), "task"))
+        write_private_file(Path(directory) / TASK_FILE, sign(call, bytes.fromhex(key), "task"))
         command = [sys.executable, "-m", "hvdlite_runner.cli", *arguments, *options, "--task-directory", directory,
                    executable or sys.executable, "-m", "hvdlite.launch.run_task"]
         code, messages = _launch(command, {**os.environ, **(env or {})})

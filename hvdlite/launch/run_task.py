@@ -10,7 +10,7 @@ from pathlib import Path
 
 import cloudpickle
 
-from hvdlite.core.launch_contract import JOB_DIRECTORY, RANK, RESULT_FILE, SECRET, TASK_FILE, write_privately
+from hvdlite.core.launch_contract import JOB_DIRECTORY, RANK, RESULT_FILE, SECRET, TASK_FILE, write_private_file
 from hvdlite.launch.run_function import sign, verified
 
 
@@ -27,7 +27,7 @@ def main(environ: Mapping[str, str]) -> None:
 
     def write_result(failed: bool, value: object) -> None:
         content = sign(cloudpickle.dumps((failed, value)), key, f"result {rank}")
-        write_privately(directory / f"{RESULT_FILE}.{rank}", content)
+        write_private_file(directory / f"{RESULT_FILE}.{rank}", content)
 
     try:
         func, args, kwargs = cloudpickle.loads(call)

@@ -1,4 +1,4 @@
-"""Learned buckets at the coordinator: from a round of single tensors to one id per bucket, and back. Pure.
+"""Learned buckets at the coordinator: layouts planned from a round of single tensors, one id per bucket. Pure.
 
 The life of a declared set
     LEARNING   its members are reported one by one; when every rank has finished the round, the order in which they became
@@ -23,7 +23,7 @@ Rules (docs/protocol.md#learning, #rounds, #layouts, #join)
 - A set that a rank has dropped (`Retired`: its optimizer is gone) ends its layout and learns no other, because no round can
   become complete. When all ranks have dropped it, it is forgotten; its label is never used again.
 - Nothing is learned from a round of which a part went by bucket, or was refused, or in which a rank had joined.
-- A member that was sparse once on some rank goes by itself for ever. Layouts name such members (`Layout.alone`).
+- A member that was sparse once on some rank goes by itself for ever. Layouts name such members (`Layout.unbucketed`).
 - A set that keeps going stale is learned again ever more rarely: after 1, 2, 4, ... complete rounds. A layout that was in
   use for long does not count.
 """
@@ -39,7 +39,7 @@ from hvdlite.core.array import ALIGNMENT, GPU_ALIGNMENT, SUPPORTED_DTYPES
 from hvdlite.core.device import CPU
 from hvdlite.core.errors import ProtocolError
 from hvdlite.core.types import Collective
-from hvdlite.negotiation.fusion import behind, fusion_key, payload_bytes, response_to
+from hvdlite.negotiation.fusion import fusion_key, payload_bytes, ranks_in_step, response_to
 from hvdlite.negotiation.messages import Bucket, BucketReady, BucketRelease, Layout, Request, Response, Retired, RoundDone
 from hvdlite.negotiation.process_sets import ProcessSetTable
 from hvdlite.negotiation.requests import Ranks, first_of, grouped
@@ -114,7 +114,7 @@ def _member(requests: Mapping[int, Request]) -> Request:
     """Return the member as all ranks know it; laid out row-major when they lay it out differently."""
     first = first_of(requests)
     agreed = all(request.strides == first.strides for _, request in grouped(requests))
-    return msgspec.structs.replace(first, absent=False, strides=first.strides if agreed else (), round=0, step=0,
+    return msgspec.structs.replace(first, absent=False, strides=first.strides if agreed else (), round_id=0, step=0,
                                   in_step=False)
 
 
@@ -132,9 +132,9 @@ def _bucket(number: int, members: Sequence[Request], ranks: Ranks) -> Bucket:
 
 def expand(bucket: Bucket, ready: BucketReady) -> Iterator[Request]:
     """Yield the requests that a reported bucket stands for."""
-    missing = frozenset(ready.missing)
+    unused = frozenset(ready.unused)
     for index, member in enumerate(bucket.members):
-        yield msgspec.structs.replace(member, absent=index in missing, round=ready.round, step=ready.step,
+        yield msgspec.structs.replace(member, absent=index in unused, round_id=ready.round_id, step=ready.step,
                                       in_step=ready.in_step)
 
 
@@ -142,7 +142,7 @@ def expand(bucket: Bucket, ready: BucketReady) -> Iterator[Request]:
 class _Set:
     """One declared set."""
 
-    process_set: int
+    process_set_id: int
     ready: dict[str, Mapping[int, Request]] = dataclasses.field(default_factory=dict)  # this round, in ready order
     invalid: bool = False  # a member of this round was refused: nothing is learned from it
     by_bucket: int = 0  # the last round of which a bucket was released; likewise
@@ -213,7 +213,7 @@ class DeclaredSets:
         declared.ready.pop(request.name, None)
         if request.collective is Collective.ALLGATHER:
             declared.sparse.add(request.name)
-            return declared.layout.layout if declared.layout is not None and request.name in declared.members else None
+            return declared.layout.layout_id if declared.layout is not None and request.name in declared.members else None
         if request.name not in declared.sparse:
             declared.ready[request.name] = requests
         return None
@@ -234,24 +234,24 @@ class DeclaredSets:
         set do not count. Reporting it again changes nothing.
         """
         declared = self._set(done)
-        if done.round <= declared.over or done.round < self.first_round:
+        if done.round_id <= declared.over or done.round_id < self.first_round:
             return False
-        ranks_done = declared.done_ranks.get(done.round)
+        ranks_done = declared.done_ranks.get(done.round_id)
         if ranks_done is None:
-            members = self._process_sets[done.process_set] if self._joined else ()
-            ranks_done = declared.done_ranks[done.round] = {rank for rank in members if rank in self._joined}
-        ranks_done.update(self._process_sets.among(done.process_set, ranks))
-        return self._ends(declared, done.round)
+            members = self._process_sets[done.process_set_id] if self._joined else ()
+            ranks_done = declared.done_ranks[done.round_id] = {rank for rank in members if rank in self._joined}
+        ranks_done.update(self._process_sets.among(done.process_set_id, ranks))
+        return self._ends(declared, done.round_id)
 
     def join(self, rank: int) -> list[RoundDone]:
         """A rank has joined: it finishes no rounds; return those that end by that."""
         ended = []
         for label, declared in self._sets.items():
-            if self._process_sets.includes(declared.process_set, rank):
+            if self._process_sets.includes(declared.process_set_id, rank):
                 for number in sorted(declared.done_ranks):
                     declared.done_ranks[number].add(rank)
                     if self._ends(declared, number):
-                        ended.append(RoundDone(label, number, declared.process_set))
+                        ended.append(RoundDone(label, number, declared.process_set_id))
         return ended
 
     def ranks_done_with(self, label: str, number: int) -> frozenset[int]:
@@ -263,13 +263,13 @@ class DeclaredSets:
         if declared is None:
             return frozenset()
         if number <= declared.over:
-            return frozenset(self._process_sets[declared.process_set])
+            return frozenset(self._process_sets[declared.process_set_id])
         return frozenset(declared.done_ranks.get(number, ()))
 
     def learn(self, label: str, number: int) -> tuple[Layout | None, list[int]]:
         """After a round that all finished: return the layout to announce, if any, and the layouts to evict for it."""
         declared = self._sets[label]
-        ranks = self._process_sets[declared.process_set]
+        ranks = self._process_sets[declared.process_set_id]
         ready, incomplete = declared.ready, declared.invalid or declared.by_bucket >= number
         declared.ready, declared.invalid = {}, False
         declared.served += 1
@@ -288,9 +288,9 @@ class DeclaredSets:
         self._next_bucket += len(buckets)
         crowd = [number for number in self._layouts if not self._is_waited_for(number)]
         evicted = crowd[:max(0, len(self._layouts) + 1 - self._capacity)]
-        declared.layout = self._layouts[layout.layout] = layout
+        declared.layout = self._layouts[layout.layout_id] = layout
         declared.members, declared.served = frozenset(ready), 0
-        self._buckets.update((bucket.bucket, (bucket, layout.layout)) for bucket in layout.buckets)
+        self._buckets.update((bucket.bucket_id, (bucket, layout.layout_id)) for bucket in layout.buckets)
         return layout, evicted
 
     def ready(self, ranks: Ranks, ready: BucketReady,
@@ -301,44 +301,44 @@ class DeclaredSets:
         Raises:
             ProtocolError: for an id that was never learned, or is reported twice.
         """
-        if ready.bucket not in self._buckets:
-            raise ProtocolError(f"names bucket {ready.bucket}, which was never learned")
-        bucket, number = self._buckets[ready.bucket]
+        if ready.bucket_id not in self._buckets:
+            raise ProtocolError(f"names bucket {ready.bucket_id}, which was never learned")
+        bucket, number = self._buckets[ready.bucket_id]
         evicted = self._tombstones.get(number)
         layout = self._layouts[number] if evicted is None else evicted.layout
-        done = RoundDone(layout.label, ready.round, bucket.response.process_set)
+        done = RoundDone(layout.label, ready.round_id, bucket.response.process_set_id)
         if len(ranks) > 1:
             ranks = self._among(bucket.response, ranks)
-        if evicted is not None or number in self._suspended or ready.round < self.first_round:
+        if evicted is not None or number in self._suspended or ready.round_id < self.first_round:
             return None, list(expand(bucket, ready)), ranks, done
-        waiting = self._waiting.get(ready.bucket)
+        waiting = self._waiting.get(ready.bucket_id)
         if waiting is None:
-            waiting = self._waiting[ready.bucket] = BucketWaiting(now, bucket, ready.step)
+            waiting = self._waiting[ready.bucket_id] = BucketWaiting(now, bucket, ready.step)
         if ranks in waiting.reported:
-            raise ProtocolError(f"reported bucket {ready.bucket} of '{layout.label}' twice before it was answered")
+            raise ProtocolError(f"reported bucket {ready.bucket_id} of '{layout.label}' twice before it was answered")
         waiting.reported[ranks] = ready
         waiting.count += len(ranks)
         waiting.in_step = waiting.in_step or ready.in_step
         if waiting.count < len(bucket.response.contributors):
             return None, [], ranks, done
-        del self._waiting[ready.bucket]
+        del self._waiting[ready.bucket_id]
         self._layouts[number] = self._layouts.pop(number)
-        self._sets[layout.label].by_bucket = ready.round
+        self._sets[layout.label].by_bucket = ready.round_id
         in_step: tuple[int, ...] = ()
         if waiting.in_step:
-            in_step = behind({rank: other.in_step for those, other in waiting.reported.items() for rank in those})
-        nobody: tuple[int, ...] = ()
-        if ready.missing:
-            common = set(ready.missing).intersection(*(other.missing for other in waiting.reported.values()))
-            nobody = tuple(sorted(common))
-        return BucketRelease(ready.bucket, nobody, in_step), [], ranks, done
+            in_step = ranks_in_step({rank: other.in_step for those, other in waiting.reported.items() for rank in those})
+        globally_unused: tuple[int, ...] = ()
+        if ready.unused:
+            common = set(ready.unused).intersection(*(other.unused for other in waiting.reported.values()))
+            globally_unused = tuple(sorted(common))
+        return BucketRelease(ready.bucket_id, globally_unused, in_step), [], ranks, done
 
     def out_of_step(self, ready: BucketReady) -> int | None:
         """Return the layout of a bucket that others have reported between other steps of the optimizer, or None."""
-        waiting = self._waiting.get(ready.bucket)
+        waiting = self._waiting.get(ready.bucket_id)
         if waiting is None or waiting.step == ready.step:
             return None
-        return self._buckets[ready.bucket][1]
+        return self._buckets[ready.bucket_id][1]
 
     def evict(self, layout: int, sequence: int, *, back_off: bool = True) -> list[tuple[Ranks, Request]] | None:
         """End a layout in decision `sequence`; return what ranks have reported of it, as (ranks, request).
@@ -375,16 +375,17 @@ class DeclaredSets:
         """Every rank has applied the decisions up to `applied`: evicted layouts before it are not named any more."""
         for number in [number for number, stone in self._tombstones.items() if stone.sequence <= applied]:
             for bucket in self._tombstones.pop(number).layout.buckets:
-                del self._buckets[bucket.bucket]
+                del self._buckets[bucket.bucket_id]
 
     def layout_of(self, request: Request) -> int | None:
         """Return the layout by whose buckets `request` should have been reported, or None."""
         declared = self._sets.get(request.label)
         if declared is None or declared.layout is None or request.name not in declared.members:
             return None
-        if request.round < max(declared.layout.first_round, self.first_round) or declared.layout.layout in self._suspended:
+        if (request.round_id < max(declared.layout.first_round, self.first_round)
+                or declared.layout.layout_id in self._suspended):
             return None
-        return declared.layout.layout
+        return declared.layout.layout_id
 
     @property
     def has_tombstones(self) -> bool:
@@ -405,20 +406,20 @@ class DeclaredSets:
             declared.ready.clear()
             declared.invalid = False
 
-    def remove(self, process_set: int) -> None:
+    def remove(self, process_set_id: int) -> None:
         """A process set ends; its layouts are evicted already."""
-        self._sets = {label: declared for label, declared in self._sets.items() if declared.process_set != process_set}
+        self._sets = {label: declared for label, declared in self._sets.items() if declared.process_set_id != process_set_id}
 
     def in_use(self, label: str) -> int | None:
         """Return the layout of a set, if it has one."""
         declared = self._sets.get(label)
-        return None if declared is None or declared.layout is None else declared.layout.layout
+        return None if declared is None or declared.layout is None else declared.layout.layout_id
 
     def retire(self, rank: int, retired: Retired) -> bool:
         """A rank takes part in no further round of a set, which has no layout; return whether now no rank does."""
-        declared = self._sets.setdefault(retired.label, _Set(retired.process_set))
+        declared = self._sets.setdefault(retired.label, _Set(retired.process_set_id))
         declared.retired.add(rank)
-        return len(declared.retired) == len(self._process_sets[retired.process_set])
+        return len(declared.retired) == len(self._process_sets[retired.process_set_id])
 
     def drop(self, label: str) -> None:
         """Forget a set without a layout."""
@@ -442,10 +443,10 @@ class DeclaredSets:
         """Return all layouts in use."""
         return list(self._layouts)
 
-    def layouts_in(self, process_set: int) -> list[int]:
+    def layouts_in(self, process_set_id: int) -> list[int]:
         """Return the layouts in use of a process set."""
         return [number for number, layout in self._layouts.items()
-                if layout.buckets[0].response.process_set == process_set]
+                if layout.buckets[0].response.process_set_id == process_set_id]
 
     def layouts_of(self, ranks: Iterable[int]) -> list[int]:
         """Return the layouts in use that one of these ranks takes part in."""
@@ -463,8 +464,9 @@ class DeclaredSets:
             assert 0 < waiting.count == len(waiting.ranks) < len(waiting.bucket.response.contributors), waiting
             assert self._buckets[number][1] in self._layouts, "an evicted bucket waits"
         for label, declared in self._sets.items():
-            assert declared.layout is None or self._layouts[declared.layout.layout].label == label
-            assert all(len(ranks) < len(self._process_sets[declared.process_set]) for ranks in declared.done_ranks.values())
+            assert declared.layout is None or self._layouts[declared.layout.layout_id].label == label
+            assert all(len(ranks) < len(self._process_sets[declared.process_set_id])
+                       for ranks in declared.done_ranks.values())
             assert all(number > declared.over for number in declared.done_ranks)
         assert not set(self._tombstones) & set(self._layouts)
         assert self._suspended <= self._layouts.keys()
@@ -474,12 +476,12 @@ class DeclaredSets:
     def _set(self, about: Request | RoundDone) -> _Set:
         declared = self._sets.get(about.label)
         if declared is None:
-            declared = self._sets[about.label] = _Set(about.process_set)
+            declared = self._sets[about.label] = _Set(about.process_set_id)
         return declared
 
     def _ends(self, declared: _Set, number: int) -> bool:
         """Return whether all ranks have finished a round; it is over then."""
-        if len(declared.done_ranks[number]) < len(self._process_sets[declared.process_set]):
+        if len(declared.done_ranks[number]) < len(self._process_sets[declared.process_set_id]):
             return False
         declared.over = number
         for past in [past for past in declared.done_ranks if past <= number]:
@@ -490,16 +492,16 @@ class DeclaredSets:
         """Remove and return what ranks have reported of a layout, as (ranks, request)."""
         expanded: list[tuple[Ranks, Request]] = []
         for bucket in layout.buckets:
-            waiting = self._waiting.pop(bucket.bucket, None)
+            waiting = self._waiting.pop(bucket.bucket_id, None)
             for ranks, ready in waiting.reported.items() if waiting else ():
                 expanded.extend((ranks, request) for request in expand(bucket, ready))
         return expanded
 
     def _among(self, response: Response, ranks: Ranks) -> Ranks:
         """Return those of `ranks` that have a bucket; also when its process set has been removed, which evicted it."""
-        if response.process_set in self._process_sets:
-            return self._process_sets.among(response.process_set, ranks)
+        if response.process_set_id in self._process_sets:
+            return self._process_sets.among(response.process_set_id, ranks)
         return tuple(rank for rank in ranks if rank in response.contributors)
 
     def _is_waited_for(self, layout: int) -> bool:
-        return any(bucket.bucket in self._waiting for bucket in self._layouts[layout].buckets)
+        return any(bucket.bucket_id in self._waiting for bucket in self._layouts[layout].buckets)

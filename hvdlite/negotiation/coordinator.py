@@ -1,4 +1,4 @@
-"""Rank 0's role: turn reports into decisions. Pure: no sockets, threads, clock or environment.
+"""The coordinator, rank 0's role: turn reports into decisions. Pure: no sockets, threads, clock or environment.
 
 Rules (docs/protocol.md#decisions, #report-order, #agreement, #join)
 - A tensor is answered exactly once, when every rank has reported it: with an operation, or with an error for all.
@@ -28,7 +28,6 @@ from hvdlite.negotiation.buckets import BucketSizes, BucketWaiting, DeclaredSets
 from hvdlite.negotiation.deadlock import BlockedRanks
 from hvdlite.negotiation.fusion import fuse, payload_bytes, receive_splits, response_to
 from hvdlite.negotiation.messages import (
-    Alike,
     BucketReady,
     BucketRelease,
     Decision,
@@ -39,15 +38,16 @@ from hvdlite.negotiation.messages import (
     Key,
     Layout,
     LayoutStale,
+    MergedRequests,
     RankReport,
     RankStatus,
     ReceiveSplits,
     Report,
+    ReportItem,
     Request,
     Response,
     Retired,
     RoundDone,
-    Saying,
     SideMessage,
     Wait,
 )
@@ -155,7 +155,7 @@ class Coordinator:
     def receive_host(self, ranks: Ranks, report: HostReport, now: float) -> None:
         """Take in what the leader of the host of `ranks` passes on; a host does so for ever, or never."""
         self._note_applied(ranks, report.applied)
-        self._hear(ranks, report.said, now)
+        self._hear(ranks, report.items, now)
         for rank, reason in report.lost:
             self.lose(rank, reason)
 
@@ -181,13 +181,13 @@ class Coordinator:
         responses = (*self._refused, *fuse(self._ready, 0 if self._policy.deterministic else self._policy.fusion_threshold))
         if self.blocked:
             for response in responses:
-                self.blocked.answered(response.process_set, response.names)
+                self.blocked.answered(response.process_set_id, response.names)
         decision = Decision(self.epoch, self._sequence, tuple(self._learned), tuple(self._released),
                             tuple(self._suspended), tuple(self._evicted), responses, tuple(self._status_requests),
                             tuple(self._leaving), tuple(self._pings), self._timeline, tuple(self._tuned), failure,
                             deferred)
-        for said in news:
-            said.clear()
+        for item in news:
+            item.clear()
         self._timeline = None
         self._failure_told = self._failure is not None
         return decision
@@ -263,15 +263,15 @@ class Coordinator:
         self._sets.check_invariants()
         for number, name, _ in self._table.waiting():
             assert not self._left & set(self._process_sets[number]), f"'{name}' waits for a rank that left"
-        for bucket in self._sets.waiting():
-            assert not self._left & set(bucket.bucket.response.contributors), "a bucket waits for a rank that left"
+        for pending in self._sets.waiting():
+            assert not self._left & set(pending.bucket.response.contributors), "a bucket waits for a rank that left"
 
     def _receive(self, rank: int, report: Report, now: float) -> None:
         if report.failure is not None:
             self.fail(report.failure)
         if report.side_message is not None:
             self._receive_side_message(rank, report.side_message)
-        self._hear((rank,), report.said, now)
+        self._hear((rank,), report.items, now)
         if report.blocked is not None:
             self.blocked.tell(rank, report.blocked)
         if report.leaving and rank not in self._left:
@@ -281,13 +281,13 @@ class Coordinator:
 
     def _missing_for(self, rank: int, wait: Wait) -> frozenset[int] | None:
         """Return the ranks for which a rank's wait waits; None when it has been answered."""
-        if wait.process_set not in self._process_sets:
+        if wait.process_set_id not in self._process_sets:
             return None
-        if wait.round:
-            ranks_done = self._sets.ranks_done_with(wait.name, wait.round)
-            members = frozenset(self._process_sets[wait.process_set])
+        if wait.round_id:
+            ranks_done = self._sets.ranks_done_with(wait.name, wait.round_id)
+            members = frozenset(self._process_sets[wait.process_set_id])
             return members.difference(ranks_done, self._joined) if rank in ranks_done else None
-        key = (wait.process_set, wait.name, wait.round)
+        key = (wait.process_set_id, wait.name, wait.round_id)
         tensor = self._table.waiting().get(key)
         if tensor is None or rank not in tensor.requests:
             return None
@@ -302,26 +302,26 @@ class Coordinator:
         self._oob.receive(rank, side_message)
         self.report_requested |= side_message.requests_report
 
-    def _hear(self, ranks: Ranks, what: Iterable[Saying | Alike | RankReport], now: float) -> None:
+    def _hear(self, ranks: Ranks, what: Iterable[ReportItem | MergedRequests | RankReport], now: float) -> None:
         """Take in what a rank said, or all ranks of a host alike or some of them, in its order."""
         try:
-            for said in what:
-                if isinstance(said, BucketReady):
-                    self._take_bucket(ranks, said, now)
-                elif isinstance(said, Request):
-                    self._take(ranks, said, now)
-                elif isinstance(said, LayoutStale):
-                    self._evict(said.layout, now)
-                elif isinstance(said, Retired):
-                    self._retire(ranks[0], said, now)
-                elif isinstance(said, RoundDone):
-                    self._round_done(ranks, said)
-                elif isinstance(said, Alike):
-                    if said.requests != self._latest:
-                        self._latest = said.requests
-                    self._hear(said.ranks, self._latest, now)
-                elif said.report.epoch == self.epoch:
-                    self._receive(said.rank, said.report, now)
+            for item in what:
+                if isinstance(item, BucketReady):
+                    self._take_bucket(ranks, item, now)
+                elif isinstance(item, Request):
+                    self._take(ranks, item, now)
+                elif isinstance(item, LayoutStale):
+                    self._evict(item.layout_id, now)
+                elif isinstance(item, Retired):
+                    self._retire(ranks[0], item, now)
+                elif isinstance(item, RoundDone):
+                    self._round_done(ranks, item)
+                elif isinstance(item, MergedRequests):
+                    if item.requests != self._latest:
+                        self._latest = item.requests
+                    self._hear(item.ranks, self._latest, now)
+                elif item.report.epoch == self.epoch:
+                    self._receive(item.rank, item.report, now)
         except ProtocolError as error:
             self.fail(FailureNotice(ranks[0], "ProtocolError", str(error)))
 
@@ -331,19 +331,20 @@ class Coordinator:
             layout = self._sets.layout_of(request)
             if layout is not None:
                 self._evict(layout, now)
-        if request.process_set not in self._process_sets:
-            self._refuse(request, ErrorKind.MISMATCH, f"'{request.name}' was called on process set {request.process_set}, "
+        if request.process_set_id not in self._process_sets:
+            self._refuse(request, ErrorKind.MISMATCH,
+                         f"'{request.name}' was called on process set {request.process_set_id}, "
                          "which has been removed")
             return
-        if request.label and request.round < self._sets.first_round:
+        if request.label and request.round_id < self._sets.first_round:
             self._refuse(request, ErrorKind.MISMATCH, f"'{request.name}' belongs to a round that was under way on "
                          f"{named_ranks(ranks)} when all ranks had joined; wait for the gradients before join()")
             return
-        members = self._process_sets[request.process_set]
+        members = self._process_sets[request.process_set_id]
         if request.label and self._policy.deterministic and members[0] in ranks:
             self._sets.arrange(request)
-        if self._process_sets.among(request.process_set, ranks) != ranks:
-            raise ProtocolError(f"reported '{request.name}' in process set {request.process_set}, which it is not in")
+        if self._process_sets.among(request.process_set_id, ranks) != ranks:
+            raise ProtocolError(f"reported '{request.name}' in process set {request.process_set_id}, which it is not in")
         requests = self._table.add(ranks, request, now)
         if request.collective is Collective.JOIN:
             for rank in ranks:
@@ -362,7 +363,7 @@ class Coordinator:
         if problem is not None:
             self._refuse(request, ErrorKind.MISMATCH, problem)
             return
-        members = self._process_sets[request.process_set]
+        members = self._process_sets[request.process_set_id]
         if request.collective is Collective.SEND and len(requests) < len(members):
             (joined,) = set(members) - requests.keys()
             self._refuse(request, ErrorKind.MISMATCH, f"'{request.name}' needs rank {joined}, which has joined and neither "
@@ -402,23 +403,23 @@ class Coordinator:
         release, expanded, ranks, done = self._sets.ready(ranks, ready, now)
         if release is not None:
             self._released.append(release)
-            self.reduced_bytes += self._sets.nbytes(release.bucket)
+            self.reduced_bytes += self._sets.nbytes(release.bucket_id)
         for request in expanded:
             self._take(ranks, request, now)
         if ready.ends_round:
             self._round_done(ranks, done)
 
     def _round_done(self, ranks: Ranks, done: RoundDone) -> None:
-        if done.process_set in self._process_sets and self._sets.rank_done(ranks, done):
+        if done.process_set_id in self._process_sets and self._sets.rank_done(ranks, done):
             self._end_round(done)
 
     def _end_round(self, done: RoundDone) -> None:
         """All ranks that have not joined have finished a round."""
         self.rounds += 1
         for requests in self._table.take_if(lambda request: request.label == done.label
-                                            and request.round <= done.round):
+                                            and request.round_id <= done.round_id):
             self._refuse_unshared(first_of(requests), requests)
-        layout, evicted = self._sets.learn(done.label, done.round)
+        layout, evicted = self._sets.learn(done.label, done.round_id)
         for number in evicted:
             self._sets.evict(number, self._sequence + 1, back_off=False)
             self._evicted.append(number)
@@ -427,7 +428,7 @@ class Coordinator:
 
     def _retire(self, rank: int, retired: Retired, now: float) -> None:
         """A rank takes no part in a set any more: no round can go by its layout. When no rank does, it is forgotten."""
-        if retired.process_set not in self._process_sets:
+        if retired.process_set_id not in self._process_sets:
             return
         layout = self._sets.in_use(retired.label)
         if layout is not None:
@@ -482,7 +483,7 @@ class Coordinator:
             if response.collective is Collective.ALLGATHER:
                 result = b"".join(payloads)
             elif self._reduce_eagerly is not None:
-                result = self._reduce_eagerly(response, payloads, len(self._process_sets[response.process_set]))
+                result = self._reduce_eagerly(response, payloads, len(self._process_sets[response.process_set_id]))
         return response if result is None else msgspec.structs.replace(response, result=result)
 
     def _join(self, rank: int, now: float) -> None:
@@ -508,7 +509,7 @@ class Coordinator:
         """Forget a process set; what still waits in it never becomes complete."""
         for layout in self._sets.layouts_in(number):
             self._evict(layout, now)
-        for requests in self._table.take_if(lambda request: request.process_set == number):
+        for requests in self._table.take_if(lambda request: request.process_set_id == number):
             request = first_of(requests)
             self._refuse(request, ErrorKind.MISMATCH, f"'{request.name}' was under way on {named_ranks(sorted(requests))} "
                          f"when process set {number} was removed; wait for everything on a set before removing it")
@@ -517,18 +518,19 @@ class Coordinator:
 
     def _refuse(self, request: Request, kind: ErrorKind, text: str) -> None:
         self._refused.append(Response(names=(request.name,), collective=request.collective, dtype=request.dtype,
-                                      process_set=request.process_set, round=request.round, error=kind, error_text=text))
+                                      process_set_id=request.process_set_id, round_id=request.round_id, error=kind,
+                                      error_text=text))
         if request.collective is Collective.JOIN:
             self._end_join()
-        if request.label and request.process_set in self._process_sets:
+        if request.label and request.process_set_id in self._process_sets:
             self._sets.invalidate(request)
 
     def _refuse_unshared(self, request: Request, requests: Mapping[int, Request]) -> None:
         """Answer a member of a declared set that some ranks do not have."""
-        missing = [rank for rank in self._process_sets[request.process_set]
+        missing = [rank for rank in self._process_sets[request.process_set_id]
                    if rank not in requests and rank not in self._joined]
         self._refuse(request, ErrorKind.MISMATCH, f"ranks disagree about the members of '{request.label}': "
-                     f"{named_ranks(sorted(requests))}: reduces '{request.name}' in round {request.round}; "
+                     f"{named_ranks(sorted(requests))}: reduces '{request.name}' in round {request.round_id}; "
                      f"{named_ranks(missing)}: does not have it. Give the optimizer the same parameters on all ranks "
                      "(add_param_group and requires_grad too)")
 
@@ -541,11 +543,11 @@ class Coordinator:
                 if requests is not None:
                     self._refuse_left(request)
         for requests in self._table.take_if(
-                lambda request: not self._left.isdisjoint(self._process_sets[request.process_set])):
+                lambda request: not self._left.isdisjoint(self._process_sets[request.process_set_id])):
             self._refuse_left(first_of(requests))
 
     def _refuse_left(self, request: Request) -> None:
-        members = self._process_sets[request.process_set]
+        members = self._process_sets[request.process_set_id]
         needed = "all ranks" if len(members) == self.size else f"ranks {list(members)}"
         self._refuse(request, ErrorKind.LEFT, f"'{request.name}' needs {needed}, but "
                      f"{named_ranks(sorted(self._left.intersection(members)))} left the job normally "

@@ -1,4 +1,4 @@
-"""What ranks say to each other. These structures *are* the protocol; the control plane only carries them.
+"""The messages between ranks. These structures *are* the protocol; the control plane only carries them.
 
 A rank sends a `Report` when it has something to say; the coordinator answers with `Decision`s, which every rank applies
 in the same order. Everything that changes shared state travels in a decision.
@@ -40,7 +40,7 @@ class Request(Message, frozen=True, tag=1):
     root_rank: int = -1
     prescale: float = 1.0
     postscale: float = 1.0
-    process_set: int = GLOBAL_PROCESS_SET_ID
+    process_set_id: int = GLOBAL_PROCESS_SET_ID
     device: str = "cpu"
     splits: tuple[int, ...] = ()  # alltoall: rows for each rank of the set, which may differ between ranks
     members: tuple[int, ...] = ()  # ADD_PROCESS_SET: the ranks of the new set
@@ -48,7 +48,7 @@ class Request(Message, frozen=True, tag=1):
     group: tuple[tuple[int, ...], ...] = ()  # shapes of the members of a group, which is answered as one
     payload: bytes | None = None  # eager lane: an offer; the sender keeps its tensor
     label: str = ""  # the declared set it belongs to, or ""
-    round: int = 0  # of that set, counted from 1
+    round_id: int = 0  # of that set, counted from 1
     strides: tuple[int, ...] = ()  # how this rank lays a declared member out, in elements; () is row-major
     group_id: int = 0  # members of a declared set with the same one, from 1, share a bucket
     step: int = 0  # of a declared set: how many steps its optimizer has made, since all ranks have last joined
@@ -57,23 +57,23 @@ class Request(Message, frozen=True, tag=1):
     @property
     def key(self) -> Key:
         """What must be equal for requests to meet: a rank that lacks a member may be a round ahead with it."""
-        return self.process_set, self.name, self.round
+        return self.process_set_id, self.name, self.round_id
 
 
 class RoundDone(Message, frozen=True, tag=3):
-    """This rank has reported every member that it has of a declared set in a round. Saying so again changes nothing."""
+    """This rank has reported every member that it has of a declared set in a round. Reporting it again changes nothing."""
 
     label: str
-    round: int
-    process_set: int = GLOBAL_PROCESS_SET_ID
+    round_id: int
+    process_set_id: int = GLOBAL_PROCESS_SET_ID
 
 
 class BucketReady(Message, frozen=True, tag=2):
     """All members of a learned bucket are in their places on this rank."""
 
-    bucket: int
-    round: int  # of the declared set, as in `Request`
-    missing: tuple[int, ...] = ()  # indices of members without a gradient here; their places hold the op's identity
+    bucket_id: int
+    round_id: int  # of the declared set, as in `Request`
+    unused: tuple[int, ...] = ()  # indices of members without a gradient here; their places hold the op's identity
     ends_round: bool = False  # it was the set's last bucket of the round on this rank
     step: int = 0  # likewise
     in_step: bool = False  # likewise
@@ -82,26 +82,26 @@ class BucketReady(Message, frozen=True, tag=2):
 class Wait(Message, frozen=True):
     """What a thread of a rank has been blocked on for long: one tensor, or a round of a declared set."""
 
-    process_set: int
+    process_set_id: int
     name: str  # the tensor's, or the set's label
-    round: int = 0  # 0 for a tensor
+    round_id: int = 0  # 0 for a tensor
     deferrable: bool = False  # the coordinator may end this wait (`Decision.deferred`)
 
 
 class LayoutStale(Message, frozen=True, tag=4):
     """A layout does not describe this rank's declared set any more."""
 
-    layout: int
+    layout_id: int
 
 
 class Retired(Message, frozen=True, tag=6):
     """This rank takes part in no further round of a declared set: its optimizer is gone."""
 
     label: str
-    process_set: int = GLOBAL_PROCESS_SET_ID
+    process_set_id: int = GLOBAL_PROCESS_SET_ID
 
 
-Saying = Request | BucketReady | RoundDone | LayoutStale | Retired
+ReportItem = Request | BucketReady | RoundDone | LayoutStale | Retired
 """What a rank says about tensors. The tags (positive integers) are what tells them apart on the wire."""
 
 
@@ -175,7 +175,7 @@ class Report(Message, frozen=True):
 
     epoch: int  # membership epoch; a report of another epoch is dropped
     applied: int  # the last decision this rank has applied
-    said: tuple[Saying, ...] = ()  # in the order in which this rank said it
+    items: tuple[ReportItem, ...] = ()  # in the order in which they happened on this rank
     side_message: SideMessage | None = None
     leaving: bool = False  # this rank will submit nothing more, after what it says here
     failure: FailureNotice | None = None
@@ -189,7 +189,7 @@ class RankReport(Message, frozen=True, tag=5):
     report: Report
 
 
-class Alike(Message, frozen=True, tag=7):
+class MergedRequests(Message, frozen=True, tag=7):
     """Some ranks of a host made the same requests."""
 
     ranks: tuple[int, ...]
@@ -201,8 +201,8 @@ class HostReport(Message, frozen=True):
 
     applied: int  # the least of its ranks
     # In the order in which it was said; what several ranks said stands where the last of them said it. A bucket or a
-    # finished round is of all ranks of the host in the process set; a bucket's `missing` is what all of them miss.
-    said: tuple[RankReport | Alike | BucketReady | RoundDone, ...] = ()
+    # finished round is of all ranks of the host in the process set; a bucket's `unused` is what is unused on all of them.
+    items: tuple[RankReport | MergedRequests | BucketReady | RoundDone, ...] = ()
     lost: tuple[tuple[int, str], ...] = ()  # ranks whose end it has seen, and what it saw
 
 
@@ -224,8 +224,8 @@ class Response(Message, frozen=True):
     root_rank: int = -1
     prescale: float = 1.0
     postscale: float = 1.0
-    process_set: int = GLOBAL_PROCESS_SET_ID
-    round: int = 0  # as in the requests; equal for all tensors of one response
+    process_set_id: int = GLOBAL_PROCESS_SET_ID
+    round_id: int = 0  # as in the requests; equal for all tensors of one response
     elements: int = 0  # of all tensors together, where all ranks have the same: so a joined rank can do its share
     divisor: int = 0  # what Average divides by; 0 is the number of ranks in the process set
     contributors: tuple[int, ...] = ()  # ranks of the job, ascending; one not listed is skipped by the reduction
@@ -238,13 +238,14 @@ class Response(Message, frozen=True):
     error_text: str = ""
     result: bytes | None = None  # eager lane: the result itself
     device: str = "cpu"  # where the tensors are, as in the requests
-    behind: tuple[int, ...] = ()  # of a declared set: ranks that took part from within their step, when others did not
+    # Of a declared set: ranks that took part from within their step, when others did not
+    ranks_in_step: tuple[int, ...] = ()
 
 
 class Bucket(Message, frozen=True):
     """Members of a declared set that travel together, and where each lies in the bucket."""
 
-    bucket: int  # never used again, even after eviction
+    bucket_id: int  # never used again, even after eviction
     members: tuple[Request, ...]  # as they were agreed on: equal on all ranks
     offsets: tuple[int, ...]  # in elements
     elements: int  # of the whole bucket, padding included
@@ -254,19 +255,19 @@ class Bucket(Message, frozen=True):
 class Layout(Message, frozen=True):
     """A declared set's cut into buckets."""
 
-    layout: int  # never used again
+    layout_id: int  # never used again
     label: str
     first_round: int  # the set's first round that is reported by bucket
     buckets: tuple[Bucket, ...]
-    alone: tuple[str, ...] = ()  # members that always go by themselves: they were sparse once, on some rank
+    unbucketed: tuple[str, ...] = ()  # members that always go by themselves: they were sparse once, on some rank
 
 
 class BucketRelease(Message, frozen=True):
     """All ranks reported a bucket: reduce it."""
 
-    bucket: int
-    nobody: tuple[int, ...] = ()  # members to which no rank contributed; they keep what they have
-    behind: tuple[int, ...] = ()  # as in `Response`
+    bucket_id: int
+    globally_unused: tuple[int, ...] = ()  # members to which no rank contributed; they keep what they have
+    ranks_in_step: tuple[int, ...] = ()  # as in `Response`
 
 
 class Decision(Message, frozen=True):
@@ -292,7 +293,7 @@ class Decision(Message, frozen=True):
 class ReceiveSplits(Message, frozen=True):
     """The rows that one rank receives from each rank in an alltoall (Horovod: received splits)."""
 
-    process_set: int
+    process_set_id: int
     name: str
     rows: tuple[int, ...]  # from each rank of the set
     offsets: tuple[int, ...]  # the first of them among the rows that each rank sends

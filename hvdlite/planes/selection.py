@@ -1,4 +1,4 @@
-"""Which data planes there are, what each can do, and why one cannot be used here."""
+"""The table of data planes: what each supports, whether it can be used here, and which one a job uses."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ OPS = (ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PROD
 
 @dataclasses.dataclass(frozen=True)
 class PlaneInfo:
-    """A data plane as users know it."""
+    """A data plane in diagnostics and documentation."""
 
     name: str
     device: str
     where: str
-    supports: Callable[[Collective, ReduceOp | None, str], bool]  # with that op, if any, and dtype
-    unavailable_reason: Callable[[], str]  # why it cannot be used here, and what to do; "" when it can
+    supports: Callable[[Collective, ReduceOp | None, str], bool]  # given the op (if any) and the dtype
+    unavailable_reason: Callable[[], str]  # why it cannot be used here and what to do; "" if it can
 
 
 def host_supports(collective: Collective, op: ReduceOp | None, dtype: str) -> bool:
-    """Say what the planes that reduce with NumPy can do: everything that has a meaning."""
+    """Return whether host planes support an operation: they support every meaningful one."""
     if op is None:
         return True
     if op is ReduceOp.ADASUM and collective is Collective.REDUCESCATTER:
@@ -59,21 +59,21 @@ PLANES = (
     PlaneInfo("mpi", "cpu", "processes that mpirun started, on one or several hosts", host_supports, mpi.unavailable_reason),
     PlaneInfo("gloo", "cpu", "processes of several hosts, without MPI", host_supports, gloo.unavailable_reason),
     PlaneInfo("hierarchical", "cpu", "hosts of several processes: shm inside, mpi or gloo between", host_supports,
-               lambda: gloo.unavailable_reason() and mpi.unavailable_reason()),
+              lambda: gloo.unavailable_reason() and mpi.unavailable_reason()),
     PlaneInfo("nccl", "cuda", "NVIDIA GPUs, of one host or several", nccl.supports, library.unavailable_reason),
 )
 
 
 BACKENDS = ("mpi", "gloo")
-"""What carries tensors between hosts; the first one that works is taken."""
+"""The backends for tensors between hosts; the first one that can be used is chosen."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PlaneChoice:
-    """The plane for tensors in host memory, and why it is this one.
+    """The plane chosen for tensors in host memory, with the reasons.
 
     Attributes:
-        cross_backend: what a hierarchical plane uses between hosts.
+        cross_backend: the backend of a hierarchical plane between hosts.
     """
 
     name: str
@@ -90,18 +90,19 @@ def choose_plane(wanted: str, hosts: Hosts, unavailable: Mapping[str, str]) -> P
 
     Args:
         wanted: HVDLITE_CPU_OPERATIONS.
-        unavailable: backends that some rank cannot use, and why; the same on all ranks.
+        unavailable: reasons by backend that some rank cannot use; equal on all ranks.
 
     Raises:
-        LaunchError: when what is wanted does not work here, or nothing does, saying what to install.
+        LaunchError: if the wanted plane or every plane is unavailable, with installation advice.
     """
-    where = "one host" if len(hosts.groups) == 1 else f"{len(hosts.groups)} hosts of {list(map(len, hosts.groups))} ranks"
+    sizes = list(map(len, hosts.ranks_by_host))
+    where = "one host" if len(sizes) == 1 else f"{len(sizes)} hosts of {sizes} ranks"
     asked = () if wanted == "auto" else (f"HVDLITE_CPU_OPERATIONS={wanted}",)
     if wanted in BACKENDS:
         if wanted in unavailable:
             raise LaunchError(f"HVDLITE_CPU_OPERATIONS={wanted} is not possible: {unavailable[wanted]}")
         return PlaneChoice(wanted, "", asked)
-    if len(hosts.groups) == 1:
+    if len(sizes) == 1:
         why = "the ranks share one host" if not asked or wanted == "shm" else "and all ranks share one host"
         return PlaneChoice("shm", "", (*asked, why))
     if wanted == "shm":
@@ -111,13 +112,13 @@ def choose_plane(wanted: str, hosts: Hosts, unavailable: Mapping[str, str]) -> P
         raise LaunchError(f"the ranks are on {where}, and nothing can carry tensors between them: "
                           + "; ".join(f"{backend}: {reason}" for backend, reason in unavailable.items()))
     passed_over = [f"not {backend}: {unavailable[backend]}" for backend in BACKENDS[:BACKENDS.index(cross_backend)]]
-    if max(map(len, hosts.groups)) == 1 and not asked:
+    if max(sizes) == 1 and not asked:
         return PlaneChoice(cross_backend, "", (f"the ranks are on {where}", *passed_over))
     return PlaneChoice("hierarchical", cross_backend, (*asked, f"the ranks are on {where}", *passed_over))
 
 
 def operations() -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield the rows of the table of operations: what it is, and by plane which dtypes work."""
+    """Yield the rows of the table of operations: the operation, and the supported dtypes by plane."""
     rows = [(collective, op) for collective in REDUCTIONS for op in OPS] + [(collective, None) for collective in MOVES]
     for collective, op in rows:
         name = collective.name.lower() + (f" {op.name.capitalize()}" if op is not None else "")
@@ -130,7 +131,7 @@ def operations() -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def _dtypes(supported: list[str]) -> str:
-    """Name dtypes in the shortest way."""
+    """Return a short text that names dtypes."""
     kinds = {"bool": ["bool"], "integers": [name for name in SUPPORTED_DTYPES if "int" in name],
              "floats": [name for name in SUPPORTED_DTYPES if "float" in name],
              "complex": [name for name in SUPPORTED_DTYPES if "complex" in name]}

@@ -1,4 +1,4 @@
-"""The calls a rank can make, checked where they are made; each becomes an entry."""
+"""The collectives of the runtime: each call is checked, and becomes an entry for the background thread."""
 
 from __future__ import annotations
 
@@ -290,7 +290,7 @@ class Calls:
         members = tuple(sorted(ranks))
         size = self.world.size
         if not members or len(set(members)) != len(members) or members[0] < 0 or members[-1] >= size:
-            raise UnsupportedError(f"a process set holds some of the ranks 0..{size - 1}, each once, not {list(ranks)}")
+            raise UnsupportedError(f"a process set contains some of the ranks 0..{size - 1}, each once, not {list(ranks)}")
         known = self._find_set(members)
         if known is not None:
             raise UnsupportedError(f"ranks {list(members)} are process set {known} already")
@@ -323,7 +323,7 @@ class Calls:
             what = f"this job (0..{self.world.size - 1})" if process_set == GLOBAL_PROCESS_SET_ID else \
                 f"process set {process_set}, which is ranks {list(members)}"
             raise UnsupportedError(f"'{name}': root_rank {root_rank} is not a rank of {what}")
-        return Request(name, collective, dtype, shape, root_rank=root_rank, process_set=process_set, **rest)
+        return Request(name, collective, dtype, shape, root_rank=root_rank, process_set_id=process_set, **rest)
 
     def _payload(self, array: AnyArray | None) -> bytes | None:
         """Return what a tensor offers to the eager lane: its bytes, if they are few."""

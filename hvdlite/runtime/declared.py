@@ -1,4 +1,4 @@
-"""What reducers of gradients hand in: rounds of declared sets, member by member or in learned buckets."""
+"""The calls of gradient reducers: rounds of declared sets, member by member or in learned buckets."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class DeclaredSets(Calls):
         """
         request = self._request(name, Collective.ALLREDUCE, reducible(name, source, output, op), output.shape, op=op,
                                 prescale=float(prescale), postscale=float(postscale), absent=source is None,
-                                label=moment.label, round=moment.round, step=moment.step, in_step=moment.in_step,
+                                label=moment.label, round_id=moment.round, step=moment.step, in_step=moment.in_step,
                                 strides=strides, group_id=group_id, process_set=process_set, device=device_of(output))
         return self._submit(Entry(request, [source], [output], output, self._sleepers))
 
@@ -75,7 +75,7 @@ class DeclaredSets(Calls):
             rows: 2-D; what a row holds is the caller's business.
         """
         request = self._request(name, Collective.ALLGATHER, dtype_name(rows.dtype), rows.shape, label=moment.label,
-                                round=moment.round, step=moment.step, in_step=moment.in_step, process_set=process_set)
+                                round_id=moment.round, step=moment.step, in_step=moment.in_step, process_set=process_set)
         return self._submit(Entry(request, [rows], [], None, self._sleepers))
 
     @property
@@ -108,9 +108,9 @@ class DeclaredSets(Calls):
         """All members of a set's round are submitted by this rank; not needed when a bucket said so."""
         self._hand_in(RoundDone(label, number, process_set))
 
-    def abandon(self, layout: Layout) -> None:
+    def mark_stale(self, layout: Layout) -> None:
         """A layout does not describe this rank's set any more: end it on all ranks."""
-        self._hand_in(LayoutStale(layout.layout))
+        self._hand_in(LayoutStale(layout.layout_id))
 
     def retire(self, label: str, process_set: int = GLOBAL_PROCESS_SET_ID) -> None:
         """This rank takes part in no further round of a set: the memory of its buckets goes back, on all ranks.

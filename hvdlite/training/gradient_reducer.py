@@ -23,7 +23,7 @@ Rules (docs/protocol.md#rounds, #final-gradients, #same-step, #reduced-again)
 - A gradient that was not computed by a watched backward pass counts when it is not the one that was reduced last. In the
   step (and in `synchronize()`), one that was written to since the step before counts too.
 - A parameter that does not require a gradient is no member. It becomes one in the first round that finds it trainable.
-- Until its set is learned, a gradient goes by itself, in memory staged by the framework. Afterwards it goes into its slice of
+- Until its set is learned, a gradient goes by itself, in memory that the framework stages. Then it goes into its slice of
   a bucket (`training/bucket_round.py`).
 """
 
@@ -430,12 +430,12 @@ class GradientReducer(Generic[Parameter]):
             return
         if self._bucket_views is None or self._bucket_views.learned is not learned:
             for member in self._members.values():
-                member.sparse = member.sparse or member.name in learned.layout.alone
+                member.sparse = member.sparse or member.name in learned.layout.unbucketed
             self._bucket_views = BucketViews.of(learned, self._framework,
                                        {member.name: member.parameter for member in self._members.values()
                                         if not member.sparse})
         if self._bucket_views is None:
-            self._runtime.abandon(learned.layout)
+            self._runtime.mark_stale(learned.layout)
         else:
             self.by_bucket = True
             closes = not any(member.sparse for member in self._members.values())

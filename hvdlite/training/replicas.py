@@ -1,4 +1,4 @@
-"""Checks that replicas are equal: compares tensors of all ranks bit by bit, through short digests."""
+"""The comparison of replicas: tensors of all ranks are compared bit by bit, through short digests."""
 
 from __future__ import annotations
 

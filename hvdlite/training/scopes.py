@@ -1,4 +1,4 @@
-"""Scopes: while a thread is inside one, the scope is told of the instances that the thread makes of certain classes.
+"""Scopes: while a thread is inside one, classes tell it what they construct.
 
 Rules
 - A scope belongs to the thread that entered it. Instances that other threads make are not affected.

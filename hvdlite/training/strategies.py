@@ -1,4 +1,4 @@
-"""The common part of the strategies of all frontends: starting ranks from inside a script, and names of reductions."""
+"""The common part of all frontends' strategies: starting ranks from inside a script, and the names of reductions."""
 
 from __future__ import annotations
 

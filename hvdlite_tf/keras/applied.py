@@ -1,4 +1,4 @@
-"""Each rank's part of the global batches that a model is only applied to: `evaluate`, `predict` and validation.
+"""Each rank's part of the global batches in `evaluate`, `predict` and validation.
 
 Every row is computed by exactly one rank, so that sums over ranks are sums over samples. Steps count global batches.
 
@@ -34,12 +34,12 @@ from hvdlite_tf.keras.scope import Mirrored
 
 
 class Taken(NamedTuple):
-    """What this rank computes of one global batch."""
+    """The part of one global batch that this rank computes."""
 
     number: int
     """Of the global batch, from 0."""
     rows: int
-    """How many this rank computes."""
+    """The number of samples that this rank computes."""
     counts: bool
     """Whether they are this rank's."""
 

@@ -34,7 +34,7 @@ METHODS = ("fit", "evaluate", "predict", "train_step", "test_step", "train_on_ba
 """Methods of a model that `MirroredModel` stands in for, by a method of the same name."""
 _DEFAULT_BATCH = 32
 _HELD_OUT = (np.zeros((1, 1), "float32"),)
-"""What Keras' `fit` gets for validation data: it asks this model's `evaluate`, which has the data, after an epoch."""
+"""A placeholder for validation data in Keras' `fit`, which calls this model's `evaluate`, which has the data."""
 
 
 def adopt_model(strategy: Mirrored, model: Any) -> None:
@@ -341,7 +341,7 @@ def _data_of(arguments: Sequence[Any], named: dict[str, Any]) -> Any:
 
 @contextmanager
 def _local_input(strategy: Any) -> Iterator[None]:
-    """What the model gets is this rank's share already."""
+    """Mark the model's data as this rank's shard while the block runs."""
     before, strategy.has_local_input = strategy.has_local_input, True
     try:
         yield

@@ -1,4 +1,4 @@
-"""Each rank's rows of the global batches that are given to `fit`; see `applied` for `evaluate` and `predict`.
+"""Each rank's rows of the global batches in `fit`; see `applied` for `evaluate` and `predict`.
 
 Every rank takes a step for every global batch. How many batches there are, and what `steps_per_epoch` counts, is what it is
 in one process.

@@ -18,8 +18,8 @@ from hvdlite.negotiation.messages import Decision, DirectMessage, DirectMessages
 def pair() -> tuple[StarControl, Connection]:
     """Return rank 1's control plane and the connection that rank 0 holds."""
     ours, theirs = socket.socketpair()
-    bells = {0: Doorbell(), 1: Doorbell()}
-    control = StarControl(1, {0: Connection(ours)}, bells, {}, heartbeat_timeout=60)
+    doorbells = {0: Doorbell(), 1: Doorbell()}
+    control = StarControl(1, {0: Connection(ours)}, doorbells, {}, heartbeat_timeout=60)
     far = Connection(theirs)
     far.start()
     return control, far
@@ -77,20 +77,20 @@ def test_ringing_wakes_a_wait_and_adds_up_to_nothing() -> None:
 
 def test_ringing_a_bell_while_it_is_closed_touches_no_other_file() -> None:
     for _ in range(200):
-        bell = Doorbell()
+        doorbell = Doorbell()
         stop = threading.Event()
         errors: list[BaseException] = []
 
-        def ring(bell: Doorbell = bell, stop: threading.Event = stop, errors: list[BaseException] = errors) -> None:
+        def ring(doorbell: Doorbell = doorbell, stop: threading.Event = stop, errors: list[BaseException] = errors) -> None:
             try:
                 while not stop.is_set():
-                    bell.ring()
+                    doorbell.ring()
             except OSError as error:
                 errors.append(error)
 
         worker = threading.Thread(target=ring)
         worker.start()
-        bell.close()
+        doorbell.close()
         stop.set()
         worker.join()
         assert not errors

@@ -13,17 +13,17 @@ from hvdlite.negotiation.messages import Blocked, Request, RoundDone, Wait
 from tests.negotiation.simulation import Simulation
 
 
-def tensor(name: str, label: str = "", round: int = 0) -> Request:
-    return Request(name, Collective.ALLREDUCE, "float32", (4,), op=ReduceOp.SUM, label=label, round=round)
+def tensor(name: str, label: str = "", round_id: int = 0) -> Request:
+    return Request(name, Collective.ALLREDUCE, "float32", (4,), op=ReduceOp.SUM, label=label, round_id=round_id)
 
 
-def waits_for(name: str, round: int = 0, *, deferrable: bool = False, entirely: bool = True) -> Blocked:
-    return Blocked((Wait(0, name, round, deferrable),), entirely)
+def waits_for(name: str, round_id: int = 0, *, deferrable: bool = False, entirely: bool = True) -> Blocked:
+    return Blocked((Wait(0, name, round_id, deferrable),), entirely)
 
 
-def finish_round(sim: Simulation, rank: int, label: str, round: int = 1) -> None:
-    sim.controllers[rank].submit(tensor(f"{label}.a", label, round))
-    sim.controllers[rank].round_done(RoundDone(label, round))
+def finish_round(sim: Simulation, rank: int, label: str, round_id: int = 1) -> None:
+    sim.controllers[rank].submit(tensor(f"{label}.a", label, round_id))
+    sim.controllers[rank].round_done(RoundDone(label, round_id))
 
 
 def call(sim: Simulation, rank: int, name: str) -> None:

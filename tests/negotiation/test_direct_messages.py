@@ -30,7 +30,7 @@ def decided(coordinator: Coordinator) -> Decision:
 
 def report_splits(coordinator: Coordinator, rank: int, splits: Sequence[int], process_set: int = 0) -> None:
     request = Request("x", Collective.ALLTOALL, "float32", (sum(splits) + 1, 2), splits=tuple(splits),
-                      process_set=process_set)
+                      process_set_id=process_set)
     coordinator.receive(rank, Report(0, 0, (request,)), 0.0)
 
 
@@ -57,7 +57,7 @@ def test_a_rank_that_has_joined_sends_nothing_and_is_told_what_it_gets() -> None
                                                   DirectMessage(1, (ReceiveSplits(0, "x", (3, 0), (2, 0)),)))
 
 
-# docs/protocol.md#letters
+# docs/protocol.md#direct-messages
 def test_what_all_ranks_are_told_of_an_alltoall_does_not_grow_with_them() -> None:
     def nbytes(size: int) -> int:
         coordinator = Coordinator(size, Policy())

@@ -62,7 +62,7 @@ def test_ranks_take_part_again_when_their_join_fails(hosts: list[tuple[int, ...]
     for controller in simulation.controllers:
         controller.submit(Request("add", Collective.ADD_PROCESS_SET, "uint8", (0,), members=(0, 1)))
     simulation.settle()
-    x = Request("x", Collective.ALLREDUCE, "uint8", (4,), process_set=1)
+    x = Request("x", Collective.ALLREDUCE, "uint8", (4,), process_set_id=1)
     simulation.controllers[1].submit(x)
     simulation.settle()
     simulation.controllers[0].submit(Request("join", Collective.JOIN, "uint8", (0,)))
@@ -83,7 +83,7 @@ def test_a_member_that_one_rank_has_is_refused_while_another_has_joined(hosts: l
     simulation = Simulation(3, hosts=hosts)
     simulation.controllers[1].submit(Request("join", Collective.JOIN, "uint8", (0,)))
     for rank, name in ((0, "a"), (2, "b")):
-        simulation.controllers[rank].submit(Request(name, Collective.ALLREDUCE, "uint8", (4,), label=LABEL, round=1))
+        simulation.controllers[rank].submit(Request(name, Collective.ALLREDUCE, "uint8", (4,), label=LABEL, round_id=1))
         simulation.controllers[rank].round_done(RoundDone(LABEL, 1))
     simulation.settle()
     for rank in (0, 2):
@@ -109,7 +109,7 @@ def test_a_bucket_of_a_round_from_before_a_join_is_refused(hosts: list[tuple[int
     simulation.decide()
     if heard:
         simulation.settle(reducers)
-    simulation.controllers[1].submit_bucket(bucket, BucketReady(bucket.bucket, 3, (), True))
+    simulation.controllers[1].submit_bucket(bucket, BucketReady(bucket.bucket_id, 3, (), True))
     simulation.settle(reducers)
     (refusal,) = [told for told in simulation.plans[1] if isinstance(told, Response) and told.error is not ErrorKind.NONE]
     assert refusal.names == ("a",) and "join()" in refusal.error_text
@@ -203,7 +203,7 @@ def test_a_closing_and_the_removal_of_its_process_set_in_one_report(hosts: list[
     simulation.settle()
     for rank, controller in enumerate(simulation.controllers):
         if rank == 1:
-            controller.submit(Request("x", Collective.ALLREDUCE, "uint8", (4,), label=LABEL, round=1, process_set=1))
+            controller.submit(Request("x", Collective.ALLREDUCE, "uint8", (4,), label=LABEL, round_id=1, process_set_id=1))
             controller.round_done(RoundDone(LABEL, 1, 1))
         controller.submit(Request("remove", Collective.REMOVE_PROCESS_SET, "uint8", (0,), members=(1,)))
         if rank == 1:
@@ -217,7 +217,7 @@ def test_a_closing_and_the_removal_of_its_process_set_in_one_report(hosts: list[
 def test_a_rank_that_finishes_a_round_twice_does_not_end_it(hosts: list[tuple[int, ...]]) -> None:
     simulation = Simulation(3, hosts=hosts)
     for rank, name in ((0, "b"), (1, "a"), (2, "a")):  # nobody else has "b": that is known when all have finished the round
-        simulation.controllers[rank].submit(Request(name, Collective.ALLREDUCE, "uint8", (4,), label=LABEL, round=1))
+        simulation.controllers[rank].submit(Request(name, Collective.ALLREDUCE, "uint8", (4,), label=LABEL, round_id=1))
     for rank in (0, 1, 1, 1):
         simulation.controllers[rank].round_done(RoundDone(LABEL, 1))
     simulation.settle()

@@ -58,7 +58,7 @@ def executor(rank: int, size: int, plane: Plane, wait_until: WaitUntil, barrier:
     def execute(response: Response, sources: list[Array | None], outputs: list[Array | None],
                 buffer_slice: BufferSlice | None = None, ranks: tuple[int, ...] = tuple(range(size)),
                 splits: AlltoallSplits | None = None) -> None:
-        sequence = counts[response.process_set] = counts.get(response.process_set, 0) + 1
+        sequence = counts[response.process_set_id] = counts.get(response.process_set_id, 0) + 1
         plane.execute(Plan(sequence, ranks, response, sources, outputs, buffer_slice, splits), wait_until)
 
     execute.wait_until, execute.barrier = wait_until, barrier  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ import pytest
 
 from hvdlite.core.array import SUPPORTED_DTYPES, Array, identity
 from hvdlite.core.types import Collective, ReduceOp
-from hvdlite.negotiation.fusion import columns, even_rows
+from hvdlite.negotiation.fusion import even_rows, receive_splits
 from hvdlite.negotiation.messages import Request, Response
 from hvdlite.planes.base import AlltoallSplits, BufferSlice, Plan, Plane
 from tests.planes import under_mpi
@@ -399,8 +399,8 @@ def alltoall_splits(splits: list[list[int]], rank: int) -> AlltoallSplits:
     """Return what a rank knows of an alltoall, of everybody's splits."""
     requests = {sender: Request("x", Collective.ALLTOALL, "uint8", (sum(row), 3), splits=tuple(row))
                 for sender, row in enumerate(splits) if row}
-    column = columns(requests, range(len(splits)))[rank]
-    return AlltoallSplits(tuple(splits[rank]) or (0,) * len(splits), column.rows, column.starts)
+    received = receive_splits(requests, range(len(splits)))[rank]
+    return AlltoallSplits(tuple(splits[rank]) or (0,) * len(splits), received.rows, received.offsets)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -463,7 +463,7 @@ def test_process_sets_that_overlap_do_not_disturb_each_other(make_planes: Any) -
             if rank not in members:
                 continue
             mine = np.full(count, turn + rank, np.int64)
-            one = msgspec.structs.replace(allreduce("int64", ReduceOp.SUM, 3), process_set=process_set_id,
+            one = msgspec.structs.replace(allreduce("int64", ReduceOp.SUM, 3), process_set_id=process_set_id,
                                           contributors=members)
             execute(one, [mine], [mine], ranks=members)
             assert (mine == len(members) * turn + sum(members)).all(), turn
@@ -569,7 +569,8 @@ def test_send(make_planes: Any) -> None:
             for number, (sender, receiver) in enumerate([(0, 2), (2, 0), (0, 2)]):
                 mine = np.arange(count, dtype=np.int32) + number
                 out = np.empty_like(mine) if rank == receiver else None
-                execute(Response(names=("x",), collective=Collective.SEND, dtype="int32", process_set=-1, root_rank=sender,
+                execute(Response(names=("x",), collective=Collective.SEND, dtype="int32", process_set_id=-1,
+                                 root_rank=sender,
                                  elements=count, contributors=(0, 2)), [mine if rank == sender else np.zeros_like(mine)],
                         [out], ranks=(0, 2))
                 with case(count, f"from {sender}"):

@@ -277,7 +277,7 @@ def test_a_lock_of_each_ranks_own_is_no_fence() -> None:
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(("machine", "fenced"), [(weak, True), (aarch64, True), (x86, False)])
 def test_some_rank_always_sees_that_it_is_the_last(machine: Machine, fenced: bool, size: int) -> None:
-    """Only that one rings the others."""
+    """Only that one wakes the others."""
     assert failure(programs(look, size, fenced=fenced, looks=True), machine, everywhere=True) == []
 
 

@@ -21,8 +21,8 @@ from hvdlite.planes.nccl.watcher import CommunicatorRef, abort
 from hvdlite.runtime.runtime import Runtime
 from tests import worlds
 from tests.device_double import CommunicatorDouble, GpuDouble, Gpus, Meetings, NcclErrorDouble
-from tests.planes.test_nccl import allreduce, begun, spin
-from tests.planes.test_nccl import gpus as gpus
+from tests.gpu_worlds import allreduce, begun, spin
+from tests.gpu_worlds import gpus as gpus
 
 SUM, AVERAGE = ReduceOp.SUM, ReduceOp.AVERAGE
 
@@ -185,8 +185,8 @@ def test_ranks_on_one_gpu_are_named_unless_it_is_allowed(gpus: Gpus) -> None:
     gpus.options["shared_gpu"] = False
     real = gpus.plane
 
-    def same(rank: int, notes: Any, wake: Any) -> Any:
-        made = real(rank, notes, wake)
+    def same(rank: int, oob: Any, wake: Any) -> Any:
+        made = real(rank, oob, wake)
         gpus.made[-1].gpu = "GPU-7"
         return made
     gpus.plane = same  # type: ignore[method-assign]

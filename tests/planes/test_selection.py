@@ -41,6 +41,6 @@ def test_what_cannot_be(wanted: str, hosts: Hosts, lacks: dict[str, str], told: 
 
 def test_hosts_tell_coordinates() -> None:
     hosts = Hosts.of(["a", "b", "a", "b", "b", "c"])  # cyclic, as Slurm can place them
-    assert hosts.groups == ((0, 2), (1, 3, 4), (5,)) and not hosts.is_homogeneous
+    assert hosts.ranks_by_host == ((0, 2), (1, 3, 4), (5,)) and not hosts.is_homogeneous
     assert hosts.world(4) == World(4, 6, 2, 3, 0, 1) and hosts.world(3) == World(3, 6, 1, 3, 1, 2)
-    assert hosts.within([4, 5, 1]).groups == ((1, 4), (5,))
+    assert hosts.restrict_to([4, 5, 1]).ranks_by_host == ((1, 4), (5,))

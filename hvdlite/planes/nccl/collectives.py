@@ -1,7 +1,7 @@
-"""Each collective as calls of a communicator and of kernels, all on the plane's stream. Nothing here waits.
+"""Each collective as calls of a communicator and kernels, all on the plane's stream. The host never waits here.
 
-Sums are NCCL's own, so their order is not the rank order of the planes on the host; ranks are equal to each other.
-What only moves travels as bytes. Ranks that contribute nothing (absent, or joined) send the op's identity.
+NCCL computes sums in its own order, not in rank order like host planes; all ranks get the same result. Collectives that only
+move data transfer bytes. Ranks without a contribution (absent or joined) contribute the op's identity element.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ DTYPES: Final = {"int8": 0, "uint8": 1, "int32": 2, "uint32": 3, "int64": 4, "ui
                  "float64": 8, "bfloat16": 9}
 """ncclDataType_t."""
 _PARTS: Final = {"complex64": "float32", "complex128": "float64", "bool": "uint8"}
-"""What reduces like another dtype, part by part."""
+"""Dtypes that are reduced as another dtype, part by part."""
 _OPS: Final = {ReduceOp.SUM: SUM, ReduceOp.PRODUCT: PRODUCT, ReduceOp.MAX: MAXIMUM, ReduceOp.MIN: MINIMUM}
 _REDUCTIONS: Final = frozenset({Collective.ALLREDUCE, Collective.REDUCE, Collective.REDUCESCATTER})
 
 
 def supports(collective: Collective, op: ReduceOp | None, dtype: str) -> bool:
-    """Say whether NCCL can do it; what it cannot do goes over the host."""
+    """Return whether NCCL supports an operation; others use the host plane."""
     if collective not in _REDUCTIONS or op is None:
         return True
     if op is ReduceOp.ADASUM or (_PARTS.get(dtype, dtype) not in DTYPES):
@@ -50,26 +50,26 @@ def supports(collective: Collective, op: ReduceOp | None, dtype: str) -> bool:
 
 
 class StagingBuffer:
-    """Memory between tensors and NCCL; grows, and is used by one launch after the other on one stream."""
+    """Memory between tensors and NCCL; it grows on demand, and all launches on the stream share it."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._memory: DeviceArray | None = None
 
     def get(self, nbytes: int) -> int:
-        """Return the address of at least so many bytes."""
+        """Return the address of at least `nbytes` bytes."""
         if self._memory is None or self._memory.nbytes < nbytes:
-            self._memory = None  # the smaller one first: CUDA waits until it is not used any more
+            self._memory = None  # free the smaller one first: CUDA waits until it is unused
             self._memory = self._device.allocate(nbytes)
         return self._memory.pointer
 
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """One plan on its way to the GPU.
+    """The launch of one plan.
 
     Attributes:
-        rank: this rank's index among the members of the process set, as NCCL counts.
+        rank: this rank's index in the process set, which is NCCL's rank.
     """
 
     device: Device
@@ -80,39 +80,39 @@ class Launch:
 
     @property
     def response(self) -> Response:
-        """What is to be done."""
+        """The plan's response."""
         return self.plan.response
 
     @property
     def stream(self) -> int:
-        """Where everything is launched."""
+        """The plane's stream."""
         return self.device.stream
 
     def index(self, rank: int) -> int:
-        """Return how NCCL counts a rank of the job."""
+        """Return NCCL's rank of a rank of the job."""
         return self.plan.ranks.index(rank)
 
     def source(self, index: int = 0) -> DeviceArray | None:
-        """Return a source; None when this rank contributes none, or has joined."""
+        """Return a source; None if this rank does not contribute it or has joined."""
         found = self.plan.sources[index] if self.plan.sources else None
         assert found is None or isinstance(found, DeviceArray)
         return found
 
     def output(self, index: int = 0) -> DeviceArray | None:
-        """Return an output; None when this rank gets none, or has joined."""
+        """Return an output; None if this rank does not receive it or has joined."""
         found = self.plan.outputs[index] if self.plan.outputs else None
         assert found is None or isinstance(found, DeviceArray)
         return found
 
 
 class NcclReduction:
-    """The scaling of one reduction: what NCCL does, and what kernels do before and after it."""
+    """The arithmetic of one reduction: NCCL's op, and the kernels before and after it."""
 
     def __init__(self, launch: Launch) -> None:
         response = launch.response
         self._launch = launch
         self.dtype = _PARTS.get(response.dtype, response.dtype)
-        self.parts = 2 if response.dtype.startswith("complex") else 1  # elements of `dtype` in one of the tensor's
+        self.parts = 2 if response.dtype.startswith("complex") else 1  # elements of `dtype` per element of the tensor
         self.width = SUPPORTED_DTYPES[self.dtype].itemsize
         self.code = DTYPES[self.dtype]
         mean = response.op is ReduceOp.AVERAGE
@@ -124,11 +124,11 @@ class NcclReduction:
             if self.parts == 1 else bits(-0.0, SUPPORTED_DTYPES[self.dtype])
 
     def count(self, elements: int) -> int:
-        """Return how many elements of `dtype` so many of the tensor's are."""
+        """Return the number of elements of `dtype` for a number of the tensor's elements."""
         return elements * self.parts
 
     def copy_scaled(self, copies: Sequence[CopySpec], scaling: Scaling = NO_SCALING) -> None:
-        """Copy arrays, calculating; those without a source get the op's identity."""
+        """Copy and scale arrays; arrays without a source are filled with the op's identity element."""
         launch = self._launch
         copies = [pair for pair in copies if pair[2] and (pair[0] != pair[1] or not scaling.is_identity)]
         if not copies or launch.device.batched_copy(copies, self.dtype, self.dtype, launch.stream, scaling,
@@ -151,7 +151,7 @@ def _allreduce(work: Launch) -> None:
     reduction = NcclReduction(work)
     if len(work.plan.sources) == 1:
         _reduce_one(work, reduction)
-    else:  # also when this rank has joined: then the others' tensors lie without gaps
+    else:  # also if this rank has joined; the tensors are then packed without gaps
         _reduce_fused(work, reduction)
 
 
@@ -195,9 +195,9 @@ def _reduce_fused(work: Launch, reduction: NcclReduction) -> None:
 
 
 def _packing(work: Launch, sizes: Sequence[int], width: int, elements: int) -> tuple[int, list[int]]:
-    """Return the length of the staging memory and where each tensor lies in it, in elements.
+    """Return the length of the staging memory and each tensor's offset in it, in elements.
 
-    One after the other without gaps where a rank has joined: it knows nothing but their sum.
+    There are no gaps if a rank has joined: it knows only the total size.
     """
     step = GPU_ALIGNMENT // width if work.response.contributors == work.plan.ranks else 1
     ends = list(itertools.accumulate(-(-size // step) * step for size in sizes))
@@ -219,7 +219,7 @@ def _reduce(work: Launch) -> None:
 
 
 def _contribution(work: Launch, reduction: NcclReduction, source: DeviceArray | None, count: int) -> int:
-    """Return the address of what this rank contributes to a reduction, made up if need be."""
+    """Return the address of this rank's contribution to a reduction: prescaled, or the identity element."""
     if source is not None and reduction.prescale.is_identity:
         return source.pointer
     staging = work.staging.get(count * reduction.width)
@@ -274,7 +274,7 @@ def _broadcast(work: Launch) -> None:
 
 
 def _broadcast_packed(work: Launch, root: int) -> None:
-    """Broadcast tensors as one: a rank that has joined knows no more of them than their sum."""
+    """Broadcast tensors as one: a rank that has joined knows only the total size."""
     width = SUPPORTED_DTYPES[work.response.dtype].itemsize
     total = work.response.elements * width
     if not total:
@@ -348,7 +348,7 @@ def _alltoall(work: Launch) -> None:
     source, output, splits = work.source(), work.output(), work.plan.splits
     assert splits is not None
     sent, received = _row_bytes(work, splits.send_rows), _row_bytes(work, splits.recv_rows)
-    if source is None or output is None:  # joined: what the others send it is not kept
+    if source is None or output is None:  # this rank has joined: it discards the received data
         target = work.staging.get(max(1, sum(received)))
         with work.device.group():
             for peer, begin in enumerate(_begins(received)):
@@ -384,7 +384,7 @@ def _row_bytes(work: Launch, rows: Sequence[int]) -> list[int]:
 
 
 def _begins(sizes: Sequence[int]) -> list[int]:
-    """Return where each part begins when they lie one after the other."""
+    """Return the offsets of consecutive parts."""
     return [0, *itertools.accumulate(sizes)][:len(sizes)]
 
 

@@ -1,10 +1,10 @@
-"""CUDA kernels: one that copies, casts, scales or fills many arrays at once, and one that rearranges an array.
+"""CUDA kernels: one copies, casts, scales or fills many arrays at once; one makes an array row-major.
 
-A launch gets its table of arrays by value, as a kernel parameter (below the 4 KiB that every CUDA version takes), so there
-is no table to upload and none to keep alive. A block finds its array by bisection over the arrays' first blocks: large and
-small arrays share one launch without idle blocks. Idea of batching copies: Horovod's `cuda_kernels.cu`.
+The table of arrays is a kernel parameter, passed by value (below the 4 KiB that every CUDA version permits), so no table
+must be uploaded or kept alive. A block finds its array by bisection over the arrays' first blocks: large and small arrays
+share one launch without idle blocks. Horovod's `cuda_kernels.cu` batches copies in the same way.
 
-The source is plain C++ but for three macros and two conversions, so that tests compile it for the host and run it there.
+The source is plain C++ except for three macros and two conversions, so that tests can compile and run it on the host.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ _STORED = {"int8": "signed char", "uint8": "unsigned char", "int16": "short", "u
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """What happens to each value on its way; nothing by default. Integers are truncated toward zero.
+    """The factor and the divisor that are applied to each value; none by default. Integers are truncated toward zero.
 
-    CuPy compiles with -ftz=true: float32 values below 1.2e-38 become zero. Where nothing happens, bits are copied.
+    CuPy compiles with -ftz=true: float32 values below 1.2e-38 become zero. Without scaling, bits are copied.
 
     Attributes:
-        factor: by what it is multiplied.
-        divisor: by what it is divided.
+        factor: each value is multiplied by it.
+        divisor: each value is divided by it first.
     """
 
     factor: float = 1.0
@@ -57,7 +57,7 @@ class Scaling:
 
     @property
     def is_identity(self) -> bool:
-        """Whether values stay as they are."""
+        """Whether values are unchanged."""
         return self.factor == 1.0 and self.divisor == 1
 
 
@@ -65,7 +65,7 @@ NO_SCALING = Scaling()
 
 
 def source_code(source: str, target: str, scaling: bool) -> str:
-    """Return the CUDA source of the kernel from one dtype to another; without scaling and cast it copies bits."""
+    """Return the CUDA source of the copy kernel for two dtypes; without scaling and cast it copies bits."""
     if source == target and not scaling:
         width = SUPPORTED_DTYPES[source].itemsize
         unsigned = _UNITS[width]
@@ -89,14 +89,14 @@ def source_code(source: str, target: str, scaling: bool) -> str:
 
 
 def row_major_code(width: int) -> str:
-    """Return the CUDA source of the kernel that makes arrays row-major, whose elements have so many bytes."""
+    """Return the CUDA source of the kernel that makes an array of elements of `width` bytes row-major."""
     part = min(width, 8)
     return _ROW_MAJOR_SOURCE.format(dimensions=DIMENSIONS, threads=THREADS, name=NAME, unit=_UNITS[part],
                                     parts=width // part)
 
 
 def layout(source: DeviceArray, target: DeviceArray) -> tuple[Array, int]:
-    """Return the table of that kernel, and its grid.
+    """Return the parameter of the row-major kernel, and its grid.
 
     Raises:
         UnsupportedError: for more than 16 dimensions.
@@ -112,17 +112,17 @@ def layout(source: DeviceArray, target: DeviceArray) -> tuple[Array, int]:
 
 
 def chunk(source: str, target: str) -> int:
-    """Return how many elements a block works on."""
+    """Return the number of elements per block."""
     return THREADS * UNROLL * (16 // max(SUPPORTED_DTYPES[source].itemsize, SUPPORTED_DTYPES[target].itemsize))
 
 
 def tables(copies: Sequence[CopySpec], elements: int, scaling: Scaling = NO_SCALING, fill_value: int = 0) -> Iterator[Array]:
-    """Yield the tables of as many launches as it takes; `table["first"][0][table["entries"][0]]` is the grid.
+    """Yield the tables of the required launches; `table["first"][0][table["entries"][0]]` is the grid.
 
     Args:
-        copies: arrays of no elements are left out.
-        elements: of a block; see `chunk`.
-        fill_value: the bits that an array without a source is filled with.
+        copies: the arrays; empty ones are skipped.
+        elements: the number of elements per block; see `chunk`.
+        fill_value: the bits with which an array without a source is filled.
     """
     arrays = [pair for pair in copies if pair[2]]
     for begin in range(0, len(arrays), ENTRIES):
@@ -138,7 +138,7 @@ def tables(copies: Sequence[CopySpec], elements: int, scaling: Scaling = NO_SCAL
 
 
 def bits(value: float, dtype: np.dtype[np.generic]) -> int:
-    """Return the bits of a value of a dtype, as the kernel's filler."""
+    """Return the bits of a value of a dtype, for `fill_value`."""
     if dtype == BFLOAT16:
         return int(struct.unpack("<I", struct.pack("<f", value))[0]) >> 16
     return int.from_bytes(np.array(value).astype(dtype).tobytes(), "little")

@@ -1,4 +1,4 @@
-"""What ranks tell each other before they make a communicator, and what can be wrong with it."""
+"""The information that ranks exchange before they create a communicator, and its checks."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from hvdlite.planes.nccl.library import version_text
 
 
 class PeerInfo(msgspec.Struct, frozen=True):
-    """One rank's."""
+    """One rank's host, GPU and NCCL version."""
 
     host: str
-    gpu: str  # see `Device.bus_id`
-    version: int  # NCCL's
-    unique_id: bytes = b""  # the communicator's; of the first rank only
+    gpu: str  # from `Device.bus_id`
+    version: int  # the code of the NCCL version
+    unique_id: bytes = b""  # the communicator's id; set by the first rank only
 
 
 def check_peers(ranks: Mapping[int, PeerInfo], *, shared: bool) -> None:
-    """Raise when these ranks cannot make a communicator; the same on all of them.
+    """Check that these ranks can create a communicator; the result is the same on all of them.
 
     Args:
         shared: whether several ranks may use one GPU.

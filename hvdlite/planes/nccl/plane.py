@@ -1,18 +1,19 @@
 """Plans for tensors on a GPU become launches on one stream (docs/protocol.md#threads, #gpu-streams).
 
 Theory of operation
-- Everything of all process sets is launched on one stream, in decision order, so no two communicators can wait for each
-  other on the GPU. The stream waits for the events after which the tensors are ready, and an event after the work lets
-  others wait for it: the host waits for neither, only until the launch is recorded.
-- Launching happens on a thread of its own, because the first calls of a communicator, and any call when the GPU's queue is
-  full, can block for as long as another rank is missing. The runtime thread waits for it as for everything: interruptibly.
-- A communicator is made when its process set has its first tensor on a GPU: by then the script has chosen its GPU. The ranks
-  introduce themselves to the first of them over the control plane, which answers all: also the barrier before NCCL's own
-  meeting.
-- The end is an abort, always: `ncclCommDestroy` waits for other ranks. Unless the job failed, all work is waited for first,
-  the other ranks' too: an abort stops NCCL's threads, which may still be sending what this rank's kernels gave them, and
-  frees memory that other GPUs may still use (nccl issue 863). When a process set is removed, its ranks tell each other. At
-  the end nobody listens any more, so the GPUs meet in a last all-reduce: who gets out of it knows that all are in it.
+- The work of all process sets is launched on one stream, in decision order, so that two communicators cannot wait for each
+  other on the GPU. The stream waits for the ready events of the tensors, and an event is recorded after the work. The host
+  waits for neither, only until the launch is recorded.
+- A separate thread launches, because the first calls of a communicator, and any call while the GPU's queue is full, can
+  block until another rank arrives. The runtime thread waits for the launch interruptibly.
+- A communicator is created when its process set has its first tensor on a GPU: the script has chosen its GPU by then. The
+  ranks send their `PeerInfo` to the first of them over the control plane, and it answers all. This is also the barrier
+  before NCCL's own rendezvous.
+- Communicators are always aborted: `ncclCommDestroy` waits for other ranks. Unless the job has failed, all work is waited
+  for first, also that of other ranks: an abort stops NCCL's threads, which may still be sending data of this rank's kernels,
+  and frees memory that other GPUs may still use (nccl issue 863). The ranks of a removed process set confirm it to each
+  other. At shutdown the control plane is closed already, so the GPUs meet in a final all-reduce: its completion on one rank
+  implies that all ranks have launched it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import numpy as np
 from hvdlite.core.device import Completion, CopySpec, DeviceArray
 from hvdlite.core.errors import HorovodInternalError, UnsupportedError
 from hvdlite.core.types import Collective, ReduceOp
-from hvdlite.planes.base import FusionBuffer, Notes, Plan, WaitUntil
+from hvdlite.planes.base import FusionBuffer, OobChannel, Plan, WaitUntil
 from hvdlite.planes.launch_thread import LaunchThread
 from hvdlite.planes.nccl import collectives, library
 from hvdlite.planes.nccl.collectives import DTYPES, Launch, StagingBuffer
@@ -42,39 +43,39 @@ from hvdlite.planes.nccl.watcher import POLL_SECONDS, CommunicatorRef, LaunchedW
 _log = logging.getLogger("hvdlite")
 
 DRAIN_SECONDS: Final = 30.0
-"""How long `close` waits for work under way."""
+"""Time that `close` waits for work in progress."""
 ABORT_SECONDS: Final = 10.0
-"""How long `close` waits for communicators to come back from their abort."""
+"""Time that `close` waits for aborts of communicators to return."""
 EXIT_SECONDS: Final = 2.0
-"""How long `close` waits for the other ranks' GPUs; a rank that leaves long before or after them waits in vain."""
+"""Time that `close` waits for the final all-reduce; it times out on a rank that leaves long before or after the others."""
 LINGER_SECONDS: Final = 0.1
-"""How long `close` leaves them to get out of the last all-reduce."""
+"""Time for the other GPUs to leave the final all-reduce."""
 _PEER_INFO: Final = msgspec.msgpack.Decoder(PeerInfo)
 _ANSWER: Final = msgspec.msgpack.Decoder(tuple[bytes, str])
 
 MakeDevice = Callable[[int | None], Device]
-"""Open the GPU of that number; None leaves the choice to the rank's number on its host."""
+"""Opens the GPU with the given index; None chooses it by the local rank."""
 
 
 class NcclPlane:
-    """See `Plane` and `DeviceAccess`; nothing is loaded, and no GPU is touched, before the first tensor.
+    """Implements `DevicePlane` over NCCL. No library is loaded and no GPU is used before the first tensor.
 
     Args:
-        host: what is the same for the ranks of one host, and different for those of others.
-        notes: let the ranks of a communicator introduce themselves.
-        wake: makes this rank's `WaitUntil` look again.
+        host: an identifier of this rank's host.
+        oob: the out-of-band channel for `PeerInfo`.
+        wake: makes this rank's `WaitUntil` evaluate its predicate.
         make_device: opens the GPU.
-        unavailable_reason: returns why there is none, or "".
-        shared_gpu: whether several ranks may use one.
-        exit_timeout: see `EXIT_SECONDS`; 0 is not to wait.
+        unavailable_reason: returns why there is no GPU, or "".
+        shared_gpu: whether several ranks may share a GPU.
+        exit_timeout: see `EXIT_SECONDS`; 0 skips the final all-reduce.
     """
 
     name = "nccl"
 
-    def __init__(self, rank: int, host: str, notes: Notes, wake: Callable[[], None], make_device: MakeDevice,
+    def __init__(self, rank: int, host: str, oob: OobChannel, wake: Callable[[], None], make_device: MakeDevice,
                  unavailable_reason: Callable[[], str] = library.unavailable_reason, *, shared_gpu: bool = False,
                  exit_timeout: float = EXIT_SECONDS) -> None:
-        self._rank, self._host, self._notes, self._make_device = rank, host, notes, make_device
+        self._rank, self._host, self._oob, self._make_device = rank, host, oob, make_device
         self._find_unavailable_reason = unavailable_reason
         self._thread = LaunchThread(f"hvdlite-nccl-{rank}", wake, lambda: self._opened(None).make_current())
         self._report: Callable[[Exception], None] = lambda error: None
@@ -84,10 +85,10 @@ class NcclPlane:
         self._events: EventPool | None = None
         self._sets: dict[int, tuple[int, ...]] = {}
         self._communicator_refs: dict[int, CommunicatorRef] = {}  # by process set
-        self._reason: str | None = None  # why there are no GPUs, once that is known
+        self._reason: str | None = None  # why there is no GPU, once it is known
         self._pid = os.getpid()
 
-    # --- what adapters ask ----------------------------------------------------------------------------------------------
+    # --- for adapters ----------------------------------------------------------------------------------------------
 
     def unavailable_reason(self) -> str:
         if self._reason is None:
@@ -119,23 +120,23 @@ class NcclPlane:
             return False
         return self._opened(None).batched_copy(copies, source, target, stream)
 
-    # --- what the runtime asks ------------------------------------------------------------------------------------------
+    # --- for the runtime ------------------------------------------------------------------------------------------
 
-    def report_to(self, report: Callable[[Exception], None]) -> None:
+    def set_error_handler(self, report: Callable[[Exception], None]) -> None:
         self._report = report
 
     def execute(self, plan: Plan, wait_until: WaitUntil) -> Completion:
         device = self._opened(None)
-        process_set_id = plan.response.process_set
+        process_set_id = plan.response.process_set_id
         if process_set_id not in self._communicator_refs:
             self._create_communicator(process_set_id, plan.ranks, wait_until)
         launched = self._thread.run(lambda: self._launch(device, plan), wait_until)
-        if not plan.outputs:  # having joined: no entry holds anything, but the others need this rank until it is done
+        if not plan.outputs:  # this rank has joined: no entry keeps the work alive, but other ranks need it
             launched.for_entry(None)
         return launched
 
     def add_process_set(self, process_set_id: int, ranks: tuple[int, ...]) -> None:
-        self._sets[process_set_id] = ranks  # its communicator is made when it is needed
+        self._sets[process_set_id] = ranks  # its communicator is created when it is needed
 
     def remove_process_set(self, process_set_id: int, wait_until: WaitUntil) -> None:
         self._sets.pop(process_set_id, None)
@@ -143,36 +144,36 @@ class NcclPlane:
         if ref is not None:
             device = self._opened(None)
             self._thread.run(lambda: self._watcher.drain(DRAIN_SECONDS), wait_until)
-            self._notes.consult(f"nccl.{process_set_id}.end", ref.ranks, b"", lambda texts: b"", wait_until)
+            self._oob.gather_and_broadcast(f"nccl.{process_set_id}.end", ref.ranks, b"", lambda texts: b"", wait_until)
             self._watcher.wait_for_poll()
             self._thread.run(lambda: abort([ref], device, ABORT_SECONDS), wait_until)
 
     def fusion_buffer(self, nbytes: int, ranks: tuple[int, ...], wait_until: WaitUntil) -> FusionBuffer | None:
-        """Like `Plane.fusion_buffer`; the memory is the GPU's."""
+        """See `DevicePlane.fusion_buffer`; returns GPU memory."""
         if self._rank not in ranks:
             return None
         device = self._opened(None)
         return FusionBuffer(self._thread.run(lambda: _cleared(device, nbytes), wait_until))
 
-    def row_major(self, place: DeviceArray) -> DeviceArray:
-        """Return a copy of a place of other strides, which may be used after the launches so far."""
+    def row_major(self, array: DeviceArray) -> DeviceArray:
+        """See `DevicePlane.row_major`."""
         device = self._opened(None)
-        copied = DeviceArray(0, place.shape, place.dtype, place.device)
-        copied = device.allocate(copied.nbytes).part(0, copied.size, place.dtype)
-        copied.shape = place.shape
-        if place.ready is not None:
-            device.wait(device.stream, place.ready.handle)
-        device.copy_row_major(place, copied, device.stream)
+        copied = DeviceArray(0, array.shape, array.dtype, array.device)
+        copied = device.allocate(copied.nbytes).part(0, copied.size, array.dtype)
+        copied.shape = array.shape
+        if array.ready is not None:
+            device.wait(device.stream, array.ready.handle)
+        device.copy_row_major(array, copied, device.stream)
         return copied
 
     def tune(self, settings: Mapping[str, int]) -> None:
         pass
 
     def close(self, failure: HorovodInternalError | None = None) -> None:
-        """End all communicators.
+        """Abort all communicators.
 
         Args:
-            failure: why the job ends early: work under way is not waited for, and whoever waits for it gets this.
+            failure: the error that ends the job early: work in progress is not waited for, and waits for it raise this.
         """
         if self._device is None or self._pid != os.getpid():  # a forked child must not call CUDA
             return
@@ -193,7 +194,7 @@ class NcclPlane:
                        self._rank, stuck, ABORT_SECONDS, device.index)
 
     def _final_allreduce(self, device: Device, refs: Sequence[CommunicatorRef]) -> None:
-        """Wait until the GPUs of all ranks have done what they were given, or for a while."""
+        """Wait until the GPUs of all ranks have finished their work, or until the timeout."""
         deadline = time.monotonic() + self._exit_timeout
 
         def wait_until(predicate: Callable[[], bool], *, poll_interval: float = 0.0) -> None:
@@ -204,7 +205,7 @@ class NcclPlane:
 
         def allreduce() -> PooledEvent:
             memory = self._staging.get(4)
-            for ref in refs:  # in the order in which they were made, which is the same on all ranks
+            for ref in refs:  # in the order of their creation, which is equal on all ranks
                 ref.communicator.allReduce(memory, memory, 1, DTYPES["float32"], collectives.SUM, device.stream)
             assert self._events is not None
             return self._events.record(device.stream)
@@ -223,7 +224,7 @@ class NcclPlane:
     # --- inside ---------------------------------------------------------------------------------------------------------
 
     def _opened(self, index: int | None) -> Device:
-        """Return the GPU; the first call chooses it."""
+        """Return the GPU; the first call opens it."""
         if self._device is not None:
             return self._device
         with self._opening:
@@ -238,20 +239,21 @@ class NcclPlane:
         return self._device
 
     def _create_communicator(self, process_set_id: int, ranks: tuple[int, ...], wait_until: WaitUntil) -> None:
-        """Make the communicator of a process set, with all its ranks."""
+        """Create the communicator of a process set, together with all its ranks."""
         device, mine = self._opened(None), ranks.index(self._rank)
         unique_id = self._thread.run(device.unique_id, wait_until) if mine == 0 else b""
         info = PeerInfo(self._host, device.bus_id(), device.version, unique_id)
         text = msgspec.msgpack.encode(info)
-        answer = self._notes.consult(f"nccl.{process_set_id}", ranks, text, functools.partial(self._check_peers, ranks),
-                                     wait_until)
+        answer = self._oob.gather_and_broadcast(f"nccl.{process_set_id}", ranks, text,
+                                                functools.partial(self._check_peers, ranks),
+                                                wait_until)
         unique_id, problem = _ANSWER.decode(answer)
         if problem:
             raise HorovodInternalError(problem)
         self._communicator_refs[process_set_id] = self._thread.run(lambda: self._make(device, ranks, unique_id), wait_until)
 
     def _check_peers(self, ranks: tuple[int, ...], texts: Sequence[bytes]) -> bytes:
-        """On a communicator's first rank: return its id, or what is wrong with its ranks' GPUs."""
+        """Return a communicator's id, or the problem with its ranks' GPUs; called on its first rank."""
         peers = {rank: _PEER_INFO.decode(text) for rank, text in zip(ranks, texts, strict=True)}
         try:
             check_peers(peers, shared=self._shared_gpu)
@@ -263,7 +265,7 @@ class NcclPlane:
         what = f"making a communicator of ranks {list(ranks)}"
         try:
             ref = CommunicatorRef(device.communicator(len(ranks), unique_id, ranks.index(self._rank)), ranks)
-            # The first call of a kind connects the ranks, which blocks; better here than in a training step.
+            # The first call connects the ranks, which blocks; better here than in a training step.
             warm = self._staging.get(4096)
             ref.communicator.allReduce(warm, warm, 1024, DTYPES["float32"], collectives.SUM, device.stream)
         except device.failure as error:
@@ -272,7 +274,7 @@ class NcclPlane:
         return ref
 
     def _launch(self, device: Device, plan: Plan) -> LaunchedWork:
-        communicator = self._communicator_refs[plan.response.process_set].communicator
+        communicator = self._communicator_refs[plan.response.process_set_id].communicator
         try:
             for event in _ready_events(plan):
                 device.wait(device.stream, event)
@@ -287,7 +289,7 @@ class NcclPlane:
             raise self._error(device, communicator, what, error) from error
 
     def _check(self) -> None:
-        """Raise the error that a communicator met while nobody was calling it."""
+        """Raise an asynchronous error of a communicator."""
         device = self._opened(None)
         for ref in list(self._communicator_refs.values()):
             try:
@@ -304,25 +306,25 @@ class NcclPlane:
 
 
 def _cleared(device: Device, nbytes: int) -> DeviceArray:
-    """Return zeroed memory: nobody writes the gaps between a bucket's tensors, and they are reduced with them."""
+    """Return zeroed memory: the gaps between a bucket's tensors are never written, but reduced with them."""
     memory = device.allocate(nbytes)
     device.zero(memory)
     return memory
 
 
 def _ready_events(plan: Plan) -> set[int]:
-    """Return the events after which a plan's memory may be used, each once."""
+    """Return the distinct ready events of a plan's arrays."""
     arrays = [*plan.sources, *plan.outputs]
     return {array.ready.handle for array in arrays if isinstance(array, DeviceArray) and array.ready is not None}
 
 
-def create_nccl_plane(rank: int, local_rank: int, host: str, notes: Notes, wake: Callable[[], None],
-                    environment: Mapping[str, str], *, shared_gpu: bool) -> NcclPlane:
-    """Return the plane with real GPUs behind it; see `NcclPlane`.
+def create_nccl_plane(rank: int, local_rank: int, host: str, oob: OobChannel, wake: Callable[[], None],
+                      environment: Mapping[str, str], *, shared_gpu: bool) -> NcclPlane:
+    """Return an `NcclPlane` over this host's GPUs.
 
     Args:
-        local_rank: chooses the GPU when this rank has to help before it has used one.
-        environment: the process's.
+        local_rank: chooses the GPU if this rank participates before it has used one.
+        environment: the environment of the process.
     """
-    return NcclPlane(rank, host, notes, wake, lambda index: CupyDevice(index, local_rank, environment),
+    return NcclPlane(rank, host, oob, wake, lambda index: CupyDevice(index, local_rank, environment),
                      shared_gpu=shared_gpu)

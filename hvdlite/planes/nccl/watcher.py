@@ -1,4 +1,4 @@
-"""What happens to work after it was launched: completions, a look at it from time to time, the end of communicators."""
+"""GPU work after its launch: completions, polling for errors, and aborting communicators."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from hvdlite.planes.nccl.device import Communicator, Device, PooledEvent, check_
 _log = logging.getLogger("hvdlite")
 
 POLL_SECONDS: Final = 0.01
-"""Between two looks at work under way. Nobody waits for a look: it frees what nobody fetches, and sees errors."""
+"""The polling interval. No wait depends on polling: it releases references of unfetched results and detects errors."""
 MAX_POLL_SECONDS: Final = 1.0
-"""What a look never takes, unless it hangs."""
+"""An upper bound of the duration of one poll, unless it hangs."""
 _MIN_SLEEP, _MAX_SLEEP = 20e-6, 1e-3
 
 
 class LaunchedWork:
-    """A completion: one entry's share of a launch.
+    """The completion of one entry of a launch.
 
     Attributes:
-        keep_alive: what must stay alive until a stream of the framework, or the host, is behind the work.
+        keep_alive: an object that is referenced until a stream of the framework, or the host, has waited for the work.
     """
 
     __slots__ = ("_device", "_watcher", "event", "keep_alive")
@@ -36,11 +36,11 @@ class LaunchedWork:
 
     @property
     def device(self) -> int:
-        """The GPU's number."""
+        """The index of the GPU."""
         return self._device.index
 
     def for_entry(self, keep_alive: object) -> LaunchedWork:
-        """Return another entry's share of the same launch."""
+        """Return the completion of another entry of the same launch."""
         share = LaunchedWork(self._device, self.event, self._watcher, keep_alive)
         self._watcher.watch(share)
         return share
@@ -65,11 +65,11 @@ class LaunchedWork:
 
 
 class Watcher:
-    """Looks at launched work until it is done, on a thread of its own that sleeps while there is none.
+    """Polls launched work until it is done, on a thread that sleeps while there is no work.
 
     Args:
-        check: looks for errors that NCCL met by itself; raises them.
-        fail: is told of the first error, once.
+        check: raises asynchronous errors of NCCL.
+        fail: called once, with the first error.
     """
 
     def __init__(self, device: Device, check: Callable[[], None], fail: Callable[[Exception], None]) -> None:
@@ -83,7 +83,7 @@ class Watcher:
         self._started = False
 
     def watch(self, launched: LaunchedWork) -> None:
-        """Look after a completion until it has passed; in the order of their launches."""
+        """Watch a completion until it is done; called in launch order."""
         with self._condition:
             self._pending.append(launched)
             if not self._started:
@@ -92,7 +92,7 @@ class Watcher:
             self._condition.notify()
 
     def drain(self, timeout: float) -> bool:
-        """Wait until everything has passed; return whether it did within `timeout` seconds."""
+        """Wait until all watched work is done; return whether it was done within `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while self._pending and self._failure is None:
             if time.monotonic() > deadline:
@@ -101,19 +101,19 @@ class Watcher:
         return not self._pending
 
     def end(self, failure: HorovodInternalError | None) -> None:
-        """Look no more; with a failure, nothing can be waited for any more either."""
+        """Stop polling; with a failure, all later waits raise it."""
         with self._condition:
             self._ended = True
             self._failure = self._failure or failure
             self._condition.notify()
 
     def wait_for_poll(self) -> None:
-        """Return when no look is under way that began before: then communicators that later looks do not find may end."""
+        """Wait until the current poll has finished, so that communicators that later polls do not find may be aborted."""
         if self._polling.acquire(timeout=MAX_POLL_SECONDS):
             self._polling.release()
 
     def raise_failure(self) -> None:
-        """Raise what went wrong, if anything did."""
+        """Raise the recorded error, if there is one."""
         if self._failure is not None:
             raise self._failure.with_traceback(None)
 
@@ -144,10 +144,11 @@ class Watcher:
 
 
 class CommunicatorRef:
-    """A communicator that garbage collection cannot end: CuPy would call `ncclCommDestroy`, which waits for other ranks.
+    """A reference that prevents garbage collection of a communicator: CuPy would call `ncclCommDestroy`, which waits for
+    other ranks.
 
     Args:
-        ranks: between which it is.
+        ranks: the ranks of the communicator.
     """
 
     def __init__(self, communicator: Communicator, ranks: tuple[int, ...] = ()) -> None:
@@ -155,15 +156,15 @@ class CommunicatorRef:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicator))
 
     def end(self) -> None:
-        """Abort the communicator; only then may it be collected."""
+        """Abort the communicator, and permit its garbage collection."""
         self.communicator.abort()
         ctypes.pythonapi.Py_DecRef(ctypes.py_object(self.communicator))
 
 
 def abort(refs: Sequence[CommunicatorRef], device: Device, timeout: float) -> int:
-    """Abort communicators, each in a thread of its own: one after the other can hang (nccl issue 1013).
+    """Abort communicators, each in its own thread: aborting them one after the other can hang (nccl issue 1013).
 
-    Return how many have not come back within `timeout` seconds; their threads are left behind.
+    Return the number of aborts that have not returned within `timeout` seconds; their threads are abandoned.
     """
     def end(ref: CommunicatorRef) -> None:
         try:
