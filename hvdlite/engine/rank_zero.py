@@ -21,6 +21,7 @@ from hvdlite.engine.autotune import Autotuner
 from hvdlite.engine.limits import Clock
 from hvdlite.negotiation.coordinator import Coordinator
 from hvdlite.negotiation.messages import FailureNotice, HostReport, MergedRequests, RankReport, Report, TraceEvent
+from hvdlite.negotiation.oob_store import OobStore
 
 
 class RankZero:
@@ -39,6 +40,7 @@ class RankZero:
         self.report_server: ReportServer | None = None
         self._coordinator, self._control, self._recorder, self._clock = coordinator, control, recorder, clock
         self._autotuner = autotuner
+        self._oob_store = OobStore()
         self.urgent = False
 
     @property
@@ -64,10 +66,9 @@ class RankZero:
             self._autotuner.look()
         decision = self._coordinator.decide()
         events: list[Event] = []
-        if messages := self._coordinator.take_direct_messages():
+        if messages := (*self._coordinator.take_direct_messages(), *self._oob_store.take_direct_messages()):
             self._control.send_direct_messages(messages)
-            if messages[0].rank == 0:
-                events.append(DirectMessageReceived(messages[0]))
+            events += [DirectMessageReceived(message) for message in messages if message.rank == 0]
         if decision is not None:
             self._control.send_decision(decision)
             events.append(DecisionReceived(decision))
@@ -109,9 +110,16 @@ class RankZero:
                 self._recorder.ready_elsewhere(ranks, (item,))
 
     def _observe(self, rank: int, report: Report) -> None:
-        """Handle the parts of a report that are not about tensors."""
-        self._recorder.ready_elsewhere((rank,), report.items)
+        """Handle what is not the coordinator's business in a report."""
+        if report.epoch != self._coordinator.epoch:
+            return
         message = report.side_message
-        self.urgent |= message is not None
+        if message is not None:
+            self.urgent = True
+            self.stall_inspector.receive(rank, message)
+            self._oob_store.receive(rank, message)
+            if message.ping:
+                self._coordinator.order(pong=(rank,))
+        self._recorder.ready_elsewhere((rank,), report.items)
         if message is not None or report.leaving:
             self.timeline.hear(rank, () if message is None else message.trace, report.leaving)

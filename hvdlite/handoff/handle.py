@@ -128,7 +128,7 @@ class Handle:
 
     Attributes:
         name: the tensor's name, as negotiated.
-        waits_for: the tensor, or the round of a declared set to which it belongs.
+        waits_for: the tensor, or the round of a gradient set to which it belongs.
         contributors: after completion, the ranks that contributed, ascending; empty when all were absent.
         behind: after completion, as in `Response`.
         rows: after completion, likewise.

@@ -37,9 +37,10 @@ from hvdlite.engine.connections import Connections
 from hvdlite.engine.oob import OobChannel
 from hvdlite.memory import fence
 from hvdlite.memory.shared import SharedMemory, anonymous_file
-from hvdlite.negotiation.buckets import BucketSizes
-from hvdlite.negotiation.coordinator import Coordinator, Policy
+from hvdlite.negotiation.coordinator import Coordinator
+from hvdlite.negotiation.layouts import BucketSizes
 from hvdlite.negotiation.leader import Leader
+from hvdlite.negotiation.negotiator import Policy
 from hvdlite.planes.arithmetic import Casts
 from hvdlite.planes.base import DevicePlane, Plane
 from hvdlite.planes.eager import reduce_payloads
@@ -205,7 +206,8 @@ def _meet(info: LaunchInfo, config: Config, stack_dump: StackDumpTarget) -> tupl
     host = f"{host_identity()}:{info.job_directory}"
     no_mpi = "" if info.communicator is not None else info.mpi_problem or "the job was not started with mpirun"
     lacks = tuple((name, reason) for name, reason in {"mpi": no_mpi, "gloo": gloo_unavailable_reason()}.items() if reason)
-    own = RankInfo(world.rank, world.size, os.getpid(), host, __version__, stack_dump, matching_knobs(config), lacks)
+    own = RankInfo(rank=world.rank, size=world.size, pid=os.getpid(), host=host, version=__version__, stack_dump=stack_dump,
+                   settings=matching_knobs(config), unavailable=lacks)
     address = _address(info, config)
     if world.rank != 0:
         connection, welcome = connect_to_rank_0(address, own, timeout=timeout_or_inf(config.start_timeout),

@@ -19,7 +19,7 @@ from hvdlite.runtime.collectives import Collectives, reducible
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Moment:
-    """Where a rank is in the rounds of a declared set."""
+    """Where a rank is in the rounds of a gradient set."""
 
     label: str
     round: int  # from 1
@@ -41,7 +41,7 @@ class GradientSets:
     def declare(self, name: str, source: AnyArray | None, output: AnyArray, op: ReduceOp, moment: Moment, *,
                 prescale: float = 1.0, postscale: float = 1.0, strides: tuple[int, ...] = (), group_id: int = 0,
                 process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
-        """Like `allreduce`, of a member of a declared set in a round; never travels eagerly.
+        """Like `allreduce`, of a member of a gradient set in a round; never travels eagerly.
 
         Args:
             strides: in elements; how `output` lies in the framework's memory. () is row-major.
