@@ -78,7 +78,7 @@ def DistributedOptimizer(
         named_parameters: names for messages and matching; `model.named_parameters()`. Default: numbered.
         compression: `Compression.none`, `.fp16` or `.bf16`: dtype on the wire for float32 and float64 gradients.
         backward_passes_per_step: gradients accumulated (summed) locally before each reduction.
-        op: Average, Sum, Product, Min, Max or Adasum (which combines the changes of the ranks' steps, see `adasum_optimizer`).
+        op: Average, Sum, Product, Min, Max or Adasum (of the changes of the ranks' steps, see `adasum_optimizer`).
         gradient_predivide_factor: for Average: divide by this before the sum and by size/this after it, against overflow.
         num_groups: deprecated; use `groups`.
         groups: gradients that are reduced together: a number of groups, or a list of lists of parameters.
