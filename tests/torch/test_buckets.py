@@ -163,7 +163,7 @@ def test_nobody_touches_a_gradient_between_backward_and_step() -> None:
                 wanted = -1.0 if rank == turn % 3 else 1.0 + turn
                 assert (parameter.grad == wanted).all(), (turn, parameter.grad[:3])
             hvd.barrier()
-        assert optimizer._reducer._bucket_views is not None
+        assert optimizer._reducer.by_bucket
     """, imported=TORCH)
 
 
@@ -286,7 +286,7 @@ def test_a_broken_bucket_keeps_what_it_held() -> None:
                     parameter.data = parameter.data.double()
                 parameter.grad = torch.full((10,), float(index + 1 + turn + 2 * runtime.world.rank), dtype=parameter.dtype)
                 optimizer._reducer.hand_over(parameter)
-            optimizer._reducer.finish()
+            optimizer._reducer.sequence.finish()
             assert [parameter.grad.unique().tolist() for parameter in parameters] == [[turn + 2], [turn + 3], [turn + 4]]
             optimizer.step()
     threads(2, step)
@@ -306,7 +306,7 @@ def test_hooks_from_two_threads() -> None:
                 hook.start()
             for hook in hooks:
                 hook.join()
-            optimizer._reducer.finish()
+            optimizer._reducer.sequence.finish()
             for index, parameter in enumerate(parameters):
                 assert (parameter.grad == index + turn + 1).all()
             optimizer.step()

@@ -283,7 +283,7 @@ def test_process_sets_with_torch() -> None:
                 model(torch.full((1, 3), float(rank))).sum().backward()
                 assert torch.equal(model.weight.grad, torch.ones(2, 3))
                 optimizer.step()
-            assert optimizer._reducer._bucket_views is not None
+            assert optimizer._reducer.by_bucket
         else:
             model(torch.full((1, 3), 5.0)).sum().backward()
             optimizer.step()

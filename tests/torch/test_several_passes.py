@@ -15,7 +15,7 @@ from hvdlite.core.errors import MismatchError  # noqa: E402
 from hvdlite.core.types import ReduceOp  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite.training.order_errors import GradientOrderError  # noqa: E402
-from hvdlite_torch import Compression, DistributedOptimizer, backward, comm_hooks  # noqa: E402
+from hvdlite_torch import Compression, DistributedOptimizer, autograd_runs, comm_hooks  # noqa: E402
 from tests.torch.one_process import Case, compare  # noqa: E402
 from tests.torch.test_optimizer import net  # noqa: E402
 from tests.worlds import threads  # noqa: E402
@@ -393,17 +393,17 @@ def test_one_optimizer_that_fails_guards_another_whose_gradients_come_on_another
     guarded = []
 
     class Hooks:
-        def _guard(self) -> None:
+        def guard(self) -> None:
             guarded.append(self)
 
-        def _end_backward(self, run: Any) -> None:
-            with backward._guarding_all(run):
+        def end_backward(self, run: Any) -> None:
+            with run.guarding_all():
                 raise ValueError("failed")
 
-        def _failed(self, task: int) -> None: ...
+        def fail_backward(self, task: int) -> None: ...
     one, other = Hooks(), Hooks()
-    ends: list[Any] = [backward._End(one, -5)]  # type: ignore[arg-type]
-    thread = threading.Thread(target=lambda: ends.append(backward._End(other, -5)))  # type: ignore[arg-type]
+    ends: list[Any] = [autograd_runs.RunEnd(one, -5)]
+    thread = threading.Thread(target=lambda: ends.append(autograd_runs.RunEnd(other, -5)))
     thread.start()
     thread.join()
     with pytest.raises(ValueError, match="failed"):
@@ -421,7 +421,7 @@ def test_a_gradient_that_is_accumulated_into_while_it_is_reduced_is_an_error() -
         reducer.hand_over(layer.weight)
         reducer.hand_over(layer.weight)
         with pytest.raises(GradientOrderError, match=rf"was accumulated into on rank {runtime.world.rank} while"):
-            reducer.finish()
+            reducer.sequence.finish()
         optimizer.zero_grad()
         layer(torch.ones(1, 3)).sum().backward()
         optimizer.step()
