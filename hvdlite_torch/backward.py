@@ -19,6 +19,7 @@ from hvdlite_torch.framework import is_elsewhere
 from hvdlite_torch.shared_parameters import SharedParameters, come_last
 from hvdlite_torch.unfinal import Guard, get_grad, set_grad
 
+
 class BackwardHooks(SharedParameters):
     """Hands gradients over as they are accumulated, and waits for the round before `backward()` returns.
 
