@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Generic
 
-from hvdlite.core.errors import HvdliteError
 from hvdlite.core.types import ReduceOp
 from hvdlite.negotiation.buckets import first_round
 from hvdlite.runtime.declared import Moment
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.framework import Framework, Parameter
 from hvdlite.training.member_gradients import MemberGradients
-from hvdlite.training.members import Member, Members
-from hvdlite.training.order_errors import computed_again_without
+from hvdlite.training.members import Members
 
 
 class DeclaredSet(Generic[Parameter]):
@@ -65,12 +62,3 @@ class DeclaredSet(Generic[Parameter]):
     def moment(self) -> Moment:
         """Return where this rank is now."""
         return Moment(self.label, self.round_id, self.step, self.in_step)
-
-    def check_all_contributed(self, member: Member[Parameter], ranks: Collection[int], errors: list[HvdliteError]) -> None:
-        """Note an error unless all ranks contributed to a gradient that was reduced again.
-
-        Without some ranks' reduced gradients, an average of reduced gradients is too small.
-        """
-        others = set(self.runtime.members(self.process_set_id)) - set(ranks)
-        if others:
-            errors.append(computed_again_without(member.name, others))

@@ -101,7 +101,7 @@ class DirectRound(Round[Parameter]):
             for reduced, marks in self.buckets.wait(errors, deferrable):
                 self._mark_all([by_key[id(parameter)] for parameter, _ in reduced], marks)
             for parameter, contributors in self.buckets.contributors:
-                self._check_again(by_key[id(parameter)], contributors, errors)
+                self._check_again(by_key[id(parameter)], contributors)
             for parameter, rows in self.buckets.gathered:
                 self._take_rows(by_key[id(parameter)], rows, errors)
             self.behind.update(self.buckets.behind)
@@ -114,7 +114,7 @@ class DirectRound(Round[Parameter]):
             if handle.completion is not None:
                 framework.follow(handle.completion)
             self.behind.update(handle.behind)
-            self._check_again(member, handle.contributors, errors)
+            self._check_again(member, handle.contributors)
             if staged is None or result is not staged.array:
                 self._take_rows(member, result, errors)
             elif handle.contributors:
@@ -145,10 +145,6 @@ class DirectRound(Round[Parameter]):
             prescale=declared.prescale, postscale=declared.postscale, strides=framework.shape(member.parameter).strides,
             cluster=member.group_id, process_set=declared.process_set_id)
         self._alone.append((member, handle, staged))
-
-    def _check_again(self, member: Member[Parameter], contributors: Collection[int], errors: list[HvdliteError]) -> None:
-        if member.again == self.round_id:
-            self._set.check_all_contributed(member, contributors, errors)
 
     def _take_rows(self, member: Member[Parameter], rows: Array, errors: list[HvdliteError]) -> None:
         declared = self._set

@@ -135,7 +135,10 @@ class HookRound(Round[Parameter]):
                 rest = rest & (1 - self.last)
             if rest.any():
                 self._reduce(rest, deferrable)
-            self._check_again(errors)
+            if self.has_again:
+                assert self._asked is not None
+                self._check_again(next(member for member in self._set.members if member.again == self.round_id),
+                                  self._asked.contributors)
         except WaitDeferred:
             raise
         except HvdliteError as error:
@@ -193,12 +196,6 @@ class HookRound(Round[Parameter]):
             self._entered.wait(deferrable=deferrable)
         self._is_confirming = False
         return bool(is_early)
-
-    def _check_again(self, errors: list[HvdliteError]) -> None:
-        if self.has_again:
-            assert self._asked is not None
-            member = next(member for member in self._set.members if member.again == self.round_id)
-            self._set.check_all_contributed(member, self._asked.contributors, errors)
 
 
 def _digest(values: bytes) -> bytes:

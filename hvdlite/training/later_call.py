@@ -6,6 +6,7 @@ from typing import Generic
 
 import numpy as np
 
+from hvdlite.core.errors import HvdliteError
 from hvdlite.core.types import ReduceOp
 from hvdlite.training.declared_set import DeclaredSet
 from hvdlite.training.framework import Parameter
@@ -18,11 +19,15 @@ class LaterCall(Generic[Parameter]):
 
     A rank that computes nothing in it cannot know whether the others clear their gradients first. It leaves its own out, as
     if it had cleared them. That is wrong where another rank accumulates, so ranks compare what they did.
+
+    Attributes:
+        incomplete: the error of the last round of this call; raised at its end, when all ranks have compared.
     """
 
-    __slots__ = ("_accumulates", "_is_decided", "_leaves_out")
+    __slots__ = ("_accumulates", "_is_decided", "_leaves_out", "incomplete")
 
     def __init__(self) -> None:
+        self.incomplete: HvdliteError | None = None
         self._is_decided = self._accumulates = self._leaves_out = False
 
     def close(self, declared: DeclaredSet[Parameter], current: Round[Parameter]) -> None:
@@ -42,3 +47,5 @@ class LaterCall(Generic[Parameter]):
                                    process_set=declared.process_set_id).wait()
         if flags.all():
             raise accumulated_alone(declared.rank, self._accumulates)
+        if self.incomplete is not None:
+            raise self.incomplete

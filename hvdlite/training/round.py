@@ -9,6 +9,7 @@ from hvdlite.core.errors import HvdliteError
 from hvdlite.training.declared_set import DeclaredSet
 from hvdlite.training.framework import Parameter
 from hvdlite.training.members import Member
+from hvdlite.training.order_errors import computed_again_without
 
 
 class Round(Generic[Parameter]):
@@ -23,6 +24,7 @@ class Round(Generic[Parameter]):
         is_over: whether it cannot be waited for any more, because an exception has left it in the middle.
         is_of_failed_pass: whether the backward pass that began it did not come to its end, so that another pass ends it.
         has_again: whether a member was given with a gradient that was reduced in this generation already.
+        incomplete: the error for a member that was given again, without the reduced gradients of some ranks.
         reduced: the parameters whose gradients were reduced.
         behind: ranks that took part from within their step, while others had not.
     """
@@ -33,6 +35,7 @@ class Round(Generic[Parameter]):
     def __init__(self, declared: DeclaredSet[Parameter]) -> None:
         self.round_id = declared.next_round()
         self.is_closed = self.is_over = self.is_of_failed_pass = self.has_again = False
+        self.incomplete: HvdliteError | None = None
         self.reduced: list[Parameter] = []
         self.behind: set[int] = set()
         self._set = declared
@@ -88,6 +91,13 @@ class Round(Generic[Parameter]):
     def _staged(self) -> Collection[Member[Parameter]]:
         """Return the members whose gradients are reduced in memory of their own."""
         return ()
+
+    def _check_again(self, member: Member[Parameter], contributors: Collection[int]) -> None:
+        """Without some ranks' reduced gradients, an average of reduced gradients is too small."""
+        if member.again == self.round_id:
+            others = set(self._set.runtime.members(self._set.process_set_id)) - set(contributors)
+            if others:
+                self.incomplete = computed_again_without(member.name, others)
 
     def _mark_all(self, members: Sequence[Member[Parameter]], marks: Sequence[Any]) -> None:
         """The results are these members' gradients."""

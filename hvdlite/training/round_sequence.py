@@ -104,6 +104,10 @@ class RoundSequence(Generic[Parameter]):
                     self._end(current)
                 raise
             self._end(current)
+            if self.later_call is not None:
+                self.later_call.incomplete = current.incomplete
+            elif current.incomplete is not None:
+                errors.append(current.incomplete)
             if self.on_reduced is not None and not errors:
                 self.on_reduced(current.reduced)
         if errors:

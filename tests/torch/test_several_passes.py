@@ -152,7 +152,8 @@ def test_passes_before_a_step_add_up(options: str) -> None:
 
 def test_passes_before_a_step_add_up_where_ranks_wait_in_different_places() -> None:
     compare([two_passes, a_second_pass_over_other_layers_on_each_rank, dcgan,
-             passes_over_different_layers_and_a_rank_that_looks_in_between], lambda rank: {"wait_in": ["backward", "step"][rank]})
+             passes_over_different_layers_and_a_rank_that_looks_in_between],
+            lambda rank: {"wait_in": ["backward", "step"][rank]})
 
 
 def test_passes_before_a_step_add_up_with_communication_hooks_and_compression() -> None:
