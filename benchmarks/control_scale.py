@@ -23,7 +23,7 @@ from hvdlite.negotiation.buckets import BucketSizes
 from hvdlite.negotiation.controller import Controller
 from hvdlite.negotiation.coordinator import Coordinator, Policy
 from hvdlite.negotiation.leader import Leader
-from hvdlite.negotiation.messages import BucketReady, Closing, Decision, HostReport, Layout, Request
+from hvdlite.negotiation.messages import BucketReady, Decision, HostReport, Layout, Request, RoundDone
 
 _encode = msgspec.msgpack.Encoder().encode
 _host_reports = msgspec.msgpack.Decoder(HostReport)
@@ -49,8 +49,8 @@ class Cluster:
         """Run one training step: bucket by bucket, as backward would."""
         self.number += 1
         for bucket in self.layout.buckets:
-            closes = bucket is self.layout.buckets[-1]
-            ready = BucketReady(bucket.bucket, self.number, closes=closes)
+            ends_round = bucket is self.layout.buckets[-1]
+            ready = BucketReady(bucket.bucket_id, self.number, ends_round=ends_round)
             for controller in self.controllers:
                 controller.submit_bucket(bucket, ready)
             self.exchange()
@@ -93,11 +93,11 @@ class Cluster:
     def _learn(self) -> Layout:
         self.number = 1
         for index in range(self.tensors):
-            request = Request(f"gradient.{index}", Collective.ALLREDUCE, "float32", (1024,), label=LABEL, round=1)
+            request = Request(f"gradient.{index}", Collective.ALLREDUCE, "float32", (1024,), label=LABEL, round_id=1)
             for controller in self.controllers:
                 controller.submit(request)
         for controller in self.controllers:
-            controller.close(Closing(LABEL, 1))
+            controller.round_done(RoundDone(LABEL, 1))
         (layout,) = [told for told in self.exchange() if isinstance(told, Layout)]
         self.number = layout.first_round - 1
         return layout

@@ -45,16 +45,16 @@ def environment(sheet: Sheet) -> None:
         from hvdlite.planes.nccl.device import CupyDevice
         from hvdlite.planes.nccl.kernels import source_code
         device = CupyDevice(gpu.index, 0, {})
-        device.enter()
-        sheet.add("identity", device.identity())
+        device.make_current()
+        sheet.add("identity", device.bus_id())
         sheet.add("stream priority", cupy.cuda.runtime.streamGetPriority(device.stream))
     with sheet.part("kernels"):
-        for source, target, arithmetic in (("float32", "float32", False), ("float32", "bfloat16", False),
-                                           ("float16", "float32", True)):
+        for source, target, scaling in (("float32", "float32", False), ("float32", "bfloat16", False),
+                                        ("float16", "float32", True)):
             began = time.perf_counter()
-            kernel = device._kernel((source, target, arithmetic), functools.partial(source_code, source, target, arithmetic))
+            kernel = device._kernel((source, target, scaling), functools.partial(source_code, source, target, scaling))
             sheet.add(f"compiling {source} to {target}", 1e3 * (time.perf_counter() - began), "ms")
-            sheet.note(f"kernel {source} {target} {arithmetic}", str(getattr(kernel, "attributes", kernel)))
+            sheet.note(f"kernel {source} {target} {scaling}", str(getattr(kernel, "attributes", kernel)))
     with sheet.part("communicator"):
         began = time.perf_counter()
         communicator = device.communicator(1, device.unique_id(), 0)
@@ -92,9 +92,9 @@ def pack(sheet: Sheet) -> None:
     import torch
     gpu = one_gpu_each()
     from hvdlite.planes.nccl.device import CupyDevice
-    from hvdlite.planes.nccl.kernels import Arithmetic
+    from hvdlite.planes.nccl.kernels import Scaling
     device = CupyDevice(gpu.index, 0, {})
-    device.enter()
+    device.make_current()
     stream = torch.cuda.Stream()
     sources = [torch.randn(shape, device=gpu) for shape in resnet_shapes()]
     nbytes = sum(tensor.nbytes for tensor in sources)
@@ -108,7 +108,7 @@ def pack(sheet: Sheet) -> None:
             at = -(-(at + length) // 256) * 256
         return out
 
-    def pairs(froms: Sequence[Any], tos: Sequence[Any]) -> list[tuple[int, int, int]]:
+    def copies(froms: Sequence[Any], tos: Sequence[Any]) -> list[tuple[int, int, int]]:
         return [(one.data_ptr(), other.data_ptr(), one.numel()) for one, other in zip(froms, tos, strict=True)]
 
     def seconds(work: Callable[[], object], repeats: int = 30) -> tuple[float, float]:
@@ -137,12 +137,12 @@ def pack(sheet: Sheet) -> None:
     for dtype, name in ((torch.float32, "float32"), (torch.bfloat16, "bfloat16"), (torch.float16, "float16")):
         moved = nbytes + nbytes * dtype.itemsize // 4
         with sheet.part(name):
-            there, back = pairs(sources, places(dtype)), pairs(places(dtype), sources)
+            there, back = copies(sources, places(dtype)), copies(places(dtype), sources)
             for what, work in (
-                    ("pack", lambda there=there, name=name: device.move(there, "float32", name, stream.cuda_stream)),
-                    ("unpack", lambda back=back, name=name: device.move(back, name, "float32", stream.cuda_stream)),
-                    ("unpack and scale", lambda back=back, name=name: device.move(
-                        back, name, "float32", stream.cuda_stream, Arithmetic(0.5)))):
+                    ("pack", lambda there=there, name=name: device.batched_copy(there, "float32", name, stream.cuda_stream)),
+                    ("unpack", lambda back=back, name=name: device.batched_copy(back, name, "float32", stream.cuda_stream)),
+                    ("unpack and scale", lambda back=back, name=name: device.batched_copy(
+                        back, name, "float32", stream.cuda_stream, Scaling(0.5)))):
                 gpu_seconds, host_seconds = seconds(work)
                 sheet.add(f"{what}, {name} in the bucket", moved / gpu_seconds / 1e9, "GB/s")
                 sheet.add(f"{what}, {name} in the bucket, host", host_seconds * 1e6, "us")
@@ -157,8 +157,8 @@ def pack(sheet: Sheet) -> None:
     with sheet.part("sizes"):
         for length in (1 << 10, 1 << 16, 1 << 20, 1 << 24):
             one, two = torch.randn(length, device=gpu), torch.empty(length, device=gpu)
-            pair = pairs([one], [two])
-            kernel, _ = seconds(lambda pair=pair: device.move(pair, "float32", "float32", stream.cuda_stream))
+            pair = copies([one], [two])
+            kernel, _ = seconds(lambda pair=pair: device.batched_copy(pair, "float32", "float32", stream.cuda_stream))
             plain, _ = seconds(lambda one=one, two=two: two.copy_(one))
             sheet.add(f"one tensor of {length * 4 >> 10} KiB: kernel / copy", plain / kernel, "times as fast")
     if both:
@@ -194,7 +194,7 @@ def host(sheet: Sheet) -> None:
     devices, runtime = api.runtime().devices, api.runtime()
     with sheet.part("calls"):
         sheet.add("current stream", median_of(lambda: cuda.current_stream(gpu.index)), "us")
-        sheet.add("ready event", median_of(lambda: devices.ready(0)), "us")
+        sheet.add("ready event", median_of(lambda: devices.record_event(0)), "us")
         sheet.add("lending a tensor", median_of(lambda: cuda.lend(tensor, devices)), "us")
         whole = median_of(lambda: hvd.allreduce_(tensor, op=hvd.Sum))
         sheet.add("allreduce_ of 4 KiB, from the call until it is launched and followed", whole, "us")
@@ -212,7 +212,7 @@ def host(sheet: Sheet) -> None:
         sheet.add("recording an event", median_of(lambda: events.record(stream)), "us")
         event = events.record(stream)
         sheet.add("waiting for an event on a stream", median_of(lambda: plane._device.wait(stream, event.handle)), "us")
-        sheet.add("asking an event", median_of(lambda: plane._device.passed(event.handle)), "us")
+        sheet.add("asking an event", median_of(lambda: plane._device.is_event_done(event.handle)), "us")
     with sheet.part("gradients"):
         _instrumented(sheet, gpu)
     hvd.shutdown()

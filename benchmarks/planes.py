@@ -41,7 +41,7 @@ class Bare:
         self._bell = threading.Event()
         self.wake = self._bell.set
         self._plane = plane(self)
-        self._plane.open_set(0, tuple(range(hvd.size())))
+        self._plane.add_process_set(0, tuple(range(hvd.size())))
         self._count = 0
 
     def allreduce(self, values: Array) -> Work:
@@ -59,9 +59,9 @@ class Bare:
     def close(self) -> None:
         self._plane.close()
 
-    def _wait_until(self, predicate: Callable[[], bool], *, pause: float = 0.0) -> None:
+    def _wait_until(self, predicate: Callable[[], bool], *, poll_interval: float = 0.0) -> None:
         while not predicate():
-            if pause:
+            if poll_interval:
                 yield_processor()
             else:
                 self._bell.wait(1.0)

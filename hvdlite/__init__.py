@@ -6,6 +6,7 @@
 
 from hvdlite import frontend
 from hvdlite.frontend import *
+from hvdlite.launch.run_function import run
 from hvdlite.ops import (
     allgather,
     allgather_async,
@@ -38,7 +39,6 @@ from hvdlite.ops import (
     send_async,
     synchronize,
 )
-from hvdlite.run_function import run
 
 __all__ = [
     "allgather", "allgather_async", "allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "alltoall",

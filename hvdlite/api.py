@@ -1,4 +1,4 @@
-"""What a training script calls beside the collectives: init, shutdown, who am I, process sets, a look inside.
+"""The calls of a training script other than collectives: init, shutdown, ranks and sizes, process sets, diagnostics.
 
 This module owns the process's one `Runtime`, which all frontends share, and the exit, exception, signal and fork hooks that
 end it properly (docs/protocol.md#one-runtime).
@@ -21,18 +21,19 @@ from typing import Any
 
 import numpy as np
 
+from hvdlite.bootstrap.launch_info import resolve_launch
 from hvdlite.bootstrap.mpi import lowest_rank
-from hvdlite.control.process_probe import StackDumpTarget, enable_stack_dump
 from hvdlite.core import launch_contract
 from hvdlite.core.array import Array
 from hvdlite.core.config import Config, environment_name
 from hvdlite.core.errors import NotInitializedError, PeerLostError, UnsupportedError
 from hvdlite.core.process_set import ProcessSet, global_process_set
+from hvdlite.core.stack_dump import StackDumpTarget
 from hvdlite.core.types import ReduceOp
 from hvdlite.core.world import World
+from hvdlite.diagnostics.process_probe import enable_stack_dump
 from hvdlite.planes.arithmetic import Casts
 from hvdlite.runtime.assemble import assemble
-from hvdlite.runtime.entrance import enter
 from hvdlite.runtime.runtime import Runtime
 
 Average, Sum, Adasum = ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM
@@ -49,16 +50,17 @@ _process_sets: set[ProcessSet] = set()  # registered with the runtime, and meani
 
 
 def init(comm: object = None, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None) -> None:
-    """Join the job described by the environment; alone (size 1) when there is none.
+    """Join the job that the environment describes; without one, run alone (size 1).
 
-    Idempotent: further calls share the runtime, and as many `shutdown()` calls end it. A call that fails counts for nothing
-    and leaves nothing behind: the other ranks hear why, and once they have called `shutdown()`, all can call `init()` again.
+    Further calls share the runtime, and the same number of `shutdown()` calls ends it. A call that fails does not count and
+    leaves nothing behind. The other ranks are told the reason; after they have called `shutdown()`, all can call `init()`
+    again.
 
     Args:
-        comm: the job's ranks: None or [] for all, an mpi4py communicator (it is duplicated), or a list of ranks that has
-            this one; the list's first is rank 0 then. Further calls ignore it.
-        process_sets: sets to register at once, or their ranks; the same on all ranks. More can be added later (Horovod's
-            "dynamic" is always on, and accepted).
+        comm: the job's ranks: None or [] for all, an mpi4py communicator (which is duplicated), or a list of ranks that
+            contains this one; its first entry becomes rank 0. Further calls ignore it.
+        process_sets: process sets to register, or lists of their ranks; the same on all ranks. More can be added later
+            (Horovod's "dynamic" is accepted, and always on).
 
     Raises:
         LaunchError: when the launch environment is incomplete or the ranks cannot meet.
@@ -71,7 +73,7 @@ def init(comm: object = None, process_sets: Sequence[ProcessSet | Sequence[int]]
     with _lock:
         if _runtime is None:
             _runtime, _users = _started(comm), 0
-            global_process_set.fill(_runtime.world.size, _runtime.world.rank)
+            global_process_set.set_members(_runtime.world.size, _runtime.world.rank)
         _users += 1
     try:
         for process_set in () if process_sets is None or isinstance(process_sets, str) else process_sets:
@@ -88,7 +90,7 @@ def init(comm: object = None, process_sets: Sequence[ProcessSet | Sequence[int]]
 def _started(comm: object) -> Runtime:
     """Return a runtime that is running, with all that the environment asks for; nothing is left of one that fails."""
     config = Config.from_environment({**_defaults, **os.environ})
-    info = enter(comm, os.environ, os.getppid(), config)
+    info = resolve_launch(comm, os.environ, os.getppid(), config)
     _configure_logging(config, info.world)
     made = assemble(info, config, _casts, _enable_stack_dump(config), os.environ)
     made.start()
@@ -108,9 +110,9 @@ def _started(comm: object) -> Runtime:
 
 
 def shutdown() -> None:
-    """Leave the job when this answers the last `init()`; rank 0 waits for the others to leave too.
+    """Leave the job; rank 0 waits for the other ranks to leave. Several `init()` calls need as many `shutdown()` calls.
 
-    Process sets are not registered any more; they can be again after another `init()`.
+    Process sets are then unregistered; you can register them again after another `init()`.
     """
     global _runtime, _users
     with _lock:
@@ -136,7 +138,7 @@ def runtime() -> Runtime:
 
 
 def story(name: str) -> str:
-    """Return what happened to a tensor on this rank lately: one line an event, oldest first; "" when nothing is known.
+    """Return the last events of a tensor on this rank, one per line, oldest first; "" if there are none.
 
     Args:
         name: as given to the collective, or as errors and stall reports call it. Members of a learned bucket are known by
@@ -146,9 +148,9 @@ def story(name: str) -> str:
 
 
 def record_step(samples: int) -> None:
-    """Tell whoever watches that a training step over `samples` samples of this rank is done; costs a microsecond.
+    """Count a training step over `samples` samples of this rank; takes a microsecond.
 
-    `hvdrun --monitor` shows samples a second, and `--scaling` and `--sweep` compare them. Without these calls they count
+    `hvdrun --monitor` shows samples per second; `--scaling` and `--sweep` compare them. Without these calls they count
     optimizer steps.
 
     Raises:
@@ -160,14 +162,15 @@ def record_step(samples: int) -> None:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Write what all ranks do to a file on rank 0's host, in Chrome's trace format, until `stop_timeline`.
+    """Write a timeline of all ranks to a file on rank 0's host, in Chrome's trace format, until `stop_timeline`.
 
-    Rank 0's call counts, and starts it on all ranks at one point; elsewhere a call does nothing. With the file that is being
-    written it does nothing; with another, that one is closed.
+    Rank 0's call starts the timeline on all ranks at the same point; on other ranks the call does nothing. A second call
+    with the same file does nothing; one with another file closes the first file.
 
     Args:
-        file_path: overwritten. It is valid JSON at any time; open it with https://ui.perfetto.dev or chrome://tracing.
-        mark_cycles: whether to show decisions, which come nearest to Horovod's cycles.
+        file_path: the file, which is overwritten. It is valid JSON at any time; open it with https://ui.perfetto.dev or
+            chrome://tracing.
+        mark_cycles: whether to show decisions, which correspond to Horovod's cycles.
 
     Raises:
         ConfigError: when the file cannot be written.
@@ -186,12 +189,12 @@ def offer_casts(widen: Callable[[Array, Array], object], narrow: Callable[[Array
 
 
 def is_initialized() -> bool:
-    """Return whether `init()` has been called and the last `shutdown()` has not."""
+    """Return whether the runtime is running: `init()` has been called, and the last `shutdown()` has not."""
     return _runtime is not None
 
 
 def rank() -> int:
-    """Return this process's number among all, 0..size()-1."""
+    """Return this process's rank, 0..size()-1."""
     return runtime().world.rank
 
 
@@ -201,7 +204,7 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """Return this process's number among those of its host."""
+    """Return this process's number among the processes of its host."""
     return runtime().world.local_rank
 
 
@@ -234,7 +237,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """
     made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     if made.process_set_id is not None:
-        raise UnsupportedError(f"{made} is registered already")
+        raise UnsupportedError(f"{made} is already registered")
     current = runtime()
     if made.mpi_comm is not None:
         _register_split(made, current)
@@ -257,10 +260,10 @@ def _register_split(own: ProcessSet, current: Runtime) -> None:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Forget a process set; all ranks of the job call this. Return False for the global set and for unregistered ones.
+    """Remove a process set; all ranks of the job call this. Return False for the global set and for unregistered ones.
 
     Raises:
-        MismatchError: when ranks name different sets; on work that was still under way in the set.
+        MismatchError: if ranks name different sets; also raised by work that was still pending in the set.
     """
     if not process_set.registered_ids:
         return False
@@ -272,7 +275,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def set_default(knob: str, value: str) -> None:
-    """Let a knob have this value from the next `init` on, unless an argument or the environment gives it another."""
+    """Set a knob's default from the next `init` on; an argument or the environment takes precedence."""
     _defaults[environment_name(knob)] = value
 
 
@@ -283,21 +286,21 @@ def set_id(process_set: ProcessSet) -> int:
         UnsupportedError: when it is not registered, or something else.
     """
     if not isinstance(process_set, ProcessSet):
-        raise UnsupportedError(f"process_set must be what hvd.add_process_set returns, not {process_set!r}")
+        raise UnsupportedError(f"process_set must be a ProcessSet, as hvd.add_process_set returns, not {process_set!r}")
     if process_set.process_set_id is None:
         raise UnsupportedError(f"{process_set} is not registered; call hvd.add_process_set on all ranks first")
     return process_set.process_set_id
 
 
 def reduce_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:
-    """Return the operation meant by Horovod's two arguments; the default is Average.
+    """Return the operation that Horovod's arguments `op` and `average` select; the default is Average.
 
     Raises:
         ValueError: when both are given.
     """
     if average is not None:
         if op is not None:
-            raise ValueError("give either op or the deprecated average, not both")
+            raise ValueError("pass either op or the deprecated average, not both")
         warnings.warn("average is deprecated; use op=Average or op=Sum", DeprecationWarning, stacklevel=3)
         return Average if average else Sum
     return Average if op is None else ReduceOp(op)

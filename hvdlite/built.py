@@ -1,4 +1,4 @@
-"""Horovod's questions about how it was built, answered for what is installed here.
+"""Horovod's `*_built()` and `*_enabled()` functions, which tell what is installed.
 
 hvdlite has nothing to build: an engine is there when its Python package is. Scripts ask these to choose learning rates
 (`nccl_built() and ...`) or to skip tests.

@@ -1,4 +1,4 @@
-"""What is installed here and what works with it: `python -m hvdlite.diagnose`, which `hvdrun --check-build` runs.
+"""The versions, planes and operations that are available here: `python -m hvdlite.diagnose`, or `hvdrun --check-build`.
 
 `--markdown knobs` and `--markdown operations` print the tables of the documentation.
 """
@@ -34,7 +34,7 @@ def build(environ: Mapping[str, str]) -> dict[str, Any]:
     versions |= {f"{name} ({package})": _version(package) for name, package in LIBRARIES}
     return {"hvdlite": __version__, "python": platform.python_version(), "platform": platform.platform(),
             "installed": {name: version for name, version in versions.items() if version},
-            "planes": {plane.name: {"device": plane.device, "where": plane.where, "missing": plane.missing()}
+            "planes": {plane.name: {"device": plane.device, "where": plane.where, "missing": plane.unavailable_reason()}
                        for plane in PLANES},
             "operations": dict(operations()), "environment": _environment(environ)}
 

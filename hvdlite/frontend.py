@@ -1,4 +1,4 @@
-"""What every frontend offers as it is, beside its own collectives and optimizers: `from hvdlite.frontend import *`."""
+"""Names that every frontend exports unchanged, beside its own collectives and optimizers."""
 
 from hvdlite._version import __version__
 from hvdlite.api import (

@@ -1,4 +1,4 @@
-"""CuPy's arrays as the runtime's, for `hvdlite.ops` and adapters of frameworks that speak DLPack.
+"""CuPy arrays as arrays of the runtime, for `hvdlite.ops` and for adapters of frameworks that support DLPack.
 
 CuPy is not imported here: whoever has one of its arrays has imported it.
 """
@@ -13,7 +13,7 @@ from hvdlite.core.array import dtype_name
 from hvdlite.core.device import AnyArray, DeviceAccess, DeviceArray
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.types import Collective, ReduceOp
-from hvdlite.runtime.handle import Handle, Handles
+from hvdlite.handoff.handle import Handle, Handles
 
 
 def cupy() -> Any:
@@ -38,10 +38,10 @@ def lend(array: Any, name: str, devices: DeviceAccess | None, collective: Collec
         UnsupportedError: without a plane for GPUs, for what NCCL cannot do, and for an array that is not C-contiguous where
             it must be.
     """
-    missing = "this job has no plane for GPUs" if devices is None else devices.missing()
+    missing = "this job has no plane for GPUs" if devices is None else devices.unavailable_reason()
     if missing or devices is None:
         raise UnsupportedError(f"'{name}' is on a GPU: {missing}; or pass cupy.asnumpy(array)")
-    if not devices.carries(collective, op, dtype_name(array.dtype)):
+    if not devices.supports(collective, op, dtype_name(array.dtype)):
         with_op = "" if op is None else f" with {op.name.capitalize()}"
         raise UnsupportedError(f"'{name}': NCCL has no {collective.name.lower()} of {array.dtype}{with_op}; pass "
                                "cupy.asnumpy(array)")
@@ -87,7 +87,7 @@ class GpuHandle:
         """Wait and return the result, as CuPy arrays; may be called again."""
         result = self._handle.wait()
         for completion in self._handle.completions():
-            completion.follow(cupy().cuda.get_current_stream(completion.device).ptr)
+            completion.block_stream(cupy().cuda.get_current_stream(completion.device).ptr)
         return _result(result)
 
 

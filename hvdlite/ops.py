@@ -17,7 +17,7 @@ from hvdlite.core.array import Array
 from hvdlite.core.device import AnyArray, DeviceArray
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import Collective, ReduceOp
-from hvdlite.runtime.handle import Handle, Handles
+from hvdlite.handoff.handle import Handle, Handles
 
 
 def allreduce_async(array: ArrayLike, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None,

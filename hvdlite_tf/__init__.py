@@ -25,7 +25,7 @@ _HOMES = {
     "sync_batch_norm": ["SyncBatchNormalization"],
     "keras": ["keras"],
 }
-"""Where names come from that need TensorFlow or Keras: imported when they are first asked for."""
+"""Modules of the names that need TensorFlow or Keras, imported at the first use of a name."""
 _WHERE = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [

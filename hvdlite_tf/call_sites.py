@@ -27,10 +27,10 @@ _PACKAGES = tuple(os.path.dirname(os.path.abspath(path)) + os.sep for path in (
 _TRACING = os.sep + "polymorphic_function" + os.sep
 """Part of the path of TensorFlow's files that begin a trace; frames further out differ from trace to trace."""
 _DEPTH = 3
-"""How many calls of the script a name tells."""
+"""The number of calls of the script that a name contains."""
 
 _passed: weakref.WeakKeyDictionary[Any, Counter[tuple[str, int]]] = weakref.WeakKeyDictionary()
-"""How often each graph has passed a name, in each process set."""
+"""The number of times that each graph has passed a name, by process set."""
 
 
 def graph_name(kind: str, process_set: int) -> str:

@@ -1,4 +1,4 @@
-"""Gradient compression: what travels is a 16-bit copy. Importable without TensorFlow; other backends use `target` only."""
+"""Gradient compression: a 16-bit copy of a gradient travels. Other backends use `target` only, without TensorFlow."""
 
 from __future__ import annotations
 

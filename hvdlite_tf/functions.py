@@ -1,4 +1,4 @@
-"""Start from the same state everywhere: broadcast variables and objects."""
+"""Broadcasts of variables and objects, so that all ranks start with the same state."""
 
 from __future__ import annotations
 

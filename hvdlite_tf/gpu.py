@@ -21,10 +21,10 @@ from hvdlite import api, gpu_arrays
 from hvdlite.core.array import aligned_empty
 from hvdlite.core.device import AnyArray, DeviceAccess, DeviceArray
 from hvdlite.core.types import Collective, ReduceOp
-from hvdlite.runtime.handle import Handle, Handles
+from hvdlite.handoff.handle import Handle, Handles
 
 _SHARED = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64", "complex64", "complex128")
-"""What TensorFlow and CuPy both exchange; other dtypes go over the host's memory."""
+"""The dtypes that TensorFlow and CuPy both exchange; others go through host memory."""
 _GPU: int = 2
 """kDLCUDA."""
 
@@ -43,11 +43,11 @@ def devices_for(inputs: Sequence[Any], op: ReduceOp | None) -> DeviceAccess | No
     if not inputs or not all(map(is_on_gpu, inputs)):
         return None
     devices = api.runtime().devices
-    if devices is None or devices.missing():
+    if devices is None or devices.unavailable_reason():
         return None
     collective = Collective.BROADCAST if op is None else Collective.ALLREDUCE
     names = [each.dtype.name for each in inputs]
-    return devices if all(name in _SHARED and devices.carries(collective, op, name) for name in names) else None
+    return devices if all(name in _SHARED and devices.supports(collective, op, name) for name in names) else None
 
 
 def call(function: Callable[..., Sequence[AnyArray]], inputs: Sequence[Any], devices: DeviceAccess) -> list[tf.Tensor]:

@@ -11,16 +11,16 @@ from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
 from hvdlite.training.arguments import chosen_groups
 from hvdlite_tf.compression import Compression, Compressor
-from hvdlite_tf.gradients import GradientExchange
+from hvdlite_tf.gradients import TensorFlowStepReducer
 from hvdlite_tf.local_layers import local_variables
 
 
 class _Tape:
     """Wraps the user's tape: everything but `gradient` is the tape's own."""
 
-    def __init__(self, tape: tf.GradientTape, scale_local_gradients: bool, **exchange: Any) -> None:
+    def __init__(self, tape: tf.GradientTape, scale_local_gradients: bool, **arguments: Any) -> None:
         self._tape = tape
-        self._arguments = exchange
+        self._arguments = arguments
         self._scales_local = scale_local_gradients
         self._local: set[int] = set()
 
@@ -55,15 +55,15 @@ class _Tape:
             first.setdefault(id(source), index)
         shared = [index for index in first.values() if id(flat_sources[index]) not in self._local]
         shared_sources = [flat_sources[index] for index in shared]
-        exchange = _exchange_of(shared_sources, self._arguments)
-        reduced = exchange.reduce([flat[index] for index in shared], shared_sources)
+        reducer = _step_reducer_for(shared_sources, self._arguments)
+        reduced = reducer.reduce([flat[index] for index in shared], shared_sources)
         for index, gradient in zip(shared, reduced, strict=True):
             flat[index] = gradient
         flat = [flat[first[id(source)]] for source in flat_sources]
-        if self._scales_local and exchange.is_shared:
+        if self._scales_local and reducer.is_shared:
             for index, source in enumerate(flat_sources):
                 if id(source) in self._local and flat[index] is not None:
-                    flat[index] = flat[index] / tf.cast(exchange.size, flat[index].dtype)
+                    flat[index] = flat[index] / tf.cast(reducer.size, flat[index].dtype)
         return tf.nest.pack_sequence_as(sources, flat)
 
     def get_local_and_global_gradients(
@@ -80,20 +80,20 @@ class _Tape:
 
 
 _REMEMBERED = 64
-_exchanges: dict[tuple[Any, ...], GradientExchange] = {}  # the last ones used come last
+_step_reducers: dict[tuple[Any, ...], TensorFlowStepReducer] = {}  # the last ones used come last
 
 
-def _exchange_of(sources: Sequence[Any], arguments: dict[str, Any]) -> GradientExchange:
-    """Return the exchange for these variables: a tape lives for a step, what is learned about its gradients longer."""
+def _step_reducer_for(sources: Sequence[Any], arguments: dict[str, Any]) -> TensorFlowStepReducer:
+    """Return the step reducer of these variables: it is reused over steps, while a tape exists for one step."""
     key = (*map(id, sources), *(_identity(value) for value in arguments.values()))
-    exchange = _exchanges.pop(key, None)
-    if exchange is None or not exchange.is_current or (exchange.is_shared and not exchange.knows(sources)):
-        exchange = GradientExchange(**arguments)
-    exchange.watch(sources)
-    _exchanges[key] = exchange
-    while len(_exchanges) > _REMEMBERED:
-        del _exchanges[next(iter(_exchanges))]
-    return exchange
+    reducer = _step_reducers.pop(key, None)
+    if reducer is None or not reducer.is_current or (reducer.is_shared and not reducer.has_slots(sources)):
+        reducer = TensorFlowStepReducer(**arguments)
+    reducer.watch(sources)
+    _step_reducers[key] = reducer
+    while len(_step_reducers) > _REMEMBERED:
+        del _step_reducers[next(iter(_step_reducers))]
+    return reducer
 
 
 def _identity(argument: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The gradients of one step, reduced together, with few calls into Python whatever their number.
+"""The reduction of one step's gradients, with a few calls into Python, whatever their number.
 
 Dense ones go through the learned buckets of the core, the rows of IndexedSlices are gathered. Everything is handed in before
 anything is waited for, so the order of gradients on the ranks does not matter, and one inter-op thread is enough.
@@ -27,13 +27,13 @@ from hvdlite.core.array import Array
 from hvdlite.core.errors import MismatchError, UnsupportedError
 from hvdlite.training.array_gradients import Gradient, Rows
 from hvdlite.training.bucket_round import SMALL
-from hvdlite.training.exchange import ArrayExchange, samples
 from hvdlite.training.objects import allgather_object
+from hvdlite.training.step_reducer import ArrayStepReducer, current_samples
 from hvdlite_tf.arrays import as_array, as_tensor, run
 
 
 class Kind(enum.IntEnum):
-    """What a variable's gradient is."""
+    """The kind of a variable's gradient."""
 
     NONE = 0
     DENSE = 1
@@ -59,7 +59,7 @@ class _Sent:
         return Kind.DENSE if len(self.parts) == 1 else Kind.SPARSE
 
 
-class GradientExchange(ArrayExchange):
+class TensorFlowStepReducer(ArrayStepReducer):
     """Reduces lists of TensorFlow gradients. IndexedSlices stay what they are unless they are densified.
 
     (Keras' optimizers treat sparse and dense gradients differently.)
@@ -75,9 +75,9 @@ class GradientExchange(ArrayExchange):
             return list(gradients)
         slots = self._slots_of(variables)
         sent = {slot: self._sent(gradient) for slot, gradient in zip(slots, gradients, strict=True) if gradient is not None}
-        exchange = self._exchanged_eagerly if tf.executing_eagerly() else self._exchanged_in_graph
+        reduce = self._reduce_eagerly if tf.executing_eagerly() else self._reduce_in_graph
         by_slot = dict(zip(slots, variables, strict=True))
-        reduced = exchange(sent, by_slot)
+        reduced = reduce(sent, by_slot)
         return [self._restored(reduced[slot], sent.get(slot), by_slot[slot]) if slot in reduced else None for slot in slots]
 
     def _described(self, variable: Any) -> tuple[tuple[int, ...] | None, str]:
@@ -101,32 +101,32 @@ class GradientExchange(ArrayExchange):
             return values
         return tf.IndexedSlices(values, tf.cast(parts[1], sent.gradient.indices.dtype), sent.gradient.dense_shape)
 
-    def _exchanged_eagerly(self, sent: dict[int, _Sent], variables: dict[int, Any]) -> dict[int, list[tf.Tensor]]:
+    def _reduce_eagerly(self, sent: dict[int, _Sent], variables: dict[int, Any]) -> dict[int, list[tf.Tensor]]:
         """Return the reduced gradients by slot, as their parts; slots for which no rank has a gradient are missing."""
         given = {slot: _gradient([as_array(part) for part in each.parts]) for slot, each in sent.items()}
-        counted = None if samples() is None else float(samples())
-        weight = self._give(given, variables, counted)
+        counted = None if current_samples() is None else float(current_samples())
+        weight = self._submit(given, variables, counted)
         reduced = self._finish(variables, None if counted is None else weight)
         return {slot: [as_tensor(part) for part in _parts(gradient)] for slot, gradient in reduced.items()}
 
-    def _exchanged_in_graph(self, sent: dict[int, _Sent], variables: dict[int, Any]) -> dict[int, list[tf.Tensor]]:
-        """Like `_exchanged_eagerly`; slots for which no rank has a gradient at the time of tracing are missing."""
+    def _reduce_in_graph(self, sent: dict[int, _Sent], variables: dict[int, Any]) -> dict[int, list[tf.Tensor]]:
+        """Like `_reduce_eagerly`; slots for which no rank has a gradient at the time of tracing are missing."""
         kinds = self._agreed({slot: sent[slot].kind if slot in sent else Kind.NONE for slot in variables})
         if not kinds:
             return {}
         specs = {slot: sent[slot].parts[0] if slot in sent else self._spec(slot, variables[slot]) for slot in kinds}
         lacking = {slot: (tuple(specs[slot].shape), specs[slot].dtype.as_numpy_dtype) for slot in kinds if slot not in sent}
-        counted = [] if samples() is None else [tf.cast(samples(), tf.float64)]
+        counted = [] if current_samples() is None else [tf.cast(current_samples(), tf.float64)]
         slots, rest = list(variables), {slot: each.parts for slot, each in sent.items()}
         batches = _batches({slot: parts[0] for slot, parts in rest.items() if len(parts) == 1},
                            self._runtime.config.bucket_edge)
         tokens = [self._submitted({slot: rest.pop(slot)[0] for slot in batch}, slots, counted) for batch in batches]
         numbers = {slot: len(parts) for slot, parts in rest.items()}
 
-        def exchange(*arrays: Array) -> list[Array]:
+        def reduce_rest(*arrays: Array) -> list[Array]:
             own_samples = float(arrays[sum(numbers.values())]) if counted_here else None
             given = _by_slot(arrays, numbers) | {slot: _zeros(kinds[slot], *spec) for slot, spec in lacking.items()}
-            weight = self._give(given, slots, own_samples)
+            weight = self._submit(given, slots, own_samples)
             reduced = self._finish(kinds, None if own_samples is None else weight)
             return [part for slot in kinds for part in _parts(reduced[slot])]
         counted_here = bool(counted)
@@ -136,7 +136,7 @@ class GradientExchange(ArrayExchange):
             dtypes += [specs[slot].dtype] if kind is Kind.DENSE else [specs[slot].dtype, tf.int64]
             shapes += [specs[slot].shape] if kind is Kind.DENSE else [rows.concatenate(specs[slot].shape[1:]), rows]
         inputs = [part for parts in rest.values() for part in parts]
-        outputs = iter(run(exchange, [*inputs, *counted, *tokens], dtypes, shapes))
+        outputs = iter(run(reduce_rest, [*inputs, *counted, *tokens], dtypes, shapes))
         return {slot: [next(outputs)] if kind is Kind.DENSE else [next(outputs), next(outputs)]
                 for slot, kind in kinds.items()}
 
@@ -191,7 +191,7 @@ class GradientExchange(ArrayExchange):
             # Small ones are not copied at once, and this memory is TensorFlow's.
             gradients: dict[int, Gradient] = {slot: array.copy() if array.nbytes <= SMALL else array
                                               for slot, array in zip(given, arrays, strict=False)}
-            self._give(gradients, slots, float(arrays[-1]) if is_counted else None)
+            self._submit(gradients, slots, float(arrays[-1]) if is_counted else None)
             return [np.zeros((), np.int32)]
         return run(submit, [*batch.values(), *counted], [tf.int32], [tf.TensorShape([])])[0]
 

@@ -1,4 +1,4 @@
-"""Layers whose variables are left to each rank."""
+"""Layers whose variables each rank keeps for itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The random states of Keras' layers: what a rank makes of another rank's.
+"""The random states of Keras' layers, derived from another rank's.
 
 A layer such as Dropout keeps the state of its random numbers in a variable. With the same state on all ranks their masks
 would be the same ones, so every rank takes the root's state plus its distance from the root.

@@ -20,7 +20,7 @@ from hvdlite import api
 from hvdlite.core.array import Array
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
-from hvdlite.training.exchange import samples
+from hvdlite.training.step_reducer import current_samples
 
 _MARK = "_hvdlite_original"
 
@@ -129,8 +129,8 @@ def _spread(values: Any, like: Any, axes: Sequence[int]) -> Any:
 
 def _combine(own: Any, name: str, process_set: int) -> Any:
     """Return (count, mean, variance) of each channel over all ranks, from this rank's. Differentiable."""
-    from hvdlite_tf.keras.exchange import call  # not at once: that package imports this one
-    counted = samples()  # as it is here: the backward pass may run in another thread
+    from hvdlite_tf.keras.backends import call  # late: that package imports this module
+    counted = current_samples()  # as it is here: the backward pass may run in another thread
 
     def combined(own: Any) -> Any:
         return call(lambda arrays: [_gathered(arrays[0], name, process_set)], [own])[0]

@@ -1,4 +1,4 @@
-"""Which versions of TensorFlow and Keras this package works with; older ones are refused when it is imported."""
+"""The versions of TensorFlow and Keras that this package supports; importing it with older ones is an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`DistributedOptimizer(..., op=Adasum)`: every rank steps by itself, then the ranks' steps are combined.
+"""`DistributedOptimizer(..., op=Adasum)`: every rank makes its own step, then the steps are combined.
 
 What is summed adaptively is what the optimizer did to the parameters, not the gradient, so that momentum and learning rates
 are part of it. Source: Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021, section 4.

@@ -1,4 +1,4 @@
-"""Autograd's runs: who hands gradients over in the outermost one, when it ends or fails, and which one is nested in it."""
+"""Autograd's runs: which optimizers take part in one, its end or failure, and runs nested in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What autograd tells a reducer: that a gradient has been accumulated, and that the outermost backward pass is over."""
+"""Events of autograd for a reducer: a gradient has been accumulated; the outermost backward pass is over."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class BackwardHooks(SharedParameters):
 
     @property
     def reducer(self) -> GradientReducer[torch.Tensor]:
-        """Who reduces the gradients."""
+        """The reducer of the gradients."""
         return self._reducer
 
     def watch(self, parameter: torch.Tensor, *, claims: bool = True) -> None:

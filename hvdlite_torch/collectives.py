@@ -1,4 +1,4 @@
-"""Collectives on torch tensors in flight, below autograd: tensors are lent to the runtime, results come back as tensors."""
+"""Collectives on torch tensors below autograd: arguments become arrays, and results become tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hvdlite import api
 from hvdlite.core.device import AnyArray
 from hvdlite.core.process_set import ProcessSet
 from hvdlite.core.types import Collective, ReduceOp
-from hvdlite.runtime.handle import Handle, Handles
+from hvdlite.handoff.handle import Handle, Handles
 from hvdlite_torch import cuda, framework
 from hvdlite_torch.framework import as_tensor, contiguous
 

@@ -1,4 +1,4 @@
-"""Other ways to average gradients than an allreduce of them: casts, PowerSGD, top-k; for `DistributedOptimizer(comm_hook=)`.
+"""Communication hooks: casts, PowerSGD and top-k instead of an allreduce, for `DistributedOptimizer(comm_hook=)`.
 
 A hook gets all gradients of a step when backward has ended and averages them in place, with what `Exchange` offers. What it
 loses it keeps, and adds to the next step's gradients (error feedback: Karimireddy et al., "Error Feedback Fixes SignSGD",

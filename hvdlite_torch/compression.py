@@ -1,4 +1,4 @@
-"""Gradient compression: what travels is a 16-bit copy."""
+"""Gradient compression: a 16-bit copy of a gradient travels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies of a distributed optimizer are plain: `copy.deepcopy`, `copy.copy`, pickles and `torch.save`.
+"""Copies of a distributed optimizer (`copy.deepcopy`, `copy.copy`, pickles, `torch.save`), which are plain optimizers.
 
 A copy has the base class and the same settings and state; it does not communicate. Why: docs/decisions/0032.
 """

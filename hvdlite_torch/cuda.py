@@ -1,4 +1,4 @@
-"""How torch's GPU tensors become the runtime's arrays: addresses, streams, and who waits for whom.
+"""GPU tensors of torch as arrays of the runtime: addresses, streams, and the order of waits.
 
 Rules (docs/protocol.md#gpu-streams)
 - A tensor is handed over together with a point in the work of the stream that is current where the call is made: the plane
@@ -22,7 +22,7 @@ from hvdlite.core.array import SUPPORTED_DTYPES
 from hvdlite.core.device import DeviceAccess, DeviceArray
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.types import Collective, ReduceOp
-from hvdlite.runtime.handle import Handle, Handles
+from hvdlite.handoff.handle import Handle, Handles
 
 _DTYPES = {getattr(torch, name): dtype for name, dtype in SUPPORTED_DTYPES.items() if hasattr(torch, name)}
 _raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -111,10 +111,10 @@ def carried(tensor: torch.Tensor, devices: DeviceAccess | None, collective: Coll
     """
     if not is_on_gpu(tensor):
         return tensor
-    reason = "there is no plane for GPUs in this job" if devices is None else devices.missing()
+    reason = "there is no plane for GPUs in this job" if devices is None else devices.unavailable_reason()
     if not reason and devices is not None:
         dtype = str(tensor.dtype).removeprefix("torch.")
-        if devices.carries(collective, op, dtype):
+        if devices.supports(collective, op, dtype):
             return tensor
         with_op = "" if op is None else f" with {op.name.capitalize()}"
         reason = f"NCCL has no {collective.name.lower()} of {dtype}{with_op}"
@@ -137,7 +137,7 @@ def wait(handle: Handle | Handles) -> Any:
     """Wait for a handle, let this thread's current stream come after its result, and return that."""
     result = handle.wait()
     for completion in handle.completions():
-        completion.follow(current_stream(completion.device))
+        completion.block_stream(current_stream(completion.device))
     return result
 
 

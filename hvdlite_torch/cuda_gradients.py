@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hvdlite.core.device import AnyArray, Completion, DeviceAccess, DeviceArray, Event, Pair
+from hvdlite.core.device import AnyArray, Completion, CopySpec, DeviceAccess, DeviceArray, Event
 from hvdlite.core.types import Collective
 from hvdlite_torch import cuda
 from hvdlite_torch.bucket_views import BucketView, fill_views
@@ -62,7 +62,7 @@ class CudaGradients(TorchGradients):
     def filled(self, memory: AnyArray) -> Event | None:
         if not isinstance(memory, DeviceArray):
             return None
-        return self._devices.ready(cuda.current_stream(memory.device))
+        return self._devices.record_event(cuda.current_stream(memory.device))
 
     def copy_from_row_major(self, view: BucketView, values: AnyArray) -> None:
         if isinstance(values, DeviceArray):
@@ -102,7 +102,7 @@ class CudaGradients(TorchGradients):
         stream = cuda.current_stream(self._index)
         others = self._streams - {stream}
         for other in others:
-            self._devices.join(stream, other)
+            self._devices.wait_stream(stream, other)
         return bool(others)
 
     def _fitting(self, parameter: torch.Tensor, gradient: torch.Tensor, view: BucketView) -> torch.Tensor | None:
@@ -112,7 +112,7 @@ class CudaGradients(TorchGradients):
         """Return whether a view is in the memory where a gradient like `tensor` is reduced: models are moved."""
         if not cuda.is_on_gpu(tensor):
             return not view.on_gpu
-        return view.on_gpu or not self._devices.carries(Collective.ALLREDUCE, None, cuda.name_of(view.dtype))
+        return view.on_gpu or not self._devices.supports(Collective.ALLREDUCE, None, cuda.name_of(view.dtype))
 
     def _suits(self, parameter: torch.Tensor, view: BucketView) -> bool:
         return self._belongs(parameter, view) and super()._suits(parameter, view)
@@ -120,7 +120,7 @@ class CudaGradients(TorchGradients):
     def _copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Copy tensors on the current stream, cast to the targets' dtypes."""
         stream = cuda.current_stream(self._index)
-        alike: dict[tuple[torch.dtype, torch.dtype], list[Pair]] = {}
+        alike: dict[tuple[torch.dtype, torch.dtype], list[CopySpec]] = {}
         rest: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         for target, source in zip(targets, sources, strict=True):
             if source.stride() == target.stride() or (source.is_contiguous() and target.is_contiguous()):
@@ -130,7 +130,7 @@ class CudaGradients(TorchGradients):
                 rest[0].append(target)
                 rest[1].append(source)
         for (of, to), pairs in alike.items():
-            if not self._devices.pack(pairs, cuda.name_of(of), cuda.name_of(to), stream):
+            if not self._devices.batched_copy(pairs, cuda.name_of(of), cuda.name_of(to), stream):
                 rest = (list(targets), list(sources))
                 break
         if rest[0]:

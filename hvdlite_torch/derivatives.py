@@ -1,4 +1,4 @@
-"""Collectives as autograd, torch.func and vmap see them.
+"""The derivatives of collectives, for autograd, torch.func and vmap.
 
 Rules
 - Most collectives are linear in all ranks' tensors, so their gradient is their adjoint: another collective. Every adjoint is
@@ -63,7 +63,7 @@ class Call:
 
 
 @dataclasses.dataclass(eq=False)
-class Reduction(Call):
+class AllreduceCall(Call):
     """An allreduce. Sums and averages are linear, and their own adjoint; the gradient of others is in `_Selected`."""
 
     op: ReduceOp
@@ -90,7 +90,7 @@ class Reduction(Call):
 
 
 @dataclasses.dataclass(eq=False)
-class Broadcast(Call):
+class BroadcastCall(Call):
     """Its gradient is the sum of all ranks' upstream gradients on the root, or their average, and zero elsewhere."""
 
     root_rank: int
@@ -110,7 +110,7 @@ class Broadcast(Call):
 
 
 @dataclasses.dataclass(eq=False)
-class Gathering(Call):
+class AllgatherCall(Call):
     """An allgather of one tensor or several, each with a name.
 
     Its gradient is this rank's rows of the sum of all ranks' upstream gradients, or of their average.
@@ -137,7 +137,7 @@ class Gathering(Call):
 
 
 @dataclasses.dataclass(eq=False)
-class Scattering(Call):
+class ReducescatterCall(Call):
     """A reducescatter of one tensor or several, each with a name.
 
     Its gradient is all ranks' upstream gradients put together, times a factor.
@@ -161,8 +161,8 @@ class Scattering(Call):
         size = len(_members(self.process_set))
         factor = self.prescale * self.postscale * (size if self.horovod_gradient else 1)
         factor /= size if self.op is ReduceOp.AVERAGE else 1
-        whole = apply(Gathering(f"{self.name}.gradient", self.process_set, False,
-                                [f"{name}.gradient" for name in self.names]), *upstream)
+        whole = apply(AllgatherCall(f"{self.name}.gradient", self.process_set, False,
+                                    [f"{name}.gradient" for name in self.names]), *upstream)
         return [tensor * factor for tensor in whole]
 
     def again(self, suffix: str) -> Any:
@@ -170,7 +170,7 @@ class Scattering(Call):
 
 
 @dataclasses.dataclass(eq=False)
-class Exchange(Call):
+class AlltoallCall(Call):
     """An alltoall. Its gradient sends every row's back to where it came from.
 
     Attributes:
@@ -187,7 +187,7 @@ class Exchange(Call):
         return [result]
 
     def adjoint(self, upstream: Tensors) -> list[torch.Tensor]:
-        (back,) = apply(Exchange(f"{self.name}.gradient", self.process_set, self.received.tolist()), *upstream)
+        (back,) = apply(AlltoallCall(f"{self.name}.gradient", self.process_set, self.received.tolist()), *upstream)
         kept = back.new_zeros(self._rows - back.shape[0], *back.shape[1:])  # rows that were sent to nobody
         return [torch.cat([back, kept])]
 
@@ -198,11 +198,11 @@ def apply(call: Call, *tensors: torch.Tensor) -> list[torch.Tensor]:
     is_recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     if not is_recorded and not transforms_active() and forward_ad._current_level < 0:
         return call.run(tensors)  # autograd's function alone takes 10 us
-    function = _Selected if isinstance(call, Reduction) and call.op not in LINEAR else _Linear
+    function = _Selected if isinstance(call, AllreduceCall) and call.op not in LINEAR else _Linear
     return list(function.apply(call, *tensors))
 
 
-def apply_in_place(call: Reduction | Broadcast, tensors: Tensors) -> TorchHandle:
+def apply_in_place(call: AllreduceCall | BroadcastCall, tensors: Tensors) -> TorchHandle:
     """Begin a collective that overwrites its tensors; the handle returns what `call.begin` says.
 
     A tensor that was computed from others gets the collective's gradient, as with torch's own operations in place. Leaves
@@ -214,7 +214,7 @@ def apply_in_place(call: Reduction | Broadcast, tensors: Tensors) -> TorchHandle
             refuses to overwrite a tensor, such as one of the results of `split` of a computed tensor.
     """
     _check(call, tensors)
-    instead = f"use hvd.{'broadcast' if isinstance(call, Broadcast) else 'allreduce'}"
+    instead = f"use hvd.{'broadcast' if isinstance(call, BroadcastCall) else 'allreduce'}"
     if transforms_active() or forward_ad._current_level >= 0:
         raise UnsupportedError(f"'{call.name}': a collective in place has no derivative in forward mode, nor in transforms "
                                f"of torch.func; {instead}")
@@ -257,8 +257,8 @@ def _has_history(tensor: torch.Tensor) -> bool:
     return not tensor.is_leaf and not (tensor._is_view() and tensor._base is not None and tensor._base.is_leaf)
 
 
-def _sum(name: str, process_set: ProcessSet, averages: bool = False, is_grouped: bool = False) -> Reduction:
-    return Reduction(name, process_set, ReduceOp.AVERAGE if averages else ReduceOp.SUM, is_grouped=is_grouped)
+def _sum(name: str, process_set: ProcessSet, averages: bool = False, is_grouped: bool = False) -> AllreduceCall:
+    return AllreduceCall(name, process_set, ReduceOp.AVERAGE if averages else ReduceOp.SUM, is_grouped=is_grouped)
 
 
 def _members(process_set: ProcessSet) -> tuple[int, ...]:
@@ -313,30 +313,30 @@ class _Selected(_Collective):
         if call.op is ReduceOp.ADASUM:
             raise UnsupportedError(f"'{call.name}': allreduce with op=Adasum has no gradient; use Sum or Average")
         factor = call.prescale * call.postscale
-        sum_ = Reduction(call.name, call.process_set, ReduceOp.SUM, postscale=factor, is_grouped=call.is_grouped)
+        sum_ = AllreduceCall(call.name, call.process_set, ReduceOp.SUM, postscale=factor, is_grouped=call.is_grouped)
         totals = pull_back(sum_, upstream)
         derivative = _of_product if call.op is ReduceOp.PRODUCT else _of_extreme
         return None, *(total * each for total, each in zip(totals, derivative(call, tensors, results), strict=True))
 
 
-def _of_product(call: Reduction, tensors: Tensors, results: Tensors) -> list[torch.Tensor]:
+def _of_product(call: AllreduceCall, tensors: Tensors, results: Tensors) -> list[torch.Tensor]:
     """Return the product of the other ranks' tensors."""
     names = [f"{call.name}.factors[{index}]" for index in range(len(tensors))]
     mine = _members(call.process_set).index(api.runtime().world.rank)
-    gathered = apply(Gathering(f"{call.name}.factors", call.process_set, False, names),
+    gathered = apply(AllgatherCall(f"{call.name}.factors", call.process_set, False, names),
                      *(tensor[None] * call.prescale for tensor in tensors))
     return [torch.cat([each[:mine], each[mine + 1:]]).prod(0).conj() for each in gathered]
 
 
-def _of_extreme(call: Reduction, tensors: Tensors, results: Tensors) -> list[torch.Tensor]:
+def _of_extreme(call: AllreduceCall, tensors: Tensors, results: Tensors) -> list[torch.Tensor]:
     """Return 1 where this rank has the extreme, divided by how many ranks have it, and 0 elsewhere."""
     if call.prescale != 1 or call.postscale != 1:
         opposite = {ReduceOp.MIN: ReduceOp.MAX, ReduceOp.MAX: ReduceOp.MIN}
-        bare = Reduction(f"{call.name}.extreme", call.process_set, opposite[call.op] if call.prescale < 0 else call.op,
-                         is_grouped=call.is_grouped)
+        bare = AllreduceCall(f"{call.name}.extreme", call.process_set, opposite[call.op] if call.prescale < 0 else call.op,
+                             is_grouped=call.is_grouped)
         results = apply(bare, *(tensor.detach() for tensor in tensors))
     hits = [(tensor == result).to(tensor.dtype) for tensor, result in zip(tensors, results, strict=True)]
-    ties = apply(Reduction(f"{call.name}.ties", call.process_set, ReduceOp.SUM, is_grouped=call.is_grouped), *hits)
+    ties = apply(AllreduceCall(f"{call.name}.ties", call.process_set, ReduceOp.SUM, is_grouped=call.is_grouped), *hits)
     return [hit / tie for hit, tie in zip(hits, ties, strict=True)]
 
 
@@ -360,7 +360,7 @@ class _Overwritten(torch.autograd.Function):
 
 def _batched(run: Callable[..., list[torch.Tensor]], dims: Sequence[int | None], call: Call, tensors: Tensors) -> Any:
     """Run one collective on tensors of which some have a batch dimension; return the results and their batch dimensions."""
-    if isinstance(call, Reduction) and call.op is ReduceOp.ADASUM:
+    if isinstance(call, AllreduceCall) and call.op is ReduceOp.ADASUM:
         raise UnsupportedError(f"'{call.name}': Adasum weighs whole tensors, and cannot run under vmap; use Sum or Average")
     if call.has_rows:
         for tensor, dim in zip(tensors, dims, strict=True):

@@ -1,4 +1,4 @@
-"""Each rank's share of the global batches that a loader yields.
+"""Each rank's shard of the global batches that a loader yields.
 
 | the loader | what is shared | who decides the order |
 |---|---|---|
@@ -6,64 +6,29 @@
 | DataLoader, iterable style | the samples of each batch, before they are collated | the dataset: the same on all ranks |
 | DataLoader whose samples are batches, other iterables | the rows of each batch | replica 0's sampler; the iterable |
 | a DataLoader's subclass with an `__iter__` of its own | the rows of each batch | replica 0's sampler |
-
-Replica 0's indices are broadcast some thousands at a time, ahead of what any rank's workers ask for. So any sampler will do,
-and shuffling is what it would be in one process. The other ranks' samplers are advanced too: generators stay in step.
 """
 
 from __future__ import annotations
 
-import collections
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any
 
-import numpy as np
-import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from hvdlite.core.errors import MismatchError
-from hvdlite.training.shares import share, weight
+from hvdlite.training.replica_group import ReplicaGroup
+from hvdlite.training.shards import CurrentBatch, shard
+from hvdlite.training.synchronized_sampler import SynchronizedSampler
 from hvdlite_torch import same_data
-from hvdlite_torch.replica import Replica
 from hvdlite_torch.rows import rows_of, rows_taken
-from hvdlite_torch.scoped import Holdings
+from hvdlite_torch.scope_registry import ScopeRegistry
 
-CHUNK = 8192
-"""Indices that are broadcast together, or more."""
 _END: Any = object()
 
 
-class CurrentBatch:
-    """The global batch that a strategy's script is at: the one that it took last from a loop that is not over."""
-
-    def __init__(self, replica: Replica, weigh: Callable[[float], None]) -> None:
-        self._replica, self._weigh = replica, weigh
-        self._loops: list[tuple[object, int]] = []  # loops that are not over, and the rows of their batches
-
-    @property
-    def weight(self) -> float:
-        """What this rank's mean counts in the average of all ranks' means."""
-        return weight(self._loops[-1][1], self._replica.number, self._replica.size) if self._loops else 1.0
-
-    @property
-    def is_repeated(self) -> bool:
-        """Whether every rank has the whole batch."""
-        return bool(self._loops) and self._loops[-1][1] < self._replica.size
-
-    def reached(self, loop: object, rows: int) -> None:
-        """A loop has come to its next batch."""
-        self._loops = [entry for entry in self._loops if entry[0] is not loop] + [(loop, rows)]
-        self._weigh(self.weight)
-
-    def over(self, loop: object) -> None:
-        """A loop has ended; others go on where they were."""
-        self._loops = [entry for entry in self._loops if entry[0] is not loop]
-        self._weigh(self.weight)
-
-
 class DistributedLoader:
-    """Yields this rank's share of every global batch; otherwise what it was made from.
+    """Yields this rank's shard of every global batch; otherwise what it was made from.
 
     All ranks iterate over it together and as far. Each epoch begins with one small exchange, in which ranks agree what is
     to be mirrored and check that they have the same data.
@@ -72,11 +37,12 @@ class DistributedLoader:
         loader: a DataLoader, or an iterable of batches.
     """
 
-    def __init__(self, loader: Iterable[Any], replica: Replica, holdings: Holdings, current: CurrentBatch) -> None:
-        self._loader, self._replica, self._holdings, self._current = loader, replica, holdings, current
+    def __init__(self, loader: Iterable[Any], replicas: ReplicaGroup, registry: ScopeRegistry,
+                 current: CurrentBatch) -> None:
+        self._loader, self._replicas, self._registry, self._current = loader, replicas, registry, current
         self._source: _Source = _Whole(loader)
-        if replica.size > 1:
-            self._source = source_of(loader, replica)
+        if replicas.size > 1:
+            self._source = source_of(loader, replicas)
         self._is_compared, self._is_begun = not self._source.is_whole, False
 
     def __len__(self) -> int:
@@ -89,12 +55,12 @@ class DistributedLoader:
         return getattr(self._loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield this rank's shares of one epoch's batches."""
+        """Yield this rank's shard of one epoch's batches."""
         depth = self._agree()
         loop = object()
         try:
             for rows, batch in self._compared(self._source.batches(depth)):
-                self._holdings.mirror_if_due()
+                self._registry.mirror_if_due()
                 self._current.reached(loop, rows)
                 yield batch
         finally:
@@ -105,7 +71,7 @@ class DistributedLoader:
         if not self._is_compared:
             self._is_compared = True
             first = next(batches, _END)
-            same_data.compare(self._replica, None if first is _END else self._source.seen)
+            same_data.compare(self._replicas, None if first is _END else self._source.seen)
             if first is _END:
                 return
             yield first
@@ -117,24 +83,25 @@ class DistributedLoader:
         Raises:
             MismatchError: on all ranks, when they have different data.
         """
-        if self._replica.size == 1:
+        if self._replicas.size == 1:
             return 0
-        own = (self._source.facts(), self._source.depth, self._holdings.due or self._holdings.has_loaded,
+        schedule = self._registry.schedule
+        own = (self._source.facts(), self._source.depth, schedule.due or schedule.is_wanted,
                same_data.fingerprint(self._loader))
-        everywhere = self._replica.allgather_object(own, "epoch")
-        for number, (facts, *_) in enumerate(everywhere):
+        everywhere = self._replicas.allgather_object(own, "epoch")
+        for replica_id, (facts, *_) in enumerate(everywhere):
             if facts != everywhere[0][0]:
-                raise MismatchError(f"ranks distribute different data: replica 0 has {everywhere[0][0]}, replica {number} "
-                                    f"{facts}")
+                raise MismatchError(f"ranks distribute different data: replica 0 has {everywhere[0][0]}, replica "
+                                    f"{replica_id} {facts}")
         if not self._is_begun:
             self._is_begun = True
             same_data.compare_fingerprints([fingerprint for *_, fingerprint in everywhere])
-        self._holdings.due = any(due for _, _, due, _ in everywhere)
+        schedule.due = any(due for _, _, due, _ in everywhere)
         return max(depth for _, depth, *_ in everywhere)
 
 
 class _Source:
-    """Where shares come from.
+    """The source of shards.
 
     Attributes:
         depth: how many batches are asked for before they are needed.
@@ -151,7 +118,7 @@ class _Source:
         return {}
 
     def batches(self, depth: int) -> Iterator[tuple[int, Any]]:
-        """Yield one epoch: the rows of each global batch, and this rank's share."""
+        """Yield one epoch: the rows of each global batch, and this rank's shard."""
         raise NotImplementedError
 
 
@@ -170,18 +137,18 @@ class _Rows(_Source):
 
     is_whole = True
 
-    def __init__(self, batches: Iterable[Any], replica: Replica) -> None:
+    def __init__(self, batches: Iterable[Any], replicas: ReplicaGroup) -> None:
         self._batches = batches
-        self._shared = ShareOfRows(replica)
+        self._shard = RowsShard(replicas)
 
     def facts(self) -> dict[str, Any]:
         return {"batches": _length(self._batches)}
 
     def batches(self, depth: int) -> Iterator[tuple[int, Any]]:
         for batch in self._batches:
-            rows, share, seen = self._shared(batch)
+            rows, own, seen = self._shard(batch)
             self.seen = seen or self.seen
-            yield rows, share
+            yield rows, own
 
 
 class _Stream(_Source):
@@ -189,9 +156,9 @@ class _Stream(_Source):
 
     is_whole = True
 
-    def __init__(self, loader: DataLoader[Any], replica: Replica) -> None:
-        collate: Any = ShareOfRows(replica, loader.collate_fn) if loader.batch_size is None else \
-            ShareOfSamples(replica, loader.collate_fn)
+    def __init__(self, loader: DataLoader[Any], replicas: ReplicaGroup) -> None:
+        collate: Any = RowsShard(replicas, loader.collate_fn) if loader.batch_size is None else \
+            SamplesShard(replicas, loader.collate_fn)
         self._loader = _remade(loader, collate, batch_size=loader.batch_size, drop_last=loader.drop_last)
 
     def facts(self) -> dict[str, Any]:
@@ -207,13 +174,13 @@ class _Stream(_Source):
 class _Indexed(_Source):
     """Samples of a map-style dataset, in the order of replica 0's sampler."""
 
-    def __init__(self, loader: DataLoader[Any], replica: Replica) -> None:
+    def __init__(self, loader: DataLoader[Any], replicas: ReplicaGroup) -> None:
         self._has_batches = loader.batch_sampler is not None or isinstance(loader.sampler, BatchSampler)
         sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-        self._indices = _SharedIndices(sampler, replica, is_shared=self._has_batches)
+        self._indices = SynchronizedSampler(sampler, replicas, is_sharded=self._has_batches)
         self.depth = loader.num_workers * (loader.prefetch_factor or 0)
         if not self._has_batches:
-            self._loader = _remade(loader, ShareOfRows(replica, loader.collate_fn), batch_size=None, sampler=self._indices)
+            self._loader = _remade(loader, RowsShard(replicas, loader.collate_fn), batch_size=None, sampler=self._indices)
         elif loader.batch_sampler is None:
             self._loader = _remade(loader, loader.collate_fn, batch_size=None, sampler=self._indices)
         else:
@@ -242,12 +209,12 @@ class _OwnIteration(_Source):
     What such a class does with batches is not known, so every rank makes them whole.
     """
 
-    def __init__(self, loader: DataLoader[Any], replica: Replica) -> None:
+    def __init__(self, loader: DataLoader[Any], replicas: ReplicaGroup) -> None:
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        self._indices = _SharedIndices(getattr(loader, name), replica, has_rows=loader.batch_sampler is not None)
+        self._indices = SynchronizedSampler(getattr(loader, name), replicas, is_batched=loader.batch_sampler is not None)
         self._loader = copy.copy(loader)
         vars(self._loader)[name] = self._indices  # torch allows no assignment, because its own iterators would not notice
-        self._shared = ShareOfRows(replica)
+        self._shard = RowsShard(replicas)
 
     def facts(self) -> dict[str, Any]:
         return {"samples": _length(self._loader.dataset), "batches": _length(self._indices.sampler),
@@ -256,156 +223,47 @@ class _OwnIteration(_Source):
     def batches(self, depth: int) -> Iterator[tuple[int, Any]]:
         epoch = self._indices.begin(depth)
         epoch.has_end = _length(self._indices.sampler) is not None  # then ranks may load ahead as far as they like
-        return (self._shared(batch)[:2] for batch in self._loader)
+        return (self._shard(batch)[:2] for batch in self._loader)
 
 
-class _SharedIndices:
-    """Stands for the sampler in this rank's loader.
+class SamplesShard:
+    """Collates this rank's shard of a batch's samples; returns the batch's rows too, and of the first one the signature."""
 
-    Args:
-        is_shared: whether indices come in batches of which each rank takes its share.
-        has_rows: whether they come in batches; what counts towards a chunk.
-    """
-
-    def __init__(self, sampler: Iterable[Any], replica: Replica, *, is_shared: bool = False, has_rows: bool = False) -> None:
-        self.sampler = sampler
-        self._replica, self._is_shared, self._has_rows = replica, is_shared, is_shared or has_rows
-        self._epoch: _Epoch | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "sampler" not in self.__dict__:
-            raise AttributeError(name)
-        return getattr(self.sampler, name)
-
-    def begin(self, depth: int) -> _Epoch:
-        """Begin an epoch; the next iteration is over its indices."""
-        self._epoch = _Epoch(self.sampler, self._replica, depth, self._is_shared, self._has_rows)
-        return self._epoch
-
-    def __iter__(self) -> Iterator[Any]:
-        assert self._epoch is not None
-        return iter(self._epoch)
-
-    def __len__(self) -> int:
-        return len(self.sampler)  # type: ignore[arg-type]
-
-
-class _Epoch:
-    """One pass over replica 0's sampler.
-
-    Attributes:
-        rows: of the global batches whose shares were asked for and not received yet.
-        has_end: whether all indices are to be fetched as soon as the first one is asked for.
-    """
-
-    def __init__(self, sampler: Iterable[Any], replica: Replica, depth: int, is_shared: bool, has_rows: bool) -> None:
-        self.rows: collections.deque[int] = collections.deque()
-        self._sampler, self._replica, self._depth = sampler, replica, depth
-        self._is_shared, self._has_rows = is_shared, has_rows
-        self._own: Iterator[Any] | None = None  # not before the loader asks, as in one process
-        self._waiting: collections.deque[Any] = collections.deque()
-        self._fetched = 0
-        self._is_over = False
-        self.has_end = False
-
-    def __iter__(self) -> Iterator[Any]:
-        while self.has_end and not self._is_over:
-            self._fetch()
-        while True:
-            if not self._waiting and not self._is_over:
-                self._fetch()
-            if not self._waiting:
-                return
-            indices = self._waiting.popleft()
-            if self._is_shared:
-                self.rows.append(len(indices))
-                indices = indices[share(len(indices), self._replica.number, self._replica.size)]
-            yield indices
-
-    def look_ahead(self, received: int) -> None:
-        """Have what workers will ask for after so many batches.
-
-        Ranks whose workers load ahead differently far must not wait for each other in different steps.
-        """
-        while not self._is_over and self._fetched <= received + self._depth:
-            self._fetch()
-
-    def _fetch(self) -> None:
-        """Take over the next chunk from replica 0."""
-        if self._own is None:
-            self._own = iter(self._sampler)
-        error: BaseException | None = None
-        chunk: list[Any] = []
-        if self._replica.number == 0:
-            try:
-                self._is_over = self._draw(chunk)
-            except Exception as raised:  # everybody hears of it
-                error, self._is_over = raised, True
-        text = f"{type(error).__name__}: {error}" if error is not None else ""
-        chunk, self._is_over, text = self._replica.broadcast_object((chunk, self._is_over, text), "indices")
-        if error is not None:
-            raise error
-        if text:
-            raise RuntimeError(f"replica 0's sampler raised {text}")
-        if self._replica.number > 0:
-            for _ in range(len(chunk) + self._is_over):
-                next(self._own, None)
-        self._waiting.extend(chunk)
-        self._fetched += len(chunk)
-
-    def _draw(self, chunk: list[Any]) -> bool:
-        """Fill a chunk from this rank's sampler; return whether the sampler came to its end."""
-        assert self._own is not None
-        count = 0
-        while len(chunk) <= self._depth or count < CHUNK:
-            item = next(self._own, _END)
-            if item is _END:
-                return True
-            if isinstance(item, (torch.Tensor, np.ndarray)):
-                item = item.tolist()
-            chunk.append(item)
-            count += len(item) if self._has_rows else 1
-        return False
-
-
-class ShareOfSamples:
-    """Collates this rank's share of a batch's samples; returns the batch's rows too, and of the first one the signature."""
-
-    def __init__(self, replica: Replica, collate: Callable[[Any], Any]) -> None:
-        self._number, self._size, self._collate = replica.number, replica.size, collate
+    def __init__(self, replicas: ReplicaGroup, collate: Callable[[Any], Any]) -> None:
+        self._replica_id, self._size, self._collate = replicas.replica_id, replicas.size, collate
         self._is_first = True
 
     def __call__(self, samples: list[Any]) -> tuple[int, Any, list[str] | None]:
         seen, self._is_first = same_data.signature(samples) if self._is_first else None, False
-        return len(samples), self._collate(samples[share(len(samples), self._number, self._size)]), seen
+        return len(samples), self._collate(samples[shard(len(samples), self._replica_id, self._size)]), seen
 
 
-class ShareOfRows:
-    """Converts this rank's share of a batch; returns the batch's rows too, and of the first one the signature."""
+class RowsShard:
+    """Converts this rank's shard of a batch; returns the batch's rows too, and of the first one the signature."""
 
-    def __init__(self, replica: Replica, convert: Callable[[Any], Any] = lambda batch: batch) -> None:
-        self._number, self._size, self._convert = replica.number, replica.size, convert
+    def __init__(self, replicas: ReplicaGroup, convert: Callable[[Any], Any] = lambda batch: batch) -> None:
+        self._replica_id, self._size, self._convert = replicas.replica_id, replicas.size, convert
         self._is_first = True
 
     def __call__(self, batch: Any) -> tuple[int, Any, list[str] | None]:
         seen, self._is_first = same_data.signature([batch]) if self._is_first else None, False
         rows = rows_of(batch)
-        return rows, self._convert(rows_taken(batch, rows, share(rows, self._number, self._size))), seen
+        return rows, self._convert(rows_taken(batch, rows, shard(rows, self._replica_id, self._size))), seen
 
 
-def source_of(loader: Iterable[Any], replica: Replica) -> _Source:
-    """Return where this rank's shares of a loader's batches come from.
+def source_of(loader: Iterable[Any], replicas: ReplicaGroup) -> _Source:
+    """Return where this rank's shard of a loader's batches come from.
 
     Raises:
         ValueError: for a loader that gives each rank other samples already.
     """
     same_data.refuse_shared(loader)
     if not isinstance(loader, DataLoader):
-        return _Rows(loader, replica)
+        return _Rows(loader, replicas)
     iterates_itself = type(loader).__iter__ is not DataLoader.__iter__
     if isinstance(loader.dataset, IterableDataset):
-        return _Rows(loader, replica) if iterates_itself else _Stream(loader, replica)
-    return _OwnIteration(loader, replica) if iterates_itself else _Indexed(loader, replica)
+        return _Rows(loader, replicas) if iterates_itself else _Stream(loader, replicas)
+    return _OwnIteration(loader, replicas) if iterates_itself else _Indexed(loader, replicas)
 
 
 def _remade(loader: DataLoader[Any], collate: Callable[[Any], Any] | None, **sampling: Any) -> DataLoader[Any]:

@@ -1,4 +1,4 @@
-"""Samplers that remember how far an epoch has come. (Elastic training itself is not there yet.)"""
+"""Samplers that remember how far an epoch has come. (Elastic training itself is not implemented.)"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An optimizer that was made outside of a scope, for a module that was made inside it, would train each replica alone."""
+"""Detection of optimizers that were made outside a scope for a module that was made inside it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from hvdlite_torch.optimizer import is_distributed
 from hvdlite_torch.shared_parameters import owners
 
 if TYPE_CHECKING:
-    from hvdlite_torch.scoped import Holdings
+    from hvdlite_torch.scope_registry import ScopeRegistry
 
 
-def refuse_foreign_optimizers(holdings: Holdings) -> None:
-    """Let the steps of such optimizers raise `RuntimeError`, as long as `holdings` lives.
+def refuse_foreign_optimizers(registry: ScopeRegistry) -> None:
+    """Let the steps of such optimizers raise `RuntimeError`, as long as `registry` lives.
 
     Parameters that a distributed optimizer has too, of the scope or not, are left to both: their gradients are reduced.
     """
-    handle = register_optimizer_step_pre_hook(torch.compiler.disable(_Guard(holdings)))
-    weakref.finalize(holdings, handle.remove).atexit = False
+    handle = register_optimizer_step_pre_hook(torch.compiler.disable(_Guard(registry)))
+    weakref.finalize(registry, handle.remove).atexit = False
 
 
 class _Guard:
@@ -32,19 +32,19 @@ class _Guard:
     of its parameters are gone.
     """
 
-    def __init__(self, holdings: Holdings) -> None:
-        self._holdings = weakref.ref(holdings)
+    def __init__(self, registry: ScopeRegistry) -> None:
+        self._registry = weakref.ref(registry)
         self._seen: weakref.WeakKeyDictionary[Any, _Seen] = weakref.WeakKeyDictionary()  # by optimizer
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        holdings = self._holdings()
-        if is_distributed(optimizer) or holdings is None:
+        registry = self._registry()
+        if is_distributed(optimizer) or registry is None:
             return
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         seen = self._seen.get(optimizer)
         if seen is not None and seen.count == count and all(owner() is not None for owner in seen.owners):
             return
-        paths = holdings.paths()
+        paths = registry.paths()
         reducing: set[weakref.ref[Any]] = set()
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -63,7 +63,7 @@ class _Guard:
 
 @dataclasses.dataclass(frozen=True)
 class _Seen:
-    """What was found in an optimizer: the number of its parameters, and the hooks that reduce the gradients of some."""
+    """The result of examining an optimizer: the number of its parameters, and the hooks that reduce gradients of some."""
 
     count: int
     owners: tuple[weakref.ref[Any], ...]

@@ -90,7 +90,7 @@ def _sixteen_bits(array: Array) -> torch.Tensor:
 FEW = 64
 """Elements; so many of a gradient tell most of the time that it is not all zeros."""
 MANY_KEPT = 4
-"""When so many parameters' gradients were kept over a round, all gradients are copied out of their buckets."""
+"""Number of parameters with gradients kept over a round, from which all gradients are copied out of their buckets."""
 
 
 class TorchGradients:
@@ -220,7 +220,7 @@ class TorchGradients:
         return None
 
     def follow(self, completion: Completion) -> None:
-        completion.follow(cuda.current_stream(completion.device))
+        completion.block_stream(cuda.current_stream(completion.device))
 
     def copy_from_row_major(self, view: BucketView, values: AnyArray) -> None:
         assert isinstance(values, np.ndarray)

@@ -1,4 +1,4 @@
-"""The weight of this rank's gradients while the global batch is uneven: where it is applied, and why the result is exact.
+"""The weight of this rank's gradients in an uneven global batch: where it is applied, and why the result is exact.
 
 Rank r's loss L_r is a mean over its n_r samples. The loss of the global batch is the average over R ranks of w_r L_r, with
 w_r = n_r R / sum(n). A script differentiates L_r: no hook of torch sees every loss (`backward`, `autograd.grad`, scalers,
@@ -55,7 +55,7 @@ class GradientWeight:
     def __init__(self, runtime: Runtime) -> None:
         self.value = 1.0
         self.runtime = runtime
-        self._hooks: dict[Any, Any] = {}  # by the node that accumulates a parameter's gradient; a node lives while it is held
+        self._hooks: dict[Any, Any] = {}  # by the node that accumulates a parameter's gradient; nodes live while held
 
     @property
     def is_applied(self) -> bool:
@@ -98,15 +98,15 @@ def weight_of_this_pass(name: str) -> float:
         return 1.0
     where = f"'{name}': rank {api.runtime().world.rank} differentiates this collective"
     if transforms_active():
-        raise UnsupportedError(f"{where} with torch.func in a batch whose shards differ between ranks, and hvdlite cannot know "
-                               "whether the gradients will be weighted; use torch.autograd.grad or backward(), or batches "
-                               "that divide evenly (drop_last=True)")
+        raise UnsupportedError(f"{where} with torch.func in a batch whose shards differ between ranks, and hvdlite cannot "
+                               "know whether the gradients will be weighted; use torch.autograd.grad or backward(), or "
+                               "batches that divide evenly (drop_last=True)")
     values = {each.value for each in uneven if each.is_in_this_pass()}
     if not values and _accumulates_activations():
         values = {each.value for each in uneven}
     if len(values) > 1:
-        raise UnsupportedError(f"{where} while {len(uneven)} strategies have uneven batches with the weights {sorted(values)}, "
-                               "and hvdlite cannot know which weight applies; leave one of the loops first")
+        raise UnsupportedError(f"{where} while {len(uneven)} strategies have uneven batches with the weights "
+                               f"{sorted(values)}, and hvdlite cannot know which one applies; leave one of the loops first")
     return values.pop() if values else 1.0
 
 
@@ -136,7 +136,7 @@ def _accumulates_activations() -> bool:
 
 
 class _Fate(enum.Enum):
-    """What the running backward pass does with the gradient of a leaf."""
+    """The treatment of a leaf's gradient by the running backward pass."""
 
     ACCUMULATED = enum.auto()
     RETURNED = enum.auto()

@@ -1,4 +1,4 @@
-"""What a communication hook is called with: the gradients of a round, and collectives over the ranks that share them."""
+"""The arguments of a communication hook: the gradients of a round, and collectives over the ranks that share them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from hvdlite.core.errors import HvdliteError
 from hvdlite.core.types import Collective, ReduceOp
-from hvdlite.runtime.handle import Handle, Handles
+from hvdlite.handoff.handle import Handle, Handles
 from hvdlite.runtime.runtime import Runtime
 from hvdlite_torch import cuda
 from hvdlite_torch.bucket_views import Mark
@@ -21,7 +21,7 @@ Gradients = Sequence[tuple[str, torch.Tensor]]
 
 
 class CommHook(Protocol):
-    """What `comm_hook` takes.
+    """The interface of `comm_hook`.
 
     A hook can have one of two attributes:
     - `is_idempotent`: averaging averages again leaves them as they are, so parameters can have several backward passes
@@ -149,7 +149,7 @@ def check_hook(hook: Any) -> None:
 
 def reduce_round(hook: CommHook, exchange: Exchange, members: Sequence[tuple[str, torch.Tensor, bool]],
                  confirm: Callable[[], object]) -> list[tuple[torch.Tensor, Any]]:
-    """Let a hook average the gradients that some rank has; see `training.hooked_reducer`."""
+    """Let a hook average the gradients that some rank has; see `training.hook_round`."""
     reduced = []
     with torch.no_grad():
         for name, parameter, present in members:

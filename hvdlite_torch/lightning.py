@@ -35,7 +35,7 @@ _OPS = {"mean": ReduceOp.AVERAGE, "avg": ReduceOp.AVERAGE, "sum": ReduceOp.SUM, 
 
 
 class HvdliteEnvironment(ClusterEnvironment):
-    """Who Lightning thinks it is: what hvdlite says."""
+    """Lightning's view of ranks and sizes, taken from hvdlite."""
 
     @property
     def creates_processes_externally(self) -> bool:
@@ -112,7 +112,7 @@ class HvdliteStrategy(ParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """What Lightning's samplers need to know."""
+        """The arguments of Lightning's samplers."""
         return {"num_replicas": hvd.size(), "rank": hvd.rank()}
 
     def setup(self, trainer: Any) -> None:

@@ -1,4 +1,4 @@
-"""torchmetrics: metrics whose `compute()` is over all ranks, as under torch.distributed."""
+"""torchmetrics over all ranks, as under torch.distributed."""
 
 from __future__ import annotations
 

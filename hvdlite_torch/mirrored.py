@@ -1,4 +1,4 @@
-"""`MirroredStrategy`: one replica of the model per rank, in step, without further ado."""
+"""`MirroredStrategy` for PyTorch: one replica of the model per rank."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.scopes import Scopes
+from hvdlite.training.shards import CurrentBatch
 from hvdlite.training.strategies import Launching, reduction
 from hvdlite_torch.compression import Compression, Compressor
-from hvdlite_torch.distributed_loader import CurrentBatch, DistributedLoader
-from hvdlite_torch.replica import Replica
+from hvdlite_torch.distributed_loader import DistributedLoader
+from hvdlite_torch.replica_group import TorchReplicaGroup
 from hvdlite_torch.rows import mapped
-from hvdlite_torch.scoped import Holdings
+from hvdlite_torch.scope_registry import ScopeRegistry
 
-_scopes: Scopes[Holdings] = Scopes({torch.nn.Module: Holdings.add_module, torch.optim.Optimizer: Holdings.add_optimizer},
-                                   "MirroredStrategy")
+_scopes: Scopes[ScopeRegistry] = Scopes(
+    {torch.nn.Module: ScopeRegistry.add_module, torch.optim.Optimizer: ScopeRegistry.add_optimizer}, "MirroredStrategy")
 
 
 class MirroredStrategy(Launching):
@@ -31,7 +32,7 @@ class MirroredStrategy(Launching):
     Optimizers that are made in the scope average their gradients over the ranks (see `DistributedOptimizer`). Parameters,
     buffers and optimizer state become rank 0's: parameters when the optimizer is made, and everything before the first batch
     of a distributed loader, `run` or step after that, and again after a `load_state_dict` of something made in the scope.
-    Batches are global: `distribute` gives each rank its share, and averages weigh ranks by their samples, so losses are to
+    Batches are global: `distribute` gives each rank its shard, and averages weigh ranks by their samples, so losses are to
     be means over the batch. Started without a launcher there is one replica, and everything runs as without a strategy.
 
     A `load_state_dict` may be called on some ranks only: rank 0's values count. Running statistics of BatchNorm are each
@@ -59,11 +60,11 @@ class MirroredStrategy(Launching):
             api.init()
         super().__init__(devices)
         self._settings = (scale_learning_rate, sync_batch_norm, backward_passes_per_step, compression)
-        self._replica = Replica(_runtime or api.runtime(), api.set_id(process_set))
-        self._holdings = Holdings(
-            self._replica, process_set, learning_rate_factor=self._replica.size if scale_learning_rate else 1,
+        self._replicas = TorchReplicaGroup(_runtime or api.runtime(), api.set_id(process_set))
+        self._registry = ScopeRegistry(
+            self._replicas, process_set, learning_rate_factor=self._replicas.size if scale_learning_rate else 1,
             sync_batch_norm=sync_batch_norm, backward_passes_per_step=backward_passes_per_step, compression=compression)
-        self._current = CurrentBatch(self._replica, self._holdings.weigh)
+        self._current = CurrentBatch(self._replicas, self._registry.weigh)
 
     def __reduce__(self) -> Any:
         """A copy in another process, where `launch` brings it, is a strategy of that process's job."""
@@ -72,11 +73,11 @@ class MirroredStrategy(Launching):
     @property
     def num_replicas_in_sync(self) -> int:
         """The number of replicas: of ranks in the process set."""
-        return self._replica.size
+        return self._replicas.size
 
     @property
     def weight(self) -> float:
-        """What this rank's mean over the current batch counts in the average of all ranks' means; 1 in even batches.
+        """The weight of this rank's mean over the current batch in the average of all ranks' means; 1 in even batches.
 
         Gradients that a backward pass accumulates, or that a script sets itself, are multiplied by it before they are
         averaged. Gradients that `torch.autograd.grad` returns are not.
@@ -93,16 +94,16 @@ class MirroredStrategy(Launching):
         Raises:
             RuntimeError: inside another strategy's scope, or when another thread is inside this one's.
         """
-        if (self.devices or 1) > 1 and self._replica.size == 1:
+        if (self.devices or 1) > 1 and self._replicas.size == 1:
             warnings.warn(f"MirroredStrategy(devices={self.devices}), but this is the only rank: start the ranks with "
                           f"strategy.launch(main), or with hvdrun -np {self.devices}", stacklevel=3)
-        with _scopes.entered(self._holdings):
+        with _scopes.entered(self._registry):
             yield self
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Return `fn(*args, **kwargs)`, after mirroring what is due; all ranks call this together."""
-        self._holdings.agree()
-        self._holdings.mirror_if_due()
+        self._registry.schedule.agree()
+        self._registry.mirror_if_due()
         return fn(*args, **(kwargs or {}))
 
     def mirror(self) -> None:
@@ -114,24 +115,24 @@ class MirroredStrategy(Launching):
         Raises:
             MismatchError: on all ranks, when they have not made the same.
         """
-        self._holdings.mirror()
+        self._registry.mirror()
 
     def distribute(self, loader: Iterable[Any]) -> DistributedLoader:
-        """Return a loader of this rank's shares of the global batches that `loader` yields; all ranks call this.
+        """Return a loader of this rank's shard of the global batches that `loader` yields; all ranks call this.
 
         See `distributed_loader` for what is shared how. A batch with fewer rows than there are replicas goes to all of them.
-        The global batch of which a loop took its share last is the current one, until the loop ends.
+        The global batch of which a loop took its shard last is the current one, until the loop ends.
 
         Args:
             loader: a DataLoader over all samples with the global batch size, or an iterable of batches (structures of
                 tensors and arrays).
 
         Raises:
-            ValueError: when the loader's sampler shares samples out already.
+            ValueError: when the loader's sampler already splits the samples.
         """
         if isinstance(loader, DistributedLoader):
             return loader
-        return DistributedLoader(loader, self._replica, self._holdings, self._current)
+        return DistributedLoader(loader, self._replicas, self._registry, self._current)
 
     def reduce(self, op: str | ReduceOp, value: Any, axis: int | None = None) -> Any:
         """Return the reduction of every replica's value, on all of them; all ranks call this together. Not differentiable.
@@ -174,7 +175,7 @@ class MirroredStrategy(Launching):
                 raise ValueError("gather concatenates tensors of one dimension or more; this one is a scalar")
             if self._current.is_repeated:
                 return tensor.detach().clone()
-            return torch.cat([part.movedim(0, axis) for part in self._replica.allgather(tensor.movedim(axis, 0))], axis)
+            return torch.cat([part.movedim(0, axis) for part in self._replicas.allgather(tensor.movedim(axis, 0))], axis)
         return mapped(value, gathered)
 
     def _reduced(self, op: ReduceOp, value: Any, axis: int | None) -> Any:
@@ -187,9 +188,9 @@ class MirroredStrategy(Launching):
         if axis is not None:
             result = self._over_axis(tensor, axis, averages)
         elif averages and self._current.weight != 1:
-            result = self._replica.allreduce(tensor * self._current.weight, op)
+            result = self._replicas.allreduce(tensor * self._current.weight, op)
         elif op is not ReduceOp.SUM or not self._current.is_repeated:
-            result = self._replica.allreduce(tensor, op)
+            result = self._replicas.allreduce(tensor, op)
         return result if isinstance(value, torch.Tensor) else result.item() if result.dim() == 0 else result
 
     def _over_axis(self, tensor: torch.Tensor, axis: int, averages: bool) -> torch.Tensor:
@@ -200,10 +201,10 @@ class MirroredStrategy(Launching):
             total, count = sums, torch.tensor(tensor.shape[axis])
         elif averages:
             both = torch.cat([sums.reshape(-1), sums.new_tensor([tensor.shape[axis]])])
-            both = self._replica.allreduce(both, ReduceOp.SUM)
+            both = self._replicas.allreduce(both, ReduceOp.SUM)
             total, count = both[:-1].reshape(sums.shape), both[-1]
         else:
-            return self._replica.allreduce(sums, ReduceOp.SUM)
+            return self._replicas.allreduce(sums, ReduceOp.SUM)
         return (total / count).to(tensor.dtype) if averages else total
 
 

@@ -18,7 +18,15 @@ from hvdlite.core.types import Collective, ReduceOp
 from hvdlite_torch import collectives, cuda
 from hvdlite_torch.collectives import TorchHandle, carried, contiguous_like, lent, mark_written, written
 from hvdlite_torch.compression import Compression, Compressor
-from hvdlite_torch.derivatives import Broadcast, Exchange, Gathering, Reduction, Scattering, apply, apply_in_place
+from hvdlite_torch.derivatives import (
+    AllgatherCall,
+    AllreduceCall,
+    AlltoallCall,
+    BroadcastCall,
+    ReducescatterCall,
+    apply,
+    apply_in_place,
+)
 from hvdlite_torch.framework import as_tensor
 
 Average, Sum, Adasum = api.Average, api.Sum, api.Adasum
@@ -51,8 +59,8 @@ def allreduce_async_(tensor: torch.Tensor, average: bool | None = None, name: st
                      op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                      process_set: ProcessSet = global_process_set) -> TorchHandle:
     """Like `allreduce_`, returning a handle at once."""
-    return apply_in_place(Reduction(_name("allreduce", name, process_set), process_set, api.reduce_op(op, average),
-                                    prescale_factor, postscale_factor), [tensor])
+    return apply_in_place(AllreduceCall(_name("allreduce", name, process_set), process_set, api.reduce_op(op, average),
+                                        prescale_factor, postscale_factor), [tensor])
 
 
 def allreduce_async(tensor: torch.Tensor, average: bool | None = None, name: str | None = None,
@@ -95,8 +103,8 @@ def allreduce(tensor: torch.Tensor, average: bool | None = None, name: str | Non
         ValueError: at the call, for an unsupported tensor, or a name that is still being processed.
     """
     compressed, context = compression.compress(tensor)
-    (reduced,) = apply(Reduction(_name("allreduce", name, process_set), process_set, api.reduce_op(op, average),
-                                 prescale_factor, postscale_factor), compressed)
+    (reduced,) = apply(AllreduceCall(_name("allreduce", name, process_set), process_set, api.reduce_op(op, average),
+                                     prescale_factor, postscale_factor), compressed)
     return compression.decompress(reduced, context)
 
 
@@ -104,8 +112,9 @@ def grouped_allreduce_async_(tensors: Sequence[torch.Tensor], average: bool | No
                              op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                              process_set: ProcessSet = global_process_set) -> TorchHandle:
     """Like `grouped_allreduce_`, returning one handle at once."""
-    return apply_in_place(Reduction(_name("grouped_allreduce", name, process_set), process_set, api.reduce_op(op, average),
-                                    prescale_factor, postscale_factor, is_grouped=True), tensors)
+    call = AllreduceCall(_name("grouped_allreduce", name, process_set), process_set, api.reduce_op(op, average),
+                         prescale_factor, postscale_factor, is_grouped=True)
+    return apply_in_place(call, tensors)
 
 
 def grouped_allreduce_async(tensors: Sequence[torch.Tensor], average: bool | None = None, name: str | None = None,
@@ -131,8 +140,8 @@ def grouped_allreduce(tensors: Sequence[torch.Tensor], average: bool | None = No
                       process_set: ProcessSet = global_process_set) -> list[torch.Tensor]:
     """Like `allreduce` on several tensors, which are fused. Differentiable."""
     pairs = [compression.compress(tensor) for tensor in tensors]
-    reduced = apply(Reduction(_name("grouped_allreduce", name, process_set), process_set, api.reduce_op(op, average),
-                              prescale_factor, postscale_factor, is_grouped=True), *(tensor for tensor, _ in pairs))
+    reduced = apply(AllreduceCall(_name("grouped_allreduce", name, process_set), process_set, api.reduce_op(op, average),
+                                  prescale_factor, postscale_factor, is_grouped=True), *(tensor for tensor, _ in pairs))
     return [compression.decompress(tensor, context) for tensor, (_, context) in zip(reduced, pairs, strict=True)]
 
 
@@ -178,7 +187,7 @@ def allgather(tensor: torch.Tensor, name: str | None = None, process_set: Proces
     Raises:
         UnsupportedError: for a scalar; otherwise like `allreduce`.
     """
-    (gathered,) = apply(Gathering(_name("allgather", name, process_set), process_set, horovod_gradient), tensor)
+    (gathered,) = apply(AllgatherCall(_name("allgather", name, process_set), process_set, horovod_gradient), tensor)
     return gathered
 
 
@@ -195,7 +204,7 @@ def grouped_allgather(tensors: Sequence[torch.Tensor], name: str | None = None,
                       process_set: ProcessSet = global_process_set, horovod_gradient: bool = True) -> list[torch.Tensor]:
     """Like `allgather`, of several tensors. Differentiable."""
     base = _name("grouped_allgather", name, process_set)
-    return apply(Gathering(base, process_set, horovod_gradient, api.member_names(base, len(tensors))), *tensors)
+    return apply(AllgatherCall(base, process_set, horovod_gradient, api.member_names(base, len(tensors))), *tensors)
 
 
 def reducescatter_async(tensor: torch.Tensor, name: str | None = None, op: ReduceOp = Average,
@@ -223,8 +232,9 @@ def reducescatter(tensor: torch.Tensor, name: str | None = None, compression: ty
         UnsupportedError: for a scalar; otherwise like `allreduce`.
     """
     compressed, context = compression.compress(tensor)
-    (reduced,) = apply(Scattering(_name("reducescatter", name, process_set), process_set, ReduceOp(op), prescale_factor,
-                                  postscale_factor, horovod_gradient), compressed)
+    call = ReducescatterCall(_name("reducescatter", name, process_set), process_set, ReduceOp(op), prescale_factor,
+                             postscale_factor, horovod_gradient)
+    (reduced,) = apply(call, compressed)
     return compression.decompress(reduced, context)
 
 
@@ -244,8 +254,8 @@ def grouped_reducescatter(tensors: Sequence[torch.Tensor], name: str | None = No
     """Like `reducescatter`, of several tensors. Differentiable."""
     base = _name("grouped_reducescatter", name, process_set)
     pairs = [compression.compress(tensor) for tensor in tensors]
-    call = Scattering(base, process_set, ReduceOp(op), prescale_factor, postscale_factor, horovod_gradient,
-                      api.member_names(base, len(tensors)))
+    call = ReducescatterCall(base, process_set, ReduceOp(op), prescale_factor, postscale_factor, horovod_gradient,
+                             api.member_names(base, len(tensors)))
     scattered = apply(call, *(tensor for tensor, _ in pairs))
     return [compression.decompress(tensor, context) for tensor, (_, context) in zip(scattered, pairs, strict=True)]
 
@@ -271,7 +281,7 @@ def alltoall(tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | None =
         UnsupportedError: for splits that do not fit, or rows that cannot be shared equally; otherwise like `allreduce`.
         MismatchError: when the ranks' shapes differ after the first dimension.
     """
-    call = Exchange(_name("alltoall", name, process_set), process_set, _split_list(splits))
+    call = AlltoallCall(_name("alltoall", name, process_set), process_set, _split_list(splits))
     (received,) = apply(call, tensor)
     return received if splits is None else (received, call.received)
 
@@ -311,7 +321,7 @@ def scatter(tensor: torch.Tensor, root_rank: int, name: str | None = None,
 def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = None,
                      process_set: ProcessSet = global_process_set) -> TorchHandle:
     """Like `broadcast_`, returning a handle at once."""
-    return apply_in_place(Broadcast(_name("broadcast", name, process_set), process_set, root_rank), [tensor])
+    return apply_in_place(BroadcastCall(_name("broadcast", name, process_set), process_set, root_rank), [tensor])
 
 
 def broadcast_async(tensor: torch.Tensor, root_rank: int, name: str | None = None,
@@ -335,7 +345,7 @@ def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None, pro
         horovod_gradient: the gradient is the *average* over ranks of the upstream gradient on the root and zero elsewhere,
             as in Horovod; False: their sum, which is the derivative of the sum of all ranks' losses.
     """
-    (result,) = apply(Broadcast(_name("broadcast", name, process_set), process_set, root_rank, horovod_gradient), tensor)
+    (result,) = apply(BroadcastCall(_name("broadcast", name, process_set), process_set, root_rank, horovod_gradient), tensor)
     return result
 
 

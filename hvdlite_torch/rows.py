@@ -1,4 +1,4 @@
-"""Rows of batches.
+"""The rows of a batch: how a structure of tensors is cut into shards.
 
 A batch is a tensor or an array, or a dict, list or tuple of them, at any depth. Each tensor has a row for each sample; one
 without dimensions has none, and stays whole. Lists and tuples of strings with as many entries as there are rows have an
@@ -26,7 +26,7 @@ def rows_of(batch: Any) -> int:
     for leaf in leaves(batch):
         if isinstance(leaf, (torch.Tensor, np.ndarray)) and leaf.ndim > 0:
             return int(leaf.shape[0])
-    raise TypeError(f"a batch of type {type(batch).__name__} cannot be shared among ranks: there is no tensor in it "
+    raise TypeError(f"a batch of type {type(batch).__name__} cannot be split among ranks: there is no tensor in it "
                     "whose first dimension counts samples. Distribute a DataLoader over single samples, or batches made of "
                     "tensors, arrays, dicts, lists and tuples")
 
@@ -41,11 +41,11 @@ def rows_taken(batch: Any, count: int, rows: slice) -> Any:
         if not isinstance(leaf, (torch.Tensor, np.ndarray)) or leaf.ndim == 0:
             return leaf
         if leaf.shape[0] != count:
-            raise ValueError(f"a batch has tensors of {count} and of {leaf.shape[0]} rows: it cannot be shared among ranks")
+            raise ValueError(f"a batch has tensors of {count} and of {leaf.shape[0]} rows: it cannot be split among ranks")
         return leaf[rows]
 
     def of_samples(values: list[Any] | tuple[Any, ...]) -> Any:
-        """Lists of strings with an entry a sample, such as file names, are shared too."""
+        """Lists of strings with an entry a sample, such as file names, are split too."""
         texts = all(isinstance(each, (str, bytes)) for each in values)
         return values[rows] if texts and len(values) == count else None
 

@@ -1,4 +1,4 @@
-"""Do all ranks iterate over the same data? A loader that gives each rank other samples would be shared out twice.
+"""The check that all ranks iterate over the same data, which a distributed loader then splits.
 
 | what is seen | then |
 |---|---|
@@ -20,11 +20,11 @@ import torch
 from torch.utils.data import Sampler, Subset
 
 from hvdlite.core.errors import MismatchError
-from hvdlite_torch.replica import Replica
+from hvdlite.training.replica_group import ReplicaGroup
 from hvdlite_torch.rows import leaves
 
 _COUNTS = ("num_replicas", "_num_replicas", "world_size", "_world_size")
-"""Where samplers keep for how many ranks they share samples out (torch's, timm's, detectron2's)."""
+"""Attributes with the number of ranks among which a sampler splits samples (torch's, timm's, detectron2's)."""
 
 
 def refuse_shared(loader: Any) -> None:
@@ -32,7 +32,7 @@ def refuse_shared(loader: Any) -> None:
     for part in _parts(loader):
         if _ranks(part) > 1:
             raise ValueError(
-                f"the loader's {type(part).__name__} shares samples out already, among {_ranks(part)} ranks. Give "
+                f"the loader's {type(part).__name__} already splits the samples among {_ranks(part)} ranks. Give "
                 "strategy.distribute a loader over all samples with the global batch size (shuffle=True, or a sampler for "
                 "one process; no split_dataset_by_node), or iterate over this loader itself, without strategy.distribute")
 
@@ -58,7 +58,7 @@ def signature(samples: list[Any]) -> list[str]:
     return [digest.hexdigest() for digest in digests]
 
 
-def compare(replica: Replica, seen: list[str] | None) -> None:
+def compare(replicas: ReplicaGroup, seen: list[str] | None) -> None:
     """Warn when the first batches of all ranks have nothing in common; all ranks call this together.
 
     Args:
@@ -67,14 +67,14 @@ def compare(replica: Replica, seen: list[str] | None) -> None:
     Raises:
         MismatchError: on all ranks, when only some have a batch.
     """
-    everywhere = replica.allgather_object(seen, "first")
+    everywhere = replicas.allgather_object(seen, "first")
     without = [number for number, theirs in enumerate(everywhere) if theirs is None]
     if without and len(without) < len(everywhere):
         raise MismatchError(f"replica {without[0]} has no batch, but others have: all ranks must iterate over the same "
-                            f"data, of which each takes its share{_ADVICE}")
+                            f"data, of which each takes its shard{_ADVICE}")
     if without or not all(everywhere) or any(len(set(place)) == 1 for place in zip(*everywhere, strict=False)):
         return
-    warnings.warn("the first batches of the ranks have nothing in common, but each rank takes its share of the same global "
+    warnings.warn("the first batches of the ranks have nothing in common, but each rank takes its shard of the same global "
                   f"batch: the others' samples are lost{_ADVICE}. Batches with random augmentation and without labels look "
                   "the same; then seed it alike, or filter this warning", stacklevel=2)
 
@@ -88,7 +88,7 @@ def fingerprint(loader: Any) -> str | None:
 def compare_fingerprints(fingerprints: list[str | None]) -> None:
     """Warn when ranks have datasets with other fingerprints."""
     if len(set(fingerprints)) > 1:
-        warnings.warn("the datasets of the ranks have other fingerprints, but ranks take shares of the same indices: the "
+        warnings.warn("the datasets of the ranks have other fingerprints, but ranks take shards of the same indices: the "
                       f"others' samples are lost{_ADVICE}. After a transform that cannot be hashed it is random; "
                       "then filter this warning", stacklevel=2)
 
@@ -112,7 +112,7 @@ def _parts(loader: Any) -> Iterator[Any]:
 
 
 def _ranks(part: Any) -> int:
-    """Return among how many ranks a sampler or dataset shares samples out."""
+    """Return the number of ranks among which a sampler or dataset splits samples."""
     members = {**(vars(part) if hasattr(part, "__dict__") else {})}
     if isinstance(part, Sampler):  # also what it computes
         members.update((name, getattr(part, name, None)) for name in ("rank", *_COUNTS) if name not in members)

@@ -1,4 +1,4 @@
-"""Parameters that several living optimizers have, and in which order hooks of parameters are called.
+"""Parameters of several living optimizers, and the order of the hooks of parameters.
 
 Two optimizers that both reduced one gradient would take it from each other. So each shared parameter's gradients are reduced
 by the optimizer that was last wrapped, stepped or cleared with `zero_grad()`. For the others they count as missing, until

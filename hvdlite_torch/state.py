@@ -1,4 +1,4 @@
-"""Start from the same state everywhere: broadcast parameters, optimizer state and objects from one rank."""
+"""Broadcasts of parameters, optimizer state and objects, so that all ranks start with the same state."""
 
 from __future__ import annotations
 

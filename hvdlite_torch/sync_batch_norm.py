@@ -129,7 +129,7 @@ class _Call:
 
     def summed(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sum over ranks of gradients of the statistics, which all ranks have in common. Differentiable."""
-        (sum_,) = derivatives.pull_back(derivatives.Reduction(self.name, self.process_set, ReduceOp.SUM), [values])
+        (sum_,) = derivatives.pull_back(derivatives.AllreduceCall(self.name, self.process_set, ReduceOp.SUM), [values])
         return sum_
 
 

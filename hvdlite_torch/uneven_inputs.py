@@ -16,7 +16,7 @@ from hvdlite_torch.state import take_over
 
 @dataclasses.dataclass
 class Joined:
-    """What `with optimizer.join() as joined` binds.
+    """The value that `with optimizer.join() as joined` binds.
 
     Attributes:
         last_rank: the rank that ran out of batches last, when the block is over. `broadcast_parameters(tensors, last_rank)`

@@ -1,4 +1,4 @@
-"""Gradients that are not final yet: reading or writing `.grad` of such a parameter waits for them first.
+"""Gradients that are not final yet: reading or writing `.grad` of such a parameter waits for its reduction first.
 
 Between `backward()` and the end of a round, `.grad` would be None or half reduced. For that time a parameter gets a subclass
 of its own class in which `grad` is a property. Everything that looks at gradients from Python (clipping, GradScaler,

@@ -1,7 +1,7 @@
-"""The launcher's hand on another host: obeys orders from standard input, tells events on standard output.
+"""The agent on another host: takes messages of the launcher on standard input, sends events on standard output.
 
 Rules
-- The launcher's end, a cut link (no order, not even a ping, for `SILENCE` seconds) and an `End` order all end the job here:
+- The launcher's end, a cut link (no order, not even a ping, for `SILENCE` seconds) and an `Stop` order all end the job here:
   every process of it is killed, and its directory removed. Were the agent itself killed, its reaper would do that.
 - The agent never blocks on the link: while the launcher does not read, the ranks' output waits in their pipes.
 """
@@ -25,31 +25,31 @@ from hvdlite_runner.commands import cores
 from hvdlite_runner.messages import (
     MAGIC,
     SILENCE,
-    AskFacts,
-    AskProbe,
-    AskProgress,
-    AskRoute,
-    AskSpeed,
-    End,
+    AgentDone,
+    AgentReady,
     Event,
-    Facts,
     Frames,
-    Hello,
-    Over,
+    HostInfoReply,
+    HostInfoRequest,
     Ping,
     Pong,
-    Probed,
-    Progress,
-    Routed,
+    ProbeReply,
+    ProbeRequest,
+    ProgressReply,
+    ProgressRequest,
+    RouteReply,
+    RouteRequest,
     Signal,
-    Speed,
+    SpeedReply,
+    SpeedRequest,
     Start,
+    Stop,
     frame,
 )
 from hvdlite_runner.shells import PROBLEM_CODE
 from hvdlite_runner.worker_group import POLL_WITHOUT_PIDFD, WorkerGroup
 
-_LOOK: Final = 1.0
+_CHECK_SECONDS: Final = 1.0
 _FULL, _EMPTY = 4 << 20, 1 << 20  # bytes waiting for the launcher: stop listening to the ranks, go on
 
 
@@ -71,8 +71,8 @@ class Agent:
         self._workers = WorkerGroup(self._selector, self._tell, environ)
         self._frames = Frames(events=False)
         self._unsent = bytearray(MAGIC)
-        self._heard = time.monotonic()
-        self._over = False
+        self._last_heard = time.monotonic()
+        self._ending = False
         self._probe_server: host_probe.ProbeServer | None = None
 
     def run(self) -> None:
@@ -80,17 +80,17 @@ class Agent:
         self._workers.prepare()
         self._wake_for_signals()
         try:
-            self._tell(Hello(platform.python_version(), __version__, socket.gethostname(), cores(), os.getpid()))
-            while not self._over:
-                wait = POLL_WITHOUT_PIDFD if self._workers.needs_polling() else _LOOK
+            self._tell(AgentReady(platform.python_version(), __version__, socket.gethostname(), cores(), os.getpid()))
+            while not self._ending:
+                wait = POLL_WITHOUT_PIDFD if self._workers.needs_polling() else _CHECK_SECONDS
                 for key, _ in self._selector.select(wait):
                     key.data()
                 self._workers.notice()
-                if time.monotonic() - self._heard > SILENCE:
-                    self._over = True
+                if time.monotonic() - self._last_heard > SILENCE:
+                    self._ending = True
         finally:
             self._workers.end()
-        self._tell(Over())
+        self._tell(AgentDone())
         until = time.monotonic() + SILENCE
         while self._unsent and time.monotonic() < until:
             self._selector.select(0.1)
@@ -108,7 +108,7 @@ class Agent:
         self._selector.register(reader, selectors.EVENT_READ, lambda: os.read(reader, 4096))
 
     def _asked_to_end(self, number: int, frame: object) -> None:
-        self._over = True
+        self._ending = True
 
     def _receive(self) -> None:
         try:
@@ -116,11 +116,11 @@ class Agent:
         except BlockingIOError:
             return
         if not content:
-            self._over = True
+            self._ending = True
             return
         for order in self._frames.feed(content):
             self._obey(order)
-        self._heard = time.monotonic()
+        self._last_heard = time.monotonic()
 
     def _obey(self, order: object) -> None:
         if isinstance(order, Start):
@@ -129,31 +129,31 @@ class Agent:
             self._workers.start(order)
         elif isinstance(order, Signal):
             self._workers.signal(order.number)
-        elif isinstance(order, End):
-            self._over = True
+        elif isinstance(order, Stop):
+            self._ending = True
         elif isinstance(order, Ping):
             self._tell(Pong())
-        elif isinstance(order, AskRoute):
+        elif isinstance(order, RouteRequest):
             self._tell(self._route(order))
-        elif isinstance(order, AskProbe):
-            self._tell(Probed(host_probe.probe(order.addresses, order.port)))
-        elif isinstance(order, AskFacts):
-            self._tell(Facts(host_probe.facts(self._environ)))
-        elif isinstance(order, AskSpeed):
+        elif isinstance(order, ProbeRequest):
+            self._tell(ProbeReply(host_probe.probe(order.addresses, order.port)))
+        elif isinstance(order, HostInfoRequest):
+            self._tell(HostInfoReply(host_probe.host_info(self._environ)))
+        elif isinstance(order, SpeedRequest):
             try:
-                self._tell(Speed(*host_probe.speed(order.addresses, order.port)))
+                self._tell(SpeedReply(*host_probe.speed(order.addresses, order.port)))
             except OSError as error:
-                self._tell(Speed(0.0, 0.0, str(error)))
-        elif isinstance(order, AskProgress):
-            self._tell(Progress(*monitor.look(self._workers)))
+                self._tell(SpeedReply(0.0, 0.0, str(error)))
+        elif isinstance(order, ProgressRequest):
+            self._tell(ProgressReply(*monitor.sample(self._workers)))
 
-    def _route(self, order: AskRoute) -> Routed:
+    def _route(self, order: RouteRequest) -> RouteReply:
         if self._probe_server is None:
             try:
                 self._probe_server = host_probe.ProbeServer(order.port)
             except OSError as error:
-                return Routed([], 0, f"cannot listen on port {order.port}: {error.strerror}")
-        return Routed(host_probe.own_addresses(order.hosts, order.interfaces), self._probe_server.port)
+                return RouteReply([], 0, f"cannot listen on port {order.port}: {error.strerror}")
+        return RouteReply(host_probe.own_addresses(order.hosts, order.interfaces), self._probe_server.port)
 
     def _tell(self, event: Event) -> None:
         self._unsent += frame(event)
@@ -169,7 +169,7 @@ class Agent:
             pass
         except OSError:
             self._unsent.clear()  # nobody reads any more
-            self._over = True
+            self._ending = True
         waiting = self._out in self._selector.get_map()
         if self._unsent and not waiting:
             self._selector.register(self._out, selectors.EVENT_WRITE, self._push)
@@ -177,7 +177,7 @@ class Agent:
             self._selector.unregister(self._out)
         if len(self._unsent) > _FULL:
             self._workers.pause(True)
-        elif len(self._unsent) < _EMPTY and not self._over:
+        elif len(self._unsent) < _EMPTY and not self._ending:
             self._workers.pause(False)
 
 
@@ -190,7 +190,7 @@ def main() -> None:
     try:
         Agent(orders, events, os.environ).run()
     except ProtocolError as error:
-        print(f"hvdlite: the launcher's orders cannot be read: {error}", file=sys.stderr)
+        print(f"hvdlite: cannot read the launcher's messages: {error}", file=sys.stderr)
         raise SystemExit(PROBLEM_CODE) from None
 
 

@@ -1,4 +1,4 @@
-"""The first thing that runs on another host, under whatever Python is there: it checks versions and starts the agent.
+"""The program that ssh starts on another host, with any Python: it checks versions and starts the agent.
 
 Sent as the argument of `python -c`, so it is short, needs nothing installed, and works with any Python 3. It reads a length
 (8 hexadecimal digits) and that many bytes of JSON from standard input: there, and not on a command line, the environment

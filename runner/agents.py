@@ -1,4 +1,4 @@
-"""The agents of a job's other hosts: reached and checked in parallel, asked questions, told to end."""
+"""The agents of all other hosts, as the launcher sees them: started, checked and asked in parallel, and ended."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from hvdlite.core.errors import LaunchError
-from hvdlite.core.file_limit import descriptors_for
+from hvdlite.core.file_limit import reserve_descriptors
 from hvdlite_runner import host_probe
-from hvdlite_runner.messages import AskProbe, AskRoute, Event, Hello, Order, Probed, Routed
+from hvdlite_runner.messages import AgentReady, Event, Order, ProbeReply, ProbeRequest, RouteReply, RouteRequest
 from hvdlite_runner.placement import Host
-from hvdlite_runner.remote import Pinger, Remote
+from hvdlite_runner.remote_agent import Pinger, RemoteAgent
 from hvdlite_runner.shells import Shell
 
 Answer = TypeVar("Answer", bound=Event)
@@ -36,38 +36,39 @@ class Agents:
         stopped: whether the user wants no more of it.
     """
 
-    def __init__(self, selector: selectors.BaseSelector, take: Callable[[Remote, Event], None],
-                 lost: Callable[[Remote], None], stopped: Callable[[], bool] = lambda: False) -> None:
-        self.remotes: list[Remote] = []
+    def __init__(self, selector: selectors.BaseSelector, take: Callable[[RemoteAgent, Event], None],
+                 lost: Callable[[RemoteAgent], None], stopped: Callable[[], bool] = lambda: False) -> None:
+        self.remotes: list[RemoteAgent] = []
         self._pinger: Pinger | None = None
         self._selector, self._take, self._lost, self._stopped = selector, take, lost, stopped
-        self._answers: dict[Remote, Event] = {}
+        self._answers: dict[RemoteAgent, Event] = {}
         self._waiting: type[Any] | None = None
 
-    def reach(self, hosts: Sequence[Host], shell: Shell, greeting: bytes, timeout: float) -> None:
+    def reach(self, hosts: Sequence[Host], shell: Shell, bootstrap_input: bytes, timeout: float) -> None:
         """Start an agent on every host at a time.
 
         Raises:
             LaunchError: with one line for each host where that is not possible.
         """
         try:
-            with descriptors_for(_DESCRIPTORS * len(hosts), f"reaching {len(hosts)} hosts"):
-                self.remotes = [Remote(host, shell, greeting, self._selector, self._tell, self._gone) for host in hosts]
+            with reserve_descriptors(_DESCRIPTORS * len(hosts), f"reaching {len(hosts)} hosts"):
+                self.remotes = [RemoteAgent(host, shell, bootstrap_input, self._selector, self._tell,
+                                            self._gone) for host in hosts]
         except OSError as error:
-            raise LaunchError(f"cannot start {shell.program}, which is to reach other hosts: {error.strerror}") from None
+            raise LaunchError(f"cannot start {shell.program} to connect to other hosts: {error.strerror}") from None
         self._pinger = Pinger(self.remotes)  # from now on: the first to be ready may wait long for the last
-        self._await(self.remotes, Hello, timeout)
+        self._await(self.remotes, AgentReady, timeout)
         problems = []
         for remote in self.remotes:
-            if remote.hello is None:
+            if remote.ready is None:
                 if not remote.over:
-                    remote.give_up(f"did not start its agent within {timeout:.0f} s (--start-timeout)")
-                problems.append(remote.why())
+                    remote.mark_lost(f"did not start its agent within {timeout:.0f} s (--start-timeout)")
+                problems.append(remote.failure_reason())
         if problems:
             raise LaunchError("\n".join(problems))
 
-    def ask(self, orders: Mapping[Remote, Order], kind: type[Answer],
-            timeout: float = ANSWER_SECONDS) -> dict[Remote, Answer]:
+    def ask(self, orders: Mapping[RemoteAgent, Order], kind: type[Answer],
+            timeout: float = ANSWER_SECONDS) -> dict[RemoteAgent, Answer]:
         """Send orders and return the answers.
 
         Raises:
@@ -75,8 +76,9 @@ class Agents:
         """
         for remote, order in orders.items():
             remote.send(order)
-        answers: dict[Remote, Any] = self._await(list(orders), kind, timeout)
-        missing = [remote.why() if remote.over else f"host {remote.host.name} did not answer within {timeout:.0f} s"
+        answers: dict[RemoteAgent, Any] = self._await(list(orders), kind, timeout)
+        missing = [remote.failure_reason() if remote.over
+                   else f"host {remote.host.name} did not answer within {timeout:.0f} s"
                    for remote in orders if remote not in answers]
         if missing:
             raise LaunchError("\n".join(missing))
@@ -93,7 +95,7 @@ class Agents:
         if self._pinger is not None:
             self._pinger.stop()
         for remote in self.remotes:
-            if remote.hello is None:
+            if remote.ready is None:
                 remote.close()  # it has nothing to end
             else:
                 remote.end()
@@ -103,7 +105,7 @@ class Agents:
         for remote in self.remotes:
             remote.close()
 
-    def _await(self, remotes: Sequence[Remote], kind: type[Any], timeout: float) -> dict[Remote, Any]:
+    def _await(self, remotes: Sequence[RemoteAgent], kind: type[Any], timeout: float) -> dict[RemoteAgent, Any]:
         self._answers, self._waiting = {}, kind
         until = time.monotonic() + timeout
         while time.monotonic() < until and not all(remote in self._answers or remote.over for remote in remotes):
@@ -113,19 +115,20 @@ class Agents:
         self._waiting = None
         return self._answers
 
-    def _tell(self, remote: Remote, event: Event) -> None:
+    def _tell(self, remote: RemoteAgent, event: Event) -> None:
         if self._waiting is not None and isinstance(event, self._waiting):
             self._answers[remote] = event
         else:
             self._take(remote, event)
 
-    def _gone(self, remote: Remote) -> None:
-        if remote.hello is not None:
+    def _gone(self, remote: RemoteAgent) -> None:
+        if remote.ready is not None:
             self._lost(remote)
 
 
-def meeting_point(agents: Agents, first: Remote | None, others: Mapping[Remote | None, str], interfaces: Sequence[str],
-                  port: int) -> str:
+def rendezvous_address(agents: Agents, first: RemoteAgent | None, others: Mapping[RemoteAgent | None, str],
+                       interfaces: Sequence[str],
+                       port: int) -> str:
     """Find host:port where rank 0 can listen and every other host reaches it.
 
     Args:
@@ -142,20 +145,20 @@ def meeting_point(agents: Agents, first: Remote | None, others: Mapping[Remote |
             try:
                 probe_server = host_probe.ProbeServer(port)
             except OSError as error:
-                raise LaunchError(f"cannot listen on port {port} here: {error.strerror}") from None
-            routed = Routed(host_probe.own_addresses(targets, interfaces), probe_server.port)
+                raise LaunchError(f"cannot listen on port {port} of this host: {error.strerror}") from None
+            routed = RouteReply(host_probe.own_addresses(targets, interfaces), probe_server.port)
         else:
-            routed = agents.ask({first: AskRoute(targets, list(interfaces), port)}, Routed)[first]
+            routed = agents.ask({first: RouteRequest(targets, list(interfaces), port)}, RouteReply)[first]
         here = "this host" if first is None else f"host {first.host.name}"
         if routed.problem:
             raise LaunchError(f"{here}: {routed.problem}")
         if not routed.addresses:
             wanted = f" on {', '.join(interfaces)}" if interfaces else ""
-            raise LaunchError(f"{here} has no address{wanted} that others could reach; it has: "
+            raise LaunchError(f"{here} has no address{wanted} that other hosts can reach; its addresses: "
                               f"{host_probe.interfaces() if first is None else 'see hvdrun --doctor'}")
-        ask = AskProbe(routed.addresses, routed.port)
+        ask = ProbeRequest(routed.addresses, routed.port)
         found: dict[str, dict[str, str]] = {remote.host.name: answer.problems for remote, answer in agents.ask(
-            {remote: ask for remote in others if remote is not None}, Probed).items()}
+            {remote: ask for remote in others if remote is not None}, ProbeReply).items()}
         if None in others:
             found["this host"] = host_probe.probe(routed.addresses, routed.port)
     finally:
@@ -167,7 +170,7 @@ def meeting_point(agents: Agents, first: Remote | None, others: Mapping[Remote |
     raise LaunchError("\n".join(unreachable(here, routed, found)))
 
 
-def unreachable(here: str, routed: Routed, found: Mapping[str, Mapping[str, str]]) -> list[str]:
+def unreachable(here: str, routed: RouteReply, found: Mapping[str, Mapping[str, str]]) -> list[str]:
     """Return a line for each host that does not reach rank 0's host, at the address that most of them reach."""
     best = min(routed.addresses, key=lambda address: sum(bool(problems[address]) for problems in found.values()))
     where = f"rank 0 on {here} at {best}, port {routed.port}"

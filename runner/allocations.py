@@ -1,4 +1,4 @@
-"""Which hosts and slots has a scheduler given us? A scheduler is a row of a table. Pure: environment in, hosts out."""
+"""The hosts and slots of a scheduler's allocation: a table with a row per scheduler. Pure: environment in, hosts out."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ class Allocation:
 @dataclasses.dataclass(frozen=True)
 class _Scheduler:
     name: str
-    sign: str  # the variable by which it is known
+    variable: str  # the variable by which it is known
     hosts: Callable[[Mapping[str, str], Read], list[Host]]
     shell: str = "ssh"
 
 
-def find(environ: Mapping[str, str], read: Read) -> Allocation | None:
+def find_allocation(environ: Mapping[str, str], read: Read) -> Allocation | None:
     """Return the allocation that this process runs in, or None.
 
     Raises:
         LaunchError: when the scheduler's variables make no sense.
     """
     for scheduler in SCHEDULERS:
-        if scheduler.sign in environ:
+        if scheduler.variable in environ:
             try:
                 hosts = scheduler.hosts(environ, read)
             except (KeyError, ValueError, OSError) as error:
-                raise LaunchError(f"this looks like an allocation of {scheduler.name} ({scheduler.sign} is set), but its "
-                                  f"hosts cannot be told: {error!r}; name them with -H") from None
+                raise LaunchError(f"this seems to be an allocation of {scheduler.name} ({scheduler.variable} is set), but "
+                                  f"its hosts cannot be determined: {error!r}; list them with -H") from None
             program = environ["OMPI_MCA_plm_rsh_agent"] if scheduler.shell == "rsh agent" else scheduler.shell
             return Allocation(scheduler.name, hosts, program)
     return None

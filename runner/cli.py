@@ -1,4 +1,4 @@
-"""`hvdrun -np N [options] command ...`"""
+"""The entry point of `hvdrun`: options become a job, a report or a check."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hvdlite.core.config import Config, environment_name, file_knobs, limit
+from hvdlite.core.config import Config, environment_name, file_knobs, timeout_or_inf
 from hvdlite.core.errors import ConfigError, LaunchError
 from hvdlite_runner import allocations, mpirun, placement, scaling
 from hvdlite_runner.commands import CommandError, resolve_command
-from hvdlite_runner.doctor import examine
+from hvdlite_runner.doctor import run_doctor
 from hvdlite_runner.job import JobSettings, run_job
 from hvdlite_runner.monitor import Monitor
 from hvdlite_runner.options import HOROVOD_FLAGS, MEANINGLESS_FLAGS, USAGE_ERROR, parser
@@ -48,9 +48,10 @@ def _run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         return show_report(options.report, as_json=options.json)
     if options.doctor:
         hosts, shell = _hosts(options, environ)
-        allocation = allocations.find(environ, _read)
-        return examine(_with_here(hosts, environ) or [Host(LOCAL)], shell, options.working_directory or os.getcwd(), environ,
-                       allocation.scheduler if allocation else "", options.json)
+        allocation = allocations.find_allocation(environ, _read)
+        return run_doctor(_rename_local(hosts, environ) or [Host(LOCAL)], shell, options.working_directory or os.getcwd(),
+                          environ,
+                          allocation.scheduler if allocation else "", options.json)
     if options.scaling is not None and options.sweep is not None:
         raise LaunchError("give either --scaling or --sweep")
     if options.scaling is not None:
@@ -68,8 +69,8 @@ def _run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     settings = job_settings(options, environ)
     monitor = None
     if options.monitor:
-        places = {rank: group.host.name for group in settings.groups for rank in group.ranks}
-        monitor = Monitor(lambda text: print(text, end="", file=sys.stderr, flush=True), places, sys.stderr.isatty())
+        rank_hosts = {rank: host_ranks.host.name for host_ranks in settings.hosts for rank in host_ranks.ranks}
+        monitor = Monitor(lambda text: print(text, end="", file=sys.stderr, flush=True), rank_hosts, sys.stderr.isatty())
     return run_job(settings, environ, monitor)
 
 
@@ -88,9 +89,9 @@ def job_settings(options: argparse.Namespace, environ: Mapping[str, str], size: 
     """
     command = [*_command(options), *more]
     hosts, shell = _hosts(options, environ)
-    groups = _groups(options, _with_here(hosts, environ), size or options.np)
+    assignment = _assign_ranks(options, _rename_local(hosts, environ), size or options.np)
     settings = _environment(options, environ)
-    if any(group.host.name == LOCAL for group in groups):
+    if any(host_ranks.host.name == LOCAL for host_ranks in assignment):
         resolve_command(command, environ.get("PATH"))  # each host does that again, for itself
     control = environment_name("control")
     notice = "".join(f"--{name} does nothing here: {why}\n" for name, (_, why) in MEANINGLESS_FLAGS.items()
@@ -98,8 +99,8 @@ def job_settings(options: argparse.Namespace, environ: Mapping[str, str], size: 
     notice += "".join(f"--{name} does nothing without --mpi\n" for name in ("mpi-args", "binding-args")
                       if getattr(options, name.replace("-", "_")))
     return JobSettings(
-        groups, command, settings, shell, working_directory=options.working_directory or "",
-        start_timeout=limit(Config.from_environment({**environ, **settings}).start_timeout),
+        assignment, command, settings, shell, working_directory=options.working_directory or "",
+        start_timeout=timeout_or_inf(Config.from_environment({**environ, **settings}).start_timeout),
         interfaces=_interfaces(options), coordinator_port=options.coordinator_port,
         over_tcp=settings.get(control, environ.get(control)) == "tcp", share_cores="OMP_NUM_THREADS" not in environ,
         output_directory=options.output_filename, prefix=options.prefix, timestamps=options.timestamps, show=options.show,
@@ -115,11 +116,11 @@ def mpi_command(options: argparse.Namespace, environ: Mapping[str, str]) -> list
     """
     command = resolve_command(_command(options), environ.get("PATH"))
     hosts, shell = _hosts(options, environ)
-    groups = _groups(options, hosts, options.np)
+    assignment = _assign_ranks(options, hosts, options.np)
     flavour = mpirun.flavour_of(options.mpirun)
-    remote = any(host.name != LOCAL for host in _with_here(hosts, environ))
+    remote = any(host.name != LOCAL for host in _rename_local(hosts, environ))
     return mpirun.mpirun_command(
-        flavour, options.mpirun, sum(len(group.ranks) for group in groups), hosts if remote else [],
+        flavour, options.mpirun, sum(len(host_ranks.ranks) for host_ranks in assignment), hosts if remote else [],
         {**environ, **_environment(options, environ)}, command, arguments=shlex.split(options.mpi_args),
         binding=shlex.split(options.binding_args), ssh=shell.ssh_arguments,
         interfaces=_interfaces(options), root=os.geteuid() == 0, output_directory=options.output_filename,
@@ -133,10 +134,10 @@ def _command(options: argparse.Namespace) -> list[str]:
     return command
 
 
-def _groups(options: argparse.Namespace, hosts: Sequence[Host], size: int | None) -> list[placement.Group]:
+def _assign_ranks(options: argparse.Namespace, hosts: Sequence[Host], size: int | None) -> list[placement.HostRanks]:
     if not hosts and size is None:
-        raise LaunchError("say how many ranks to start with -np N")
-    return placement.place(size, hosts or [Host(LOCAL, size or 1)])
+        raise LaunchError("pass the number of ranks with -np N")
+    return placement.assign_ranks(size, hosts or [Host(LOCAL, size or 1)])
 
 
 def _hosts(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[list[Host], Shell]:
@@ -149,7 +150,7 @@ def _hosts(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[lis
         hosts = placement.parse_hostfile(_read(options.hostfile), options.hostfile)
     elif options.host_discovery_script:
         hosts = placement.parse_hosts(",".join(_discovered(options.host_discovery_script).split()))
-    allocation = allocations.find(environ, _read)
+    allocation = allocations.find_allocation(environ, _read)
     if allocation is not None:
         hosts = hosts or allocation.hosts
         program = program or (allocation.shell if allocation.shell != "srun" or shutil.which("srun") else "ssh")
@@ -158,10 +159,10 @@ def _hosts(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[lis
     return hosts, shell
 
 
-def _with_here(hosts: Sequence[Host], environ: Mapping[str, str]) -> list[Host]:
+def _rename_local(hosts: Sequence[Host], environ: Mapping[str, str]) -> list[Host]:
     """Return the hosts with this machine called `LOCAL`."""
     here = environ.get("SLURMD_NODENAME")  # a node's name in Slurm need not be one for the network
-    return placement.unify_local(hosts, lambda name: name == here or placement.is_local(name))
+    return placement.rename_local_hosts(hosts, lambda name: name == here or placement.is_local(name))
 
 
 def _read(path: str) -> str:

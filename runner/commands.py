@@ -1,4 +1,4 @@
-"""What is executed: the command line checked before anything starts, and a rank's environment."""
+"""The command of a rank: checked before anything starts, and run with the rank's environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hvdrun --doctor`: what is wrong with a host, an interface, ssh or a library, one line each; then the facts."""
+"""`hvdrun --doctor`: problems of hosts, interfaces, ssh and libraries, one line each, and then the facts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any, Final
 from hvdlite.core.errors import LaunchError
 from hvdlite_runner import host_probe
 from hvdlite_runner.agents import Agents
-from hvdlite_runner.messages import AskFacts, AskRoute, AskSpeed, Event, Facts, Routed, Speed
+from hvdlite_runner.messages import Event, HostInfoReply, HostInfoRequest, RouteReply, RouteRequest, SpeedReply, SpeedRequest
 from hvdlite_runner.placement import LOCAL, Host
-from hvdlite_runner.remote import Remote, greeting
+from hvdlite_runner.remote_agent import RemoteAgent, bootstrap_input
 from hvdlite_runner.shells import CONNECT_SECONDS, Shell
 
 _FACTS_SECONDS: Final = 120.0  # importing frameworks from a cold disk
@@ -23,8 +23,8 @@ _SMALL: Final = {"files": (1024, "", "each rank opens some hundred files and soc
 """Limits below which something is said, on hosts that have what, and what is said."""
 
 
-def examine(hosts: Sequence[Host], shell: Shell, directory: str, environ: Mapping[str, str], scheduler: str,
-            as_json: bool) -> int:
+def run_doctor(hosts: Sequence[Host], shell: Shell, directory: str, environ: Mapping[str, str], scheduler: str,
+               as_json: bool) -> int:
     """Print what is known of the hosts and the ways between them; return 0, or 1 when something is wrong.
 
     Args:
@@ -44,15 +44,16 @@ def probe_hosts(hosts: Sequence[Host], shell: Shell, directory: str, environ: Ma
         try:
             remotes = [host for host in hosts if host.name != LOCAL]
             try:
-                agents.reach(remotes, shell, greeting(directory, environ), 2.0 * CONNECT_SECONDS)
+                agents.reach(remotes, shell, bootstrap_input(directory, environ), 2.0 * CONNECT_SECONDS)
             except LaunchError as error:
                 found["unreachable"] = str(error).splitlines()
-            present = [remote for remote in agents.remotes if remote.hello is not None and not remote.over]
+            present = [remote for remote in agents.remotes if remote.ready is not None and not remote.over]
             if len(remotes) < len(hosts):
-                found["hosts"][LOCAL] = host_probe.facts(environ)
-            for remote, answer in agents.ask({remote: AskFacts() for remote in present}, Facts, _FACTS_SECONDS).items():
+                found["hosts"][LOCAL] = host_probe.host_info(environ)
+            for remote, answer in agents.ask({remote: HostInfoRequest() for remote in present}, HostInfoReply,
+                                             _FACTS_SECONDS).items():
                 found["hosts"][remote.host.name] = answer.facts
-            ends: list[Remote | None] = [None] if LOCAL in found["hosts"] else []
+            ends: list[RemoteAgent | None] = [None] if LOCAL in found["hosts"] else []
             for first, second in itertools.combinations([*ends, *present], 2):
                 found["pairs"].append(_pair(agents, first, second))
         finally:
@@ -60,11 +61,11 @@ def probe_hosts(hosts: Sequence[Host], shell: Shell, directory: str, environ: Ma
     return found
 
 
-def _ignore(remote: Remote, event: Event) -> None:
+def _ignore(remote: RemoteAgent, event: Event) -> None:
     """Nothing comes that was not asked for."""
 
 
-def _pair(agents: Agents, first: Remote | None, second: Remote | None) -> dict[str, Any]:
+def _pair(agents: Agents, first: RemoteAgent | None, second: RemoteAgent | None) -> dict[str, Any]:
     """Measure between two hosts; the first may be the launcher's own (None)."""
     assert second is not None
     pair = {"from": second.host.name, "to": first.host.name if first is not None else LOCAL}
@@ -72,10 +73,10 @@ def _pair(agents: Agents, first: Remote | None, second: Remote | None) -> dict[s
     try:
         if first is None:
             probe_server = host_probe.ProbeServer()
-            routed = Routed(host_probe.own_addresses([second.host.address], []), probe_server.port)
+            routed = RouteReply(host_probe.own_addresses([second.host.address], []), probe_server.port)
         else:
-            routed = agents.ask({first: AskRoute([second.host.address], [])}, Routed)[first]
-        speed = agents.ask({second: AskSpeed(routed.addresses, routed.port)}, Speed)[second]
+            routed = agents.ask({first: RouteRequest([second.host.address], [])}, RouteReply)[first]
+        speed = agents.ask({second: SpeedRequest(routed.addresses, routed.port)}, SpeedReply)[second]
     except LaunchError as error:
         return {**pair, "problem": str(error)}
     finally:

@@ -1,4 +1,4 @@
-"""Which failure came first? Pure: exits and the ranks' own records in, one cause out."""
+"""The choice of the first failure. Pure: exit codes and the ranks' own records in, one cause out."""
 
 from __future__ import annotations
 

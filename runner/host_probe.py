@@ -1,4 +1,4 @@
-"""What can be found out about a host and the way to others: addresses, routes, reachable ports, speed, limits.
+"""Measurements on a host: addresses, routes, reachable ports, bandwidth, limits.
 
 Addresses follow from routes, never from names of interfaces: which of ours would the kernel use to reach that host?
 """
@@ -117,12 +117,12 @@ class ProbeServer:
         with contextlib.suppress(OSError), connection:
             connection.settimeout(PROBE_SECONDS)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            wish = connection.recv(1)
+            mode = connection.recv(1)
             connection.sendall(_PROBE)
-            if wish == _ECHO:
+            if mode == _ECHO:
                 while piece := connection.recv(64):
                     connection.sendall(piece)
-            elif wish == _SINK:
+            elif mode == _SINK:
                 while connection.recv(len(_CHUNK)):
                     pass
                 connection.sendall(_PROBE)  # everything has arrived
@@ -170,20 +170,20 @@ def speed(addresses: Sequence[str], port: int) -> tuple[float, float]:
         return sorted(trips)[len(trips) // 2], sent / (time.perf_counter() - begun)
 
 
-def _connected(address: str, port: int, wish: bytes) -> socket.socket:
+def _connected(address: str, port: int, mode: bytes) -> socket.socket:
     sock = socket.create_connection((address, port), PROBE_SECONDS)
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.sendall(wish)
+        sock.sendall(mode)
         if sock.recv(1) != _PROBE:
-            raise OSError("somebody else answers there")
+            raise OSError("another program answers at this port")
     except OSError:
         sock.close()
         raise
     return sock
 
 
-def facts(environ: Mapping[str, str]) -> dict[str, Any]:
+def host_info(environ: Mapping[str, str]) -> dict[str, Any]:
     """Return what is installed and configured on this host; only strings, numbers, lists and dictionaries."""
     found: dict[str, Any] = {
         "hostname": socket.gethostname(), "python": platform.python_version(), "executable": sys.executable,

@@ -1,8 +1,7 @@
-"""Run a job: start the ranks, show what they write, notice how they end, and end the rest.
+"""The run of a job: start the ranks, show their output, notice their end, and end the others.
 
 One loop over the pipes and pidfds of this host's ranks and the links to other hosts; nothing polls while nothing happens.
-Once a rank has failed, the others get `GRACE` seconds to end by themselves, because they have been told and their own
-message is the useful one; then they are asked (SIGTERM), then killed.
+How ranks are ended after a failure or the user's signal: `termination.py`.
 """
 
 from __future__ import annotations
@@ -17,40 +16,42 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import FrameType
 
 from hvdlite.core import launch_contract
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.launch_contract import FailureRecord
 from hvdlite_runner import commands, failures, host_probe, monitor
-from hvdlite_runner.agents import Agents, Stopped, meeting_point
+from hvdlite_runner.agents import Agents, Stopped, rendezvous_address
 from hvdlite_runner.failures import Exit
-from hvdlite_runner.messages import AskProgress, Event, Exited, Output, Progress, Refused, Result, Start, Started
-from hvdlite_runner.output import Console, numbers
-from hvdlite_runner.placement import LOCAL, Group
-from hvdlite_runner.remote import Remote, greeting
+from hvdlite_runner.messages import (
+    Event,
+    Exited,
+    Output,
+    ProgressReply,
+    ProgressRequest,
+    Result,
+    Start,
+    Started,
+    StartRefused,
+)
+from hvdlite_runner.output import Console, format_ranks
+from hvdlite_runner.placement import LOCAL, HostRanks
+from hvdlite_runner.remote_agent import RemoteAgent, bootstrap_input
 from hvdlite_runner.shells import Shell
-from hvdlite_runner.worker_group import END_PATIENCE, POLL_WITHOUT_PIDFD, WorkerGroup
+from hvdlite_runner.termination import GRACE, GRACE_AFTER_LOSS, Termination
+from hvdlite_runner.worker_group import KILL_SECONDS, POLL_WITHOUT_PIDFD, WorkerGroup
 
-GRACE = 3.0
-"""Seconds between a failure and SIGTERM for the other ranks."""
-GRACE_AFTER_LOSS = 1.0
-"""The same after a host was lost: noticing that has taken seconds already."""
-KILL_AFTER = 1.5
-"""Seconds between SIGTERM and SIGKILL after a failure."""
-INTERRUPT_PATIENCE = 5.0
-"""Seconds between the user's signal and SIGKILL."""
-_LOOK = 1.0  # seconds between looks at silent hosts, and between samples of the ranks' progress
+_CHECK_SECONDS = 1.0  # seconds between looks at silent hosts, and between samples of the ranks' progress
 
 
 @dataclasses.dataclass(frozen=True)
 class JobSettings:
     """What to run and how to show it."""
 
-    groups: Sequence[Group]  # one a host, in rank order; the launcher's own host is called `LOCAL`
+    hosts: Sequence[HostRanks]  # one a host, in rank order; the launcher's own host is called `LOCAL`
     command: Sequence[str]
     environment: Mapping[str, str]  # on top of what is inherited
     shell: Shell = dataclasses.field(default_factory=Shell)
@@ -73,10 +74,10 @@ class JobSettings:
     @property
     def ranks(self) -> list[int]:
         """All ranks, ascending."""
-        return sorted(rank for group in self.groups for rank in group.ranks)
+        return sorted(rank for host_ranks in self.hosts for rank in host_ranks.ranks)
 
 
-def run_job(settings: JobSettings, inherited: Mapping[str, str], observer: monitor.Observer | None = None) -> int:
+def run_job(settings: JobSettings, inherited: Mapping[str, str], observer: monitor.ProgressObserver | None = None) -> int:
     """Run a job to its end and return the launcher's exit code: 0, or the first failure's.
 
     Takes the process over meanwhile: its signal handlers, and the orphans of its descendants.
@@ -89,7 +90,7 @@ def run_job(settings: JobSettings, inherited: Mapping[str, str], observer: monit
         CommandError: when a system refuses to start the command.
     """
     job = _Job(settings, inherited, observer)
-    with job.signals():  # before there is anything to clean up
+    with job.handles_signals():  # before there is anything to clean up
         job.open_files()
         try:
             job.connect_hosts()
@@ -105,26 +106,29 @@ def run_job(settings: JobSettings, inherited: Mapping[str, str], observer: monit
 class _Job:
     """The state of one job."""
 
-    def __init__(self, settings: JobSettings, inherited: Mapping[str, str], observer: monitor.Observer | None) -> None:
+    def __init__(self, settings: JobSettings, inherited: Mapping[str, str],
+                 observer: monitor.ProgressObserver | None) -> None:
         self._settings, self._inherited, self._observer = settings, inherited, observer
         self._selector = selectors.DefaultSelector()
+        self._termination = Termination()
         self._console = Console(self._write, self._prefix, shown=self._shown, clock=time.monotonic,
                                 fold=len(settings.ranks) if settings.fold else 0)
         self._workers = WorkerGroup(self._selector, lambda event: self._take(LOCAL, event), inherited)
-        self._agents = Agents(self._selector, lambda remote, event: self._take(remote.host.name, event), self._lose,
-                            lambda: bool(self._signal))
+        self._agents = Agents(self._selector, lambda remote, event: self._take(remote.host.name, event), self._on_host_lost,
+                              lambda: bool(self._termination.user_signal))
         self._files: dict[tuple[int, str], int] = {}
-        self._places = {rank: group.host.name for group in settings.groups for rank in group.ranks}
+        self._rank_hosts = {rank: host_ranks.host.name for host_ranks in settings.hosts for rank in host_ranks.ranks}
         self._running: set[int] = set()
         self._exits: list[Exit] = []
         self._records: dict[int, FailureRecord] = {}
         self._lost: list[str] = []  # why, for each host, in order
         self._refused: commands.CommandError | None = None
-        self._signal = 0  # the user's
-        self._steps: list[tuple[float, int]] = []  # (when, signal) still to be sent to the running ranks
-        self._over = False  # from here on a signal changes nothing: what it asks for is under way
-        self._looked = 0.0
+        self._last_check = 0.0
         self._abandoned = False  # whoever called `hvdlite.run` has ended
+
+    def handles_signals(self) -> AbstractContextManager[None]:
+        """Return a context in which the user's signals end the job."""
+        return self._termination.handlers(self._selector)
 
     def open_files(self) -> None:
         """Make the files for the ranks' output, when they are asked for.
@@ -149,59 +153,60 @@ class _Job:
         """Reach all hosts at a time, and check that they can take part."""
         self._workers.prepare()
         if self._settings.task_directory is not None:  # standard input ends with whoever called `hvdlite.run`
-            self._selector.register(0, selectors.EVENT_READ, self._caller_gone)
-        others = [group.host for group in self._settings.groups if group.host.name != LOCAL]
+            self._selector.register(0, selectors.EVENT_READ, self._on_caller_exit)
+        others = [host_ranks.host for host_ranks in self._settings.hosts if host_ranks.host.name != LOCAL]
         directory = self._settings.working_directory or os.getcwd()
         if others:
             signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # a stopped launcher would look like a cut link
-        self._agents.reach(others, self._settings.shell, greeting(directory, self._inherited), self._settings.start_timeout)
+        self._agents.reach(others, self._settings.shell, bootstrap_input(directory, self._inherited),
+                           self._settings.start_timeout)
         for remote in self._agents.remotes:
             self._workers.watch(remote.pid)
-            if self._settings.verbose and remote.hello is not None:
-                self._note(f"host {remote.host.name} is {remote.hello.hostname}: {remote.hello.cores} cores, "
-                           f"Python {remote.hello.python}, agent {remote.hello.pid}")
+            if self._settings.verbose and remote.ready is not None:
+                self._note(f"host {remote.host.name} is {remote.ready.hostname}: {remote.ready.cores} cores, "
+                           f"Python {remote.ready.python}, agent {remote.ready.pid}")
 
     def start(self) -> None:
         for line in self._settings.notice.splitlines():
             self._note(line)
-        meeting = self._meeting()
+        rendezvous = self._rendezvous_variables()
         task_payload = b""
         if self._settings.task_directory is not None:
             task_payload = (Path(self._settings.task_directory) / launch_contract.TASK_FILE).read_bytes()
         self._running = set(self._settings.ranks)
-        threads = {group.host.name: max(1, self._cores(group.host.name) // len(group.ranks))
-                   for group in self._settings.groups}
+        threads = {host_ranks.host.name: max(1, self._cores(host_ranks.host.name) // len(host_ranks.ranks))
+                   for host_ranks in self._settings.hosts}
         if self._settings.share_cores:
             self._note_threads(threads)
-        for group in self._settings.groups:
-            given = {"OMP_NUM_THREADS": str(threads[group.host.name])} if self._settings.share_cores else {}
-            order = Start([dataclasses.astuple(world) for world in group.worlds], list(self._settings.command),
-                          {**given, **self._settings.environment, **meeting}, self._settings.bind, task_payload)
-            remote = self._remote(group.host.name)
+        for host_ranks in self._settings.hosts:
+            given = {"OMP_NUM_THREADS": str(threads[host_ranks.host.name])} if self._settings.share_cores else {}
+            order = Start([dataclasses.astuple(world) for world in host_ranks.worlds], list(self._settings.command),
+                          {**given, **self._settings.environment, **rendezvous}, self._settings.bind, task_payload)
+            remote = self._remote(host_ranks.host.name)
             if remote is None:
-                self._workers.start(order, stop=lambda: bool(self._signal))
+                self._workers.start(order, stop=lambda: bool(self._termination.user_signal))
             else:
                 remote.start(order)
-        if self._signal:
+        if self._termination.user_signal:
             self._running &= set(self._workers.running) | {rank for remote in self._agents.remotes
-                                                        for rank in self._ranks_of(remote.host.name)}
+                                                           for rank in self._ranks_of(remote.host.name)}
 
     def loop(self) -> None:
         while self._running and self._refused is None:
             self._agents.turn(self._timeout())
             self._workers.notice()
-            self._take_steps()
-            self._look_around()
+            self._send_due_signals()
+            self._check_hosts()
         if self._refused is not None:
             raise self._refused
 
     def end(self) -> None:
         """End everything on all hosts, and show the last of their output."""
-        self._over = True
+        self._termination.is_over = True
         for remote in self._agents.remotes:
             remote.end()
         self._workers.end()
-        self._agents.end(END_PATIENCE + GRACE)
+        self._agents.end(KILL_SECONDS + GRACE)
         self._console.finish()
         for descriptor in self._files.values():
             os.close(descriptor)
@@ -213,84 +218,49 @@ class _Job:
 
     def report(self) -> int:
         """Say what failed first; return the exit code."""
-        if self._signal:
-            self._note(f"ended by {signal.Signals(self._signal).name}")
-            return 128 + self._signal
+        if self._termination.user_signal:
+            self._note(f"ended by {signal.Signals(self._termination.user_signal).name}")
+            return 128 + self._termination.user_signal
         cause = failures.root_cause(self._exits, self._records)
         if self._lost and (cause is None or cause.exit.ended_by_us or cause.record is not None):
             for reason in self._lost:
                 self._note(reason)
-            self._leave_cause(-1, "; ".join(self._lost))
+            self._write_cause(-1, "; ".join(self._lost))
             if self._exits:
-                ranks = numbers(exit.rank for exit in self._exits if exit.failed)
+                ranks = format_ranks(exit.rank for exit in self._exits if exit.failed)
                 self._note(f"ranks {ranks} ended as a consequence")
             return 1
         if cause is None:
             return 0
         self._console.reveal(cause.exit.rank)
-        several = len(self._settings.groups) > 1
-        lines = cause.describe(self._places[cause.exit.rank] if several else "")
+        several = len(self._settings.hosts) > 1
+        lines = cause.describe(self._rank_hosts[cause.exit.rank] if several else "")
         for line in lines:
             self._note(line)
-        self._leave_cause(cause.exit.rank, lines[0])
+        self._write_cause(cause.exit.rank, lines[0])
         return cause.exit.shell_code
 
-    @contextmanager
-    def signals(self) -> Iterator[None]:
-        """Turn SIGINT, SIGTERM and SIGHUP (but not under nohup) into an orderly end.
-
-        SIGCHLD is taken too: it wakes the loop for adopted orphans, and were it ignored, as some parents leave it, the
-        kernel would keep no exit codes.
-        """
-        reader, writer = os.pipe()
-        os.set_blocking(writer, False)
-        self._selector.register(reader, selectors.EVENT_READ, lambda: os.read(reader, 4096))
-        ending = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-            ending.remove(signal.SIGHUP)
-        before = {signal.SIGTSTP: signal.getsignal(signal.SIGTSTP)}
-        before |= {number: signal.signal(number, self._interrupted) for number in ending}
-        before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda number, frame: None)
-        wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        try:
-            yield
-        finally:
-            signal.set_wakeup_fd(wakeup)
-            for number, handler in before.items():
-                signal.signal(number, handler)
-            os.close(reader)
-            os.close(writer)
-
-    def _interrupted(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if self._over:
-            return
-        if self._signal:  # the second time: at once
-            self._steps = [(now, signal.SIGKILL)]
-        else:
-            self._signal = number
-            polite = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
-            self._steps = [(now, polite), (now + INTERRUPT_PATIENCE, signal.SIGKILL)]
-
-    def _caller_gone(self) -> None:
+    def _on_caller_exit(self) -> None:
         if not os.read(0, 4096):
             self._selector.unregister(0)
             self._abandoned = True
-            self._interrupted(signal.SIGTERM, None)
+            self._termination.interrupt(signal.SIGTERM)
 
-    def _meeting(self) -> dict[str, str]:
+    def _rendezvous_variables(self) -> dict[str, str]:
         """Return the variables by which the ranks of several hosts meet, and know each other."""
         key = secrets.token_hex()
         if self._settings.task_directory is not None:
             key = (Path(self._settings.task_directory) / launch_contract.KEY_FILE).read_text(encoding="ascii")
-        groups = self._settings.groups
-        if len(groups) > 1:
-            agents: dict[Remote | None, str] = {self._remote(group.host.name): group.host.address for group in groups}
-            first = self._remote(groups[0].host.name)
+        assignment = self._settings.hosts
+        if len(assignment) > 1:
+            agents: dict[RemoteAgent | None,
+                         str] = {self._remote(host_ranks.host.name): host_ranks.host.address for host_ranks in assignment}
+            first = self._remote(assignment[0].host.name)
             del agents[first]
             if None in agents and first is not None:
                 agents[None] = host_probe.route_to(first.host.address) or ""
-            where = meeting_point(self._agents, first, agents, self._settings.interfaces, self._settings.coordinator_port)
+            where = rendezvous_address(self._agents, first, agents, self._settings.interfaces,
+                                       self._settings.coordinator_port)
         elif self._settings.over_tcp:
             where = f"127.0.0.1:{_free_port()}"
         else:
@@ -312,10 +282,10 @@ class _Job:
         elif isinstance(event, Result) and self._settings.task_directory is not None:
             name = f"{launch_contract.RESULT_FILE}.{event.rank}"
             (Path(self._settings.task_directory) / name).write_bytes(event.content)
-        elif isinstance(event, Refused) and self._refused is None:
+        elif isinstance(event, StartRefused) and self._refused is None:
             where = "" if host == LOCAL else f"host {host}: "
             self._refused = commands.CommandError(where + event.reason, event.code)
-        elif isinstance(event, Progress) and self._observer is not None:
+        elif isinstance(event, ProgressReply) and self._observer is not None:
             self._observer.take(host, event)
 
     def _take_exit(self, event: Exited) -> None:
@@ -327,64 +297,58 @@ class _Job:
         if event.record is not None:
             self._records[event.rank] = FailureRecord(**event.record)
         if ended.failed:
-            self._begin_the_end(GRACE)
+            self._termination.schedule(GRACE)
 
-    def _lose(self, remote: Remote) -> None:
+    def _on_host_lost(self, remote: RemoteAgent) -> None:
         """The link to a host has ended: its ranks count as gone, and end by themselves."""
         ranks = self._ranks_of(remote.host.name)
-        if self._over or not self._running & ranks:
+        if self._termination.is_over or not self._running & ranks:
             return
         self._running -= ranks
-        self._lost.append(f"{remote.why()} (with ranks {numbers(ranks)})")
-        self._begin_the_end(GRACE_AFTER_LOSS)
+        self._lost.append(f"{remote.failure_reason()} (with ranks {format_ranks(ranks)})")
+        self._termination.schedule(GRACE_AFTER_LOSS)
 
-    def _begin_the_end(self, grace: float) -> None:
-        if not self._steps and not self._signal:
-            now = time.monotonic()
-            self._steps = [(now + grace, signal.SIGTERM), (now + grace + KILL_AFTER, signal.SIGKILL)]
-
-    def _take_steps(self) -> None:
-        while self._steps and self._steps[0][0] <= time.monotonic():
-            _, number = self._steps.pop(0)
+    def _send_due_signals(self) -> None:
+        for number in self._termination.due():
             self._workers.signal(number)
             for remote in self._agents.remotes:
                 remote.signal(number)
 
     def _timeout(self) -> float | None:
-        waits = [max(0.0, self._steps[0][0] - time.monotonic())] if self._steps else []
+        waits = self._termination.waits()
         if self._workers.needs_polling():
             waits.append(POLL_WITHOUT_PIDFD)
         if self._agents.remotes or self._observer is not None:
-            waits.append(_LOOK)
-        folded = self._console.turn()
+            waits.append(_CHECK_SECONDS)
+        folded = self._console.flush_due()
         if folded is not None:
             waits.append(folded)
         return min(waits, default=None)
 
-    def _look_around(self) -> None:
+    def _check_hosts(self) -> None:
         """Give silent hosts up, and ask for the ranks' progress."""
         now = time.monotonic()
-        if now - self._looked < _LOOK:
+        if now - self._last_check < _CHECK_SECONDS:
             return
-        self._looked = now
+        self._last_check = now
         for remote in self._agents.remotes:
-            if remote.silent(now):
-                remote.give_up("was lost: nothing has been heard of it for some seconds")
-                self._lose(remote)
+            if remote.timed_out(now):
+                remote.mark_lost("was lost: nothing has been last_heard of it for some seconds")
+                self._on_host_lost(remote)
             elif self._observer is not None:
-                remote.send(AskProgress())
+                remote.send(ProgressRequest())
         if self._observer is not None:
-            self._observer.take(LOCAL, Progress(*monitor.look(self._workers)))
+            self._observer.take(LOCAL, ProgressReply(*monitor.sample(self._workers)))
 
-    def _remote(self, host: str) -> Remote | None:
+    def _remote(self, host: str) -> RemoteAgent | None:
         return next((remote for remote in self._agents.remotes if remote.host.name == host), None)
 
     def _ranks_of(self, host: str) -> set[int]:
-        return {rank for rank, where in self._places.items() if where == host}
+        return {rank for rank, where in self._rank_hosts.items() if where == host}
 
     def _cores(self, host: str) -> int:
         remote = self._remote(host)
-        return commands.cores() if remote is None or remote.hello is None else remote.hello.cores
+        return commands.cores() if remote is None or remote.ready is None else remote.ready.cores
 
     def _note_threads(self, threads: Mapping[str, int]) -> None:
         if len(threads) == 1:
@@ -400,10 +364,10 @@ class _Job:
 
     def _write(self, name: str, text: str) -> None:
         if self._observer is not None:
-            self._observer.make_way()
+            self._observer.clear_table()
         _write(name, text)
 
-    def _leave_cause(self, rank: int, text: str) -> None:
+    def _write_cause(self, rank: int, text: str) -> None:
         """Tell the caller of `hvdlite.run` what failed first."""
         if self._settings.task_directory is not None:
             path = Path(self._settings.task_directory) / launch_contract.CAUSE_FILE

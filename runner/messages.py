@@ -1,4 +1,4 @@
-"""What a launcher and the worker groups of its hosts say to each other; on another host, in frames over a remote shell.
+"""The messages between the launcher and worker groups; to other hosts they travel in frames over a remote shell.
 
     MAGIC | frame | frame | ...        a frame: length (4 bytes) | MessagePack
 
@@ -48,15 +48,15 @@ class Signal(Message, frozen=True):
     number: int
 
 
-class End(Message, frozen=True):
-    """Kill what is left, clean up, and say `Over`."""
+class Stop(Message, frozen=True):
+    """Kill what is left, clean up, and say `AgentDone`."""
 
 
 class Ping(Message, frozen=True):
     """The launcher is still there."""
 
 
-class AskRoute(Message, frozen=True):
+class RouteRequest(Message, frozen=True):
     """From which of your addresses are these hosts reached? Listen there for their probes."""
 
     hosts: list[str]
@@ -64,32 +64,32 @@ class AskRoute(Message, frozen=True):
     port: int = 0  # 0: any
 
 
-class AskProbe(Message, frozen=True):
+class ProbeRequest(Message, frozen=True):
     """Can you reach this port at any of these addresses?"""
 
     addresses: list[str]
     port: int
 
 
-class AskFacts(Message, frozen=True):
+class HostInfoRequest(Message, frozen=True):
     """Say what is installed and configured on your host."""
 
 
-class AskSpeed(Message, frozen=True):
+class SpeedRequest(Message, frozen=True):
     """Measure latency and bandwidth to whoever listens there."""
 
     addresses: list[str]
     port: int
 
 
-class AskProgress(Message, frozen=True):
+class ProgressRequest(Message, frozen=True):
     """How far are your ranks?"""
 
 
 # --- events: worker group to launcher ----------------------------------------------------------------------------------
 
 
-class Hello(Message, frozen=True):
+class AgentReady(Message, frozen=True):
     """An agent is ready."""
 
     python: str
@@ -110,7 +110,7 @@ class Started(Message, frozen=True):
     pid: int
 
 
-class Refused(Message, frozen=True):
+class StartRefused(Message, frozen=True):
     """The ranks cannot be started."""
 
     reason: str
@@ -142,47 +142,48 @@ class Result(Message, frozen=True):
     content: bytes
 
 
-class Over(Message, frozen=True):
+class AgentDone(Message, frozen=True):
     """Nothing is left on this host."""
 
 
-class Routed(Message, frozen=True):
-    """The answer to `AskRoute`; the best address first."""
+class RouteReply(Message, frozen=True):
+    """The answer to `RouteRequest`; the best address first."""
 
     addresses: list[str]
     port: int
     problem: str = ""
 
 
-class Probed(Message, frozen=True):
-    """The answer to `AskProbe`: by address what is wrong, "" when nothing is."""
+class ProbeReply(Message, frozen=True):
+    """The answer to `ProbeRequest`: by address what is wrong, "" when nothing is."""
 
     problems: dict[str, str]
 
 
-class Facts(Message, frozen=True):
-    """The answer to `AskFacts`."""
+class HostInfoReply(Message, frozen=True):
+    """The answer to `HostInfoRequest`."""
 
     facts: dict[str, Any]
 
 
-class Speed(Message, frozen=True):
-    """The answer to `AskSpeed`."""
+class SpeedReply(Message, frozen=True):
+    """The answer to `SpeedRequest`."""
 
     seconds: float  # of a round trip
     bandwidth: float  # bytes a second
     problem: str = ""
 
 
-class Progress(Message, frozen=True):
-    """The answer to `AskProgress`: by rank; see `monitor.look`."""
+class ProgressReply(Message, frozen=True):
+    """The answer to `ProgressRequest`: by rank; see `monitor.sample`."""
 
     ranks: dict[int, dict[str, Any]]
     waits: str = ""  # who waits for whom, where rank 0 is asked
 
 
-Order = Start | Signal | End | Ping | AskRoute | AskProbe | AskFacts | AskSpeed | AskProgress
-Event = Hello | Pong | Started | Refused | Output | Exited | Result | Over | Routed | Probed | Facts | Speed | Progress
+Order = Start | Signal | Stop | Ping | RouteRequest | ProbeRequest | HostInfoRequest | SpeedRequest | ProgressRequest
+Event = (AgentReady | Pong | Started | StartRefused | Output | Exited | Result | AgentDone | RouteReply | ProbeReply
+         | HostInfoReply | SpeedReply | ProgressReply)
 _ORDERS, _EVENTS = msgspec.msgpack.Decoder(Order), msgspec.msgpack.Decoder(Event)
 _ENCODER = msgspec.msgpack.Encoder()
 

@@ -1,4 +1,4 @@
-"""`hvdrun --monitor`: a table of the ranks, renewed every second. Also what `--scaling` measures by."""
+"""`hvdrun --monitor`: a table of the ranks, updated every second. `--scaling` uses its measurements."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from hvdlite.control import progress
 from hvdlite.core.launch_contract import REPORT_SOCKET
-from hvdlite_runner.messages import Progress
-from hvdlite_runner.output import numbers
+from hvdlite.diagnostics import progress
+from hvdlite_runner.messages import ProgressReply
+from hvdlite_runner.output import format_ranks
 from hvdlite_runner.placement import LOCAL
 from hvdlite_runner.report import ask
 
-WAITING: Final = 2.0
+STALL_SECONDS: Final = 2.0
 """Seconds without a step after which rank 0 is asked who waits for whom."""
 _ASK_SECONDS: Final = 0.5
 _GPU_SECONDS: Final = 2.0
@@ -33,23 +33,23 @@ class WorkerGroupLike(Protocol):
     running: dict[int, Any]
 
 
-class Observer(Protocol):
+class ProgressObserver(Protocol):
     """Whoever is shown the ranks' progress."""
 
-    def take(self, host: str, event: Progress) -> None:
+    def take(self, host: str, event: ProgressReply) -> None:
         """What a host's ranks have done by now."""
 
     def ended(self, rank: int, reading: dict[str, Any]) -> None:
         """A rank has ended, having come so far."""
 
-    def make_way(self) -> None:
+    def clear_table(self) -> None:
         """Something else is about to be written on the terminal."""
 
     def finish(self) -> None:
         """The job is over."""
 
 
-def look(workers: WorkerGroupLike) -> tuple[dict[int, dict[str, Any]], str]:
+def sample(workers: WorkerGroupLike) -> tuple[dict[int, dict[str, Any]], str]:
     """Return what is known of the ranks of a host, and who waits for whom where rank 0 is here and some rank waits."""
     pids = {rank: process.pid for rank, process in workers.running.items()}
     loads = _gpu_loads(pids)
@@ -57,8 +57,8 @@ def look(workers: WorkerGroupLike) -> tuple[dict[int, dict[str, Any]], str]:
     for rank, pid in pids.items():
         ranks[rank] = {**reading_of(workers.directory, rank), "memory": resident(pid), "gpu": loads.get(pid, "")}
     waits = ""
-    if 0 in ranks and any(each["idle"] > WAITING for each in ranks.values()):
-        waits = _who_waits(Path(workers.directory) / REPORT_SOCKET)
+    if 0 in ranks and any(each["idle"] > STALL_SECONDS for each in ranks.values()):
+        waits = _stall_summary(Path(workers.directory) / REPORT_SOCKET)
     return ranks, waits
 
 
@@ -75,19 +75,19 @@ def resident(pid: int) -> int:
     return 0
 
 
-def _who_waits(path: Path) -> str:
+def _stall_summary(path: Path) -> str:
     """Ask rank 0; "" when it has no answer at once."""
     with contextlib.suppress(OSError, ValueError, KeyError):
-        return "\n".join(waits_of(ask(path, _ASK_SECONDS)["report"]))
+        return "\n".join(stall_lines(ask(path, _ASK_SECONDS)["report"]))
     return ""
 
 
-def waits_of(report: Mapping[str, Any]) -> list[str]:
+def stall_lines(report: Mapping[str, Any]) -> list[str]:
     """Return a line for the longest wait of a stall report, and what is the matter."""
     if not report["stalls"]:
         return []
     stall = max(report["stalls"], key=lambda each: float(each["waited_seconds"]))
-    return [f"ranks {numbers(stall['submitted'])} wait for {numbers(stall['missing'])}: '{stall['name']}', "
+    return [f"ranks {format_ranks(stall['submitted'])} wait for {format_ranks(stall['missing'])}: '{stall['name']}', "
             f"{stall['waited_seconds']:.0f} s", *(f"  {line}" for line in report["diagnosis"])]
 
 
@@ -130,14 +130,14 @@ class Row:
     gpu: str
 
 
-def rows(before: Mapping[int, dict[str, Any]], now: Mapping[int, dict[str, Any]], places: Mapping[int, str],
+def rows(before: Mapping[int, dict[str, Any]], now: Mapping[int, dict[str, Any]], rank_hosts: Mapping[int, str],
          seconds: float) -> list[Row]:
     """Return the table's rows from two looks at the ranks, `seconds` apart."""
     table = []
     for rank, each in sorted(now.items()):
         old = before.get(rank, each)
         samples = max(0, each["samples"] - old["samples"]) / seconds if each["counts_samples"] and seconds else 0.0
-        table.append(Row(rank, places.get(rank, ""), max(0, each["steps"] - old["steps"]) / seconds if seconds else 0.0,
+        table.append(Row(rank, rank_hosts.get(rank, ""), max(0, each["steps"] - old["steps"]) / seconds if seconds else 0.0,
                          samples, min(1.0, (each["blocked"] - old["blocked"]) / seconds) if seconds else 0.0,
                          each["idle"], each["memory"], each["gpu"]))
     return table
@@ -149,7 +149,7 @@ def text(table: list[Row], waits: str) -> list[str]:
     lines = [f"{'rank':>4}{'  host' if several else '':<{16 if several else 0}} {'steps/s':>9} {'samples/s':>10} "
              f"{'in waits':>9} {'last step':>10} {'memory':>9}" + ("  GPU" if gpus else "")]
     for row in table:
-        idle = "none yet" if row.idle < 0 else f"{row.idle:.1f} s ago" if row.idle > WAITING else "now"
+        idle = "none yet" if row.idle < 0 else f"{row.idle:.1f} s ago" if row.idle > STALL_SECONDS else "now"
         lines.append(f"{row.rank:>4}{f'  {row.host}' if several else '':<{16 if several else 0}} {row.steps:>9.1f} "
                      f"{row.samples:>10,.0f} {row.blocked:>9.0%} {idle:>10} {row.memory / 2**20:>5.0f} MiB"
                      + (f"  {row.gpu}" if gpus else ""))
@@ -166,20 +166,20 @@ class Monitor:
 
     Args:
         write: takes text for the terminal.
-        places: each rank's host.
+        rank_hosts: each rank's host.
         in_place: whether the table may be overwritten.
     """
 
-    def __init__(self, write: Callable[[str], None], places: Mapping[int, str], in_place: bool,
+    def __init__(self, write: Callable[[str], None], rank_hosts: Mapping[int, str], in_place: bool,
                  clock: Callable[[], float] = time.monotonic) -> None:
-        self._write, self._places, self._in_place, self._clock = write, places, in_place, clock
+        self._write, self._rank_hosts, self._in_place, self._clock = write, rank_hosts, in_place, clock
         self._now: dict[int, dict[str, Any]] = {}
         self._before: dict[int, dict[str, Any]] = {}
         self._when = clock()
         self._waits = ""
         self._drawn = 0
 
-    def take(self, host: str, event: Progress) -> None:
+    def take(self, host: str, event: ProgressReply) -> None:
         """Take in what a host's ranks have done; the launcher's own host comes last in each round."""
         self._now |= event.ranks
         self._waits = event.waits or self._waits
@@ -187,13 +187,13 @@ class Monitor:
             return
         now = self._clock()
         if self._now and now - self._when >= 0.9:
-            self.make_way()
-            lines = text(rows(self._before, self._now, self._places, now - self._when), self._waits)
+            self.clear_table()
+            lines = text(rows(self._before, self._now, self._rank_hosts, now - self._when), self._waits)
             self._write("".join(f"{line}\n" for line in lines))
             self._drawn = len(lines)
             self._before, self._when, self._waits = dict(self._now), now, ""
 
-    def make_way(self) -> None:
+    def clear_table(self) -> None:
         """Remove the table from the terminal; it comes back below what is written next."""
         if self._in_place and self._drawn:
             self._write(f"\x1b[{self._drawn}F\x1b[J")
@@ -208,20 +208,20 @@ class Monitor:
         self._drawn = 0
 
 
-class Gauge:
+class ThroughputRecorder:
     """Remembers how fast the ranks were: what `--scaling` needs."""
 
     def __init__(self) -> None:
         self.ranks: dict[int, dict[str, Any]] = {}
 
-    def take(self, host: str, event: Progress) -> None:
+    def take(self, host: str, event: ProgressReply) -> None:
         """Only the end counts."""
 
     def ended(self, rank: int, reading: dict[str, Any]) -> None:
         """Keep a rank's last reading."""
         self.ranks[rank] = reading
 
-    def make_way(self) -> None:
+    def clear_table(self) -> None:
         """It writes nothing."""
 
     def finish(self) -> None:

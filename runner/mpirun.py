@@ -1,4 +1,4 @@
-"""`hvdrun --mpi`: let an MPI library's own launcher start the ranks. Pure, but for `flavour_of`.
+"""`hvdrun --mpi`: the command line of an MPI library's launcher. Pure, except `flavour_of`.
 
 Values never stand on its command line, only names of variables: Open MPI and MPICH forward those themselves.
 """
@@ -34,7 +34,8 @@ def flavour_of(program: str) -> str:
                           ("HYDRA", MPICH)):
         if sign in said:
             return flavour
-    raise LaunchError(f"{program} is no launcher of Open MPI, MPICH or Intel MPI; it says: {said.strip().splitlines()[:1]}")
+    raise LaunchError(f"{program} is not a launcher of Open MPI, MPICH or Intel MPI; its output: "
+                      f"{said.strip().splitlines()[:1]}")
 
 
 def mpirun_command(flavour: str, program: str, size: int, hosts: Sequence[Host], environ: Mapping[str, str],
@@ -80,7 +81,8 @@ def _open_mpi(size: int, hosts: Sequence[Host], names: Sequence[str], binding: S
 def _hydra(size: int, hosts: Sequence[Host], names: Sequence[str], binding: Sequence[str], ssh: Sequence[str],
            interfaces: Sequence[str], root: bool, output_directory: str | None, prefix: bool, flavour: str) -> list[str]:
     if ssh:
-        raise LaunchError(f"{flavour}'s launcher takes no arguments for ssh ({' '.join(ssh)}); put them into ~/.ssh/config")
+        raise LaunchError(f"{flavour}'s launcher does not accept arguments for ssh ({' '.join(ssh)}); put them into "
+                          "~/.ssh/config")
     words = ["-np", str(size)]
     if hosts:
         words += ["-hosts", ",".join(f"{host.name}:{host.slots}" for host in hosts)]

@@ -1,4 +1,4 @@
-"""Many ranks' output on one console: whole lines, prefixed, never torn. Pure but for one `write`."""
+"""The output of many ranks on one console: whole lines, with prefixes. Pure, except one `write`."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Console:
             for body in self._withheld.pop((rank, name), ()):
                 self._line(name, str(rank), body)
 
-    def turn(self) -> float | None:
+    def flush_due(self) -> float | None:
         """Write lines that have waited long enough; return in how many seconds to call this again, None for never."""
         self._unfold()
         return max(0.0, self._waiting[0].until - self._clock()) if self._waiting else None
@@ -133,7 +133,7 @@ class Console:
                 return
             self._waiting.popleft()
             times = f" (x{len(line.ranks)})" if len(line.ranks) > 1 else ""
-            self._line(line.name, numbers(line.ranks), line.body + times)
+            self._line(line.name, format_ranks(line.ranks), line.body + times)
 
     def _line(self, name: str, ranks: str, body: str) -> None:
         self._leave_bar()
@@ -151,7 +151,7 @@ class Console:
             self._bar_of = None
 
 
-def numbers(ranks: Iterable[int]) -> str:
+def format_ranks(ranks: Iterable[int]) -> str:
     """Return ranks as people write them: 0-3,5."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):

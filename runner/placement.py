@@ -1,4 +1,4 @@
-"""Which rank runs where. Pure, but for `is_local`, which asks the resolver."""
+"""The placement of ranks on hosts. Pure, except `is_local`, which calls the resolver."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Host:
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
+class HostRanks:
     """The ranks of one host."""
 
     host: Host
@@ -96,7 +96,7 @@ def _host(text: str) -> Host:
     return Host(name, int(match["slots"] or 1))
 
 
-def place(size: int | None, hosts: Sequence[Host]) -> list[Group]:
+def assign_ranks(size: int | None, hosts: Sequence[Host]) -> list[HostRanks]:
     """Fill the hosts' slots in order; hosts that get no rank are left out.
 
     Args:
@@ -111,10 +111,10 @@ def place(size: int | None, hosts: Sequence[Host]) -> list[Group]:
         raise LaunchError(f"-np {size} is more than the {len(slots)} slots of {offered}")
     taken = slots[:size]
     layout = Hosts.of([host.name for host in taken])
-    return [Group(taken[ranks[0]], tuple(layout.world(rank) for rank in ranks)) for ranks in layout.groups]
+    return [HostRanks(taken[ranks[0]], tuple(layout.world(rank) for rank in ranks)) for ranks in layout.ranks_by_host]
 
 
-def unify_local(hosts: Sequence[Host], local: Callable[[str], bool]) -> list[Host]:
+def rename_local_hosts(hosts: Sequence[Host], local: Callable[[str], bool]) -> list[Host]:
     """Return the hosts with every name of this machine replaced by `LOCAL`, so that its ranks share a host."""
     return merged(Host(LOCAL, host.slots) if local(host.name) else host for host in hosts)
 

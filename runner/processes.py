@@ -1,4 +1,4 @@
-"""A rank's process: started in a session of its own, ended with everything it started.
+"""The process of a rank: started in its own session, and ended with all its descendants.
 
 A rank is not reaped before the job is over: until then its process id names it, its group and its session, and cannot
 become somebody else's.
@@ -71,33 +71,33 @@ class Reaper:
     def __init__(self, job_directory: str) -> None:
         self._mark = mark(job_directory)
         self._ranks: set[int] = set()
-        self._spare = _children()  # whoever became the launcher by exec may have had children
-        self._adopter = os.getpid() if _adopt_orphans() else 0
+        self._excluded = _children()  # whoever became the launcher by exec may have had children
+        self._subreaper = os.getpid() if _adopt_orphans() else 0
         environment = {name: value for name, value in os.environ.items() if name != launch_contract.JOB_DIRECTORY}
         self._process = subprocess.Popen(
             [sys.executable, "-S", "-E", str(Path(reaper.__file__)), job_directory, self._mark], bufsize=0,
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
             env=environment)
-        self._spare.add(self._process.pid)
+        self._excluded.add(self._process.pid)
 
     def watch(self, pid: int, *, rank: bool = False) -> None:
         """Add a process to those that end with the job; the launcher itself ends only ranks that way."""
-        (self._ranks if rank else self._spare).add(pid)
+        (self._ranks if rank else self._excluded).add(pid)
         self._tell(b"rank %d\n" % pid)
 
-    def end_job(self, patience: float) -> None:
+    def end_job(self, timeout: float) -> None:
         """Kill whatever is left of the job, in whatever session."""
-        reaper.kill_job(self._mark.encode(), self._ranks, patience, self._adopter, self._spare)
+        reaper.kill_job(self._mark.encode(), self._ranks, timeout, self._subreaper, self._excluded)
         self.reap()
 
     def reap(self) -> None:
         """Release the orphans that were adopted and have ended."""
-        table = reaper.process_table() if self._adopter else {}
+        table = reaper.process_table() if self._subreaper else {}
         for pid, process in table.items():
-            if process.parent == self._adopter and process.state == "Z" and pid not in self._ranks | self._spare:
+            if process.parent == self._subreaper and process.state == "Z" and pid not in self._ranks | self._excluded:
                 os.waitpid(pid, os.WNOHANG)
 
-    def dismiss(self) -> None:
+    def stop(self) -> None:
         """End the reaper: the launcher has cleaned up itself."""
         self._tell(b"done\n")
         try:

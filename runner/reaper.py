@@ -1,4 +1,4 @@
-"""Ends a job whose launcher was killed. Run by path, with the standard library only, so it starts in milliseconds.
+"""The reaper ends a job whose launcher was killed. It uses the standard library only, so it starts in milliseconds.
 
     python reaper.py JOB_DIRECTORY MARK
 
@@ -18,7 +18,7 @@ import sys
 import time
 from typing import NamedTuple
 
-PATIENCE = 8.0
+TIMEOUT_SECONDS = 8.0
 """Seconds to go on killing; a process that forks faster than that is not ours to outrun."""
 
 
@@ -46,24 +46,24 @@ def process_table() -> dict[int, Process]:
     return table
 
 
-def members(table: dict[int, Process], ranks: set[int], marked: set[int] | None = None, adopter: int = 0,
-            spare: set[int] | None = None) -> set[int]:
+def members(table: dict[int, Process], ranks: set[int], marked: set[int] | None = None, subreaper: int = 0,
+            excluded: set[int] | None = None) -> set[int]:
     """Return the live processes of a job.
 
     Args:
         ranks: process ids of the ranks, also of those that have ended.
         marked: processes known by their environment.
-        adopter: the launcher, when it adopts the job's orphans: its children are of the job, except `spare`.
+        subreaper: the launcher, when it adopts the job's orphans: its children are of the job, except `excluded`.
     """
-    spare = {os.getpid(), adopter} | (spare or set())
+    excluded = {os.getpid(), subreaper} | (excluded or set())
     found = (marked or set()) | {pid for pid, process in table.items()
                                  if pid in ranks or process.group in ranks or process.session in ranks}
-    found -= spare
+    found -= excluded
     grown = True
     while grown:
-        children = {pid for pid, process in table.items() if process.parent in found or process.parent == adopter != 0}
-        grown = not children - spare <= found
-        found |= children - spare
+        children = {pid for pid, process in table.items() if process.parent in found or process.parent == subreaper != 0}
+        grown = not children - excluded <= found
+        found |= children - excluded
     return {pid for pid in found if pid in table and table[pid].state not in "ZX"}
 
 
@@ -82,12 +82,12 @@ def marked_processes(mark: bytes) -> list[int]:
     return found
 
 
-def kill_job(mark: bytes, ranks: set[int], patience: float = PATIENCE, adopter: int = 0,
-             spare: set[int] | None = None) -> None:
+def kill_job(mark: bytes, ranks: set[int], timeout: float = TIMEOUT_SECONDS, subreaper: int = 0,
+             excluded: set[int] | None = None) -> None:
     """Kill every process of a job, until there is none; arguments like `members`."""
-    until = time.monotonic() + patience
+    until = time.monotonic() + timeout
     while time.monotonic() < until:
-        alive = members(process_table(), ranks, set(marked_processes(mark)), adopter, spare)
+        alive = members(process_table(), ranks, set(marked_processes(mark)), subreaper, excluded)
         if not alive:
             return
         for pid in alive:

@@ -1,4 +1,4 @@
-"""`hvdrun --report`: ask a running job of this host who waits for whom."""
+"""`hvdrun --report`: ask a running job on this host for a stall report."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from hvdlite.control.process_probe import ProcessProbe
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.launch_contract import DIRECTORY_PREFIX, PROCESSES_FILE, REPORT_SOCKET
-from hvdlite.core.socket_paths import fitting
+from hvdlite.core.socket_paths import short_socket_path
+from hvdlite.diagnostics.process_probe import ProcessProbe
 
-PATIENCE = 8.0
+TIMEOUT_SECONDS = 8.0
 """Seconds to wait for rank 0, which itself gives the ranks some to answer."""
 
 
@@ -31,7 +31,7 @@ def show_report(job: str, *, as_json: bool = False) -> int:
     """
     directory = find_job(job)
     try:
-        answer = ask(directory / REPORT_SOCKET, PATIENCE)
+        answer = ask(directory / REPORT_SOCKET, TIMEOUT_SECONDS)
     except (OSError, ValueError) as error:
         probe = ProcessProbe.read(str(directory / PROCESSES_FILE))
         ranks = {rank: {"state": probe.state(rank), "stacks": probe.stacks(rank)} for rank in probe.ranks}
@@ -54,15 +54,17 @@ def find_job(job: str) -> Path:
                if path.parent.stat().st_uid == os.geteuid()}
     if job:
         if job not in running:
-            raise LaunchError(f"no job whose launcher is process {job} runs here; running: {', '.join(running) or 'none'}")
+            raise LaunchError(f"hvdrun process {job} has no running job on this host; running: "
+                              f"{', '.join(running) or 'none'}")
         return running[job]
     if len(running) != 1:
-        raise LaunchError(f"several jobs run here; say which one with --report PID: {', '.join(sorted(running))}" if running
-                          else "no job of this user, started by hvdrun, runs on this host")
+        raise LaunchError(f"several jobs are running on this host; choose one with --report PID: "
+                          f"{', '.join(sorted(running))}" if running
+                          else "no job that you started with hvdrun is running on this host")
     return next(iter(running.values()))
 
 
-def ask(path: Path, patience: float) -> dict[str, Any]:
+def ask(path: Path, timeout: float) -> dict[str, Any]:
     """Return what rank 0 answers at its socket: the "text" and the "report".
 
     Raises:
@@ -70,8 +72,8 @@ def ask(path: Path, patience: float) -> dict[str, Any]:
         ValueError: when it is none.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(patience)
-        with fitting(str(path)) as short:
+        connection.settimeout(timeout)
+        with short_socket_path(str(path)) as short:
             connection.connect(short)
         parts = []
         while part := connection.recv(1 << 16):

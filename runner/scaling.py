@@ -1,4 +1,4 @@
-"""`hvdrun --scaling` and `--sweep`: the same script at several sizes, or with several values of an option, compared.
+"""`hvdrun --scaling` and `--sweep`: runs with several numbers of ranks, or several values of an option, compared.
 
 Throughput is what the ranks themselves count (`hvd.record_step(samples)`, else optimizer steps), summed over ranks, in
 undisturbed steps: without the first few, and without pauses for evaluation or checkpoints.
@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from hvdlite.core.errors import LaunchError
 from hvdlite_runner.job import JobSettings, run_job
-from hvdlite_runner.monitor import Gauge
+from hvdlite_runner.monitor import ThroughputRecorder
 
 SATURATED: Final = 0.9
 """The smallest value that reaches this share of the best throughput is where it saturates."""
@@ -40,7 +40,7 @@ class Throughput:
         """
         rates = [reading["rate"] for reading in readings.values()]
         if not rates or not all(rates):
-            raise LaunchError("the script has counted too few steps to compare: it must call hvd.record_step(len(batch)) "
+            raise LaunchError("the script has made too few steps to compare: call hvd.record_step(len(batch)) "
                               "after each step, or use an optimizer of hvdlite, for more than a few steps")
         counted = all(reading["counts_samples"] for reading in readings.values())
         return cls(sum(rates), "samples/s" if counted else "batches/s")
@@ -102,7 +102,8 @@ def sweep(name: str, jobs: Jobs, environ: Mapping[str, str], results: str) -> in
     head = [name, rows[0][1].unit, "of the best"]
     _show(head, [[value, f"{measured.rate:,.1f}", f"{measured.rate / best:.1%}"] for value, measured in rows])
     where = saturation(rows)
-    print(f"hvdrun: throughput saturates at {name} {where}: more gains less than {1 - SATURATED:.0%}" if where != rows[-1][0]
+    print(f"hvdrun: throughput saturates at {name} {where}: a higher value gains less than "
+          f"{1 - SATURATED:.0%}" if where != rows[-1][0]
           else f"hvdrun: throughput still grows at {name} {where}, the last value")
     _write_csv(f"{results}.csv", head, [(value, measured.rate, measured.rate / best) for value, measured in rows])
     _plot(f"{results}.png", [value for value, _ in rows], [measured.rate for _, measured in rows], name, head[1], None)
@@ -117,9 +118,9 @@ def saturation(rows: Sequence[tuple[str, Throughput]]) -> str:
 
 def _measured(what: str, settings: JobSettings, environ: Mapping[str, str]) -> tuple[int, dict[int, dict[str, Any]]]:
     print(f"hvdrun: {what}", file=sys.stderr, flush=True)
-    gauge = Gauge()
-    code = run_job(settings, environ, gauge)
-    return code, gauge.ranks
+    recorder = ThroughputRecorder()
+    code = run_job(settings, environ, recorder)
+    return code, recorder.ranks
 
 
 def _show(head: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
@@ -142,7 +143,7 @@ def _plot(path: str, xs: Sequence[object], rates: Sequence[float], label: str, u
     try:
         from matplotlib.figure import Figure  # only here: no display, no global state
     except ImportError:
-        print(f"hvdrun: {path} was not drawn: pip install matplotlib", file=sys.stderr)
+        print(f"hvdrun: no plot {path}: pip install matplotlib", file=sys.stderr)
         return
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.add_subplot()

@@ -1,4 +1,4 @@
-"""How the launcher gets to another host: ssh, srun inside a Slurm allocation, or a program like ssh. Pure.
+"""The remote shells by which the launcher reaches other hosts: ssh, srun, or a program like ssh. Pure.
 
 The command line on the other host contains no secrets: the program (`agent_bootstrap.py`), the environment and the job's key
 are sent over standard input.
@@ -19,7 +19,7 @@ BOOTSTRAP: Final = "import sys; exec(eval(sys.stdin.buffer.raw.readline()))"
 PROBLEM_CODE: Final = 96
 """With which the agent bootstrap ends when it has said what is wrong."""
 
-_LEFT_HERE: Final = re.compile(
+_NOT_FORWARDED: Final = re.compile(
     r"HOME|USER|LOGNAME|SHELL|HOSTNAME|PWD|OLDPWD|SHLVL|_|TERM|COLUMNS|LINES|DISPLAY|XAUTHORITY|LS_COLORS|MAIL|TMPDIR"
     r"|(SSH|XDG|DBUS|GPG|SLURM|SLURMD|PMI|PMIX|OMPI|PRTE|GNOME|TMUX|STY|KUBERNETES|BASH_FUNC)_?.*"
     r"|.*CUDA_VISIBLE_DEVICES")
@@ -83,7 +83,7 @@ def srun_command(host: str, arguments: Sequence[str], words: Sequence[str], prog
 
 def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that go to other hosts: all but those that belong to this host, session or task."""
-    return {name: value for name, value in environ.items() if not _LEFT_HERE.fullmatch(name)}
+    return {name: value for name, value in environ.items() if not _NOT_FORWARDED.fullmatch(name)}
 
 
 def explain(shell: Shell, host: str, code: int, errors: str) -> str:
@@ -98,21 +98,21 @@ def explain(shell: Shell, host: str, code: int, errors: str) -> str:
     if code == PROBLEM_CODE and ours:
         return f"host {host} {ours[-1]}" if not ours[-1].startswith("/") else f"host {host}: {ours[-1]}"
     port = f"port {shell.port or 22}"
-    for sign, meaning in _SIGNS:
+    for sign, meaning in _ERROR_PATTERNS:
         if sign.search(errors):
             return f"host {host} " + meaning.format(host=host, port=port, python=shell.python, ssh=shell.name)
     last = lines[-1] if lines else "it said nothing"
     return f"host {host} cannot be reached by {shell.name} (exit code {code}): {last}"
 
 
-_SIGNS: Final = tuple((re.compile(pattern, re.IGNORECASE), meaning) for pattern, meaning in (
+_ERROR_PATTERNS: Final = tuple((re.compile(pattern, re.IGNORECASE), meaning) for pattern, meaning in (
     ("could not resolve|name or service not known|temporary failure in name resolution",
      "cannot be resolved: check the name in -H or --hostfile, DNS, and /etc/hosts"),
     ("host identification has changed|host key verification failed",
      "shows another key than the one in known_hosts: it was set up anew, or somebody is in between; if it was, "
      "forget the old key with: ssh-keygen -R {host}"),
     ("permission denied", "does not let you in without a password: try `ssh-copy-id {host}`, or name a key with "
-                          "--ssh-identity-file FILE"),
+     "--ssh-identity-file FILE"),
     ("connection refused", "refuses connections to {port}: is sshd running there? another port: --ssh-port PORT"),
     ("connection timed out|operation timed out|timed out during|connection to .* timed out",
      "does not answer at {port}: it is down, or a firewall drops packets; another port: --ssh-port PORT"),

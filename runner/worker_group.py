@@ -1,4 +1,4 @@
-"""The ranks of one host: started, listened to, and ended with everything they started.
+"""The ranks of one host: started, read and ended together.
 
 The launcher has one for its own host; on every other host an agent (`agent.py`) has one. Neither polls: the owner's
 selector wakes for the ranks' pipes and pidfds, and what happens is told as events (`messages.py`).
@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Final
 
 from hvdlite.core.errors import LaunchError
-from hvdlite.core.file_limit import EXHAUSTED, descriptors_for
-from hvdlite.core.launch_contract import DIRECTORY_PREFIX, RESULT_FILE, TASK_FILE, FailureRecord, write_privately
+from hvdlite.core.file_limit import OUT_OF_DESCRIPTORS, reserve_descriptors
+from hvdlite.core.launch_contract import DIRECTORY_PREFIX, RESULT_FILE, TASK_FILE, FailureRecord, write_private_file
 from hvdlite.core.world import World
 from hvdlite_runner import commands, monitor
-from hvdlite_runner.messages import Event, Exited, Output, Refused, Result, Start, Started
+from hvdlite_runner.messages import Event, Exited, Output, Result, Start, Started, StartRefused
 from hvdlite_runner.placement import cores_for
 from hvdlite_runner.processes import RankProcess, Reaper, kill
 
-END_PATIENCE: Final = 5.0
+KILL_SECONDS: Final = 5.0
 """Seconds to go on killing what is left."""
 DRAIN: Final = 1.0
 """Seconds to read what ended ranks wrote, should a stray process hold their pipes open."""
@@ -69,13 +69,13 @@ class WorkerGroup:
         """Start ranks, or tell why they cannot be started; `stop` is asked before each one."""
         worlds = [World(*each) for each in order.worlds]
         if order.task_payload:
-            write_privately(Path(self.directory) / TASK_FILE, order.task_payload)
+            write_private_file(Path(self.directory) / TASK_FILE, order.task_payload)
         cores = sorted(os.sched_getaffinity(0)) if order.bind and hasattr(os, "sched_getaffinity") else []
         try:
-            with descriptors_for(_DESCRIPTORS * len(worlds), f"starting {len(worlds)} ranks on one host"):
+            with reserve_descriptors(_DESCRIPTORS * len(worlds), f"starting {len(worlds)} ranks on one host"):
                 self._start_all(order, worlds, cores, stop)
         except LaunchError as error:
-            self._tell(Refused(str(error), commands.NOT_EXECUTABLE))
+            self._tell(StartRefused(str(error), commands.NOT_EXECUTABLE))
 
     def _start_all(self, order: Start, worlds: Sequence[World], cores: list[int], stop: Callable[[], bool]) -> None:
         for world in worlds:
@@ -87,12 +87,12 @@ class WorkerGroup:
                 command = commands.resolve_command(order.command, environment.get("PATH"))
                 process = RankProcess(world.rank, command, environment, mine)
             except OSError as error:
-                if error.errno in EXHAUSTED:
+                if error.errno in OUT_OF_DESCRIPTORS:
                     raise
                 refused = commands.refused(order.command, error)
-                return self._tell(Refused(str(refused), refused.code))
+                return self._tell(StartRefused(str(refused), refused.code))
             except commands.CommandError as error:
-                return self._tell(Refused(str(error), error.code))
+                return self._tell(StartRefused(str(error), error.code))
             self._adopt(process)
 
     def _adopt(self, process: RankProcess) -> None:
@@ -150,7 +150,7 @@ class WorkerGroup:
         self.pause(True)
         try:
             kill(list(self.running.values()))
-            reaper.end_job(END_PATIENCE)
+            reaper.end_job(KILL_SECONDS)
             self._drain()
             self.notice()
             self._send_results()
@@ -158,7 +158,7 @@ class WorkerGroup:
             for process in self._processes.values():
                 process.close()
             shutil.rmtree(self.directory, ignore_errors=True)
-            reaper.dismiss()
+            reaper.stop()
 
     def _listen(self, rank: int, name: str) -> None:
         self._selector.register(self._open[rank, name], selectors.EVENT_READ, lambda: self._read(rank, name))

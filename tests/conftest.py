@@ -21,8 +21,8 @@ def write_idx(path: Path, values: np.ndarray) -> None:
     path.write_bytes(gzip.compress(header + values.astype(np.uint8).tobytes()))
 
 
-TOGETHER = ("tests/runner/test_hosts.py", "tests/runner/test_schedulers.py", "tests/workers/test_ray.py",
-            "tests/workers/test_spark.py", "tests/planes/test_mpi.py", "tests/planes/test_nccl_kernels.py",
+TOGETHER = ("tests/runner/test_hosts.py", "tests/runner/test_schedulers.py", "tests/launch/test_ray.py",
+            "tests/launch/test_spark.py", "tests/planes/test_mpi.py", "tests/planes/test_nccl_kernels.py",
             "tests/tf/test_keras.py", "tests/tf/test_mirrored.py")
 """Files whose tests one process runs, one after the other: they share what takes long to make (a network, a Slurm, compiled
 kernels, the imports of tests/warm.py) or leave no processor to each other (ranks that spin in MPI).

@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 
 from hvdlite.core.array import BFLOAT16, SUPPORTED_DTYPES, accumulator_dtype
-from hvdlite.core.device import DeviceArray, Pair
+from hvdlite.core.device import CopySpec, DeviceArray
 from hvdlite.planes.nccl.collectives import DTYPES, MAXIMUM, MEAN, MINIMUM, PRODUCT, SUM
-from hvdlite.planes.nccl.kernels import NOTHING, Arithmetic
+from hvdlite.planes.nccl.kernels import NO_SCALING, Scaling
 from hvdlite.planes.nccl.plane import NcclPlane
 
 PATIENCE = 20.0
@@ -130,10 +130,10 @@ class GpuDouble:
         else:
             self._streams[stream].put(work)
 
-    def enter(self) -> None:
+    def make_current(self) -> None:
         pass
 
-    def identity(self) -> str:
+    def bus_id(self) -> str:
         return self.gpu
 
     def make_event(self) -> int:
@@ -151,10 +151,10 @@ class GpuDouble:
                 raise NcclErrorDouble("a stream waits for an event that never comes")
         self.launch(stream, "wait", work)
 
-    def passed(self, event: int) -> bool:
+    def is_event_done(self, event: int) -> bool:
         return self._marks[event].is_set()
 
-    def capturing(self, stream: int) -> bool:
+    def is_capturing(self, stream: int) -> bool:
         return self.graph
 
     def allocate(self, nbytes: int) -> DeviceArray:
@@ -165,13 +165,13 @@ class GpuDouble:
         self._rooms.append(room)  # cudaFree waits until nobody uses the memory any more; here it is kept
         return DeviceArray(room.ctypes.data + begin, (nbytes,), np.dtype(np.uint8), self.index, room)
 
-    def clear(self, array: DeviceArray) -> None:
+    def zero(self, array: DeviceArray) -> None:
         view(array.pointer, array.nbytes, np.dtype(np.uint8))[...] = 0
 
     def copy(self, source: int, target: int, nbytes: int, stream: int) -> None:
         self.launch(stream, "copy", lambda: ctypes.memmove(target, source, nbytes))  # type: ignore[arg-type,return-value]
 
-    def arrange(self, source: DeviceArray, target: DeviceArray, stream: int) -> None:
+    def copy_row_major(self, source: DeviceArray, target: DeviceArray, stream: int) -> None:
         def strided(array: DeviceArray) -> Any:
             flat = view(array.pointer, array.size, array.dtype)
             if not array.strides:
@@ -180,20 +180,20 @@ class GpuDouble:
             return np.lib.stride_tricks.as_strided(flat, array.shape, steps)
         self.launch(stream, "arrange", lambda: np.copyto(strided(target), strided(source)))
 
-    def move(self, pairs: Sequence[Pair], source: str, target: str, stream: int, arithmetic: Arithmetic = NOTHING,
-             filler: int = 0) -> bool:
+    def batched_copy(self, copies: Sequence[CopySpec], source: str, target: str, stream: int, scaling: Scaling = NO_SCALING,
+                     fill_value: int = 0) -> bool:
         if not self.has_kernels:
             return False
-        pairs = list(pairs)
+        copies = list(copies)
 
         def work() -> None:
-            for origin, place, count in pairs:
+            for origin, place, count in copies:
                 out = view(place, count, SUPPORTED_DTYPES[target])
                 if origin == 0:
-                    value = np.array([filler], np.uint64).view(np.uint8)[:out.itemsize].view(out.dtype)
+                    value = np.array([fill_value], np.uint64).view(np.uint8)[:out.itemsize].view(out.dtype)
                     out[...] = value
                 else:
-                    out[...] = calculated(view(origin, count, SUPPORTED_DTYPES[source]).copy(), arithmetic, out.dtype)
+                    out[...] = calculated(view(origin, count, SUPPORTED_DTYPES[source]).copy(), scaling, out.dtype)
         self.launch(stream, "move", work)
         return True
 
@@ -230,20 +230,20 @@ def _kind(what: str) -> str:
     return what if what in ("send", "recv") else "other"
 
 
-def calculated(values: Any, arithmetic: Arithmetic, dtype: np.dtype[Any]) -> Any:
+def calculated(values: Any, scaling: Scaling, dtype: np.dtype[Any]) -> Any:
     """Do what the kernel does, with NumPy."""
     with np.errstate(all="ignore"):
         if values.dtype.kind in "iu":
-            if arithmetic.divisor != 1:
-                values = np.trunc(values / arithmetic.divisor)
-            if arithmetic.factor != 1.0:
-                values = np.trunc(values.astype(np.float64) * arithmetic.factor)
+            if scaling.divisor != 1:
+                values = np.trunc(values / scaling.divisor)
+            if scaling.factor != 1.0:
+                values = np.trunc(values.astype(np.float64) * scaling.factor)
             return values.astype(dtype)
         wide = values.astype(accumulator_dtype(values.dtype))
-        if arithmetic.divisor != 1:
-            wide = wide / wide.dtype.type(arithmetic.divisor)
-        if arithmetic.factor != 1.0:
-            wide = wide * wide.dtype.type(arithmetic.factor)
+        if scaling.divisor != 1:
+            wide = wide / wide.dtype.type(scaling.divisor)
+        if scaling.factor != 1.0:
+            wide = wide * wide.dtype.type(scaling.factor)
         return (wide.astype(np.float32) if dtype == BFLOAT16 else wide).astype(dtype)
 
 
@@ -406,9 +406,9 @@ def _reduced(values: list[Any], op: int) -> Any:
         return total.astype(dtype)
 
 
-def plane(rank: int, notes: Any, wake: Callable[[], None], gpu: GpuDouble, **options: Any) -> NcclPlane:
+def plane(rank: int, oob: Any, wake: Callable[[], None], gpu: GpuDouble, **options: Any) -> NcclPlane:
     """Return the real plane over a double of a GPU."""
-    return NcclPlane(rank, "host", notes, wake, lambda index: gpu, lambda: "", **{"parting": 0.0, **options})
+    return NcclPlane(rank, "host", oob, wake, lambda index: gpu, lambda: "", **{"exit_timeout": 0.0, **options})
 
 
 class Gpus:
@@ -424,10 +424,10 @@ class Gpus:
         self.options: dict[str, Any] = {}
         self.meetings = Meetings()
 
-    def plane(self, rank: int, notes: Any, wake: Any) -> Any:
+    def plane(self, rank: int, oob: Any, wake: Any) -> Any:
         gpu = GpuDouble(0, self.meetings)
         self.made.append(gpu)
-        self.planes.append(plane(rank, notes, wake, gpu, **self.options))
+        self.planes.append(plane(rank, oob, wake, gpu, **self.options))
         return self.planes[-1]
 
     def end(self) -> None:

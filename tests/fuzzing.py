@@ -10,7 +10,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from tests.worlds import Ended, Processes
+from tests.worlds import Ended, Processes, Program
 
 BEGUN, FINE, WRONG = "begun", "fine", "wrong"
 Tell = Callable[[str], object]
@@ -40,19 +40,19 @@ class Failure:
         return f"{self.drawn}\nseed {self.seed} failed on {self.size} ranks, on rank {self.rank}:\n{self.error}"
 
 
-def failures(seeds: Sequence[int], size: int, source: Callable[[Sequence[int]], str], drawn: Callable[[int], object],
+def failures(seeds: Sequence[int], size: int, program: Program, arguments: Sequence[object], drawn: Callable[[int], object],
              environment: Mapping[str, str], imported: Sequence[str], seconds_a_seed: float,
              tell: Tell) -> Iterator[Failure]:
     """Carry out some seeds, many in one job, and yield those that fail.
 
     Args:
-        source: of each rank, by seeds.
+        program: what each rank calls, with the list of seeds and these further arguments.
         drawn: what a seed draws, to be told.
         tell: gets a line a job.
     """
     rest = list(seeds)
     while rest:
-        fine, ended = _job(size, rest, source(rest), environment, imported, seconds_a_seed)
+        fine, ended = _job(size, rest, program, arguments, environment, imported, seconds_a_seed)
         tell(f"{fine} of {len(rest)} seeds have ended on {size} ranks, with {dict(environment)}")
         for rank in ended:
             for line in rank.stdout.splitlines():
@@ -82,14 +82,14 @@ def report(count: int, found: Iterable[Failure]) -> int:
     return int(number > 0)
 
 
-def _job(size: int, seeds: Sequence[int], source: str, environment: Mapping[str, str], imported: Sequence[str],
-         seconds_a_seed: float) -> tuple[int, list[Ended]]:
+def _job(size: int, seeds: list[int], program: Program, arguments: Sequence[object], environment: Mapping[str, str],
+         imported: Sequence[str], seconds_a_seed: float) -> tuple[int, list[Ended]]:
     """Return how many of the seeds every rank has finished, and how the ranks ended."""
-    with Processes(size, source, environment=dict(environment), imported=imported) as world:
+    with Processes(size, program, seeds, *arguments, environment=dict(environment), imported=imported) as world:
         try:
             ended = world.wait(60.0 + seconds_a_seed * len(seeds))
         except AssertionError:
-            ended = [world._ended(rank) for rank in range(size)]
+            ended = [world.told(rank) for rank in range(size)]
     if all(rank.code == 0 for rank in ended):
         return len(seeds), ended
     return min(min(rank.stdout.count(f"{FINE} ") for rank in ended), len(seeds) - 1), ended

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.worlds import ROOT, clean_environment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +49,7 @@ MPIS = [pytest.param(mpi, id=mpi.name.replace(" ", ""), marks=pytest.mark.skipif
 def mpiexec(mpi: Mpi, size: int, arguments: Sequence[str], *, timeout: float = 60.0,
             environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run a Python command on `size` processes, and leave none behind."""
-    env = {name: value for name, value in os.environ.items()
-           if not name.startswith(("HVDLITE_", "HOROVOD_", "OMPI_", "PMI"))}
+    env = clean_environment("OMPI_", "PMI")
     env |= {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": "1",
             "HVDLITE_START_TIMEOUT": "30", **mpi.environment, **(environment or {})}
     command = [*mpi.mpiexec, "-n", str(size), mpi.python, *arguments]

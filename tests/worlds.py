@@ -1,7 +1,13 @@
-"""Worlds for tests: the same `step(runtime)` on ranks as threads (rung 2) or as processes (rung 3)."""
+"""Worlds for tests: ranks as threads (rung 2) or as processes (rung 3).
+
+Ranks run a function of a module: `threads` calls `step(runtime)` in this process; the ranks of `processes` import the
+function's module and call it. These programs are in modules of their own, tests/**/programs/*.py, so that a rank imports
+neither pytest nor a framework that its program does not use.
+"""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import faulthandler
 import itertools
@@ -17,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hvdlite.core import launch_contract
 from hvdlite.core.config import Config
@@ -28,6 +34,7 @@ from tests import warm
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parent.parent
+HVDRUN = [sys.executable, "-m", "hvdlite_runner.cli"]
 TORCH = ("torch", "torch._dynamo")
 """What ranks with torch can begin with: the first optimizer imports the latter."""
 
@@ -72,44 +79,55 @@ class Ended:
     code: int  # negative: killed by that signal
     stdout: str
     stderr: str
+    result: Any = None
+    """What the program returned."""
+
+
+Program = Callable[..., object]
 
 
 class Processes:
-    """A world of processes, each running the same Python source; leaves nothing behind.
+    """A world of processes, each running the same program; leaves nothing behind.
 
     Args:
+        program: a function of a module, which the ranks import by its name; a script; or the source of a script.
+        arguments: of the function, literals; or of the script, strings. What the function returns is a literal too.
         hosts: how many ranks each of several hosts has; they are hosts to the ranks, because each has a job directory of its
             own. Without it there is one.
         imported: modules that the ranks begin with (tests/warm.py); without any they are started as by a launcher.
     """
 
-    def __init__(self, size: int, source: str, *, environment: dict[str, str] | None = None,
-                 arguments: Sequence[str] = (), hosts: Sequence[int] = (), imported: Sequence[str] = ()) -> None:
+    def __init__(self, size: int, program: Program | Path | str, *arguments: object,
+                 environment: dict[str, str] | None = None,
+                 hosts: Sequence[int] = (), imported: Sequence[str] = ()) -> None:
         self.directory = tempfile.mkdtemp(prefix="hvdlite-test-")
         self._directories = [self.directory, *(tempfile.mkdtemp(prefix="hvdlite-test-") for _ in hosts[1:])]
         ends = list(itertools.accumulate(hosts or [size]))
         groups = Hosts(tuple(tuple(range(begin, end)) for begin, end in itertools.pairwise([0, *ends])))
         assert ends[-1] == size
-        meeting = {} if not hosts else {launch_contract.SECRET: secrets.token_hex(),
-                                        launch_contract.COORDINATOR: f"127.0.0.1:{free_port()}"}
+        meeting = {name: value for name, value in over_tcp().items() if hosts and name != "HVDLITE_CONTROL"}
         self._files = tempfile.TemporaryDirectory(prefix="hvdlite-out-")
-        script = Path(self._files.name) / "script.py"
-        script.write_text(textwrap.dedent(source), encoding="utf-8")
         self.ranks: list[subprocess.Popen[bytes] | warm.Rank] = []
         for rank in range(size):
             env = {
-                **{name: value for name, value in os.environ.items() if not name.startswith(("HVDLITE_", "HOROVOD_"))},
+                **clean_environment(),
                 **launch_contract.rank_environment(
-                    groups.world(rank), self._directories[groups.groups.index(groups.around(rank))]), **meeting,
+                    groups.world(rank), self._directories[groups.ranks_by_host.index(groups.local_ranks(rank))]), **meeting,
                 "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": "1",
                 "HVDLITE_START_TIMEOUT": "30", "PYTHONUNBUFFERED": "1", **(environment or {}),
             }
+            script, words = self._path(rank, "py"), [] if callable(program) else [str(each) for each in arguments]
+            if isinstance(program, Path):
+                script = program
+            else:
+                script.write_text(textwrap.dedent(program) if isinstance(program, str) else
+                                  _calling(program, arguments, self._path(rank, "result")), encoding="utf-8")
             with open(self._path(rank, "stdout"), "wb") as out, open(self._path(rank, "stderr"), "wb") as err:
                 if imported:
                     pair = warm.importers(imported, env, environment or {})
-                    self.ranks.append(pair[rank % 2].fork(script, arguments, env, out.fileno(), err.fileno()))
+                    self.ranks.append(pair[rank % 2].fork(script, words, env, out.fileno(), err.fileno()))
                 else:
-                    self.ranks.append(subprocess.Popen([sys.executable, str(script), *arguments], env=env, stdout=out,
+                    self.ranks.append(subprocess.Popen([sys.executable, str(script), *words], env=env, stdout=out,
                                                        stderr=err, stdin=subprocess.DEVNULL, start_new_session=True))
 
     def __enter__(self) -> Processes:
@@ -137,7 +155,7 @@ class Processes:
         deadline = time.monotonic() + timeout
         while text not in self._path(rank, stream).read_text(encoding="utf-8", errors="replace"):
             if time.monotonic() > deadline or self.ranks[rank].poll() is not None:
-                raise AssertionError(f"rank {rank} never printed {text!r}: {self._ended(rank)}")
+                raise AssertionError(f"rank {rank} never printed {text!r}: {self.told(rank)}")
             time.sleep(0.01)
 
     def wait(self, timeout: float = 60.0) -> list[Ended]:
@@ -147,17 +165,39 @@ class Processes:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                raise AssertionError(f"rank {rank} is still running after {timeout} s: {self._ended(rank)}") from None
-        return [self._ended(rank) for rank in range(len(self.ranks))]
+                raise AssertionError(f"rank {rank} is still running after {timeout} s: {self.told(rank)}") from None
+        return [self.told(rank) for rank in range(len(self.ranks))]
+
+    def told(self, rank: int) -> Ended:
+        """Return what a rank has written until now, and how it ended; the code of one that runs is 9999."""
+        code = self.ranks[rank].poll()
+        out, err = (self._path(rank, stream).read_text(encoding="utf-8", errors="replace")
+                    for stream in ("stdout", "stderr"))
+        result = self._path(rank, "result")
+        return Ended(rank, 9999 if code is None else code, out, err,
+                     ast.literal_eval(result.read_text(encoding="utf-8")) if code == 0 and result.exists() else None)
 
     def _path(self, rank: int, stream: str) -> Path:
         return Path(self._files.name) / f"{rank}.{stream}"
 
-    def _ended(self, rank: int) -> Ended:
-        code = self.ranks[rank].poll()
-        out, err = (self._path(rank, stream).read_text(encoding="utf-8", errors="replace")
-                    for stream in ("stdout", "stderr"))
-        return Ended(rank, 9999 if code is None else code, out, err)
+
+def _calling(program: Program, arguments: Sequence[object], result: Path) -> str:
+    """Return a script that calls a function and writes down what it returns."""
+    assert ast.literal_eval(repr(arguments)) == arguments, f"ranks get literals as arguments, not {arguments}"
+    return (f"from {program.__module__} import {program.__name__} as program\nresult = program(*{arguments!r})\n"
+            f"if result is not None:\n    with open({str(result)!r}, 'w', encoding='utf-8') as file:\n"
+            f"        file.write(repr(result))\n")
+
+
+def clean_environment(*others: str) -> dict[str, str]:
+    """Return this process's environment but for our variables, and those whose names begin with one of `others`."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("HVDLITE_", "HOROVOD_", *others))}
+
+
+def over_tcp(port: int = 0) -> dict[str, str]:
+    """Return the environment of ranks that meet at a port of this host, by default a free one."""
+    return {"HVDLITE_CONTROL": "tcp", launch_contract.COORDINATOR: f"127.0.0.1:{port or free_port()}",
+            launch_contract.SECRET: secrets.token_hex()}
 
 
 def free_port() -> int:
@@ -167,26 +207,17 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def processes(size: int, source: str, *, timeout: float = 60.0, environment: dict[str, str] | None = None,
-              hosts: Sequence[int] = (), imported: Sequence[str] = ()) -> list[Ended]:
-    """Run a Python source on `size` ranks and return how each ended; a rank that failed fails the test, shown first."""
-    with Processes(size, source, environment=environment, hosts=hosts, imported=imported) as world:
+def processes(size: int, program: Program | Path | str, *arguments: object, timeout: float = 60.0,
+              environment: dict[str, str] | None = None, hosts: Sequence[int] = (),
+              imported: Sequence[str] = ()) -> list[Ended]:
+    """Run a program on `size` ranks and return how each ended; a rank that failed fails the test, shown first."""
+    with Processes(size, program, *arguments, environment=environment, hosts=hosts, imported=imported) as world:
         ended = world.wait(timeout)
     for rank in ended:
         assert rank.code == 0, f"rank {rank.rank} ended with {rank.code}\n{rank.stdout}\n{rank.stderr}"
     return ended
 
 
-RAISES = """
-def raises(kind, text, call):
-    try:
-        call()
-    except kind as error:
-        assert text in str(error), error
-    else:
-        raise AssertionError(f"no {kind}")
-"""
-"""For sources that run as ranks, where there is no pytest."""
 OTHERS_MEMORY = ("mpich_shm", "vader_", "sm_segment", "plasma", "ray", "torch_", "sem.")
 """How files in /dev/shm begin that other libraries make, maybe in a test that runs at the same time."""
 

@@ -1,4 +1,4 @@
-"""Pass open file descriptors from the first rank of a host to its other ranks, over a short-lived Unix socket.
+"""Passing open file descriptors from the first rank of a host to its other ranks, over a short-lived Unix socket.
 
 A receiver acknowledges every message, so that few descriptors are in flight at a time: the system limits the descriptors in
 flight of one user to the number that the sender may have open.
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hvdlite.core.config import socket_timeout
 from hvdlite.core.errors import LaunchError
-from hvdlite.core.socket_paths import fitting
+from hvdlite.core.socket_paths import short_socket_path
 
 RETRY_SECONDS = 0.01
 _LIMIT = 250  # descriptors in one message (the kernel's limit is 253)
@@ -35,7 +35,7 @@ def send_fds(path: str, shared: Sequence[int], own: Sequence[Sequence[int]], tim
     receivers = len(own)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         Path(path).unlink(missing_ok=True)  # left by a job that was killed during its rendezvous
-        with fitting(path) as short:
+        with short_socket_path(path) as short:
             listener.bind(short)
         try:
             listener.listen(receivers)
@@ -47,7 +47,7 @@ def send_fds(path: str, shared: Sequence[int], own: Sequence[Sequence[int]], tim
                     index = int.from_bytes(sock.recv(_NUMBER_BYTES, socket.MSG_WAITALL), "little")
                     _send(sock, [*shared, *own[index]])
         except TimeoutError:
-            raise LaunchError(f"not all {receivers} other ranks of this host came for the shared memory within "
+            raise LaunchError(f"not all {receivers} other ranks of this host asked for the shared memory within "
                               f"{timeout:.0f} s") from None
         finally:
             Path(path).unlink(missing_ok=True)
@@ -65,7 +65,7 @@ def recv_fds(path: str, index: int, timeout: float) -> list[int]:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.settimeout(socket_timeout(timeout))
             try:
-                with fitting(path) as short:
+                with short_socket_path(path) as short:
                     sock.connect(short)
                 sock.sendall(index.to_bytes(_NUMBER_BYTES, "little"))
                 return _receive(sock)

@@ -1,4 +1,4 @@
-"""Launch environments: a table of the variables that each launcher sets; the first row whose variables are set applies.
+"""Launch environments: the table of the variables that each launcher sets; the first row whose variables are set applies.
 
 | row | set by | across hosts |
 |---|---|---|
@@ -143,12 +143,12 @@ def _launch_info(environment: Environment, environ: Mapping[str, str], parent: i
         coordinator = coordinator or _likely_coordinator(environment, environ)
         if not key:
             raise LaunchError(f"{environment.name}: {world.size} ranks on several hosts ({world.local_size} here) need the "
-                              f"job's key, so that nobody else can talk to them: set {contract.SECRET} (or "
+                              f"job's key, so that no other program can connect to them: set {contract.SECRET} (or "
                               f"{contract.SECRET_FILE}) to the same value on all ranks; {MAKE_A_KEY}")
     given = environ.get(contract.JOB_DIRECTORY)
     directory = given or _agreed_directory(environment, environ, parent)
     return LaunchInfo(environment.name, world, directory, coordinator, key, not given, is_mpi,
-                 not is_mpi or environment.local_rank in environ)
+                      not is_mpi or environment.local_rank in environ)
 
 
 def _world(environment: Environment, environ: Mapping[str, str]) -> World:
@@ -166,7 +166,7 @@ def _number(environ: Mapping[str, str], variable: str, environment: Environment,
     text = environ.get(variable)
     if text is None:
         if default is None:
-            raise LaunchError(f"the environment looks like {environment.name}'s, but {variable} is not set; "
+            raise LaunchError(f"the environment seems to be {environment.name}'s, but {variable} is not set; "
                               f"environments are tried in this order: {', '.join(row.name for row in ENVIRONMENTS)}")
         return default
     try:
@@ -190,7 +190,7 @@ def _key(environ: Mapping[str, str]) -> bytes:
         source = f"{contract.SECRET_FILE}={path}"
         try:
             if os.stat(path).st_mode & 0o077:
-                raise LaunchError(f"{source}: others can read it; chmod 600 {path}")
+                raise LaunchError(f"{source}: other users can read it; chmod 600 {path}")
             secret = Path(path).read_text(encoding="ascii").strip()
         except OSError as error:
             raise LaunchError(f"{source}: {error.strerror}") from None
@@ -211,7 +211,7 @@ def _likely_coordinator(environment: Environment, environ: Mapping[str, str]) ->
     """Return the address at which all ranks expect rank 0: the job's first host, and a port derived from the job's ids."""
     hosts = next((environ[variable] for variable in environment.first_host if environ.get(variable)), "")
     if not hosts:
-        raise LaunchError(f"{environment.name}: the ranks are on several hosts, and nobody says where rank 0 is: set "
+        raise LaunchError(f"{environment.name}: the ranks are on several hosts, and the address of rank 0 is not known: set "
                           f"{contract.COORDINATOR} to its host:port, the same on all ranks")
     ids = "|".join([environment.name, *(environ.get(variable, "") for variable in environment.job)])
     number = int.from_bytes(hashlib.sha256(ids.encode()).digest()[:4], "big")
@@ -242,5 +242,5 @@ def check_directory(path: str, *, make: bool = False) -> None:
     except OSError as error:
         raise LaunchError(f"{contract.JOB_DIRECTORY}={path}: {error.strerror}") from None
     if status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        raise LaunchError(f"{path} must belong to user {os.geteuid()} and have mode 0700, because whoever can enter it can "
-                          f"talk to the job (owner {status.st_uid}, mode {status.st_mode & 0o777:04o})")
+        raise LaunchError(f"{path} must belong to user {os.geteuid()} and have mode 0700, because a user who can enter it "
+                          f"can connect to the job (owner {status.st_uid}, mode {status.st_mode & 0o777:04o})")

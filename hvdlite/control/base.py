@@ -1,9 +1,9 @@
-"""The control plane's contract: small messages between rank 0 and the others, and one place to wait.
+"""The interface of the control plane: small messages between rank 0 and the other ranks, and one blocking wait.
 
 On several hosts the first rank of each, its leader, speaks with rank 0, and the others of that host with their leader.
 
 A rank has exactly one place where its runtime thread blocks: `wait`. It returns when a message arrived, when a peer was
-lost, or when somebody rang this rank's bell (a user thread with work, or a peer that arrived at a barrier). So a wait
+lost, or when this rank was woken (a user thread with work, or a peer that arrived at a barrier). So a wait
 in the middle of a collective notices a dead peer like any other wait.
 """
 
@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Protocol
 
-from hvdlite.negotiation.messages import Decision, HostReport, Letter, Report
+from hvdlite.negotiation.messages import Decision, DirectMessage, HostReport, Report
 
 yield_processor = ctypes.CDLL(None).sched_yield
 """Let another thread run, the script's above all; unlike `os.sched_yield` before Python 3.13 it releases the GIL."""
@@ -44,10 +44,10 @@ class DecisionReceived:
 
 
 @dataclasses.dataclass(frozen=True)
-class LetterReceived:
+class DirectMessageReceived:
     """The coordinator told this rank something (never on rank 0)."""
 
-    letter: Letter
+    message: DirectMessage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,22 +58,22 @@ class PeerLost:
     reason: str
 
 
-Event = ReportReceived | HostReportReceived | DecisionReceived | LetterReceived | PeerLost
+Event = ReportReceived | HostReportReceived | DecisionReceived | DirectMessageReceived | PeerLost
 
 
 class ControlPlane(Protocol):
     """A star around rank 0. All methods but `wake` belong to the runtime thread.
 
     Attributes:
-        above: the rank through which this one speaks with rank 0: its host's leader, or rank 0 itself.
-        below: the ranks that speak with rank 0 through this one. They need it until they have left.
+        parent: the rank through which this one speaks with rank 0: its host's leader, or rank 0 itself.
+        children: the ranks that speak with rank 0 through this one. They need it until they have left.
     """
 
     @property
-    def above(self) -> int: ...
+    def parent(self) -> int: ...
 
     @property
-    def below(self) -> frozenset[int]: ...
+    def children(self) -> frozenset[int]: ...
 
     def send_report(self, report: Report) -> None:
         """Send to rank 0; never blocks. Not called on rank 0."""
@@ -81,11 +81,11 @@ class ControlPlane(Protocol):
     def send_decision(self, decision: Decision) -> None:
         """Send to all other ranks; never blocks. Only called on rank 0."""
 
-    def send_letters(self, letters: Sequence[Letter]) -> None:
+    def send_direct_messages(self, messages: Sequence[DirectMessage]) -> None:
         """Send each other rank its own; they arrive before decisions that are sent later. Like `send_decision`."""
 
     def wait(self, timeout: float | None, spin: float = 0.0) -> list[Event]:
-        """Block until something happened or `timeout` seconds passed; return what did (nothing for a bell).
+        """Block until something happened or `timeout` seconds passed; return what did (nothing for a doorbell).
 
         Args:
             spin: seconds to look without sleeping first; waking up costs more than most messages take.
@@ -94,7 +94,7 @@ class ControlPlane(Protocol):
     def wake(self) -> None:
         """Make the current or next `wait` return; callable from any thread and from signal handlers."""
 
-    def ring(self, rank: int) -> None:
+    def wake_rank(self, rank: int) -> None:
         """Make the `wait` of another rank on this host return."""
 
     def flush(self, timeout: float) -> None:

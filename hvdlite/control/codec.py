@@ -1,4 +1,4 @@
-"""Messages to bytes and back: MessagePack through msgspec, validated against the declared types; never pickle."""
+"""Encoding messages as MessagePack with msgspec, and decoding them with validation of types; never pickle."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from hvdlite.control.process_probe import NO_STACK_DUMP, StackDumpTarget
 from hvdlite.core.errors import ProtocolError
-from hvdlite.negotiation.messages import Decision, HostReport, Letters, Message, Report
+from hvdlite.core.stack_dump import NO_STACK_DUMP, StackDumpTarget
+from hvdlite.negotiation.messages import Decision, DirectMessages, HostReport, Message, Report
 
 
-class Hello(Message, frozen=True):
+class RankInfo(Message, frozen=True):
     """What a rank says of itself once its connection is authentic."""
 
     rank: int
@@ -20,9 +20,9 @@ class Hello(Message, frozen=True):
     pid: int
     host: str  # equal for ranks that share a kernel and a process table
     version: str
-    stack_dump: StackDumpTarget = NO_STACK_DUMP  # where it writes its stacks; see `control.process_probe`
+    stack_dump: StackDumpTarget = NO_STACK_DUMP  # where it writes its stacks; see `diagnostics.process_probe`
     settings: tuple[tuple[str, str], ...] = ()  # knobs in which no two ranks may differ, and their values
-    lacks: tuple[tuple[str, str], ...] = ()  # backends that it cannot use, and why
+    unavailable: tuple[tuple[str, str], ...] = ()  # backends that it cannot use, and why
     epoch: int = 0
 
 
@@ -32,10 +32,10 @@ class Welcome(Message, frozen=True):
     pids: tuple[int, ...] = ()
     hosts: tuple[str, ...] = ()
     stack_dumps: tuple[StackDumpTarget, ...] = ()
-    reached_at: str = ""  # rank 0's IP address, as most other hosts know it; "" when there are none
+    advertised_address: str = ""  # rank 0's IP address, as most other hosts know it; "" when there are none
     clock: float = 0.0  # rank 0's monotonic clock, in seconds
-    lacks: tuple[tuple[str, str], ...] = ()  # backends that some rank cannot use, and why
-    led: bool = False  # whether each host's first rank speaks for all of its ranks from here on
+    unavailable: tuple[tuple[str, str], ...] = ()  # backends that some rank cannot use, and why
+    use_leaders: bool = False  # whether each host's first rank speaks for all of its ranks from here on
     refusal: str = ""
     epoch: int = 0
 
@@ -49,13 +49,13 @@ class Heartbeat(Message, frozen=True):
 class Kind(enum.IntEnum):
     """The frame's type byte."""
 
-    HELLO = 1
+    RANK_INFO = 1
     WELCOME = 2
     REPORT = 3
     DECISION = 4
     HEARTBEAT = 5
     HOST_REPORT = 6
-    LETTERS = 7
+    DIRECT_MESSAGES = 7
 
 
 class Encoded(NamedTuple):
@@ -66,8 +66,8 @@ class Encoded(NamedTuple):
 
 
 _TYPES: dict[Kind, type[Message]] = {
-    Kind.HELLO: Hello, Kind.WELCOME: Welcome, Kind.REPORT: Report, Kind.DECISION: Decision, Kind.HEARTBEAT: Heartbeat,
-    Kind.HOST_REPORT: HostReport, Kind.LETTERS: Letters,
+    Kind.RANK_INFO: RankInfo, Kind.WELCOME: Welcome, Kind.REPORT: Report, Kind.DECISION: Decision, Kind.HEARTBEAT: Heartbeat,
+    Kind.HOST_REPORT: HostReport, Kind.DIRECT_MESSAGES: DirectMessages,
 }
 _KINDS = {kind_type: kind for kind, kind_type in _TYPES.items()}
 _DECODERS: dict[Kind, msgspec.msgpack.Decoder[Any]] = {

@@ -1,4 +1,4 @@
-"""A bell between threads or processes: an eventfd where there is one, else a pipe."""
+"""A doorbell between threads or processes: an eventfd where there is one, else a pipe."""
 
 from __future__ import annotations
 

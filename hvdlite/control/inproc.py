@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: the control plane of rung-2 tests. No sockets, no encoding."""
+"""The control plane between threads of one process, for tests: no sockets, no encoding."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import queue
 import time
 from collections.abc import Sequence
 
-from hvdlite.control.base import DecisionReceived, Event, LetterReceived, PeerLost, ReportReceived
-from hvdlite.negotiation.messages import Decision, Letter, Report
+from hvdlite.control.base import DecisionReceived, DirectMessageReceived, Event, PeerLost, ReportReceived
+from hvdlite.negotiation.messages import Decision, DirectMessage, Report
 
 
 class _Mailbox:
-    """One rank's incoming events and rings (None), in a queue into which a finalizer may put in the middle of a put."""
+    """One rank's incoming events and wake-ups (None), in a queue into which a finalizer may put in the middle of a put."""
 
     def __init__(self) -> None:
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
@@ -20,7 +20,7 @@ class _Mailbox:
     def post(self, event: Event) -> None:
         self._events.put(event)
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         self._events.put(None)
 
     def take(self, timeout: float | None) -> list[Event]:
@@ -35,8 +35,8 @@ class _Mailbox:
 class InprocControl:
     """Like `StarControl`, between threads."""
 
-    above = 0
-    below: frozenset[int] = frozenset()
+    parent = 0
+    children: frozenset[int] = frozenset()
 
     def __init__(self, rank: int, mailboxes: Sequence[_Mailbox]) -> None:
         self._rank = rank
@@ -56,20 +56,20 @@ class InprocControl:
         for mailbox in self._mailboxes[1:]:
             mailbox.post(DecisionReceived(decision))
 
-    def send_letters(self, letters: Sequence[Letter]) -> None:
-        for letter in letters:
-            if letter.rank:
-                self._mailboxes[letter.rank].post(LetterReceived(letter))
+    def send_direct_messages(self, messages: Sequence[DirectMessage]) -> None:
+        for message in messages:
+            if message.rank:
+                self._mailboxes[message.rank].post(DirectMessageReceived(message))
 
     def wait(self, timeout: float | None, spin: float = 0.0) -> list[Event]:
         del spin  # the others need this process's GIL
         return self._mailboxes[self._rank].take(timeout)
 
     def wake(self) -> None:
-        self._mailboxes[self._rank].ring()
+        self._mailboxes[self._rank].wake()
 
-    def ring(self, rank: int) -> None:
-        self._mailboxes[rank].ring()
+    def wake_rank(self, rank: int) -> None:
+        self._mailboxes[rank].wake()
 
     def flush(self, timeout: float) -> None:
         del timeout  # a post is delivered at once

@@ -19,7 +19,7 @@ from hvdlite.control.doorbell import Doorbell
 from hvdlite.control.star import StarControl
 from hvdlite.control.wire import Connection
 from hvdlite.negotiation.leader import Leader
-from hvdlite.negotiation.messages import Decision, Letters, Message, Report
+from hvdlite.negotiation.messages import Decision, DirectMessages, Message, Report
 
 
 class LeaderControl(StarControl):
@@ -29,12 +29,12 @@ class LeaderControl(StarControl):
         connections: to rank 0 and to each other rank of the host.
     """
 
-    def __init__(self, leader: Leader, connections: Mapping[int, Connection], bells: Mapping[int, Doorbell],
+    def __init__(self, leader: Leader, connections: Mapping[int, Connection], doorbells: Mapping[int, Doorbell],
                  pids: Mapping[int, int], *, heartbeat_timeout: float) -> None:
         rank, *others = leader.ranks
         self._leader = leader
-        self.below = frozenset(others)
-        super().__init__(rank, connections, bells, pids, heartbeat_timeout=heartbeat_timeout)
+        self.children = frozenset(others)
+        super().__init__(rank, connections, doorbells, pids, heartbeat_timeout=heartbeat_timeout)
         self._pass_up()
 
     def send_report(self, report: Report) -> None:
@@ -49,27 +49,27 @@ class LeaderControl(StarControl):
 
     def _heard_from(self, peer: int, message: Message) -> list[Event]:
         match message:
-            case Report() if peer in self.below:
+            case Report() if peer in self.children:
                 self._leader.receive(peer, message)
                 return []
-            case Decision() if peer == self.above:
+            case Decision() if peer == self.parent:
                 self._leader.watch(message)
                 self._pass_down(message)
-            case Letters(letters) if peer == self.above:
-                self.send_letters([letter for letter in letters if letter.rank in self.below])
+            case DirectMessages(messages) if peer == self.parent:
+                self.send_direct_messages([message for message in messages if message.rank in self.children])
         return super()._heard_from(peer, message)
 
     def _suspect(self, peer: int, reason: str) -> None:
-        if peer in self.below:
+        if peer in self.children:
             self._leader.lose(peer, reason)
         super()._suspect(peer, reason)
 
     def _pass_up(self) -> None:
         report = self._leader.report()
         if report is not None:
-            self._send(self.above, report)
+            self._send(self.parent, report)
 
     def _pass_down(self, decision: Decision) -> None:
         encoded = encode(decision)
-        for peer in self.below:
+        for peer in self.children:
             self._send(peer, encoded)

@@ -1,4 +1,4 @@
-"""The control plane between processes: a star of stream sockets around rank 0, one bell a rank, one pidfd a peer.
+"""The control plane between processes: a star of stream sockets around rank 0, one doorbell a rank, one pidfd a peer.
 
 On one host all ranks are connected to rank 0. On several, each host's leader is, and the host's others to their leader;
 see `control/leading.py`.
@@ -22,9 +22,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from hvdlite.control.base import (
     DecisionReceived,
+    DirectMessageReceived,
     Event,
     HostReportReceived,
-    LetterReceived,
     PeerLost,
     ReportReceived,
     yield_processor,
@@ -33,11 +33,11 @@ from hvdlite.control.codec import Encoded, Heartbeat, encode
 from hvdlite.control.doorbell import Doorbell
 from hvdlite.control.wire import Connection
 from hvdlite.core.errors import ProtocolError
-from hvdlite.core.file_limit import EXHAUSTED
-from hvdlite.negotiation.messages import Decision, HostReport, Letter, Letters, Message, Report
+from hvdlite.core.file_limit import OUT_OF_DESCRIPTORS
+from hvdlite.negotiation.messages import Decision, DirectMessage, DirectMessages, HostReport, Message, Report
 
 GRACE = 0.5
-"""Seconds a rank waits for rank 0's account of a death that it has seen itself."""
+"""Seconds a rank waits for rank 0's report of a death that it has seen itself."""
 HEARTBEAT_INTERVAL = 1.0
 """Seconds between heartbeats on TCP."""
 
@@ -46,25 +46,25 @@ class StarControl:
     """One rank's end of the star.
 
     Args:
-        connections: on rank 0 one for each rank that speaks with it; elsewhere one to the rank above.
-        bells: the bells of the ranks on this host, by rank, this rank's included.
+        connections: on rank 0 one for each rank that speaks with it; elsewhere one to its parent.
+        doorbells: the doorbells of the ranks on this host, by rank, this rank's included.
         pids: process ids of the other ranks on this host.
-        above: see `ControlPlane`.
+        parent: see `ControlPlane`.
         hosts: on rank 0: the ranks for which a leader speaks, its own included, by leader.
     """
 
-    below: frozenset[int] = frozenset()
+    children: frozenset[int] = frozenset()
 
-    def __init__(self, rank: int, connections: Mapping[int, Connection], bells: Mapping[int, Doorbell],
-                 pids: Mapping[int, int], *, heartbeat_timeout: float, above: int = 0,
+    def __init__(self, rank: int, connections: Mapping[int, Connection], doorbells: Mapping[int, Doorbell],
+                 pids: Mapping[int, int], *, heartbeat_timeout: float, parent: int = 0,
                  hosts: Mapping[int, tuple[int, ...]] | None = None) -> None:
-        self.above = above
+        self.parent = parent
         self._rank = rank
         self._hosts = dict(hosts or {})
         self._way = {rank: leader for leader, ranks in self._hosts.items() for rank in ranks}  # else a rank itself
         self._connections = dict(connections)
-        self._bells = dict(bells)
-        self._bell = bells[rank]
+        self._doorbells = dict(doorbells)
+        self._doorbell = doorbells[rank]
         self._silence_limit = heartbeat_timeout
         self._unsent: set[int] = set()  # peers whose sockets we watch for room
         self._lost: set[int] = set()
@@ -74,7 +74,7 @@ class StarControl:
         self._next_heartbeat = time.monotonic() + HEARTBEAT_INTERVAL
         self._events: list[Event] = []  # losses noticed while sending
         self._poller = select.poll()
-        self._poller.register(self._bell, select.POLLIN)
+        self._poller.register(self._doorbell, select.POLLIN)
         self._peer_of = {connection.fileno(): peer for peer, connection in self._connections.items()}
         for descriptor in self._peer_of:
             self._poller.register(descriptor, select.POLLIN)
@@ -85,19 +85,19 @@ class StarControl:
             self._read(peer)  # a decision may have come right behind the welcome
 
     def send_report(self, report: Report) -> None:
-        self._send(self.above, report)
+        self._send(self.parent, report)
 
     def send_decision(self, decision: Decision) -> None:
         encoded = encode(decision)
         for peer in list(self._connections):
             self._send(peer, encoded)
 
-    def send_letters(self, letters: Sequence[Letter]) -> None:
-        by_peer: defaultdict[int, list[Letter]] = defaultdict(list)
-        for letter in letters:
-            by_peer[self._way.get(letter.rank, letter.rank)].append(letter)
+    def send_direct_messages(self, messages: Sequence[DirectMessage]) -> None:
+        by_peer: defaultdict[int, list[DirectMessage]] = defaultdict(list)
+        for message in messages:
+            by_peer[self._way.get(message.rank, message.rank)].append(message)
         for peer, theirs in by_peer.items():
-            self._send(peer, Letters(tuple(theirs)))
+            self._send(peer, DirectMessages(tuple(theirs)))
 
     def wait(self, timeout: float | None, spin: float = 0.0) -> list[Event]:
         if not self._events:
@@ -121,10 +121,10 @@ class StarControl:
 
     def wake(self) -> None:
         if not self._closed:
-            self._bell.ring()
+            self._doorbell.ring()
 
-    def ring(self, rank: int) -> None:
-        self._bells[rank].ring()
+    def wake_rank(self, rank: int) -> None:
+        self._doorbells[rank].ring()
 
     def flush(self, timeout: float) -> None:
         until = time.monotonic() + timeout
@@ -142,8 +142,8 @@ class StarControl:
         self._closed = True
         for connection in self._connections.values():
             connection.forget()
-        for bell in self._bells.values():
-            bell.close()
+        for doorbell in self._doorbells.values():
+            doorbell.close()
         for descriptor in self._pidfds:
             os.close(descriptor)
         self._connections, self._pidfds = {}, {}
@@ -160,7 +160,7 @@ class StarControl:
                 self._suspect(peer, "its process had ended before the job started")
                 continue
             except OSError as error:
-                if error.errno in EXHAUSTED:
+                if error.errno in OUT_OF_DESCRIPTORS:
                     raise
                 continue  # not permitted here: the end of the connection has to do
             watched[descriptor] = peer
@@ -170,8 +170,8 @@ class StarControl:
     def _handle(self, ready: Iterable[tuple[int, int]]) -> None:
         ended: list[int] = []
         for descriptor, flags in ready:
-            if descriptor == self._bell.fileno():
-                self._bell.clear()
+            if descriptor == self._doorbell.fileno():
+                self._doorbell.clear()
             elif descriptor in self._pidfds:
                 ended.append(descriptor)
             elif descriptor in self._peer_of:
@@ -216,7 +216,7 @@ class StarControl:
 
     def _heard_from(self, peer: int, message: Message) -> list[Event]:
         """Return what a peer's message means for this rank."""
-        from_above = self._rank != 0 and peer == self.above
+        from_parent = self._rank != 0 and peer == self.parent
         match message:
             case Heartbeat():
                 return []
@@ -224,10 +224,10 @@ class StarControl:
                 return [ReportReceived(peer, message)]
             case HostReport() if peer in self._hosts:
                 return [HostReportReceived(self._hosts[peer], message)]
-            case Decision() if from_above:
+            case Decision() if from_parent:
                 return [DecisionReceived(message)]
-            case Letters(letters) if from_above:
-                return [LetterReceived(letter) for letter in letters if letter.rank == self._rank]
+            case DirectMessages(messages) if from_parent:
+                return [DirectMessageReceived(message) for message in messages if message.rank == self._rank]
         return [PeerLost(peer, f"it sent a {type(message).__name__} out of place")]
 
     def _send(self, peer: int, message: Message | Encoded) -> None:
@@ -270,7 +270,7 @@ class StarControl:
 
     def _suspect(self, peer: int, reason: str) -> None:
         """Declare a death: at once where nobody knows better, else after the grace for rank 0's word."""
-        if self._rank == 0 or peer == self.above:
+        if self._rank == 0 or peer == self.parent:
             self._declare(peer, reason)
         else:
             self._suspects.setdefault(peer, time.monotonic() + GRACE)

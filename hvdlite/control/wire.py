@@ -1,4 +1,4 @@
-"""Frames on a stream socket.
+"""Frames on a stream socket: lengths, sequence numbers, and authentication by HMAC.
 
     length (4 bytes) | kind (1) | sequence (4) | body (length bytes) | HMAC-SHA256 (32, on TCP only)
 

@@ -1,4 +1,4 @@
-"""Dtypes as the runtime names them, and the arithmetic rules that follow from a dtype.
+"""Names of dtypes in the runtime, and the arithmetic rules of a dtype.
 
 Names are NumPy's, plus "bfloat16" (`ml_dtypes`). 16-bit floats are *stored* as such and *accumulated* in float32.
 """
@@ -18,11 +18,11 @@ Array = NDArray[Any]
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 ALIGNMENT = 64
-"""Bytes: a cache line, which two ranks never both write; and where memory must begin for TensorFlow not to copy it.
+"""Alignment in bytes: a cache line, which no two ranks write, and the alignment of memory that TensorFlow does not copy.
 Members of a bucket begin at multiples of it.
 """
 GPU_ALIGNMENT = 256
-"""The same on a GPU, for buckets and the staging buffer: vector loads, and what CUDA's own allocations have."""
+"""Alignment of buckets and the staging buffer on a GPU, for vector loads; CUDA's allocations have it too."""
 
 SUPPORTED_DTYPES: dict[str, np.dtype[np.generic]] = {
     **{name: np.dtype(name) for name in (
@@ -42,7 +42,7 @@ def dtype_name(dtype: np.dtype[np.generic]) -> str:
     """Return the runtime's name of `dtype`.
 
     Raises:
-        UnsupportedError: for a dtype that no plane carries (objects, strings, dates, structures).
+        UnsupportedError: for a dtype that no plane supports (objects, strings, dates, structures).
     """
     name = _NAMES.get(dtype)
     if name is None:
@@ -51,7 +51,7 @@ def dtype_name(dtype: np.dtype[np.generic]) -> str:
 
 
 def check_reducible(name: str, op: ReduceOp, tensor: str) -> None:
-    """Raise `UnsupportedError` when `op` has no meaning for dtype `name`."""
+    """Raise `UnsupportedError` if `op` is not defined for dtype `name`."""
     if op is ReduceOp.ADASUM and name not in ("float16", "bfloat16", "float32", "float64"):
         raise UnsupportedError(f"{tensor}: op=Adasum weighs vectors by their angles and needs a floating point dtype, not "
                                f"{name}; use Average or Sum")
@@ -64,7 +64,7 @@ def check_reducible(name: str, op: ReduceOp, tensor: str) -> None:
 
 
 def identity(op: ReduceOp, dtype: np.dtype[np.generic]) -> Any:
-    """Return the value that changes nothing when `op` combines it with another, to the bit: -0.0 for sums of floats."""
+    """Return the identity element of `op`; it preserves every bit of the other value (-0.0 for sums of floats)."""
     kind = "f" if dtype == BFLOAT16 else dtype.kind
     if op in (ReduceOp.SUM, ReduceOp.AVERAGE):
         return {"f": -0.0, "c": complex(-0.0, -0.0)}.get(kind, 0)
@@ -79,12 +79,12 @@ def identity(op: ReduceOp, dtype: np.dtype[np.generic]) -> Any:
 
 
 def accumulator_dtype(dtype: np.dtype[np.generic]) -> np.dtype[np.generic]:
-    """Return the dtype in which values of `dtype` are summed: float32 for 16-bit floats, else `dtype` itself."""
+    """Return the dtype in which values of `dtype` are summed: float32 for 16-bit floats, otherwise `dtype`."""
     return _FLOAT32 if dtype in _NARROW_FLOATS else dtype
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Return an uninitialised array whose memory begins at a multiple of `ALIGNMENT`."""
+    """Return an uninitialised array aligned to `ALIGNMENT`."""
     nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     room = np.empty(nbytes + ALIGNMENT, np.uint8)
     begin = -room.ctypes.data % ALIGNMENT
@@ -93,13 +93,13 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
 
 
 def aligned_zeros(nbytes: int) -> Array:
-    """Return private zero bytes that begin at a multiple of `ALIGNMENT`."""
+    """Return zero bytes aligned to `ALIGNMENT`."""
     memory = aligned_empty((nbytes,), np.dtype(np.uint8))
     memory.fill(0)
     return memory
 
 
 def flat(array: Array) -> Array:
-    """Return a 1-D view of a C-contiguous array (0-d included); never copies."""
+    """Return a 1-D view of a C-contiguous array (including 0-d); never copies."""
     assert array.flags.c_contiguous, "flat() needs a contiguous array"
     return array.reshape(-1)

@@ -16,8 +16,8 @@ from hvdlite.core import config_file, launch_contract
 from hvdlite.core.errors import ConfigError
 
 KIB, MIB = 1 << 10, 1 << 20
-_SOCKETS_COUNT: Final = 2_000_000.0
-"""Seconds: `socket.settimeout` counts milliseconds in 31 bits."""
+_MAX_SOCKET_TIMEOUT: Final = 2_000_000.0
+"""In seconds; `socket.settimeout` stores milliseconds in 31 bits."""
 
 
 def _at_least(least: int, kind: type[int] | type[float] = int) -> Callable[[str], float]:
@@ -30,7 +30,7 @@ def _at_least(least: int, kind: type[int] | type[float] = int) -> Callable[[str]
 
 
 _seconds = _at_least(0, float)
-"""Of every knob in seconds 0 is never; see `limit`."""
+"""Parses a knob in seconds; 0 means never (see `timeout_or_inf`)."""
 
 
 def _one_of(*words: str) -> Callable[[str], str]:
@@ -46,7 +46,7 @@ def _text(text: str) -> str:
 
 
 def _file(text: str) -> str:
-    """Like `_text`; the knob names a file."""
+    """Like `_text`; the value is a file name."""
     return text
 
 
@@ -55,12 +55,12 @@ def _size(text: str) -> int:
     scale = {"K": KIB, "M": MIB, "G": KIB * MIB}.get(text[-1:].upper(), 1)
     number = (text[:-1] if scale > 1 else text).strip()
     if not number.isdecimal():
-        raise ValueError("must be a number of bytes, with K, M or G behind it or without")
+        raise ValueError("must be a number of bytes, optionally followed by K, M or G")
     return int(number) * scale
 
 
 def _level(text: str) -> str:
-    """Accept Horovod's level names; `trace` is Python's debug, `fatal` its critical."""
+    """Parse Horovod's level names; `trace` is Python's debug, `fatal` is critical."""
     name = {"TRACE": "DEBUG", "FATAL": "CRITICAL", "WARN": "WARNING"}.get(text.upper(), text.upper())
     if name not in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"):
         raise ValueError("must be trace, debug, info, warning, error or fatal")
@@ -75,7 +75,7 @@ def _flag(text: str) -> bool:
 
 
 def _signal(text: str) -> int:
-    """Parse a signal's name or number; nothing, none and 0 are no signal."""
+    """Parse a signal's name or number; "", none and 0 mean no signal."""
     if text.lower() in ("", "none", "0"):
         return 0
     try:
@@ -88,20 +88,20 @@ def _signal(text: str) -> int:
 
 
 Translate = Callable[[str], str | None]
-"""Turns a Horovod variable's value into the knob's; None when it says nothing about it."""
+"""Converts a Horovod variable's value to the knob's value; None if it does not determine the knob."""
 
 
 def knob(default: Any, parse: Callable[[str], Any], text: str, *, tunable: tuple[int, int] | None = None,
-         alike: bool = False, **horovod: Translate) -> Any:
+         must_match: bool = False, **horovod: Translate) -> Any:
     """Declare a knob.
 
     Args:
-        alike: ranks that differ in it cannot work together; they find out when they meet.
-        tunable: between what autotune looks for a better value, on a logarithmic scale.
-        horovod: the Horovod variables read as aliases (without their prefix), first ones first.
+        must_match: whether the knob must be equal on all ranks; this is checked in the rendezvous.
+        tunable: the bounds between which autotune searches, on a logarithmic scale.
+        horovod: Horovod variables (without prefix) that are aliases, in order of precedence.
     """
     return dataclasses.field(default=default, metadata={"parse": parse, "help": text, "tunable": tunable,
-                                                        "alike": alike, "horovod": horovod})
+                                                        "must_match": must_match, "horovod": horovod})
 
 
 def _same(text: str) -> str:
@@ -146,13 +146,13 @@ class Config:
         80, _at_least(0), "microseconds for which the runtime thread polls before it sleeps, while the script is "
         "blocked in a wait; 0 turns polling off")
     shm_slot: int = knob(
-        4 * MIB, _size, "size of one staging slot in the shm plane, in bytes; a rank has two", alike=True)
+        4 * MIB, _size, "size of one staging slot in the shm plane, in bytes; a rank has two", must_match=True)
     shm_chunk: int = knob(
         512 * KIB, _size, "bytes reduced per NumPy call; each call releases the GIL once",
         tunable=(64 * KIB, 4 * MIB))
     shm_direct: int = knob(
         512 * KIB, _size, "tensors of up to this many bytes are reduced by every rank in full, which saves a barrier",
-        alike=True,
+        must_match=True,
         tunable=(16 * KIB, 4 * MIB))
     control: str = knob(
         "auto", _one_of("auto", "unix", "tcp"),
@@ -161,7 +161,7 @@ class Config:
     cpu_operations: str = knob(
         "auto", _one_of("auto", "shm", "mpi", "gloo", "hierarchical"),
         "the plane for tensors in host memory: shm, mpi, gloo, hierarchical (shm inside hosts, mpi "
-        "or gloo between them), or auto; HVDLITE_LOG_LEVEL=info logs the choice and its reason", alike=True,
+        "or gloo between them), or auto; HVDLITE_LOG_LEVEL=info logs the choice and its reason", must_match=True,
         CPU_OPERATIONS=_same)
     gloo_interface: str = knob(
         "", _text, "name or IP address of the network interface that Gloo uses; by default the one that leads to rank 0",
@@ -233,13 +233,13 @@ class Config:
         values: dict[str, object] = dict(arguments)
         for name, field in fields.items():
             if name not in values:
-                said = _said(field, environ)
-                if said is not None:
-                    values[name] = _parsed(field, *said)
+                found = _from_environ(field, environ)
+                if found is not None:
+                    values[name] = _parse(field, *found)
         path = str(values.get("config_file", ""))
         for name, (key, text) in config_file.read(path, list(fields)).items() if path else ():
             if name not in values:
-                values[name] = _parsed(fields[name], f"{path}: {key}", text)
+                values[name] = _parse(fields[name], f"{path}: {key}", text)
         config = cls(**values)  # type: ignore[arg-type]
         if 0 < config.stall_shutdown_time_seconds < config.stall_check_time_seconds:
             raise ConfigError(f"the stall shutdown time, {config.stall_shutdown_time_seconds:g} s, must not be less than "
@@ -247,30 +247,30 @@ class Config:
         return config
 
 
-def limit(seconds: float) -> float:
-    """Return after how long something is given up, by a knob in seconds: for 0, infinity."""
+def timeout_or_inf(seconds: float) -> float:
+    """Return a timeout in seconds: the value of a knob, or infinity for 0."""
     return seconds or math.inf
 
 
 def socket_timeout(seconds: float) -> float | None:
-    """Return a limit as sockets want it: None, which is for ever, where it is longer than they can count."""
-    return seconds if seconds < _SOCKETS_COUNT else None
+    """Return a timeout for sockets: None (no timeout) if it exceeds their range."""
+    return seconds if seconds < _MAX_SOCKET_TIMEOUT else None
 
 
 def tunable(config: Config) -> dict[str, tuple[int, int]]:
-    """Return the knobs that autotune may change, with their bounds: those that still have their defaults."""
+    """Return the knobs that autotune may change, with their bounds: those that have their default values."""
     return {field.name: field.metadata["tunable"] for field in dataclasses.fields(config)
             if field.metadata["tunable"] and getattr(config, field.name) == field.default}
 
 
-def alike(config: Config) -> tuple[tuple[str, str], ...]:
-    """Return the knobs in which no two ranks may differ: their environment variables, and what they are here."""
+def matching_knobs(config: Config) -> tuple[tuple[str, str], ...]:
+    """Return the environment variables and values of the knobs that must be equal on all ranks."""
     return tuple((environment_name(field.name), str(getattr(config, field.name))) for field in dataclasses.fields(config)
-                 if field.metadata["alike"])
+                 if field.metadata["must_match"])
 
 
 def file_knobs() -> list[str]:
-    """Return the knobs that name a file."""
+    """Return the names of the knobs whose values are file names."""
     return [field.name for field in dataclasses.fields(Config) if field.metadata["parse"] is _file]
 
 
@@ -279,8 +279,8 @@ def environment_name(knob_name: str) -> str:
     return f"HVDLITE_{knob_name.upper()}"
 
 
-def _said(field: dataclasses.Field[Any], environ: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return what the environment says about a knob: the variable and its value."""
+def _from_environ(field: dataclasses.Field[Any], environ: Mapping[str, str]) -> tuple[str, str] | None:
+    """Return the environment variable that determines a knob, and its value; None if there is none."""
     own = environment_name(field.name)
     if own in environ:
         return own, environ[own]
@@ -295,7 +295,7 @@ def _said(field: dataclasses.Field[Any], environ: Mapping[str, str]) -> tuple[st
     return None
 
 
-def _parsed(field: dataclasses.Field[Any], variable: str, text: str) -> object:
+def _parse(field: dataclasses.Field[Any], variable: str, text: str) -> object:
     try:
         return field.metadata["parse"](text)
     except ValueError as error:

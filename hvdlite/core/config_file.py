@@ -27,20 +27,20 @@ HOROVOD_KEYS: dict[str, tuple[str, str]] = {
     "autotune.bayes_opt_max_samples": ("autotune_max_samples", "{}"),
     "library_options.gloo_timeout_seconds": ("gloo_timeout", "{}"),
 }
-"""Horovod's keys that mean a knob: its name, and how the value is written."""
+"""Horovod's keys for knobs: the knob, and the format of its value."""
 MEANINGLESS = frozenset({
     "params.cycle_time_ms", "params.cache_capacity", "params.hierarchical_allreduce", "params.hierarchical_allgather",
     "params.torus_allreduce", "autotune.gaussian_process_noise", "library_options.mpi_threads_disable",
     "library_options.num_nccl_streams", "library_options.thread_affinity", "controller",
 })
-"""Horovod's keys that mean nothing here: there is no cycle, no cache to size, and no choice of that kind."""
+"""Horovod's keys without effect: there are no cycles, no response cache, and no such choices."""
 
 
 def read(path: str, knobs: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Return what a file says: for each knob, the key under which it stands, and its value as text.
+    """Return the knobs of a file: for each knob, its key in the file and its value as text.
 
     Raises:
-        ConfigError: when the file cannot be read, or has an unknown key (naming the nearest).
+        ConfigError: if the file cannot be read or has an unknown key (with the most similar key).
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -50,7 +50,7 @@ def read(path: str, knobs: Sequence[str]) -> dict[str, tuple[str, str]]:
     except yaml.YAMLError as error:
         raise ConfigError(f"the config file {path} is not valid YAML: {error}") from None
     if content is not None and not isinstance(content, Mapping):
-        raise ConfigError(f"the config file {path} must hold keys and values, not a {type(content).__name__}")
+        raise ConfigError(f"the config file {path} must contain keys and values, not a {type(content).__name__}")
     values: dict[str, tuple[str, str]] = {}
     for key, value in _flat(content or {}):
         text = {True: "1", False: "0", None: ""}.get(value) if isinstance(value, bool) or value is None else str(value)
@@ -67,7 +67,7 @@ def read(path: str, knobs: Sequence[str]) -> dict[str, tuple[str, str]]:
             knob, form = HOROVOD_KEYS[name]
             values.setdefault(knob, (key, form.format(text)))
         elif name in MEANINGLESS:
-            _log.info("%s: %s has no meaning in hvdlite and is passed over", path, key)
+            _log.info("%s: %s has no effect in hvdlite and is ignored", path, key)
         else:
             near = difflib.get_close_matches(name, [*knobs, *HOROVOD_KEYS], n=1)
             hint = f"; did you mean {near[0]}?" if near else ""

@@ -1,4 +1,4 @@
-"""Memory of a GPU as the runtime sees it: an address, never a value. Only a plane and an adapter know what is there."""
+"""GPU memory as addresses and events: the types that planes and adapters share. Only they access the values."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hvdlite.core.array import Array, flat
 
 CPU = "cpu"
 CUDA = "cuda"
-"""What a request says of where its tensor is; all ranks must agree. Which of a host's GPUs it is concerns nobody else."""
+"""The device kind of a request; all ranks must agree on it. Which GPU of a host it is does not matter to other ranks."""
 
 
 class Event(Protocol):
-    """A point in the work of a stream; reused once nobody refers to it."""
+    """A CUDA event; its handle is reused when there are no more references."""
 
     handle: int
 
@@ -29,9 +29,9 @@ class DeviceArray:
     Attributes:
         pointer: address of the first element.
         dtype: as `core.array` names it.
-        owner: what keeps the memory alive, and what a result is handed out as.
-        ready: after it the values are there, and the memory may be written; None: now.
-        empty: makes an uninitialised array like this one, of another shape; None where no result is ever made from it.
+        owner: the object that owns the memory; a result is returned as its owner.
+        ready: the event after which the values are available and the memory may be written; None: immediately.
+        empty: creates an uninitialised array like this one, of another shape; None if no result is allocated like it.
         strides: in elements; () is row-major.
     """
 
@@ -60,17 +60,17 @@ class DeviceArray:
         return len(self.shape)
 
     def flat(self) -> DeviceArray:
-        """Return all its elements as they lie in memory, as one dimension."""
+        """Return a 1-D array of all elements in memory order."""
         return dataclasses.replace(self, shape=(self.size,), strides=()) if self.ndim != 1 or self.strides else self
 
     def part(self, begin: int, count: int, dtype: np.dtype[Any] | None = None) -> DeviceArray:
-        """Return `count` elements from `begin`, in elements of `dtype` (default: its own), as one dimension."""
+        """Return a 1-D array of `count` elements from `begin`, counted in elements of `dtype` (default: its own)."""
         dtype = dtype or self.dtype
         return dataclasses.replace(self, pointer=self.pointer + begin * dtype.itemsize, shape=(count,), dtype=dtype,
                                    strides=())
 
     def after(self, ready: Event | None) -> DeviceArray:
-        """Return the same memory, ready after `ready`."""
+        """Return the same memory with another ready event."""
         return dataclasses.replace(self, ready=ready)
 
 
@@ -78,7 +78,7 @@ AnyArray: TypeAlias = Array | DeviceArray
 
 
 def device_of(array: AnyArray | None) -> str:
-    """Return what a request says of where `array` is."""
+    """Return the device kind of `array` for a request."""
     return CUDA if type(array) is DeviceArray else CPU
 
 
@@ -90,7 +90,7 @@ def flattened(array: AnyArray) -> AnyArray:
 def empty(like: AnyArray, shape: tuple[int, ...]) -> AnyArray:
     """Return an uninitialised row-major array of `like`'s dtype, where `like` is."""
     if type(like) is DeviceArray:
-        assert like.empty is not None, "this array cannot be the source of an operation that makes its own result"
+        assert like.empty is not None, "this array cannot be the source of an operation that allocates its result"
         return like.empty(shape)
     assert isinstance(like, np.ndarray)
     return np.empty(shape, like.dtype)
@@ -108,57 +108,57 @@ class Completion(Protocol):
     @property
     def device(self) -> int: ...
 
-    def holding(self, held: object) -> Completion:
-        """Return the completion of another entry of the same launch; `held` is kept alive as long as the work needs it."""
+    def for_entry(self, keep_alive: object) -> Completion:
+        """Return the completion of another entry of the same launch; keeps a reference to `keep_alive` during the work."""
 
-    def follow(self, stream: int) -> None:
-        """Let what is launched on `stream` from now on come after it; does not wait. What the entry held is let go.
+    def block_stream(self, stream: int) -> None:
+        """Make future work on `stream` wait for this work, without blocking the host; releases `keep_alive`.
 
         Raises:
             HorovodInternalError: when the work failed, or the job.
         """
 
-    def passed(self) -> bool:
-        """Return whether it is done."""
+    def is_done(self) -> bool:
+        """Return whether the GPU has finished the work."""
 
     def wait(self) -> None:
-        """Block the host until it is done; for frameworks without streams.
+        """Block the host until the work is finished; for frameworks without streams.
 
         Raises:
-            HorovodInternalError: like `follow`.
+            HorovodInternalError: like `block_stream`.
         """
 
 
-Pair: TypeAlias = tuple[int, int, int]
-"""Addresses of a source (0: fill with zeros) and a target, and a number of elements."""
+CopySpec: TypeAlias = tuple[int, int, int]
+"""The addresses of a source (0: fill with the fill value) and a target, and the number of elements."""
 
 
 class DeviceAccess(Protocol):
-    """What an adapter may ask of the plane for GPUs, from any thread."""
+    """The interface of the GPU plane for adapters; callable from any thread."""
 
     def lend(self, pointer: int, shape: tuple[int, ...], dtype: np.dtype[Any], device: int, *, stream: int, owner: object,
              empty: Callable[[tuple[int, ...]], DeviceArray] | None = None) -> DeviceArray:
-        """Describe a dense array whose values were produced on `stream`; what follows there is not waited for.
+        """Describe a dense array whose values were produced on `stream`; later work on the stream is not waited for.
 
         Raises:
             UnsupportedError: for a second GPU, and while `stream` is being captured into a CUDA graph.
         """
 
-    def ready(self, stream: int) -> Event:
-        """Return a new point in the work of `stream`: all that was launched there so far.
+    def record_event(self, stream: int) -> Event:
+        """Return a new event that covers all work launched on `stream` so far.
 
         Raises:
             UnsupportedError: while `stream` is being captured into a CUDA graph.
         """
 
-    def join(self, stream: int, other: int) -> None:
-        """Let what is launched on `stream` from now on come after what was launched on `other`."""
+    def wait_stream(self, stream: int, other: int) -> None:
+        """Make future work on `stream` wait for all work launched on `other` so far."""
 
-    def pack(self, pairs: Sequence[Pair], source: str, target: str, stream: int) -> bool:
-        """Copy many arrays by as few kernels as possible, casting from dtype to dtype; False where there are no kernels."""
+    def batched_copy(self, copies: Sequence[CopySpec], source: str, target: str, stream: int) -> bool:
+        """Copy many arrays with as few kernels as possible, casting dtypes; return False if kernels cannot be compiled."""
 
-    def carries(self, collective: int, op: int | None, dtype: str) -> bool:
-        """Say whether the plane can do it; the answer is the same on all ranks."""
+    def supports(self, collective: int, op: int | None, dtype: str) -> bool:
+        """Return whether the plane supports this operation; equal on all ranks."""
 
-    def missing(self) -> str:
-        """Return why there is no plane for GPUs here, and what to do; "" when there is one."""
+    def unavailable_reason(self) -> str:
+        """Return why there is no GPU plane here and how to get one; "" if there is one."""

@@ -1,7 +1,7 @@
-"""The limit of open files: raised as far as a job's ranks need it, and explained where that is not enough.
+"""The limit of open files: raised as needed by a job, with an explanation if the hard limit is too low.
 
-Many things cost a descriptor a rank: connections, bells, process watches, pipes. The usual soft limit of 1,024 is low for a
-host with many ranks, or for rank 0 of many; every process may raise it up to its hard limit.
+Connections, doorbells, pidfds and pipes each need a descriptor per rank. The usual soft limit of 1,024 is low for a host
+with many ranks, and for rank 0 of a large job. Every process may raise its soft limit up to the hard limit.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from typing import Final
 from hvdlite.core.errors import LaunchError
 
 SPARE: Final = 512
-"""Descriptors that stay free for the script itself: files, sockets, workers that load data."""
-EXHAUSTED: Final = frozenset({errno.EMFILE, errno.ENFILE})
-"""Error codes that say that there are no descriptors left, for this process or for the whole system."""
+"""Descriptors left for the script: files, sockets, data loader workers."""
+OUT_OF_DESCRIPTORS: Final = frozenset({errno.EMFILE, errno.ENFILE})
+"""Error codes for no descriptors left, in this process or in the whole system."""
 
 
 @contextlib.contextmanager
-def descriptors_for(count: int, purpose: str) -> Iterator[None]:
-    """Make room for `count` more descriptors, for the code in this context; the soft limit stays where it is put.
+def reserve_descriptors(count: int, purpose: str) -> Iterator[None]:
+    """Raise the soft limit for `count` more descriptors, which the code in this context opens; the limit is not restored.
 
     Args:
-        purpose: what they are for, as in "rank 0 of a job of 64 ranks".
+        purpose: the subject of error messages, such as "rank 0 of a job of 64 ranks".
 
     Raises:
-        LaunchError: when the hard limit is too low, or the system has none left; it says how to raise that limit.
+        LaunchError: if the hard limit is too low or the system has no descriptors left; with advice to raise the limit.
     """
     in_use = _in_use()
     soft, hard = _limits()
@@ -66,12 +66,12 @@ def _limits() -> tuple[float, float]:
 
 
 def _raise_soft_limit(wanted: float) -> None:
-    with contextlib.suppress(OSError, ValueError):  # not permitted here; what fails later says so
+    with contextlib.suppress(OSError, ValueError):  # not permitted here; a later failure is explained
         resource.setrlimit(resource.RLIMIT_NOFILE, (int(wanted), resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
 
 def _in_use() -> int:
-    """Return how many descriptors this process has open; 0 where the system does not tell."""
+    """Return the number of open descriptors of this process; 0 where it is unknown."""
     try:
         return len(os.listdir("/proc/self/fd"))
     except OSError:

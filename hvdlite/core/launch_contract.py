@@ -1,7 +1,7 @@
-"""What a launcher and a rank agree on: environment variables, exit codes and the failure record.
+"""The interface between a launcher and a rank: environment variables, exit codes and failure records.
 
-The launcher writes these variables; `bootstrap/environments.py` reads them. Nothing else passes between the two but
-the failure records, so either side can be replaced.
+The launcher sets these variables; `bootstrap/environments.py` reads them. A rank writes failure records. Nothing else is
+exchanged, so either side can be replaced.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ LOCAL_SIZE = "HVDLITE_LOCAL_SIZE"
 CROSS_RANK = "HVDLITE_CROSS_RANK"
 CROSS_SIZE = "HVDLITE_CROSS_SIZE"
 JOB_DIRECTORY = "HVDLITE_JOB_DIRECTORY"
-"""A directory of mode 0700 on this host where the ranks meet; the launcher makes and removes it."""
+"""The rendezvous directory of this host's ranks, of mode 0700; the launcher creates and removes it."""
 DIRECTORY_PREFIX = "hvdlite-job-"
-"""How the names of such directories begin, among other temporary ones."""
+"""The prefix of the names of job directories."""
 SECRET = "HVDLITE_SECRET"
-"""The job's key, hexadecimal; only needed when ranks speak over TCP."""
+"""The job's key, hexadecimal; only needed if ranks connect over TCP."""
 SECRET_FILE = "HVDLITE_SECRET_FILE"
 """A file with the job's key, instead of `SECRET`; only its owner may read it."""
 COORDINATOR = "HVDLITE_COORDINATOR"
-"""host:port where rank 0 listens; absent when all ranks share one host."""
+"""host:port where rank 0 listens; not set if all ranks are on one host."""
 
 REPORT_SOCKET = "report.sock"
-"""In the job directory: rank 0 answers there with a report on who waits for whom."""
+"""In the job directory: the socket at which rank 0 serves stall reports."""
 PROCESSES_FILE = "processes.json"
-"""In the job directory: each rank's process id, and where it writes its stacks; see `control.process_probe`."""
+"""In the job directory: each rank's process id, and where it writes its stacks; see `diagnostics.process_probe`."""
 
 PROGRESS_FILE = "progress"
-"""In the job directory, with `.RANK`: how far the rank is; see `control.progress`."""
+"""In the job directory, with `.RANK`: how far the rank is; see `diagnostics.progress`."""
 TASK_FILE = "task"
 """In the job directory: a function to call and its arguments, signed; see `hvdlite.run`."""
 RESULT_FILE = "result"
-"""In the job directory, with `.RANK`: what the function returned or raised there, signed."""
+"""In the job directory, with `.RANK`: the function's result or exception on that rank, signed."""
 KEY_FILE = "key"
 """Beside a task, on the caller's side only: the job's key."""
 CAUSE_FILE = "cause"
-"""Beside a task, on the caller's side only: which rank failed first, for which reason."""
+"""Beside a task, on the caller's side only: the rank that failed first, and the reason."""
 
 COORDINATES = {
     RANK: "rank", SIZE: "size", LOCAL_RANK: "local_rank", LOCAL_SIZE: "local_size",
@@ -55,15 +55,15 @@ COORDINATES = {
 CONTRACT_VARIABLES = frozenset(COORDINATES) | {JOB_DIRECTORY, SECRET, SECRET_FILE, COORDINATOR}
 
 
-def write_privately(path: Path, content: bytes) -> None:
-    """Make a file that only this user can read."""
+def write_private_file(path: Path, content: bytes) -> None:
+    """Create a file that only this user can read."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)
 
 
 def rank_environment(world: World, job_directory: str | None) -> dict[str, str]:
-    """Return the variables a launcher sets for one rank, with Horovod's names beside ours."""
+    """Return the variables that a launcher sets for one rank, under hvdlite's and Horovod's names."""
     ours = {name: str(getattr(world, field)) for name, field in COORDINATES.items()}
     theirs = {name.replace("HVDLITE_", "HOROVOD_"): value for name, value in ours.items()}
     directory = {} if job_directory is None else {JOB_DIRECTORY: job_directory}
@@ -72,10 +72,10 @@ def rank_environment(world: World, job_directory: str | None) -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class FailureRecord:
-    """What a failing rank leaves for its launcher, so that the first cause is named and not the first exit."""
+    """The record that a failing rank writes for its launcher, which then reports the first cause and not the first exit."""
 
     rank: int
-    origin: int  # the rank where the failure began: `rank` itself, or the one it was told of
+    origin: int  # the rank where the failure began: `rank`, or the rank whose failure it was notified of
     when: float  # seconds since the epoch
     kind: str  # the exception's type
     message: str
@@ -86,7 +86,7 @@ class FailureRecord:
         return Path(job_directory) / f"failure.{rank}.json"
 
     def write(self, job_directory: str) -> None:
-        """Write the record atomically; a directory already removed means nobody is left to read it."""
+        """Write the record atomically; does nothing if the directory has been removed."""
         try:
             handle, name = tempfile.mkstemp(dir=job_directory, prefix=".failure.")
         except FileNotFoundError:
@@ -97,7 +97,7 @@ class FailureRecord:
 
     @classmethod
     def read(cls, job_directory: str, rank: int) -> FailureRecord | None:
-        """Return rank's record, or None when it left none (it was killed, or did not fail)."""
+        """Return a rank's record, or None if there is none (the rank was killed or did not fail)."""
         try:
             fields: Mapping[str, object] = json.loads(cls.path(job_directory, rank).read_text(encoding="utf-8"))
             return cls(**fields)  # type: ignore[arg-type]

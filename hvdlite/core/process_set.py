@@ -9,20 +9,21 @@ GLOBAL_PROCESS_SET_ID = 0
 
 
 class ProcessSet:
-    """Some ranks of the job, for collectives among them only; made usable by `hvd.add_process_set` or `hvd.init`.
+    """A subset of the job's ranks for collectives; registered by `hvd.add_process_set` or `hvd.init`.
 
     Args:
-        ranks: their numbers in the job, in any order, each once. Or an mpi4py communicator, each rank the one that it is in:
-            so the parts of a split are registered at once.
+        ranks: distinct ranks of the job, in any order. Or an mpi4py communicator: each rank passes the one that it is a
+            member of, and all parts of a split are registered together.
 
     Attributes:
-        process_set_id: a number that is the same on all its ranks; None while the set is not registered.
-        ranks: the members, ascending; those of a communicator once it is registered, and none in MPI's null communicator.
+        process_set_id: the id, equal on all ranks; None while the set is not registered.
+        ranks: the members, ascending. A communicator's members are known after registration; MPI's null communicator has
+            none.
         mpi_comm: the communicator, or None.
-        registered_ids: its own and those of the other parts of the split.
+        registered_ids: the ids of this set and of the other parts of the split.
 
     Raises:
-        ValueError: for ranks that are not distinct non-negative integers.
+        ValueError: if ranks are not distinct non-negative integers.
     """
 
     def __init__(self, ranks: Iterable[int] | Any) -> None:
@@ -31,7 +32,7 @@ class ProcessSet:
         if any(not isinstance(rank, int) or isinstance(rank, bool) or rank < 0 for rank in given):
             raise ValueError(f"a process set is made of ranks (integers from 0), not {given}")
         if len(set(given)) != len(given):
-            raise ValueError(f"a process set holds each rank once, not {given}")
+            raise ValueError(f"a process set contains each rank once, not {given}")
         self.process_set_id: int | None = None
         self.ranks: list[int] | None = sorted(given)
         self.registered_ids: tuple[int, ...] = ()
@@ -42,10 +43,10 @@ class ProcessSet:
         return None if self.process_set_id is None or self.ranks is None else len(self.ranks)
 
     def rank(self) -> int | None:
-        """Return this process's number within the set; None while the set is not registered.
+        """Return this process's rank within the set; None while the set is not registered.
 
         Raises:
-            ValueError: when this process is not a member.
+            ValueError: if this process is not a member.
         """
         if self.process_set_id is None or self.ranks is None:
             return None
@@ -58,7 +59,7 @@ class ProcessSet:
         return None if self.process_set_id is None or self.ranks is None else self._own_rank in self.ranks
 
     def register(self, process_set_id: int | None, own_rank: int | None, registered_ids: Sequence[int] = ()) -> None:
-        """Take the id under which the set is known from now on, or None when it is not known any more."""
+        """Set the id of a registered set, or None for a removed one."""
         self.process_set_id, self._own_rank = process_set_id, own_rank
         self.registered_ids = tuple(registered_ids) or (() if process_set_id is None else (process_set_id,))
 
@@ -67,15 +68,15 @@ class ProcessSet:
 
 
 class _GlobalProcessSet(ProcessSet):
-    """All ranks of the job, whose number `init` tells."""
+    """The process set of all ranks; `init` sets its members."""
 
     def __init__(self) -> None:
         super().__init__([])
         self.process_set_id = GLOBAL_PROCESS_SET_ID
         self.ranks = None
 
-    def fill(self, size: int, own_rank: int) -> None:
-        """Take the members from a job of `size` ranks."""
+    def set_members(self, size: int, own_rank: int) -> None:
+        """Set the members to the ranks of a job of `size` ranks."""
         self.ranks, self._own_rank = list(range(size)), own_rank
 
 

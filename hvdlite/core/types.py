@@ -1,4 +1,4 @@
-"""The words of the runtime: collectives and reduce operations."""
+"""Collectives and reduce operations."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 
 
 class ReduceOp(enum.IntEnum):
-    """How an allreduce combines the ranks' values; the numbers are Horovod's."""
+    """The operation of an allreduce; the values are Horovod's."""
 
     AVERAGE = 0
     SUM = 1
@@ -40,4 +40,4 @@ class Collective(enum.IntEnum):
 
 
 ROOTED = frozenset({Collective.BROADCAST, Collective.REDUCE, Collective.GATHER, Collective.SCATTER, Collective.SEND})
-"""The collectives in which one rank, the root, has a part of its own; of a send it is the sender."""
+"""The collectives with a root rank; the root of a send is the sender."""

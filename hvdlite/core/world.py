@@ -1,4 +1,4 @@
-"""Where a rank stands among the others, and which of them share a host."""
+"""The coordinates of a rank, and the ranks of each host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvdlite.core.errors import LaunchError
 class World:
     """A rank's coordinates, fixed for one membership epoch.
 
-    `local_*` count the ranks of one host; `cross_*` count the hosts that have a rank with this local rank.
+    `local_*` refer to the ranks of one host; `cross_*` to the hosts that have a rank with this local rank.
     """
 
     rank: int = 0
@@ -33,39 +33,40 @@ class World:
 
 @dataclasses.dataclass(frozen=True)
 class Hosts:
-    """Which ranks share a host.
+    """The ranks of each host.
 
     Attributes:
-        groups: the ranks of each host, ascending; hosts in the order of their first ranks.
+        ranks_by_host: the ranks of each host, ascending; hosts in the order of their first ranks.
     """
 
-    groups: tuple[tuple[int, ...], ...]
+    ranks_by_host: tuple[tuple[int, ...], ...]
 
     @classmethod
     def of(cls, names: Sequence[str]) -> Hosts:
-        """Return the hosts of ranks 0, 1, ..., given by what their processes share."""
+        """Return the hosts of ranks 0, 1, ..., given an identifier of each rank's host."""
         groups: dict[str, list[int]] = {}
         for rank, name in enumerate(names):
             groups.setdefault(name, []).append(rank)
         return cls(tuple(map(tuple, groups.values())))
 
-    def around(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks of a rank's host."""
-        return next(group for group in self.groups if rank in group)
+    def local_ranks(self, rank: int) -> tuple[int, ...]:
+        """Return all ranks on the host of a rank."""
+        return next(group for group in self.ranks_by_host if rank in group)
 
-    def within(self, ranks: Sequence[int]) -> Hosts:
-        """Return the hosts of a process set, with its ranks only."""
+    def restrict_to(self, ranks: Sequence[int]) -> Hosts:
+        """Return the hosts that have a rank of a process set, with only these ranks."""
         members = set(ranks)
-        return Hosts(tuple(kept for group in self.groups if (kept := tuple(rank for rank in group if rank in members))))
+        return Hosts(tuple(kept for group in self.ranks_by_host
+                           if (kept := tuple(rank for rank in group if rank in members))))
 
     def world(self, rank: int) -> World:
         """Return a rank's coordinates."""
-        here = self.around(rank)
-        local_rank = here.index(rank)
-        peers = [group[local_rank] for group in self.groups if len(group) > local_rank]
-        return World(rank, sum(map(len, self.groups)), local_rank, len(here), peers.index(rank), len(peers))
+        local_ranks = self.local_ranks(rank)
+        local_rank = local_ranks.index(rank)
+        peers = [group[local_rank] for group in self.ranks_by_host if len(group) > local_rank]
+        return World(rank, sum(map(len, self.ranks_by_host)), local_rank, len(local_ranks), peers.index(rank), len(peers))
 
     @property
     def is_homogeneous(self) -> bool:
         """Whether all hosts have the same number of ranks."""
-        return len(set(map(len, self.groups))) == 1
+        return len(set(map(len, self.ranks_by_host))) == 1

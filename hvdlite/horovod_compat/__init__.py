@@ -1,4 +1,4 @@
-"""Let a script that imports Horovod run on hvdlite, unchanged.
+"""Modules named `horovod...` that are hvdlite, so that a script that imports Horovod runs unchanged.
 
 After `import hvdlite.horovod_compat`, `import horovod.torch as hvd` gives `hvdlite_torch`, and so on; `hvdrun
 --horovod-compat` does the same for a script that is not to be touched. Optimizers then wait for gradients in `step()`, as

@@ -1,6 +1,6 @@
-"""What stands for the package `horovod` itself."""
+"""The package `horovod` itself."""
 
-from hvdlite.run_function import run
+from hvdlite.launch.run_function import run
 
 __all__ = ["__version__", "run"]
 

@@ -1,9 +1,9 @@
-"""Memory order between the ranks of a host on machines that reorder stores (docs/decisions/0021).
+"""The fence: memory order between the ranks of a host, on machines that reorder stores (docs/protocol.md#memory-order).
 
-x86 makes the stores of a processor visible in program order, and loads in program order. Other machines (aarch64) do
-neither, and Python has no fence instruction. A `Fence` uses a lock of the kernel instead: every call locks and unlocks the
-same eventfd. If call A of one rank comes before call B of another, everything that the first rank read and wrote before A
-happens before everything that the other rank reads and writes after B.
+On x86, stores become visible in program order, and loads execute in program order. Other machines (aarch64) guarantee
+neither, and Python has no fence instruction. A `Fence` uses a kernel lock instead: every call locks and unlocks the same
+eventfd. If call A of one rank precedes call B of another rank, all reads and writes of the first rank before A happen before
+all reads and writes of the other rank after B.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import platform
 from typing import Final
 
 ORDERED_MACHINES: Final = frozenset({"x86_64", "amd64", "i386", "i486", "i586", "i686"})
-"""Names of machines that keep the order of stores and of loads."""
+"""Machines that preserve the order of stores and of loads."""
 _ONE: Final = (1).to_bytes(8, "little")
 
 
 def is_needed() -> bool:
-    """Return whether this machine may reorder the stores of one process as another process sees them."""
+    """Return whether other processes may observe the stores of a process out of order on this machine."""
     return platform.machine().lower() not in ORDERED_MACHINES
 
 
 def fence_file() -> int:
-    """Return the descriptor of a kernel object for the `Fence`s of all ranks of a host."""
+    """Return the descriptor of the kernel object that the `Fence`s of all ranks of a host share."""
     if hasattr(os, "eventfd"):
         return os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
     reader, writer = os.pipe()
@@ -32,9 +32,9 @@ def fence_file() -> int:
 
 
 class Fence:
-    """One rank's use of the host's fence.
+    """One rank's end of the host's fence.
 
-    A call never blocks, and no rank can hold the lock when it dies: it is held only inside the system call.
+    A call never blocks. A dead rank cannot hold the lock: it is held only within the system call.
 
     Args:
         descriptor: from `fence_file`, the same file in all ranks; owned by this object.
@@ -44,11 +44,11 @@ class Fence:
         self._descriptor = descriptor
 
     def __call__(self) -> None:
-        """Order what this rank has done before the call and what it does after it; see the top of this file."""
+        """Order the memory accesses of this rank before and after the call; see the top of this file."""
         if hasattr(os, "eventfd"):
-            os.write(self._descriptor, _ONE)  # nobody reads it: 2**64 calls fit
+            os.write(self._descriptor, _ONE)  # never read: 2**64 calls fit
         else:
-            os.read(self._descriptor, 1)  # the end of an empty pipe, which takes the pipe's lock
+            os.read(self._descriptor, 1)  # reading from an empty, closed pipe takes the pipe's lock
 
     def close(self) -> None:
         """Close the descriptor, once."""

@@ -1,21 +1,22 @@
-"""One shared file for all ranks of a host: a segment for each process set, and windows for fusion buffers.
+"""The shared memory file of a host: a segment for each process set, and windows for fusion buffers.
 
-The file has no name. On Linux it is a `memfd`, so neither /dev/shm's size limit nor a crash matters; elsewhere it is
-a file that is unlinked before it is used (macOS: documented, not yet run). Its descriptor travels over a Unix socket.
+The file has no name. On Linux it is a `memfd`, so that the size of /dev/shm does not limit it and a crash leaves nothing
+behind; elsewhere it is a file that is unlinked before use (macOS: untested). Its descriptor is passed over a Unix socket.
 
-    segment: one arrival counter a rank, 64 bytes apart | slot (rank 0, region 0) | slot (0, 1) | slot (1, 0) | ...
+    segment: one arrival counter per rank, 64 bytes apart | slot (rank 0, region 0) | slot (0, 1) | slot (1, 0) | ...
     window:  rank 0's part | rank 1's part | ...
 
 Rules (docs/protocol.md#slots, #staging-regions, #allocation, #memory-order)
-- Pages are allocated with `posix_fallocate` before they are written: no memory is a `MemoryError`, never SIGBUS.
-- The file is sparse and vast, so it never changes its length; a segment or window is the next range of it. All ranks ask for
-  the same ones in the same order, members or not, so they agree on the ranges without a word. No range is used again: there
-  are enough for centuries (2**62 bytes), and where a file system allows only few, the end of them is a `MemoryError`, too.
-- A staging slot is written by its own rank only. A window's part is written by others only within a reduction.
-- A window stays mapped while a view of it lives (a framework's gradient, say). Its owner's pages go back to the system with
-  the owner's last view; nobody else reads them by then, because a reduction ends with a barrier. A forked child has the
-  mappings, but the pages are its parent's: it gives none back.
-- Where the machine reorders stores, plain counters order nothing: a barrier calls the host's fence, see `memory/fence.py`.
+- Pages are allocated with `posix_fallocate` before they are written: a lack of memory is a `MemoryError`, never SIGBUS.
+- The file is sparse and of fixed length (2**62 bytes, or what the file system supports). Each segment or window is the next
+  range of it. All ranks, members or not, request the same ranges in the same order, so they agree without communication.
+  Ranges are not reused; when the file is exhausted, a request is a `MemoryError`.
+- A staging slot is written by its own rank only. A window's part is written by other ranks only within a reduction.
+- A window stays mapped while a view of it exists (for example a framework's gradient). A rank's pages are freed with its
+  last view; no other rank reads them by then, because a reduction ends with a barrier. A forked child has the mappings, but
+  frees no pages: they belong to its parent.
+- On machines that reorder stores, counters alone do not order memory: a barrier calls the host's fence, see
+  `memory/fence.py`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ REGIONS = 2
 PAGE = 1 << 16
 HUGE_PAGE = 1 << 21
 FILE_SPAN = 1 << 62
-"""Bytes of the file, and where there cannot be so many, as many as there can."""
+"""Length of the file in bytes; reduced where the file system does not support it."""
 LEAST_SPAN = 1 << 32
 
 
@@ -58,32 +59,32 @@ def anonymous_file() -> int:
 
 
 class _Mapping(mmap.mmap):
-    """A range of the file; lives as long as any view of it."""
+    """A mapping of a range of the file; exists as long as any view of it."""
 
-    own: tuple[int, int] = (0, 0)  # this rank's part: where it begins, and its length
-    process = 0  # the rank's
+    own: tuple[int, int] = (0, 0)  # this rank's part: offset and length
+    process = 0  # the process id of the rank
 
     def __del__(self) -> None:
-        _give_back(self, self.process, *self.own)
+        _free_pages(self, self.process, *self.own)
 
 
-def _give_back(mapping: mmap.mmap, process: int, start: int, length: int) -> None:
-    """Return a range's pages to the system, unless this is a forked child of the process that they belong to."""
+def _free_pages(mapping: mmap.mmap, process: int, start: int, length: int) -> None:
+    """Free the pages of a range, unless this is a forked child of the process that owns them."""
     if os.getpid() != process:
         return
     try:
         mapping.madvise(mmap.MADV_REMOVE, start, length)
     except (AttributeError, OSError, ValueError):
-        pass  # not Linux, or never allocated: the pages go with the file
+        pass  # not Linux, or never allocated: the pages are freed with the file
 
 
 class Segment:
-    """What the ranks of one process set share: counters and staging slots.
+    """The shared memory of a process set's ranks: barrier counters and staging slots.
 
     Attributes:
-        arrivals: how many barriers each rank has reached, by its index in the set; written by that rank.
+        arrivals: the number of barriers that each rank has reached, by index in the set; written by that rank.
         fence: see `SharedMemory`.
-        flush: a fence on every machine; where the machine keeps the order of stores, one of this rank alone.
+        flush: a fence on every machine; private to this rank where the machine preserves the order of stores.
         slot: bytes of one staging slot.
     """
 
@@ -99,15 +100,15 @@ class Segment:
         self._allocated = [0] * REGIONS  # bytes of this rank's slots that have pages
 
     def staging(self, index: int, region: int) -> Array:
-        """Return a rank's slot of a region, as bytes; write only into your own."""
+        """Return a rank's slot of a region, as bytes; only the rank itself writes to it."""
         start = self._counter_bytes + (index * REGIONS + region) * self.slot
         return self._bytes[start:start + self.slot]
 
     def reserve(self, region: int, nbytes: int) -> None:
-        """Give this rank's slot of `region` pages for its first `nbytes` bytes.
+        """Allocate pages for the first `nbytes` bytes of this rank's slot of `region`.
 
         Raises:
-            MemoryError: when the system has no memory left, saying how much was asked for.
+            MemoryError: if the system has no memory left, with the requested size.
         """
         if nbytes <= self._allocated[region]:
             return
@@ -117,12 +118,12 @@ class Segment:
         self._allocated[region] = wanted
 
     def release(self) -> None:
-        """Give this rank's pages back; only when all ranks of the set have finished reading them."""
+        """Free this rank's pages; called when all ranks of the set have finished reading them."""
         start = self._counter_bytes + self._index * REGIONS * self.slot
-        _give_back(self._map, self._memory.process, start, REGIONS * self.slot)
+        _free_pages(self._map, self._memory.process, start, REGIONS * self.slot)
 
     def close(self) -> None:
-        """Unmap it. The pages stay: a slower rank may still be reading them."""
+        """Unmap the segment. The pages remain: a slower rank may still read them."""
         del self.arrivals, self._bytes
         try:
             self._map.close()
@@ -131,46 +132,45 @@ class Segment:
 
 
 class SharedMemory:
-    """The host's shared file, as one rank sees it.
+    """One rank's handle of the host's shared memory file.
 
     Attributes:
-        process: the rank's.
+        process: the process id of the rank.
 
     Args:
-        descriptor: from `anonymous_file`, the same file in all ranks; owned by this object.
+        descriptor: from `anonymous_file`, the same file on all ranks; owned by this object.
         rank: this rank.
-        fence: the host's, likewise; None on machines that need none.
+        fence: the host's fence, owned by this object; None on machines that need none.
     """
 
     def __init__(self, descriptor: int, rank: int, fence: Fence | None = None) -> None:
         self.descriptor, self.fence, self.process = descriptor, fence, os.getpid()
         self.flush = fence or Fence(fence_file())
         self._rank = rank
-        self._end = 0  # of what has been given out
+        self._end = 0  # the end of the ranges in use
         self._length = os.fstat(descriptor).st_size
 
     def segment(self, ranks: Sequence[int], slot: int) -> Segment | None:
-        """Return the next segment, for a process set; None when this rank is not one of `ranks`.
+        """Return the next segment, for a process set; None if this rank is not one of `ranks`.
 
         Raises:
-            MemoryError: when the system has no memory left or, on all ranks alike, the file no range; the next call is in
-                step with the other ranks all the same.
+            MemoryError: if the system has no memory left, or (on all ranks) the file is exhausted. Ranks remain in step.
         """
         slot = _rounded(slot)
-        start = self._take(segment_bytes(len(ranks), slot), PAGE)
+        start = self._next_range(segment_bytes(len(ranks), slot), PAGE)
         if self._rank not in ranks:
             return None
         return Segment(self, start, list(ranks).index(self._rank), len(ranks), slot)
 
     def window(self, nbytes: int, ranks: Sequence[int]) -> list[Array]:
-        """Return the next window: `nbytes` zero bytes for each of `ranks`, one array a rank; nothing for other ranks.
+        """Return the next window: an array of `nbytes` zero bytes for each of `ranks`; an empty list on other ranks.
 
         Raises:
-            MemoryError: Like `segment`.
+            MemoryError: as for `segment`.
         """
         step = HUGE_PAGE if nbytes >= HUGE_PAGE else PAGE
         part = max(1, -(-nbytes // step)) * step
-        start = self._take(part * len(ranks), step)
+        start = self._next_range(part * len(ranks), step)
         if self._rank not in ranks:
             return []
         index = list(ranks).index(self._rank)
@@ -186,14 +186,14 @@ class SharedMemory:
         return [everything[each * part:each * part + nbytes] for each in range(len(ranks))]
 
     def close(self) -> None:
-        """Close the file and the fence; what is mapped lives on."""
+        """Close the file and the fence; mappings remain."""
         self.flush.close()
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
 
     def allocate(self, start: int, length: int) -> None:
-        """Give a range pages, or raise `MemoryError`."""
+        """Allocate pages for a range, or raise `MemoryError`."""
         if not hasattr(os, "posix_fallocate"):
             return  # macOS: a sparse file on disk
         try:
@@ -202,7 +202,7 @@ class SharedMemory:
             raise MemoryError(f"no memory for {length} bytes shared between ranks ({error}); lower HVDLITE_SHM_SLOT, or "
                               "turn learned buckets off with HVDLITE_BUCKET_SIZE=0") from error
 
-    def _take(self, nbytes: int, alignment: int) -> int:
+    def _next_range(self, nbytes: int, alignment: int) -> int:
         start = -(-self._end // alignment) * alignment
         if start + nbytes > self._length:
             raise MemoryError(f"no range of {nbytes} bytes is left in the {self._length} bytes of the file that ranks "
@@ -212,12 +212,12 @@ class SharedMemory:
 
 
 def counter_bytes(ranks: int) -> int:
-    """Return the bytes of a segment's counters."""
+    """Return the size of a segment's counters in bytes."""
     return _rounded(ranks * COUNTER_STRIDE)
 
 
 def segment_bytes(ranks: int, slot: int) -> int:
-    """Return the length of a segment; most of it never gets pages."""
+    """Return the length of a segment in bytes; most of its pages are never allocated."""
     return counter_bytes(ranks) + ranks * REGIONS * slot
 
 

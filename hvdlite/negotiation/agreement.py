@@ -1,4 +1,4 @@
-"""Do the ranks mean the same thing by one name? Pure comparison, and the sentence that explains a disagreement."""
+"""The check that ranks agree about a tensor, and the text that explains a disagreement. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _COMMON: tuple[Aspect, ...] = (
     ("operation", lambda request: request.collective.name.lower()),
     ("dtype", lambda request: request.dtype),
     ("device", lambda request: request.device),
-    ("process set", lambda request: request.process_set),
+    ("process set", lambda request: request.process_set_id),
     (STEPS, lambda request: request.step),
 )
 _REDUCTION: tuple[Aspect, ...] = (
@@ -32,7 +32,7 @@ _REDUCTION: tuple[Aspect, ...] = (
     ("reduce op", lambda request: request.op.name.capitalize()),
     ("prescale_factor", lambda request: request.prescale),
     ("postscale_factor", lambda request: request.postscale),
-    ("group of parameters", lambda request: request.cluster),
+    ("group of parameters", lambda request: request.group_id),
 )
 _ROOT: Aspect = ("root rank", lambda request: request.root_rank)
 _ROWS: tuple[Aspect, ...] = (
@@ -93,7 +93,7 @@ def disagreement(requests: Mapping[int, Request]) -> str | None:
 def _signature(request: Request) -> tuple[object, ...]:
     """Return what is enough to agree; for some collectives less is."""
     return (request.collective, request.dtype, request.shape, request.op, request.root_rank, request.prescale,
-            request.postscale, request.process_set, request.device, request.group, request.members, request.cluster,
+            request.postscale, request.process_set_id, request.device, request.group, request.members, request.group_id,
             request.step)
 
 

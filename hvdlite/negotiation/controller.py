@@ -1,4 +1,4 @@
-"""Every rank's role: collect what became ready here into reports, and follow decisions. Pure, like the coordinator.
+"""The controller, every rank's role: collect this rank's requests into reports, and check decisions. Pure.
 
 Rules (docs/protocol.md#decisions)
 - Decisions are applied in sequence; a gap or a repetition is an error, never skipped.
@@ -16,12 +16,10 @@ from hvdlite.core.errors import ProtocolError
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.buckets import expand, first_round
 from hvdlite.negotiation.messages import (
-    Aside,
     Blocked,
     Bucket,
     BucketReady,
     BucketRelease,
-    Closing,
     Decision,
     ErrorKind,
     FailureNotice,
@@ -29,43 +27,45 @@ from hvdlite.negotiation.messages import (
     Layout,
     LayoutStale,
     Report,
+    ReportItem,
     Request,
     Response,
     Retired,
-    Saying,
+    RoundDone,
+    SideMessage,
 )
 
 
 @dataclasses.dataclass(frozen=True)
-class Expanded:
+class SplitBucket:
     """A bucket that this rank reported is answered member by member: its layout was evicted or suspended."""
 
-    bucket: int
+    bucket_id: int
     requests: tuple[Request, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Evicted:
+class EvictLayout:
     """A layout ends; no bucket of it is waited for any more."""
 
     layout: Layout
 
 
 @dataclasses.dataclass(frozen=True)
-class Suspended:
+class SuspendLayout:
     """A layout is not used until all ranks have joined; no bucket of it is waited for."""
 
     layout: Layout
 
 
 @dataclasses.dataclass(frozen=True)
-class Assist:
+class ParticipateWithoutData:
     """This rank has joined: it does its share of the work, if it is in the process set, but has no tensor in it."""
 
     response: Response
 
 
-Instruction = Assist | Layout | BucketRelease | Expanded | Suspended | Evicted | Response
+Instruction = ParticipateWithoutData | Layout | BucketRelease | SplitBucket | SuspendLayout | EvictLayout | Response
 """What a rank does: help although it has joined, set up a learned layout, reduce a bucket, split one, suspend or give up a
 layout, or carry out a response. The answer to a join ends all suspensions."""
 
@@ -83,8 +83,8 @@ class Controller:
         self._first_round = first_round(0)  # since then
         self._reported: dict[int, BucketReady] = {}  # buckets reported and not answered
         self._unanswered: set[Key] = set()
-        self._said: list[Saying] = []  # not told yet; likewise below
-        self._aside: Aside | None = None
+        self._items: list[ReportItem] = []  # not told yet; likewise below
+        self._side_message: SideMessage | None = None
         self._joined = False
         self._blocked: Blocked | None = None
         self._leaving = False
@@ -96,53 +96,53 @@ class Controller:
         assert request.key not in self._unanswered, f"'{request.name}' is still being processed"
         self._unanswered.add(request.key)
         self._joined = self._joined or request.collective is Collective.JOIN
-        self._said.append(request)
+        self._items.append(request)
         self._unsaid = True
 
-    def submit_bucket(self, bucket: Bucket, ready: BucketReady) -> Expanded | None:
+    def submit_bucket(self, bucket: Bucket, ready: BucketReady) -> SplitBucket | None:
         """All members of a learned bucket are in their places here.
 
         Return its members' requests when its layout has been evicted or suspended meanwhile; they are then submitted.
         """
         self._unsaid = True
-        if ready.bucket in self._buckets and ready.round >= self._first_round:
-            assert ready.bucket not in self._reported, f"bucket {ready.bucket} is still being processed"
-            self._reported[ready.bucket] = ready
-            self._said.append(ready)
+        if ready.bucket_id in self._buckets and ready.round_id >= self._first_round:
+            assert ready.bucket_id not in self._reported, f"bucket {ready.bucket_id} is still being processed"
+            self._reported[ready.bucket_id] = ready
+            self._items.append(ready)
             return None
         requests = tuple(expand(bucket, ready))
         for request in requests:
             self.submit(request)
-        if ready.closes:
-            self.close(Closing(requests[0].label, ready.round, requests[0].process_set))
-        return Expanded(ready.bucket, requests)
+        if ready.ends_round:
+            self.round_done(RoundDone(requests[0].label, ready.round_id, requests[0].process_set_id))
+        return SplitBucket(ready.bucket_id, requests)
 
-    def close(self, closing: Closing) -> None:
+    def round_done(self, message: RoundDone) -> None:
         """Everything that this rank has of a declared set's round is submitted."""
-        self._said.append(closing)
+        self._items.append(message)
         self._unsaid = True
 
-    def abandon(self, layout: int) -> None:
+    def mark_stale(self, layout: int) -> None:
         """A layout does not describe this rank's set any more."""
         if layout in self._layouts:
-            self._said.append(LayoutStale(layout))
+            self._items.append(LayoutStale(layout))
             self._unsaid = True
 
     def retire(self, retired: Retired) -> None:
         """This rank takes part in no further round of a declared set."""
-        self._said.append(retired)
+        self._items.append(retired)
         self._unsaid = True
 
-    def say(self, aside: Aside) -> None:
+    def say(self, side_message: SideMessage) -> None:
         """Something beside the tensors; what was said before and not told yet stays, unless it is said anew."""
-        if self._aside is not None:
-            news = {field: value for field, value in msgspec.structs.asdict(aside).items() if value not in (None, False, ())}
-            news["trace"] = self._aside.trace + aside.trace
-            news["notes"] = self._aside.notes + aside.notes
-            news["wanted"] = self._aside.wanted + aside.wanted
-            news["withdrawn"] = self._aside.withdrawn + aside.withdrawn
-            aside = msgspec.structs.replace(self._aside, **news)
-        self._aside, self._unsaid = aside, True
+        if self._side_message is not None:
+            before = self._side_message
+            changed = {field: value for field, value in msgspec.structs.asdict(side_message).items()
+                       if value not in (None, False, ())}
+            for field in ("trace", "oob_messages", "oob_requests", "oob_withdrawn"):
+                changed[field] = getattr(before, field) + getattr(side_message, field)
+            side_message = msgspec.structs.replace(before, **changed)
+        self._side_message, self._unsaid = side_message, True
 
     def block(self, blocked: Blocked) -> None:
         """Threads of this rank have been blocked for long."""
@@ -166,10 +166,10 @@ class Controller:
         """Return what has not been told yet, or None."""
         if not self._unsaid:
             return None
-        report = Report(self.epoch, self.applied, tuple(self._said), self._aside, self._leaving, self._failure,
+        report = Report(self.epoch, self.applied, tuple(self._items), self._side_message, self._leaving, self._failure,
                         self._blocked)
-        self._said.clear()
-        self._aside = self._blocked = None
+        self._items.clear()
+        self._side_message = self._blocked = None
         self._unsaid = False
         return report
 
@@ -186,27 +186,27 @@ class Controller:
         self.applied = decision.sequence
         instructions: list[Instruction] = []
         for layout in decision.learned:
-            self._layouts[layout.layout] = layout
-            self._buckets.update((bucket.bucket, bucket) for bucket in layout.buckets)
+            self._layouts[layout.layout_id] = layout
+            self._buckets.update((bucket.bucket_id, bucket) for bucket in layout.buckets)
             instructions.append(layout)
         for release in decision.released:
-            if self._reported.pop(release.bucket, None) is not None:  # else another process set's
+            if self._reported.pop(release.bucket_id, None) is not None:  # else another process set's
                 instructions.append(release)
         for number in decision.suspended:
-            instructions.extend((*self._withdraw(self._layouts[number]), Suspended(self._layouts[number])))
+            instructions.extend((*self._withdraw(self._layouts[number]), SuspendLayout(self._layouts[number])))
         for number in decision.evicted:
             ended = self._layouts.pop(number)
-            self._said = [said for said in self._said if not (isinstance(said, LayoutStale) and said.layout == number)]
-            instructions.extend((*self._withdraw(ended), Evicted(ended)))
+            self._items = [item for item in self._items if not (isinstance(item, LayoutStale) and item.layout_id == number)]
+            instructions.extend((*self._withdraw(ended), EvictLayout(ended)))
         for response in decision.responses:
-            keys = [(response.process_set, name, response.round) for name in response.names]
+            keys = [(response.process_set_id, name, response.round_id) for name in response.names]
             if keys[0] in self._unanswered:  # a fused response concerns all of a process set or none
                 instructions.append(response)
                 self._unanswered.difference_update(keys)
                 if response.collective is Collective.JOIN:
                     self._end_join(response)
             elif self._joined and response.error is ErrorKind.NONE:
-                instructions.append(Assist(response))
+                instructions.append(ParticipateWithoutData(response))
         return instructions
 
     def bucket(self, number: int) -> Bucket:
@@ -225,21 +225,21 @@ class Controller:
             self._joins += 1
             self._first_round = first_round(self._joins)
             for layout in self._layouts.values():
-                self._buckets.update((bucket.bucket, bucket) for bucket in layout.buckets)
+                self._buckets.update((bucket.bucket_id, bucket) for bucket in layout.buckets)
 
     def _withdraw(self, layout: Layout) -> list[Instruction]:
         """Do not report a layout's buckets any more; return how those that this rank has reported are answered."""
         instructions: list[Instruction] = []
         for bucket in layout.buckets:
-            self._buckets.pop(bucket.bucket, None)
-            ready = self._reported.pop(bucket.bucket, None)
+            self._buckets.pop(bucket.bucket_id, None)
+            ready = self._reported.pop(bucket.bucket_id, None)
             if ready is None:
                 continue
             requests = tuple(expand(bucket, ready))
             self._unanswered.update(request.key for request in requests)
-            instructions.append(Expanded(bucket.bucket, requests))
-            if ready in self._said:  # not told yet: nobody may name the bucket in a report that says it knows its end
-                at = self._said.index(ready)
-                closing = Closing(layout.label, ready.round, bucket.response.process_set)
-                self._said[at:at + 1] = (*requests, closing) if ready.closes else requests
+            instructions.append(SplitBucket(bucket.bucket_id, requests))
+            if ready in self._items:  # not told yet: nobody may name the bucket in a report that says it knows its end
+                at = self._items.index(ready)
+                done = RoundDone(layout.label, ready.round_id, bucket.response.process_set_id)
+                self._items[at:at + 1] = (*requests, done) if ready.ends_round else requests
         return instructions

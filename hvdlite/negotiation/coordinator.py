@@ -1,4 +1,4 @@
-"""Rank 0's role: turn reports into decisions. Pure: no sockets, threads, clock or environment.
+"""The coordinator, rank 0's role: turn reports into decisions. Pure: no sockets, threads, clock or environment.
 
 Rules (docs/protocol.md#decisions, #report-order, #agreement, #join)
 - A tensor is answered exactly once, when every rank has reported it: with an operation, or with an error for all.
@@ -10,7 +10,7 @@ Rules (docs/protocol.md#decisions, #report-order, #agreement, #join)
   learned in its process sets, and layouts learned before are suspended.
 - The last rank to join is told to all. When no rank has missed anything in the meantime, it is the last one of the join
   before: its parameters are as new as any other's, and joins that are nested (of several optimizers) name the same rank.
-- When every rank has closed a round of a declared set, a member that only some reported is refused: nobody else has it.
+- When every rank has finished a round of a declared set, a member that only some reported is refused: nobody else has it.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from hvdlite.core.types import ROOTED, Collective
 from hvdlite.negotiation.agreement import disagreement, named_ranks, reconciled
 from hvdlite.negotiation.buckets import BucketSizes, BucketWaiting, DeclaredSets
 from hvdlite.negotiation.deadlock import BlockedRanks
-from hvdlite.negotiation.fusion import columns, fuse, payload_bytes, response_to
+from hvdlite.negotiation.fusion import fuse, payload_bytes, receive_splits, response_to
 from hvdlite.negotiation.messages import (
-    Account,
-    Alike,
-    Aside,
     BucketReady,
     BucketRelease,
-    Closing,
-    Column,
     Decision,
+    DirectMessage,
     ErrorKind,
     FailureNotice,
     HostReport,
     Key,
     Layout,
     LayoutStale,
-    Letter,
+    MergedRequests,
     RankReport,
+    RankStatus,
+    ReceiveSplits,
     Report,
+    ReportItem,
     Request,
     Response,
     Retired,
-    Saying,
+    RoundDone,
+    SideMessage,
     Wait,
 )
-from hvdlite.negotiation.post_office import PostOffice
+from hvdlite.negotiation.oob_store import OobStore
 from hvdlite.negotiation.process_sets import ProcessSetTable
 from hvdlite.negotiation.readiness import ReadinessTable
 from hvdlite.negotiation.requests import Ranks, first_of, grouped
@@ -119,18 +119,18 @@ class Coordinator:
         self._leaving: list[int] = []
         self._left: set[int] = set()
         self._applied: dict[Ranks, int] = {(rank,): 0 for rank in range(size)}
-        self._inquiries: list[int] = []
-        self._questioners: list[int] = []  # ranks that asked whether rank 0 is there
+        self._status_requests: list[int] = []
+        self._pings: list[int] = []  # ranks that asked whether rank 0 is there
         self._timeline: bool | None = None  # to be told
         self._tuned: list[tuple[str, int]] = []
         self._latest: tuple[Request, ...] = ()  # of a host; the next one's are often equal, and these are in the cache
-        self._post = PostOffice()
-        self._columns: defaultdict[int, list[Column]] = defaultdict(list)  # by rank; not told yet
+        self._oob = OobStore()
+        self._receive_splits: defaultdict[int, list[ReceiveSplits]] = defaultdict(list)  # by rank; not told yet
         self.rounds = 0  # of declared sets, over on all ranks
         self.reduced_bytes = 0  # on each rank, since the beginning
-        self.accounts: dict[int, Account] = {}  # what ranks answered when they were last asked
+        self.statuses: dict[int, RankStatus] = {}  # what ranks answered when they were last asked
         self.suspects: set[int] = set()  # ranks that hold up others in a collective; the stall inspector clears it
-        self.report_wanted = False  # by some rank's user; likewise
+        self.report_requested = False  # by some rank's user; likewise
         self.blocked = BlockedRanks(self._missing_for)
         self._failure: FailureNotice | None = None
         self._failure_told = False
@@ -155,7 +155,7 @@ class Coordinator:
     def receive_host(self, ranks: Ranks, report: HostReport, now: float) -> None:
         """Take in what the leader of the host of `ranks` passes on; a host does so for ever, or never."""
         self._note_applied(ranks, report.applied)
-        self._hear(ranks, report.said, now)
+        self._hear(ranks, report.items, now)
         for rank, reason in report.lost:
             self.lose(rank, reason)
 
@@ -173,32 +173,32 @@ class Coordinator:
         """Return the next decision, or None when there is nothing to say."""
         failure = None if self._failure_told else self._failure
         deferred = tuple(self.blocked.to_defer())
-        news = (self._learned, self._released, self._suspended, self._evicted, self._ready, self._refused, self._inquiries,
-                self._leaving, self._questioners, self._tuned)
+        news = (self._learned, self._released, self._suspended, self._evicted, self._ready, self._refused,
+                self._status_requests, self._leaving, self._pings, self._tuned)
         if not (any(news) or failure or deferred or self._timeline is not None):
             return None
         self._sequence += 1
         responses = (*self._refused, *fuse(self._ready, 0 if self._policy.deterministic else self._policy.fusion_threshold))
         if self.blocked:
             for response in responses:
-                self.blocked.answered(response.process_set, response.names)
+                self.blocked.answered(response.process_set_id, response.names)
         decision = Decision(self.epoch, self._sequence, tuple(self._learned), tuple(self._released),
-                            tuple(self._suspended), tuple(self._evicted), responses, tuple(self._inquiries),
-                            tuple(self._leaving), tuple(self._questioners), self._timeline, tuple(self._tuned), failure,
+                            tuple(self._suspended), tuple(self._evicted), responses, tuple(self._status_requests),
+                            tuple(self._leaving), tuple(self._pings), self._timeline, tuple(self._tuned), failure,
                             deferred)
-        for said in news:
-            said.clear()
+        for item in news:
+            item.clear()
         self._timeline = None
         self._failure_told = self._failure is not None
         return decision
 
-    def letters(self) -> tuple[Letter, ...]:
+    def take_direct_messages(self) -> tuple[DirectMessage, ...]:
         """Return what is to be told to single ranks, in their order, before the decision that was returned last."""
-        notes = self._post.deliver()
-        letters = tuple(Letter(rank, tuple(self._columns.get(rank, ())), notes.get(rank, ()))
-                        for rank in sorted({*notes, *self._columns}))
-        self._columns.clear()
-        return letters
+        oob_messages = self._oob.take_outgoing()
+        messages = tuple(DirectMessage(rank, tuple(self._receive_splits.get(rank, ())), oob_messages.get(rank, ()))
+                        for rank in sorted({*oob_messages, *self._receive_splits}))
+        self._receive_splits.clear()
+        return messages
 
     def stalls(self, now: float, after: float) -> list[Stall]:
         """Return the tensors that have waited at least `after` seconds and were not returned before."""
@@ -222,19 +222,19 @@ class Coordinator:
         """Return the ranks for which something has waited at least `after` seconds."""
         return {rank for stall in self.waiting(now) if stall.waited >= after for rank in stall.missing}
 
-    def inquire(self, ranks: Iterable[int]) -> None:
-        """Ask ranks for an account of themselves; their earlier answers are forgotten."""
+    def request_status(self, ranks: Iterable[int]) -> None:
+        """Ask ranks for their status; their earlier answers are forgotten."""
         for rank in ranks:
-            self.accounts.pop(rank, None)
-            self._inquiries.append(rank)
+            self.statuses.pop(rank, None)
+            self._status_requests.append(rank)
 
     def state(self, rank: int) -> str:
         """Return "alive", "joined" or "left"."""
         return "left" if rank in self._left else "joined" if rank in self._joined else "alive"
 
-    def closed_by(self, label: str, number: int) -> frozenset[int]:
-        """See `DeclaredSets.closed_by`."""
-        return self._sets.closed_by(label, number)
+    def ranks_done_with(self, label: str, number: int) -> frozenset[int]:
+        """See `DeclaredSets.ranks_done_with`."""
+        return self._sets.ranks_done_with(label, number)
 
     def tune(self, settings: Mapping[str, int], now: float) -> None:
         """Give knobs new values, on all ranks at the next decision; layouts are learned anew when their sizes change."""
@@ -246,7 +246,7 @@ class Coordinator:
         if new != sizes:
             self._sets.retune(new)
             for layout in self._sets.layouts():
-                self._evict(layout, now, spoilt=False)
+                self._evict(layout, now, back_off=False)
 
     def order_timeline(self, on: bool) -> None:
         """Let all ranks trace what they do from the next decision on, or stop that."""
@@ -263,15 +263,15 @@ class Coordinator:
         self._sets.check_invariants()
         for number, name, _ in self._table.waiting():
             assert not self._left & set(self._process_sets[number]), f"'{name}' waits for a rank that left"
-        for bucket in self._sets.waiting():
-            assert not self._left & set(bucket.bucket.response.contributors), "a bucket waits for a rank that left"
+        for pending in self._sets.waiting():
+            assert not self._left & set(pending.bucket.response.contributors), "a bucket waits for a rank that left"
 
     def _receive(self, rank: int, report: Report, now: float) -> None:
         if report.failure is not None:
             self.fail(report.failure)
-        if report.aside is not None:
-            self._take_aside(rank, report.aside)
-        self._hear((rank,), report.said, now)
+        if report.side_message is not None:
+            self._receive_side_message(rank, report.side_message)
+        self._hear((rank,), report.items, now)
         if report.blocked is not None:
             self.blocked.tell(rank, report.blocked)
         if report.leaving and rank not in self._left:
@@ -281,47 +281,47 @@ class Coordinator:
 
     def _missing_for(self, rank: int, wait: Wait) -> frozenset[int] | None:
         """Return the ranks for which a rank's wait waits; None when it has been answered."""
-        if wait.process_set not in self._process_sets:
+        if wait.process_set_id not in self._process_sets:
             return None
-        if wait.round:
-            closed = self._sets.closed_by(wait.name, wait.round)
-            members = frozenset(self._process_sets[wait.process_set])
-            return members.difference(closed, self._joined) if rank in closed else None
-        key = (wait.process_set, wait.name, wait.round)
+        if wait.round_id:
+            ranks_done = self._sets.ranks_done_with(wait.name, wait.round_id)
+            members = frozenset(self._process_sets[wait.process_set_id])
+            return members.difference(ranks_done, self._joined) if rank in ranks_done else None
+        key = (wait.process_set_id, wait.name, wait.round_id)
         tensor = self._table.waiting().get(key)
         if tensor is None or rank not in tensor.requests:
             return None
         return frozenset(self._table.missing(key))
 
-    def _take_aside(self, rank: int, aside: Aside) -> None:
-        if aside.account is not None:
-            self.accounts[rank] = aside.account
-        if aside.asks:
-            self._questioners.append(rank)
-        self.suspects.update(aside.held_up_by)
-        self._post.take(rank, aside)
-        self.report_wanted |= aside.wants_report
+    def _receive_side_message(self, rank: int, side_message: SideMessage) -> None:
+        if side_message.status is not None:
+            self.statuses[rank] = side_message.status
+        if side_message.ping:
+            self._pings.append(rank)
+        self.suspects.update(side_message.slow_peers)
+        self._oob.receive(rank, side_message)
+        self.report_requested |= side_message.requests_report
 
-    def _hear(self, ranks: Ranks, what: Iterable[Saying | Alike | RankReport], now: float) -> None:
+    def _hear(self, ranks: Ranks, what: Iterable[ReportItem | MergedRequests | RankReport], now: float) -> None:
         """Take in what a rank said, or all ranks of a host alike or some of them, in its order."""
         try:
-            for said in what:
-                if isinstance(said, BucketReady):
-                    self._take_bucket(ranks, said, now)
-                elif isinstance(said, Request):
-                    self._take(ranks, said, now)
-                elif isinstance(said, LayoutStale):
-                    self._evict(said.layout, now)
-                elif isinstance(said, Retired):
-                    self._retire(ranks[0], said, now)
-                elif isinstance(said, Closing):
-                    self._close(ranks, said)
-                elif isinstance(said, Alike):
-                    if said.requests != self._latest:
-                        self._latest = said.requests
-                    self._hear(said.ranks, self._latest, now)
-                elif said.report.epoch == self.epoch:
-                    self._receive(said.rank, said.report, now)
+            for item in what:
+                if isinstance(item, BucketReady):
+                    self._take_bucket(ranks, item, now)
+                elif isinstance(item, Request):
+                    self._take(ranks, item, now)
+                elif isinstance(item, LayoutStale):
+                    self._evict(item.layout_id, now)
+                elif isinstance(item, Retired):
+                    self._retire(ranks[0], item, now)
+                elif isinstance(item, RoundDone):
+                    self._round_done(ranks, item)
+                elif isinstance(item, MergedRequests):
+                    if item.requests != self._latest:
+                        self._latest = item.requests
+                    self._hear(item.ranks, self._latest, now)
+                elif item.report.epoch == self.epoch:
+                    self._receive(item.rank, item.report, now)
         except ProtocolError as error:
             self.fail(FailureNotice(ranks[0], "ProtocolError", str(error)))
 
@@ -331,19 +331,20 @@ class Coordinator:
             layout = self._sets.layout_of(request)
             if layout is not None:
                 self._evict(layout, now)
-        if request.process_set not in self._process_sets:
-            self._refuse(request, ErrorKind.MISMATCH, f"'{request.name}' was called on process set {request.process_set}, "
+        if request.process_set_id not in self._process_sets:
+            self._refuse(request, ErrorKind.MISMATCH,
+                         f"'{request.name}' was called on process set {request.process_set_id}, "
                          "which has been removed")
             return
-        if request.label and request.round < self._sets.first_round:
+        if request.label and request.round_id < self._sets.first_round:
             self._refuse(request, ErrorKind.MISMATCH, f"'{request.name}' belongs to a round that was under way on "
                          f"{named_ranks(ranks)} when all ranks had joined; wait for the gradients before join()")
             return
-        members = self._process_sets[request.process_set]
+        members = self._process_sets[request.process_set_id]
         if request.label and self._policy.deterministic and members[0] in ranks:
             self._sets.arrange(request)
-        if self._process_sets.among(request.process_set, ranks) != ranks:
-            raise ProtocolError(f"reported '{request.name}' in process set {request.process_set}, which it is not in")
+        if self._process_sets.among(request.process_set_id, ranks) != ranks:
+            raise ProtocolError(f"reported '{request.name}' in process set {request.process_set_id}, which it is not in")
         requests = self._table.add(ranks, request, now)
         if request.collective is Collective.JOIN:
             for rank in ranks:
@@ -362,7 +363,7 @@ class Coordinator:
         if problem is not None:
             self._refuse(request, ErrorKind.MISMATCH, problem)
             return
-        members = self._process_sets[request.process_set]
+        members = self._process_sets[request.process_set_id]
         if request.collective is Collective.SEND and len(requests) < len(members):
             (joined,) = set(members) - requests.keys()
             self._refuse(request, ErrorKind.MISMATCH, f"'{request.name}' needs rank {joined}, which has joined and neither "
@@ -377,8 +378,8 @@ class Coordinator:
         if self._joined and self._policy.join_divides_by_active:
             response = msgspec.structs.replace(response, divisor=len(requests))
         if request.collective is Collective.ALLTOALL:
-            for rank, column in zip(members, columns(requests, members), strict=True):
-                self._columns[rank].append(column)
+            for rank, splits in zip(members, receive_splits(requests, members), strict=True):
+                self._receive_splits[rank].append(splits)
         nbytes = payload_bytes(request)
         self._ready.append((self._answered(response, requests), nbytes))
         if request.collective is Collective.ALLREDUCE:
@@ -399,47 +400,47 @@ class Coordinator:
         layout = self._sets.out_of_step(ready)
         if layout is not None:
             self._evict(layout, now)  # its members are answered one by one: with an error
-        release, expanded, ranks, closing = self._sets.ready(ranks, ready, now)
+        release, expanded, ranks, done = self._sets.ready(ranks, ready, now)
         if release is not None:
             self._released.append(release)
-            self.reduced_bytes += self._sets.nbytes(release.bucket)
+            self.reduced_bytes += self._sets.nbytes(release.bucket_id)
         for request in expanded:
             self._take(ranks, request, now)
-        if ready.closes:
-            self._close(ranks, closing)
+        if ready.ends_round:
+            self._round_done(ranks, done)
 
-    def _close(self, ranks: Ranks, closing: Closing) -> None:
-        if closing.process_set in self._process_sets and self._sets.close(ranks, closing):
-            self._end_round(closing)
+    def _round_done(self, ranks: Ranks, done: RoundDone) -> None:
+        if done.process_set_id in self._process_sets and self._sets.rank_done(ranks, done):
+            self._end_round(done)
 
-    def _end_round(self, closing: Closing) -> None:
-        """All ranks that have not joined have closed a round."""
+    def _end_round(self, done: RoundDone) -> None:
+        """All ranks that have not joined have finished a round."""
         self.rounds += 1
-        for requests in self._table.take_if(lambda request: request.label == closing.label
-                                            and request.round <= closing.round):
+        for requests in self._table.take_if(lambda request: request.label == done.label
+                                            and request.round_id <= done.round_id):
             self._refuse_unshared(first_of(requests), requests)
-        layout, evicted = self._sets.learn(closing.label, closing.round)
+        layout, evicted = self._sets.learn(done.label, done.round_id)
         for number in evicted:
-            self._sets.evict(number, self._sequence + 1, spoilt=False)
+            self._sets.evict(number, self._sequence + 1, back_off=False)
             self._evicted.append(number)
         if layout is not None:
             self._learned.append(layout)
 
     def _retire(self, rank: int, retired: Retired, now: float) -> None:
         """A rank takes no part in a set any more: no round can go by its layout. When no rank does, it is forgotten."""
-        if retired.process_set not in self._process_sets:
+        if retired.process_set_id not in self._process_sets:
             return
         layout = self._sets.in_use(retired.label)
         if layout is not None:
-            self._evict(layout, now, spoilt=False)
+            self._evict(layout, now, back_off=False)
         if not self._sets.retire(rank, retired):
             return
         for requests in self._table.take_if(lambda request: request.label == retired.label):
             self._refuse_unshared(next(iter(requests.values())), requests)
         self._sets.drop(retired.label)
 
-    def _evict(self, layout: int, now: float, *, spoilt: bool = True) -> None:
-        expanded = self._sets.evict(layout, self._sequence + 1, spoilt=spoilt)
+    def _evict(self, layout: int, now: float, *, back_off: bool = True) -> None:
+        expanded = self._sets.evict(layout, self._sequence + 1, back_off=back_off)
         if expanded is None:
             return
         self._evicted.append(layout)
@@ -482,7 +483,7 @@ class Coordinator:
             if response.collective is Collective.ALLGATHER:
                 result = b"".join(payloads)
             elif self._reduce_eagerly is not None:
-                result = self._reduce_eagerly(response, payloads, len(self._process_sets[response.process_set]))
+                result = self._reduce_eagerly(response, payloads, len(self._process_sets[response.process_set_id]))
         return response if result is None else msgspec.structs.replace(response, result=result)
 
     def _join(self, rank: int, now: float) -> None:
@@ -493,8 +494,8 @@ class Coordinator:
             self._suspend(layout, now)
         for requests in complete:
             self._complete(requests, now)
-        for closing in self._sets.join(rank):
-            self._end_round(closing)
+        for done in self._sets.join(rank):
+            self._end_round(done)
 
     def _end_join(self) -> None:
         """A join has failed, because a rank left: those that had joined take part again."""
@@ -508,7 +509,7 @@ class Coordinator:
         """Forget a process set; what still waits in it never becomes complete."""
         for layout in self._sets.layouts_in(number):
             self._evict(layout, now)
-        for requests in self._table.take_if(lambda request: request.process_set == number):
+        for requests in self._table.take_if(lambda request: request.process_set_id == number):
             request = first_of(requests)
             self._refuse(request, ErrorKind.MISMATCH, f"'{request.name}' was under way on {named_ranks(sorted(requests))} "
                          f"when process set {number} was removed; wait for everything on a set before removing it")
@@ -517,18 +518,19 @@ class Coordinator:
 
     def _refuse(self, request: Request, kind: ErrorKind, text: str) -> None:
         self._refused.append(Response(names=(request.name,), collective=request.collective, dtype=request.dtype,
-                                      process_set=request.process_set, round=request.round, error=kind, error_text=text))
+                                      process_set_id=request.process_set_id, round_id=request.round_id, error=kind,
+                                      error_text=text))
         if request.collective is Collective.JOIN:
             self._end_join()
-        if request.label and request.process_set in self._process_sets:
-            self._sets.spoil(request)
+        if request.label and request.process_set_id in self._process_sets:
+            self._sets.invalidate(request)
 
     def _refuse_unshared(self, request: Request, requests: Mapping[int, Request]) -> None:
         """Answer a member of a declared set that some ranks do not have."""
-        missing = [rank for rank in self._process_sets[request.process_set]
+        missing = [rank for rank in self._process_sets[request.process_set_id]
                    if rank not in requests and rank not in self._joined]
         self._refuse(request, ErrorKind.MISMATCH, f"ranks disagree about the members of '{request.label}': "
-                     f"{named_ranks(sorted(requests))}: reduces '{request.name}' in round {request.round}; "
+                     f"{named_ranks(sorted(requests))}: reduces '{request.name}' in round {request.round_id}; "
                      f"{named_ranks(missing)}: does not have it. Give the optimizer the same parameters on all ranks "
                      "(add_param_group and requires_grad too)")
 
@@ -541,11 +543,11 @@ class Coordinator:
                 if requests is not None:
                     self._refuse_left(request)
         for requests in self._table.take_if(
-                lambda request: not self._left.isdisjoint(self._process_sets[request.process_set])):
+                lambda request: not self._left.isdisjoint(self._process_sets[request.process_set_id])):
             self._refuse_left(first_of(requests))
 
     def _refuse_left(self, request: Request) -> None:
-        members = self._process_sets[request.process_set]
+        members = self._process_sets[request.process_set_id]
         needed = "all ranks" if len(members) == self.size else f"ranks {list(members)}"
         self._refuse(request, ErrorKind.LEFT, f"'{request.name}' needs {needed}, but "
                      f"{named_ranks(sorted(self._left.intersection(members)))} left the job normally "

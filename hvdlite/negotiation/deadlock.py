@@ -1,4 +1,4 @@
-"""Detecting ranks that wait for each other in a circle (docs/protocol.md#circular-waits). Pure.
+"""Detection of ranks that wait for each other in a circle (docs/protocol.md#circular-waits). Pure.
 
 A rank whose threads are all blocked goes on when one of its waits ends, and a wait ends when every rank has handed in what
 it is for. So a rank is stuck when each of its waits needs a rank that is stuck. Ranks tell of their long waits (`Blocked`).
@@ -53,10 +53,11 @@ class BlockedRanks:
         self._blocked[rank] = blocked
         self._is_new = True
 
-    def answered(self, process_set: int, names: Collection[str]) -> None:
+    def answered(self, process_set_id: int, names: Collection[str]) -> None:
         """Tensors are answered: a wait for one of them is over, and the name may be used again."""
         for rank, blocked in list(self._blocked.items()):
-            if any(not wait.round and wait.process_set == process_set and wait.name in names for wait in blocked.waits):
+            if any(not wait.round_id and wait.process_set_id == process_set_id and wait.name in names
+                   for wait in blocked.waits):
                 del self._blocked[rank]
 
     def to_defer(self) -> list[int]:
@@ -100,4 +101,4 @@ class BlockedRanks:
 
 
 def _told(wait: Wait) -> str:
-    return f"the gradients of '{wait.name}' (round {wait.round})" if wait.round else f"'{wait.name}'"
+    return f"the gradients of '{wait.name}' (round {wait.round_id})" if wait.round_id else f"'{wait.name}'"

@@ -1,4 +1,4 @@
-"""Which ready tensors travel together. Pure: requests in, responses out, the same for the same input."""
+"""Fusion: which ready tensors travel together. Pure: requests in, responses out, the same for the same input."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from hvdlite.core.array import SUPPORTED_DTYPES, Array
 from hvdlite.core.types import Collective, ReduceOp
-from hvdlite.negotiation.messages import Column, Request, Response
+from hvdlite.negotiation.messages import ReceiveSplits, Request, Response
 from hvdlite.negotiation.requests import first_of, grouped
 
 FUSIBLE = (Collective.ALLREDUCE, Collective.BROADCAST)
@@ -27,11 +27,11 @@ def response_to(requests: Mapping[int, Request], members: Sequence[int]) -> Resp
     first = first_of(requests)
     return Response(
         names=(first.name,), collective=first.collective, dtype=first.dtype, op=first.op, root_rank=first.root_rank,
-        prescale=first.prescale, postscale=first.postscale, process_set=first.process_set, round=first.round,
+        prescale=first.prescale, postscale=first.postscale, process_set_id=first.process_set_id, round_id=first.round_id,
         contributors=_contributors(requests, members),
         elements=math.prod(first.shape) if first.collective not in (*_GATHERS, Collective.ALLTOALL) else 0,
         rows=_rows(requests, members), row_elements=math.prod(first.shape[1:]), device=first.device,
-        behind=_behind(requests),
+        ranks_in_step=_ranks_in_step(requests),
     )
 
 
@@ -42,22 +42,22 @@ def _contributors(requests: Mapping[int, Request], members: Sequence[int]) -> tu
     return tuple(sorted(rank for ranks, request in groups if not request.absent for rank in ranks))
 
 
-def _behind(requests: Mapping[int, Request]) -> tuple[int, ...]:
+def _ranks_in_step(requests: Mapping[int, Request]) -> tuple[int, ...]:
     if not any(request.in_step for _, request in grouped(requests)):
         return ()
-    return behind({rank: request.in_step for rank, request in requests.items()})
+    return ranks_in_step({rank: request.in_step for rank, request in requests.items()})
 
 
-def columns(requests: Mapping[int, Request], members: Sequence[int]) -> list[Column]:
+def receive_splits(requests: Mapping[int, Request], members: Sequence[int]) -> list[ReceiveSplits]:
     """Return what each rank of the set gets in an alltoall on which all agree; see `response_to`."""
     first = first_of(requests)
     table = _table(requests, members)
     starts = table.cumsum(axis=1) - table
-    return [Column(first.process_set, first.name, tuple(rows), tuple(begin))
+    return [ReceiveSplits(first.process_set_id, first.name, tuple(rows), tuple(begin))
             for rows, begin in zip(table.T.tolist(), starts.T.tolist(), strict=True)]
 
 
-def behind(in_step: Mapping[int, bool]) -> tuple[int, ...]:
+def ranks_in_step(in_step: Mapping[int, bool]) -> tuple[int, ...]:
     """Return the ranks that take part in a round from within their optimizer's step, unless all do.
 
     Args:
@@ -123,8 +123,8 @@ def payload_bytes(request: Request) -> int:
 def fusion_key(response: Response) -> tuple[object, ...]:
     """Return what must be equal for two responses to be executed as one."""
     return (response.collective, response.dtype, response.op, response.root_rank, response.prescale,
-            response.postscale, response.process_set, response.round, response.divisor, response.contributors,
-            response.device, response.behind)
+            response.postscale, response.process_set_id, response.round_id, response.divisor, response.contributors,
+            response.device, response.ranks_in_step)
 
 
 def _merged(group: list[Response]) -> Response:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from hvdlite.negotiation.messages import Alike, Key, Request, Response
+from hvdlite.negotiation.messages import Key, MergedRequests, Request, Response
 
 
 class HeldRequests:
@@ -24,35 +24,35 @@ class HeldRequests:
         self._held: dict[Key, dict[int, Request]] = {}  # invariant: never all that take part, never a loose one
         self._loose: set[Key] = set()
 
-    def add(self, rank: int, request: Request) -> list[Alike]:
+    def add(self, rank: int, request: Request) -> list[MergedRequests]:
         """Take in a rank's request; return what goes up now."""
         key = request.key
         if key in self._loose:
-            return [Alike((rank,), (request,))]
+            return [MergedRequests((rank,), (request,))]
         held = self._held.setdefault(key, {})
         held[rank] = request
-        if len(held) < self._count(request.process_set):
+        if len(held) < self._count(request.process_set_id):
             return []
         return _merged(self._held.pop(key))
 
-    def loosen(self, request: Request) -> list[Alike]:
+    def loosen(self, request: Request) -> list[MergedRequests]:
         """Hold back nothing of a request's tensor; return what goes up for that."""
         self._loose.add(request.key)
         return _merged(self._held.pop(request.key, {}))
 
-    def release(self, condition: Callable[[Request], bool] = lambda request: True) -> list[Alike]:
+    def release(self, condition: Callable[[Request], bool] = lambda request: True) -> list[MergedRequests]:
         """Like `loosen`, for all tensors that meet a condition."""
-        released: list[Alike] = []
+        released: list[MergedRequests] = []
         for held in [held for held in self._held.values() if condition(next(iter(held.values())))]:
             released.extend(self.loosen(next(iter(held.values()))))
         return released
 
-    def answered(self, responses: Iterable[Response]) -> list[Alike]:
+    def answered(self, responses: Iterable[Response]) -> list[MergedRequests]:
         """Tensors are answered; return what goes up although they were: it may be answered again."""
-        released: list[Alike] = []
+        released: list[MergedRequests] = []
         for response in responses:
             for name in response.names:
-                key = response.process_set, name, response.round
+                key = response.process_set_id, name, response.round_id
                 self._loose.discard(key)
                 if key in self._held:  # refused before all ranks have made the request
                     released.extend(self.loosen(next(iter(self._held[key].values()))))
@@ -65,7 +65,7 @@ class HeldRequests:
         assert self._held.keys().isdisjoint(self._loose)
 
 
-def _merged(held: dict[int, Request]) -> list[Alike]:
+def _merged(held: dict[int, Request]) -> list[MergedRequests]:
     """Return requests for one tensor, equal ones as one."""
     groups: list[tuple[Request, list[int]]] = []
     for rank in sorted(held):
@@ -76,4 +76,4 @@ def _merged(held: dict[int, Request]) -> list[Alike]:
                 break
         else:
             groups.append((request, [rank]))
-    return [Alike(tuple(ranks), (request,)) for request, ranks in groups]
+    return [MergedRequests(tuple(ranks), (request,)) for request, ranks in groups]

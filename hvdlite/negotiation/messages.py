@@ -1,4 +1,4 @@
-"""What ranks say to each other. These structures *are* the protocol; the control plane only carries them.
+"""The messages between ranks. These structures *are* the protocol; the control plane only carries them.
 
 A rank sends a `Report` when it has something to say; the coordinator answers with `Decision`s, which every rank applies
 in the same order. Everything that changes shared state travels in a decision.
@@ -40,7 +40,7 @@ class Request(Message, frozen=True, tag=1):
     root_rank: int = -1
     prescale: float = 1.0
     postscale: float = 1.0
-    process_set: int = GLOBAL_PROCESS_SET_ID
+    process_set_id: int = GLOBAL_PROCESS_SET_ID
     device: str = "cpu"
     splits: tuple[int, ...] = ()  # alltoall: rows for each rank of the set, which may differ between ranks
     members: tuple[int, ...] = ()  # ADD_PROCESS_SET: the ranks of the new set
@@ -48,33 +48,33 @@ class Request(Message, frozen=True, tag=1):
     group: tuple[tuple[int, ...], ...] = ()  # shapes of the members of a group, which is answered as one
     payload: bytes | None = None  # eager lane: an offer; the sender keeps its tensor
     label: str = ""  # the declared set it belongs to, or ""
-    round: int = 0  # of that set, counted from 1
+    round_id: int = 0  # of that set, counted from 1
     strides: tuple[int, ...] = ()  # how this rank lays a declared member out, in elements; () is row-major
-    cluster: int = 0  # members of a declared set with the same one, from 1, share a bucket
+    group_id: int = 0  # members of a declared set with the same one, from 1, share a bucket
     step: int = 0  # of a declared set: how many steps its optimizer has made, since all ranks have last joined
     in_step: bool = False  # of a declared set: this rank takes part from within its optimizer's step
 
     @property
     def key(self) -> Key:
         """What must be equal for requests to meet: a rank that lacks a member may be a round ahead with it."""
-        return self.process_set, self.name, self.round
+        return self.process_set_id, self.name, self.round_id
 
 
-class Closing(Message, frozen=True, tag=3):
-    """This rank has reported every member that it has of a declared set in a round. Saying so again changes nothing."""
+class RoundDone(Message, frozen=True, tag=3):
+    """This rank has reported every member that it has of a declared set in a round. Reporting it again changes nothing."""
 
     label: str
-    round: int
-    process_set: int = GLOBAL_PROCESS_SET_ID
+    round_id: int
+    process_set_id: int = GLOBAL_PROCESS_SET_ID
 
 
 class BucketReady(Message, frozen=True, tag=2):
     """All members of a learned bucket are in their places on this rank."""
 
-    bucket: int
-    round: int  # of the declared set, as in `Request`
-    missing: tuple[int, ...] = ()  # indices of members without a gradient here; their places hold the op's identity
-    closes: bool = False  # it was the set's last bucket of the round on this rank
+    bucket_id: int
+    round_id: int  # of the declared set, as in `Request`
+    unused: tuple[int, ...] = ()  # indices of members without a gradient here; their places hold the op's identity
+    ends_round: bool = False  # it was the set's last bucket of the round on this rank
     step: int = 0  # likewise
     in_step: bool = False  # likewise
 
@@ -82,26 +82,26 @@ class BucketReady(Message, frozen=True, tag=2):
 class Wait(Message, frozen=True):
     """What a thread of a rank has been blocked on for long: one tensor, or a round of a declared set."""
 
-    process_set: int
+    process_set_id: int
     name: str  # the tensor's, or the set's label
-    round: int = 0  # 0 for a tensor
+    round_id: int = 0  # 0 for a tensor
     deferrable: bool = False  # the coordinator may end this wait (`Decision.deferred`)
 
 
 class LayoutStale(Message, frozen=True, tag=4):
     """A layout does not describe this rank's declared set any more."""
 
-    layout: int
+    layout_id: int
 
 
 class Retired(Message, frozen=True, tag=6):
     """This rank takes part in no further round of a declared set: its optimizer is gone."""
 
     label: str
-    process_set: int = GLOBAL_PROCESS_SET_ID
+    process_set_id: int = GLOBAL_PROCESS_SET_ID
 
 
-Saying = Request | BucketReady | Closing | LayoutStale | Retired
+ReportItem = Request | BucketReady | RoundDone | LayoutStale | Retired
 """What a rank says about tensors. The tags (positive integers) are what tells them apart on the wire."""
 
 
@@ -114,13 +114,13 @@ class FailureNotice(Message, frozen=True):
     traceback: str = ""
 
 
-class Account(Message, frozen=True):
+class RankStatus(Message, frozen=True):
     """What a rank says of itself when others wait for it."""
 
-    place: str  # where its script is: function, file and line
+    location: str  # where its script is: function, file and line
     stack: str
     recent: tuple[str, ...]  # names of its last collectives, oldest first
-    begun: int  # which number, from 1, the first of them was
+    first_number: int  # the number of the first of them, counted from 1
     waiting: tuple[str, ...]  # names of what it has submitted and not got back
 
 
@@ -134,33 +134,33 @@ class TraceEvent(Message, frozen=True):
     detail: str = ""
 
 
-class Note(Message, frozen=True):
-    """A short text by which planes of different ranks connect; see `runtime.notes`."""
+class OobMessage(Message, frozen=True):
+    """A few bytes by which planes of different ranks connect, out of band; see `engine.oob`."""
 
     label: str  # what it is for; never used again
     sender: int
-    text: bytes
-    ranks: tuple[int, ...] = ()  # who gets it; nobody: the coordinator keeps it until it is asked for
+    payload: bytes
+    receivers: tuple[int, ...] = ()  # empty: the coordinator keeps it until a rank fetches it
 
 
-class Wanted(Message, frozen=True):
-    """A rank needs a note that another keeps at the coordinator."""
+class OobKey(Message, frozen=True):
+    """Names an out-of-band message that another rank publishes at the coordinator."""
 
     label: str
     sender: int
 
 
-class Aside(Message, frozen=True):
+class SideMessage(Message, frozen=True):
     """What a rank says that has nothing to do with one tensor."""
 
-    account: Account | None = None  # the answer to an inquiry
-    asks: bool = False  # is rank 0 there? It is to answer with a decision
-    held_up_by: tuple[int, ...] = ()  # with these it has long been in the middle of a collective
-    wants_report: bool = False  # its user asks who waits for whom
+    status: RankStatus | None = None  # the answer to a status request
+    ping: bool = False  # is rank 0 there? It is to answer with a decision
+    slow_peers: tuple[int, ...] = ()  # with these it has long been in the middle of a collective
+    requests_report: bool = False  # its user asks who waits for whom
     trace: tuple[TraceEvent, ...] = ()  # while there is a timeline
-    notes: tuple[Note, ...] = ()
-    wanted: tuple[Wanted, ...] = ()
-    withdrawn: tuple[str, ...] = ()  # labels under which nobody will want this rank's note any more
+    oob_messages: tuple[OobMessage, ...] = ()
+    oob_requests: tuple[OobKey, ...] = ()  # messages of other ranks that it fetches
+    oob_withdrawn: tuple[str, ...] = ()  # labels of its own messages that no rank will fetch any more
 
 
 class Blocked(Message, frozen=True):
@@ -175,8 +175,8 @@ class Report(Message, frozen=True):
 
     epoch: int  # membership epoch; a report of another epoch is dropped
     applied: int  # the last decision this rank has applied
-    said: tuple[Saying, ...] = ()  # in the order in which this rank said it
-    aside: Aside | None = None
+    items: tuple[ReportItem, ...] = ()  # in the order in which they happened on this rank
+    side_message: SideMessage | None = None
     leaving: bool = False  # this rank will submit nothing more, after what it says here
     failure: FailureNotice | None = None
     blocked: Blocked | None = None  # replaces what it said of this before; after everything else
@@ -189,7 +189,7 @@ class RankReport(Message, frozen=True, tag=5):
     report: Report
 
 
-class Alike(Message, frozen=True, tag=7):
+class MergedRequests(Message, frozen=True, tag=7):
     """Some ranks of a host made the same requests."""
 
     ranks: tuple[int, ...]
@@ -200,9 +200,9 @@ class HostReport(Message, frozen=True):
     """What the leader of a host passes on: what all its ranks said alike as one, the rest rank by rank."""
 
     applied: int  # the least of its ranks
-    # In the order in which it was said; what several ranks said stands where the last of them said it. A bucket or a closing
-    # is of all ranks of the host that are in the process set; a bucket's `missing` is what all of them miss.
-    said: tuple[RankReport | Alike | BucketReady | Closing, ...] = ()
+    # In the order in which it was said; what several ranks said stands where the last of them said it. A bucket or a
+    # finished round is of all ranks of the host in the process set; a bucket's `unused` is what is unused on all of them.
+    items: tuple[RankReport | MergedRequests | BucketReady | RoundDone, ...] = ()
     lost: tuple[tuple[int, str], ...] = ()  # ranks whose end it has seen, and what it saw
 
 
@@ -224,8 +224,8 @@ class Response(Message, frozen=True):
     root_rank: int = -1
     prescale: float = 1.0
     postscale: float = 1.0
-    process_set: int = GLOBAL_PROCESS_SET_ID
-    round: int = 0  # as in the requests; equal for all tensors of one response
+    process_set_id: int = GLOBAL_PROCESS_SET_ID
+    round_id: int = 0  # as in the requests; equal for all tensors of one response
     elements: int = 0  # of all tensors together, where all ranks have the same: so a joined rank can do its share
     divisor: int = 0  # what Average divides by; 0 is the number of ranks in the process set
     contributors: tuple[int, ...] = ()  # ranks of the job, ascending; one not listed is skipped by the reduction
@@ -238,13 +238,14 @@ class Response(Message, frozen=True):
     error_text: str = ""
     result: bytes | None = None  # eager lane: the result itself
     device: str = "cpu"  # where the tensors are, as in the requests
-    behind: tuple[int, ...] = ()  # of a declared set: ranks that took part from within their step, when others did not
+    # Of a declared set: ranks that took part from within their step, when others did not
+    ranks_in_step: tuple[int, ...] = ()
 
 
 class Bucket(Message, frozen=True):
     """Members of a declared set that travel together, and where each lies in the bucket."""
 
-    bucket: int  # never used again, even after eviction
+    bucket_id: int  # never used again, even after eviction
     members: tuple[Request, ...]  # as they were agreed on: equal on all ranks
     offsets: tuple[int, ...]  # in elements
     elements: int  # of the whole bucket, padding included
@@ -254,19 +255,19 @@ class Bucket(Message, frozen=True):
 class Layout(Message, frozen=True):
     """A declared set's cut into buckets."""
 
-    layout: int  # never used again
+    layout_id: int  # never used again
     label: str
     first_round: int  # the set's first round that is reported by bucket
     buckets: tuple[Bucket, ...]
-    alone: tuple[str, ...] = ()  # members that always go by themselves: they were sparse once, on some rank
+    unbucketed: tuple[str, ...] = ()  # members that always go by themselves: they were sparse once, on some rank
 
 
 class BucketRelease(Message, frozen=True):
     """All ranks reported a bucket: reduce it."""
 
-    bucket: int
-    nobody: tuple[int, ...] = ()  # members to which no rank contributed; they keep what they have
-    behind: tuple[int, ...] = ()  # as in `Response`
+    bucket_id: int
+    globally_unused: tuple[int, ...] = ()  # members to which no rank contributed; they keep what they have
+    ranks_in_step: tuple[int, ...] = ()  # as in `Response`
 
 
 class Decision(Message, frozen=True):
@@ -280,33 +281,33 @@ class Decision(Message, frozen=True):
     suspended: tuple[int, ...] = ()
     evicted: tuple[int, ...] = ()  # layouts that end here; likewise
     responses: tuple[Response, ...] = ()
-    inquiries: tuple[int, ...] = ()  # ranks that are to give an account of themselves
+    status_requests: tuple[int, ...] = ()  # ranks that are to report their status
     left: tuple[int, ...] = ()  # ranks whose leaving is hereby accepted
-    answered: tuple[int, ...] = ()  # ranks that asked whether rank 0 is there
+    pong: tuple[int, ...] = ()  # ranks that asked whether rank 0 is there
     timeline: bool | None = None  # from here on every rank traces, or does not; None: as before
     tuned: tuple[tuple[str, int], ...] = ()  # knobs that have these values from here on, before anything else
     failure: FailureNotice | None = None
     deferred: tuple[int, ...] = ()  # ranks whose deferrable waits end here, unfinished
 
 
-class Column(Message, frozen=True):
-    """What one rank gets in an alltoall: a column of the table of which every rank's `splits` are a row."""
+class ReceiveSplits(Message, frozen=True):
+    """The rows that one rank receives from each rank in an alltoall (Horovod: received splits)."""
 
-    process_set: int
+    process_set_id: int
     name: str
     rows: tuple[int, ...]  # from each rank of the set
-    starts: tuple[int, ...]  # which of that rank's rows is the first of them
+    offsets: tuple[int, ...]  # the first of them among the rows that each rank sends
 
 
-class Letter(Message, frozen=True):
+class DirectMessage(Message, frozen=True):
     """What the coordinator tells one rank alone. It comes before the decision to which it belongs, if it belongs to one."""
 
     rank: int
-    columns: tuple[Column, ...] = ()  # in the order of their decisions
-    notes: tuple[Note, ...] = ()
+    receive_splits: tuple[ReceiveSplits, ...] = ()  # in the order of their decisions
+    oob_messages: tuple[OobMessage, ...] = ()
 
 
-class Letters(Message, frozen=True):
-    """Letters to ranks that are reached by the same way."""
+class DirectMessages(Message, frozen=True):
+    """Direct messages to ranks that are reached by the same way."""
 
-    letters: tuple[Letter, ...]
+    messages: tuple[DirectMessage, ...]

@@ -1,4 +1,4 @@
-"""Which process sets exist, by id. Pure; the coordinator and every rank hold one, and all change by decisions only.
+"""The table of process sets, which every rank has and which changes by decisions only. Pure.
 
 Any two ranks are a set of their own from the beginning, for what one sends the other; its id is negative and follows from
 the ranks, so nobody has to be told.

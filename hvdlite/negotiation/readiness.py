@@ -1,4 +1,4 @@
-"""Who has reported which tensor, and which tensors are ready everywhere."""
+"""The readiness table: which ranks have reported which tensor, and which tensors are ready on all ranks. Pure."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class ReadinessTable:
 
     def _expected(self, request: Request) -> Collection[int]:
         """Return the ranks that a tensor needs."""
-        members = self._process_sets[request.process_set]
+        members = self._process_sets[request.process_set_id]
         if not self._joined or request.collective is Collective.JOIN:
             return members
         return [rank for rank in members if rank not in self._joined]

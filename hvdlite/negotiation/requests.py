@@ -1,4 +1,4 @@
-"""All ranks' requests for one tensor, in as few pieces as they were told. Pure."""
+"""All ranks' requests for one tensor, grouped where they are equal. Pure."""
 
 from __future__ import annotations
 

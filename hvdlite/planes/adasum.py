@@ -1,12 +1,12 @@
-"""Adasum: a sum in which ranks that agree are averaged and ranks that are orthogonal are added.
+"""Adasum: an adaptive sum that averages parallel vectors and adds orthogonal vectors.
 
 Two tensors a and b become (1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b; more are combined in pairs, pairs of neighbours
-first: ((0, 1), (2, 3)), and one without a partner goes up a level as it is, so any number of ranks will do. Source: Maleki
+first: ((0, 1), (2, 3)). A tensor without a partner moves up a level unchanged, so any number of ranks works. Source: Maleki
 et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021, section 3 (powers of two only, as in Horovod).
 
-Whatever is combined is a linear combination of the ranks' tensors, and its factors depend on nothing but their inner
-products. So a plane measures those once, every rank derives the same factors, and one weighted sum gives the result. The
-tensors of a group share the exchanges for all that.
+The result is a linear combination of the ranks' tensors, and its weights depend only on their inner products. So a plane
+computes the inner products once, every rank derives the same weights, and one weighted sum gives the result. The tensors of
+a group share these collectives.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from hvdlite.negotiation.messages import Response
 from hvdlite.planes.arithmetic import Casts
 
 
-class AdaptiveSum:
-    """The arithmetic of Adasum on tensors that lie one after the other; each of them is weighed by itself.
+class AdasumReduction:
+    """The arithmetic of Adasum on concatenated tensors; each tensor has its own weights.
 
-    Like `Reduction`, once `weigh` has been told the inner products.
+    Has the interface of `Reduction`, after `set_weights` has been called with the inner products.
 
     Args:
-        response: gives the scale factors.
+        response: provides the scale factors.
         dtype: a floating point dtype; 16-bit floats are accumulated in float32, inner products in float64.
-        chunk: elements worked on at a time.
+        chunk: elements per NumPy call.
         casts: for 16-bit floats.
-        rows: how many elements each tensor has.
+        rows: the number of elements of each tensor.
     """
 
     def __init__(self, response: Response, dtype: np.dtype[np.generic], chunk: int, casts: Casts,
@@ -46,11 +46,11 @@ class AdaptiveSum:
         self._factors = np.empty((0, 0))  # by tensor and contributor
 
     def products(self, sources: Sequence[Array], begin: int = 0) -> Array:
-        """Return the inner products of each two contributors' values, by tensor: float64, (tensors, n, n).
+        """Return the inner products of all pairs of contributors, by tensor: float64, (tensors, n, n).
 
         Args:
             sources: one flat array for each contributor.
-            begin: the element of the concatenated tensors with which the arrays begin.
+            begin: the element of the concatenated tensors at which the arrays begin.
         """
         count = sources[0].size if sources else 0
         total = np.zeros((len(self._ends), len(sources), len(sources)))
@@ -63,23 +63,23 @@ class AdaptiveSum:
                 total[tensor] += part @ part.T
         return total
 
-    def weigh(self, products: Array) -> None:
-        """Derive the factors from the inner products of the whole tensors."""
+    def set_weights(self, products: Array) -> None:
+        """Derive the weights from the inner products of the whole tensors."""
         self._factors = factors(products) * self._factor
 
-    def place(self, source: Array, out: Array) -> None:
+    def copy_prescaled(self, source: Array, out: Array) -> None:
         """Copy `source` to `out`."""
         np.copyto(out, source)
 
-    def placed(self, source: Array) -> Array:
+    def prescaled(self, source: Array) -> Array:
         """Return `source` itself."""
         return source
 
     def combine(self, sources: Sequence[Array], out: Array, begin: int = 0) -> None:
-        """Write the weighted sums of flat arrays to `out`, which may be the memory of one of them.
+        """Write the weighted sums of flat arrays to `out`, which may share memory with one of them.
 
         Args:
-            begin: like that of `products`.
+            begin: as for `products`.
         """
         with np.errstate(all="ignore"):
             for piece, tensors in self._pieces(begin, out.size):
@@ -95,7 +95,7 @@ class AdaptiveSum:
                     self._casts.narrow(total, out[piece])
 
     def _pieces(self, begin: int, count: int) -> Iterator[tuple[slice, list[tuple[int, int, int]]]]:
-        """Yield chunks of an array that begins with element `begin`, and (tensor, begin, end) of what is in each chunk."""
+        """Yield chunks of an array that begins at element `begin`, with (tensor, begin, end) of each chunk's tensors."""
         tensor = bisect.bisect_right(self._ends, begin)
         for first in range(begin, begin + count, self.chunk):
             last = min(first + self.chunk, begin + count)
@@ -117,7 +117,7 @@ class AdaptiveSum:
 
 
 def factors(products: Array) -> Array:
-    """Return by what each of n vectors is multiplied in their adaptive sum.
+    """Return the weights of n vectors in their adaptive sum.
 
     Args:
         products: the inner products of several tensors: float64, (tensors, n, n).
@@ -134,7 +134,7 @@ def factors(products: Array) -> Array:
 
 
 def _combined(one: Array, other: Array, products: Array) -> Array:
-    """Combine two vectors of each tensor, given as factors of the ranks' vectors."""
+    """Combine two vectors of each tensor, given as weights of the ranks' vectors."""
     with np.errstate(all="ignore"):
         agreement = np.einsum("ti,tij,tj->t", one, products, other)
         squares = [np.einsum("ti,tij,tj->t", each, products, each) for each in (one, other)]

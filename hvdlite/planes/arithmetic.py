@@ -1,13 +1,13 @@
-"""Reduction of host arrays, shared by all planes that do it themselves.
+"""Reduction of host arrays; shared by all planes that reduce in Python.
 
 Rule (docs/protocol.md#same-bits): every element is accumulated in ascending rank order, in the accumulator dtype, and
-finished by the same two operations, so the bits do not depend on the plane, on fusion or on who does the work.
+finished by the same two operations, so that the bits do not depend on the plane, on fusion, or on the rank that reduces.
 
-Integers. Average is the exact mean, truncated toward zero. The mean fits into the dtype, but the sum may not fit, not even
-into 64 bits. So each value x is split into quotient and remainder, x = q n + r with 0 <= r < n, and both are added up in
-64 bits; the mean, rounded down, is sum(q) + sum(r) // n. The sum of the quotients may leave the range by up to n: it wraps,
-and wraps back. Sum and Product wrap as NumPy's do. Factors are applied in float64, to each value and to the result, which
-are then truncated toward zero; a value that does not fit into the dtype is undefined, as in C.
+Integers. Average is the exact mean, truncated toward zero. The mean fits into the dtype, but the sum may exceed even 64
+bits. Therefore each value x is split into quotient and remainder, x = q n + r with 0 <= r < n, and both are summed in 64
+bits; the mean, rounded down, is sum(q) + sum(r) // n. The sum of the quotients may exceed the range by up to n: it wraps
+around and back. Sum and Product wrap around like NumPy's. Factors are applied in float64 to each value and to the result,
+which are then truncated toward zero; a value that does not fit into the dtype is undefined, as in C.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _INT64, _UINT64 = np.dtype(np.int64), np.dtype(np.uint64)
 
 @dataclasses.dataclass
 class Casts:
-    """How 16-bit floats become float32 and back; an adapter may put its framework's vectorised versions here.
+    """Conversions between 16-bit floats and float32; an adapter may install its framework's vectorised versions.
 
     Attributes:
         widen: convert a flat float16 or bfloat16 array to a float32 array of the same length.
@@ -42,7 +42,7 @@ class Casts:
 
     @classmethod
     def of_numpy(cls) -> Casts:
-        """Return NumPy's."""
+        """Return conversions by NumPy."""
         return cls(widen, narrow)
 
 
@@ -50,10 +50,10 @@ class Reduction:
     """The arithmetic of one allreduce response.
 
     Args:
-        response: says op, dtype and factors.
-        size: ranks of the process set; Average divides by it whoever contributes.
+        response: provides op, dtype and factors.
+        size: number of ranks of the process set; Average divides by it, regardless of the number of contributors.
         casts: for 16-bit floats.
-        chunk: elements worked on at a time: small enough for the cache, large enough to outweigh a NumPy call.
+        chunk: elements per NumPy call: few enough for the cache, enough to amortise the call.
     """
 
     def __init__(self, response: Response, dtype: np.dtype[np.generic], size: int, chunk: int, casts: Casts) -> None:
@@ -67,31 +67,31 @@ class Reduction:
         self._split = self._divisor > 1 and dtype.kind in "iu"  # accumulators have two rows: quotients and remainders
         if self._split:
             self._accumulator = _UINT64 if dtype == _UINT64 else _INT64
-            self._widen, self._narrow = self._split_up, self._merge
+            self._widen, self._narrow = self._split_quotients, self._merge_quotients
         self._wide = self._split or self._accumulator != dtype
         rows = (2, self.chunk) if self._split else (self.chunk,)
         self._scratch = np.empty((2, *rows), self._accumulator) if self._wide else None
 
-    def place(self, source: Array, out: Array) -> None:
+    def copy_prescaled(self, source: Array, out: Array) -> None:
         """Copy `source` to `out` (flat, same length, possibly the same memory), multiplied by the prescale factor."""
         if self._prescale == 1.0:
             if out is not source:
                 np.copyto(out, source)
         else:
-            self._scaled(source, self._prescale, out)
+            self._scale(source, self._prescale, out)
 
-    def placed(self, source: Array) -> Array:
-        """Return `source` multiplied by the prescale factor; `source` itself when there is nothing to do."""
+    def prescaled(self, source: Array) -> Array:
+        """Return `source` multiplied by the prescale factor; `source` itself if the factor is 1."""
         if self._prescale == 1.0:
             return source
         scaled = np.empty_like(source)
-        self.place(source, scaled)
+        self.copy_prescaled(source, scaled)
         return scaled
 
     def combine(self, sources: Sequence[Array], out: Array) -> None:
-        """Reduce flat arrays, already placed, into `out`.
+        """Reduce flat, prescaled arrays into `out`.
 
-        `out` may be the memory of `sources[0]` or `sources[1]`, not of a later one.
+        `out` may share memory with `sources[0]` or `sources[1]`, but not with a later source.
         """
         with np.errstate(all="ignore"):  # overflow and nan are values here, as in the framework's own arithmetic
             for start in range(0, out.size, self.chunk):
@@ -99,21 +99,21 @@ class Reduction:
                 part = out[piece]
                 total = part if self._scratch is None else self._scratch[0][..., :part.size]
                 self._sum([source[piece] for source in sources], total)
-                self.conclude(total, part)
+                self.finish(total, part)
 
-    def total(self, out: Array, *, in_place: bool) -> Array:
-        """Return a flat array for `accumulate`, whose sum over several of them is an accumulator too.
+    def accumulator(self, out: Array, *, in_place: bool) -> Array:
+        """Return a flat array for `accumulate`; sums of accumulators are accumulators as well.
 
         Args:
-            out: where the result will go.
-            in_place: whether `out` itself may be it, where its dtype will do.
+            out: the array that will receive the result.
+            in_place: whether `out` itself may be the accumulator, if its dtype permits.
         """
         if in_place and not self._wide:
             return out
         return np.empty(out.size * (2 if self._split else 1), self._accumulator)
 
     def accumulate(self, sources: Sequence[Array], total: Array) -> None:
-        """Like `combine`, into what `total` returned and `conclude` finishes; the identity of no sources."""
+        """Reduce like `combine`, into an array from `accumulator`; writes the identity element if there are no sources."""
         if not sources:
             total[...] = identity(self._op, total.dtype)
             return
@@ -123,8 +123,8 @@ class Reduction:
                 piece = slice(start, min(start + self.chunk, rows.shape[-1]))
                 self._sum([source[piece] for source in sources], rows[..., piece])
 
-    def conclude(self, total: Array, out: Array) -> None:
-        """Turn what `accumulate` made into a result, which may be the same array; overwrites `total`."""
+    def finish(self, total: Array, out: Array) -> None:
+        """Convert an accumulator to the result, which may be the same array; overwrites `total`."""
         if self._divisor == 1 and self._postscale == 1.0 and not self._wide:
             if out is not total:
                 np.copyto(out, total)
@@ -133,13 +133,13 @@ class Reduction:
             if self._split:
                 self._narrow(self._rows(total), out)
                 if self._postscale != 1.0:
-                    self._scaled(out, self._postscale, out)
+                    self._scale(out, self._postscale, out)
                 return
             if self._divisor > 1:
                 _divide(total, self._divisor)
             if not self._wide:
                 if self._postscale != 1.0:
-                    self._scaled(total, self._postscale, total)
+                    self._scale(total, self._postscale, total)
                 if out is not total:
                     np.copyto(out, total)
                 return
@@ -166,7 +166,7 @@ class Reduction:
             self._widen(source, term)
             self._combine(total, term, out=total)
 
-    def _split_up(self, source: Array, out: Array) -> None:
+    def _split_quotients(self, source: Array, out: Array) -> None:
         """Write the quotients of integers by the divisor, rounded down, to `out[0]`, and the remainders to `out[1]`."""
         quotients, remainders = out
         divisor = self._accumulator.type(self._divisor)
@@ -174,7 +174,7 @@ class Reduction:
         np.floor_divide(remainders, divisor, out=quotients)
         np.subtract(remainders, quotients * divisor, out=remainders)
 
-    def _merge(self, total: Array, out: Array) -> None:
+    def _merge_quotients(self, total: Array, out: Array) -> None:
         """Write the means, truncated toward zero, to `out`."""
         quotients, remainders = total
         divisor = self._accumulator.type(self._divisor)
@@ -185,7 +185,7 @@ class Reduction:
             np.add(quotients, inexact & (quotients < 0), out=quotients)
         np.copyto(out, quotients, casting="unsafe")
 
-    def _scaled(self, source: Array, factor: float, out: Array) -> None:
+    def _scale(self, source: Array, factor: float, out: Array) -> None:
         if self.dtype.kind in "iu":
             with np.errstate(invalid="ignore"):
                 np.copyto(out, np.trunc(source.astype(np.float64) * factor), casting="unsafe")
@@ -199,7 +199,7 @@ class Reduction:
 
 
 def _divide(values: Array, divisor: int) -> None:
-    """Divide in place, anything but integers."""
+    """Divide values of any non-integer dtype in place."""
     if values.dtype.kind == "f" and divisor & (divisor - 1) == 0:  # the same bits as a division, several times faster
         np.multiply(values, values.dtype.type(1.0 / divisor), out=values)
     else:

@@ -1,69 +1,76 @@
-"""The data planes' contract: execute a plan that all ranks execute in the same order."""
+"""The interface of data planes: a plane executes plans, which all ranks execute in the same order."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from hvdlite.core.array import Array
 from hvdlite.core.device import AnyArray, Completion, DeviceAccess, DeviceArray
 from hvdlite.core.errors import HorovodInternalError
 from hvdlite.negotiation.messages import Response
 
+CHUNK_KNOB: Final = "shm_chunk"
+"""The knob for the bytes per NumPy call of every host plane; HVDLITE_SHM_CHUNK is named after the first one."""
+
 
 class WaitUntil(Protocol):
-    """Blocks a plane; raises the job's error when the job ends first."""
+    """Blocks a plane until a condition holds; raises the job's error if the job ends first."""
 
-    def __call__(self, predicate: Callable[[], bool], *, pause: float = 0.0) -> None:
-        """Return when the predicate holds. It is looked at when something happened: a bell, a message.
+    def __call__(self, predicate: Callable[[], bool], *, poll_interval: float = 0.0) -> None:
+        """Return when the predicate holds. It is evaluated after every event: a wake-up or a message.
 
         Args:
-            pause: look every so many seconds beside that, for engines that make progress only when they are looked at;
-                without sleeping while the script is blocked in a wait. 0 is not at all.
+            poll_interval: if not 0, evaluate the predicate also at this interval in seconds, for libraries that make
+                progress only when they are called; continuously while the script is blocked in a wait.
         """
 
-class Notes(Protocol):
-    """How planes of different ranks exchange short texts when they connect. A label is used once."""
+
+class OobChannel(Protocol):
+    """Out-of-band messages by which planes of different ranks connect. Each label is used once."""
 
     def publish(self, label: str, text: bytes) -> None:
-        """Let others `fetch` this rank's text."""
+        """Make this rank's text available to `fetch` on other ranks."""
 
     def fetch(self, label: str, sender: int, wait_until: WaitUntil) -> bytes:
-        """Return what another rank publishes; from any thread, and `wait_until` is used in the runtime's only.
+        """Return the text that another rank publishes; callable from any thread.
+
+        Args:
+            wait_until: used if this is the runtime thread.
 
         Raises:
             HorovodInternalError: when the job ends first.
         """
 
     def withdraw(self, label: str) -> None:
-        """Nobody will fetch this rank's text any more."""
+        """Remove this rank's text; no rank fetches it any more."""
 
-    def consult(self, label: str, ranks: Sequence[int], text: bytes, answer: Callable[[list[bytes]], bytes],
-                wait_until: WaitUntil) -> bytes:
-        """Give a text to the first of some ranks, all of which make this call, and return its answer to all of them.
+    def gather_and_broadcast(self, label: str, ranks: Sequence[int], text: bytes, answer: Callable[[list[bytes]], bytes],
+                             wait_until: WaitUntil) -> bytes:
+        """Gather the ranks' texts on the first of them, and return its answer on all of them; all ranks call this.
 
         Args:
-            answer: makes it of everybody's texts, in the ranks' order; called on the first rank only.
+            answer: computes the answer from all texts, in rank order; called on the first rank only.
         """
 
 
 @dataclasses.dataclass(frozen=True)
-class Exchange:
-    """Who sends how many rows in an alltoall, as far as one rank must know it; by index in the process set."""
+class AlltoallSplits:
+    """The numbers of rows that one rank sends and receives in an alltoall; by index in the process set."""
 
-    sent: tuple[int, ...]  # by this rank to each
-    received: tuple[int, ...]  # by this rank from each
-    starts: tuple[int, ...]  # which of the sender's rows is the first of those
+    send_rows: tuple[int, ...]  # rows that this rank sends to each rank
+    recv_rows: tuple[int, ...]  # rows that this rank receives from each rank
+    source_starts: tuple[int, ...]  # index of the first of these rows in the sender's tensor
 
 
 @dataclasses.dataclass(frozen=True)
 class FusionBuffer:
-    """Memory for buckets, made by a plane so that it can reduce in it.
+    """Memory for buckets, allocated by a plane, which reduces in place.
 
     Attributes:
         own: this rank's bytes, aligned to 64, or to 256 on a GPU.
-        slots: every rank's bytes where the plane shares them, else empty.
+        slots: every rank's bytes if the plane shares them, else empty.
     """
 
     own: AnyArray
@@ -71,8 +78,8 @@ class FusionBuffer:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
-    """A range of a fusion buffer, in bytes: one bucket."""
+class BufferSlice:
+    """The byte range of one bucket in a fusion buffer."""
 
     buffer: FusionBuffer
     begin: int
@@ -81,88 +88,89 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """One response with this rank's memory; no sources and no outputs when this rank has joined and only helps.
+    """One response with this rank's memory. A rank that has joined participates without sources and outputs.
 
-    Memory by collective, all flat and contiguous: the reductions, broadcast and gathers have one output for each source,
-    possibly the same memory; reducescatter and scatter have this rank's rows (`response.rows`) as output; reduce and gather
-    have an output on the root only (elsewhere None); alltoall's source holds the rows for each rank one after the other
-    (`exchange.sent`), its output the rows from each.
+    All memory is flat and contiguous. Allreduce, broadcast and allgather have one output for each source, possibly the same
+    memory. Reducescatter and scatter output this rank's rows (`response.rows`). Reduce and gather have an output on the root
+    only (None on other ranks). The source of an alltoall holds the rows for each rank in rank order (`splits.send_rows`),
+    its output the rows from each rank.
 
-    `part` says that the one source and output is that part of a fusion buffer, on every rank, and every rank contributes.
+    With `buffer_slice`, the only source and output is that slice of a fusion buffer on every rank, and every rank
+    contributes.
 
-    `sources[i]` is None when this rank does not contribute to a reduction. Broadcast: the root's source is what all outputs
-    get.
+    `sources[i]` is None if this rank does not contribute to a reduction. A broadcast copies the root's source to all
+    outputs.
     """
 
-    sequence: int  # counts the plans of this process set, equal on all its ranks
+    sequence: int  # counts the plans of this process set; equal on all its ranks
     ranks: tuple[int, ...]  # the members of the process set, ascending
     response: Response
-    sources: Sequence[Any]  # Array | None on the host; DeviceArray | None for a plane of GPUs; likewise below
+    sources: Sequence[Any]  # Array | None for a host plane; DeviceArray | None for a GPU plane; likewise below
     outputs: Sequence[Any]
-    part: Part | None = None
-    exchange: Exchange | None = None  # alltoall only
+    buffer_slice: BufferSlice | None = None
+    splits: AlltoallSplits | None = None  # alltoall only
 
 
 class Plane(Protocol):
-    """Moves and combines bytes between the ranks."""
+    """Transfers and reduces host memory between ranks. A new plane implements this interface."""
 
     name: str
 
     def execute(self, plan: Plan, wait_until: WaitUntil) -> None:
         """Carry out `plan`; when it returns, the outputs hold the result and the sources may be reused."""
 
-    def open_set(self, number: int, ranks: tuple[int, ...]) -> None:
-        """Make process set `number` usable. All ranks of the plane do so, in the same order, members or not.
+    def add_process_set(self, process_set_id: int, ranks: tuple[int, ...]) -> None:
+        """Make a process set usable. All ranks of the plane call this in the same order, members or not.
 
         Raises:
             MemoryError: like `fusion_buffer`.
         """
 
-    def close_set(self, number: int, wait_until: WaitUntil) -> None:
-        """Give up a process set after its last plan; all its members do so."""
+    def remove_process_set(self, process_set_id: int, wait_until: WaitUntil) -> None:
+        """Release a process set after its last plan; all its members call this."""
 
     def fusion_buffer(self, nbytes: int, ranks: tuple[int, ...]) -> FusionBuffer | None:
         """Return new zeroed memory for buckets of the process set of `ranks`; None on other ranks.
 
-        All ranks of the plane ask for the same in the same order.
+        All ranks of the plane make the same calls in the same order.
 
         Raises:
-            MemoryError: when there is not enough; saying how much was asked for.
+            MemoryError: if there is not enough memory, with the requested size.
         """
 
     def tune(self, settings: Mapping[str, int]) -> None:
-        """Take over new values of knobs, those that concern it; all ranks do so between the same plans."""
+        """Apply new values of knobs that concern this plane; all ranks do so between the same plans."""
 
     def close(self) -> None:
         """Release the plane's memory; fusion buffers last as long as their views."""
 
 
 class DevicePlane(DeviceAccess, Protocol):
-    """Like `Plane`, for tensors on GPUs: it launches work, and does not wait for it."""
+    """Like `Plane`, for tensors on GPUs: launches work without waiting for it."""
 
     name: str
 
-    def report_to(self, report: Callable[[Exception], None]) -> None:
-        """Tell `report` of an error in work that was launched, from any thread."""
+    def set_error_handler(self, report: Callable[[Exception], None]) -> None:
+        """Set the function that is called, from any thread, with an error in launched work."""
 
     def execute(self, plan: Plan, wait_until: WaitUntil) -> Completion:
-        """Launch `plan`; the outputs hold the result after what is returned, and the sources must be kept until then."""
+        """Launch `plan`. Sources must be kept, and outputs are not valid, until the returned completion is done."""
 
-    def open_set(self, number: int, ranks: tuple[int, ...]) -> None:
-        """Like `Plane.open_set`."""
+    def add_process_set(self, process_set_id: int, ranks: tuple[int, ...]) -> None:
+        """Like `Plane.add_process_set`."""
 
-    def close_set(self, number: int, wait_until: WaitUntil) -> None:
-        """Like `Plane.close_set`."""
+    def remove_process_set(self, process_set_id: int, wait_until: WaitUntil) -> None:
+        """Like `Plane.remove_process_set`."""
 
     def fusion_buffer(self, nbytes: int, ranks: tuple[int, ...], wait_until: WaitUntil) -> FusionBuffer | None:
         """Like `Plane.fusion_buffer`."""
 
-    def row_major(self, place: DeviceArray) -> DeviceArray:
-        """Return a row-major copy of an array; its values are there for plans that are executed from now on."""
+    def row_major(self, array: DeviceArray) -> DeviceArray:
+        """Return a row-major copy of an array; its values are valid for plans executed from now on."""
 
     def close(self, failure: HorovodInternalError | None) -> None:
-        """End all connections.
+        """Close all connections.
 
         Args:
-            failure: why the job ends early: work under way is not waited for, and whoever waits for it gets this.
+            failure: the error that ends the job early: work in progress is not waited for, and waits for it raise this.
         """

@@ -1,4 +1,4 @@
-"""The eager lane: tensors that travelled inside their reports are reduced on rank 0 (docs/protocol.md#eager-lane)."""
+"""The eager lane: rank 0 reduces tensors whose data was part of their reports (docs/protocol.md#eager-lane)."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import numpy as np
 from hvdlite.core.array import SUPPORTED_DTYPES, Array
 from hvdlite.core.types import ReduceOp
 from hvdlite.negotiation.messages import Response
-from hvdlite.planes.adasum import AdaptiveSum
+from hvdlite.planes.adasum import AdasumReduction
 from hvdlite.planes.arithmetic import Casts, Reduction
 
 
 def reduce_payloads(response: Response, payloads: Sequence[bytes], size: int) -> bytes:
-    """Return the result of an allreduce of tensors given as bytes, by contributing rank in ascending order.
+    """Return the result of an allreduce of tensors given as bytes, one per contributor in ascending rank order.
 
     Args:
-        size: ranks of the process set; Average divides by it.
+        size: number of ranks of the process set; Average divides by it.
     """
     dtype = SUPPORTED_DTYPES[response.dtype]
     sources = [np.frombuffer(payload, dtype) for payload in payloads]
@@ -25,18 +25,18 @@ def reduce_payloads(response: Response, payloads: Sequence[bytes], size: int) ->
 
 
 def reduced(response: Response, sources: Sequence[Array], size: int, casts: Casts) -> Array:
-    """Return the reduction of the contributors' flat arrays, given in ascending rank order, as a new array.
+    """Return the reduction of the contributors' flat arrays, in ascending rank order, as a new array.
 
     Args:
-        size: ranks of the process set; Average divides by it.
+        size: number of ranks of the process set; Average divides by it.
     """
     dtype, chunk = SUPPORTED_DTYPES[response.dtype], max(1, sources[0].size)
-    reduction: AdaptiveSum | Reduction
+    reduction: AdasumReduction | Reduction
     if response.op is ReduceOp.ADASUM:
-        reduction = AdaptiveSum(response, dtype, chunk, casts, (sources[0].size,))
-        reduction.weigh(reduction.products(sources))
+        reduction = AdasumReduction(response, dtype, chunk, casts, (sources[0].size,))
+        reduction.set_weights(reduction.products(sources))
     else:
         reduction = Reduction(response, dtype, size, chunk, casts)
     result = np.empty_like(sources[0])
-    reduction.combine([reduction.placed(source) for source in sources], result)
+    reduction.combine([reduction.prescaled(source) for source in sources], result)
     return result

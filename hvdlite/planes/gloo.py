@@ -1,11 +1,11 @@
-"""Gloo through torch: TCP between hosts, without MPI. Imports torch only when it is used.
+"""Gloo through torch: TCP between hosts, without MPI. torch is imported only when it is used.
 
-The process groups are our own: torch's default process group and its store are never touched, and the ranks find each other
-through our control plane. Gloo's connections themselves are plain TCP, as MPI's and NCCL's: run it in a network you trust.
+The process groups are separate from torch's: torch's default process group and its store are never used, and ranks exchange
+their addresses over the control plane. Gloo's connections are unencrypted TCP, like MPI's and NCCL's: use a trusted network.
 
-Work is done by Gloo's thread on the memory it is given. When it is done, that thread rings this rank's bell, so the runtime
-thread waits for it as for everything else: no polling, and a death interrupts it. What is then still under way is aborted,
-before the interpreter ends: Gloo's thread must not come into Python later.
+Gloo's threads work on the memory of the arrays. A finished operation wakes this rank from Gloo's thread, so the
+runtime thread waits for it without polling, and a death interrupts the wait. Operations in progress are then aborted before
+the interpreter ends: Gloo's threads must not call into Python afterwards.
 """
 
 from __future__ import annotations
@@ -25,91 +25,91 @@ import numpy as np
 
 from hvdlite.core.array import Array
 from hvdlite.core.errors import LaunchError
-from hvdlite.core.file_limit import descriptors_for
+from hvdlite.core.file_limit import reserve_descriptors
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.planes.arithmetic import Casts
-from hvdlite.planes.base import Notes, WaitUntil
+from hvdlite.planes.base import OobChannel, WaitUntil
 from hvdlite.planes.process_group import library_error
 from hvdlite.planes.process_group_plane import ProcessGroupPlane
 
-NEVER_SECONDS: Final = 10 * 365 * 86_400.0
-"""Gloo has no operations without a limit, and counts them in nanoseconds: ten years fit."""
+NO_TIMEOUT_SECONDS: Final = 10 * 365 * 86_400.0
+"""Gloo requires a timeout, in nanoseconds; ten years fit."""
 ABORT_SECONDS: Final = 2.0
-"""How long Gloo gets to end what was aborted."""
+"""Time for Gloo to end aborted operations."""
 
 _SUMMED_AS = {np.dtype(name): np.dtype(other) for name, other in {
     "int8": "int8", "uint8": "uint8", "int32": "int32", "uint32": "int32", "int64": "int64", "uint64": "int64",
     "float32": "float32", "float64": "float64", "complex64": "float32", "complex128": "float64"}.items()}
-"""What Gloo adds up, and as what: integers of the same width wrap in the same way, complex numbers are two floats."""
+"""Dtypes that Gloo sums, and the dtype to use: integers of one width wrap alike, complex numbers are two floats."""
 _COMPARED = frozenset(map(np.dtype, ("int8", "uint8", "int32", "int64")))
 
 
-def missing() -> str:
-    """Say why this plane cannot be used here, and what to do; "" when it can."""
+def unavailable_reason() -> str:
+    """Return why this plane cannot be used here and what to do; "" if it can."""
     if importlib.util.find_spec("torch") is None:
         return "it needs torch, which brings Gloo: pip install torch"
     return ""
 
 
-def gloo_plane(rank: int, notes: Notes, wake: Callable[[], None], address: str, *, timeout: float, chunk: int,
+def gloo_plane(rank: int, oob: OobChannel, wake: Callable[[], None], address: str, *, timeout: float, chunk: int,
                casts: Casts | None = None) -> ProcessGroupPlane:
-    """Return the plane of one rank, not yet connected.
+    """Return the plane of one rank; it connects with the first plan of a process set.
 
     Args:
-        wake: makes this rank's `WaitUntil` look again; called from Gloo's thread.
-        address: an IP address of this host, or the name of a network interface, at which the other hosts reach it.
-        timeout: seconds after which Gloo gives up an operation; may be infinite.
+        wake: makes this rank's `WaitUntil` evaluate its predicate; called from Gloo's thread.
+        address: this host's IP address for the other hosts, or the name of a network interface.
+        timeout: seconds after which Gloo aborts an operation; may be infinite.
     """
-    connect = functools.partial(_connect, rank, notes, wake, address, timeout)
+    connect = functools.partial(_connect, rank, oob, wake, address, timeout)
     return ProcessGroupPlane("gloo", rank, connect, chunk=chunk, casts=casts)
 
 
-def _connect(rank: int, notes: Notes, wake: Callable[[], None], address: str, timeout: float, number: int,
+def _connect(rank: int, oob: OobChannel, wake: Callable[[], None], address: str, timeout: float, process_set_id: int,
              ranks: tuple[int, ...], wait_until: WaitUntil) -> GlooProcessGroup:
     distributed = importlib.import_module("torch.distributed")
     if not distributed.is_available() or not distributed.is_gloo_available():
         raise LaunchError("this build of torch comes without Gloo: install one from pypi.org or download.pytorch.org")
     gloo = distributed.ProcessGroupGloo
-    label = f"gloo.{number}"
-    store = _store_class()(functools.partial(notes.publish, label),
-                           lambda index: notes.fetch(label, ranks[index], wait_until), ranks.index(rank))
+    label = f"gloo.{process_set_id}"
+    store = _store_class()(functools.partial(oob.publish, label),
+                           lambda index: oob.fetch(label, ranks[index], wait_until), ranks.index(rank))
     options = gloo._Options()
-    options._timeout = datetime.timedelta(seconds=min(timeout, NEVER_SECONDS))
+    options._timeout = datetime.timedelta(seconds=min(timeout, NO_TIMEOUT_SECONDS))
     options._threads = 2
     is_name = not set(address) <= set("0123456789abcdef.:%")
-    place = {"interface": address} if is_name else {"hostname": address}
-    options._devices = [_device(gloo, place)]
+    device_address = {"interface": address} if is_name else {"hostname": address}
+    options._devices = [_device(gloo, device_address)]
     try:
-        with descriptors_for(len(ranks) + 8, f"Gloo, which connects each of {len(ranks)} ranks with others,"):
+        with reserve_descriptors(len(ranks) + 8, f"Gloo, which connects each of {len(ranks)} ranks with others,"):
             group = gloo(store, ranks.index(rank), len(ranks), options)
     except RuntimeError as error:
         if store.failure is not None:
             raise store.failure from None
         raise library_error("Gloo", ranks, error, wait_until) from error
-    return GlooProcessGroup(group, ranks, wake, store, functools.partial(notes.withdraw, label))
+    return GlooProcessGroup(group, ranks, wake, store, functools.partial(oob.withdraw, label))
 
 
-def _device(gloo: Any, place: Mapping[str, str]) -> Any:
-    """Return the device at an address; one that connects two ranks when they first exchange something, if torch has it."""
+def _device(gloo: Any, address: Mapping[str, str]) -> Any:
+    """Return the device of an address; with lazy connections if this torch supports them."""
     try:
-        return gloo.create_device(**place, lazy_init=True)
-    except TypeError:  # an older torch: connects all ranks at once
-        return gloo.create_device(**place)
+        return gloo.create_device(**address, lazy_init=True)
+    except TypeError:  # an older torch connects all ranks immediately
+        return gloo.create_device(**address)
 
 
 @functools.cache
 def _store_class() -> Any:
-    """Return the store by which the members of a group find each other: made here, because torch is imported late."""
+    """Return the class of the store by which members of a group connect; defined late, because torch is imported late."""
     distributed = importlib.import_module("torch.distributed")
 
-    class NoteStore(distributed.Store):  # type: ignore[misc, name-defined]
-        """Every rank sets one key, which ends in its number, and reads those of the ranks to which it connects.
+    class OobStore(distributed.Store):  # type: ignore[misc, name-defined]
+        """A torch Store over out-of-band messages. Every rank sets one key, which ends in its index, and reads its peers'.
 
-        Gloo reads in its own thread, in the middle of an operation.
+        Gloo reads from its own thread, in the middle of an operation.
 
         Args:
-            publish: takes this rank's text.
-            fetch: returns the text of the rank with that index.
+            publish: publishes this rank's text.
+            fetch: returns the text of the rank with the given index.
         """
 
         def __init__(self, publish: Callable[[bytes], None], fetch: Callable[[int], bytes], index: int) -> None:
@@ -132,15 +132,15 @@ def _store_class() -> Any:
                 for index in (int(key.rpartition("/")[2]) for key in keys):
                     if index not in self._texts:
                         self._texts[index] = self._fetch(index)
-            except BaseException as error:  # Gloo would make a RuntimeError of it
+            except BaseException as error:  # Gloo converts it to a RuntimeError
                 self.failure = error
                 raise
 
-    return NoteStore
+    return OobStore
 
 
 class GlooProcessGroup:
-    """A process group of torch's Gloo."""
+    """Implements `ProcessGroup` over torch's ProcessGroupGloo."""
 
     def __init__(self, group: Any, ranks: Sequence[int], wake: Callable[[], None], store: Any,
                  withdraw: Callable[[], None]) -> None:
@@ -149,8 +149,8 @@ class GlooProcessGroup:
         self._size = len(ranks)
         self._index: int = group.rank()
         self._pid = os.getpid()
-        self._begun = 0  # pieces of work in Gloo's hands
-        self._done: list[Any] = []  # those of them that are over
+        self._begun = 0  # operations started
+        self._done: list[Any] = []  # operations finished
         self._tensor = importlib.import_module("torch").from_numpy  # over the same memory
         self._distributed = importlib.import_module("torch.distributed")
         self._reductions: dict[ReduceOp, Any] = {}
@@ -162,7 +162,7 @@ class GlooProcessGroup:
             return dtype in _SUMMED_AS
         if op is ReduceOp.PRODUCT:
             return dtype.kind in "iuf" and dtype in _SUMMED_AS
-        return dtype in _COMPARED  # of floats it would lose NaNs
+        return dtype in _COMPARED  # NaNs of floats would be lost
 
     def allreduce(self, values: Array, op: ReduceOp, wait_until: WaitUntil) -> None:
         if op not in self._reductions:
@@ -176,13 +176,13 @@ class GlooProcessGroup:
         self._run(lambda tensor: self._group.reduce([tensor], options), _addable(values, op), wait_until)
 
     def reduce_scatter(self, values: Array, bounds: Sequence[int], out: Array, op: ReduceOp, wait_until: WaitUntil) -> None:
-        raise NotImplementedError("Gloo scatters even parts only; see `reduces`")
+        raise NotImplementedError("Gloo scatters parts of equal size only; see `reduces`")
 
     def broadcast(self, values: Array, root: int, wait_until: WaitUntil) -> None:
         self._run(lambda tensor: self._broadcast(tensor, root), values, wait_until)
 
     def allgather(self, own: Array, out: Array, bounds: Sequence[int], wait_until: WaitUntil) -> None:
-        """Gloo gathers even parts only; so everybody broadcasts its own."""
+        """See `ProcessGroup`. Gloo gathers parts of equal size only, so every rank broadcasts its part."""
         parts = [out[begin:end] for begin, end in itertools.pairwise(bounds)]
         if own.size and own.ctypes.data != parts[self._index].ctypes.data:
             np.copyto(parts[self._index], own)
@@ -215,20 +215,20 @@ class GlooProcessGroup:
 
     def close(self) -> None:
         if self._pid != os.getpid():
-            _keep_for_ever(self._group)  # a forked child: its destructor would wait for threads that only the parent has
+            _leak(self._group)  # a forked child: its destructor would wait for threads that only the parent has
             return
-        if self._under_way():
+        if self._in_progress():
             if hasattr(self._group, "abort"):  # since torch 2.8
                 self._group.abort()
             until = time.monotonic() + ABORT_SECONDS
-            while self._under_way() and time.monotonic() < until:
+            while self._in_progress() and time.monotonic() < until:
                 time.sleep(0.01)
-            if self._under_way():
-                _keep_for_ever(self._group)  # its destructor would wait
+            if self._in_progress():
+                _leak(self._group)  # its destructor would wait
         del self._group
         self._withdraw()
 
-    def _under_way(self) -> bool:
+    def _in_progress(self) -> bool:
         return len(self._done) < self._begun
 
     def _broadcast(self, tensor: Any, root: int) -> Any:
@@ -244,16 +244,16 @@ class GlooProcessGroup:
         self._done.clear()
         self._begun = len(begun)
         for work in begun:
-            work.get_future().add_done_callback(self._ring)
-        wait_until(lambda: not self._under_way())
+            work.get_future().add_done_callback(self._wake_up)
+        wait_until(lambda: not self._in_progress())
         try:
             for work in begun:
                 work.wait()
         except RuntimeError as error:
             raise library_error("Gloo", self._ranks, error, wait_until) from error
 
-    def _ring(self, future: Any) -> None:
-        """In Gloo's thread: a piece of work is over."""
+    def _wake_up(self, future: Any) -> None:
+        """Record a finished operation; called in Gloo's thread."""
         self._done.append(future)
         self._wake()
 
@@ -262,11 +262,11 @@ class GlooProcessGroup:
 
 
 def _addable(values: Array, op: ReduceOp) -> Array:
-    """Return the same memory as a dtype that Gloo knows."""
+    """Return a view of a dtype that Gloo sums."""
     return values.view(_SUMMED_AS[values.dtype]) if op in (ReduceOp.SUM, ReduceOp.PRODUCT) else values
 
 
-def _keep_for_ever(thing: Any) -> None:
-    """Never destroy an object, not even when the process ends."""
+def _leak(thing: Any) -> None:
+    """Leak an object: it is never destroyed, not even at exit."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 

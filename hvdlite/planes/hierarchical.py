@@ -29,7 +29,7 @@ from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.core.world import Hosts
 from hvdlite.negotiation.messages import Response
 from hvdlite.planes.arithmetic import Casts, Reduction
-from hvdlite.planes.base import FusionBuffer, Part, Plan, Plane, WaitUntil
+from hvdlite.planes.base import CHUNK_KNOB, BufferSlice, FusionBuffer, Plan, Plane, WaitUntil
 from hvdlite.planes.shm import ShmPlane
 from hvdlite.planes.slices import Concatenation, row_bounds, slice_bounds
 from hvdlite.planes.staging import HostMemory, StagingArea
@@ -50,26 +50,27 @@ class HierarchicalPlane:
         chunk: bytes reduced per NumPy call.
     """
 
-    def __init__(self, rank: int, hosts: Hosts, memory: HostMemory, ring: Callable[[int], None], cross_plane: Plane, *,
+    def __init__(self, rank: int, hosts: Hosts, memory: HostMemory, wake_rank: Callable[[int], None], cross_plane: Plane, *,
                  slot: int, chunk: int, direct: int, casts: Casts | None = None) -> None:
         self.name = f"hierarchical ({cross_plane.name})"
-        self._rank, self._hosts, self._memory, self._ring, self._cross_plane = rank, hosts, memory, ring, cross_plane
+        self._rank, self._hosts, self._memory = rank, hosts, memory
+        self._wake_rank, self._cross_plane = wake_rank, cross_plane
         self._slot, self._chunk = slot, chunk
         self._casts = casts or Casts.of_numpy()
-        self._local_plane = ShmPlane(rank, memory, ring, slot=slot, chunk=chunk, direct=direct, casts=self._casts)
+        self._local_plane = ShmPlane(rank, memory, wake_rank, slot=slot, chunk=chunk, direct=direct, casts=self._casts)
         self._local_sets: set[int] = set()  # process sets of one host
         self._two_level_sets: dict[int, _TwoLevelSet] = {}  # those of several hosts that this rank is in
 
     def execute(self, plan: Plan, wait_until: WaitUntil) -> None:
-        process_set_id = plan.response.process_set
+        process_set_id = plan.response.process_set_id
         if process_set_id in self._local_sets:
             self._local_plane.execute(plan, wait_until)
             return
         levels = self._two_level_sets.get(process_set_id)
         match plan.response.collective:
             case Collective.ALLREDUCE if levels is not None and plan.response.op is not ReduceOp.ADASUM:
-                if plan.part is not None:
-                    self._allreduce_in_place(levels, plan.part, plan.response, wait_until)
+                if plan.buffer_slice is not None:
+                    self._allreduce_in_place(levels, plan.buffer_slice, plan.response, wait_until)
                 else:
                     self._allreduce(levels, plan, wait_until)
             case Collective.BROADCAST if levels is not None:
@@ -86,44 +87,44 @@ class HierarchicalPlane:
             case _:
                 self._cross_plane.execute(plan, wait_until)
 
-    def open_set(self, process_set_id: int, ranks: tuple[int, ...]) -> None:
-        hosts = self._hosts.within(ranks)
-        here = set(self._hosts.around(self._rank))
-        if len(hosts.groups) == 1:
+    def add_process_set(self, process_set_id: int, ranks: tuple[int, ...]) -> None:
+        hosts = self._hosts.restrict_to(ranks)
+        here = set(self._hosts.local_ranks(self._rank))
+        if len(hosts.ranks_by_host) == 1:
             self._local_sets.add(process_set_id)
             if here.issuperset(ranks):
-                self._local_plane.open_set(process_set_id, ranks)
+                self._local_plane.add_process_set(process_set_id, ranks)
             return
-        self._cross_plane.open_set(process_set_id, ranks)
+        self._cross_plane.add_process_set(process_set_id, ranks)
         local = tuple(rank for rank in ranks if rank in here)
         if process_set_id < 0 or not local:
             return  # a pair only sends
         segment = self._memory.segment(local, self._slot)
         if segment is not None:
-            area = StagingArea(self._rank, local, segment, self._ring)
+            area = StagingArea(self._rank, local, segment, self._wake_rank)
             self._two_level_sets[process_set_id] = _TwoLevelSet(process_set_id, self._rank, ranks, hosts, area)
 
-    def close_set(self, process_set_id: int, wait_until: WaitUntil) -> None:
+    def remove_process_set(self, process_set_id: int, wait_until: WaitUntil) -> None:
         if process_set_id in self._local_sets:
             self._local_sets.discard(process_set_id)
-            self._local_plane.close_set(process_set_id, wait_until)
+            self._local_plane.remove_process_set(process_set_id, wait_until)
             return
         levels = self._two_level_sets.pop(process_set_id, None)
         if levels is not None:
             levels.area.barrier(wait_until)  # nobody reads this rank's slots any more
             levels.area.segment.release()
             levels.area.segment.close()
-            self._cross_plane.close_set(levels.cross_set_id, wait_until)
-        self._cross_plane.close_set(process_set_id, wait_until)
+            self._cross_plane.remove_process_set(levels.cross_set_id, wait_until)
+        self._cross_plane.remove_process_set(process_set_id, wait_until)
 
     def fusion_buffer(self, nbytes: int, ranks: tuple[int, ...]) -> FusionBuffer | None:
-        here = self._hosts.around(self._rank)
+        here = self._hosts.local_ranks(self._rank)
         local = tuple(rank for rank in ranks if rank in here)
         slots = self._memory.window(nbytes, local) if local else []
         return FusionBuffer(slots[local.index(self._rank)], tuple(slots)) if slots else None
 
     def tune(self, settings: Mapping[str, int]) -> None:
-        self._chunk = settings.get("shm_chunk", self._chunk)
+        self._chunk = settings.get(CHUNK_KNOB, self._chunk)
         self._local_plane.tune(settings)
         self._cross_plane.tune(settings)
 
@@ -139,17 +140,18 @@ class HierarchicalPlane:
         dtype = SUPPORTED_DTYPES[response.dtype]
         return Reduction(response, dtype, len(levels.ranks), self._chunk // dtype.itemsize, self._casts)
 
-    def _allreduce_in_place(self, levels: _TwoLevelSet, part: Part, response: Response, wait_until: WaitUntil) -> None:
+    def _allreduce_in_place(self, levels: _TwoLevelSet, buffer_slice: BufferSlice, response: Response,
+                            wait_until: WaitUntil) -> None:
         """The bucket's slices are summed in the slot of the host's first rank, and copied from there."""
         reduction = self._reduction(levels, response)
-        slots = [slot[part.begin:part.end].view(reduction.dtype) for slot in part.buffer.slots]
+        slots = [slot[buffer_slice.begin:buffer_slice.end].view(reduction.dtype) for slot in buffer_slice.buffer.slots]
         begin, end = levels.own_slice(0, slots[0].size, reduction.dtype)
         if begin < end:
             terms = [slot[begin:end] for slot in slots]
             for start in range(0, end - begin, reduction.chunk):
                 for term in terms:
                     piece = term[start:start + reduction.chunk]
-                    reduction.place(piece, piece)
+                    reduction.copy_prescaled(piece, piece)
             self._sum(levels, reduction, response, terms, terms[0], True, wait_until)
             for term in terms[1:]:
                 np.copyto(term, terms[0])
@@ -174,10 +176,10 @@ class HierarchicalPlane:
             if sources is not None:  # the own slice stays private where it lies in one piece
                 for first, last in ((low, begin), (end, high)) if own is not None else ((low, high),):
                     for start, stop, part in sources.parts(first, last, reduction.chunk):
-                        reduction.place(part, slots[area.index][start - low:stop - low])
+                        reduction.copy_prescaled(part, slots[area.index][start - low:stop - low])
             area.barrier(wait_until)
             if begin < end:
-                terms = [reduction.placed(own) if own is not None and index == area.index
+                terms = [reduction.prescaled(own) if own is not None and index == area.index
                          else slots[index][begin - low:end - low] for index in contributors]
                 self._sum(levels, reduction, response, terms, slots[area.index][begin - low:end - low],
                           own is not None or area.index not in contributors[2:], wait_until)
@@ -188,11 +190,11 @@ class HierarchicalPlane:
     def _sum(self, levels: _TwoLevelSet, reduction: Reduction, response: Response, terms: Sequence[Array], out: Array,
              in_place: bool, wait_until: WaitUntil) -> None:
         """Reduce a slice over this host's terms, then over the hosts: in `out` itself, if its memory is no later term."""
-        total = reduction.total(out, in_place=in_place)
+        total = reduction.accumulator(out, in_place=in_place)
         reduction.accumulate(terms, total)
         op = ReduceOp.SUM if response.op is ReduceOp.AVERAGE else response.op
         self._cross_plane.execute(levels.plan(Collective.ALLREDUCE, total, op=op), wait_until)
-        reduction.conclude(total, out)
+        reduction.finish(total, out)
 
     def _broadcast(self, levels: _TwoLevelSet, root: int, source: Concatenation | None, outputs: Concatenation | None,
                    low: int, end: int, response: Response, in_place: bool, wait_until: WaitUntil) -> None:
@@ -214,7 +216,7 @@ class HierarchicalPlane:
                 slots = [slots[area.ranks.index(root_rank)]] * area.size
             if first < last:
                 plan = levels.plan(Collective.BROADCAST, slots[area.index][first - start:last - start],
-                                    root_rank=levels.peer_at(root_rank))
+                                   root_rank=levels.peer_at(root_rank))
                 self._cross_plane.execute(plan, wait_until)
             if not root_is_local:
                 area.barrier(wait_until)
@@ -279,10 +281,11 @@ class _TwoLevelSet:
 
     def __init__(self, process_set_id: int, rank: int, ranks: tuple[int, ...], hosts: Hosts, area: StagingArea) -> None:
         self.ranks, self.area = ranks, area
-        self.members = sorted(hosts.groups)
-        self.slices = min(map(len, hosts.groups))
+        self.members = sorted(hosts.ranks_by_host)
+        self.slices = min(map(len, hosts.ranks_by_host))
         self._hosts = hosts
-        self._peers = tuple(sorted(members[area.index] for members in hosts.groups)) if area.index < self.slices else ()
+        has_slice = area.index < self.slices
+        self._peers = tuple(sorted(members[area.index] for members in hosts.ranks_by_host)) if has_slice else ()
         self.cross_set_id = _CROSS_SETS + process_set_id
 
     def own_slice(self, low: int, high: int, dtype: np.dtype[np.generic]) -> tuple[int, int]:
@@ -294,19 +297,19 @@ class _TwoLevelSet:
 
     def peer_at(self, rank: int) -> int:
         """Return which of this rank's peers is on a rank's host."""
-        home = self._hosts.around(rank)
+        home = self._hosts.local_ranks(rank)
         return next(peer for peer in self._peers if peer in home)
 
     def gathering(self, own: Array, whole: Array, rows: Sequence[int]) -> Plan:
         """Return the cross plane's plan to gather the given numbers of elements of each host, in the order of `members`."""
         response = Response(names=("rows",), collective=Collective.ALLGATHER, dtype=dtype_name(own.dtype),
-                            process_set=self.cross_set_id, rows=tuple(rows), row_elements=1, contributors=self._peers)
+                            process_set_id=self.cross_set_id, rows=tuple(rows), row_elements=1, contributors=self._peers)
         return Plan(0, self._peers, response, [own], [whole])
 
     def plan(self, collective: Collective, values: Array, *, op: ReduceOp = ReduceOp.SUM, root_rank: int = -1) -> Plan:
         """Return the cross plane's plan for a slice, in place."""
         response = Response(names=("slice",), collective=collective, dtype=dtype_name(values.dtype), op=op,
-                            root_rank=root_rank, process_set=self.cross_set_id, elements=values.size,
+                            root_rank=root_rank, process_set_id=self.cross_set_id, elements=values.size,
                             contributors=self._peers)
         memory = [values]
         return Plan(0, self._peers, response, memory, memory)

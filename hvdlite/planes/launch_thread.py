@@ -1,4 +1,4 @@
-"""A thread for engines whose calls cannot be interrupted (docs/protocol.md#threads)."""
+"""A thread for library calls that cannot be interrupted (docs/protocol.md#threads)."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class _Call:
 
 
 class LaunchThread:
-    """Makes calls, one after the other. One that does not return is abandoned with its thread.
+    """Executes calls one after the other. A call that does not return is abandoned with its thread.
 
     Args:
         begin: called by the thread before the first call.
-        wake: makes the waiting runtime thread look again.
+        wake: makes the waiting runtime thread evaluate its predicate.
     """
 
     def __init__(self, name: str, wake: Callable[[], None], begin: Callable[[], None] = lambda: None) -> None:
@@ -37,9 +37,9 @@ class LaunchThread:
         self._started = False
 
     def run(self, function: Callable[[], T], wait_until: WaitUntil) -> T:
-        """Let the thread call `function`; return what it returns, or raise what it raises.
+        """Call `function` in the thread, and return its result or raise its exception.
 
-        `wait_until` lets the caller go on with other things; when it raises, the call is left to itself.
+        The runtime thread handles messages within `wait_until` meanwhile. If `wait_until` raises, the call is abandoned.
         """
         if not self._started:
             self._started = True
@@ -52,7 +52,7 @@ class LaunchThread:
         return call.result  # type: ignore[no-any-return]
 
     def end(self, timeout: float) -> bool:
-        """Let the thread end after the calls so far; return whether it did within `timeout` seconds."""
+        """End the thread after the calls so far; return whether it has ended within `timeout` seconds."""
         if not self._started:
             return True
         self._calls.put(None)
@@ -70,13 +70,13 @@ class LaunchThread:
                 if begun is not None:
                     raise begun
                 call.result = call.function()
-            except BaseException as error:  # raised where the call was ordered
+            except BaseException as error:  # raised by `run`
                 call.error = error
-            call.function = _forgotten  # what it refers to must not outlive the call until the next one
+            call.function = _released  # release its references before the next call
             call.done = True
             self._wake()
             del call
 
 
-def _forgotten() -> None:
+def _released() -> None:
     pass

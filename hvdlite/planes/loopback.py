@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: the readable reference that every plane must match. Also serves size 1."""
+"""Ranks as threads of one process: the reference implementation that every plane must match. Also used for size 1."""
 
 from __future__ import annotations
 
@@ -14,52 +14,52 @@ from hvdlite.planes.base import FusionBuffer, Plan, WaitUntil
 from hvdlite.planes.eager import reduced
 
 
-class Table:
-    """What the threads share: for each plan of a process set, what every rank laid on it and who is done with it."""
+class LoopbackHub:
+    """The shared state of the rank threads: by plan of a process set, every rank's plan and the ranks that have finished."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.laid: dict[tuple[int, int], dict[int, Plan]] = {}
+        self.plans: dict[tuple[int, int], dict[int, Plan]] = {}
         self.done: dict[tuple[int, int], set[int]] = {}
 
 
 class LoopbackPlane:
-    """Like `ShmPlane`, in the plainest way.
+    """Implements `Plane` in the simplest way.
 
     Args:
-        ring: wakes another rank that may be waiting.
+        wake_rank: wakes another rank that may be waiting.
     """
 
     name = "loopback"
 
-    def __init__(self, rank: int, table: Table, ring: Callable[[int], None], casts: Casts | None = None) -> None:
-        self._rank, self._table, self._ring = rank, table, ring
+    def __init__(self, rank: int, hub: LoopbackHub, wake_rank: Callable[[int], None], casts: Casts | None = None) -> None:
+        self._rank, self._hub, self._wake_rank = rank, hub, wake_rank
         self._casts = casts or Casts.of_numpy()
 
     def execute(self, plan: Plan, wait_until: WaitUntil) -> None:
-        table, number = self._table, (plan.response.process_set, plan.sequence)
-        with table.lock:
-            plans = table.laid.setdefault(number, {})
-            done = table.done.setdefault(number, set())
+        hub, key = self._hub, (plan.response.process_set_id, plan.sequence)
+        with hub.lock:
+            plans = hub.plans.setdefault(key, {})
+            done = hub.done.setdefault(key, set())
             plans[self._rank] = plan
         self._ring_others(plan.ranks)
         wait_until(lambda: len(plans) == len(plan.ranks))
         results = _RESULTS[plan.response.collective](plan, plans, self._rank, self._casts) if plan.sources else ()
-        with table.lock:
+        with hub.lock:
             done.add(self._rank)
         self._ring_others(plan.ranks)
-        wait_until(lambda: len(done) == len(plan.ranks))  # nobody reads the sources any more
+        wait_until(lambda: len(done) == len(plan.ranks))  # no rank reads the sources any more
         for output, result in zip(plan.outputs, results, strict=True):
             if output is not None and result is not None:
                 np.copyto(output, result)
-        with table.lock:
-            table.laid.pop(number, None)
-            table.done.pop(number, None)
+        with hub.lock:
+            hub.plans.pop(key, None)
+            hub.done.pop(key, None)
 
-    def open_set(self, number: int, ranks: tuple[int, ...]) -> None:
+    def add_process_set(self, process_set_id: int, ranks: tuple[int, ...]) -> None:
         pass
 
-    def close_set(self, number: int, wait_until: WaitUntil) -> None:
+    def remove_process_set(self, process_set_id: int, wait_until: WaitUntil) -> None:
         pass
 
     def fusion_buffer(self, nbytes: int, ranks: tuple[int, ...]) -> FusionBuffer | None:
@@ -74,14 +74,14 @@ class LoopbackPlane:
     def _ring_others(self, ranks: Sequence[int]) -> None:
         for rank in ranks:
             if rank != self._rank:
-                self._ring(rank)
+                self._wake_rank(rank)
 
 
 Results = Sequence[Array | None]
 
 
 def _reduced(plan: Plan, plans: dict[int, Plan], rank: int, casts: Casts) -> Results:
-    """Return each tensor's reduction over the contributors; None where there are none."""
+    """Return each tensor's reduction over the contributors; None without contributors."""
     response = plan.response
     results: list[Array | None] = []
     for index in range(len(plan.sources)):
@@ -94,7 +94,7 @@ def _reduced(plan: Plan, plans: dict[int, Plan], rank: int, casts: Casts) -> Res
 
 
 def _own_rows(plan: Plan, whole: Array | None, rank: int) -> Results:
-    """Return this rank's rows of a tensor that is cut by `response.rows`."""
+    """Return this rank's rows of a tensor that is split by `response.rows`."""
     assert whole is not None
     rows, per_row = plan.response.rows, plan.response.row_elements
     index = plan.ranks.index(rank)
@@ -112,7 +112,7 @@ def _scattered(plan: Plan, plans: dict[int, Plan], rank: int, casts: Casts) -> R
 
 
 def _broadcast(plan: Plan, plans: dict[int, Plan], rank: int, casts: Casts) -> Results:
-    """Copy the root's tensors; a send is a broadcast to one, and its sender has no output."""
+    """Copy the root's tensors. A send is a broadcast to one rank; the sender has no output."""
     return [None if source is None else source.copy() for source in plans[plan.response.root_rank].sources]
 
 
@@ -121,11 +121,11 @@ def _gathered(plan: Plan, plans: dict[int, Plan], rank: int, casts: Casts) -> Re
                             if (source := plans[each].sources[0]) is not None])]
 
 
-def _exchanged(plan: Plan, plans: dict[int, Plan], rank: int, casts: Casts) -> Results:
-    exchange, per_row = plan.exchange, plan.response.row_elements
-    assert exchange is not None
+def _alltoall(plan: Plan, plans: dict[int, Plan], rank: int, casts: Casts) -> Results:
+    splits, per_row = plan.splits, plan.response.row_elements
+    assert splits is not None
     parts = []
-    for each, rows, start in zip(plan.ranks, exchange.received, exchange.starts, strict=True):
+    for each, rows, start in zip(plan.ranks, splits.recv_rows, splits.source_starts, strict=True):
         if each not in plan.response.contributors:
             continue
         source = plans[each].sources[0]
@@ -137,5 +137,5 @@ def _exchanged(plan: Plan, plans: dict[int, Plan], rank: int, casts: Casts) -> R
 _RESULTS: dict[Collective, Callable[[Plan, dict[int, Plan], int, Casts], Results]] = {
     Collective.ALLREDUCE: _reduced, Collective.REDUCE: _reduced, Collective.REDUCESCATTER: _reduced_and_scattered,
     Collective.BROADCAST: _broadcast, Collective.SCATTER: _scattered, Collective.ALLGATHER: _gathered,
-    Collective.GATHER: _gathered, Collective.ALLTOALL: _exchanged, Collective.SEND: _broadcast,
+    Collective.GATHER: _gathered, Collective.ALLTOALL: _alltoall, Collective.SEND: _broadcast,
 }

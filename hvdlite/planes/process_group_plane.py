@@ -23,9 +23,9 @@ import numpy as np
 
 from hvdlite.core.array import SUPPORTED_DTYPES, Array, aligned_zeros, identity
 from hvdlite.core.types import Collective, ReduceOp
-from hvdlite.planes.adasum import AdaptiveSum
+from hvdlite.planes.adasum import AdasumReduction
 from hvdlite.planes.arithmetic import Casts, Reduction
-from hvdlite.planes.base import FusionBuffer, Plan, WaitUntil
+from hvdlite.planes.base import CHUNK_KNOB, FusionBuffer, Plan, WaitUntil
 from hvdlite.planes.process_group import Connect, ProcessGroup
 from hvdlite.planes.slices import Concatenation, row_bounds, slice_bounds
 
@@ -52,14 +52,14 @@ class ProcessGroupPlane:
         self._scratch_memory = np.empty(0, np.uint8)
 
     def execute(self, plan: Plan, wait_until: WaitUntil) -> None:
-        number, collective = plan.response.process_set, plan.response.collective
+        process_set_id, collective = plan.response.process_set_id, plan.response.collective
         if collective in (Collective.ALLREDUCE, Collective.REDUCE) and not plan.response.contributors:
             return
-        if number not in self._groups:
-            self._groups[number] = self._connect(number, plan.ranks, wait_until)
-        operation = _Operation(plan, plan.ranks.index(self._rank), self._groups[number], self._scratch, self._chunk,
+        if process_set_id not in self._groups:
+            self._groups[process_set_id] = self._connect(process_set_id, plan.ranks, wait_until)
+        operation = _Operation(plan, plan.ranks.index(self._rank), self._groups[process_set_id], self._scratch, self._chunk,
                                self._casts,
-                     wait_until)
+                               wait_until)
         match collective:
             case (Collective.ALLREDUCE | Collective.REDUCE) if plan.response.op is ReduceOp.ADASUM:
                 operation.adasum()
@@ -78,11 +78,11 @@ class ProcessGroupPlane:
             case Collective.SEND:
                 operation.send()
 
-    def open_set(self, number: int, ranks: tuple[int, ...]) -> None:
+    def add_process_set(self, process_set_id: int, ranks: tuple[int, ...]) -> None:
         pass
 
-    def close_set(self, number: int, wait_until: WaitUntil) -> None:
-        group = self._groups.pop(number, None)
+    def remove_process_set(self, process_set_id: int, wait_until: WaitUntil) -> None:
+        group = self._groups.pop(process_set_id, None)
         if group is not None:
             group.close()
 
@@ -90,7 +90,7 @@ class ProcessGroupPlane:
         return FusionBuffer(aligned_zeros(nbytes)) if self._rank in ranks else None
 
     def tune(self, settings: Mapping[str, int]) -> None:
-        self._chunk = settings.get("shm_chunk", self._chunk)
+        self._chunk = settings.get(CHUNK_KNOB, self._chunk)
 
     def close(self) -> None:
         with contextlib.ExitStack() as closing:  # release everything, even when a group raises
@@ -142,13 +142,13 @@ class _Operation:
         else:
             self._group.reduce(values, self._library_op(), self._root, self._wait_until)
         if receives:
-            reduction.conclude(values, values)
+            reduction.finish(values, values)
             _unpack(values, outputs)
 
     def reducescatter(self) -> None:
         reduction, bounds = self._reduction(), row_bounds(self._response)
         out = self._plan.outputs[0] if self._plan.outputs else np.empty(bounds[self._index + 1] - bounds[self._index],
-                                                                         self._dtype)
+                                                                        self._dtype)
         assert out is not None
         if not self._native():
             source = Concatenation(self._plan.sources) if self._contributes else None
@@ -156,23 +156,23 @@ class _Operation:
             return
         values = self._packed(reduction, ())
         self._group.reduce_scatter(values, bounds, out, self._library_op(), self._wait_until)
-        reduction.conclude(out, out)
+        reduction.finish(out, out)
 
     def adasum(self) -> None:
         """Compute and sum the inner products of all slices, then reduce by weighted sums; many tensors at a time."""
         receives = self._response.collective is Collective.ALLREDUCE or self._index == self._root
         for first, last in _batches(self._response.rows, PIECE // self._dtype.itemsize):
             rows = self._response.rows[first:last]
-            adaptive = AdaptiveSum(self._response, self._dtype, self._chunk // self._dtype.itemsize, self._casts, rows)
+            adasum = AdasumReduction(self._response, self._dtype, self._chunk // self._dtype.itemsize, self._casts, rows)
             sources = Concatenation(self._plan.sources[first:last]) if self._contributes else None
             outputs = Concatenation(self._plan.outputs[first:last]) if self._plan.outputs and receives else None
             bounds = slice_bounds(0, sum(rows), self._size, self._dtype)
             begin = bounds[self._index]
-            slices = self._slices(adaptive, sources, 0, bounds)
-            products = adaptive.products(slices, begin)
+            slices = self._slices(adasum, sources, 0, bounds)
+            products = adasum.products(slices, begin)
             self._group.allreduce(products.reshape(-1), ReduceOp.SUM, self._wait_until)
-            adaptive.weigh(products)
-            self._combine(functools.partial(adaptive.combine, begin=begin), slices, outputs, 0, bounds)
+            adasum.set_weights(products)
+            self._combine(functools.partial(adasum.combine, begin=begin), slices, outputs, 0, bounds)
 
     def _reduction(self) -> Reduction:
         return Reduction(self._response, self._dtype, self._size, self._chunk // self._dtype.itemsize, self._casts)
@@ -203,7 +203,7 @@ class _Operation:
         begin = 0
         for source in sources:
             assert source is not None, "a contributor has every tensor of the response"
-            reduction.place(source, values[begin:begin + source.size] if len(sources) > 1 else values)
+            reduction.copy_prescaled(source, values[begin:begin + source.size] if len(sources) > 1 else values)
             begin += source.size
         return values
 
@@ -214,13 +214,13 @@ class _Operation:
             bounds = slice_bounds(low, min(low + per_piece, total), self._size, self._dtype)
             self._combine(reduction.combine, self._slices(reduction, sources, low, bounds), outputs, low, bounds)
 
-    def _slices(self, reduction: Reduction | AdaptiveSum, sources: Concatenation | None, low: int,
+    def _slices(self, reduction: Reduction | AdasumReduction, sources: Concatenation | None, low: int,
                 bounds: Sequence[int]) -> list[Array]:
         """Return every contributor's values of this rank's slice of elements bounds[0]..bounds[-1], prescaled."""
         relative = [bound - low for bound in bounds]
         values = np.empty(0, self._dtype)
         if sources is not None:
-            values = reduction.placed(sources.contiguous(low, bounds[-1]))
+            values = reduction.prescaled(sources.contiguous(low, bounds[-1]))
         mine = bounds[self._index + 1] - bounds[self._index]
         contributors = self._contributors
         received = self._scratch(mine * len(contributors), self._dtype)
@@ -229,7 +229,7 @@ class _Operation:
         max_count = max(relative[-1], largest * len(contributors))
         self._group.alltoall(values, relative if sources is not None else [0] * (self._size + 1), received, out_bounds,
                              max_count,
-                            self._wait_until)
+                             self._wait_until)
         return [received[at * mine:(at + 1) * mine] for at in range(len(contributors))]
 
     def _combine(self, combine: Callable[[list[Array], Array], None], slices: list[Array], outputs: Concatenation | None,
@@ -292,14 +292,14 @@ class _Operation:
         self._group.scatter(values, out, bounds, self._root, self._wait_until)
 
     def alltoall(self) -> None:
-        unit, exchange = self._response.row_elements * self._dtype.itemsize, self._plan.exchange
-        assert exchange is not None
-        sent, received = (np.array(rows, np.int64) * unit for rows in (exchange.sent, exchange.received))
+        unit, splits = self._response.row_elements * self._dtype.itemsize, self._plan.splits
+        assert splits is not None
+        sent, received = (np.array(rows, np.int64) * unit for rows in (splits.send_rows, splits.recv_rows))
         # A rank that has joined discards the data that it receives.
         out = self._plan.outputs[0] if self._plan.outputs else np.empty(int(received.sum()), np.uint8)
         assert out is not None
         self._group.alltoall(self._source()[:int(sent.sum())], _bounds(sent), _bytes(out), _bounds(received),
-                            max(self._response.rows) * unit, self._wait_until)
+                             max(self._response.rows) * unit, self._wait_until)
 
     def send(self) -> None:
         """Send from the root to the other rank of the pair."""

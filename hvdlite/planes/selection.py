@@ -1,4 +1,4 @@
-"""Which data planes there are, what each can do, and why one cannot be used here."""
+"""The table of data planes: what each supports, whether it can be used here, and which one a job uses."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ OPS = (ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PROD
 
 
 @dataclasses.dataclass(frozen=True)
-class PlaneFacts:
-    """A data plane as users know it."""
+class PlaneInfo:
+    """A data plane in diagnostics and documentation."""
 
     name: str
     device: str
     where: str
-    carries: Callable[[Collective, ReduceOp | None, str], bool]  # with that op, if any, and dtype
-    missing: Callable[[], str]  # why it cannot be used here, and what to do; "" when it can
+    supports: Callable[[Collective, ReduceOp | None, str], bool]  # given the op (if any) and the dtype
+    unavailable_reason: Callable[[], str]  # why it cannot be used here and what to do; "" if it can
 
 
-def carries_on_host(collective: Collective, op: ReduceOp | None, dtype: str) -> bool:
-    """Say what the planes that reduce with NumPy can do: everything that has a meaning."""
+def host_supports(collective: Collective, op: ReduceOp | None, dtype: str) -> bool:
+    """Return whether host planes support an operation: they support every meaningful one."""
     if op is None:
         return True
     if op is ReduceOp.ADASUM and collective is Collective.REDUCESCATTER:
@@ -54,26 +54,26 @@ def _no_shared_memory() -> str:
 
 
 PLANES = (
-    PlaneFacts("loopback", "cpu", "ranks as threads of one process, and a job of size 1", carries_on_host, lambda: ""),
-    PlaneFacts("shm", "cpu", "processes of one host", carries_on_host, _no_shared_memory),
-    PlaneFacts("mpi", "cpu", "processes that mpirun started, on one or several hosts", carries_on_host, mpi.missing),
-    PlaneFacts("gloo", "cpu", "processes of several hosts, without MPI", carries_on_host, gloo.missing),
-    PlaneFacts("hierarchical", "cpu", "hosts of several processes: shm inside, mpi or gloo between", carries_on_host,
-               lambda: gloo.missing() and mpi.missing()),
-    PlaneFacts("nccl", "cuda", "NVIDIA GPUs, of one host or several", nccl.carries, library.missing),
+    PlaneInfo("loopback", "cpu", "ranks as threads of one process, and a job of size 1", host_supports, lambda: ""),
+    PlaneInfo("shm", "cpu", "processes of one host", host_supports, _no_shared_memory),
+    PlaneInfo("mpi", "cpu", "processes that mpirun started, on one or several hosts", host_supports, mpi.unavailable_reason),
+    PlaneInfo("gloo", "cpu", "processes of several hosts, without MPI", host_supports, gloo.unavailable_reason),
+    PlaneInfo("hierarchical", "cpu", "hosts of several processes: shm inside, mpi or gloo between", host_supports,
+              lambda: gloo.unavailable_reason() and mpi.unavailable_reason()),
+    PlaneInfo("nccl", "cuda", "NVIDIA GPUs, of one host or several", nccl.supports, library.unavailable_reason),
 )
 
 
 BACKENDS = ("mpi", "gloo")
-"""What carries tensors between hosts; the first one that works is taken."""
+"""The backends for tensors between hosts; the first one that can be used is chosen."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
-    """The plane for tensors in host memory, and why it is this one.
+class PlaneChoice:
+    """The plane chosen for tensors in host memory, with the reasons.
 
     Attributes:
-        cross_backend: what a hierarchical plane uses between hosts.
+        cross_backend: the backend of a hierarchical plane between hosts.
     """
 
     name: str
@@ -85,43 +85,44 @@ class Choice:
         return f"tensors in host memory travel by {name}: {'; '.join(self.reasons)}"
 
 
-def choose(wanted: str, hosts: Hosts, lacks: Mapping[str, str]) -> Choice:
+def choose_plane(wanted: str, hosts: Hosts, unavailable: Mapping[str, str]) -> PlaneChoice:
     """Choose the plane for tensors in host memory.
 
     Args:
         wanted: HVDLITE_CPU_OPERATIONS.
-        lacks: backends that some rank cannot use, and why; the same on all ranks.
+        unavailable: reasons by backend that some rank cannot use; equal on all ranks.
 
     Raises:
-        LaunchError: when what is wanted does not work here, or nothing does, saying what to install.
+        LaunchError: if the wanted plane or every plane is unavailable, with installation advice.
     """
-    where = "one host" if len(hosts.groups) == 1 else f"{len(hosts.groups)} hosts of {list(map(len, hosts.groups))} ranks"
+    sizes = list(map(len, hosts.ranks_by_host))
+    where = "one host" if len(sizes) == 1 else f"{len(sizes)} hosts of {sizes} ranks"
     asked = () if wanted == "auto" else (f"HVDLITE_CPU_OPERATIONS={wanted}",)
     if wanted in BACKENDS:
-        if wanted in lacks:
-            raise LaunchError(f"HVDLITE_CPU_OPERATIONS={wanted} is not possible: {lacks[wanted]}")
-        return Choice(wanted, "", asked)
-    if len(hosts.groups) == 1:
+        if wanted in unavailable:
+            raise LaunchError(f"HVDLITE_CPU_OPERATIONS={wanted} is not possible: {unavailable[wanted]}")
+        return PlaneChoice(wanted, "", asked)
+    if len(sizes) == 1:
         why = "the ranks share one host" if not asked or wanted == "shm" else "and all ranks share one host"
-        return Choice("shm", "", (*asked, why))
+        return PlaneChoice("shm", "", (*asked, why))
     if wanted == "shm":
         raise LaunchError(f"HVDLITE_CPU_OPERATIONS=shm is not possible: the ranks are on {where}")
-    cross_backend = next((backend for backend in BACKENDS if backend not in lacks), "")
+    cross_backend = next((backend for backend in BACKENDS if backend not in unavailable), "")
     if not cross_backend:
         raise LaunchError(f"the ranks are on {where}, and nothing can carry tensors between them: "
-                          + "; ".join(f"{backend}: {reason}" for backend, reason in lacks.items()))
-    passed_over = [f"not {backend}: {lacks[backend]}" for backend in BACKENDS[:BACKENDS.index(cross_backend)]]
-    if max(map(len, hosts.groups)) == 1 and not asked:
-        return Choice(cross_backend, "", (f"the ranks are on {where}", *passed_over))
-    return Choice("hierarchical", cross_backend, (*asked, f"the ranks are on {where}", *passed_over))
+                          + "; ".join(f"{backend}: {reason}" for backend, reason in unavailable.items()))
+    passed_over = [f"not {backend}: {unavailable[backend]}" for backend in BACKENDS[:BACKENDS.index(cross_backend)]]
+    if max(sizes) == 1 and not asked:
+        return PlaneChoice(cross_backend, "", (f"the ranks are on {where}", *passed_over))
+    return PlaneChoice("hierarchical", cross_backend, (*asked, f"the ranks are on {where}", *passed_over))
 
 
 def operations() -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield the rows of the table of operations: what it is, and by plane which dtypes work."""
+    """Yield the rows of the table of operations: the operation, and the supported dtypes by plane."""
     rows = [(collective, op) for collective in REDUCTIONS for op in OPS] + [(collective, None) for collective in MOVES]
     for collective, op in rows:
         name = collective.name.lower() + (f" {op.name.capitalize()}" if op is not None else "")
-        cells = {plane.name: _dtypes([dtype for dtype in SUPPORTED_DTYPES if plane.carries(collective, op, dtype)])
+        cells = {plane.name: _dtypes([dtype for dtype in SUPPORTED_DTYPES if plane.supports(collective, op, dtype)])
                  for plane in PLANES}
         if any(cell != "none" for cell in cells.values()):
             yield name, cells
@@ -130,7 +131,7 @@ def operations() -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def _dtypes(supported: list[str]) -> str:
-    """Name dtypes in the shortest way."""
+    """Return a short text that names dtypes."""
     kinds = {"bool": ["bool"], "integers": [name for name in SUPPORTED_DTYPES if "int" in name],
              "floats": [name for name in SUPPORTED_DTYPES if "float" in name],
              "complex": [name for name in SUPPORTED_DTYPES if "complex" in name]}

@@ -1,24 +1,23 @@
-"""Shared memory on one host: every rank reduces a slice of each piece, straight from the others' staging slots.
+"""Shared memory on one host: every rank reduces a slice of each piece, directly from the other ranks' staging slots.
 
 One piece (at most a slot) of an allreduce, on every rank:
 
-    publish   copy the slices that others own into the own slot           (the own slice stays private)
+    publish   copy the slices that other ranks own into this rank's slot   (this rank's slice stays private)
     barrier
-    reduce    the own slice, over all contributors in rank order, into the own slot; copy it to the output
+    reduce    this rank's slice, over all contributors in rank order, into its slot; copy it to the output
     barrier
-    collect   copy the other slices' results from their owners' slots
+    collect   copy the results of the other slices from their owners' slots
 
-A bucket of a fusion buffer lies in shared memory already, on every rank: the decision that releases it was the first
-barrier, every rank reduces its slice and writes the result into all ranks' slots, and one barrier ends it.
+A bucket of a fusion buffer is already in shared memory on every rank. The decision that releases the bucket replaces the
+first barrier; every rank reduces its slice and writes the result into all ranks' slots; one barrier follows.
 
-A small piece is published whole and reduced by everybody: no second barrier, and no result in shared memory. The other
-collectives are cut from the same cloth: publish what others need, barrier, take what is yours.
+A small piece is published whole and reduced by every rank, without a second barrier. The other collectives follow the same
+pattern: publish the data that other ranks need, barrier, copy the own part.
 
 Rules (docs/protocol.md#staging-regions, #same-bits)
-- A process set has its own counters and slots, so sets that overlap do not touch each other's memory.
-- Pieces alternate between two regions. A slot of a region is written again two pieces later; every rank has by then
-  passed a barrier that all ranks of the set entered after their last read of it.
-- Which bytes are whose depends only on the response, so all ranks agree without a word.
+- Each process set has its own counters and slots, so that overlapping sets do not touch each other's memory.
+- Pieces alternate between two staging regions; see `planes/staging.py`.
+- The assignment of bytes to ranks depends only on the response, so all ranks agree without communication.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ import numpy as np
 from hvdlite.core.array import SUPPORTED_DTYPES
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.negotiation.messages import Response
-from hvdlite.planes.adasum import AdaptiveSum
+from hvdlite.planes.adasum import AdasumReduction
 from hvdlite.planes.arithmetic import Casts, Reduction
-from hvdlite.planes.base import FusionBuffer, Part, Plan, WaitUntil
+from hvdlite.planes.base import CHUNK_KNOB, BufferSlice, FusionBuffer, Plan, WaitUntil
 from hvdlite.planes.shm_pieces import AdasumPiece, Piece
 from hvdlite.planes.slices import Concatenation, row_bounds, slice_bounds
 from hvdlite.planes.staging import HostMemory, StagingArea
@@ -42,27 +41,28 @@ class ShmPlane:
     """Collectives of the ranks of one host through shared staging slots.
 
     Args:
-        ring: wakes another rank that may be waiting at a barrier.
+        wake_rank: wakes another rank that may be waiting at a barrier.
         slot: bytes of one staging slot.
         chunk: bytes reduced per NumPy call.
-        direct: up to this many bytes every rank reduces everything.
+        direct: up to this many bytes, every rank reduces the whole piece.
     """
 
     name = "shm"
 
-    def __init__(self, rank: int, memory: HostMemory, ring: Callable[[int], None], *, slot: int, chunk: int, direct: int,
+    def __init__(self, rank: int, memory: HostMemory, wake_rank: Callable[[int], None], *, slot: int, chunk: int,
+                 direct: int,
                  casts: Casts | None = None) -> None:
         self._rank = rank
-        self._memory, self._ring = memory, ring
+        self._memory, self._wake_rank = memory, wake_rank
         self._slot, self._chunk, self._direct = slot, chunk, direct
         self._casts = casts or Casts.of_numpy()
         self._areas: dict[int, StagingArea] = {}  # the process sets this rank is in
 
     def execute(self, plan: Plan, wait_until: WaitUntil) -> None:
-        area = self._areas[plan.response.process_set]
+        area = self._areas[plan.response.process_set_id]
         match plan.response.collective:
-            case Collective.ALLREDUCE if plan.part is not None:
-                self._allreduce_in_place(area, plan.part, plan.response, wait_until)
+            case Collective.ALLREDUCE if plan.buffer_slice is not None:
+                self._allreduce_in_place(area, plan.buffer_slice, plan.response, wait_until)
             case Collective.ALLREDUCE | Collective.REDUCE if plan.response.op is ReduceOp.ADASUM:
                 self._adasum(area, plan, wait_until)
             case Collective.ALLREDUCE | Collective.REDUCE:
@@ -72,15 +72,15 @@ class ShmPlane:
             case Collective.BROADCAST:
                 self._broadcast(area, plan, wait_until)
             case _:
-                self._exchange(area, plan, wait_until)
+                self._gather_scatter(area, plan, wait_until)
 
-    def open_set(self, number: int, ranks: tuple[int, ...]) -> None:
+    def add_process_set(self, process_set_id: int, ranks: tuple[int, ...]) -> None:
         segment = self._memory.segment(ranks, self._slot)
         if segment is not None:
-            self._areas[number] = StagingArea(self._rank, ranks, segment, self._ring)
+            self._areas[process_set_id] = StagingArea(self._rank, ranks, segment, self._wake_rank)
 
-    def close_set(self, number: int, wait_until: WaitUntil) -> None:
-        area = self._areas.pop(number, None)
+    def remove_process_set(self, process_set_id: int, wait_until: WaitUntil) -> None:
+        area = self._areas.pop(process_set_id, None)
         if area is not None:
             area.barrier(wait_until)  # nobody reads this rank's slots any more
             area.segment.release()
@@ -91,7 +91,7 @@ class ShmPlane:
         return FusionBuffer(slots[ranks.index(self._rank)], tuple(slots)) if slots else None
 
     def tune(self, settings: Mapping[str, int]) -> None:
-        self._chunk = settings.get("shm_chunk", self._chunk)
+        self._chunk = settings.get(CHUNK_KNOB, self._chunk)
         self._direct = settings.get("shm_direct", self._direct)
 
     def close(self) -> None:
@@ -104,21 +104,22 @@ class ShmPlane:
         dtype = SUPPORTED_DTYPES[response.dtype]
         return Reduction(response, dtype, area.size, self._chunk // dtype.itemsize, self._casts)
 
-    def _allreduce_in_place(self, area: StagingArea, part: Part, response: Response, wait_until: WaitUntil) -> None:
+    def _allreduce_in_place(self, area: StagingArea, buffer_slice: BufferSlice, response: Response,
+                            wait_until: WaitUntil) -> None:
         reduction = self._reduction(area, response)
-        slots = [slot[part.begin:part.end].view(reduction.dtype) for slot in part.buffer.slots]
+        slots = [slot[buffer_slice.begin:buffer_slice.end].view(reduction.dtype) for slot in buffer_slice.buffer.slots]
         begin, end = slice_bounds(0, slots[0].size, area.size, reduction.dtype)[area.index:area.index + 2]
         for start in range(begin, end, reduction.chunk):
             pieces = [slot[start:min(start + reduction.chunk, end)] for slot in slots]
             for piece in pieces:
-                reduction.place(piece, piece)
+                reduction.copy_prescaled(piece, piece)
             reduction.combine(pieces, pieces[0])
             for piece in pieces[1:]:
                 np.copyto(piece, pieces[0])
         area.barrier(wait_until)
 
     def _reduce(self, area: StagingArea, plan: Plan, wait_until: WaitUntil) -> None:
-        """Allreduce, or reduce: then only the root has outputs."""
+        """Allreduce or reduce; for reduce, only the root has outputs."""
         if not plan.response.contributors:
             return
         reduction = self._reduction(area, plan.response)
@@ -136,19 +137,19 @@ class ShmPlane:
                 piece.reduce_slices(sources, outputs, wait_until)
 
     def _adasum(self, area: StagingArea, plan: Plan, wait_until: WaitUntil) -> None:
-        """Measure the inner products slice by slice, add them up, then weighted sums by slices; all tensors together."""
+        """Compute and sum the inner products of all slices, then reduce by weighted sums; all tensors together."""
         response, dtype = plan.response, SUPPORTED_DTYPES[plan.response.dtype]
         if not response.contributors:
             return
         receives = plan.outputs and (response.collective is Collective.ALLREDUCE or self._rank == response.root_rank)
-        adaptive = AdaptiveSum(response, dtype, self._chunk // dtype.itemsize, self._casts, response.rows)
+        adasum = AdasumReduction(response, dtype, self._chunk // dtype.itemsize, self._casts, response.rows)
         sources = Concatenation(plan.sources) if self._rank in response.contributors else None
         outputs = Concatenation(plan.outputs) if receives else None
         total, per_piece = sum(response.rows), area.segment.slot // dtype.itemsize
 
         def pieces() -> Iterator[AdasumPiece]:
             for low in range(0, total, per_piece):
-                yield AdasumPiece(area, response, adaptive, low, min(low + per_piece, total))
+                yield AdasumPiece(area, response, adasum, low, min(low + per_piece, total))
 
         if total * dtype.itemsize <= self._direct:
             for piece in pieces():
@@ -160,7 +161,7 @@ class ShmPlane:
         fitting = max(1, area.segment.slot // products[0].nbytes)
         for first in range(0, len(products), fitting):
             products[first:first + fitting] = area.total(products[first:first + fitting], wait_until)
-        adaptive.weigh(products)
+        adasum.set_weights(products)
         for piece in pieces():
             piece.reduce_slices(sources, outputs, wait_until)
 
@@ -193,18 +194,18 @@ class ShmPlane:
                 if self._rank != root or plan.sources is not plan.outputs:
                     np.copyto(part, staged[start - low:stop - low])
 
-    def _exchange(self, area: StagingArea, plan: Plan, wait_until: WaitUntil) -> None:
-        """Allgather, gather, scatter, alltoall: everybody stages what it sends, and takes what is for it."""
+    def _gather_scatter(self, area: StagingArea, plan: Plan, wait_until: WaitUntil) -> None:
+        """Allgather, gather, scatter and alltoall: every rank stages the data that it sends, and copies its own part."""
         dtype = SUPPORTED_DTYPES[plan.response.dtype]
         source = plan.sources[0] if plan.sources else np.empty(0, dtype)
         output = plan.outputs[0] if plan.outputs else None
         assert source is not None
-        if plan.exchange is not None:
-            source = source[:sum(plan.exchange.sent) * plan.response.row_elements]  # rows beyond stay here
+        if plan.splits is not None:
+            source = source[:sum(plan.splits.send_rows) * plan.response.row_elements]  # rows beyond stay here
         moves = _MOVES[plan.response.collective](plan)
         longest = _longest(plan.response, moves)
         per_piece = area.segment.slot // dtype.itemsize
-        sends = plan.exchange is not None or any(sender == area.index for sender, _, _, _ in moves)
+        sends = plan.splits is not None or any(sender == area.index for sender, _, _, _ in moves)
         taken = 0  # where the next rows go in the output
         places = []
         for sender, receiver, begin, end in moves:
@@ -224,7 +225,7 @@ class ShmPlane:
 
 
 Move = tuple[int, int | None, int, int]
-"""Sender, receiver (None: everybody), and the elements begin..end of what the sender stages; in the receiver's order."""
+"""Sender, receiver (None: all ranks), and elements begin..end of the sender's staged data; in the receiver's order."""
 
 
 def _gather_moves(plan: Plan) -> list[Move]:
@@ -245,15 +246,15 @@ def _send_moves(plan: Plan) -> list[Move]:
 
 
 def _alltoall_moves(plan: Plan) -> list[Move]:
-    """Only what this rank gets: who gets the rest is not its business."""
-    assert plan.exchange is not None
+    """Return only the moves to this rank."""
+    assert plan.splits is not None
     per_row = plan.response.row_elements
     return [(sender, None, start * per_row, (start + rows) * per_row) for sender, (rows, start)
-            in enumerate(zip(plan.exchange.received, plan.exchange.starts, strict=True))]
+            in enumerate(zip(plan.splits.recv_rows, plan.splits.source_starts, strict=True))]
 
 
 def _longest(response: Response, moves: Sequence[Move]) -> int:
-    """Return how many elements the rank that stages most has to stage; the same on all ranks."""
+    """Return the largest number of elements that any rank stages; equal on all ranks."""
     if response.collective is Collective.ALLTOALL:
         return response.rows[0] * response.row_elements
     return max((end for _, _, _, end in moves), default=0)

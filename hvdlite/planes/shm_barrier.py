@@ -1,13 +1,13 @@
-"""The barrier of the ranks of one host: counters in shared memory, and bells that wake those that wait.
+"""The barrier of the ranks of one host: counters in shared memory, and doorbells that wake the ranks that wait.
 
 Every rank counts its own arrivals in a place that only it writes, and looks at all counters. The last to arrive finds that
-all have reached its own, rings the others, and does not sleep; the others wait for that. So a barrier of N ranks costs
-N - 1 rings.
+all have reached its own, wakes the others, and does not sleep; the others wait for that. So a barrier of N ranks costs
+N - 1 wake-ups.
 
 Somebody must see that it is the last. A processor may hold a store back while it executes later loads, so two ranks that
 arrive together could both miss the other's counter, and wait for ever. Therefore every rank makes a system call between
 its store and its look, the flush: of these calls one is the last, all stores came before it, and so its rank sees all
-counters. Several ranks may; then some bells ring more than once.
+counters. Several ranks may; then some ranks are woken more than once.
 
 Everything that a rank reads and writes before the barrier happens before everything that any rank reads and writes after it.
 On x86 the order of plain stores and loads is enough for that. Elsewhere a counter may become visible before the data that it
@@ -49,11 +49,11 @@ class Barrier:
     Args:
         rank: this one.
         ranks: those that meet, this one included; in the order of the counters.
-        ring: wakes another rank that may be waiting.
+        wake_rank: wakes another rank that may be waiting.
     """
 
-    def __init__(self, rank: int, ranks: tuple[int, ...], counters: Counters, ring: Callable[[int], None]) -> None:
-        self._index, self._counters, self._ring = ranks.index(rank), counters, ring
+    def __init__(self, rank: int, ranks: tuple[int, ...], counters: Counters, wake_rank: Callable[[int], None]) -> None:
+        self._index, self._counters, self._wake_rank = ranks.index(rank), counters, wake_rank
         self._others = [other for other in ranks if other != rank]
         self._count = 0
 
@@ -67,7 +67,7 @@ class Barrier:
         self._counters.flush()
         if (arrivals >= due).all():
             for rank in self._others:
-                self._ring(rank)
+                self._wake_rank(rank)
         wait_until(lambda: bool((arrivals >= due).all()))
         if fence is not None:
             fence()

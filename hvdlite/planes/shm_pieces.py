@@ -6,7 +6,7 @@ import numpy as np
 
 from hvdlite.core.array import Array
 from hvdlite.negotiation.messages import Response
-from hvdlite.planes.adasum import AdaptiveSum
+from hvdlite.planes.adasum import AdasumReduction
 from hvdlite.planes.arithmetic import Reduction
 from hvdlite.planes.base import WaitUntil
 from hvdlite.planes.slices import Concatenation, slice_bounds
@@ -14,9 +14,9 @@ from hvdlite.planes.staging import StagingArea
 
 
 class Piece:
-    """Elements low..high of a reduction's concatenated tensors, in one region."""
+    """Elements low..high of a reduction's concatenated tensors, in one staging region."""
 
-    def __init__(self, area: StagingArea, response: Response, reduction: Reduction | AdaptiveSum, low: int,
+    def __init__(self, area: StagingArea, response: Response, reduction: Reduction | AdasumReduction, low: int,
                  high: int) -> None:
         self.low, self.high = low, high
         self._area, self._reduction = area, reduction
@@ -25,7 +25,7 @@ class Piece:
         self._slots = [area.slot(index, self._region, reduction.dtype) for index in range(area.size)]
 
     def reduce_whole(self, sources: Concatenation | None, outputs: Concatenation | None, wait_until: WaitUntil) -> None:
-        """Publish everything, then let every rank reduce everything into its output."""
+        """Publish the whole piece; every rank then reduces all of it into its output."""
         if sources is not None:
             self._publish(sources, self.low, self.high)
         self._area.barrier(wait_until)
@@ -33,7 +33,7 @@ class Piece:
             self._reduction.combine([self._staged(index, start, stop) for index in self._contributors], part)
 
     def reduce_slices(self, sources: Concatenation | None, outputs: Concatenation | None, wait_until: WaitUntil) -> None:
-        """Let every rank reduce the slice it owns, and collect the other slices' results."""
+        """Reduce the slice that this rank owns, and collect the results of the other slices."""
         area = self._area
         bounds = slice_bounds(self.low, self.high, area.size, self._reduction.dtype)
         begin, end = bounds[area.index], bounds[area.index + 1]
@@ -51,7 +51,7 @@ class Piece:
 
     def reduce_own(self, sources: Concatenation | None, output: Array | None, begin: int, end: int,
                    wait_until: WaitUntil) -> None:
-        """Publish what others own, and reduce elements begin..end, as far as they lie in this piece, into `output`."""
+        """Publish the elements that other ranks own, and reduce this piece's part of elements begin..end into `output`."""
         mine, rest = max(begin, self.low), min(end, self.high)
         if mine >= rest:
             mine = rest = self.high
@@ -67,17 +67,17 @@ class Piece:
 
     def _publish(self, sources: Concatenation, low: int, high: int) -> None:
         for start, stop, part in sources.parts(low, high, self._reduction.chunk):
-            self._reduction.place(part, self._staged(self._area.index, start, stop))
+            self._reduction.copy_prescaled(part, self._staged(self._area.index, start, stop))
 
     def _term(self, index: int, sources: Concatenation | None, start: int, stop: int) -> Array:
         if index != self._area.index:
             return self._staged(index, start, stop)
         assert sources is not None
         (_, _, part), = sources.parts(start, stop, stop - start)
-        return self._reduction.placed(part)
+        return self._reduction.prescaled(part)
 
     def _reduce_slice(self, sources: Concatenation | None, outputs: Concatenation | None, begin: int, end: int) -> None:
-        """Reduce elements begin..end into the own slot and the output."""
+        """Reduce elements begin..end into this rank's slot and its output."""
         own = self._area.index
         guide = outputs or sources or Concatenation([self._slots[own][:self.high - self.low]], self.low)
         for start, stop, part in guide.parts(begin, end, self._reduction.chunk):
@@ -87,7 +87,7 @@ class Piece:
                 np.copyto(part, result)
 
     def _collect(self, outputs: Concatenation, owner: int, begin: int, end: int) -> None:
-        """Copy elements begin..end from their owner's slot to the output."""
+        """Copy elements begin..end from the owner's slot to the output."""
         for start, stop, part in outputs.parts(begin, end, self.high - self.low):
             np.copyto(part, self._staged(owner, start, stop))
 
@@ -96,44 +96,44 @@ class Piece:
 
 
 class AdasumPiece(Piece):
-    """Like `Piece`, of an adaptive sum, which depends on the tensor that an element belongs to."""
+    """A piece of an Adasum reduction, whose weights depend on the tensor of an element."""
 
-    def __init__(self, area: StagingArea, response: Response, adaptive: AdaptiveSum, low: int, high: int) -> None:
-        super().__init__(area, response, adaptive, low, high)
-        self._adaptive = adaptive
+    def __init__(self, area: StagingArea, response: Response, adasum: AdasumReduction, low: int, high: int) -> None:
+        super().__init__(area, response, adasum, low, high)
+        self._adasum = adasum
 
     def reduce_whole(self, sources: Concatenation | None, outputs: Concatenation | None, wait_until: WaitUntil) -> None:
-        """Publish everything, then let every rank measure and reduce everything; the piece is all there is."""
+        """Publish the whole piece, the only one; every rank then computes the inner products and reduces."""
         if sources is not None:
             self._publish(sources, self.low, self.high)
         self._area.barrier(wait_until)
         if outputs is None:
             return
         terms = [self._staged(index, self.low, self.high) for index in self._contributors]
-        self._adaptive.weigh(self._adaptive.products(terms, self.low))
+        self._adasum.set_weights(self._adasum.products(terms, self.low))
         result = np.empty_like(terms[0])
-        self._adaptive.combine(terms, result, self.low)
+        self._adasum.combine(terms, result, self.low)
         for start, stop, part in outputs.parts(self.low, self.high, self.high - self.low):
             np.copyto(part, result[start - self.low:stop - self.low])
 
     def measure_slice(self, sources: Concatenation | None, wait_until: WaitUntil) -> Array:
-        """Publish what others own, and return the inner products, by tensor, of the values in the slice owned here."""
+        """Publish the elements that other ranks own; return the inner products, by tensor, of this rank's slice."""
         area = self._area
-        bounds = slice_bounds(self.low, self.high, area.size, self._adaptive.dtype)
+        bounds = slice_bounds(self.low, self.high, area.size, self._adasum.dtype)
         begin, end = bounds[area.index], bounds[area.index + 1]
         if sources is not None:
             self._publish(sources, self.low, begin)
             self._publish(sources, end, self.high)
         area.barrier(wait_until)
-        return self._adaptive.products(self._terms(sources, begin, end), begin)
+        return self._adasum.products(self._terms(sources, begin, end), begin)
 
     def _reduce_slice(self, sources: Concatenation | None, outputs: Concatenation | None, begin: int, end: int) -> None:
         own = self._area.index
-        self._adaptive.combine(self._terms(sources, begin, end), self._staged(own, begin, end), begin)
+        self._adasum.combine(self._terms(sources, begin, end), self._staged(own, begin, end), begin)
         if outputs is not None:
             self._collect(outputs, own, begin, end)
 
     def _terms(self, sources: Concatenation | None, begin: int, end: int) -> list[Array]:
-        """Return every contributor's elements begin..end; the own ones are in no slot."""
+        """Return every contributor's elements begin..end; this rank's own elements are not in a slot."""
         return [self._staged(index, begin, end) if index != self._area.index or sources is None
                 else sources.contiguous(begin, end) for index in self._contributors]

@@ -12,19 +12,19 @@ from hvdlite.negotiation.messages import Response
 
 
 def slice_bounds(low: int, high: int, size: int, dtype: np.dtype[np.generic]) -> list[int]:
-    """Return where the ranks' slices of elements low..high begin, in whole cache lines, and where the last one ends."""
+    """Return the bounds of the ranks' slices of elements low..high, rounded to whole cache lines."""
     step = ALIGNMENT // dtype.itemsize
     share = -(-(high - low) // (size * step)) * step
     return [min(low + rank * share, high) for rank in range(size + 1)]
 
 
 def row_bounds(response: Response) -> list[int]:
-    """Return where each rank's rows of a scattered tensor begin, in elements, and where the last one ends."""
+    """Return the bounds of each rank's rows of a scattered tensor, in elements."""
     return [0, *itertools.accumulate(count * response.row_elements for count in response.rows)]
 
 
 class Concatenation:
-    """Flat arrays seen as one, without copying; the first one begins at element `begin`."""
+    """A view of several flat arrays as one, without copying; the first array begins at element `begin`."""
 
     def __init__(self, arrays: Sequence[Array | None], begin: int = 0) -> None:
         self._arrays = [array for array in arrays if array is not None]
@@ -33,7 +33,7 @@ class Concatenation:
         self.size: int = self._begins[-1] - begin
 
     def parts(self, low: int, high: int, limit: int) -> Iterator[tuple[int, int, Array]]:
-        """Yield (start, stop, view) covering low..high, each at most `limit` elements and within one array."""
+        """Yield (start, stop, view) that cover low..high; each view has at most `limit` elements and lies in one array."""
         if low >= high:
             return
         first = int(np.searchsorted(self._begins, low, side="right")) - 1
@@ -47,12 +47,12 @@ class Concatenation:
                 start = stop
 
     def single(self, low: int, high: int) -> Array | None:
-        """Return elements low..high when they lie in one array, else None."""
+        """Return a view of elements low..high if they lie in one array, else None."""
         parts = list(self.parts(low, high, high - low))
         return parts[0][2] if len(parts) == 1 else None
 
     def contiguous(self, low: int, high: int) -> Array:
-        """Return elements low..high, copied only when they lie in several arrays."""
+        """Return elements low..high; copies them only if they lie in several arrays."""
         single = self.single(low, high)
         if single is not None:
             return single

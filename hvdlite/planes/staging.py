@@ -17,7 +17,7 @@ from hvdlite.planes.shm_barrier import Barrier
 
 
 class StagingSegment(Protocol):
-    """What a process set needs of `memory.Segment`."""
+    """The interface of `memory.Segment` for planes."""
 
     slot: int
     arrivals: Array
@@ -38,7 +38,7 @@ class StagingSegment(Protocol):
 
 
 class HostMemory(Protocol):
-    """What the plane needs of `memory.SharedMemory`."""
+    """The interface of `memory.SharedMemory` for planes."""
 
     def segment(self, ranks: Sequence[int], slot: int) -> StagingSegment | None: ...
 
@@ -48,20 +48,20 @@ class HostMemory(Protocol):
 
 
 class StagingArea:
-    """One process set's memory, and this rank's place in it; indices count the set's ranks.
+    """The staging memory of a process set's ranks on this host; ranks are indices in the set.
 
     Attributes:
-        barrier: of the set's ranks.
+        barrier: the barrier of these ranks.
     """
 
-    def __init__(self, rank: int, ranks: tuple[int, ...], segment: StagingSegment, ring: Callable[[int], None]) -> None:
+    def __init__(self, rank: int, ranks: tuple[int, ...], segment: StagingSegment, wake_rank: Callable[[int], None]) -> None:
         self.ranks, self.segment = ranks, segment
         self.index, self.size = ranks.index(rank), len(ranks)
-        self.barrier = Barrier(rank, ranks, segment, ring)
+        self.barrier = Barrier(rank, ranks, segment, wake_rank)
         self._pieces = 0
 
     def next_region(self, nbytes: int) -> int:
-        """Return the region for the next piece, with room for `nbytes` in this rank's slot."""
+        """Return the region for the next piece, and allocate `nbytes` in this rank's slot."""
         region = self._pieces % 2
         self._pieces += 1
         self.segment.reserve(region, nbytes)
@@ -73,7 +73,7 @@ class StagingArea:
         return staging[:staging.size // dtype.itemsize * dtype.itemsize].view(dtype)
 
     def total(self, values: Array, wait_until: WaitUntil) -> Array:
-        """Return the sum of every rank's float64 array, added up in rank order; it must fit into a slot."""
+        """Return the sum of all ranks' float64 arrays, in rank order; the array must fit into a slot."""
         region = self.next_region(values.nbytes)
         self.slot(self.index, region, values.dtype)[:values.size] = values.reshape(-1)
         self.barrier(wait_until)

@@ -18,20 +18,22 @@ import msgspec
 from hvdlite._version import __version__
 from hvdlite.bootstrap.descriptors import recv_fds, send_fds
 from hvdlite.bootstrap.environments import LaunchInfo, check_directory
-from hvdlite.control.codec import Hello, Welcome
+from hvdlite.bootstrap.rendezvous import Address, accept_ranks, advertised_address, connect_to_rank_0, host_identity, listen
+from hvdlite.control.codec import RankInfo, Welcome
 from hvdlite.control.doorbell import Doorbell
 from hvdlite.control.inproc import InprocControl
 from hvdlite.control.leading import LeaderControl
-from hvdlite.control.meeting import Address, host_identity, join, listen, reached_at, receive_ranks
-from hvdlite.control.process_probe import NO_STACK_DUMP, ProcessProbe, StackDumpTarget
 from hvdlite.control.star import StarControl
 from hvdlite.control.wire import Connection
-from hvdlite.core.config import Config, alike, limit
+from hvdlite.core.config import Config, matching_knobs, timeout_or_inf
 from hvdlite.core.errors import LaunchError
-from hvdlite.core.file_limit import descriptors_for
+from hvdlite.core.file_limit import reserve_descriptors
 from hvdlite.core.launch_contract import PROCESSES_FILE
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
+from hvdlite.core.stack_dump import NO_STACK_DUMP, StackDumpTarget
 from hvdlite.core.world import Hosts, World
+from hvdlite.diagnostics.process_probe import ProcessProbe
+from hvdlite.engine.oob import OobChannel
 from hvdlite.memory import fence
 from hvdlite.memory.shared import SharedMemory, anonymous_file
 from hvdlite.negotiation.buckets import BucketSizes
@@ -41,18 +43,17 @@ from hvdlite.planes.arithmetic import Casts
 from hvdlite.planes.base import DevicePlane, Plane
 from hvdlite.planes.eager import reduce_payloads
 from hvdlite.planes.gloo import gloo_plane
-from hvdlite.planes.gloo import missing as gloo_missing
+from hvdlite.planes.gloo import unavailable_reason as gloo_unavailable_reason
 from hvdlite.planes.hierarchical import HierarchicalPlane
-from hvdlite.planes.loopback import LoopbackPlane, Table
+from hvdlite.planes.loopback import LoopbackHub, LoopbackPlane
 from hvdlite.planes.mpi import mpi_plane
-from hvdlite.planes.nccl.plane import of_this_machine
-from hvdlite.planes.selection import Choice, choose
+from hvdlite.planes.nccl.plane import create_nccl_plane
+from hvdlite.planes.selection import PlaneChoice, choose_plane
 from hvdlite.planes.shm import ShmPlane
-from hvdlite.runtime.notes import Notes
 from hvdlite.runtime.runtime import Runtime
 
 PlaneWrapper = Callable[[int, Plane], Plane]
-DevicePlaneMaker = Callable[[int, Notes, Callable[[], None]], DevicePlane]
+DevicePlaneMaker = Callable[[int, OobChannel, Callable[[], None]], DevicePlane]
 """Make the plane for GPUs of a rank, with what lets it meet the others, and what wakes its runtime thread."""
 
 SAME_CLOCK_SECONDS: Final = 0.05
@@ -72,21 +73,22 @@ def coordinator_for(world: World, config: Config) -> Coordinator | None:
 def assemble_threads(size: int, config: Config, wrap: PlaneWrapper = lambda rank, plane: plane,
                      casts: Casts | None = None, devices: DevicePlaneMaker | None = None) -> list[Runtime]:
     """Return the runtimes of `size` ranks that live in this process, not yet started; `wrap` may inject faults."""
-    table = Table()
+    hub = LoopbackHub()
     casts = casts or Casts.of_numpy()
     runtimes = []
     for rank, control in enumerate(InprocControl.star(size)):
         world = World(rank, size, rank, size)
-        plane = wrap(rank, LoopbackPlane(rank, table, control.ring, casts))
-        notes = Notes(rank)
-        runtimes.append(Runtime(world, config, control, plane, coordinator_for(world, config), notes=notes,
-                                devices=None if devices is None else devices(rank, notes, control.wake)))
+        plane = wrap(rank, LoopbackPlane(rank, hub, control.wake_rank, casts))
+        oob = OobChannel(rank)
+        runtimes.append(Runtime(world, config, control, plane, coordinator_for(world, config), oob=oob,
+                                devices=None if devices is None else devices(rank, oob, control.wake)))
     return runtimes
 
 
 def gpus(info: LaunchInfo, config: Config, environment: Mapping[str, str]) -> DevicePlaneMaker:
     """Return what makes the plane for this process's GPU, which is neither loaded nor looked for before it is used."""
-    return lambda rank, notes, wake: of_this_machine(rank, info.world.local_rank, host_identity(), notes, wake, environment,
+    return lambda rank, oob, wake: create_nccl_plane(rank, info.world.local_rank, host_identity(), oob, wake,
+                                                     environment,
                                                      shared_gpu=config.shared_gpu)
 
 
@@ -95,7 +97,7 @@ def assemble(info: LaunchInfo, config: Config, casts: Casts, stack_dump: StackDu
     """Meet the other ranks of this job and return this rank's runtime, not yet started.
 
     Args:
-        stack_dump: where this process writes its stacks; see `control.process_probe`.
+        stack_dump: where this process writes its stacks; see `diagnostics.process_probe`.
         environment: the process's, in which NCCL looks for its settings.
 
     Raises:
@@ -123,29 +125,29 @@ def _assembled(info: LaunchInfo, config: Config, casts: Casts, stack_dump: Stack
             made.callback(connection.close)
         hosts = Hosts.of(welcome.hosts)
         world = _checked(info, hosts)
-        local = hosts.around(world.rank)
+        local = hosts.local_ranks(world.rank)
         address = config.gloo_interface or _address_for_others(direct, welcome)
         pids = {rank: welcome.pids[rank] for rank in local}
-        # For each rank of the host: a bell, a process to watch and, where this rank leads, a connection's two ends.
-        leads = welcome.led and world.rank == local[0]
-        with descriptors_for((4 if leads else 2) * len(local), f"rank {world.rank}, one of {len(local)} on its host,"):
-            bells, memory, inside = _shared(info, local, config, made, led=welcome.led)
-            control = _control(world.rank, hosts, direct, inside, bells, pids, config, led=welcome.led)
+        # For each rank of the host: a doorbell, a process to watch and, where this rank leads, a connection's two ends.
+        leads = welcome.use_leaders and world.rank == local[0]
+        with reserve_descriptors((4 if leads else 2) * len(local), f"rank {world.rank}, one of {len(local)} on its host,"):
+            doorbells, memory, inside = _shared(info, local, config, made, use_leaders=welcome.use_leaders)
+            control = _control(world.rank, hosts, direct, inside, doorbells, pids, config, use_leaders=welcome.use_leaders)
             made.callback(control.close)
     finally:
         if info.owns_directory and info.world.local_rank == 0:
             shutil.rmtree(info.job_directory, ignore_errors=True)
-    notes = Notes(world.rank)
-    planes = HostPlanes(world.rank, hosts, config, casts, memory, control, notes, address, info.communicator)
-    choice = choose(config.cpu_operations, hosts, dict(welcome.lacks))
+    oob = OobChannel(world.rank)
+    planes = HostPlanes(world.rank, hosts, config, casts, memory, control, oob, address, info.communicator)
+    choice = choose_plane(config.cpu_operations, hosts, dict(welcome.unavailable))
     if world.rank == 0:
         _log.info("%s", choice)
     plane = planes.make(choice)
     made.callback(plane.close)
-    plane.open_set(GLOBAL_PROCESS_SET_ID, tuple(range(world.size)))
+    plane.add_process_set(GLOBAL_PROCESS_SET_ID, tuple(range(world.size)))
     probe = ProcessProbe(pids, {rank: welcome.stack_dumps[rank] for rank in local})
-    devices = gpus(info, config, environment)(world.rank, notes, control.wake)
-    runtime = Runtime(world, config, control, plane, coordinator_for(world, config), probe, _common_clock(welcome), notes,
+    devices = gpus(info, config, environment)(world.rank, oob, control.wake)
+    runtime = Runtime(world, config, control, plane, coordinator_for(world, config), probe, _common_clock(welcome), oob,
                       hosts, devices)
     if not info.owns_directory:
         if world.rank == local[0]:
@@ -161,7 +163,7 @@ class HostPlanes:
 
     Attributes:
         memory: the host's shared file.
-        notes: let planes of different ranks connect.
+        oob: let planes of different ranks connect.
         address: at which other hosts reach this one: an IP address or a network interface.
         communicator: MPI's, of all ranks; None without MPI.
     """
@@ -172,19 +174,20 @@ class HostPlanes:
     casts: Casts
     memory: SharedMemory
     control: StarControl
-    notes: Notes
+    oob: OobChannel
     address: str
     communicator: Any
 
-    def make(self, choice: Choice) -> Plane:
+    def make(self, choice: PlaneChoice) -> Plane:
         """Return the chosen plane."""
         config = self.config
         if choice.name == "shm":
-            return ShmPlane(self.rank, self.memory, self.control.ring, slot=config.shm_slot, chunk=config.shm_chunk,
+            return ShmPlane(self.rank, self.memory, self.control.wake_rank, slot=config.shm_slot, chunk=config.shm_chunk,
                             direct=config.shm_direct, casts=self.casts)
         if choice.name == "hierarchical":
             backend = self._backend(choice.cross_backend)
-            return HierarchicalPlane(self.rank, self.hosts, self.memory, self.control.ring, backend, slot=config.shm_slot,
+            return HierarchicalPlane(self.rank, self.hosts, self.memory, self.control.wake_rank, backend,
+                                     slot=config.shm_slot,
                                      chunk=config.shm_chunk, direct=config.shm_direct, casts=self.casts)
         return self._backend(choice.name)
 
@@ -192,7 +195,7 @@ class HostPlanes:
         config = self.config
         if name == "mpi":
             return mpi_plane(self.communicator, chunk=config.shm_chunk, casts=self.casts)
-        return gloo_plane(self.rank, self.notes, self.control.wake, self.address, timeout=limit(config.gloo_timeout),
+        return gloo_plane(self.rank, self.oob, self.control.wake, self.address, timeout=timeout_or_inf(config.gloo_timeout),
                           chunk=config.shm_chunk, casts=self.casts)
 
 
@@ -200,16 +203,17 @@ def _meet(info: LaunchInfo, config: Config, stack_dump: StackDumpTarget) -> tupl
     world = info.world
     host = f"{host_identity()}:{info.job_directory}"
     no_mpi = "" if info.communicator is not None else info.mpi_problem or "the job was not started with mpirun"
-    lacks = tuple((name, reason) for name, reason in {"mpi": no_mpi, "gloo": gloo_missing()}.items() if reason)
-    own = Hello(world.rank, world.size, os.getpid(), host, __version__, stack_dump, alike(config), lacks)
+    lacks = tuple((name, reason) for name, reason in {"mpi": no_mpi, "gloo": gloo_unavailable_reason()}.items() if reason)
+    own = RankInfo(world.rank, world.size, os.getpid(), host, __version__, stack_dump, matching_knobs(config), lacks)
     address = _address(info, config)
     if world.rank != 0:
-        connection, welcome = join(address, own, timeout=limit(config.start_timeout), frame_limit=config.frame_limit)
+        connection, welcome = connect_to_rank_0(address, own, timeout=timeout_or_inf(config.start_timeout),
+                                   frame_limit=config.frame_limit)
         return {0: connection}, msgspec.structs.replace(welcome, clock=welcome.clock - time.monotonic())
     with contextlib.closing(listen(address)) as listener:
         try:
-            connections, welcome = receive_ranks(listener, address, own, timeout=limit(config.start_timeout),
-                                                 frame_limit=config.frame_limit, led=config.control != "tcp")
+            connections, welcome = accept_ranks(listener, address, own, timeout=timeout_or_inf(config.start_timeout),
+                                                 frame_limit=config.frame_limit, use_leaders=config.control != "tcp")
             return connections, msgspec.structs.replace(welcome, clock=0.0)
         finally:
             if address.path:
@@ -235,15 +239,15 @@ def _checked(info: LaunchInfo, hosts: Hosts) -> World:
     told, found = info.world, hosts.world(info.world.rank)
     if told.local_size != found.local_size:
         raise LaunchError(f"rank {told.rank} was told that {told.local_size} ranks share its host, but it shares machine, "
-                          f"process table and job directory with ranks {list(hosts.around(told.rank))} only. Ranks in "
+                          f"process table and job directory with ranks {list(hosts.local_ranks(told.rank))} only. Ranks in "
                           f"different containers are on different hosts; check HVDLITE_LOCAL_SIZE ({info.environment})")
     return found
 
 
 def _address_for_others(connections: Mapping[int, Connection], welcome: Welcome) -> str:
     """Return the IP address of this host on the way to rank 0; on rank 0 and beside it, the one by which others come."""
-    own = reached_at(connections.values())
-    return own or welcome.reached_at or "127.0.0.1"
+    own = advertised_address(connections.values())
+    return own or welcome.advertised_address or "127.0.0.1"
 
 
 def _common_clock(welcome: Welcome) -> Callable[[], float]:
@@ -255,9 +259,9 @@ def _common_clock(welcome: Welcome) -> Callable[[], float]:
 
 
 def _shared(info: LaunchInfo, local: Sequence[int], config: Config, made: contextlib.ExitStack, *,
-            led: bool) -> tuple[dict[int, Doorbell], SharedMemory, dict[int, Connection]]:
-    """Make (the host's first rank) or receive (the others) the host's shared memory, one bell a rank and, when the hosts are
-    led, a connection between the first rank and each other one.
+            use_leaders: bool) -> tuple[dict[int, Doorbell], SharedMemory, dict[int, Connection]]:
+    """Make (the host's first rank) or receive (the others) the host's shared memory, one doorbell a rank and, when the
+    hosts have leaders, a connection between the first rank and each other one.
 
     Args:
         made: gets what must be closed when this fails, or what follows.
@@ -265,36 +269,38 @@ def _shared(info: LaunchInfo, local: Sequence[int], config: Config, made: contex
     rank, (leader, *others) = info.world.rank, local
     path = str(Path(info.job_directory) / "memory.sock")
     fenced = fence.is_needed()
-    pairs = [socket.socketpair() for _ in others] if led and rank == leader else []
+    pairs = [socket.socketpair() for _ in others] if use_leaders and rank == leader else []
     if rank == leader:
-        bells = [Doorbell() for _ in local]
+        doorbells = [Doorbell() for _ in local]
         file = anonymous_file()
         fences = [fence.fence_file()] if fenced else []
         memory = SharedMemory(file, rank, *map(fence.Fence, fences))
-        for close in (memory.close, *(bell.close for bell in bells), *(ours.close for ours, _ in pairs)):
+        for close in (memory.close, *(doorbell.close for doorbell in doorbells), *(ours.close for ours, _ in pairs)):
             made.callback(close)
         with contextlib.ExitStack() as given:
             for _, theirs in pairs:
                 given.callback(theirs.close)
             if others:
-                rings = [descriptor for bell in bells for descriptor in bell.descriptors]
-                ends = [[theirs.fileno()] for _, theirs in pairs] if led else [[] for _ in others]
-                send_fds(path, [file, *fences, *rings], ends, limit(config.start_timeout))
+                rings = [descriptor for doorbell in doorbells for descriptor in doorbell.descriptors]
+                ends = [[theirs.fileno()] for _, theirs in pairs] if use_leaders else [[] for _ in others]
+                send_fds(path, [file, *fences, *rings], ends, timeout_or_inf(config.start_timeout))
         inside = {other: Connection(ours, frame_limit=config.frame_limit)
-                  for other, (ours, _) in zip(others, pairs, strict=led)}
-        return dict(zip(local, bells, strict=True)), memory, inside
-    file, *rest = recv_fds(path, others.index(rank), limit(config.start_timeout))
+                  for other, (ours, _) in zip(others, pairs, strict=use_leaders)}
+        return dict(zip(local, doorbells, strict=True)), memory, inside
+    file, *rest = recv_fds(path, others.index(rank), timeout_or_inf(config.start_timeout))
     memory = SharedMemory(file, rank, fence.Fence(rest.pop(0)) if fenced else None)
-    inside = {leader: Connection(socket.socket(fileno=rest.pop()), frame_limit=config.frame_limit)} if led else {}
+    inside = {leader: Connection(socket.socket(fileno=rest.pop()), frame_limit=config.frame_limit)} if use_leaders else {}
     each = len(rest) // len(local)
     received = [Doorbell(rest[start:start + each]) for start in range(0, len(rest), each)]
-    for close in (memory.close, *(bell.close for bell in received), *(connection.close for connection in inside.values())):
+    for close in (memory.close, *(doorbell.close for doorbell in received),
+                  *(connection.close for connection in inside.values())):
         made.callback(close)
     return dict(zip(local, received, strict=True)), memory, inside
 
 
 def _control(rank: int, hosts: Hosts, direct: Mapping[int, Connection], inside: Mapping[int, Connection],
-             bells: Mapping[int, Doorbell], pids: Mapping[int, int], config: Config, *, led: bool) -> StarControl:
+             doorbells: Mapping[int, Doorbell], pids: Mapping[int, int], config: Config, *,
+             use_leaders: bool) -> StarControl:
     """Return this rank's end of the star.
 
     Args:
@@ -302,18 +308,18 @@ def _control(rank: int, hosts: Hosts, direct: Mapping[int, Connection], inside: 
         inside: those between a host's leader and each other rank of it.
     """
     others = {other: pid for other, pid in pids.items() if other != rank}
-    if not led:
-        return StarControl(rank, direct, bells, others, heartbeat_timeout=limit(config.heartbeat_timeout))
-    groups = {group[0]: group for group in hosts.groups}
+    if not use_leaders:
+        return StarControl(rank, direct, doorbells, others, heartbeat_timeout=timeout_or_inf(config.heartbeat_timeout))
+    groups = {group[0]: group for group in hosts.ranks_by_host}
     kept = {peer: group for peer, group in direct.items() if rank in groups and (rank or peer in groups)}
     for peer in direct.keys() - kept.keys():
         direct[peer].close()
     links = {**kept, **inside}
-    local = hosts.around(rank)
+    local = hosts.local_ranks(rank)
     leads = rank in groups
     if rank and leads and others:
-        return LeaderControl(Leader(local, sum(map(len, hosts.groups)), in_order=config.deterministic), links, bells, others,
-                             heartbeat_timeout=limit(config.heartbeat_timeout))
+        return LeaderControl(Leader(local, sum(map(len, hosts.ranks_by_host)), in_order=config.deterministic), links,
+                             doorbells, others, heartbeat_timeout=timeout_or_inf(config.heartbeat_timeout))
     spoken_for = {} if rank else {leader: group for leader, group in groups.items() if leader and len(group) > 1}
-    return StarControl(rank, links, bells, others, heartbeat_timeout=limit(config.heartbeat_timeout),
-                       above=0 if leads else local[0], hosts=spoken_for)
+    return StarControl(rank, links, doorbells, others, heartbeat_timeout=timeout_or_inf(config.heartbeat_timeout),
+                       parent=0 if leads else local[0], hosts=spoken_for)

@@ -1,4 +1,4 @@
-"""The calls a rank can make, checked where they are made, and the entries they become."""
+"""The collectives of the runtime: each call is checked, and becomes an entry for the background thread."""
 
 from __future__ import annotations
 
@@ -11,105 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite.control.progress import Progress
-from hvdlite.core.array import SUPPORTED_DTYPES, check_reducible, dtype_name
-from hvdlite.core.device import CPU, AnyArray, Completion, DeviceArray, device_of, empty, flattened
+from hvdlite.core.array import check_reducible, dtype_name
+from hvdlite.core.device import CPU, AnyArray, DeviceArray, device_of
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import ROOTED, Collective, ReduceOp
 from hvdlite.core.world import World
-from hvdlite.negotiation.messages import Request, Response, Wait
+from hvdlite.diagnostics.progress import Progress
+from hvdlite.handoff.entry import Entry
+from hvdlite.handoff.handle import Handle, Handles, Sleepers
+from hvdlite.negotiation.messages import Request
 from hvdlite.negotiation.process_sets import pair
-from hvdlite.planes.base import Exchange
-from hvdlite.runtime.handle import Handle, Handles, Sleepers
-
-
-class Entry:
-    """A tensor, or a group of them, between its call and its completion."""
-
-    __slots__ = ("_abandoned", "_result", "handle", "outputs", "request", "sources")
-
-    def __init__(self, request: Request, sources: Sequence[AnyArray | None], outputs: Sequence[AnyArray | None],
-                 result: Any, sleepers: Sleepers) -> None:
-        self.request = request
-        self.sources = [None if source is None else flattened(source) for source in sources]
-        self.outputs: list[AnyArray | None] = self.sources if outputs is sources else [
-            None if output is None else flattened(output) for output in outputs]
-        self._result = result  # what the handle returns
-        self.handle = Handle(request.name, sleepers, Wait(request.process_set, request.label or request.name, request.round))
-        self._abandoned = False
-
-    @property
-    def key(self) -> tuple[int, str]:
-        """What must be unique among the entries of a rank: the process set and the name."""
-        return self.request.process_set, self.request.name
-
-    def prepare(self, response: Response, rank: int, ranks: Sequence[int], exchange: Exchange | None) -> None:
-        """Allocate an output whose size only the response tells.
-
-        Args:
-            rank: this rank; `ranks` are the members of the process set.
-            exchange: of an alltoall.
-        """
-        match response.collective:
-            case Collective.ALLGATHER if self.request.collective is not Collective.ALLGATHER:
-                self._follow(response)
-            case Collective.ALLGATHER:
-                self._allocate(sum(response.rows))
-            case Collective.GATHER if rank == response.root_rank:
-                self._allocate(sum(response.rows))
-            case Collective.GATHER:
-                self.outputs = [None]
-            case Collective.REDUCESCATTER | Collective.SCATTER:
-                self._allocate(response.rows[ranks.index(rank)])
-            case Collective.ALLTOALL:
-                assert exchange is not None
-                received = np.array(exchange.received, np.int64)
-                self._allocate(int(received.sum()))
-                self._result = (self._result, received)
-            case Collective.ADD_PROCESS_SET | Collective.JOIN:
-                self._result = response.rows[0]
-
-    def _follow(self, response: Response) -> None:
-        """Others have a sparse gradient, this rank has none: contribute no rows to what they gather."""
-        dtype = SUPPORTED_DTYPES[response.dtype]
-        result = np.empty((sum(response.rows), response.row_elements), dtype)
-        self.sources, self._result, self.outputs = [np.empty(0, dtype)], result, [flattened(result)]
-
-    def _allocate(self, rows: int) -> None:
-        (source,) = self.sources
-        assert source is not None
-        result = empty(source, (rows, *self.request.shape[1:]))
-        self._result, self.outputs = result, [flattened(result)]
-
-    def deliver(self, result: bytes) -> None:
-        """Take a result that came with the decision."""
-        (output,) = self.outputs
-        if output is not None:  # else this rank sent it
-            assert isinstance(output, np.ndarray)
-            np.copyto(output.view(np.uint8), np.frombuffer(result, np.uint8))
-
-    def complete(self, response: Response, completion: Completion | None = None) -> None:
-        """Hand the result to whoever waits.
-
-        Args:
-            completion: on a GPU: what the result is behind.
-        """
-        if completion is not None:
-            completion = completion.holding((self.sources, self.outputs))
-        if not self._abandoned:
-            self.handle.behind, self.handle.rows = response.behind, response.rows
-            self.handle._complete(self._result, response.contributors, completion)
-
-    def fail(self, error: Exception) -> None:
-        """Hand an error to whoever waits."""
-        if not self._abandoned:
-            self.handle._fail(error)
-
-    def abandon(self, error: Exception) -> None:
-        """Fail the handle now, although the others may still need this entry's memory; again is fine."""
-        self.fail(error)
-        self._abandoned = True
 
 
 class Calls:
@@ -378,7 +290,7 @@ class Calls:
         members = tuple(sorted(ranks))
         size = self.world.size
         if not members or len(set(members)) != len(members) or members[0] < 0 or members[-1] >= size:
-            raise UnsupportedError(f"a process set holds some of the ranks 0..{size - 1}, each once, not {list(ranks)}")
+            raise UnsupportedError(f"a process set contains some of the ranks 0..{size - 1}, each once, not {list(ranks)}")
         known = self._find_set(members)
         if known is not None:
             raise UnsupportedError(f"ranks {list(members)} are process set {known} already")
@@ -411,7 +323,7 @@ class Calls:
             what = f"this job (0..{self.world.size - 1})" if process_set == GLOBAL_PROCESS_SET_ID else \
                 f"process set {process_set}, which is ranks {list(members)}"
             raise UnsupportedError(f"'{name}': root_rank {root_rank} is not a rank of {what}")
-        return Request(name, collective, dtype, shape, root_rank=root_rank, process_set=process_set, **rest)
+        return Request(name, collective, dtype, shape, root_rank=root_rank, process_set_id=process_set, **rest)
 
     def _payload(self, array: AnyArray | None) -> bytes | None:
         """Return what a tensor offers to the eager lane: its bytes, if they are few."""

@@ -1,4 +1,4 @@
-"""What reducers of gradients hand in: rounds of declared sets, member by member or in learned buckets."""
+"""The calls of gradient reducers: rounds of declared sets, member by member or in learned buckets."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from hvdlite.core.device import AnyArray, device_of
 from hvdlite.core.device import Event as DeviceEvent
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import Collective, ReduceOp
-from hvdlite.negotiation.messages import BucketReady, Closing, Layout, LayoutStale, Retired
-from hvdlite.runtime.buckets import BucketEntry, BucketHandle, LearnedBucket, LearnedLayout
-from hvdlite.runtime.calls import Calls, Entry, reducible
-from hvdlite.runtime.execution import Execution
-from hvdlite.runtime.handle import Handle
+from hvdlite.engine.execution import Execution
+from hvdlite.handoff.buckets import BucketEntry, BucketHandle, LearnedBucket, LearnedLayout
+from hvdlite.handoff.entry import Entry
+from hvdlite.handoff.handle import Handle
+from hvdlite.negotiation.messages import BucketReady, Layout, LayoutStale, Retired, RoundDone
+from hvdlite.runtime.calls import Calls, reducible
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class Moment:
     in_step: bool = False  # it is in one
 
 
-Item = Entry | BucketEntry | Closing | LayoutStale | Retired | Callable[[], None]
+Item = Entry | BucketEntry | RoundDone | LayoutStale | Retired | Callable[[], None]
 """What user threads hand in; a callable is executed by the runtime thread."""
 
 
@@ -50,18 +51,18 @@ class DeclaredSets(Calls):
         raise NotImplementedError
 
     def declare(self, name: str, source: AnyArray | None, output: AnyArray, op: ReduceOp, moment: Moment, *,
-                prescale: float = 1.0, postscale: float = 1.0, strides: tuple[int, ...] = (), cluster: int = 0,
+                prescale: float = 1.0, postscale: float = 1.0, strides: tuple[int, ...] = (), group_id: int = 0,
                 process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
         """Like `allreduce`, of a member of a declared set in a round; never travels eagerly.
 
         Args:
             strides: in elements; how `output` lies in the framework's memory. () is row-major.
-            cluster: members with the same one, from 1, are learned as one bucket; 0 leaves that to the coordinator.
+            group_id: members with the same one, from 1, are learned as one bucket; 0 leaves that to the coordinator.
         """
         request = self._request(name, Collective.ALLREDUCE, reducible(name, source, output, op), output.shape, op=op,
                                 prescale=float(prescale), postscale=float(postscale), absent=source is None,
-                                label=moment.label, round=moment.round, step=moment.step, in_step=moment.in_step,
-                                strides=strides, cluster=cluster, process_set=process_set, device=device_of(output))
+                                label=moment.label, round_id=moment.round, step=moment.step, in_step=moment.in_step,
+                                strides=strides, group_id=group_id, process_set=process_set, device=device_of(output))
         return self._submit(Entry(request, [source], [output], output, self._sleepers))
 
     def declare_rows(self, name: str, rows: Array, moment: Moment, *,
@@ -74,7 +75,7 @@ class DeclaredSets(Calls):
             rows: 2-D; what a row holds is the caller's business.
         """
         request = self._request(name, Collective.ALLGATHER, dtype_name(rows.dtype), rows.shape, label=moment.label,
-                                round=moment.round, step=moment.step, in_step=moment.in_step, process_set=process_set)
+                                round_id=moment.round, step=moment.step, in_step=moment.in_step, process_set=process_set)
         return self._submit(Entry(request, [rows], [], None, self._sleepers))
 
     @property
@@ -105,11 +106,11 @@ class DeclaredSets(Calls):
 
     def close_round(self, label: str, number: int, process_set: int = GLOBAL_PROCESS_SET_ID) -> None:
         """All members of a set's round are submitted by this rank; not needed when a bucket said so."""
-        self._hand_in(Closing(label, number, process_set))
+        self._hand_in(RoundDone(label, number, process_set))
 
-    def abandon(self, layout: Layout) -> None:
+    def mark_stale(self, layout: Layout) -> None:
         """A layout does not describe this rank's set any more: end it on all ranks."""
-        self._hand_in(LayoutStale(layout.layout))
+        self._hand_in(LayoutStale(layout.layout_id))
 
     def retire(self, label: str, process_set: int = GLOBAL_PROCESS_SET_ID) -> None:
         """This rank takes part in no further round of a set: the memory of its buckets goes back, on all ranks.

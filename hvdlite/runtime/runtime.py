@@ -1,7 +1,7 @@
 """One rank's runtime: user threads hand tensors in, one background thread negotiates and moves them.
 
 Theory of operation
-- A call makes an `Entry`, appends it to the inbox and rings this rank's bell if the thread may be asleep. It never
+- A call makes an `Entry`, appends it to the inbox and rings this rank's doorbell if the thread may be asleep. It never
   blocks and takes one lock, which guards the set of names in use.
 - A full bucket of a declared set takes the same way, as one `BucketEntry`; user threads fill it without asking anybody.
 - The thread turns the inbox into a report, takes in what others say, and executes decisions strictly in order.
@@ -26,9 +26,9 @@ from collections.abc import Callable, Sequence
 from hvdlite.control.base import (
     ControlPlane,
     DecisionReceived,
+    DirectMessageReceived,
     Event,
     HostReportReceived,
-    LetterReceived,
     PeerLost,
     ReportReceived,
 )
@@ -43,37 +43,37 @@ from hvdlite.core.errors import (
 )
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.world import Hosts, World
+from hvdlite.diagnostics.flight_recorder import FlightRecorder
+from hvdlite.diagnostics.report_server import ReportServer
+from hvdlite.diagnostics.stall_inspector import LOOKS, CoordinatorWatchdog, ProcessProbe, Receiver, StallInspector, Times
+from hvdlite.diagnostics.stall_report import StallReport, rank_status
+from hvdlite.diagnostics.timeline import Timeline
+from hvdlite.engine.autotune import Autotuner
+from hvdlite.engine.execution import Execution
+from hvdlite.engine.failures import failure_error
+from hvdlite.engine.limits import EAGER_TRAFFIC, FLUSH_SECONDS, LISTEN_SECONDS, LOOK_SECONDS, RECENT, TRACE_BATCH
+from hvdlite.engine.oob import OobChannel
+from hvdlite.engine.polling import poll
+from hvdlite.handoff.buckets import BucketEntry
+from hvdlite.handoff.entry import Entry
+from hvdlite.handoff.handle import Handle
 from hvdlite.negotiation.controller import Controller
 from hvdlite.negotiation.coordinator import Coordinator
 from hvdlite.negotiation.messages import (
-    Alike,
-    Aside,
-    Closing,
     Decision,
     FailureNotice,
     HostReport,
     LayoutStale,
+    MergedRequests,
     RankReport,
     Report,
     Retired,
+    RoundDone,
+    SideMessage,
     Wait,
 )
 from hvdlite.planes.base import DevicePlane, Plane
-from hvdlite.runtime.autotune import Autotuner
-from hvdlite.runtime.buckets import BucketEntry
-from hvdlite.runtime.calls import Entry
 from hvdlite.runtime.declared import DeclaredSets, Item
-from hvdlite.runtime.execution import Execution
-from hvdlite.runtime.failures import failure_error
-from hvdlite.runtime.flight_recorder import FlightRecorder
-from hvdlite.runtime.handle import Handle
-from hvdlite.runtime.limits import EAGER_TRAFFIC, FLUSH_SECONDS, LISTEN_SECONDS, LOOK_SECONDS, RECENT, TRACE_BATCH
-from hvdlite.runtime.notes import Notes
-from hvdlite.runtime.polling import poll
-from hvdlite.runtime.report_server import ReportServer
-from hvdlite.runtime.stall_inspector import LOOKS, CoordinatorWatchdog, ProcessProbe, Receiver, StallInspector, Times
-from hvdlite.runtime.stalls import StallReport, account
-from hvdlite.runtime.timeline import Timeline
 
 _log = logging.getLogger("hvdlite")
 
@@ -91,14 +91,14 @@ class Runtime(DeclaredSets):
         coordinator: on rank 0 only.
         probe: what is known of the ranks of this host without asking them; None where nothing is.
         clock: seconds on a monotonic clock, the same for all ranks of the job.
-        notes: what its planes swap when they connect.
+        oob: what its planes swap when they connect.
         hosts: of all ranks; None when they share one.
         devices: the plane for tensors on GPUs; None where there is none.
     """
 
     def __init__(self, world: World, config: Config, control: ControlPlane, plane: Plane, coordinator: Coordinator | None,
                  probe: ProcessProbe | None = None, clock: Callable[[], float] = time.monotonic,
-                 notes: Notes | None = None, hosts: Hosts | None = None, devices: DevicePlane | None = None) -> None:
+                 oob: OobChannel | None = None, hosts: Hosts | None = None, devices: DevicePlane | None = None) -> None:
         super().__init__(min(config.eager_limit, EAGER_TRAFFIC // world.size))
         self.world = world
         self.hosts = hosts or Hosts((tuple(range(world.size)),))
@@ -106,18 +106,18 @@ class Runtime(DeclaredSets):
         self._control, self._coordinator = control, coordinator
         self._clock, self._spin = clock, config.spin_microseconds * 1e-6
         self._controller = Controller(world.rank)
-        self._notes = notes or Notes(world.rank)
+        self._oob = oob or OobChannel(world.rank)
         self._inbox: deque[Item] = deque()
-        self._notes.speak_through(self._controller.say, self._inbox.append, control.wake)
+        self._oob.speak_through(self._controller.say, self._inbox.append, control.wake)
         self._names: set[tuple[int, str]] = set()  # with their process sets
         self._names_lock = threading.Lock()
         self._recorder = FlightRecorder(world.rank, plane.name, clock)
         self._work = Execution(world.rank, world.size, plane, self._recorder, clock, devices=devices,
-                               wait_until=self._wait_until, free=self._free, abandon=self._controller.abandon,
+                               wait_until=self._wait_until, free=self._free, mark_stale=self._controller.mark_stale,
                                start_anew=self._start_anew)
         self._plane, self._devices = plane, devices
         if devices is not None:
-            devices.report_to(lambda error: self.fail(type(error).__name__, str(error), ""))
+            devices.set_error_handler(lambda error: self.fail(type(error).__name__, str(error), ""))
         self._decisions: deque[Decision] = deque()  # received and not applied
         times = Times(config.stall_check_time_seconds, config.stall_shutdown_time_seconds, config.silence_check_seconds,
                       config.heartbeat_timeout)
@@ -125,7 +125,7 @@ class Runtime(DeclaredSets):
         self._stall_inspector = (None if coordinator is None else
                                  StallInspector(coordinator, times, probe, deliver, self.story))
         self._autotuner = None if coordinator is None or not config.autotune else Autotuner(config, coordinator, clock)
-        self._watchdog = CoordinatorWatchdog(world.rank, control.above, config.silence_check_seconds,
+        self._watchdog = CoordinatorWatchdog(world.rank, control.parent, config.silence_check_seconds,
                                              config.heartbeat_timeout, probe)
         self._look_seconds = min(LOOK_SECONDS, times.look / LOOKS)
         self._next_look = -math.inf
@@ -133,7 +133,7 @@ class Runtime(DeclaredSets):
         self._recent: deque[str] = deque(maxlen=RECENT)  # names of the last collectives
         self._count = 0  # of them, since the beginning
         self._caller = threading.get_ident()  # the thread that last called one
-        self._report_wanted = False
+        self._report_requested = False
         self._mark_cycles = False  # in the timeline
         self._report_server: ReportServer | None = None
         self._timeline = None if coordinator is None else Timeline(world.size, coordinator.order_timeline, clock)
@@ -232,7 +232,7 @@ class Runtime(DeclaredSets):
 
     def request_report(self) -> None:
         """Let rank 0 report who waits for whom, on its standard error; callable from signal handlers. Does not wait."""
-        self._report_wanted = True
+        self._report_requested = True
         self._control.wake()
 
     def demand_report(self, receiver: Receiver) -> None:
@@ -261,9 +261,10 @@ class Runtime(DeclaredSets):
         self._check_usable("timeline")
         timeline = self._timeline
         if timeline is not None:
-            order = timeline.order(path, Handle("timeline", self._sleepers, Wait(GLOBAL_PROCESS_SET_ID, "timeline")))
+            handle = Handle("timeline", self._sleepers, Wait(GLOBAL_PROCESS_SET_ID, "timeline"))
+            order = timeline.order(path, handle.settle)
             self._hand_in(lambda: timeline.change(order))
-            order.handle.wait()
+            handle.wait()
 
     # --- handing in ------------------------------------------------------------------------------------------------
 
@@ -298,7 +299,7 @@ class Runtime(DeclaredSets):
             self._fail_inbox()  # the thread ended between the caller's check and the append
 
     def _slip_in(self, item: Item) -> None:
-        """Like `_hand_in`, in the middle of anything: takes no lock but the bell's, which its holder may take again."""
+        """Like `_hand_in`, in the middle of anything: takes no lock but the doorbell's, which its holder may take again."""
         if not (self.in_child or self._leaving or self._ended.is_set()):
             self._inbox.append(item)
             if not self._awake:
@@ -332,7 +333,7 @@ class Runtime(DeclaredSets):
         """Whether this rank has left, and so have those who need it: on rank 0 everybody, on a leader its host's."""
         if self._coordinator is not None:
             return self._left and len(self._coordinator.left) == self.world.size
-        return self._left and self._departed >= self._control.below
+        return self._left and self._departed >= self._control.children
 
     def _exchange(self, *, within_plan: bool = False, sleep: bool = True) -> None:
         """Say what is new, take in what others say, and sleep when there is nothing else to do.
@@ -366,11 +367,11 @@ class Runtime(DeclaredSets):
             for entry in self._work.pending():
                 entry.abandon(HorovodInternalError(_SHUT_DOWN))
             self._recorder.trace(False)
-        if self._report_wanted:
-            self._report_wanted = False
-            self._controller.say(Aside(wants_report=True))
+        if self._report_requested:
+            self._report_requested = False
+            self._controller.say(SideMessage(requests_report=True))
         if self._recorder.untold and (self._controller.has_news or self._recorder.untold >= TRACE_BATCH or self._leaving):
-            self._controller.say(Aside(trace=self._recorder.take_trace()))
+            self._controller.say(SideMessage(trace=self._recorder.take_trace()))
         report = self._controller.report()
         if report is not None:
             self._tell(report)
@@ -387,10 +388,10 @@ class Runtime(DeclaredSets):
                 expanded = self._controller.submit_bucket(bucket.definition, ready)
                 if expanded is not None:
                     self._work.split(expanded)
-            case Closing():
-                self._controller.close(item)
+            case RoundDone():
+                self._controller.round_done(item)
             case LayoutStale(layout):
-                self._controller.abandon(layout)
+                self._controller.mark_stale(layout)
             case Retired():
                 self._controller.retire(item)
             case _:
@@ -413,10 +414,10 @@ class Runtime(DeclaredSets):
         if self._autotuner is not None:
             self._autotuner.look()
         decision = self._coordinator.decide()
-        if letters := self._coordinator.letters():
-            self._control.send_letters(letters)
-            if letters[0].rank == 0:
-                self._take_in(LetterReceived(letters[0]))
+        if messages := self._coordinator.take_direct_messages():
+            self._control.send_direct_messages(messages)
+            if messages[0].rank == 0:
+                self._take_in(DirectMessageReceived(messages[0]))
         if decision is not None:
             self._control.send_decision(decision)
             self._accept(decision)
@@ -431,12 +432,12 @@ class Runtime(DeclaredSets):
         if now < self._next_look:
             return self._look_seconds
         self._next_look = now + self._look_seconds
-        aside = self._watchdog.look(now, work.waits, work.partners, work.moving_since)
-        if aside is not None:
-            self._controller.say(aside)
+        side_message = self._watchdog.look(now, work.waits, work.partners, work.moving_since)
+        if side_message is not None:
+            self._controller.say(side_message)
             self._say()
         if lost := self._watchdog.gave_up(now):
-            self._give_up(FailureNotice(self._control.above, "lost", lost))
+            self._give_up(FailureNotice(self._control.parent, "lost", lost))
         if inspector is not None and inspector.look(now):
             self._decide()
             return 0.0  # the decision is to be applied before sleeping
@@ -447,9 +448,9 @@ class Runtime(DeclaredSets):
             case DecisionReceived(decision):
                 self._watchdog.heard()
                 self._accept(decision)
-            case LetterReceived(letter):
-                self._work.take_columns(letter.columns)
-                self._notes.take_in(letter.notes)
+            case DirectMessageReceived(message):
+                self._work.add_receive_splits(message.receive_splits)
+                self._oob.take_in(message.oob_messages)
             case ReportReceived(rank, report):
                 self._hear(rank, report)
             case HostReportReceived(ranks, merged):
@@ -469,28 +470,28 @@ class Runtime(DeclaredSets):
         """Like `_hear`, of what a leader passes on."""
         assert self._coordinator is not None
         self._coordinator.receive_host(tuple(ranks), merged, self._clock())
-        for said in merged.said:
-            if isinstance(said, RankReport):
-                self._heed(said.rank, said.report)
-            elif isinstance(said, Alike):
-                self._recorder.ready_elsewhere(said.ranks, said.requests)
+        for item in merged.items:
+            if isinstance(item, RankReport):
+                self._heed(item.rank, item.report)
+            elif isinstance(item, MergedRequests):
+                self._recorder.ready_elsewhere(item.ranks, item.requests)
             else:
-                self._recorder.ready_elsewhere(ranks, (said,))
+                self._recorder.ready_elsewhere(ranks, (item,))
 
     def _heed(self, rank: int, report: Report) -> None:
         """What is not the coordinator's business in a report."""
-        if report.aside is not None:
+        if report.side_message is not None:
             self._next_look = -math.inf  # it may be what the stall inspector waits for
-        self._recorder.ready_elsewhere((rank,), report.said)
-        if self._timeline is not None and (report.aside is not None or report.leaving):
-            self._timeline.hear(rank, () if report.aside is None else report.aside.trace, report.leaving)
+        self._recorder.ready_elsewhere((rank,), report.items)
+        if self._timeline is not None and (report.side_message is not None or report.leaving):
+            self._timeline.hear(rank, () if report.side_message is None else report.side_message.trace, report.leaving)
 
     def _accept(self, decision: Decision) -> None:
         """Queue a decision; what it says of ranks counts at once, even in the middle of a plan."""
-        if self.world.rank in decision.inquiries:
+        if self.world.rank in decision.status_requests:
             waiting = [entry.handle.name for entry in self._work.pending()]
             begun = self._count - len(self._recent) + 1
-            self._controller.say(Aside(account=account(self._caller, tuple(self._recent), begun, waiting)))
+            self._controller.say(SideMessage(status=rank_status(self._caller, tuple(self._recent), begun, waiting)))
         self._departed.update(decision.left)
         if self.world.rank in decision.deferred:
             self._sleepers.defer()
@@ -501,7 +502,7 @@ class Runtime(DeclaredSets):
     def _apply(self, decision: Decision) -> None:
         if decision.timeline is not None:
             self._recorder.trace(decision.timeline)
-            self._controller.say(Aside(trace=self._recorder.take_trace()))
+            self._controller.say(SideMessage(trace=self._recorder.take_trace()))
             if decision.timeline and self._timeline is not None:
                 self._timeline.started()
         if self._mark_cycles:
@@ -514,9 +515,9 @@ class Runtime(DeclaredSets):
         with self._names_lock:
             self._names.discard(entry.key)
 
-    def _wait_until(self, predicate: Callable[[], bool], *, pause: float = 0.0) -> None:
-        if pause:
-            poll(predicate, pause, lambda: self._sleepers, self._glance)
+    def _wait_until(self, predicate: Callable[[], bool], *, poll_interval: float = 0.0) -> None:
+        if poll_interval:
+            poll(predicate, poll_interval, lambda: self._sleepers, self._glance)
         while not predicate():
             self._exchange(within_plan=True)
         if self._clock() - self._listened > LISTEN_SECONDS:  # the last to arrive everywhere still hears what is said
@@ -556,7 +557,7 @@ class Runtime(DeclaredSets):
         if self._failure is None and not self._left:
             self._failure = HorovodInternalError("the runtime thread ended unexpectedly; see the log")
         parts: list[Callable[[], object]] = [
-            lambda: self._control.flush(FLUSH_SECONDS), lambda: self._notes.close(self._last_word()),
+            lambda: self._control.flush(FLUSH_SECONDS), lambda: self._oob.close(self._last_word()),
             lambda: self._work.fail(self._last_word()), self._plane.close]
         devices, server, timeline = self._devices, self._report_server, self._timeline
         if devices is not None:
@@ -593,7 +594,7 @@ class Runtime(DeclaredSets):
         if self._coordinator is not None:
             missing = sorted(set(range(self.world.size)) - self._coordinator.left)
         elif self._left:
-            missing = sorted(self._control.below - self._departed)
+            missing = sorted(self._control.children - self._departed)
         else:
             return " for rank 0 to confirm"
         return f" for ranks {missing} to leave"

@@ -1,4 +1,4 @@
-"""What every frontend's distributed optimizers and tapes are given, checked alike, before anything is made."""
+"""The arguments that all frontends' distributed optimizers and tapes have in common, and their checks."""
 
 from __future__ import annotations
 

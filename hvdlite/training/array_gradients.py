@@ -1,4 +1,4 @@
-"""Gradients that come and go as arrays: for frameworks whose gradients are values, not attributes of parameters."""
+"""Gradients that are arrays: the framework adapter for libraries whose gradients are values."""
 
 from __future__ import annotations
 

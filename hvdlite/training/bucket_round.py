@@ -18,8 +18,8 @@ from typing import Any, Generic
 from hvdlite.core.array import SUPPORTED_DTYPES, Array, identity
 from hvdlite.core.device import CPU
 from hvdlite.core.errors import HvdliteError
+from hvdlite.handoff.buckets import BucketHandle, LearnedBucket, LearnedLayout
 from hvdlite.negotiation.messages import BucketReady
-from hvdlite.runtime.buckets import BucketHandle, LearnedBucket, LearnedLayout
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.framework import Framework, Parameter
 
@@ -179,7 +179,7 @@ class BucketRound(Generic[Parameter]):
         closes = next(self._reported) == len(self._fillings) and self._closes
         filling.handle = self._runtime.submit_bucket(
             filling.bucket,
-            BucketReady(filling.bucket.definition.bucket, self._round_id, tuple(sorted(filling.missing)), closes,
+            BucketReady(filling.bucket.definition.bucket_id, self._round_id, tuple(sorted(filling.missing)), closes,
                         self._step, in_step),
             self._framework.filled(filling.bucket.memory))
         return ()
@@ -187,7 +187,7 @@ class BucketRound(Generic[Parameter]):
     def _break(self, bucket_index: int) -> Alone[Parameter]:
         filling, members = self._fillings[bucket_index], self._bucket_views.members[bucket_index]
         filling.broken = True
-        self._runtime.abandon(self._bucket_views.learned.layout)
+        self._runtime.mark_stale(self._bucket_views.learned.layout)
         for index in filling.present:
             self._framework.install_view(*members[index])
         return [*((members[index][0], True) for index in (*filling.present, *filling.later)),
@@ -198,8 +198,8 @@ class BucketRound(Generic[Parameter]):
         """Return the members of a finished bucket that somebody contributed to, and their bucket views."""
         assert filling.handle is not None
         if not filling.handle.parts:
-            nobody = filling.handle.nobody
-            return members if not nobody else [member for index, member in enumerate(members) if index not in nobody]
+            unused = filling.handle.globally_unused
+            return members if not unused else [member for index, member in enumerate(members) if index not in unused]
         reduced = []
         for index, part in enumerate(filling.handle.parts):
             try:

@@ -1,4 +1,4 @@
-"""Which gradients are compressed on the wire; how to cast is the adapter's business."""
+"""The choice of gradients that are compressed on the wire; adapters do the casts."""
 
 from __future__ import annotations
 

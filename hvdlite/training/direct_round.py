@@ -7,7 +7,7 @@ from collections.abc import Collection
 from hvdlite.core.array import Array
 from hvdlite.core.errors import HvdliteError
 from hvdlite.core.types import ReduceOp
-from hvdlite.runtime.handle import Handle
+from hvdlite.handoff.handle import Handle
 from hvdlite.training.bucket_round import BucketRound, BucketViews
 from hvdlite.training.declared_set import DeclaredSet
 from hvdlite.training.framework import Parameter, StagedGradient
@@ -46,11 +46,11 @@ class DirectRounds(Rounds[Parameter]):
             return None
         if self.bucket_views is None or self.bucket_views.learned is not learned:
             for member in declared.members:
-                member.sparse = member.sparse or member.name in learned.layout.alone
+                member.sparse = member.sparse or member.name in learned.layout.unbucketed
             self.bucket_views = BucketViews.of(learned, framework, {member.name: member.parameter
                                                                    for member in declared.members if not member.sparse})
         if self.bucket_views is None:
-            runtime.abandon(learned.layout)
+            runtime.mark_stale(learned.layout)
             return None
         closes = not any(member.sparse for member in declared.members)
         return BucketRound(runtime, framework, self.bucket_views, round_id, declared.step, closes=closes)
@@ -143,7 +143,7 @@ class DirectRound(Round[Parameter]):
         handle = runtime.declare(
             member.name, staged.array if present else None, staged.array, declared.op, moment,
             prescale=declared.prescale, postscale=declared.postscale, strides=framework.shape(member.parameter).strides,
-            cluster=member.group_id, process_set=declared.process_set_id)
+            group_id=member.group_id, process_set=declared.process_set_id)
         self._alone.append((member, handle, staged))
 
     def _take_rows(self, member: Member[Parameter], rows: Array, errors: list[HvdliteError]) -> None:

@@ -1,4 +1,4 @@
-"""When gradients are reduced: the policy behind every `DistributedOptimizer`.
+"""The policy behind every `DistributedOptimizer`: when gradients are reduced.
 
 A *declared set* is the parameters of one wrapped optimizer. A *round* reduces each of them once. It is open from the first
 gradient that is handed over until this rank has given every member, then closed until the results are final.

@@ -12,8 +12,8 @@ import numpy as np
 from hvdlite.core.array import Array
 from hvdlite.core.errors import HvdliteError, MismatchError
 from hvdlite.core.types import ReduceOp
+from hvdlite.handoff.handle import Handle, WaitDeferred
 from hvdlite.runtime.declared import Moment
-from hvdlite.runtime.handle import Handle, WaitDeferred
 from hvdlite.training.declared_set import DeclaredSet
 from hvdlite.training.framework import Parameter
 from hvdlite.training.members import Member

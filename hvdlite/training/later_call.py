@@ -1,4 +1,4 @@
-"""Calls of a step's closure after the first one: whether gradients are computed anew or accumulated."""
+"""A later call of a step's closure: whether its gradients are computed anew or accumulated."""
 
 from __future__ import annotations
 

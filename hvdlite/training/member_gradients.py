@@ -1,4 +1,4 @@
-"""Which gradients of the members are reduced already, and which count in the next round.
+"""The gradients of the members: which are reduced already, and which count in the next round.
 
 A reduced gradient is recognised by its *mark*: the tensor that the round left with the parameter, and how often it had been
 written to by then. A mark belongs to a *generation*, which ends with the optimizer's step or with `zero_grad`. What is

@@ -1,4 +1,4 @@
-"""Python objects between ranks: pickled to bytes, carried as arrays.
+"""Collectives on Python objects: pickled to bytes, and carried as arrays.
 
 Only bytes that came from an authenticated rank of the job are unpickled. Names never derive from the object's type, which
 may differ between ranks; sizes are 64-bit. What a rank cannot pickle is an error on all of them: it sends the reason

@@ -1,4 +1,4 @@
-"""What is said when gradients are computed or changed in an order in which they cannot be reduced exactly."""
+"""The errors for gradients that are computed or changed in an order in which they cannot be reduced exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many rounds backward passes make."""
+"""A count of backward passes: each one makes a round."""
 
 from __future__ import annotations
 

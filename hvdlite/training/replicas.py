@@ -1,4 +1,4 @@
-"""Are the replicas still the same? Compare tensors of all ranks, bit by bit, through short digests."""
+"""The comparison of replicas: tensors of all ranks are compared bit by bit, through short digests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rounds of one set, one after the other: which one is under way, and whether another one is due."""
+"""The rounds of one set, one after the other: the one under way, and whether another one is due."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic
 
 from hvdlite.core.errors import HvdliteError
-from hvdlite.runtime.handle import WaitDeferred
+from hvdlite.handoff.handle import WaitDeferred
 from hvdlite.training.declared_set import DeclaredSet
 from hvdlite.training.framework import Parameter
 from hvdlite.training.later_call import LaterCall

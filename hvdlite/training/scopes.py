@@ -1,4 +1,4 @@
-"""Scopes: a thread is inside one or not, and classes tell it meanwhile what it constructs.
+"""Scopes: while a thread is inside one, classes tell it what they construct.
 
 Rules
 - A scope belongs to the thread that entered it. What other threads construct is not touched.
@@ -12,11 +12,13 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 Scope = TypeVar("Scope")
+Kind = TypeVar("Kind")
 
 
 class Scopes(Generic[Scope]):
@@ -112,3 +114,34 @@ class _Patch(Generic[Scope]):
             del self._owner.__init__  # type: ignore[misc]
         else:
             self._owner.__init__ = self._own  # type: ignore[misc]
+
+
+class LivingObjects(Generic[Kind]):
+    """Objects with names, in order of construction, as long as they live.
+
+    Attributes:
+        count: of all that were ever added.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._entries: dict[int, tuple[str, weakref.ref[Kind]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[tuple[str, Kind]]:
+        for name, reference in list(self._entries.values()):
+            value = reference()
+            if value is not None:
+                yield name, value
+
+    def add(self, name: str, value: Kind) -> None:
+        """Remember an object until it is gone."""
+        entries, key = self._entries, self.count
+        entries[key] = name, weakref.ref(value, lambda _: _forget(entries, key))
+        self.count += 1
+
+
+def _forget(entries: dict[int, Any], key: int) -> None:
+    entries.pop(key, None)

@@ -1,4 +1,4 @@
-"""What strategies of all frontends have in common: starting ranks from inside a script, and the names of reductions."""
+"""The common part of all frontends' strategies: starting ranks from inside a script, and the names of reductions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from hvdlite import api
 from hvdlite.core.types import ReduceOp
-from hvdlite.run_function import run
+from hvdlite.launch.run_function import run
 
 _OPS = {"SUM": ReduceOp.SUM, "MEAN": ReduceOp.AVERAGE}
 

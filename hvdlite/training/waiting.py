@@ -1,4 +1,4 @@
-"""Where ranks wait for the reduced gradients."""
+"""The place where ranks wait for the reduced gradients: in the backward pass or in the step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each rank's part of the global batches that a model is only applied to: `evaluate`, `predict` and validation.
+"""Each rank's part of the global batches in `evaluate`, `predict` and validation.
 
 Every row is computed by exactly one rank, so that sums over ranks are sums over samples. Steps count global batches.
 
@@ -27,19 +27,19 @@ import numpy as np
 
 from hvdlite import api
 from hvdlite.training.objects import allgather_object
-from hvdlite.training.shares import part
+from hvdlite.training.shards import disjoint_shard
 from hvdlite_tf.keras import shares
 from hvdlite_tf.keras.loading import Loading
 from hvdlite_tf.keras.scope import Mirrored
 
 
 class Taken(NamedTuple):
-    """What this rank computes of one global batch."""
+    """The part of one global batch that this rank computes."""
 
     number: int
     """Of the global batch, from 0."""
     rows: int
-    """How many this rank computes."""
+    """The number of samples that this rank computes."""
     counts: bool
     """Whether they are this rank's."""
 
@@ -148,7 +148,7 @@ class Applied:
             if rows >= self._size:
                 yield batch, shares.rows_of(batch)
             else:  # every rank has the batch whole
-                mine = part(rows, self._rank, self._size)
+                mine = disjoint_shard(rows, self._rank, self._size)
                 yield (shares.rows_taken(batch, mine), 1) if mine.stop > mine.start else (batch, 0)
 
     def _noted(self, batches: Iterator[tuple[Any, int]]) -> Iterator[Any]:
@@ -267,7 +267,7 @@ def _rows_of_one(number: int, rows: int, rank: int, size: int, is_whole: bool) -
     """Return which rows of a global batch a rank takes."""
     if is_whole:
         return slice(0, rows if number % size == rank else 0)
-    return part(rows, rank, size)
+    return disjoint_shard(rows, rank, size)
 
 
 def _as_tuple(batch: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Variables with which all ranks begin: one rank's, but for random states.
+"""Broadcast of a model's variables; random states differ between ranks.
 
 Small variables travel together: each collective has a cost of its own.
 """

@@ -1,4 +1,4 @@
-"""Collectives on tensors of Keras' backend: values in, tensors out, as in `horovod.keras`.
+"""Collectives on tensors of Keras' backend, as in `horovod.keras`.
 
 On TensorFlow they are those of `hvdlite_tf`, and work inside `tf.function` too. On torch and JAX they are for eager code.
 """

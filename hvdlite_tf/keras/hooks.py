@@ -1,4 +1,4 @@
-"""What Keras must know of distributed optimizers and losses; changed once, when this package is imported.
+"""Changes of Keras for distributed optimizers and losses, made once, when this package is imported.
 
 - `Trainer.compile`: TensorFlow's XLA cannot call Python, so with a distributed optimizer "auto" means no. In the scope of a
   `MirroredStrategy`, what is compiled becomes the strategy's.
@@ -19,7 +19,7 @@ from typing import Any
 import keras
 
 from hvdlite_tf.keras import scope, step
-from hvdlite_tf.keras.exchange import everywhere
+from hvdlite_tf.keras.backends import all_ranks_true
 from hvdlite_tf.keras.mirrored_model import adopt_model
 from hvdlite_tf.keras.optimizer import distributed_in, is_distributed
 
@@ -77,10 +77,10 @@ def _compiling(original: Any) -> Any:
 def _making(original: Any) -> Any:
     def make_train_function(self: Any, force: bool = False) -> Any:
         optimizer = distributed_in(getattr(self, "optimizer", None))
-        exchange = None if optimizer is None else optimizer._hvdlite_exchange()
-        if exchange is not vars(self).get("_hvdlite_trained_with"):
-            object.__setattr__(self, "_hvdlite_trained_with", exchange)
-            if exchange is not None and keras.backend.backend() == "tensorflow" and self.jit_compile:
+        reducer = None if optimizer is None else optimizer._hvdlite_step_reducer()
+        if reducer is not vars(self).get("_hvdlite_trained_with"):
+            object.__setattr__(self, "_hvdlite_trained_with", reducer)
+            if reducer is not None and keras.backend.backend() == "tensorflow" and self.jit_compile:
                 _log.info("jit_compile is off: XLA cannot call hvdlite's collectives")
                 self.jit_compile = False
             force = True
@@ -115,10 +115,10 @@ def _checking(original: Any) -> Any:
         finite = original(self, grads)
         if not is_distributed(self.inner_optimizer) or self.inner_optimizer._hvdlite_are_equal:
             return finite
-        exchange = self.inner_optimizer._hvdlite_exchange()
-        if not exchange.is_shared:
+        reducer = self.inner_optimizer._hvdlite_step_reducer()
+        if not reducer.is_shared:
             return finite
-        return everywhere(finite, f"{exchange.label}.finite", exchange.process_set)
+        return all_ranks_true(finite, f"{reducer.label}.finite", reducer.process_set)
     return check_finite
 
 

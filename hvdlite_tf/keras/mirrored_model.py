@@ -17,7 +17,7 @@ import numpy as np
 from hvdlite import api
 from hvdlite.core.types import ReduceOp
 from hvdlite.training.objects import broadcast_object
-from hvdlite.training.shares import share
+from hvdlite.training.shards import shard
 from hvdlite_tf.keras import shares, step
 from hvdlite_tf.keras.applied import Applied, without_warnings
 from hvdlite_tf.keras.order import follow_rank_0, order_seed
@@ -34,7 +34,7 @@ METHODS = ("fit", "evaluate", "predict", "train_step", "test_step", "train_on_ba
 """Methods of a model that `MirroredModel` stands in for, by a method of the same name."""
 _DEFAULT_BATCH = 32
 _HELD_OUT = (np.zeros((1, 1), "float32"),)
-"""What Keras' `fit` gets for validation data: it asks this model's `evaluate`, which has the data, after an epoch."""
+"""A placeholder for validation data in Keras' `fit`, which calls this model's `evaluate`, which has the data."""
 
 
 def adopt_model(strategy: Mirrored, model: Any) -> None:
@@ -195,7 +195,7 @@ class MirroredModel:
         x, arrays = self._data(given, "x", "y", "sample_weight")
         if arrays is None:
             raise ValueError(f"{name} takes the arrays of one batch, not {type(x).__name__}")
-        rows = share(shares.rows_of(arrays), self._strategy.rank, self._strategy.num_replicas_in_sync)
+        rows = shard(shares.rows_of(arrays), self._strategy.rank, self._strategy.num_replicas_in_sync)
         x, y, weights = (*shares.rows_taken(arrays, rows), None, None)[:3]
         self._adopt_optimizers()
         self._fitting = self._applying_shares = True
@@ -341,7 +341,7 @@ def _data_of(arguments: Sequence[Any], named: dict[str, Any]) -> Any:
 
 @contextmanager
 def _local_input(strategy: Any) -> Iterator[None]:
-    """What the model gets is this rank's share already."""
+    """Mark the model's data as this rank's shard while the block runs."""
     before, strategy.has_local_input = strategy.has_local_input, True
     try:
         yield

@@ -1,4 +1,4 @@
-"""Models that go on training on all ranks after they were loaded."""
+"""`load_model`: a loaded model continues training on all ranks."""
 
 from __future__ import annotations
 

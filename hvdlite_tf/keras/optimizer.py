@@ -20,18 +20,18 @@ from hvdlite import api
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
 from hvdlite.training.arguments import WRAPPED, check_passes, chosen_groups
-from hvdlite.training.exchange import Exchange, counting
+from hvdlite.training.step_reducer import StepReducer, weighted_by_samples
 from hvdlite_tf.compression import Compression, Compressor
-from hvdlite_tf.keras.exchange import exchange as make_exchange
+from hvdlite_tf.keras.backends import create_step_reducer
 from hvdlite_tf.local_layers import local_variables
 
 
 @dataclasses.dataclass(frozen=True)
 class _Settings:
-    """How an optimizer exchanges gradients.
+    """The settings by which an optimizer exchanges gradients.
 
     Attributes:
-        arguments: of its `Exchange`.
+        arguments: of its `StepReducer`.
         scales_local: whether gradients of local variables are divided by the number of ranks.
         summed: how many backward passes are summed; 1 when they are averaged, as Keras does.
     """
@@ -46,14 +46,14 @@ class _State:
     """Of one distributed optimizer.
 
     Attributes:
-        exchange: reduces its gradients; None until it is needed.
+        reducer: reduces its gradients; None until it is needed.
         local: variables that are left to this rank, by identity.
         applied: variables whose accumulated gradients are applied at the moment.
         are_reduced: whether the gradients that come in at the moment have been reduced already.
         has_begun: whether gradients have been reduced, or are from now on while they are computed.
     """
 
-    exchange: Exchange | None = None
+    reducer: StepReducer | None = None
     local: dict[int, Any] = dataclasses.field(default_factory=dict)
     applied: Sequence[Any] = ()
     are_reduced: bool = False
@@ -68,7 +68,7 @@ class _Distributed:
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """What Keras (and `isinstance`) is told: the class that it was."""
+        """The optimizer's original class, for Keras and `isinstance`."""
         return self._hvdlite_base
 
     @classmethod
@@ -110,11 +110,11 @@ class _Distributed:
             object.__setattr__(self, "_hvdlite_own_state", state)
         return state
 
-    def _hvdlite_exchange(self) -> Exchange:
+    def _hvdlite_step_reducer(self) -> StepReducer:
         state = self._hvdlite_state
-        if state.exchange is None or not state.exchange.is_current:
-            state.exchange = make_exchange(**self._hvdlite_settings.arguments)
-        return state.exchange
+        if state.reducer is None or not state.reducer.is_current:
+            state.reducer = create_step_reducer(**self._hvdlite_settings.arguments)
+        return state.reducer
 
     def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> Any:
         self._hvdlite_state.applied = trainable_variables
@@ -153,11 +153,11 @@ class _Distributed:
         if not self.gradient_accumulation_steps:  # type: ignore[attr-defined]
             state = self._hvdlite_state
             state.has_begun = state.has_begun or keras.backend.backend() == "torch"
-            self._hvdlite_exchange().watch([variable for variable in variables if id(variable) not in state.local])
+            self._hvdlite_step_reducer().watch([variable for variable in variables if id(variable) not in state.local])
 
     def _hvdlite_reduced_once_a_step(self, grads: list[Any], variables: list[Any]) -> list[Any]:
         """Reduce accumulated gradients, all of which count alike."""
-        with counting(None):
+        with weighted_by_samples(None):
             if keras.backend.backend() != "jax":
                 return self._hvdlite_reduced(grads, variables)
             # Keras updates on every batch there, and keeps the update of the last one of a step.
@@ -171,15 +171,15 @@ class _Distributed:
         if not self.gradient_accumulation_steps:  # type: ignore[attr-defined]
             self._hvdlite_watch(variables)
         state.has_begun = True
-        exchange = self._hvdlite_exchange()
+        reducer = self._hvdlite_step_reducer()
         shared = [index for index, variable in enumerate(variables) if id(variable) not in state.local]
-        reduced = exchange.reduce([grads[index] for index in shared], [variables[index] for index in shared])
+        reduced = reducer.reduce([grads[index] for index in shared], [variables[index] for index in shared])
         for index, gradient in zip(shared, reduced, strict=True):
             grads[index] = gradient
-        if self._hvdlite_settings.scales_local and exchange.is_shared:
+        if self._hvdlite_settings.scales_local and reducer.is_shared:
             for index in set(range(len(grads))) - set(shared):
                 if grads[index] is not None:
-                    grads[index] = grads[index] / exchange.size
+                    grads[index] = grads[index] / reducer.size
         return grads
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -275,7 +275,7 @@ def _wrap(optimizer: Any, settings: _Settings, when_used: bool = False) -> Any:
     base = type(optimizer)
     fields = {"__module__": base.__module__, "_hvdlite_base": base, "_hvdlite_settings": settings}
     if not when_used:  # names follow the order in which optimizers are made
-        state = _State(make_exchange(**settings.arguments))
+        state = _State(create_step_reducer(**settings.arguments))
         object.__setattr__(optimizer, "_hvdlite_own_state", state)
     object.__setattr__(optimizer, "__class__", type(base.__name__, (_Distributed, base), fields))
     return optimizer

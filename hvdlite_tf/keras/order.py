@@ -1,4 +1,4 @@
-"""The order of samples is rank 0's.
+"""The order of samples, which rank 0 determines for all ranks.
 
 Ranks take rows of the same global batches, so whatever decides which samples a batch holds must decide alike on all ranks:
 

@@ -1,4 +1,4 @@
-"""Every variable of a `MirroredStrategy` has rank 0's value before it is used.
+"""Mirroring: every variable of a `MirroredStrategy` has rank 0's value before it is used.
 
 When a variable gets it:
 - Made inside the scope: when the scope is left. Ranks may make different ones there (one rank loads a model, the others

@@ -1,4 +1,4 @@
-"""The scope of a `MirroredStrategy`: what is made or compiled inside is distributed.
+"""The scope of a `MirroredStrategy`: models and optimizers that are made or compiled inside are distributed.
 
 Keras' optimizer, layer and variable classes are changed while some thread is inside a scope, and as they were afterwards; on
 threads that are not, they behave as always.
@@ -26,7 +26,7 @@ from hvdlite_tf.keras.replicas import Replicas
 
 
 class Mirrored(Launching):
-    """What the strategies of all backends have in common, and what the scope and the models need of one.
+    """The common part of the strategies of all backends: what the scope and the models need of one.
 
     Args:
         adapter: names the strategies of a backend.
@@ -57,7 +57,7 @@ class Mirrored(Launching):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """How many ranks there are; 1 inside `train_step` and `test_step`, where Keras sees one replica."""
+        """The number of ranks; 1 inside `train_step` and `test_step`, where Keras sees one replica."""
         return self._size if step.current() is None else 1
 
     def making(self) -> AbstractContextManager[Any]:

@@ -1,4 +1,4 @@
-"""Each rank's rows of the global batches that are given to `fit`; see `applied` for `evaluate` and `predict`.
+"""Each rank's rows of the global batches in `fit`; see `applied` for `evaluate` and `predict`.
 
 Every rank takes a step for every global batch. How many batches there are, and what `steps_per_epoch` counts, is what it is
 in one process.
@@ -15,7 +15,8 @@ import numpy as np
 
 from hvdlite import api
 from hvdlite.core.errors import MismatchError
-from hvdlite.training.shares import share
+from hvdlite.training.replica_group import ReplicaGroup
+from hvdlite.training.shards import shard
 from hvdlite_tf.keras.loading import ENDLESS, Loading
 from hvdlite_tf.keras.order import check_shuffles, follow_rank_0, lineage
 from hvdlite_tf.keras.scope import Mirrored
@@ -83,7 +84,7 @@ def training_batches(x: Any, arrays: tuple[Any, ...] | None, batch_size: int, se
     if is_loader(x):
         return _shared_loader(x)
     if hasattr(x, "__next__"):
-        return (rows_taken(batch, share(rows_of(batch), rank, size)) for batch in x)
+        return (rows_taken(batch, shard(rows_of(batch), rank, size)) for batch in x)
     raise ValueError(f"MirroredStrategy cannot share out {type(x).__name__}; give arrays, a tf.data.Dataset, a PyDataset, a "
                      "torch DataLoader or a generator")
 
@@ -144,7 +145,7 @@ class _ArrayShares(keras.utils.PyDataset):
         if index == 0 and self._orders is not None:
             self._order = self._orders.drawn()
         rows = self._order[index * self._batch:(index + 1) * self._batch]
-        return rows_taken(self._arrays, rows[share(len(rows), self._rank, self._size)])
+        return rows_taken(self._arrays, rows[shard(len(rows), self._rank, self._size)])
 
 
 class _BatchShares(keras.utils.PyDataset):
@@ -168,7 +169,7 @@ class _BatchShares(keras.utils.PyDataset):
             self._order = self._orders.drawn()
             self._loading.stop()
         batch = self._loading.batch(index, self._order)
-        return rows_taken(batch, share(rows_of(batch), self._rank, self._size))
+        return rows_taken(batch, shard(rows_of(batch), self._rank, self._size))
 
     def on_epoch_begin(self) -> None:
         begin_epoch(self._dataset)
@@ -205,11 +206,10 @@ def loaded_shares(loader: Any) -> Callable[[], Iterator[tuple[int, Any]]]:
     """
     from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
     from hvdlite_torch.distributed_loader import source_of
-    from hvdlite_torch.replica import Replica
 
-    replica = Replica(api.runtime(), GLOBAL_PROCESS_SET_ID)
-    shares = source_of(loader, replica)
-    everywhere = replica.allgather_object((shares.facts(), shares.depth), "loader")
+    replicas = ReplicaGroup(api.runtime(), GLOBAL_PROCESS_SET_ID)
+    shares = source_of(loader, replicas)
+    everywhere = replicas.allgather_object((shares.facts(), shares.depth), "loader")
     for rank, (facts, _) in enumerate(everywhere):
         if facts != everywhere[0][0]:
             raise MismatchError(f"ranks have different DataLoaders: {everywhere[0][0]} on rank 0, {facts} on rank {rank}")
@@ -304,7 +304,7 @@ def graph_rows(leaf: Any, rank: int, size: int, *, is_exclusive: bool = False) -
     """Return this rank's rows of a batch whose length is known when the graph runs.
 
     Args:
-        is_exclusive: as `training.shares.part` has it, and not as `training.shares.share`.
+        is_exclusive: as `disjoint_shard` of `training.shards` has it, and not as `shard`.
     """
     import tensorflow as tf
     rows = tf.shape(leaf)[0]

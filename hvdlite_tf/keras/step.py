@@ -1,4 +1,4 @@
-"""What a training step's losses and gradients are, which decides how ranks' gradients are put together.
+"""The meaning of a training step's losses and gradients, which decides how the ranks' gradients are combined.
 
 - Inside `train_step` of a model of the scope Keras sees one replica. This rank's loss is a mean over its share, and
   gradients are averaged, weighted by samples. The same holds in loops that `strategy.run` knows nothing of.
@@ -26,8 +26,8 @@ import numpy as np
 
 from hvdlite import api
 from hvdlite.core.array import Array
-from hvdlite.training.exchange import counting
-from hvdlite_tf.keras.exchange import call
+from hvdlite.training.step_reducer import weighted_by_samples
+from hvdlite_tf.keras.backends import call
 
 _log = logging.getLogger("hvdlite")
 _MARK = "_hvdlite_original"
@@ -126,7 +126,7 @@ def one_replica(data: Any, is_share: bool = True, is_part: bool = False) -> Iter
     step = Step(data, is_share, is_part)
     token = _current.set(step)
     try:
-        with counting(step.samples if is_share else None):
+        with weighted_by_samples(step.samples if is_share else None):
             yield
     finally:
         _current.reset(token)
@@ -143,7 +143,7 @@ def summing() -> Iterator[None]:
 
 
 def prepared(gradients: Sequence[Any], accumulates: bool) -> list[Any]:
-    """Return this rank's gradients such that their average over ranks, as `Exchange` makes it, is what is to be applied.
+    """Return this rank's gradients such that their average over ranks, as `StepReducer` makes it, is what is to be applied.
 
     Args:
         accumulates: whether the optimizer adds up gradients before they are reduced; then all ranks' count alike, and

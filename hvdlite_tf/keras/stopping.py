@@ -1,4 +1,4 @@
-"""Ranks end training in the same batch.
+"""Agreement on the end of training, so that all ranks stop in the same batch.
 
 A rank that leaves the loop alone makes the others wait for its gradients for ever. `model.stop_training` is a rank's own: a
 callback may set it because of something that only this rank sees, such as the loss of its share of a batch.

@@ -74,7 +74,7 @@ def test_the_key_can_be_in_a_file(tmp_path: Path) -> None:
     variables = {"HVDLITE_RANK": "0", "HVDLITE_SIZE": "2", "HVDLITE_SECRET_FILE": str(file),
                  "HVDLITE_JOB_DIRECTORY": str(tmp_path)}
     file.chmod(0o644)
-    with pytest.raises(LaunchError, match="others can read it"):
+    with pytest.raises(LaunchError, match="other users can read it"):
         read_launch_info(variables, parent=1)
     file.chmod(0o600)
     assert read_launch_info(variables, parent=1).key == b"\xab\xcd"
@@ -108,20 +108,12 @@ def test_a_pmix_launcher_that_does_not_say_enough() -> None:
         read_launch_info({"PMIX_RANK": "3", "PMIX_NAMESPACE": "job"}, parent=1)
 
 
-SCRIPT = """
-import hvdlite as hvd, numpy as np
-hvd.init()
-assert hvd.size() == 2 and hvd.allreduce(np.array(hvd.rank() + 1), op=hvd.Sum) == 3
-print("fine")
-"""
-
-
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torchrun comes with torch")
 def test_under_torchrun(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
     environment = {**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
-                            str(tmp_path / "script.py")], capture_output=True, text=True, env=environment, timeout=100,
+    script = Path(__file__).parent / "programs/two_ranks.py"
+    ended = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)],
+                           capture_output=True, text=True, env=environment, timeout=100,
                            check=False)
     assert ended.returncode == 0 and ended.stdout.count("fine") == 2, ended.stderr
     assert not list(tmp_path.glob("hvdlite-*"))

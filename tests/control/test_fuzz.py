@@ -15,43 +15,16 @@ import pytest
 
 from hvdlite.control.wire import challenge_as_client
 from hvdlite.core.errors import HvdliteError
-from tests.worlds import Processes
-
-SCRIPT = """
-    import os, resource, sys, time, numpy as np
-    rank = int(os.environ["HVDLITE_RANK"])
-    if rank == 2:
-        print("late", flush=True)
-        time.sleep(float(sys.argv[1]))
-    if rank == 1 and len(sys.argv) > 2:
-        os.environ["HVDLITE_COORDINATOR"] = "127.0.0.1:" + sys.argv[2]
-    import hvdlite as hvd
-    hvd.init()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print("ready", flush=True)
-    turn = 0
-    while not hvd.broadcast(np.array(os.path.exists(os.environ["HVDLITE_JOB_DIRECTORY"] + "/go")), 0):
-        total = hvd.allreduce(np.full(1000, float(turn)), op=hvd.Sum)
-        assert (total == 3 * turn).all()
-        turn += 1
-        time.sleep(0.005)
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    assert grown < 64 << 10, f"{grown} KiB more"
-    print("done", flush=True)
-"""
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+from tests.control.programs.fuzz import reduce_until_told
+from tests.worlds import Processes, free_port, over_tcp
 
 
 @contextlib.contextmanager
-def job(delay: float, proxy: str = "") -> Iterator[tuple[Processes, int, bytes]]:
-    port, key = free_port(), secrets.token_bytes(32)
-    environment = {"HVDLITE_CONTROL": "tcp", "HVDLITE_COORDINATOR": f"127.0.0.1:{port}", "HVDLITE_SECRET": key.hex()}
-    with Processes(3, SCRIPT, environment=environment, arguments=[str(delay), *([proxy] if proxy else [])]) as world:
-        yield world, port, key
+def job(delay: float) -> Iterator[tuple[Processes, int, bytes]]:
+    port = free_port()
+    environment = over_tcp(port)
+    with Processes(3, reduce_until_told, delay, environment=environment) as world:
+        yield world, port, bytes.fromhex(environment["HVDLITE_SECRET"])
         with contextlib.suppress(FileNotFoundError):
             os.unlink(f"{world.directory}/go")
 
@@ -111,8 +84,8 @@ def test_strangers_while_the_ranks_meet_and_while_they_work() -> None:
         open(f"{world.directory}/go", "w").close()
         ended = world.wait()
         assert [rank.code for rank in ended] == [0, 0, 0], ended
-        turned_away = ended[0].stderr.count("a stranger at")
-        assert len(payloads) <= turned_away <= len(payloads) + len(held) + 3, ended[0].stderr  # each once, at most
+        refused = ended[0].stderr.count("was refused")
+        assert len(payloads) <= refused <= len(payloads) + len(held) + 3, ended[0].stderr  # each once, at most
         assert not ended[1].stderr and not ended[2].stderr
 
 
@@ -157,11 +130,10 @@ MEDDLING: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("kind", MEDDLING)
 def test_a_meddler_in_the_middle_ends_that_connection_only_with_a_reason(kind: str) -> None:
-    port, key = free_port(), secrets.token_bytes(32)
+    port = free_port()
     proxy = Proxy(port, MEDDLING[kind])
-    environment = {"HVDLITE_CONTROL": "tcp", "HVDLITE_COORDINATOR": f"127.0.0.1:{port}", "HVDLITE_SECRET": key.hex(),
-                   "HVDLITE_SILENCE_CHECK_SECONDS": "1"}
-    with Processes(3, SCRIPT, environment=environment, arguments=["0", str(proxy.port)]) as world:
+    environment = {**over_tcp(port), "HVDLITE_SILENCE_CHECK_SECONDS": "1"}
+    with Processes(3, reduce_until_told, 0.0, proxy.port, environment=environment) as world:
         for rank in range(3):
             world.wait_for(rank, "ready")
         proxy.armed.set()

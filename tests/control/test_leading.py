@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hvdlite.control.base import DecisionReceived, LetterReceived, PeerLost
+from hvdlite.control.base import DecisionReceived, DirectMessageReceived, PeerLost
 from hvdlite.control.doorbell import Doorbell
 from hvdlite.control.leading import LeaderControl
 from hvdlite.control.star import GRACE
@@ -16,12 +16,12 @@ from hvdlite.core.types import Collective
 from hvdlite.negotiation.leader import Leader
 from hvdlite.negotiation.messages import (
     Decision,
+    DirectMessage,
+    DirectMessages,
     FailureNotice,
     HostReport,
-    Letter,
-    Letters,
     Message,
-    Note,
+    OobMessage,
     RankReport,
     Report,
     Request,
@@ -39,7 +39,7 @@ class Host:
         self.control = LeaderControl(Leader((2, 3), 4), links, {2: Doorbell(), 3: Doorbell()}, {}, heartbeat_timeout=60)
         self.rank_0, self.rank_3 = (Connection(theirs) for _, theirs in self._pairs.values())
 
-    def said(self, to: Connection) -> Message:
+    def sent(self, to: Connection) -> Message:
         """Block until a message for rank 0 or rank 3 is there."""
         to.socket.settimeout(5.0)
         to.socket.recv(1, socket.MSG_PEEK)
@@ -59,34 +59,34 @@ def host() -> Iterator[Host]:
 def test_reports_go_up_and_are_no_events(host: Host) -> None:
     host.rank_3.send(SAYS)
     assert host.control.wait(5.0) == []
-    assert host.said(host.rank_0) == HostReport(0, (RankReport(3, SAYS),))
+    assert host.sent(host.rank_0) == HostReport(0, (RankReport(3, SAYS),))
     host.control.send_report(SAYS)
-    assert host.said(host.rank_0) == HostReport(0, (RankReport(2, SAYS),))
+    assert host.sent(host.rank_0) == HostReport(0, (RankReport(2, SAYS),))
 
 
-def test_letters_go_to_their_ranks_only_and_before_what_follows(host: Host) -> None:
-    mine, theirs = Letter(2, notes=(Note("x", 0, b"2"),)), Letter(3, notes=(Note("x", 0, b"3"),))
-    host.rank_0.send(Letters((mine, theirs)))
+def test_direct_messages_go_to_their_ranks_only_and_before_what_follows(host: Host) -> None:
+    mine, theirs = (DirectMessage(rank, oob_messages=(OobMessage("x", 0, b"%d" % rank),)) for rank in (2, 3))
+    host.rank_0.send(DirectMessages((mine, theirs)))
     host.rank_0.send(Decision(0, 1))
     events = host.control.wait(5.0)
     while len(events) < 2:
         events += host.control.wait(5.0)
-    assert events == [LetterReceived(mine), DecisionReceived(Decision(0, 1))]
+    assert events == [DirectMessageReceived(mine), DecisionReceived(Decision(0, 1))]
     host.rank_3.socket.settimeout(5.0)
     received: list[Message] = []
     while len(received) < 2:
         host.rank_3.socket.recv(1, socket.MSG_PEEK)
         received += host.rank_3.receive()
-    assert received == [Letters((theirs,)), Decision(0, 1)]
+    assert received == [DirectMessages((theirs,)), Decision(0, 1)]
 
 
 def test_decisions_go_down(host: Host) -> None:
     host.rank_0.send(Decision(0, 1))
     assert host.control.wait(5.0) == [DecisionReceived(Decision(0, 1))]
-    assert host.said(host.rank_3) == Decision(0, 1)
+    assert host.sent(host.rank_3) == Decision(0, 1)
 
 
-def test_a_decision_comes_from_above_only(host: Host) -> None:
+def test_a_decision_comes_from_the_parent_only(host: Host) -> None:
     host.rank_3.send(Decision(0, 1))
     (event,) = host.control.wait(5.0)
     assert isinstance(event, PeerLost) and event.rank == 3 and "out of place" in event.reason
@@ -96,11 +96,11 @@ def test_a_death_goes_up_behind_the_last_word(host: Host) -> None:
     host.rank_3.send(SAYS)
     host.rank_3.close()
     host.control.wait(5.0)
-    first = host.said(host.rank_0)
+    first = host.sent(host.rank_0)
     if isinstance(first, HostReport) and not first.lost:  # the end was read after the word
-        assert first.said == (RankReport(3, SAYS),)
+        assert first.items == (RankReport(3, SAYS),)
         host.control.wait(5.0)
-        first = host.said(host.rank_0)
+        first = host.sent(host.rank_0)
     assert isinstance(first, HostReport) and [rank for rank, _ in first.lost] == [3]
 
 
@@ -119,5 +119,5 @@ def test_the_host_is_told_of_a_failure_that_its_leader_knows_first(host: Host) -
     assert isinstance(event, PeerLost) and event.rank == 0
     lost = FailureNotice(0, "lost", event.reason)
     host.control.send_report(Report(0, 0, failure=lost))
-    told = host.said(host.rank_3)
+    told = host.sent(host.rank_3)
     assert isinstance(told, Decision) and told.failure == lost

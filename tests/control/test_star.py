@@ -12,14 +12,14 @@ from hvdlite.control.base import DecisionReceived, PeerLost
 from hvdlite.control.doorbell import Doorbell
 from hvdlite.control.star import StarControl
 from hvdlite.control.wire import Connection
-from hvdlite.negotiation.messages import Decision, FailureNotice, Letter, Letters, Message, Note, Report
+from hvdlite.negotiation.messages import Decision, DirectMessage, DirectMessages, FailureNotice, Message, OobMessage, Report
 
 
 def pair() -> tuple[StarControl, Connection]:
     """Return rank 1's control plane and the connection that rank 0 holds."""
     ours, theirs = socket.socketpair()
-    bells = {0: Doorbell(), 1: Doorbell()}
-    control = StarControl(1, {0: Connection(ours)}, bells, {}, heartbeat_timeout=60)
+    doorbells = {0: Doorbell(), 1: Doorbell()}
+    control = StarControl(1, {0: Connection(ours)}, doorbells, {}, heartbeat_timeout=60)
     far = Connection(theirs)
     far.start()
     return control, far
@@ -77,20 +77,20 @@ def test_ringing_wakes_a_wait_and_adds_up_to_nothing() -> None:
 
 def test_ringing_a_bell_while_it_is_closed_touches_no_other_file() -> None:
     for _ in range(200):
-        bell = Doorbell()
+        doorbell = Doorbell()
         stop = threading.Event()
         errors: list[BaseException] = []
 
-        def ring(bell: Doorbell = bell, stop: threading.Event = stop, errors: list[BaseException] = errors) -> None:
+        def ring(doorbell: Doorbell = doorbell, stop: threading.Event = stop, errors: list[BaseException] = errors) -> None:
             try:
                 while not stop.is_set():
-                    bell.ring()
+                    doorbell.ring()
             except OSError as error:
                 errors.append(error)
 
         worker = threading.Thread(target=ring)
         worker.start()
-        bell.close()
+        doorbell.close()
         stop.set()
         worker.join()
         assert not errors
@@ -129,10 +129,10 @@ def test_a_decision_is_encoded_once_for_all_peers(monkeypatch: pytest.MonkeyPatc
 
 def test_a_letter_goes_to_its_rank_or_the_leader_of_its_host() -> None:
     control, far = hub({2: (2, 3)}, [1, 2])
-    letters = {rank: Letter(rank, notes=(Note("x", 0, b"%d" % rank),)) for rank in (1, 2, 3)}
-    control.send_letters([Letter(0), *letters.values()])
+    messages = {rank: DirectMessage(rank, oob_messages=(OobMessage("x", 0, b"%d" % rank),)) for rank in (1, 2, 3)}
+    control.send_direct_messages([DirectMessage(0), *messages.values()])
     for connection in far.values():
         connection.start()
-    assert far[1].receive() == [Letters((letters[1],))]
-    assert far[2].receive() == [Letters((letters[2], letters[3]))]
+    assert far[1].receive() == [DirectMessages((messages[1],))]
+    assert far[2].receive() == [DirectMessages((messages[2], messages[3]))]
     close(control, far)

@@ -12,7 +12,7 @@ import pytest
 from hvdlite.core.array import SUPPORTED_DTYPES
 from hvdlite.core.device import DeviceArray
 from hvdlite.planes.nccl import library
-from hvdlite.planes.nccl.kernels import ENTRIES, NOTHING, Arithmetic, bits
+from hvdlite.planes.nccl.kernels import ENTRIES, NO_SCALING, Scaling, bits
 from tests.device_double import calculated
 
 NAMES = [name for name in SUPPORTED_DTYPES if name != "bool" and "complex" not in name]
@@ -24,7 +24,7 @@ def device() -> Iterator[Any]:
     torch.zeros(1, device="cuda")
     from hvdlite.planes.nccl.device import CupyDevice
     made = CupyDevice(0, 0, {})
-    made.enter()
+    made.make_current()
     yield made
 
 
@@ -48,13 +48,13 @@ def back(device: Any, array: DeviceArray) -> Any:
 def test_one_nccl_new_enough_and_the_gpu_has_a_name(device: Any) -> None:
     assert len(library.copies()) == 1
     assert device.version >= library.OLDEST
-    assert device.identity().count(":") == 2, "a PCI bus id"
+    assert device.bus_id().count(":") == 2, "a PCI bus id"
     assert library.cuda_of_torch() in (12, 13)
 
 
 def test_memory_is_aligned_and_can_be_cleared(device: Any) -> None:
     memory = device.allocate(1000)
-    device.clear(memory)
+    device.zero(memory)
     assert memory.pointer % 256 == 0 and not back(device, memory).any()
     with pytest.raises(MemoryError):
         device.allocate(1 << 50)
@@ -67,14 +67,14 @@ def test_an_event_passes_when_its_stream_has_come_to_it(device: Any) -> None:
     with torch.cuda.stream(stream):
         torch.cuda._sleep(200_000_000)
     device.record(event, stream.cuda_stream)
-    assert not device.passed(event)
+    assert not device.is_event_done(event)
     device.wait(device.stream, event)
     done = device.make_event()
     device.record(done, device.stream)
-    assert not device.passed(done), "our stream waits for the other one"
+    assert not device.is_event_done(done), "our stream waits for the other one"
     stream.synchronize()
     torch.cuda.synchronize()
-    assert device.passed(event) and device.passed(done)
+    assert device.is_event_done(event) and device.is_event_done(done)
 
 
 def test_the_stream_is_non_blocking_and_of_the_highest_priority(device: Any) -> None:
@@ -89,18 +89,18 @@ def test_the_stream_is_non_blocking_and_of_the_highest_priority(device: Any) -> 
     pair for pair in itertools.product(("float16", "bfloat16", "float32", "float64"), repeat=2) if pair[0] != pair[1]])
 def test_the_kernel_copies_casts_and_calculates_like_numpy(device: Any, source: str, target: str) -> None:
     generator = np.random.default_rng(1)
-    for count, shift, arithmetic in itertools.product((1, 4097, 300_001), (0, 1),
-                                                      (NOTHING, Arithmetic(0.5), Arithmetic(2.0, 3))):
+    for count, shift, scaling in itertools.product((1, 4097, 300_001), (0, 1),
+                                                      (NO_SCALING, Scaling(0.5), Scaling(2.0, 3))):
         values = (generator.normal(size=count) * 40).astype(np.float32 if "float" in source else np.float64)
         values = np.abs(values).astype(SUPPORTED_DTYPES[source])
         given = on_gpu(device, values, shift)
         out = on_gpu(device, np.zeros(count, SUPPORTED_DTYPES[target]), shift)
-        assert device.move([(given.pointer, out.pointer, count)], source, target, device.stream, arithmetic)
-        expected, result = calculated(values, arithmetic, SUPPORTED_DTYPES[target]), back(device, out)
-        if source == target and arithmetic is NOTHING:
+        assert device.batched_copy([(given.pointer, out.pointer, count)], source, target, device.stream, scaling)
+        expected, result = calculated(values, scaling, SUPPORTED_DTYPES[target]), back(device, out)
+        if source == target and scaling is NO_SCALING:
             assert result.tobytes() == expected.tobytes()
         elif "int" in target:
-            assert np.array_equal(result, expected), (count, shift, arithmetic)
+            assert np.array_equal(result, expected), (count, shift, scaling)
         else:
             step = {"float16": 2e-3, "bfloat16": 1e-2}.get(target, 1e-6)
             np.testing.assert_allclose(result.astype(np.float64), expected.astype(np.float64), rtol=step)
@@ -109,12 +109,12 @@ def test_the_kernel_copies_casts_and_calculates_like_numpy(device: Any, source: 
 def test_many_arrays_and_fillers(device: Any) -> None:
     sources = [on_gpu(device, np.full(1 + index, index, np.float32)) for index in range(2 * ENTRIES + 3)]
     targets = [on_gpu(device, np.zeros(1 + index, np.float32)) for index in range(2 * ENTRIES + 3)]
-    pairs = [(source.pointer, target.pointer, source.size) for source, target in zip(sources, targets, strict=True)]
-    assert device.move(pairs, "float32", "float32", device.stream)
+    copies = [(source.pointer, target.pointer, source.size) for source, target in zip(sources, targets, strict=True)]
+    assert device.batched_copy(copies, "float32", "float32", device.stream)
     assert all((back(device, target) == index).all() for index, target in enumerate(targets))
     for name in NAMES:
         out = on_gpu(device, np.zeros(1001, SUPPORTED_DTYPES[name]))
-        device.move([(0, out.pointer, 1001)], name, name, device.stream, filler=bits(7, SUPPORTED_DTYPES[name]))
+        device.batched_copy([(0, out.pointer, 1001)], name, name, device.stream, fill_value=bits(7, SUPPORTED_DTYPES[name]))
         assert (back(device, out).astype(np.float64) == 7).all(), name
 
 
@@ -126,7 +126,7 @@ def test_layouts_are_rearranged(device: Any) -> None:
         source.shape, source.strides = shape, strides
         target = on_gpu(device, np.zeros(24, SUPPORTED_DTYPES[name]))
         target.shape = shape
-        device.arrange(source, target, device.stream)
+        device.copy_row_major(source, target, device.stream)
         expected = np.lib.stride_tricks.as_strided(values, shape, tuple(step * values.itemsize for step in strides))
         assert back(device, target).tobytes() == np.ascontiguousarray(expected).tobytes(), name
 
@@ -135,9 +135,9 @@ def test_a_capture_is_seen(device: Any) -> None:
     import torch
     stream = torch.cuda.Stream()
     graph = torch.cuda.CUDAGraph()
-    assert not device.capturing(stream.cuda_stream)
+    assert not device.is_capturing(stream.cuda_stream)
     with torch.cuda.graph(graph, stream=stream):
-        assert device.capturing(torch.cuda.current_stream().cuda_stream)
+        assert device.is_capturing(torch.cuda.current_stream().cuda_stream)
 
 
 def test_torch_takes_the_planes_memory(device: Any) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+pytest.importorskip("torch")
+
+from tests.gpu.programs import training as programs
 from tests.gpu.support import run
 
 VARIANTS = ["plain", "kept", "channels last", "compiled", "fp16", "bf16", "clip", "groups", "accumulated"]
@@ -13,154 +16,20 @@ VARIANTS = ["plain", "kept", "channels last", "compiled", "fp16", "bf16", "clip"
     (VARIANTS, {}), (["plain", "bf16"], {"HVDLITE_GRADIENT_AS_BUCKET_VIEW": "0"})], ids=["views", "copies"])
 def test_two_ranks_equal_one(variants: list[str], environment: dict[str, str]) -> None:
     """Without batch normalisation, so that a mean over ranks is a mean over the whole batch."""
-    run(2, f"    variants, views = {variants!r}, {not environment}" + """
-    import traceback
-    def loss(model, x, y):
-        return torch.nn.functional.cross_entropy(model(x), y)
-
-    def small():
-        torch.manual_seed(3)
-        return torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Flatten(),
-                                   torch.nn.Linear(8 * 36, 64), torch.nn.Tanh(), torch.nn.Linear(64, 5)).to(gpu)
-
-    OPTIONS = {"fp16": {"compression": hvd.Compression.fp16}, "bf16": {"compression": hvd.Compression.bf16},
-               "groups": {"groups": 2}, "accumulated": {"backward_passes_per_step": 2}}
-
-    def train(variant, distributed):
-        model = small()
-        if variant == "channels last":
-            model = model.to(memory_format=torch.channels_last)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        if distributed:
-            hvd.broadcast_parameters(model.state_dict(), 0)
-            optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), **OPTIONS.get(variant, {}))
-        run = torch.compile(model, backend="aot_eager") if variant == "compiled" and distributed else model
-        passes = 2 if variant == "accumulated" else 1
-        for x, y in batches(8, size):
-            optimizer.zero_grad(set_to_none=variant != "kept")
-            shares = list(zip(x.chunk(size), y.chunk(size)))
-            for xs, ys in [shares[rank]] if distributed else shares:
-                for xp, yp in zip(xs.chunk(passes), ys.chunk(passes)):
-                    (loss(run, xp, yp) / (1 if distributed else size)).backward()
-            if variant == "clip":
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            optimizer.step()
-        return model, optimizer
-
-    failed = []
-    for variant in variants:
-        ours, optimizer = train(variant, True)
-        alone, _ = train(variant, False)
-        try:
-            assert optimizer._reducer.by_bucket, "buckets were never learned"
-            tolerance = 2e-2 if variant in ("fp16", "bf16") else 1e-4
-            for mine, theirs in zip(ours.parameters(), alone.parameters()):
-                torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance / 10)
-            assert all(parameter.grad.device == parameter.device for parameter in ours.parameters())
-            if views and variant not in OPTIONS:
-                assert all(parameter.grad.data_ptr() % 256 == 0 for parameter in ours.parameters())
-            if variant != "compiled":
-                assert all(parameter.grad.stride() == parameter.stride() for parameter in ours.parameters())
-        except AssertionError:
-            failed.append(f"--- {variant} ---\\n{traceback.format_exc()}")
-        same_everywhere(ours)
-    assert not failed, "\\n".join(failed)
-    hvd.shutdown()
-    """, environment=environment)
+    run(2, programs.two_ranks_equal_one, variants, not environment, environment=environment)
 
 
 def test_unused_parameters_and_loss_scaling() -> None:
-    run(2, """
-    model = torch.nn.ModuleDict({name: torch.nn.Linear(16, 4) for name in "abc"}).to(gpu)
-    hvd.broadcast_parameters(model.state_dict(), 0)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-                                         model.named_parameters())
-    scaler = torch.amp.GradScaler("cuda", init_scale=128.0)
-    for turn in range(8):
-        optimizer.zero_grad()
-        with torch.autocast("cuda", torch.float16):
-            value = model["a"](torch.ones(4, 16, device=gpu)) + (model["b"](torch.ones(4, 16, device=gpu)) if rank else 0)
-            value = value.square().mean()
-        if turn == 5 and rank == 1:
-            value = value * float("inf")
-        scaler.scale(value).backward()
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-    assert all(parameter.grad is None for parameter in model["c"].parameters())
-    assert scaler.get_scale() == 64.0, "one rank's inf is everybody's"
-    same_everywhere(model)
-    hvd.broadcast_optimizer_state(optimizer, 0)
-    hvd.shutdown()
-    """)
+    run(2, programs.unused_parameters_and_loss_scaling)
 
 
 def test_beside_torchs_own_nccl() -> None:
-    run(2, """
-    import torch.distributed as dist
-    dist.init_process_group("nccl", init_method=f"file://{os.environ['HVDLITE_JOB_DIRECTORY']}/store", rank=rank,
-                            world_size=size, device_id=gpu)
-    model = net()
-    hvd.broadcast_parameters(model.state_dict(), 0)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), model.named_parameters())
-    for x, y in batches(6, 1):
-        step(model, optimizer, x, y)
-        # Both libraries' kernels in one order on all ranks: theirs come behind ours on this stream.
-        metric = torch.full((4,), rank + 1.0, device=gpu)
-        dist.all_reduce(metric)
-        assert (metric == 3).all()
-    same_everywhere(model)
-    torch.cuda.synchronize()
-    hvd.shutdown()
-    dist.destroy_process_group()
-    try:
-        os.unlink(f"{os.environ['HVDLITE_JOB_DIRECTORY']}/store")
-    except FileNotFoundError:
-        pass
-    """)
+    run(2, programs.beside_torchs_own_nccl)
 
 
 def test_sparse_gradients_norms_and_parameters_on_both_sides() -> None:
-    run(2, """
-    embedding = torch.nn.Embedding(20, 4, sparse=True).to(gpu)
-    dense, on_host = torch.nn.Linear(4, 3).to(gpu), torch.nn.Linear(4, 3)
-    norm = hvd.SyncBatchNorm(3).to(gpu)
-    modules = torch.nn.ModuleList([embedding, dense, on_host, norm])
-    hvd.broadcast_parameters(modules.state_dict(), 0)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(modules.parameters(), lr=0.1), modules.named_parameters())
-    for turn in range(6):
-        optimizer.zero_grad()
-        vectors = embedding(torch.tensor([rank, turn, 7], device=gpu))
-        value = norm(dense(vectors)).square().mean() + on_host(vectors.cpu()).square().mean().to(gpu)
-        value.backward()
-        assert embedding.weight.grad.layout is torch.sparse_coo and embedding.weight.grad.device.type == "cuda"
-        optimizer.step()
-    same_everywhere(modules)
-    hvd.shutdown()
-    """)
+    run(2, programs.sparse_gradients_norms_and_parameters_on_both_sides)
 
 
 def test_nothing_waits_for_the_gpu_in_a_step() -> None:
-    run(1, """
-    share_even_alone()
-    model = net(wide=512)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters())
-    data = list(batches(12, 1))
-    for x, y in data[:8]:
-        step(model, optimizer, x, y)
-    torch.cuda.synchronize()
-    from torch.profiler import ProfilerActivity, profile
-    torch.cuda.set_sync_debug_mode("error")
-    from benchmarks.gpu_training import STEPS, is_wait, names_within
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
-        with torch.profiler.record_function(STEPS):
-            for x, y in data[8:]:
-                step(model, optimizer, x, y)
-        torch.cuda.set_sync_debug_mode("default")
-    names = names_within(trace.events())
-    assert any(name.startswith("cu") for name in names), "the profiler saw no calls of CUDA's"
-    assert not [name for name in names if is_wait(name)]
-    assert optimizer._reducer.by_bucket
-    hvd.shutdown()
-    """)
+    run(1, programs.nothing_waits_for_the_gpu_in_a_step)

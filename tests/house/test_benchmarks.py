@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ pytest.importorskip("torch")
 
 from benchmarks import control_scale, report
 from examples import fashion_mnist
+from tests.worlds import HVDRUN, free_port
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SMALL = ["--rounds", "1", "--seconds", "0.001", "--short"]
@@ -34,10 +34,8 @@ def test_it_runs_and_records(script: str, ranks: int, options: list[str], tmp_pa
         except FileNotFoundError as error:
             pytest.skip(str(error))
     record = tmp_path / f"{script}-{ranks}.json"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    launcher = [] if ranks == 1 else [sys.executable, "-m", "hvdlite_runner.cli", "-np", str(ranks)]
+    port = free_port()
+    launcher = [] if ranks == 1 else [*HVDRUN, "-np", str(ranks)]
     program = ["-c", ONE_STEP] if script == "training" else [f"benchmarks/{script}.py"]
     ended = subprocess.run([*launcher, sys.executable, *program, *options, "--record", str(record)],
                            cwd=ROOT, capture_output=True, text=True, timeout=150, check=False,

@@ -35,3 +35,28 @@ def test_links_to_a_section_lead_to_it() -> None:
     for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
         for path, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text(encoding="utf-8")):
             assert anchor in _anchors(page.parent / path if path else page), f"{page.name}: {path}#{anchor}"
+
+
+def test_every_class_in_the_glossary_exists() -> None:
+    page = (ROOT / "docs/glossary.md").read_text(encoding="utf-8")
+    meanings = [line.split(" | ")[1] for line in page.splitlines() if line.startswith("| ")]
+    classes = {name for text in _sources(*PACKAGES) for name in re.findall(r"^class (\w+)", text, re.MULTILINE)}
+    named = {name for meaning in meanings for name in re.findall(r"`([A-Z][a-z]\w+)`", meaning)}
+    assert named
+    assert named <= classes, f"docs/glossary.md names classes that do not exist: {sorted(named - classes)}"
+
+
+def test_the_page_of_the_architecture_has_a_table_of_every_package() -> None:
+    """`docs/generate.py` fills the tables, with every file."""
+    tables = re.findall(r"<!-- files of ([\w/]+) -->", (ROOT / "docs/architecture.md").read_text(encoding="utf-8"))
+    packages = {path.parent.relative_to(ROOT).as_posix() for path in (ROOT / "hvdlite").glob("*/__init__.py")}
+    assert packages - set(tables) == {"hvdlite/horovod_compat"}
+    assert set(PACKAGES) <= set(tables)
+
+
+def test_files_that_pages_name_exist() -> None:
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        text = re.sub(r"<!-- files of .*?<!-- end -->", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        for path in re.findall(r"`(\w+/[\w/]+\.py)`", text):
+            found = any((ROOT / folder / path).exists() for folder in (".", *PACKAGES))
+            assert found, f"{page.name}: {path}"

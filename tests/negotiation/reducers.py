@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.buckets import first_round
-from hvdlite.negotiation.controller import Assist, Evicted, Instruction, Suspended
-from hvdlite.negotiation.messages import BucketReady, BucketRelease, Closing, ErrorKind, Layout, Request, Response
+from hvdlite.negotiation.controller import EvictLayout, Instruction, ParticipateWithoutData, SuspendLayout
+from hvdlite.negotiation.messages import BucketReady, BucketRelease, ErrorKind, Layout, Request, Response, RoundDone
 from tests.negotiation.simulation import Simulation
 
 LABEL = "set"
@@ -34,7 +34,7 @@ class Reducer:
     Args:
         rounds: what the rank brings.
         later: if it is to join after these: the rounds until the next join, and so on; it joins after the last ones too.
-        rng: lets it close a round again now and then, as after an interrupt.
+        rng: lets it finish a round again now and then, as after an interrupt.
 
     Attributes:
         played: its rounds by their numbers.
@@ -91,12 +91,12 @@ class Reducer:
             self._give(self.to_give.pop())
         else:
             if self.alone or self.rng.random() < 0.1:
-                self._close()
+                self._finish_round()
                 self.alone = False
             if not self.waiting:
                 self.to_give = None
                 if self.rng.random() < 0.1:
-                    self._close()
+                    self._finish_round()
 
     def follow(self, instruction: Instruction) -> None:
         """Do what a decision says."""
@@ -105,16 +105,16 @@ class Reducer:
                 learned = {name for bucket in instruction.buckets for name in bucket.response.names}
                 assert learned == self.played[first - 2].members.keys() - set(alone), "not learned from a whole round"
                 self.layout = instruction
-            case Suspended(layout) if layout.label == self.label:
+            case SuspendLayout(layout) if layout.label == self.label:
                 assert self.layout == layout
                 self.suspended, self.layout = layout, None
-            case Evicted(layout) if layout.label == self.label:
+            case EvictLayout(layout) if layout.label == self.label:
                 self.layout = None if self.layout == layout else self.layout  # it may be the next one
                 self.suspended = None if self.suspended == layout else self.suspended
-            case BucketRelease(bucket, nobody) if bucket in self.definitions:
+            case BucketRelease(bucket, unused) if bucket in self.definitions:
                 response = self.definitions[bucket].response
                 for index, name in enumerate(response.names):
-                    self._answered(name, (ErrorKind.NONE, () if index in nobody else response.contributors))
+                    self._answered(name, (ErrorKind.NONE, () if index in unused else response.contributors))
             case Response(collective=Collective.JOIN):
                 self._go_on()
             case Response(names=names, error=error, contributors=contributors, collective=collective):
@@ -139,51 +139,51 @@ class Reducer:
         self.waiting = set(self.to_give)
         self.rng.shuffle(self.to_give)
         self.filled, self.broken = {}, set()
-        self.definitions = {bucket.bucket: bucket for bucket in self.layout.buckets} if self.layout else {}
+        self.definitions = {bucket.bucket_id: bucket for bucket in self.layout.buckets} if self.layout else {}
         self.current = self.layout if self.layout and self.layout.first_round <= self.number else None
         if self.current:
-            self.sparse.update(self.current.alone)
+            self.sparse.update(self.current.unbucketed)
             self.home = {member.name: bucket for bucket in self.current.buckets for member in bucket.members}
             if self.home.keys() != now.members.keys() - self.sparse:
-                self.controller.abandon(self.current.layout)
+                self.controller.mark_stale(self.current.layout_id)
                 self.current = None
             else:
                 self.by_bucket.add(self.number)
         self.alone = self.current is None or bool(self.sparse)
 
     def _give(self, name: str) -> None:
-        if self.current is None or name in self.sparse or self.home[name].bucket in self.broken:
+        if self.current is None or name in self.sparse or self.home[name].bucket_id in self.broken:
             self._declare(name)
             return
         bucket = self.home[name]
-        filled = self.filled.setdefault(bucket.bucket, [])
+        filled = self.filled.setdefault(bucket.bucket_id, [])
         member = next(member for member in bucket.members if member.name == name)
         if member.shape != (self.now.members[name],) or name in self.now.sparse:
-            self.broken.add(bucket.bucket)
-            self.controller.abandon(self.current.layout)
+            self.broken.add(bucket.bucket_id)
+            self.controller.mark_stale(self.current.layout_id)
             for other in (*filled, name):
                 self._declare(other)
             return
         filled.append(name)
         if len(filled) == len(bucket.members):
             missing = tuple(index for index, other in enumerate(bucket.members) if other.name in self.now.missing)
-            full = sum(len(self.filled.get(each.bucket, ())) == len(each.members) for each in self.current.buckets)
-            closes = full == len(self.current.buckets) and not self.sparse
-            self.controller.submit_bucket(bucket, BucketReady(bucket.bucket, self.number, missing, closes))
+            full = sum(len(self.filled.get(each.bucket_id, ())) == len(each.members) for each in self.current.buckets)
+            ends_round = full == len(self.current.buckets) and not self.sparse
+            self.controller.submit_bucket(bucket, BucketReady(bucket.bucket_id, self.number, missing, ends_round))
 
     def _declare(self, name: str) -> None:
         self.alone = True
         length = self.now.members[name]
         if name in self.now.sparse:
             request = Request(name, Collective.ALLGATHER, "uint8", (self.rank, length), label=self.label,
-                              round=self.number, process_set=self.process_set)
+                              round_id=self.number, process_set_id=self.process_set)
         else:
             request = Request(name, Collective.ALLREDUCE, "uint8", (length,), absent=name in self.now.missing,
-                              label=self.label, round=self.number, process_set=self.process_set)
+                              label=self.label, round_id=self.number, process_set_id=self.process_set)
         self.controller.submit(request)
 
-    def _close(self) -> None:
-        self.controller.close(Closing(self.label, self.number, self.process_set))
+    def _finish_round(self) -> None:
+        self.controller.round_done(RoundDone(self.label, self.number, self.process_set))
 
     def _answered(self, name: str, answer: Answer) -> None:
         self.waiting.remove(name)
@@ -209,7 +209,7 @@ def run(simulation: Simulation, reducers: list[Reducer], schedule: list[int]) ->
         elif action == 4:
             simulation.decide()
         elif action == INQUIRE:
-            simulation.coordinator.inquire([rank])
+            simulation.coordinator.request_status([rank])
         elif action == TUNE:
             simulation.coordinator.tune({"bucket_size": 30 + 10 * rank}, simulation.now)
         else:
@@ -257,10 +257,10 @@ def _done(instruction: Instruction) -> object:
     """Return what identifies an instruction that moves bytes, on every rank alike; None for others."""
     match instruction:
         case BucketRelease(bucket):
-            return "bucket", bucket, instruction.nobody
-        case Response(error=ErrorKind.NONE) | Assist(Response()):
-            response = instruction.response if isinstance(instruction, Assist) else instruction
-            return response.names, response.round
+            return "bucket", bucket, instruction.globally_unused
+        case Response(error=ErrorKind.NONE) | ParticipateWithoutData(Response()):
+            response = instruction.response if isinstance(instruction, ParticipateWithoutData) else instruction
+            return response.names, response.round_id
     return None
 
 

@@ -12,7 +12,7 @@ from hvdlite.negotiation.buckets import BucketSizes
 from hvdlite.negotiation.controller import Controller, Instruction
 from hvdlite.negotiation.coordinator import Coordinator, Policy
 from hvdlite.negotiation.leader import Leader
-from hvdlite.negotiation.messages import Decision, FailureNotice, HostReport, Letter, Report, Response
+from hvdlite.negotiation.messages import Decision, DirectMessage, FailureNotice, HostReport, Report, Response
 
 _encode = msgspec.msgpack.encode
 
@@ -46,7 +46,7 @@ class Simulation:
         self.controllers = [Controller(rank) for rank in range(size)]
         self.up: list[deque[Report]] = [deque() for _ in range(size)]
         self.down: list[deque[Decision]] = [deque() for _ in range(size)]
-        self.letters: list[list[Letter]] = [[] for _ in range(size)]
+        self.messages: list[list[DirectMessage]] = [[] for _ in range(size)]
         self.plans: list[list[Instruction]] = [[] for _ in range(size)]
         self.failures: list[FailureNotice | None] = [None] * size
         self.now = 0.0
@@ -85,8 +85,8 @@ class Simulation:
 
     def decide(self) -> None:
         decision = self.coordinator.decide()
-        for letter in self.coordinator.letters():
-            self.letters[letter.rank].append(msgspec.msgpack.decode(_encode(letter), type=Letter))
+        for message in self.coordinator.take_direct_messages():
+            self.messages[message.rank].append(msgspec.msgpack.decode(_encode(message), type=DirectMessage))
         if decision is not None:
             decision = msgspec.msgpack.decode(_encode(decision), type=Decision)
             alone = [queue for rank, queue in enumerate(self.down) if rank not in self.leader_of]

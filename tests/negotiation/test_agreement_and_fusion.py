@@ -64,7 +64,7 @@ def test_threshold_zero_turns_fusion_off() -> None:
     assert len(fuse([(_response(name), 4) for name in "abc"], threshold=0)) == 3
 
 
-@pytest.mark.parametrize("field", [{"op": ReduceOp.MAX}, {"prescale": 2.0}, {"postscale": 2.0}, {"process_set": 1}])
+@pytest.mark.parametrize("field", [{"op": ReduceOp.MAX}, {"prescale": 2.0}, {"postscale": 2.0}, {"process_set_id": 1}])
 def test_only_equal_operations_are_fused(field: dict[str, object]) -> None:
     fused = fuse([(_response("a"), 4), (_response("b", **field), 4), (_response("c"), 4)], threshold=100)
     assert [response.names for response in fused] == [("a", "c"), ("b",)]

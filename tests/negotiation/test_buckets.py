@@ -9,14 +9,14 @@ from hypothesis import given, settings, strategies
 
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.buckets import BucketSizes, cut
-from hvdlite.negotiation.controller import Evicted, Expanded
+from hvdlite.negotiation.controller import EvictLayout, SplitBucket
 from hvdlite.negotiation.messages import (
-    Closing,
     ErrorKind,
     Layout,
     Request,
     Response,
     Retired,
+    RoundDone,
 )
 from tests.negotiation.reducers import LABEL, Reducer, Round, check, led, run, steady, stories
 from tests.negotiation.simulation import Simulation
@@ -105,13 +105,13 @@ def test_too_many_layouts_evict_the_least_recently_used() -> None:
     layouts: dict[str, Layout] = {}
     for number in range(1, 4):
         for label in ("x", "y", "z"):
-            controller.submit(Request(label, Collective.ALLREDUCE, "uint8", (4,), label=label, round=number))
-            controller.close(Closing(label, number))
+            controller.submit(Request(label, Collective.ALLREDUCE, "uint8", (4,), label=label, round_id=number))
+            controller.round_done(RoundDone(label, number))
             simulation.settle()
             for instruction in simulation.plans[0]:
                 if isinstance(instruction, Layout):
                     layouts[instruction.label] = instruction
-                elif isinstance(instruction, Evicted):
+                elif isinstance(instruction, EvictLayout):
                     layouts.pop(instruction.layout.label, None)
             simulation.plans[0].clear()
             assert len(layouts) <= 2
@@ -122,9 +122,9 @@ def test_layouts_differing_between_ranks_fall_back_to_row_major() -> None:
     for strides, wanted in ((((1, 4), (1, 4)), (1, 4)), (((1, 4), ()), ())):
         simulation = Simulation(2)
         for rank in range(2):
-            simulation.controllers[rank].submit(Request("x", Collective.ALLREDUCE, "uint8", (4, 2), label=LABEL, round=1,
+            simulation.controllers[rank].submit(Request("x", Collective.ALLREDUCE, "uint8", (4, 2), label=LABEL, round_id=1,
                                                         strides=strides[rank]))
-            simulation.controllers[rank].close(Closing(LABEL, 1))
+            simulation.controllers[rank].round_done(RoundDone(LABEL, 1))
         simulation.settle()
         (layout,) = [instruction for instruction in simulation.plans[1] if isinstance(instruction, Layout)]
         assert layout.buckets[0].members[0].strides == wanted
@@ -132,7 +132,7 @@ def test_layouts_differing_between_ranks_fall_back_to_row_major() -> None:
 
 def test_learning_can_be_turned_off() -> None:
     simulation, _ = steady(2, {"a": 8}, 4, sizes=BucketSizes(16, 0))
-    assert not any(isinstance(instruction, (Layout, Expanded)) for instruction in simulation.plans[0])
+    assert not any(isinstance(instruction, (Layout, SplitBucket)) for instruction in simulation.plans[0])
 
 
 @pytest.mark.parametrize(("sizes", "ends"), [
@@ -175,8 +175,8 @@ def test_a_set_that_ranks_drop_at_different_times_is_forgotten(story: tuple[Simu
     assert simulation.failures == [None] * size
     assert not simulation.coordinator.declared_sets and not simulation.coordinator.anything_waits
     for plan in simulation.plans:
-        learned = [instruction.layout for instruction in plan if isinstance(instruction, Layout)]
-        assert [instruction.layout.layout for instruction in plan if isinstance(instruction, Evicted)] == learned
+        learned = [instruction.layout_id for instruction in plan if isinstance(instruction, Layout)]
+        assert [instruction.layout.layout_id for instruction in plan if isinstance(instruction, EvictLayout)] == learned
 
 
 @pytest.mark.parametrize("hosts", [[], [(0, 1)]])
@@ -184,7 +184,7 @@ def test_a_layout_ends_with_the_first_rank_that_drops_its_set(hosts: list[tuple[
     simulation, _ = steady(2, {"a": 8, "b": 8}, 4, hosts=hosts)
     simulation.controllers[1].retire(Retired(LABEL))
     simulation.settle()
-    assert [isinstance(plan[-1], Evicted) for plan in simulation.plans] == [True, True]
+    assert [isinstance(plan[-1], EvictLayout) for plan in simulation.plans] == [True, True]
     assert simulation.coordinator.declared_sets == {LABEL}, "rank 0 may still report something of it"
     simulation.controllers[0].retire(Retired(LABEL))
     simulation.settle()
@@ -194,7 +194,7 @@ def test_a_layout_ends_with_the_first_rank_that_drops_its_set(hosts: list[tuple[
 def test_what_waits_in_a_set_that_all_ranks_have_dropped_is_answered() -> None:
     """A rank drops it in the middle of a round in which the other did nothing."""
     simulation = Simulation(2)
-    simulation.controllers[1].submit(Request("a", Collective.ALLREDUCE, "uint8", (4,), label=LABEL, round=1))
+    simulation.controllers[1].submit(Request("a", Collective.ALLREDUCE, "uint8", (4,), label=LABEL, round_id=1))
     for controller in simulation.controllers:
         controller.retire(Retired(LABEL))
     simulation.settle()
@@ -241,7 +241,7 @@ def test_a_set_may_be_dropped_in_the_middle_of_a_round(size: int, seed: int, per
     simulation.settle()
     assert simulation.failures == [None] * size
     for plan in simulation.plans:
-        learned = [instruction.layout for instruction in plan if isinstance(instruction, Layout)]
-        assert [instruction.layout.layout for instruction in plan if isinstance(instruction, Evicted)] == learned
+        learned = [instruction.layout_id for instruction in plan if isinstance(instruction, Layout)]
+        assert [instruction.layout.layout_id for instruction in plan if isinstance(instruction, EvictLayout)] == learned
     assert not any(controller.unanswered() for controller in simulation.controllers), "somebody waits for ever"
     assert not simulation.coordinator.anything_waits and not simulation.coordinator.declared_sets

@@ -9,21 +9,21 @@ from hypothesis import given, strategies
 
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.negotiation.deadlock import stuck_ranks
-from hvdlite.negotiation.messages import Blocked, Closing, Request, Wait
+from hvdlite.negotiation.messages import Blocked, Request, RoundDone, Wait
 from tests.negotiation.simulation import Simulation
 
 
-def tensor(name: str, label: str = "", round: int = 0) -> Request:
-    return Request(name, Collective.ALLREDUCE, "float32", (4,), op=ReduceOp.SUM, label=label, round=round)
+def tensor(name: str, label: str = "", round_id: int = 0) -> Request:
+    return Request(name, Collective.ALLREDUCE, "float32", (4,), op=ReduceOp.SUM, label=label, round_id=round_id)
 
 
-def waits_for(name: str, round: int = 0, *, deferrable: bool = False, entirely: bool = True) -> Blocked:
-    return Blocked((Wait(0, name, round, deferrable),), entirely)
+def waits_for(name: str, round_id: int = 0, *, deferrable: bool = False, entirely: bool = True) -> Blocked:
+    return Blocked((Wait(0, name, round_id, deferrable),), entirely)
 
 
-def close(sim: Simulation, rank: int, label: str, round: int = 1) -> None:
-    sim.controllers[rank].submit(tensor(f"{label}.a", label, round))
-    sim.controllers[rank].close(Closing(label, round))
+def finish_round(sim: Simulation, rank: int, label: str, round_id: int = 1) -> None:
+    sim.controllers[rank].submit(tensor(f"{label}.a", label, round_id))
+    sim.controllers[rank].round_done(RoundDone(label, round_id))
 
 
 def call(sim: Simulation, rank: int, name: str) -> None:
@@ -56,12 +56,12 @@ HOSTS = pytest.mark.parametrize("hosts", [(), ([0], [1]), ([0, 1],)], ids=["flat
 def test_ranks_that_wait_for_each_others_sets_are_deferred(hosts: Sequence[Sequence[int]]) -> None:
     sim, deferred = world(hosts)
     for rank, label in enumerate("AB"):
-        close(sim, rank, label)
+        finish_round(sim, rank, label)
         block(sim, rank, waits_for(label, 1, deferrable=True))
     sim.settle()
     assert sorted(rank for ranks in deferred for rank in ranks) == [0, 1]
-    for rank, label in enumerate("BA"):  # they go on, and each closes the other's
-        close(sim, rank, label)
+    for rank, label in enumerate("BA"):  # they go on, and each finishes the other's
+        finish_round(sim, rank, label)
     sim.settle()
     assert not any(controller.unanswered() for controller in sim.controllers) and not sim.coordinator.blocked.deadlock()[0]
 
@@ -69,7 +69,7 @@ def test_ranks_that_wait_for_each_others_sets_are_deferred(hosts: Sequence[Seque
 @HOSTS
 def test_a_collective_before_the_step_defers_the_rank_in_backward_only(hosts: Sequence[Sequence[int]]) -> None:
     sim, deferred = world(hosts)
-    close(sim, 0, "A")
+    finish_round(sim, 0, "A")
     block(sim, 0, waits_for("A", 1, deferrable=True))
     sim.settle()
     assert not deferred  # rank 1 may still be computing
@@ -78,7 +78,7 @@ def test_a_collective_before_the_step_defers_the_rank_in_backward_only(hosts: Se
     sim.settle()
     assert deferred == [(0,)]
     call(sim, 0, "loss")
-    close(sim, 1, "A")
+    finish_round(sim, 1, "A")
     sim.settle()
     assert not any(controller.unanswered() for controller in sim.controllers)
 
@@ -86,7 +86,7 @@ def test_a_collective_before_the_step_defers_the_rank_in_backward_only(hosts: Se
 # docs/protocol.md#circular-waits
 def test_a_circle_of_waits_that_cannot_be_deferred_is_told_with_both_sides() -> None:
     sim, deferred = world()
-    close(sim, 0, "A")
+    finish_round(sim, 0, "A")
     block(sim, 0, waits_for("A", 1))
     call(sim, 1, "loss")
     block(sim, 1, waits_for("loss"))
@@ -131,7 +131,7 @@ def test_a_rank_that_has_joined_is_not_waited_for() -> None:
     sim, deferred = world()
     sim.controllers[1].submit(Request("join", Collective.JOIN, "uint8", (0,)))
     block(sim, 1, waits_for("join"))
-    close(sim, 0, "A")
+    finish_round(sim, 0, "A")
     block(sim, 0, waits_for("A", 1, deferrable=True))
     sim.settle()
     assert not deferred and not sim.coordinator.blocked.deadlock()[0]

@@ -1,4 +1,4 @@
-"""Ranks that join, leave, or remove a process set, at any time; rounds that are closed twice."""
+"""Ranks that join, leave, or remove a process set, at any time; rounds that are finished twice."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.buckets import first_round
-from hvdlite.negotiation.messages import BucketReady, Closing, ErrorKind, Layout, Request, Response
+from hvdlite.negotiation.messages import BucketReady, ErrorKind, Layout, Request, Response, RoundDone
 from tests.negotiation.reducers import LABEL, Reducer, Round, check, led, run, steady, stories
 from tests.negotiation.simulation import Simulation
 
@@ -62,7 +62,7 @@ def test_ranks_take_part_again_when_their_join_fails(hosts: list[tuple[int, ...]
     for controller in simulation.controllers:
         controller.submit(Request("add", Collective.ADD_PROCESS_SET, "uint8", (0,), members=(0, 1)))
     simulation.settle()
-    x = Request("x", Collective.ALLREDUCE, "uint8", (4,), process_set=1)
+    x = Request("x", Collective.ALLREDUCE, "uint8", (4,), process_set_id=1)
     simulation.controllers[1].submit(x)
     simulation.settle()
     simulation.controllers[0].submit(Request("join", Collective.JOIN, "uint8", (0,)))
@@ -83,8 +83,8 @@ def test_a_member_that_one_rank_has_is_refused_while_another_has_joined(hosts: l
     simulation = Simulation(3, hosts=hosts)
     simulation.controllers[1].submit(Request("join", Collective.JOIN, "uint8", (0,)))
     for rank, name in ((0, "a"), (2, "b")):
-        simulation.controllers[rank].submit(Request(name, Collective.ALLREDUCE, "uint8", (4,), label=LABEL, round=1))
-        simulation.controllers[rank].close(Closing(LABEL, 1))
+        simulation.controllers[rank].submit(Request(name, Collective.ALLREDUCE, "uint8", (4,), label=LABEL, round_id=1))
+        simulation.controllers[rank].round_done(RoundDone(LABEL, 1))
     simulation.settle()
     for rank in (0, 2):
         (told,) = simulation.plans[rank]
@@ -109,7 +109,7 @@ def test_a_bucket_of_a_round_from_before_a_join_is_refused(hosts: list[tuple[int
     simulation.decide()
     if heard:
         simulation.settle(reducers)
-    simulation.controllers[1].submit_bucket(bucket, BucketReady(bucket.bucket, 3, (), True))
+    simulation.controllers[1].submit_bucket(bucket, BucketReady(bucket.bucket_id, 3, (), True))
     simulation.settle(reducers)
     (refusal,) = [told for told in simulation.plans[1] if isinstance(told, Response) and told.error is not ErrorKind.NONE]
     assert refusal.names == ("a",) and "join()" in refusal.error_text
@@ -203,29 +203,29 @@ def test_a_closing_and_the_removal_of_its_process_set_in_one_report(hosts: list[
     simulation.settle()
     for rank, controller in enumerate(simulation.controllers):
         if rank == 1:
-            controller.submit(Request("x", Collective.ALLREDUCE, "uint8", (4,), label=LABEL, round=1, process_set=1))
-            controller.close(Closing(LABEL, 1, 1))
+            controller.submit(Request("x", Collective.ALLREDUCE, "uint8", (4,), label=LABEL, round_id=1, process_set_id=1))
+            controller.round_done(RoundDone(LABEL, 1, 1))
         controller.submit(Request("remove", Collective.REMOVE_PROCESS_SET, "uint8", (0,), members=(1,)))
         if rank == 1:
-            controller.close(Closing(LABEL, 2, 1))  # by a thread that did not know
+            controller.round_done(RoundDone(LABEL, 2, 1))  # by a thread that did not know
     simulation.settle()
     assert simulation.failures == [None, None]
     assert [response.error for response in simulation.plans[1] if isinstance(response, Response)] == [ErrorKind.NONE] * 3
 
 
 @pytest.mark.parametrize("hosts", [[], [(0, 1, 2)], [(1, 2)]])
-def test_a_rank_that_closes_a_round_twice_does_not_end_it(hosts: list[tuple[int, ...]]) -> None:
+def test_a_rank_that_finishes_a_round_twice_does_not_end_it(hosts: list[tuple[int, ...]]) -> None:
     simulation = Simulation(3, hosts=hosts)
-    for rank, name in ((0, "b"), (1, "a"), (2, "a")):  # nobody else has "b": that is known when all have closed the round
-        simulation.controllers[rank].submit(Request(name, Collective.ALLREDUCE, "uint8", (4,), label=LABEL, round=1))
+    for rank, name in ((0, "b"), (1, "a"), (2, "a")):  # nobody else has "b": that is known when all have finished the round
+        simulation.controllers[rank].submit(Request(name, Collective.ALLREDUCE, "uint8", (4,), label=LABEL, round_id=1))
     for rank in (0, 1, 1, 1):
-        simulation.controllers[rank].close(Closing(LABEL, 1))
+        simulation.controllers[rank].round_done(RoundDone(LABEL, 1))
     simulation.settle()
-    assert not any(simulation.plans), "the round is over before rank 2 has closed it"
-    simulation.coordinator.inquire([1, 2])
+    assert not any(simulation.plans), "the round is over before rank 2 has finished it"
+    simulation.coordinator.request_status([1, 2])
     simulation.settle()
-    assert simulation.coordinator.closed_by(LABEL, 1) == {0, 1}
-    simulation.controllers[2].close(Closing(LABEL, 1))
+    assert simulation.coordinator.ranks_done_with(LABEL, 1) == {0, 1}
+    simulation.controllers[2].round_done(RoundDone(LABEL, 1))
     simulation.settle()
-    assert simulation.coordinator.closed_by(LABEL, 1) == {0, 1, 2}
+    assert simulation.coordinator.ranks_done_with(LABEL, 1) == {0, 1, 2}
     assert [[response.error for response in plan] for plan in simulation.plans] == [[ErrorKind.MISMATCH]] * 3

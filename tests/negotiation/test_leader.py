@@ -11,19 +11,19 @@ from hvdlite.core.types import Collective
 from hvdlite.negotiation.coordinator import Coordinator, Policy
 from hvdlite.negotiation.leader import Leader
 from hvdlite.negotiation.messages import (
-    Alike,
     Blocked,
     Bucket,
     BucketReady,
-    Closing,
     Decision,
     ErrorKind,
     HostReport,
     Layout,
+    MergedRequests,
     RankReport,
     Report,
     Request,
     Response,
+    RoundDone,
 )
 
 RESPONSE = Response(("a",), Collective.ALLREDUCE, "float32", contributors=(0, 1, 2, 3))
@@ -37,8 +37,8 @@ def a_leader() -> Leader:
     return leader
 
 
-def ready(round: int) -> Report:
-    return Report(0, 1, (BucketReady(7, round),))
+def ready(round_id: int) -> Report:
+    return Report(0, 1, (BucketReady(7, round_id),))
 
 
 # docs/protocol.md#leaders
@@ -54,15 +54,15 @@ def test_what_all_say_goes_up_once() -> None:
 def test_when_one_is_asked_for_an_account_the_coordinator_learns_who_is_missing(asked: int) -> None:
     leader = a_leader()
     leader.receive(2, ready(2))
-    leader.watch(Decision(0, 2, inquiries=(0,)))
+    leader.watch(Decision(0, 2, status_requests=(0,)))
     assert leader.report() is None
-    leader.watch(Decision(0, 3, inquiries=(asked,)))
+    leader.watch(Decision(0, 3, status_requests=(asked,)))
     leader.check_invariants()
     report = leader.report()
-    assert report is not None and report.said == (RankReport(2, ready(2)),)
+    assert report is not None and report.items == (RankReport(2, ready(2)),)
     leader.receive(3, ready(2))
     report = leader.report()
-    assert report is not None and report.said == (RankReport(3, ready(2)),), "what goes up rank by rank does so to its end"
+    assert report is not None and report.items == (RankReport(3, ready(2)),), "what goes up rank by rank does so to its end"
     for rank in (2, 3):
         leader.receive(rank, ready(3))
     leader.check_invariants()
@@ -75,52 +75,52 @@ def test_the_end_of_a_rank_goes_up_behind_what_it_said() -> None:
     leader.receive(3, leaving)
     leader.lose(3, "its process ended")
     report = leader.report()
-    assert report is not None and report.said == (RankReport(3, leaving),) and report.lost == ((3, "its process ended"),)
+    assert report is not None and report.items == (RankReport(3, leaving),) and report.lost == ((3, "its process ended"),)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(report), type=HostReport) == report
     assert leader.report() is None
 
 
 def test_what_a_rank_says_after_a_closing_goes_up_after_it() -> None:
     leader = a_leader()
-    closing, later = Closing("net", 1), Request("remove", Collective.REMOVE_PROCESS_SET, "uint8", (0,), members=(1,))
-    leader.receive(2, Report(0, 1, (MEMBER, closing, later)))
+    done, later = RoundDone("net", 1), Request("remove", Collective.REMOVE_PROCESS_SET, "uint8", (0,), members=(1,))
+    leader.receive(2, Report(0, 1, (MEMBER, done, later)))
     assert leader.report() == HostReport(0, (RankReport(2, Report(0, 1, (later,))),))
-    leader.receive(3, Report(0, 1, (MEMBER, closing, later)))
-    assert leader.report() == HostReport(1, (Alike((2, 3), (MEMBER,)), closing, RankReport(3, Report(0, 1, (later,)))))
+    leader.receive(3, Report(0, 1, (MEMBER, done, later)))
+    assert leader.report() == HostReport(1, (MergedRequests((2, 3), (MEMBER,)), done, RankReport(3, Report(0, 1, (later,)))))
 
 
-def test_one_rank_that_closes_a_round_twice_does_not_close_it_for_another() -> None:
+def test_one_rank_that_finishes_a_round_twice_does_not_finish_it_for_another() -> None:
     leader = a_leader()
-    closing = Report(0, 1, (Closing("net", 1),))
-    leader.receive(2, closing)
-    leader.receive(2, closing)
+    done = Report(0, 1, (RoundDone("net", 1),))
+    leader.receive(2, done)
+    leader.receive(2, done)
     assert leader.report() is None
-    leader.receive(3, closing)
-    assert leader.report() == HostReport(1, closing.said)
-    leader.receive(3, closing)
-    leader.receive(2, closing)
+    leader.receive(3, done)
+    assert leader.report() == HostReport(1, done.items)
+    leader.receive(3, done)
+    leader.receive(2, done)
     leader.check_invariants()
     assert leader.report() is None
 
 
 def test_a_rank_that_is_asked_for_an_account_is_known_to_have_closed_its_round() -> None:
     leader = a_leader()
-    closing = Report(0, 1, (Closing("net", 1),))
-    leader.receive(2, closing)
-    leader.watch(Decision(0, 2, inquiries=(2,)))
-    assert leader.report() == HostReport(0, (RankReport(2, closing),))
-    leader.receive(3, closing)
-    assert leader.report() == HostReport(1, closing.said)
+    done = Report(0, 1, (RoundDone("net", 1),))
+    leader.receive(2, done)
+    leader.watch(Decision(0, 2, status_requests=(2,)))
+    assert leader.report() == HostReport(0, (RankReport(2, done),))
+    leader.receive(3, done)
+    assert leader.report() == HostReport(1, done.items)
 
 
-def says(*said: Request | Closing, **rest: Any) -> Report:
-    return Report(0, 1, said, **rest)
+def report_of(*items: Request | RoundDone, **rest: Any) -> Report:
+    return Report(0, 1, items, **rest)
 
 
 def told(leader: Leader) -> tuple[object, ...]:
     leader.check_invariants()
     report = leader.report()
-    return () if report is None else report.said
+    return () if report is None else report.items
 
 
 X = Request("x", Collective.ALLREDUCE, "float32", (8,))
@@ -128,122 +128,124 @@ X = Request("x", Collective.ALLREDUCE, "float32", (8,))
 
 def test_equal_requests_of_a_host_go_up_as_one_behind_the_last() -> None:
     leader = a_leader()
-    leader.receive(3, says(X))
+    leader.receive(3, report_of(X))
     assert told(leader) == ()
     other = msgspec.structs.replace(X, name="y")
-    leader.receive(2, says(other, X))
-    assert told(leader) == (Alike((2, 3), (X,)),)
-    leader.receive(3, says(other))
-    assert told(leader) == (Alike((2, 3), (other,)),)
+    leader.receive(2, report_of(other, X))
+    assert told(leader) == (MergedRequests((2, 3), (X,)),)
+    leader.receive(3, report_of(other))
+    assert told(leader) == (MergedRequests((2, 3), (other,)),)
 
 
 @pytest.mark.parametrize("change", [{"absent": True}, {"shape": (9,)}, {"strides": (1,)}, {"splits": (1, 7)},
                                     {"in_step": True}])
 def test_requests_that_differ_go_up_with_their_ranks(change: dict[str, Any]) -> None:
     leader = Leader((1, 2, 3), 4)
-    leader.receive(1, says(X))
-    leader.receive(2, says(msgspec.structs.replace(X, **change)))
-    leader.receive(3, says(X))
-    assert told(leader) == (Alike((1, 3), (X,)), Alike((2,), (msgspec.structs.replace(X, **change),)))
+    leader.receive(1, report_of(X))
+    leader.receive(2, report_of(msgspec.structs.replace(X, **change)))
+    leader.receive(3, report_of(X))
+    assert told(leader) == (MergedRequests((1, 3), (X,)), MergedRequests((2,), (msgspec.structs.replace(X, **change),)))
 
 
 def test_a_request_with_its_tensor_waits_for_nobody_and_lets_nobody_wait() -> None:
     leader = a_leader()
     eager = msgspec.structs.replace(X, payload=b"tensor")
-    leader.receive(2, says(X))
-    leader.receive(3, says(eager))
-    assert told(leader) == (Alike((2,), (X,)), RankReport(3, says(eager)))
+    leader.receive(2, report_of(X))
+    leader.receive(3, report_of(eager))
+    assert told(leader) == (MergedRequests((2,), (X,)), RankReport(3, report_of(eager)))
     leader.watch(Decision(0, 2, responses=(Response(("x",), Collective.ALLREDUCE, "float32"),)))
-    leader.receive(3, says(X))
+    leader.receive(3, report_of(X))
     assert told(leader) == (), "the tensor was answered: its name begins anew"
 
 
 @pytest.mark.parametrize("asked", [2, 3])
 def test_when_one_is_asked_for_an_account_requests_go_up_with_their_ranks(asked: int) -> None:
     leader = a_leader()
-    leader.receive(2, says(X))
-    leader.watch(Decision(0, 2, inquiries=(asked,)))
-    assert told(leader) == (Alike((2,), (X,)),)
-    leader.receive(3, says(X))
-    assert told(leader) == (Alike((3,), (X,)),)
+    leader.receive(2, report_of(X))
+    leader.watch(Decision(0, 2, status_requests=(asked,)))
+    assert told(leader) == (MergedRequests((2,), (X,)),)
+    leader.receive(3, report_of(X))
+    assert told(leader) == (MergedRequests((3,), (X,)),)
 
 
-@pytest.mark.parametrize("last", [says(leaving=True), says(blocked=Blocked(())),
-                                  says(Request("join", Collective.JOIN, "uint8", (0,)))])
+@pytest.mark.parametrize("last", [report_of(leaving=True), report_of(blocked=Blocked(())),
+                                  report_of(Request("join", Collective.JOIN, "uint8", (0,)))])
 def test_before_a_rank_joins_or_leaves_or_is_blocked_everything_goes_up(last: Report) -> None:
     leader = a_leader()
-    leader.receive(2, says(X))
+    leader.receive(2, report_of(X))
     leader.receive(3, last)
-    assert told(leader) == (Alike((2,), (X,)), RankReport(3, last))
+    assert told(leader) == (MergedRequests((2,), (X,)), RankReport(3, last))
 
 
 def test_nobody_waits_for_a_rank_that_has_joined() -> None:
     leader = a_leader()
-    leader.receive(3, says(Request("join", Collective.JOIN, "uint8", (0,))))
+    leader.receive(3, report_of(Request("join", Collective.JOIN, "uint8", (0,))))
     leader.report()
-    leader.receive(2, says(X))
-    assert told(leader) == (RankReport(2, says(X)),)
+    leader.receive(2, report_of(X))
+    assert told(leader) == (RankReport(2, report_of(X)),)
 
 
-def test_a_member_that_only_one_rank_has_goes_up_before_the_round_is_closed() -> None:
+def test_a_member_that_only_one_rank_has_goes_up_before_the_round_is_over() -> None:
     leader = a_leader()
-    member, closing = msgspec.structs.replace(MEMBER, name="b", round=1), Closing("net", 1)
-    leader.receive(2, says(member, closing))
+    member, done = msgspec.structs.replace(MEMBER, name="b", round_id=1), RoundDone("net", 1)
+    leader.receive(2, report_of(member, done))
     assert told(leader) == ()
-    leader.receive(3, says(closing))
-    assert told(leader) == (Alike((2,), (member,)), closing)
+    leader.receive(3, report_of(done))
+    assert told(leader) == (MergedRequests((2,), (member,)), done)
 
 
 def test_a_request_that_ends_a_layout_goes_up_at_once() -> None:
     leader = a_leader()
-    member = msgspec.structs.replace(MEMBER, round=2)
-    leader.receive(2, says(member))
-    assert told(leader) == (RankReport(2, says(member)),)
+    member = msgspec.structs.replace(MEMBER, round_id=2)
+    leader.receive(2, report_of(member))
+    assert told(leader) == (RankReport(2, report_of(member)),)
 
 
 def test_requests_in_a_process_set_that_ends_go_up() -> None:
     leader = a_leader()
     leader.watch(Decision(0, 2, responses=(Response(("add",), Collective.ADD_PROCESS_SET, "uint8", members=(2, 3)),)))
-    inside = msgspec.structs.replace(X, process_set=1)
+    inside = msgspec.structs.replace(X, process_set_id=1)
     remove = Request("remove", Collective.REMOVE_PROCESS_SET, "uint8", (0,), members=(1,))
-    leader.receive(2, says(inside, remove))
-    assert told(leader) == (Alike((2,), (inside,)), RankReport(2, says(remove)))
+    leader.receive(2, report_of(inside, remove))
+    assert told(leader) == (MergedRequests((2,), (inside,)), RankReport(2, report_of(remove)))
     leader.watch(Decision(0, 3, responses=(Response(("remove",), Collective.REMOVE_PROCESS_SET, "uint8", rows=(1,)),)))
-    leader.receive(3, says(inside))
-    assert told(leader) == (RankReport(3, says(inside)),)
+    leader.receive(3, report_of(inside))
+    assert told(leader) == (RankReport(3, report_of(inside)),)
 
 
 def test_a_request_that_was_refused_before_the_host_had_made_it_does_not_stay() -> None:
     leader = a_leader()
-    leader.receive(2, says(X))
+    leader.receive(2, report_of(X))
     refused = Response(("x",), Collective.ALLREDUCE, "float32", error=ErrorKind.LEFT)
     leader.watch(Decision(0, 2, left=(0,), responses=(refused,)))
-    assert told(leader) == (Alike((2,), (X,)),)
-    leader.receive(3, says(X))
-    assert told(leader) == (RankReport(3, says(X)),)
+    assert told(leader) == (MergedRequests((2,), (X,)),)
+    leader.receive(3, report_of(X))
+    assert told(leader) == (RankReport(3, report_of(X)),)
 
 
 @pytest.mark.parametrize(("ranks", "waits"), [((0, 1), False), ((2, 3), True)])
 def test_where_the_order_of_requests_counts_the_first_rank_of_the_set_waits_for_nobody(ranks: tuple[int, ...],
                                                                                        waits: bool) -> None:
     leader = Leader(ranks, 4, in_order=True)
-    leader.receive(ranks[0], says(MEMBER))
-    assert told(leader) == (() if waits else (RankReport(ranks[0], says(MEMBER)),))
+    leader.receive(ranks[0], report_of(MEMBER))
+    assert told(leader) == (() if waits else (RankReport(ranks[0], report_of(MEMBER)),))
 
 
 def test_the_coordinator_takes_what_a_host_says_alike_and_names_every_rank() -> None:
     coordinator = Coordinator(4, Policy())
     for rank in (0, 1):
         coordinator.receive(rank, Report(0, 0, (X,)), 0.0)
-    coordinator.receive_host((2, 3), HostReport(0, (Alike((2,), (X,)),)), 1.0)
+    coordinator.receive_host((2, 3), HostReport(0, (MergedRequests((2,), (X,)),)), 1.0)
     (stall,) = coordinator.stalls(10.0, 5.0)
     assert stall.submitted == (0, 1, 2) and stall.missing == (3,)
-    coordinator.receive_host((2, 3), HostReport(0, (Alike((3,), (msgspec.structs.replace(X, dtype="int32"),)),)), 2.0)
+    coordinator.receive_host((2, 3), HostReport(0, (
+        MergedRequests((3,), (msgspec.structs.replace(X, dtype="int32"),)),)), 2.0)
     decision = coordinator.decide()
     assert decision is not None
     assert "ranks 0, 1, 2: float32; rank 3: int32" in decision.responses[0].error_text
     for rank in (0, 1):
         coordinator.receive(rank, Report(0, 0, (X,)), 3.0)
-    coordinator.receive_host((2, 3), HostReport(0, (Alike((2, 3), (msgspec.structs.replace(X, absent=True),)),)), 3.0)
+    coordinator.receive_host((2, 3), HostReport(0, (
+        MergedRequests((2, 3), (msgspec.structs.replace(X, absent=True),)),)), 3.0)
     decision = coordinator.decide()
     assert decision is not None and decision.responses[0].contributors == (0, 1)

@@ -37,16 +37,16 @@ def worlds(draw: st.DrawFn) -> tuple[int, list[list[Request]], list[int], int]:
     kinds = [Collective.ALLREDUCE, Collective.BROADCAST, Collective.BARRIER, Collective.ALLTOALL, Collective.REDUCESCATTER]
     base = [Request(f"t{index // 2}" if (number := draw(st.integers(0, 2))) else f"g{index}", draw(st.sampled_from(kinds)),
                     draw(st.sampled_from(["float32", "int64"])), (draw(st.integers(0, 5)),), root_rank=SETS(size)[number][0],
-                    process_set=number, splits=(1,) * len(SETS(size)[number]))
+                    process_set_id=number, splits=(1,) * len(SETS(size)[number]))
             for index in range(count)]
     for index in range(draw(st.integers(0, 2)) if size > 1 else 0):
         sender, receiver = draw(st.permutations(range(size)))[:2]
         base.append(Request(f"s{index}", Collective.SEND, "int64", (draw(st.integers(0, 5)),), root_rank=sender,
-                            process_set=pair(sender, receiver, size)))
+                            process_set_id=pair(sender, receiver, size)))
     base = list({request.key: request for request in base}.values())
     orders = []
     for rank in range(size):
-        mine = [request for request in draw(st.permutations(base)) if rank in members(size, request.process_set)]
+        mine = [request for request in draw(st.permutations(base)) if rank in members(size, request.process_set_id)]
         for index, request in enumerate(mine):
             change = draw(st.sampled_from(["same"] * 6 + ["shape", "op", "dtype", "absent"]))
             if change == "shape":
@@ -97,11 +97,11 @@ def test_any_interleaving_gives_equal_plans_and_one_answer_each(
             mine, theirs = simulation.plans[rank], simulation.plans[other]
             assert [each for each in mine if each in theirs] == [each for each in theirs if each in mine], "different orders"
         assert not simulation.controllers[rank].unanswered(), "something waits for ever"
-        answered = [(response.process_set, name, 0) for response in simulation.plans[rank] for name in response.names]
+        answered = [(response.process_set_id, name, 0) for response in simulation.plans[rank] for name in response.names]
         assert sorted(answered) == sorted(by_key[rank]), "not every tensor was answered exactly once"
     for response in everything:
-        among = members(size, response.process_set)
-        for key in [(response.process_set, name, 0) for name in response.names]:
+        among = members(size, response.process_set_id)
+        for key in [(response.process_set_id, name, 0) for name in response.names]:
             versions = {msgspec.structs.replace(by_key[rank][key], absent=False) for rank in among}
             if any(request.collective is Collective.ALLTOALL for request in versions):
                 versions = {msgspec.structs.replace(version, op=ReduceOp.SUM, shape=()) for version in versions}

@@ -15,33 +15,34 @@ from hvdlite.memory.shared import SharedMemory, anonymous_file
 from hvdlite.planes.base import Plane, WaitUntil
 from hvdlite.planes.gloo import gloo_plane
 from hvdlite.planes.hierarchical import HierarchicalPlane
-from hvdlite.planes.loopback import LoopbackPlane, Table
+from hvdlite.planes.loopback import LoopbackHub, LoopbackPlane
 from hvdlite.planes.mpi import mpi_plane
 from hvdlite.planes.shm import ShmPlane
 from tests.planes import under_mpi
 
 
-def loopback(size: int, ring: Callable[[int], None]) -> list[Plane]:
-    table = Table()
-    return [LoopbackPlane(rank, table, ring) for rank in range(size)]
+def loopback(size: int, wake_rank: Callable[[int], None]) -> list[Plane]:
+    hub = LoopbackHub()
+    return [LoopbackPlane(rank, hub, wake_rank) for rank in range(size)]
 
 
-def shm(size: int, ring: Callable[[int], None], slot: int = 1 << 16, direct: int = 256, *,
+def shm(size: int, wake_rank: Callable[[int], None], slot: int = 1 << 16, direct: int = 256, *,
         fenced: bool = False) -> list[Plane]:
     """Small slots and a low threshold, so that small tensors already take several pieces and both algorithms."""
     file, order = anonymous_file(), fence_file()
-    planes = [ShmPlane(rank, SharedMemory(os.dup(file), rank, Fence(os.dup(order)) if fenced else None), ring, slot=slot,
+    planes = [ShmPlane(rank, SharedMemory(os.dup(file), rank, Fence(os.dup(order)) if fenced else None), wake_rank,
+                       slot=slot,
                        chunk=1 << 12, direct=direct) for rank in range(size)]
     os.close(file)
     os.close(order)
     for plane in planes:
-        plane.open_set(0, tuple(range(size)))
+        plane.add_process_set(0, tuple(range(size)))
     return planes
 
 
-def shm_fenced(size: int, ring: Callable[[int], None]) -> list[Plane]:
+def shm_fenced(size: int, wake_rank: Callable[[int], None]) -> list[Plane]:
     """As on machines that reorder stores."""
-    return shm(size, ring, fenced=True)
+    return shm(size, wake_rank, fenced=True)
 
 
 class Board:
@@ -60,8 +61,8 @@ class Board:
         self._wake_all()
 
 
-class BoardNotes:
-    """One rank's `Notes` on a board."""
+class BoardOob:
+    """One rank's `OobChannel` on a board."""
 
     def __init__(self, board: Board, rank: int) -> None:
         self._board, self._rank = board, rank
@@ -78,8 +79,8 @@ class BoardNotes:
     def withdraw(self, label: str) -> None:
         pass
 
-    def consult(self, label: str, ranks: Sequence[int], text: bytes, answer: Callable[[list[bytes]], bytes],
-                wait_until: WaitUntil) -> bytes:
+    def gather_and_broadcast(self, label: str, ranks: Sequence[int], text: bytes, answer: Callable[[list[bytes]], bytes],
+                             wait_until: WaitUntil) -> bytes:
         texts, question = self._board.texts, f"{label}?"
         self._board.put(question, self._rank, text)
         if self._rank == ranks[0]:
@@ -89,10 +90,11 @@ class BoardNotes:
         return texts[label, ranks[0]]
 
 
-def gloo(size: int, ring: Callable[[int], None]) -> list[Plane]:
+def gloo(size: int, wake_rank: Callable[[int], None]) -> list[Plane]:
     pytest.importorskip("torch")
-    board = Board(lambda: [ring(rank) for rank in range(size)])
-    return [gloo_plane(rank, BoardNotes(board, rank), functools.partial(ring, rank), "127.0.0.1", timeout=60, chunk=1 << 12)
+    board = Board(lambda: [wake_rank(rank) for rank in range(size)])
+    return [gloo_plane(rank, BoardOob(board, rank), functools.partial(wake_rank, rank), "127.0.0.1", timeout=60,
+                       chunk=1 << 12)
             for rank in range(size)]
 
 
@@ -100,26 +102,27 @@ HOSTS = {1: "a", 2: "ab", 3: "abb", 4: "abba"}
 """Which host each rank of a world is on: hosts of one and two ranks, and ranks that do not lie beside each other."""
 
 
-def hierarchical(size: int, ring: Callable[[int], None]) -> list[Plane]:
+def hierarchical(size: int, wake_rank: Callable[[int], None]) -> list[Plane]:
     files = {host: anonymous_file() for host in HOSTS[size]}
     hosts = Hosts.of(HOSTS[size])
-    planes = [HierarchicalPlane(rank, hosts, SharedMemory(os.dup(files[HOSTS[size][rank]]), rank), ring, cross_plane,
+    planes = [HierarchicalPlane(rank, hosts, SharedMemory(os.dup(files[HOSTS[size][rank]]), rank), wake_rank, cross_plane,
                                 slot=1 << 16, chunk=1 << 12, direct=256) for rank,
-                                cross_plane in enumerate(gloo(size, ring))]
+              cross_plane in enumerate(gloo(size, wake_rank))]
     for plane in planes:
-        plane.open_set(0, tuple(range(size)))
+        plane.add_process_set(0, tuple(range(size)))
     return planes
 
 
-def mpi(size: int, ring: Callable[[int], None]) -> list[Plane]:
+def mpi(size: int, wake_rank: Callable[[int], None]) -> list[Plane]:
     """This process's plane only."""
     return [mpi_plane(under_mpi.world(size).Dup(), chunk=1 << 12)]
 
 
-def hierarchical_mpi(size: int, ring: Callable[[int], None]) -> list[Plane]:
+def hierarchical_mpi(size: int, wake_rank: Callable[[int], None]) -> list[Plane]:
     """Processes of one host each, as far as the plane can see: what happens inside a host is tested with Gloo."""
     hosts, rank = Hosts.of([str(rank) for rank in range(size)]), under_mpi.world(size).rank
-    plane = HierarchicalPlane(rank, hosts, SharedMemory(anonymous_file(), rank), ring, mpi(size, ring)[0], slot=1 << 16,
+    plane = HierarchicalPlane(rank, hosts, SharedMemory(anonymous_file(), rank), wake_rank, mpi(size, wake_rank)[0],
+                              slot=1 << 16,
                               chunk=1 << 12, direct=256)
-    plane.open_set(0, tuple(range(size)))
+    plane.add_process_set(0, tuple(range(size)))
     return [plane]

@@ -15,7 +15,7 @@ from hvdlite.negotiation.messages import Response
 from hvdlite.planes.base import FusionBuffer, Plan, Plane, WaitUntil
 from hvdlite.planes.nccl.plane import NcclPlane
 from tests.device_double import GpuDouble, Meetings, plane, view
-from tests.planes.makers import Board, BoardNotes
+from tests.planes.makers import Board, BoardOob
 
 _REDUCTIONS = (Collective.ALLREDUCE, Collective.REDUCE, Collective.REDUCESCATTER)
 
@@ -30,21 +30,22 @@ class OnDouble:
 
     def execute(self, plan: Plan, wait_until: WaitUntil) -> None:
         response = msgspec.structs.replace(plan.response, device="cuda")
-        if not self.carries(response):
+        if not self.supports(response):
             pytest.skip(f"NCCL has no {response.collective.name} {response.op.name} of {response.dtype}")
         moved = [lent(array) for array in plan.sources], [lent(array) for array in plan.outputs]
-        self.real.execute(Plan(plan.sequence, plan.ranks, response, *moved, plan.part, plan.exchange), wait_until).wait()
+        self.real.execute(Plan(plan.sequence, plan.ranks, response, *moved, plan.buffer_slice, plan.splits),
+                          wait_until).wait()
         assert self.gpu.error is None, self.gpu.error
 
-    def carries(self, response: Response) -> bool:
+    def supports(self, response: Response) -> bool:
         op = ReduceOp(response.op) if response.collective in _REDUCTIONS else None
-        return self.real.carries(response.collective, op, response.dtype)
+        return self.real.supports(response.collective, op, response.dtype)
 
-    def open_set(self, number: int, ranks: tuple[int, ...]) -> None:
-        self.real.open_set(number, ranks)
+    def add_process_set(self, process_set_id: int, ranks: tuple[int, ...]) -> None:
+        self.real.add_process_set(process_set_id, ranks)
 
-    def close_set(self, number: int, wait_until: WaitUntil) -> None:
-        self.real.close_set(number, wait_until)
+    def remove_process_set(self, process_set_id: int, wait_until: WaitUntil) -> None:
+        self.real.remove_process_set(process_set_id, wait_until)
 
     def fusion_buffer(self, nbytes: int, ranks: tuple[int, ...]) -> FusionBuffer | None:
         own = self.gpu.allocate(nbytes)
@@ -67,10 +68,10 @@ def lent(array: Any) -> DeviceArray | None:
     return DeviceArray(array.ctypes.data, array.shape, array.dtype, 0, array)
 
 
-def nccl(size: int, ring: Callable[[int], None]) -> list[Plane]:
-    board, meetings = Board(lambda: [ring(rank) for rank in range(size)]), Meetings()
+def nccl(size: int, wake_rank: Callable[[int], None]) -> list[Plane]:
+    board, meetings = Board(lambda: [wake_rank(rank) for rank in range(size)]), Meetings()
     planes: list[Plane] = []
     for rank in range(size):
         gpu = GpuDouble(rank, meetings)
-        planes.append(OnDouble(plane(rank, BoardNotes(board, rank), lambda rank=rank: ring(rank), gpu), gpu))
+        planes.append(OnDouble(plane(rank, BoardOob(board, rank), lambda rank=rank: wake_rank(rank), gpu), gpu))
     return planes

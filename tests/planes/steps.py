@@ -8,7 +8,7 @@ from typing import Any
 
 from hvdlite.core.array import Array
 from hvdlite.negotiation.messages import Response
-from hvdlite.planes.base import Exchange, Part, Plan, Plane, WaitUntil
+from hvdlite.planes.base import AlltoallSplits, BufferSlice, Plan, Plane, WaitUntil
 from tests.planes import under_mpi
 
 Step = Callable[[int, Callable[[Response, list[Any], list[Any]], None]], Any]
@@ -26,10 +26,10 @@ def run(make_planes: Callable[..., list[Plane]], size: int, step: Step) -> list[
     errors: list[BaseException] = []
 
     def body(rank: int) -> None:
-        def wait_until(predicate: Callable[[], bool], *, pause: float = 0.0) -> None:
+        def wait_until(predicate: Callable[[], bool], *, poll_interval: float = 0.0) -> None:
             while not predicate():
                 assert not errors, "another rank failed"
-                bells[rank].wait(pause or 0.05)
+                bells[rank].wait(poll_interval or 0.05)
                 bells[rank].clear()
 
         try:
@@ -56,10 +56,10 @@ def executor(rank: int, size: int, plane: Plane, wait_until: WaitUntil, barrier:
     counts: dict[int, int] = {}
 
     def execute(response: Response, sources: list[Array | None], outputs: list[Array | None],
-                part: Part | None = None, ranks: tuple[int, ...] = tuple(range(size)),
-                exchange: Exchange | None = None) -> None:
-        number = counts[response.process_set] = counts.get(response.process_set, 0) + 1
-        plane.execute(Plan(number, ranks, response, sources, outputs, part, exchange), wait_until)
+                buffer_slice: BufferSlice | None = None, ranks: tuple[int, ...] = tuple(range(size)),
+                splits: AlltoallSplits | None = None) -> None:
+        sequence = counts[response.process_set_id] = counts.get(response.process_set_id, 0) + 1
+        plane.execute(Plan(sequence, ranks, response, sources, outputs, buffer_slice, splits), wait_until)
 
     execute.wait_until, execute.barrier = wait_until, barrier  # type: ignore[attr-defined]
     execute.fusion_buffer, execute.plane = plane.fusion_buffer, plane  # type: ignore[attr-defined]

@@ -59,11 +59,11 @@ def test_it_may_be_taken_in_pieces_in_place_and_in_two_storeys(job: tuple[str, i
     reduction = Reduction(average(dtype, size), np.dtype(dtype), size, chunk, Casts.of_numpy())
     hosts = [rows[:len(rows) // 2], rows[len(rows) // 2:]]
     out = np.empty(3, dtype)
-    totals = [reduction.total(out, in_place=False) for _ in hosts]
+    totals = [reduction.accumulator(out, in_place=False) for _ in hosts]
     for host, total in zip(hosts, totals, strict=True):
         reduction.accumulate(list(host), total)
     with np.errstate(over="ignore"):
-        reduction.conclude(totals[0] + totals[1], out)
+        reduction.finish(totals[0] + totals[1], out)
     assert out.tolist() == expected
     own = rows.copy()
     reduction.combine(list(own), own[0])

@@ -32,7 +32,7 @@ def test_a_small_allgather_connects_the_hosts_first_ranks_only(monkeypatch: pyte
     outputs = [np.empty(2 * sum(rows), kind) for _ in range(size)]
 
     def step(rank: int) -> None:
-        def wait_until(predicate: Callable[[], bool], *, pause: float = 0.0) -> None:
+        def wait_until(predicate: Callable[[], bool], *, poll_interval: float = 0.0) -> None:
             while not predicate():
                 bells[rank].wait(0.05)
                 bells[rank].clear()

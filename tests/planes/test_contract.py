@@ -18,9 +18,9 @@ import pytest
 
 from hvdlite.core.array import SUPPORTED_DTYPES, Array, identity
 from hvdlite.core.types import Collective, ReduceOp
-from hvdlite.negotiation.fusion import columns, even_rows
+from hvdlite.negotiation.fusion import even_rows, receive_splits
 from hvdlite.negotiation.messages import Request, Response
-from hvdlite.planes.base import Exchange, Part, Plan, Plane
+from hvdlite.planes.base import AlltoallSplits, BufferSlice, Plan, Plane
 from tests.planes import under_mpi
 from tests.planes.makers import gloo, hierarchical, hierarchical_mpi, loopback, mpi, shm, shm_fenced
 from tests.planes.nccl_double import nccl
@@ -201,12 +201,12 @@ def test_a_bucket_gives_the_same_bits_as_a_private_tensor(make_planes: Any, size
                     alone = np.empty_like(mine)
                     execute(response, [mine], [alone])
                     nbytes = -(-mine.nbytes // 64) * 64
-                    part = Part(buffer, 65_536, 65_536 + nbytes)
-                    memory = buffer.own[part.begin:part.end].view(kind)
+                    buffer_slice = BufferSlice(buffer, 65_536, 65_536 + nbytes)
+                    memory = buffer.own[buffer_slice.begin:buffer_slice.end].view(kind)
                     memory[...] = 0
                     memory[:count] = mine
                     execute.barrier()  # as the decision that releases a bucket says
-                    execute(response, [memory], [memory], part)
+                    execute(response, [memory], [memory], buffer_slice)
                     check_equal(memory[:count], alone, in_any_order(make_planes, size))
         return len(found)
     run_cases(make_planes, size, step)
@@ -271,7 +271,8 @@ def test_averages_of_integers_are_exact_where_their_sum_overflows(make_planes: A
                         memory = buffer.own[65_536:131_072].view(kind)
                         memory[:total], memory[total:] = mine, 0
                         execute.barrier()
-                        execute(allreduce(dtype, ReduceOp.AVERAGE, size), [memory], [memory], Part(buffer, 65_536, 131_072))
+                        execute(allreduce(dtype, ReduceOp.AVERAGE, size), [memory], [memory],
+                                BufferSlice(buffer, 65_536, 131_072))
                         assert memory[:total].tolist() == expected.tolist(), "a bucket"
         return len(found)
     run_cases(make_planes, size, step)
@@ -394,12 +395,12 @@ def test_gather_and_scatter_at_every_root(make_planes: Any, size: int) -> None:
     run(make_planes, size, step)
 
 
-def exchange(splits: list[list[int]], rank: int) -> Exchange:
+def alltoall_splits(splits: list[list[int]], rank: int) -> AlltoallSplits:
     """Return what a rank knows of an alltoall, of everybody's splits."""
     requests = {sender: Request("x", Collective.ALLTOALL, "uint8", (sum(row), 3), splits=tuple(row))
                 for sender, row in enumerate(splits) if row}
-    column = columns(requests, range(len(splits)))[rank]
-    return Exchange(tuple(splits[rank]) or (0,) * len(splits), column.rows, column.starts)
+    received = receive_splits(requests, range(len(splits)))[rank]
+    return AlltoallSplits(tuple(splits[rank]) or (0,) * len(splits), received.rows, received.offsets)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -411,12 +412,12 @@ def test_alltoall_with_a_rank_that_has_joined(make_planes: Any, size: int) -> No
         most = max(map(sum, splits)), max(sum(splits[sender][receiver] for sender in active) for receiver in range(size))
         told = msgspec.structs.replace(response(Collective.ALLTOALL, size, most, dtype="uint8"), contributors=tuple(active))
         if rank == 1:
-            execute(told, [], [], exchange=exchange(splits, rank))
+            execute(told, [], [], splits=alltoall_splits(splits, rank))
             return
         mine = np.concatenate([np.full(count * 3, 10 * rank + receiver, np.uint8)
                                for receiver, count in enumerate(splits[rank])])
         out = np.empty(sum(splits[sender][rank] for sender in active) * 3, np.uint8)
-        execute(told, [mine], [out], exchange=exchange(splits, rank))
+        execute(told, [mine], [out], splits=alltoall_splits(splits, rank))
         assert out.tolist() == [10 * sender + rank for sender in active for _ in range(splits[sender][rank] * 3)]
     run(make_planes, size, step)
 
@@ -429,9 +430,9 @@ def test_alltoall_with_splits(make_planes: Any, size: int) -> None:
             mine = np.concatenate([np.full(count * 3, 10 * rank + receiver, np.uint8)  # one row stays where it is
                                    for receiver, count in enumerate([*splits[rank], 1])])
             out = np.empty(sum(row[rank] for row in splits) * 3, np.uint8)
-            wants = exchange(splits, rank)
+            wants = alltoall_splits(splits, rank)
             most = max(map(sum, splits)), max(map(sum, zip(*splits, strict=True)))
-            execute(response(Collective.ALLTOALL, size, most, dtype="uint8"), [mine], [out], exchange=wants)
+            execute(response(Collective.ALLTOALL, size, most, dtype="uint8"), [mine], [out], splits=wants)
             wanted = [10 * sender + rank for sender in range(size) for _ in range(splits[sender][rank] * 3)]
             with case(splits):
                 assert out.tolist() == wanted
@@ -454,19 +455,20 @@ def test_process_sets_that_overlap_do_not_disturb_each_other(make_planes: Any) -
 
     def step(rank: int, execute: Any) -> None:
         generator = np.random.default_rng(3)  # the same story on all ranks
-        for number in (1, 2):
-            execute.plane.open_set(number, sets[number])
+        for process_set_id in (1, 2):
+            execute.plane.add_process_set(process_set_id, sets[process_set_id])
         for turn in range(200):
-            number, count = int(generator.integers(0, 3)), int(generator.choice([3, 60, 9000, 40_000]))
-            members = sets[number]
+            process_set_id, count = int(generator.integers(0, 3)), int(generator.choice([3, 60, 9000, 40_000]))
+            members = sets[process_set_id]
             if rank not in members:
                 continue
             mine = np.full(count, turn + rank, np.int64)
-            one = msgspec.structs.replace(allreduce("int64", ReduceOp.SUM, 3), process_set=number, contributors=members)
+            one = msgspec.structs.replace(allreduce("int64", ReduceOp.SUM, 3), process_set_id=process_set_id,
+                                          contributors=members)
             execute(one, [mine], [mine], ranks=members)
             assert (mine == len(members) * turn + sum(members)).all(), turn
-        for number in (1, 2):
-            execute.plane.close_set(number, execute.wait_until)
+        for process_set_id in (1, 2):
+            execute.plane.remove_process_set(process_set_id, execute.wait_until)
     run(make_planes, 3, step)
 
 
@@ -477,7 +479,7 @@ def test_a_root_that_ends_at_once_takes_nothing_from_slower_ranks() -> None:
     response = Response(names=("a",), collective=Collective.BROADCAST, dtype="int64", root_rank=0, contributors=(0, 1))
 
     def waiter(rank: int, then: Callable[[], object]) -> Callable[[Callable[[], bool]], None]:
-        def wait_until(predicate: Callable[[], bool], *, pause: float = 0.0) -> None:
+        def wait_until(predicate: Callable[[], bool], *, poll_interval: float = 0.0) -> None:
             while not predicate():
                 bells[rank].wait(0.1)
             then()
@@ -560,14 +562,15 @@ def test_adasum_without_a_rank_that_joined(make_planes: Any) -> None:
 # docs/protocol.md#pairs
 def test_send(make_planes: Any) -> None:
     def step(rank: int, execute: Any) -> None:
-        execute.plane.open_set(-1, (0, 2))
+        execute.plane.add_process_set(-1, (0, 2))
         if rank == 1:
             return
         for count in (0, 3, 100_000):
             for number, (sender, receiver) in enumerate([(0, 2), (2, 0), (0, 2)]):
                 mine = np.arange(count, dtype=np.int32) + number
                 out = np.empty_like(mine) if rank == receiver else None
-                execute(Response(names=("x",), collective=Collective.SEND, dtype="int32", process_set=-1, root_rank=sender,
+                execute(Response(names=("x",), collective=Collective.SEND, dtype="int32", process_set_id=-1,
+                                 root_rank=sender,
                                  elements=count, contributors=(0, 2)), [mine if rank == sender else np.zeros_like(mine)],
                         [out], ranks=(0, 2))
                 with case(count, f"from {sender}"):

@@ -139,7 +139,7 @@ class Recorder:
         self.program += [Event("lock", where), Event("unlock", where)]
 
     def meet(self) -> None:
-        def wait_until(predicate: Callable[[], bool], *, pause: float = 0.0) -> None:
+        def wait_until(predicate: Callable[[], bool], *, poll_interval: float = 0.0) -> None:
             self._waits = True
             assert predicate()
             self._waits = False
@@ -277,7 +277,7 @@ def test_a_lock_of_each_ranks_own_is_no_fence() -> None:
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(("machine", "fenced"), [(weak, True), (aarch64, True), (x86, False)])
 def test_some_rank_always_sees_that_it_is_the_last(machine: Machine, fenced: bool, size: int) -> None:
-    """Only that one rings the others."""
+    """Only that one wakes the others."""
     assert failure(programs(look, size, fenced=fenced, looks=True), machine, everywhere=True) == []
 
 
@@ -304,5 +304,5 @@ def test_only_the_last_to_arrive_rings() -> None:
     barriers = [Barrier(rank, (0, 1, 2, 3), counters, lambda other, rank=rank: rung.append((rank, other)))  # type: ignore[misc]
                 for rank in range(4)]
     for rank in (2, 0, 3, 1):
-        barriers[rank](lambda predicate, **pause: None)
+        barriers[rank](lambda predicate, **poll_interval: None)
     assert rung == [(1, 0), (1, 2), (1, 3)]

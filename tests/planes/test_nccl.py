@@ -3,60 +3,23 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
 import threading
-import time
-import types
 import weakref
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hvdlite.core.array import SUPPORTED_DTYPES
 from hvdlite.core.device import DeviceArray
 from hvdlite.core.errors import HorovodInternalError, MismatchError, UnsupportedError
-from hvdlite.core.types import Collective, ReduceOp
-from hvdlite.planes.nccl import kernels, library
-from hvdlite.runtime import assemble
+from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
 from tests import worlds
-from tests.device_double import GpuDouble, Gpus, plane
+from tests.device_double import Gpus
+from tests.gpu_worlds import allreduce, begun, spin
+from tests.gpu_worlds import gpus as gpus
 
 SUM, AVERAGE = ReduceOp.SUM, ReduceOp.AVERAGE
-
-
-@pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpus]:
-    made = Gpus()
-    real = assemble.assemble_threads
-    monkeypatch.setattr(worlds, "assemble_threads",
-                        lambda *arguments, **options: real(*arguments, **{"devices": made.plane, **options}))
-    yield made
-    made.end()
-
-
-def spin(predicate: Callable[[], bool]) -> None:
-    """The simplest `WaitUntil`."""
-    deadline = time.monotonic() + 20
-    while not predicate():
-        assert time.monotonic() < deadline
-        time.sleep(0.0005)
-
-
-def allreduce(gpus: Gpus, runtime: Runtime, name: str, values: Any, op: ReduceOp = SUM, stream: int = 0,
-              **options: Any) -> Any:
-    array = gpus.lend(runtime, values, stream)
-    return runtime.allreduce(name, array, array, op, **options)
-
-
-def begun(gpus: Gpus, runtime: Runtime, process_set: int = 0) -> GpuDouble:
-    """Return this rank's GPU, after a first collective has made the communicator and is done."""
-    first = allreduce(gpus, runtime, "first", np.ones(2), process_set=process_set)
-    first.wait()
-    first.completion.wait()
-    return gpus.made[runtime.world.rank]
 
 
 # --- through the runtime: negotiation, fusion and the host's plane beside it ---------------------------------------------
@@ -161,14 +124,14 @@ def test_a_joined_rank_helps_and_an_absent_one_counts_as_nothing(gpus: Gpus) -> 
 def test_process_sets_have_communicators_of_their_own(gpus: Gpus) -> None:
     def step(runtime: Runtime) -> None:
         rank = runtime.world.rank
-        number = runtime.add_process_set([0, 2]).wait()
+        process_set_id = runtime.add_process_set([0, 2]).wait()
         values = np.full(9, rank + 1.0)
         if rank != 1:
-            handle = allreduce(gpus, runtime, "pair", values, process_set=number)
+            handle = allreduce(gpus, runtime, "pair", values, process_set=process_set_id)
             handle.wait()
             handle.completion.wait()
             assert (values == 4).all()
-        runtime.remove_process_set(number).wait()
+        runtime.remove_process_set(process_set_id).wait()
         everybody = np.full(9, rank + 1.0)
         handle = allreduce(gpus, runtime, "all", everybody)
         handle.wait()
@@ -200,9 +163,9 @@ def test_the_host_waits_for_the_launch_only(gpus: Gpus) -> None:
         values = np.full(1000, rank + 1.0)
         handle = allreduce(gpus, runtime, "x", values)
         handle.wait(10)  # docs/protocol.md#gpu-streams: returns although the GPU has done nothing
-        assert not handle.completion.passed() and (values == rank + 1).all()
+        assert not handle.completion.is_done() and (values == rank + 1).all()
         seen: list[bool] = []
-        handle.completion.follow(mine)  # does not wait either
+        handle.completion.block_stream(mine)  # does not wait either
         gpu.launch(mine, "look", lambda: seen.append(bool((values == 3).all())))
         assert not seen
         checked.wait()
@@ -216,7 +179,7 @@ def test_the_host_waits_for_the_launch_only(gpus: Gpus) -> None:
 def test_what_the_producer_has_not_finished_is_waited_for_on_the_gpu(gpus: Gpus) -> None:
     def step(runtime: Runtime) -> None:
         rank = runtime.world.rank
-        runtime.devices.ready(0)  # opens the GPU
+        runtime.devices.record_event(0)  # opens the GPU
         gpu = gpus.made[rank]
         producer = gpu.make_stream()
         gpu.hold(producer)
@@ -245,7 +208,7 @@ def test_memory_is_held_until_somebody_follows_or_the_work_is_done(gpus: Gpus) -
             handle.wait()
             assert alive[-1]() is not None
             if follows:
-                handle.completion.follow(gpu.make_stream())
+                handle.completion.block_stream(gpu.make_stream())
             del handle
             gc.collect()
         assert alive[0]() is None, "the framework's stream is behind the work: its allocator is in the right order"
@@ -271,7 +234,7 @@ def test_a_graph_capture_and_a_second_gpu_are_refused_at_the_call(gpus: Gpus) ->
         with pytest.raises(UnsupportedError, match="CUDA graph"):
             gpus.lend(runtime, values)
         with pytest.raises(UnsupportedError, match="CUDA graph"):
-            before.completion.follow(0)
+            before.completion.block_stream(0)
         gpus.made[0].graph = False
         allreduce(gpus, runtime, "x", values).wait()
     worlds.threads(1, step)
@@ -279,7 +242,7 @@ def test_a_graph_capture_and_a_second_gpu_are_refused_at_the_call(gpus: Gpus) ->
 
 def test_without_kernels_copies_still_work_and_factors_say_what_is_missing(gpus: Gpus) -> None:
     def step(runtime: Runtime) -> None:
-        runtime.devices.ready(0)
+        runtime.devices.record_event(0)
         gpus.made[runtime.world.rank].has_kernels = False
         values = [np.full(n, runtime.world.rank + 1.0) for n in (2, 9)]
         arrays = [gpus.lend(runtime, each) for each in values]
@@ -295,115 +258,3 @@ def test_without_kernels_copies_still_work_and_factors_say_what_is_missing(gpus:
             with pytest.raises(HorovodInternalError):
                 allreduce(gpus, runtime, "x", np.ones(3), prescale=0.5).wait()
     worlds.threads(2, step)
-
-
-# --- what NCCL can do, and finding it --------------------------------------------------------------------------------------
-
-
-def test_what_it_carries() -> None:
-    gpu = GpuDouble()
-    access = plane(0, None, lambda: None, gpu)
-    for dtype in SUPPORTED_DTYPES:
-        for collective in (Collective.BROADCAST, Collective.ALLGATHER, Collective.ALLTOALL, Collective.SEND):
-            assert access.carries(collective, None, dtype)
-    reduces = {dtype for dtype in SUPPORTED_DTYPES if access.carries(Collective.ALLREDUCE, SUM, dtype)}
-    assert reduces == set(SUPPORTED_DTYPES) - {"bool", "int16", "uint16"}
-    means = {dtype for dtype in SUPPORTED_DTYPES if access.carries(Collective.REDUCESCATTER, ReduceOp.AVERAGE, dtype)}
-    assert means == {"float16", "bfloat16", "float32", "float64", "complex64", "complex128"}, "sums of integers wrap"
-    assert access.carries(Collective.ALLREDUCE, ReduceOp.MAX, "bool")
-    assert not access.carries(Collective.ALLREDUCE, ReduceOp.PRODUCT, "complex64")
-    assert not access.carries(Collective.ALLREDUCE, ReduceOp.ADASUM, "float32")
-    gpu.end()
-
-
-def test_without_cupy_the_reason_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(library, "cuda_of_torch", lambda: 13)
-    assert library.missing() == "CuPy is not installed: pip install 'hvdlite[nccl-cuda13]'"
-    without = plane(0, None, lambda: None, GpuDouble())
-    without._missing = library.missing
-    with pytest.raises(UnsupportedError, match="nccl-cuda13"):
-        without.ready(0)
-
-
-@pytest.mark.parametrize(("version", "requires", "expected"), [
-    ("2.11.0+cu130", [], 13), ("2.6.0+cu124", [], 12), ("2.13.0+cpu", [], None),
-    ("2.11.0", ["numpy", "nvidia-nccl-cu13==2.28.9; platform_system == 'Linux'"], 13), ("2.11.0", ["numpy"], None)])
-def test_cuda_of_torch(version: str, requires: list[str], expected: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(library.sys.modules, "torch", None)
-    monkeypatch.setattr(library.importlib.metadata, "version", lambda name: version)
-    monkeypatch.setattr(library.importlib.metadata, "requires", lambda name: requires)
-    assert library.cuda_of_torch() == expected
-
-
-def test_one_copy_of_nccl_new_enough(tmp_path: Any) -> None:
-    library.check(22809, {"/a/libnccl.so.2"})
-    with pytest.raises(HorovodInternalError, match=r"2 copies.*/a/libnccl.so.2, /b/libnccl.so.2"):
-        library.check(22809, {"/b/libnccl.so.2", "/a/libnccl.so.2"})
-    with pytest.raises(HorovodInternalError, match=r"NCCL 2.16.2 is too old; 2.18.1"):
-        library.check(21602, set())
-    maps = tmp_path / "maps"
-    maps.write_text("7f00-7f01 r-xp 00000000 08:01 12 /x/libnccl.so.2\n7f02-7f03 r--p 00000000 08:01 12 /x/libnccl.so.2\n"
-                    "7f04-7f05 r--p 00000000 08:01 13 /y/libc.so.6\n", encoding="utf-8")
-    assert library.copies(str(maps)) == {"/x/libnccl.so.2"}
-    assert library.copies("/nowhere") == set()
-
-
-def test_settings_that_cannot_work_are_refused() -> None:
-    with pytest.raises(HorovodInternalError, match="NCCL_COMM_BLOCKING"):
-        library.load({"NCCL_COMM_BLOCKING": "0"})
-
-
-def test_cupy_that_blocks_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    modules = {"cupy": types.SimpleNamespace(__version__="13.6.0"), "cupy.cuda.nccl": types.SimpleNamespace(available=True)}
-    monkeypatch.setattr(library.importlib, "import_module", modules.__getitem__)
-    with pytest.raises(HorovodInternalError, match=r"CuPy 13.6.0 is too old; 14 is the oldest.*pip install 'hvdlite\[nccl"):
-        library.load({})
-
-
-def test_the_real_library_without_a_gpu() -> None:
-    """CuPy and NCCL load, ids are made, and errors come with NCCL's text, on any machine that has them installed."""
-    pytest.importorskip("cupy", reason="needs CuPy")
-    from hvdlite.planes.nccl.device import CupyDevice
-    cupy = library.load({})
-    if not cupy.cuda.nccl.available:
-        pytest.skip("needs NCCL")
-    assert len(library.copies()) == 1
-    assert cupy.cuda.nccl.get_version() >= library.OLDEST
-    try:
-        count = cupy.cuda.runtime.getDeviceCount()
-    except cupy.cuda.runtime.CUDARuntimeError:
-        count = 0
-    if count:
-        pytest.skip("there is a GPU: tests/gpu")
-    device = object.__new__(CupyDevice)
-    device._cupy, device._nccl, device._runtime = cupy, cupy.cuda.nccl, cupy.cuda.runtime
-    first, second = device.unique_id(), device.unique_id()
-    assert len(first) == 128 and first != second
-    with device.group():
-        pass
-    with pytest.raises(cupy.cuda.nccl.NcclError) as caught:
-        device.communicator(1, first, 0)
-    assert "NCCL_ERROR_UNHANDLED_CUDA_ERROR" in device.explain(None, caught.value)
-    # A communicator that was never made says so: the arguments themselves are as CuPy wants them.
-    none, runtime = cupy.cuda.nccl.NcclCommunicator.__new__(cupy.cuda.nccl.NcclCommunicator), cupy.cuda.runtime
-    for call in (lambda: none.allReduce(256, 512, 10, 7, 0, 0), lambda: none.reduce(256, 512, 10, 7, 0, 1, 0),
-                 lambda: none.broadcast(256, 512, 10, 1, 0, 0), lambda: none.reduceScatter(256, 512, 10, 7, 0, 0),
-                 lambda: none.allGather(256, 512, 10, 1, 0), lambda: none.send(256, 10, 1, 0, 0),
-                 lambda: none.recv(256, 10, 1, 0, 0), none.check_async_error):
-        with pytest.raises(cupy.cuda.nccl.NcclError, match="invalid argument"):
-            call()
-    for call in (lambda: device.make_event(), lambda: device._runtime.eventRecord(1, 0), lambda: device.passed(1),
-                 lambda: runtime.streamWaitEvent(0, 1), lambda: device.capturing(0), lambda: device.copy(1, 2, 3, 0),
-                 lambda: runtime.memsetAsync(1, 0, 1, 0), lambda: runtime.deviceGetPCIBusId(0),
-                 lambda: runtime.eventCreateWithFlags(runtime.eventDisableTiming), lambda: cupy.cuda.memory.Memory(256),
-                 lambda: runtime.streamCreateWithPriority(runtime.streamNonBlocking, -5)):
-        device.index = 0
-        with pytest.raises(cupy.cuda.runtime.CUDARuntimeError):
-            call()
-    assert issubclass(cupy.cuda.driver.CUDADriverError, RuntimeError)
-    function, (table,) = cupy.cuda.Function.__new__(cupy.cuda.Function), kernels.tables([(256, 512, 10)], 1024)
-    with pytest.raises(cupy.cuda.runtime.CUDARuntimeError):  # and not a TypeError: a table is an argument by value
-        device._start(types.SimpleNamespace(kernel=function), 1, table, 0)
-    with pytest.raises(cupy.cuda.runtime.CUDARuntimeError):
-        CupyDevice(0, 0, {})

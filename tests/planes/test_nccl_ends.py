@@ -16,13 +16,13 @@ from hvdlite.core.errors import HorovodInternalError
 from hvdlite.core.types import ReduceOp
 from hvdlite.planes.base import WaitUntil
 from hvdlite.planes.launch_thread import LaunchThread
-from hvdlite.planes.nccl.introduction import Introduction, check
-from hvdlite.planes.nccl.watcher import Lease, abort
+from hvdlite.planes.nccl.peer_info import PeerInfo, check_peers
+from hvdlite.planes.nccl.watcher import CommunicatorRef, abort
 from hvdlite.runtime.runtime import Runtime
 from tests import worlds
 from tests.device_double import CommunicatorDouble, GpuDouble, Gpus, Meetings, NcclErrorDouble
-from tests.planes.test_nccl import allreduce, begun, spin
-from tests.planes.test_nccl import gpus as gpus
+from tests.gpu_worlds import allreduce, begun, spin
+from tests.gpu_worlds import gpus as gpus
 
 SUM, AVERAGE = ReduceOp.SUM, ReduceOp.AVERAGE
 
@@ -52,7 +52,7 @@ def _scattered(gpus: Gpus, runtime: Runtime, process_set: int = 0) -> Any:
 
 
 def test_what_is_on_its_way_arrives_although_the_sender_is_done_and_leaves(gpus: Gpus) -> None:
-    gpus.options["parting"] = 20.0
+    gpus.options["exit_timeout"] = 20.0
     results: dict[int, Any] = {}
 
     def step(runtime: Runtime) -> None:
@@ -66,7 +66,7 @@ def test_what_is_on_its_way_arrives_although_the_sender_is_done_and_leaves(gpus:
 
 def test_who_leaves_long_before_the_others_does_not_wait_for_them(gpus: Gpus, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "hvdlite")
-    gpus.options["parting"] = 0.2
+    gpus.options["exit_timeout"] = 0.2
     left = threading.Event()
 
     def step(runtime: Runtime) -> None:
@@ -82,13 +82,13 @@ def test_who_leaves_long_before_the_others_does_not_wait_for_them(gpus: Gpus, ca
 def test_ranks_of_a_removed_set_wait_for_each_others_gpus(gpus: Gpus) -> None:
     def step(runtime: Runtime) -> None:
         rank = runtime.world.rank
-        number = runtime.add_process_set([0, 1]).wait()
+        process_set_id = runtime.add_process_set([0, 1]).wait()
         if rank < 2:
-            result = _scattered(gpus, runtime, number)
+            result = _scattered(gpus, runtime, process_set_id)
             if rank == 1:
                 gpu = gpus.made[rank]
                 threading.Timer(0.2, gpu.release, [gpu.stream]).start()
-        runtime.remove_process_set(number).wait()
+        runtime.remove_process_set(process_set_id).wait()
         assert rank != 1 or (result == 7).all(), "the sender ended the communicator when its own part was done"
     worlds.threads(3, step)
 
@@ -148,7 +148,7 @@ def test_an_error_in_work_under_way_ends_the_job_naming_the_rank(gpus: Gpus) -> 
             gpu.error = NcclErrorDouble("NCCL_ERROR_REMOTE: a cable was pulled")
         with pytest.raises(HorovodInternalError, match=r"rank 1.*a cable was pulled"):
             while True:
-                handle.completion.follow(gpu.make_stream())
+                handle.completion.block_stream(gpu.make_stream())
                 allreduce(gpus, runtime, "y", np.ones(3)).wait(20)
         gpu.error = None
         gpu.release(gpu.stream)
@@ -175,18 +175,18 @@ def _raise(*_: Any) -> None:
 
 # docs/protocol.md#one-gpu-per-rank
 def test_ranks_on_one_gpu_are_named_unless_it_is_allowed(gpus: Gpus) -> None:
-    one, other = Introduction("a", "GPU-1", 22809), Introduction("a", "GPU-1", 22809)
+    one, other = PeerInfo("a", "GPU-1", 22809), PeerInfo("a", "GPU-1", 22809)
     with pytest.raises(HorovodInternalError, match=r"ranks 0 and 3 use the same GPU.*torch.cuda.set_device"):
-        check({0: one, 3: other}, shared=False)
-    check({0: one, 3: other}, shared=True)
-    check({0: Introduction("a", "0000:01", 22809), 1: Introduction("b", "0000:01", 22809)}, shared=False)
+        check_peers({0: one, 3: other}, shared=False)
+    check_peers({0: one, 3: other}, shared=True)
+    check_peers({0: PeerInfo("a", "0000:01", 22809), 1: PeerInfo("b", "0000:01", 22809)}, shared=False)
     with pytest.raises(HorovodInternalError, match=r"rank 0 has NCCL 2.28.9 and rank 1 has 2.27.3"):
-        check({0: one, 1: Introduction("a", "GPU-2", 22703)}, shared=False)
+        check_peers({0: one, 1: PeerInfo("a", "GPU-2", 22703)}, shared=False)
     gpus.options["shared_gpu"] = False
     real = gpus.plane
 
-    def same(rank: int, notes: Any, wake: Any) -> Any:
-        made = real(rank, notes, wake)
+    def same(rank: int, oob: Any, wake: Any) -> Any:
+        made = real(rank, oob, wake)
         gpus.made[-1].gpu = "GPU-7"
         return made
     gpus.plane = same  # type: ignore[method-assign]
@@ -205,19 +205,19 @@ def test_nobody_but_an_abort_ends_a_communicator() -> None:
             self.aborted = True
 
     communicator = Communicator()
-    watch, lease = weakref.ref(communicator), Lease(communicator)  # type: ignore[arg-type]
+    watch, ref = weakref.ref(communicator), CommunicatorRef(communicator)  # type: ignore[arg-type]
     del communicator
-    lease_again, lease = lease, None  # type: ignore[assignment]
-    communicator = lease_again.communicator  # type: ignore[assignment]
-    del lease_again
+    kept, ref = ref, None  # type: ignore[assignment]
+    communicator = kept.communicator  # type: ignore[assignment]
+    del kept
     gc.collect()
     assert watch() is not None
-    again = Lease(communicator)  # type: ignore[arg-type]
+    again = CommunicatorRef(communicator)  # type: ignore[arg-type]
     again.end()
     assert communicator.aborted
     del communicator, again
     gc.collect()
-    assert watch() is not None, "one of two leases has not ended"
+    assert watch() is not None, "one of two refs has not ended"
 
 
 def test_aborts_run_side_by_side_and_a_stuck_one_is_left_behind() -> None:
@@ -232,9 +232,9 @@ def test_aborts_run_side_by_side_and_a_stuck_one_is_left_behind() -> None:
             if self.hangs:
                 stuck.wait(20)
 
-    leases = [Lease(Communicator(hangs)) for hangs in (False, False, True)]  # type: ignore[arg-type]
+    refs = [CommunicatorRef(Communicator(hangs)) for hangs in (False, False, True)]  # type: ignore[arg-type]
     began = time.monotonic()
-    assert abort(leases, gpu, 0.5) == 1
+    assert abort(refs, gpu, 0.5) == 1
     assert time.monotonic() - began < 10
     stuck.set()
     gpu.end()

@@ -16,7 +16,7 @@ from hvdlite.core.device import DeviceArray
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.types import ReduceOp
 from hvdlite.planes.nccl import kernels
-from hvdlite.planes.nccl.kernels import NOTHING, Arithmetic
+from hvdlite.planes.nccl.kernels import NO_SCALING, Scaling
 from tests.device_double import calculated
 
 COMPILER = shutil.which("g++") or shutil.which("c++")
@@ -64,13 +64,13 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str
     yield compile_for
 
 
-def move(compiled: Any, pairs: list[tuple[int, int, int]], source: str, target: str, arithmetic: Arithmetic = NOTHING,
-         filler: int = 0) -> int:
+def move(compiled: Any, copies: list[tuple[int, int, int]], source: str, target: str, scaling: Scaling = NO_SCALING,
+         fill_value: int = 0) -> int:
     """Do what `CupyDevice.move` does; return the number of launches."""
-    library = compiled(kernels.source_code(source, target, not arithmetic.nothing))
+    library = compiled(kernels.source_code(source, target, not scaling.is_identity))
     assert library.table_size() == kernels.TABLE.itemsize
     launches = 0
-    for table in kernels.tables(pairs, kernels.chunk(source, target), arithmetic, filler):
+    for table in kernels.tables(copies, kernels.chunk(source, target), scaling, fill_value):
         entry = table[0]
         library.run(ctypes.c_void_p(table.ctypes.data), int(entry["first"][entry["entries"]]), kernels.THREADS)
         launches += 1
@@ -102,34 +102,34 @@ COUNTS = (1, 3, 4, 1000, 4096, 4097, 20_011)
 def test_copies_bits(compiled: Any, dtype: str, shift: int) -> None:
     sources = [shifted(sample(SUPPORTED_DTYPES[dtype], count, count), shift) for count in (*COUNTS, 0)]
     targets = [shifted(np.zeros_like(source), shift * 2) for source in sources]
-    pairs = [(source.ctypes.data, target.ctypes.data, source.size) for source, target in zip(sources, targets, strict=True)]
-    assert move(compiled, pairs, dtype, dtype) == 1
+    copies = [(source.ctypes.data, target.ctypes.data, source.size) for source, target in zip(sources, targets, strict=True)]
+    assert move(compiled, copies, dtype, dtype) == 1
     for source, target in zip(sources, targets, strict=True):
         assert source.tobytes() == target.tobytes()
 
 
 @pytest.mark.parametrize("source", ["float32", "float64", "float16", "bfloat16"])
 @pytest.mark.parametrize("target", ["float32", "float16", "bfloat16", "float64"])
-@pytest.mark.parametrize("arithmetic", [NOTHING, Arithmetic(0.25), Arithmetic(3.0, 3)], ids=["plain", "scaled", "divided"])
-def test_casts_and_calculates_like_the_host(compiled: Any, source: str, target: str, arithmetic: Arithmetic) -> None:
+@pytest.mark.parametrize("scaling", [NO_SCALING, Scaling(0.25), Scaling(3.0, 3)], ids=["plain", "scaled", "divided"])
+def test_casts_and_calculates_like_the_host(compiled: Any, source: str, target: str, scaling: Scaling) -> None:
     values = shifted(sample(SUPPORTED_DTYPES[source], 5003), 0)
     if source in ("float16", "float32", "bfloat16"):
         values[:4] = [np.inf, -np.inf, np.nan, 0.0]
     out = shifted(np.zeros(values.size, SUPPORTED_DTYPES[target]), 0)
-    move(compiled, [(values.ctypes.data, out.ctypes.data, values.size)], source, target, arithmetic)
-    expected = calculated(values, arithmetic, out.dtype)
+    move(compiled, [(values.ctypes.data, out.ctypes.data, values.size)], source, target, scaling)
+    expected = calculated(values, scaling, out.dtype)
     wide = np.float64
     step = {"float16": 2e-3, "bfloat16": 1e-2}.get(target, 1e-6)
-    np.testing.assert_allclose(out.astype(wide), expected.astype(wide), rtol=0 if arithmetic is NOTHING else step)
+    np.testing.assert_allclose(out.astype(wide), expected.astype(wide), rtol=0 if scaling is NO_SCALING else step)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "uint32", "int64", "uint64"])
 def test_integers_are_truncated_toward_zero_in_place(compiled: Any, dtype: str) -> None:
-    for arithmetic in (Arithmetic(0.5), Arithmetic(1.0, 3), Arithmetic(2.0, 7)):
+    for scaling in (Scaling(0.5), Scaling(1.0, 3), Scaling(2.0, 7)):
         values = shifted(sample(SUPPORTED_DTYPES[dtype], 4099) // 2, 0)
-        expected = calculated(values.copy(), arithmetic, values.dtype)
-        move(compiled, [(values.ctypes.data, values.ctypes.data, values.size)], dtype, dtype, arithmetic)
-        assert np.array_equal(values, expected), arithmetic
+        expected = calculated(values.copy(), scaling, values.dtype)
+        move(compiled, [(values.ctypes.data, values.ctypes.data, values.size)], dtype, dtype, scaling)
+        assert np.array_equal(values, expected), scaling
 
 
 @pytest.mark.parametrize("dtype", NAMES)
@@ -138,7 +138,7 @@ def test_fills_with_the_identity(compiled: Any, dtype: str) -> None:
     for op in (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX):
         out = shifted(sample(kind, 777), 1)
         value = identity(op, kind)
-        move(compiled, [(0, out.ctypes.data, out.size)], dtype, dtype, NOTHING, kernels.bits(value, kind))
+        move(compiled, [(0, out.ctypes.data, out.size)], dtype, dtype, NO_SCALING, kernels.bits(value, kind))
         expected = np.full(777, np.float32(value)).astype(kind) if kind == BFLOAT16 else np.full(777, value, kind)
         assert out.tobytes() == expected.tobytes(), op
 
@@ -146,8 +146,8 @@ def test_fills_with_the_identity(compiled: Any, dtype: str) -> None:
 def test_many_arrays_take_as_few_launches_as_tables_fit(compiled: Any) -> None:
     sources = [sample(np.dtype(np.float32), 1 + index % 97, index) for index in range(3 * kernels.ENTRIES + 1)]
     targets = [np.zeros_like(source) for source in sources]
-    pairs = [(source.ctypes.data, target.ctypes.data, source.size) for source, target in zip(sources, targets, strict=True)]
-    assert move(compiled, pairs, "float32", "float32") == 4
+    copies = [(source.ctypes.data, target.ctypes.data, source.size) for source, target in zip(sources, targets, strict=True)]
+    assert move(compiled, copies, "float32", "float32") == 4
     assert all(np.array_equal(source, target) for source, target in zip(sources, targets, strict=True))
     assert not list(kernels.tables([], 1024))
 
@@ -159,7 +159,7 @@ def test_layouts_become_row_major(compiled: Any, shape: tuple[int, ...], strides
     for name in ("uint8", "bfloat16", "float32", "int64", "complex128"):
         values = np.arange(max(1, int(np.prod(shape))) * 2).astype(np.float32).astype(SUPPORTED_DTYPES[name])
         out = np.zeros(int(np.prod(shape)), values.dtype)
-        library = compiled(kernels.arranging_code(values.itemsize), "Layout")
+        library = compiled(kernels.row_major_code(values.itemsize), "Layout")
         assert library.table_size() == kernels.LAYOUT.itemsize
         source = DeviceArray(values.ctypes.data, shape, values.dtype, 0, strides=strides)
         table, blocks = kernels.layout(source, DeviceArray(out.ctypes.data, shape, values.dtype, 0))
@@ -182,17 +182,17 @@ def test_large_arrays_have_the_right_number_of_blocks() -> None:
     assert list(entry["first"][:4]) == [0, 1, 1 + big // 4096, 2 + big // 4096]
 
 
-@pytest.mark.parametrize("arithmetic", [False, True])
+@pytest.mark.parametrize("scaling", [False, True])
 @pytest.mark.parametrize("pair", [("float32", "float32"), ("float32", "bfloat16"), ("float16", "float32"),
                                   ("int64", "int64"), ("float64", "float16"), ("uint8", "uint8")])
-def test_nvrtc_takes_the_source(pair: tuple[str, str], arithmetic: bool) -> None:
+def test_nvrtc_takes_the_source(pair: tuple[str, str], scaling: bool) -> None:
     compiler = pytest.importorskip("cupy.cuda.compiler", reason="needs CuPy")
     from cupy_backends.cuda.libs import nvrtc
     try:
         nvrtc.getVersion()
     except Exception as error:  # CuPy raises many kinds
         pytest.skip(f"needs NVRTC: {error}")
-    for code in (kernels.source_code(*pair, arithmetic), kernels.arranging_code(SUPPORTED_DTYPES[pair[0]].itemsize)):
+    for code in (kernels.source_code(*pair, scaling), kernels.row_major_code(SUPPORTED_DTYPES[pair[0]].itemsize)):
         program = compiler._NVRTCProgram(code, "kernel.cu")
         binary, _ = program.compile(("-arch=sm_90", "--std=c++17"))
         assert kernels.NAME.encode() in binary

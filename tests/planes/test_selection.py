@@ -6,7 +6,7 @@ import pytest
 
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.world import Hosts, World
-from hvdlite.planes.selection import choose
+from hvdlite.planes.selection import choose_plane
 
 ONE, TWO, FLAT = (Hosts.of(names) for names in ("aaa", "aabb", "abc"))
 
@@ -23,7 +23,7 @@ ONE, TWO, FLAT = (Hosts.of(names) for names in ("aaa", "aabb", "abc"))
     ("hierarchical", FLAT, {}, "hierarchical", "mpi"),
 ])
 def test_choice(wanted: str, hosts: Hosts, lacks: dict[str, str], name: str, cross_backend: str) -> None:
-    choice = choose(wanted, hosts, lacks)
+    choice = choose_plane(wanted, hosts, lacks)
     assert (choice.name, choice.cross_backend) == (name, cross_backend)
     assert ("not mpi: no" in str(choice)) == (bool(lacks) and wanted == "auto")
     assert (f"HVDLITE_CPU_OPERATIONS={wanted}" in str(choice)) == (wanted != "auto")
@@ -36,11 +36,11 @@ def test_choice(wanted: str, hosts: Hosts, lacks: dict[str, str], name: str, cro
 ])
 def test_what_cannot_be(wanted: str, hosts: Hosts, lacks: dict[str, str], told: str) -> None:
     with pytest.raises(LaunchError, match=told):
-        choose(wanted, hosts, lacks)
+        choose_plane(wanted, hosts, lacks)
 
 
 def test_hosts_tell_coordinates() -> None:
     hosts = Hosts.of(["a", "b", "a", "b", "b", "c"])  # cyclic, as Slurm can place them
-    assert hosts.groups == ((0, 2), (1, 3, 4), (5,)) and not hosts.is_homogeneous
+    assert hosts.ranks_by_host == ((0, 2), (1, 3, 4), (5,)) and not hosts.is_homogeneous
     assert hosts.world(4) == World(4, 6, 2, 3, 0, 1) and hosts.world(3) == World(3, 6, 1, 3, 1, 2)
-    assert hosts.within([4, 5, 1]).groups == ((1, 4), (5,))
+    assert hosts.restrict_to([4, 5, 1]).ranks_by_host == ((1, 4), (5,))

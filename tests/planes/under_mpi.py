@@ -34,7 +34,7 @@ def run(make_planes: Callable[..., list[Plane]], size: int,
     if communicator is None:
         return []
 
-    def wait_until(predicate: Callable[[], bool], *, pause: float = 0.0) -> None:
+    def wait_until(predicate: Callable[[], bool], *, poll_interval: float = 0.0) -> None:
         deadline = time.monotonic() + HANGS_SECONDS
         while not predicate():
             assert time.monotonic() < deadline, "another rank failed, or this one waits in vain"

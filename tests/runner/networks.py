@@ -12,10 +12,11 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from tests.worlds import HVDRUN, clean_environment
 
 _NUMBERS = itertools.count()
 SSHD = shutil.which("sshd", path="/usr/sbin:/sbin:/usr/bin:/bin")
@@ -84,8 +85,8 @@ class Hosts:
 
     def environment(self) -> dict[str, str]:
         """Return the environment of a user's shell on any host."""
-        clean = {name: value for name, value in os.environ.items() if not name.startswith(("HVDLITE_", "HOROVOD_", "SSH_"))}
-        return {**clean, "HOME": str(self.home), "OMP_NUM_THREADS": "1", "TMPDIR": str(self.directory / "tmp")}
+        return {**clean_environment("SSH_"), "HOME": str(self.home),
+                "OMP_NUM_THREADS": "1", "TMPDIR": str(self.directory / "tmp")}
 
     def ssh_arguments(self) -> str:
         """Return what ssh needs here and would have in a user's ~/.ssh/config (it takes no HOME for that)."""
@@ -94,7 +95,7 @@ class Hosts:
 
     def hvdrun(self, *arguments: str, on: str = "a") -> list[str]:
         """Return the command of an hvdrun on a host."""
-        return self.command(on, [sys.executable, "-m", "hvdlite_runner.cli", f"--ssh-args={self.ssh_arguments()}",
+        return self.command(on, [*HVDRUN, f"--ssh-args={self.ssh_arguments()}",
                                  *arguments])
 
     def processes(self, name: str) -> list[int]:
@@ -103,11 +104,11 @@ class Hosts:
             network = os.stat(f"/var/run/netns/{self.namespace(name)}").st_ino
         except OSError:
             return []
-        spare = {sshd.pid for sshd in self._sshds.values()}
+        excluded = {sshd.pid for sshd in self._sshds.values()}
         found = []
         for entry in filter(str.isdigit, os.listdir("/proc")):
             try:
-                if os.stat(f"/proc/{entry}/ns/net").st_ino == network and int(entry) not in spare:
+                if os.stat(f"/proc/{entry}/ns/net").st_ino == network and int(entry) not in excluded:
                     name, _, rest = Path(f"/proc/{entry}/stat").read_text(errors="replace").rpartition(")")
                     if rest.split()[0] not in "ZX" and not name.endswith("(sshd"):
                         found.append(int(entry))

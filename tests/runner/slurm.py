@@ -14,6 +14,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.worlds import clean_environment, free_port
+
 PATH = "/usr/sbin:/sbin:/usr/bin:/bin"
 NODES = ("node1", "node2")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "salloc", "sinfo")
@@ -36,9 +38,7 @@ class Slurm:
 
     def environment(self) -> dict[str, str]:
         """Return the environment in which Slurm's commands find this one."""
-        clean = {name: value for name, value in os.environ.items()
-                 if not name.startswith(("HVDLITE_", "HOROVOD_", "SLURM_"))}
-        return {**clean, "SLURM_CONF": str(self.directory / "slurm.conf"), "OMP_NUM_THREADS": "1"}
+        return {**clean_environment("SLURM_"), "SLURM_CONF": str(self.directory / "slurm.conf"), "OMP_NUM_THREADS": "1"}
 
     def run(self, *command: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         """Run a command with this Slurm."""
@@ -116,9 +116,3 @@ PartitionName=main Nodes=node[1-2] Default=YES MaxTime=INFINITE State=UP
 
     def _logs(self) -> Sequence[str]:
         return [f"{path.name}: {path.read_text(errors='replace')[-2000:]}" for path in self.directory.glob("*.out")]
-
-
-def free_port() -> int:
-    """Return a port that is free at the moment."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])

@@ -15,11 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdlite.core.errors import ProtocolError
-from hvdlite_runner.messages import MAGIC, End, Exited, Frames, Hello, Output, Ping, Signal, Start, frame
+from hvdlite_runner.messages import MAGIC, AgentReady, Exited, Frames, Output, Ping, Signal, Start, Stop, frame
 from hvdlite_runner.reaper import marked_processes
+from tests.worlds import HVDRUN, clean_environment
 
-ORDERS = [Ping(), Signal(15), End(), Start([(0, 2, 0, 1, 0, 2)], ["python", "é"], {"A": "b"}, True, b"\0parcel")]
-EVENTS = [Hello("3.11.2", "0.1.0", "a", 8, 77), Output(3, "stderr", b"\xff\n"), Exited(3, -9, False, {"rank": 3}, {})]
+ORDERS = [Ping(), Signal(15), Stop(), Start([(0, 2, 0, 1, 0, 2)], ["python", "é"], {"A": "b"}, True, b"\0parcel")]
+EVENTS = [AgentReady("3.11.2", "0.1.0", "a", 8, 77), Output(3, "stderr", b"\xff\n"), Exited(3, -9, False, {"rank": 3}, {})]
 
 
 @given(st.lists(st.sampled_from(ORDERS)), st.lists(st.integers(1, 40), min_size=1))
@@ -70,13 +71,12 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def command(shell: Path, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", "hvdlite_runner.cli", "--no-prefix", "--remote-shell", str(shell), *arguments]
+    return [*HVDRUN, "--no-prefix", "--remote-shell", str(shell), *arguments]
 
 
 def hvdrun(shell: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HVDLITE_", "HOROVOD_"))}
     return subprocess.run(command(shell, *arguments), capture_output=True, text=True, timeout=60, check=False,
-                          env={**environment, "OMP_NUM_THREADS": "1"})
+                          env={**clean_environment(), "OMP_NUM_THREADS": "1"})
 
 
 def test_ranks_of_agents_and_of_the_launcher(shell: Path, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hvdlite.core.errors import LaunchError
-from hvdlite_runner.allocations import Allocation, expand_nodes, find, repeat_counts
+from hvdlite_runner.allocations import Allocation, expand_nodes, find_allocation, repeat_counts
 from hvdlite_runner.mpirun import INTEL, MPICH, OPEN_MPI, mpirun_command
 from hvdlite_runner.placement import Host
 from hvdlite_runner.shells import Shell, explain, forwarded
@@ -94,7 +94,7 @@ def test_why_a_host_cannot_be_reached(errors: str, told: str) -> None:
 
 def test_slurms_lists() -> None:
     assert expand_nodes("gpu[01-03,7],login,r[1-2]c[3-4]x") == ["gpu01", "gpu02", "gpu03", "gpu7", "login", "r1c3x", "r1c4x",
-                                                               "r2c3x", "r2c4x"]
+                                                                "r2c3x", "r2c4x"]
     assert repeat_counts("4(x2),1", 3) == [4, 4, 1]
     for text, nodes in (("4(x2)", 3), ("4x2", 2)):
         with pytest.raises(ValueError):
@@ -117,11 +117,11 @@ FILES = {"/pbs": "a\na\nb\na\n", "/ge": "a 2 main@a UNDEFINED\nb 1 main@b UNDEFI
      Allocation("Kubeflow's MPI operator", [Host("w-0", 2), Host("w-1", 2)], "/etc/mpi/kubexec.sh")),
 ])
 def test_allocations(environ: dict[str, str], expected: Allocation | None) -> None:
-    assert find(environ, FILES.__getitem__) == expected
+    assert find_allocation(environ, FILES.__getitem__) == expected
 
 
 def test_an_allocation_that_makes_no_sense() -> None:
     for environ in ({"SLURM_JOB_NODELIST": "n[1-2]"}, {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "2"},
                     {"PBS_NODEFILE": "/nowhere"}, {"LSB_MCPU_HOSTS": "n1 four"}):
-        with pytest.raises(LaunchError, match=r"cannot be told.*name them with -H"):
-            find(environ, FILES.__getitem__)
+        with pytest.raises(LaunchError, match=r"cannot be determined.*list them with -H"):
+            find_allocation(environ, FILES.__getitem__)

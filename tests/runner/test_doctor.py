@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import json
 import subprocess
-import sys
 from typing import Any
 
 from hvdlite_runner.doctor import hints, problems, text
 from hvdlite_runner.host_probe import ProbeServer, interfaces, own_addresses, probe, route_to, speed
+from tests.worlds import HVDRUN
 
 HOST: dict[str, Any] = {
     "hostname": "a", "python": "3.11.2", "executable": "/py", "cores": 8,
@@ -58,7 +58,7 @@ def test_small_limits_where_they_matter() -> None:
 
 
 def test_this_host() -> None:
-    ended = subprocess.run([sys.executable, "-m", "hvdlite_runner.cli", "--doctor", "--json"], capture_output=True,
+    ended = subprocess.run([*HVDRUN, "--doctor", "--json"], capture_output=True,
                            text=True, check=False, timeout=100)
     assert ended.returncode == 0, ended.stdout
     facts = json.loads(ended.stdout)["hosts"]["localhost"]

@@ -19,6 +19,7 @@ from tests.runner.networks import Hosts, unavailable
 WHY_NOT = unavailable()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
 ROOT = Path(__file__).resolve().parent.parent.parent
+CALL, WITH_ORPHAN, BUSY = (str(Path(__file__).parent / f"programs/{name}.py") for name in ("call", "with_orphan", "busy"))
 
 
 @pytest.fixture(scope="module")
@@ -211,30 +212,8 @@ def test_training_across_uneven_hosts(network: Hosts, small: Path, plane: str) -
     assert f"tensors in host memory travel by {plane}" in ended.stderr, ended.stderr
 
 
-CALL = """
-import sys
-import hvdlite
-
-def work(factor):
-    import socket
-    import numpy as np
-    import hvdlite as hvd
-    hvd.init()
-    if factor == 0 and hvd.rank() == 1:
-        raise KeyError("bad batch")
-    return socket.gethostname(), hvd.local_rank(), factor * int(hvd.allreduce(np.array(1), op=hvd.Sum))
-
-options = ["--ssh-args=" + sys.argv[2]]
-print(hvdlite.run(work, (10,), hosts=sys.argv[1], options=options))
-try:
-    hvdlite.run(work, (0,), hosts=sys.argv[1], options=options)
-except KeyError as error:
-    print("raised", error, str(error.__cause__).splitlines()[0])
-"""
-
-
 def test_a_function_on_several_hosts(network: Hosts) -> None:
-    command = network.command("a", [sys.executable, "-c", CALL, "10.77.0.1:1,10.77.0.2:2", network.ssh_arguments()])
+    command = network.command("a", [sys.executable, CALL, "10.77.0.1:1,10.77.0.2:2", network.ssh_arguments()])
     ended = subprocess.run(command, env=network.environment(), capture_output=True, text=True, timeout=100, check=False)
     assert ended.stdout.splitlines() == ["[('a', 0, 30), ('b', 0, 30), ('b', 1, 30)]", "raised 'bad batch' on rank 1:"], (
         ended.stderr)
@@ -257,20 +236,8 @@ def test_an_interrupt_while_hosts_are_reached(network: Hosts, tmp_path: Path) ->
         os.kill(pid, signal.SIGKILL)
 
 
-TRAIN = """
-import subprocess, sys
-import numpy as np, hvdlite as hvd
-subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True, env={})
-hvd.init()
-for step in range(10**9):
-    hvd.allreduce(np.ones(100_000, np.float32), name="gradient")
-    if step == 20:
-        print("ready", flush=True)
-"""
-
-
 def test_a_link_cut_in_mid_training_ends_the_job_everywhere(network: Hosts) -> None:
-    run = Running(network, "-H", ALL, sys.executable, "-c", TRAIN)
+    run = Running(network, "-H", ALL, sys.executable, WITH_ORPHAN)
     run.wait_for("ready", 4)
     network.cut("c")
     try:
@@ -282,24 +249,14 @@ def test_a_link_cut_in_mid_training_ends_the_job_everywhere(network: Hosts) -> N
     assert code == 1 and re.search(r"hvdrun: host 10.77.0.3 was lost: .* \(with ranks 3\)", errors), errors
 
 
-BUSY = """
-import os, subprocess, sys, time
-subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True, env={})
-print("ready", flush=True)
-if len(sys.argv) > 1 and sys.argv[1] == os.environ["HVDLITE_RANK"]:
-    sys.exit(7)
-time.sleep(1000)
-"""
-
-
 def test_a_failing_rank_is_named_with_its_host(network: Hosts) -> None:
-    ended = hvdrun(network, "-H", ALL, sys.executable, "-c", BUSY, "3")
+    ended = hvdrun(network, "-H", ALL, sys.executable, BUSY, "3")
     assert ended.returncode == 7 and "hvdrun: rank 3 on 10.77.0.3 failed first: exit code 7" in ended.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_launcher_that_ends_takes_everything_along(network: Hosts, number: int) -> None:
-    run = Running(network, "-H", ALL, sys.executable, "-c", BUSY)
+    run = Running(network, "-H", ALL, sys.executable, BUSY)
     run.wait_for("ready", 4)
     run.process.send_signal(number)
     network.wait_until_empty(10)
@@ -307,7 +264,7 @@ def test_a_launcher_that_ends_takes_everything_along(network: Hosts, number: int
 
 
 def test_a_launcher_killed_behind_a_cut_link(network: Hosts) -> None:
-    run = Running(network, "-H", ALL, sys.executable, "-c", BUSY)
+    run = Running(network, "-H", ALL, sys.executable, BUSY)
     run.wait_for("ready", 4)
     network.cut("b")
     try:
@@ -319,7 +276,7 @@ def test_a_launcher_killed_behind_a_cut_link(network: Hosts) -> None:
 
 
 def test_a_killed_agent_is_a_lost_host_and_its_reaper_ends_the_ranks(network: Hosts) -> None:
-    run = Running(network, "--verbose", "-H", ALL, sys.executable, "-c", BUSY)
+    run = Running(network, "--verbose", "-H", ALL, sys.executable, BUSY)
     run.wait_for("ready", 4)
     (agent,) = [pid for pid in network.processes("b") if b"stdin.buffer.raw" in Path(f"/proc/{pid}/cmdline").read_bytes()
                 and Path(f"/proc/{pid}/comm").read_text().startswith("python")]

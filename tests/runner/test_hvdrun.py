@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 
 from hvdlite_runner.reaper import marked_processes
-from tests.worlds import shared_memory
+from tests.worlds import HVDRUN, clean_environment, shared_memory
 
 PYTHON = sys.executable
+FAULTY, STUBBORN, DEAF, BARE = (str(Path(__file__).parent / f"programs/{name}.py") for name in (
+    "faulty", "stubborn", "deaf", "bare"))
 
 
 def hvdrun(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -25,12 +27,11 @@ def hvdrun(*arguments: str, environment: dict[str, str] | None = None) -> subpro
 
 
 def _command(arguments: Sequence[str]) -> list[str]:
-    return [PYTHON, "-m", "hvdlite_runner.cli", *arguments]
+    return [*HVDRUN, *arguments]
 
 
 def _environment() -> dict[str, str]:
-    return {**{name: value for name, value in os.environ.items() if not name.startswith(("HVDLITE_", "HOROVOD_"))},
-            "OMP_NUM_THREADS": "1"}
+    return {**clean_environment(), "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(autouse=True)
@@ -131,25 +132,9 @@ def test_knobs_flags_and_files(tmp_path: Path) -> None:
     assert (tmp_path / "out/rank.0/stdout").read_text() == "2M info\n"
 
 
-TRAIN = """
-import sys, time
-import hvdlite as hvd, numpy as np
-hvd.init()
-fault, rank = sys.argv[1], int(sys.argv[2])
-for step in range(10**9):
-    hvd.allreduce(np.ones(1000, np.float32), name="gradient")
-    if step == 10 and hvd.rank() == rank:
-        if fault == "raise":
-            raise ValueError("bad batch")
-        if fault == "exit":
-            sys.exit(5)
-        print("ready", flush=True)
-"""
-
-
 @pytest.mark.parametrize("size", [2, 4])
 def test_an_exception_is_what_the_user_sees_first(size: int) -> None:
-    ended = hvdrun("-np", str(size), PYTHON, "-c", TRAIN, "raise", "1")
+    ended = hvdrun("-np", str(size), PYTHON, FAULTY, "raise", "1")
     assert ended.returncode == 1
     lines = ended.stderr.splitlines()
     assert lines[0].startswith("[1]<stderr>:Traceback"), ended.stderr
@@ -161,7 +146,7 @@ def test_an_exception_is_what_the_user_sees_first(size: int) -> None:
 
 
 def test_sys_exit_of_one_rank_ends_the_job_with_its_code() -> None:
-    ended = hvdrun("-np", "3", PYTHON, "-c", TRAIN, "exit", "2")
+    ended = hvdrun("-np", "3", PYTHON, FAULTY, "exit", "2")
     assert ended.returncode == 5 and "rank 2 failed first: exit code 5" in ended.stderr
     assert "rank 2 left the job normally" in ended.stderr
 
@@ -193,8 +178,7 @@ class Running:
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_killed_rank_is_named_first(victim: int) -> None:
-    run = Running("-np", "3", PYTHON, "-c", "import os; print('pid', os.environ['HVDLITE_RANK'], os.getpid(), flush=True)"
-                  + TRAIN, "kill", str(victim))
+    run = Running("-np", "3", PYTHON, FAULTY, "kill", str(victim))
     pids = {}
     while len(pids) < 3:
         _, rank, pid = run.wait_for("pid").split(":", 1)[1].split()
@@ -210,46 +194,25 @@ def test_a_killed_rank_is_named_first(victim: int) -> None:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_the_users_signals_end_every_rank(number: int, code: int) -> None:
-    run = Running("-np", "2", PYTHON, "-c", TRAIN, "wait", "0", before=lambda: signal.signal(number, signal.SIG_DFL))
+    run = Running("-np", "2", PYTHON, FAULTY, "wait", "0", before=lambda: signal.signal(number, signal.SIG_DFL))
     run.wait_for("ready")
     run.process.send_signal(number)
     assert run.end()[0] == code
 
 
-STUBBORN = """
-import os, signal, subprocess, sys, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-signal.signal(signal.SIGINT, signal.SIG_IGN)
-subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
-if os.fork() == 0:
-    os.setsid()
-print("ready", flush=True)
-time.sleep(1000)
-"""
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_stubborn_ranks_and_their_own_sessions_end_too(number: int) -> None:
     """SIGKILL cannot be handled: then the reaper ends the job."""
-    run = Running("-np", "2", PYTHON, "-c", STUBBORN)
+    run = Running("-np", "2", PYTHON, STUBBORN)
     run.wait_for("ready")
     run.process.send_signal(number)
     run.process.wait(30)
 
 
-ENDLESS_PATIENCE = "import sys, hvdlite_runner.cli, hvdlite_runner.job as job; job.INTERRUPT_PATIENCE = 1000.0; " \
+ENDLESS_PATIENCE = "import sys, hvdlite_runner.cli, hvdlite_runner.termination as end; end.INTERRUPT_GRACE = 1000.0; " \
                    "sys.exit(hvdlite_runner.cli.main(sys.argv[1:]))"
-DEAF = """
-import signal, time
-signal.signal(signal.SIGINT, lambda number, frame: print("asked", flush=True))
-print("ready", flush=True)
-while True:
-    time.sleep(1000)
-"""
-
-
 def test_a_second_interrupt_kills_at_once() -> None:
-    run = Running("-np", "1", PYTHON, "-c", DEAF, launcher=[PYTHON, "-c", ENDLESS_PATIENCE])
+    run = Running("-np", "1", PYTHON, DEAF, launcher=[PYTHON, "-c", ENDLESS_PATIENCE])
     run.wait_for("ready")
     run.process.send_signal(signal.SIGINT)
     run.wait_for("asked")
@@ -276,13 +239,6 @@ def test_over_tcp() -> None:
     assert ended.returncode == 0 and ended.stdout.count("[1]\n") == 2
 
 
-BARE = """
-import os, subprocess, sys
-subprocess.Popen([sys.executable, "-S", "-c", "import time; print('bare', flush=True); time.sleep(1000)", sys.argv[1]],
-                 env={}, start_new_session=True)
-"""
-
-
 def _left_with(argument: str) -> list[int]:
     """Return the processes that have `argument` on their command line, but for launchers and ranks."""
     found = []
@@ -307,13 +263,13 @@ def _assert_gone(argument: str) -> None:
 
 def test_an_orphan_without_environment_ends_with_the_job(tmp_path: Path) -> None:
     """Nothing marks it any more: neither parent, nor session, nor environment; but the launcher adopts orphans."""
-    assert hvdrun("-np", "1", PYTHON, "-c", BARE, str(tmp_path)).returncode == 0
+    assert hvdrun("-np", "1", PYTHON, BARE, str(tmp_path)).returncode == 0
     _assert_gone(str(tmp_path))
 
 
 # docs/protocol.md#nothing-left-behind
 def test_a_child_without_environment_ends_with_a_killed_launcher(tmp_path: Path) -> None:
-    run = Running("-np", "1", PYTHON, "-c", BARE + "import time; time.sleep(1000)", str(tmp_path))
+    run = Running("-np", "1", PYTHON, BARE, str(tmp_path), "1000")
     run.wait_for("bare")
     assert _left_with(str(tmp_path))
     run.process.kill()
@@ -367,7 +323,7 @@ def test_a_reader_that_goes_away_does_not_end_the_job() -> None:
 def test_a_long_temporary_directory_is_no_obstacle(tmp_path: Path) -> None:
     directory = tmp_path / ("long" * 40)
     directory.mkdir()
-    ended = subprocess.run([sys.executable, "-m", "hvdlite_runner.cli", "-np", "2", sys.executable, "-c",
+    ended = subprocess.run([*HVDRUN, "-np", "2", sys.executable, "-c",
                             "import hvdlite as hvd; hvd.init(); hvd.barrier(); hvd.shutdown()"],
                            env={**os.environ, "TMPDIR": str(directory)}, capture_output=True, text=True, timeout=60,
                            check=False)

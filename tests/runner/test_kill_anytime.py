@@ -17,30 +17,9 @@ from pathlib import Path
 import pytest
 
 from hvdlite_runner.reaper import marked_processes
-from tests.worlds import shared_memory
+from tests.worlds import HVDRUN, shared_memory
 
 pytest.importorskip("torch")
-
-SCRIPT = """
-import os, sys, time
-print("pid", os.environ["HVDLITE_RANK"], os.getpid(), flush=True)
-import torch
-import hvdlite_torch as hvd
-hvd.init()
-torch.set_num_threads(1)
-data = torch.utils.data.TensorDataset(torch.randn(4000, 20), torch.randn(4000, 1))
-loader = torch.utils.data.DataLoader(data, batch_size=8, num_workers=2)
-model = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
-optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters())
-hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-print("training", flush=True)
-while True:
-    for x, y in loader:
-        optimizer.zero_grad()
-        torch.nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
-"""
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(int(os.environ.get("KILL_TRIES", "4"))))
@@ -49,7 +28,8 @@ def test_a_rank_killed_at_any_moment(seed: int, tmp_path: Path, monkeypatch: pyt
     size, tag = chance.choice([2, 3]), f"kill-{os.getpid()}-{seed}"
     victim, delay = chance.randrange(size), chance.choice([0.0, chance.uniform(0, 4)])
     shared = shared_memory()
-    run = subprocess.Popen([sys.executable, "-m", "hvdlite_runner.cli", "-np", str(size), sys.executable, "-c", SCRIPT],
+    command = [*HVDRUN, "-np", str(size), sys.executable]
+    run = subprocess.Popen([*command, str(Path(__file__).parent / "programs/loaders.py")],
                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                            env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path), "TEST_JOB": tag,
                                 "HVDLITE_START_TIMEOUT": "20"})

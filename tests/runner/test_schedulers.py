@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import pytest
 
 from tests.runner import slurm as slurm_daemons
 from tests.runner.slurm import Slurm, free_port
+from tests.worlds import HVDRUN, clean_environment
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 EXAMPLE = [sys.executable, str(ROOT / "examples/pytorch_fashion_mnist.py"), "--epochs", "1", "--batch-size", "16",
@@ -22,8 +22,7 @@ EXAMPLE = [sys.executable, str(ROOT / "examples/pytorch_fashion_mnist.py"), "--e
 PLACE = [sys.executable, "-c", "import sys, hvdlite as hvd, numpy as np\nhvd.init()\n"
          "place = hvd.rank(), hvd.size(), hvd.local_rank(), int(hvd.allreduce(np.array(1), op=hvd.Sum))\n"
          "sys.stdout.write('%d %d %d %d\\n' % place)"]
-ENVIRONMENT = {**{name: value for name, value in os.environ.items() if not name.startswith(("HVDLITE_", "HOROVOD_"))},
-               "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {**clean_environment(), "OMP_NUM_THREADS": "1"}
 WHY_NO_SLURM = slurm_daemons.unavailable()
 pytestmark = pytest.mark.slow
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="the example needs torch")
@@ -59,7 +58,7 @@ def test_the_example_under_srun(slurm: Slurm, small: Path) -> None:
 
 def test_hvdrun_inside_an_allocation_uses_it_without_being_told(slurm: Slurm) -> None:
     """Nodes' names resolve to nothing here, so the way there is Slurm's own."""
-    hvdrun = [sys.executable, "-m", "hvdlite_runner.cli", "--no-prefix"]
+    hvdrun = [*HVDRUN, "--no-prefix"]
     ended = slurm.run("salloc", "--quiet", "--ntasks=3", *hvdrun, *PLACE)
     assert ended.returncode == 0 and sorted(ended.stdout.splitlines()) == ["0 3 0 3", "1 3 1 3", "2 3 2 3"], ended.stderr
     ended = slurm.run("salloc", "--quiet", "--nodes=2", "--ntasks=3", *hvdrun, *PLACE)
@@ -103,15 +102,15 @@ def test_the_example_under_mpirun(flavour: str, small: Path) -> None:
 @pytest.mark.parametrize("flavour", ["Open MPI", "MPICH"])
 def test_hvdrun_with_mpi(flavour: str) -> None:
     program = launcher(flavour)[0]
-    ended = run(sys.executable, "-m", "hvdlite_runner.cli", "-np", "2", "--no-prefix", "--mpi", "--mpirun", program, *PLACE)
+    ended = run(*HVDRUN, "-np", "2", "--no-prefix", "--mpi", "--mpirun", program, *PLACE)
     assert ended.returncode == 0 and sorted(ended.stdout.splitlines()) == ["0 2 0 2", "1 2 1 2"], ended.stderr
 
 
 def test_mpi_that_is_not_there() -> None:
-    ended = run(sys.executable, "-m", "hvdlite_runner.cli", "-np", "2", "--mpi", "--mpirun", "/no/mpirun", *PLACE)
+    ended = run(*HVDRUN, "-np", "2", "--mpi", "--mpirun", "/no/mpirun", *PLACE)
     assert ended.returncode == 2 and "--mpi needs /no/mpirun" in ended.stderr and ended.stderr.count("\n") == 1
-    ended = run(sys.executable, "-m", "hvdlite_runner.cli", "-np", "2", "--mpi", "--mpirun", "/bin/true", *PLACE)
-    assert ended.returncode == 2 and "/bin/true is no launcher of Open MPI, MPICH or Intel MPI" in ended.stderr
+    ended = run(*HVDRUN, "-np", "2", "--mpi", "--mpirun", "/bin/true", *PLACE)
+    assert ended.returncode == 2 and "/bin/true is not a launcher of Open MPI, MPICH or Intel MPI" in ended.stderr
 
 
 @needs_torch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,15 +11,16 @@ from pathlib import Path
 import pytest
 
 import hvdlite
-from hvdlite.control import progress
 from hvdlite.core.errors import LaunchError
-from hvdlite_runner.messages import Progress
-from hvdlite_runner.monitor import Monitor, look, rows, text, waits_of
+from hvdlite.diagnostics import progress
+from hvdlite_runner.messages import ProgressReply
+from hvdlite_runner.monitor import Monitor, look, rows, stall_lines, text
 from hvdlite_runner.scaling import Throughput, parse_sweep, saturation, scaling_rows
+from tests.worlds import HVDRUN, clean_environment
 
 
 def test_a_ranks_progress_is_read_by_another_process(tmp_path: Path) -> None:
-    mine = progress.Progress()
+    mine = progress.ProgressReply()
     mine.publish(str(tmp_path), 3)
     assert progress.read(str(tmp_path), 3) == progress.Reading()
     mine.round()
@@ -87,29 +88,29 @@ def test_the_table_stays_below_the_output() -> None:
     monitor = Monitor(written.append, {0: "localhost"}, in_place=True, clock=lambda: now[0])
     for second in (1.0, 2.0):
         now[0] = second
-        monitor.take("localhost", Progress({0: reading(int(second), 0, 0.0, 0.1)}))
+        monitor.take("localhost", ProgressReply({0: reading(int(second), 0, 0.0, 0.1)}))
     assert written[1] == "\x1b[2F\x1b[J" and written[0].count("\n") == written[2].count("\n") == 2
-    monitor.make_way()
-    monitor.make_way()
+    monitor.clear_table()
+    monitor.clear_table()
     assert written[3:] == ["\x1b[2F\x1b[J"]
     monitor.ended(0, {})
     now[0] = 3.0
-    monitor.take("localhost", Progress({}))
+    monitor.take("localhost", ProgressReply({}))
     assert len(written) == 4, "no rank is left"
 
 
 def test_who_waits_for_whom() -> None:
     stall = {"name": "x", "waited_seconds": 3.2, "submitted": [0, 1, 2], "missing": [3]}
     report = {"stalls": [{**stall, "name": "y", "waited_seconds": 1.0}, stall], "diagnosis": ["rank 3 is in load()"]}
-    assert waits_of(report) == ["ranks 0-2 wait for 3: 'x', 3 s", "  rank 3 is in load()"]
-    assert waits_of({"stalls": [], "diagnosis": []}) == []
+    assert stall_lines(report) == ["ranks 0-2 wait for 3: 'x', 3 s", "  rank 3 is in load()"]
+    assert stall_lines({"stalls": [], "diagnosis": []}) == []
 
 
 def test_looking_at_a_worker_group(tmp_path: Path) -> None:
     class WorkerGroup:
         directory = str(tmp_path)
         running = {5: subprocess.Popen(["sleep", "100"])}  # noqa: RUF012
-    progress.Progress().publish(str(tmp_path), 5)
+    progress.ProgressReply().publish(str(tmp_path), 5)
     ranks, waits = look(WorkerGroup())  # type: ignore[arg-type]
     WorkerGroup.running[5].kill()
     WorkerGroup.running[5].wait()
@@ -121,23 +122,10 @@ def test_a_negative_number_of_samples() -> None:
         hvdlite.record_step(-1)
 
 
-SCRIPT = """
-import sys, time
-import numpy as np, hvdlite as hvd
-hvd.init()
-batch = int(sys.argv[sys.argv.index("--batch-size") + 1]) if "--batch-size" in sys.argv else 10
-for step in range(30):
-    hvd.allreduce(np.ones(10), name="x")
-    time.sleep(0.01 + 0.0001 * batch)
-    hvd.record_step(batch)
-"""
-
-
 def hvdrun(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HVDLITE_", "HOROVOD_"))}
-    return subprocess.run([sys.executable, "-m", "hvdlite_runner.cli", *arguments], capture_output=True, text=True,
-                          timeout=100, cwd=tmp_path, env={**environment, "OMP_NUM_THREADS": "1"}, check=False)
+    shutil.copy(Path(__file__).parent / "programs/samples.py", tmp_path / "train.py")
+    return subprocess.run([*HVDRUN, *arguments], capture_output=True, text=True,
+                          timeout=100, cwd=tmp_path, env={**clean_environment(), "OMP_NUM_THREADS": "1"}, check=False)
 
 
 def test_scaling_prints_and_writes_its_table(tmp_path: Path) -> None:

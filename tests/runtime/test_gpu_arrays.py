@@ -15,10 +15,10 @@ import pytest
 import hvdlite
 from hvdlite import api, gpu_arrays
 from hvdlite.core.errors import UnsupportedError
-from hvdlite.runtime import assemble
 from hvdlite.runtime.runtime import Runtime
 from tests import worlds
 from tests.device_double import Gpus
+from tests.gpu_worlds import install_gpus
 
 
 class ArrayDouble(np.ndarray):
@@ -50,13 +50,11 @@ def on_gpu(values: Any) -> ArrayDouble:
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpus]:
-    made, real, current = Gpus(), assemble.assemble_threads, threading.local()
+    made, current = install_gpus(monkeypatch), threading.local()
     cuda = types.SimpleNamespace(get_current_stream=StreamDouble)
     module = types.SimpleNamespace(ndarray=ArrayDouble, cuda=cuda, ascontiguousarray=lambda array: on_gpu(array.copy("C")),
                                    empty=lambda shape, dtype: np.empty(shape, dtype).view(ArrayDouble))
     monkeypatch.setitem(sys.modules, "cupy", module)
-    monkeypatch.setattr(worlds, "assemble_threads",
-                        lambda *arguments, **options: real(*arguments, **{"devices": made.plane, **options}))
     monkeypatch.setattr(api, "_runtime", None)
     monkeypatch.setattr(hvdlite.ops, "runtime", lambda: current.runtime)
     monkeypatch.setattr(hvdlite.ops, "rank", lambda: current.runtime.world.rank)

@@ -10,6 +10,7 @@ import pytest
 from hvdlite.core.errors import MismatchError, PeerLeftError
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
+from tests.runtime.programs import join as programs
 from tests.worlds import TORCH, Processes, processes, threads
 
 
@@ -108,35 +109,14 @@ def test_a_rank_that_leaves_ends_a_join() -> None:
 def test_an_optimizer_on_uneven_data(size: int) -> None:
     """Buckets are learned, suspended when a rank joins, and used again in the next epoch; weights end equal."""
     pytest.importorskip("torch")
-    ended = processes(size, """
-        import torch, hvdlite_torch as hvd
-        hvd.init()
-        rank, size = hvd.rank(), hvd.size()
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(40, 300), torch.nn.ReLU(), torch.nn.Linear(300, 1))
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters())
-        seen = []
-        for epoch in range(3):
-            for batch in range(6 + 2 * rank):
-                optimizer.zero_grad()
-                model(torch.full((4, 40), float(batch))).mean().backward()
-                active = sum(batch < 6 + 2 * each for each in range(size))
-                assert torch.allclose(model[2].bias.grad, torch.tensor([active / size])), (batch, model[2].bias.grad)
-                optimizer.step()
-                seen.append(optimizer._reducer.by_bucket)
-            assert hvd.join() == size - 1
-            hvd.broadcast_parameters(model.state_dict(), size - 1)  # a joined rank has missed the last steps
-        for epoch in (1, 2):
-            begin = epoch * (6 + 2 * rank)
-            assert all(seen[begin:begin + 6]), (epoch, seen)
-        print(sum(parameter.double().sum().item() for parameter in model.parameters()))
-    """, imported=TORCH)
-    assert len({rank.stdout for rank in ended}) == 1
+    ended = processes(size, programs.an_optimizer_on_uneven_data, imported=TORCH)
+    assert len({rank.result for rank in ended}) == 1
 
 
 def test_an_optimizer_that_is_made_after_a_join() -> None:
     torch = pytest.importorskip("torch")
     from hvdlite_torch import DistributedOptimizer
+    from tests.torch.models import by_bucket
 
     def step(runtime: Runtime) -> None:
         runtime.join().wait()
@@ -148,7 +128,7 @@ def test_an_optimizer_that_is_made_after_a_join() -> None:
             (parameter * (runtime.world.rank + 1.0)).sum().backward()
             assert (parameter.grad == 1.5).all()
             optimizer.step()
-            seen.append(optimizer._reducer.by_bucket)
+            seen.append(by_bucket(optimizer))
         assert seen == [False, False, True, True, True]
     threads(2, step)
 
@@ -158,6 +138,7 @@ def test_gradients_around_joins(to_none: bool) -> None:
     """Learned buckets are suspended and used again in the same memory, while gradients of before still lie there."""
     torch = pytest.importorskip("torch")
     from hvdlite_torch import DistributedOptimizer
+    from tests.torch.models import by_bucket
     size = 3
 
     def step(runtime: Runtime) -> None:
@@ -180,28 +161,14 @@ def test_gradients_around_joins(to_none: bool) -> None:
                 else:
                     assert not using
                 optimizer.step()
-                assert optimizer._reducer.by_bucket or batch >= 6 or (epoch == 0 and batch < 2)
+                assert by_bucket(optimizer) or batch >= 6 or (epoch == 0 and batch < 2)
             runtime.join().wait()
     threads(size, step)
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_rank_that_dies_while_others_have_joined_is_named(victim: int) -> None:
-    with Processes(3, """
-        import os, signal, sys, time, numpy as np, hvdlite as hvd
-        hvd.init()
-        victim, own = int(sys.argv[1]), hvd.rank()
-        joins = [rank for rank in range(3) if rank != (victim + 1) % 3]
-        print("ready", flush=True)
-        try:
-            if own in joins:
-                hvd.join()
-            while True:
-                hvd.allreduce(np.ones(50_000))
-        except hvd.PeerLostError as error:
-            assert error.rank == victim, error
-            print("named", flush=True)
-    """, arguments=[str(victim)]) as world:
+    with Processes(3, programs.a_rank_that_dies_while_others_have_joined_is_named, victim) as world:
         for rank in range(3):
             world.wait_for(rank, "ready")
         time.sleep(0.3)

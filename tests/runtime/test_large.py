@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.runtime.programs import large as programs
 from tests.worlds import processes
 
 NEEDED = 12 << 30
@@ -23,15 +24,4 @@ def available() -> int:
 @pytest.mark.long
 @pytest.mark.skipif(available() < NEEDED, reason=f"needs {NEEDED >> 30} GiB of memory")
 def test_more_than_two_to_the_31_elements() -> None:
-    processes(2, """
-        import numpy as np, hvdlite as hvd
-        hvd.init()
-        rank, count = hvd.rank(), (1 << 31) + 10
-        big = np.full(count, rank + 1, np.uint8)
-        hvd.allreduce_(big, op=hvd.Sum)
-        assert big[0] == big[1 << 31] == big[-1] == 3 and (big[::1 << 16] == 3).all()
-        big[-1] = 5 + rank
-        assert hvd.broadcast_(big, 1)[-1] == 6
-        everything = hvd.allgather(big[:(1 << 30) + rank])
-        assert everything.shape == ((1 << 31) + 1,) and everything[-1] == 3
-    """, timeout=150)
+    processes(2, programs.more_than_two_to_the_31_elements, timeout=150)

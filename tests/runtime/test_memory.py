@@ -6,100 +6,24 @@ import sys
 
 import pytest
 
+from tests.runtime.programs import memory as programs
 from tests.worlds import processes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts come from /proc")
 
-MEASURES = """
-    import gc, os, threading
-    import hvdlite as hvd, numpy as np
-    from hvdlite import api
-    from hvdlite.training.array_gradients import ArrayReducer
-
-    def shared():
-        with open("/proc/self/status") as file:
-            return sum(int(line.split()[1]) for line in file if line.startswith("RssShmem")) << 10
-
-    def begin():
-        hvd.init()
-        hvd.allreduce(np.ones(1 << 23))  # in all staging slots, which stay
-        return shared()
-
-    def reducer_of_one(label):
-        reducer = ArrayReducer(api.runtime(), label, op=hvd.Sum)
-        assert reducer.add((1 << 21,), "float32") == 0
-        return reducer
-
-    def train(reducer, rounds):
-        for _ in range(rounds):
-            assert (reducer.reduce({0: np.full(1 << 21, 1 + hvd.rank(), np.float32)})[0] == 3).all()
-        return shared()
-"""
-BUCKET = 8 << 20
-"""Bytes of such a set, on each rank. A rank maps its own part, and what it reduces in the other's."""
-
 
 def test_the_buckets_of_sets_that_are_gone_go_back() -> None:
-    processes(2, MEASURES + f"""
-    before = begin()
-    for turn in range(6):
-        reducer = reducer_of_one(f"set.{{turn}}")
-        used = train(reducer, 5) - before
-        assert used >= {BUCKET}, (turn, used)
-        if turn % 2:
-            reducer.itself = reducer  # collected in a circle, maybe by another thread, maybe later than on the other rank
-        del reducer
-        if turn % 3 == hvd.rank():
-            hvd.allreduce(np.ones(1), name="meanwhile")
-            gc.collect()
-        else:
-            gc.collect()
-            hvd.allreduce(np.ones(1), name="meanwhile")
-        hvd.barrier()
-        assert shared() < before + (2 << 20), (turn, shared())
-    """)
+    processes(2, programs.the_buckets_of_sets_that_are_gone_go_back)
 
 
 def test_the_buckets_of_layouts_that_are_evicted_go_back() -> None:
-    processes(2, MEASURES + f"""
-    before = begin()
-    reducer = reducer_of_one("set")
-    for turn in range(5):
-        used = train(reducer, 4 + (1 << turn)) - before  # learned again ever later
-        assert {BUCKET} <= used < {4 * BUCKET}, (turn, used)  # the old one lasts until the next round begins
-        learned = api.runtime().layout("set", 1 << 20)
-        if learned is not None and hvd.rank() == turn % 2:
-            api.runtime().abandon(learned.layout)
-        del learned
-    """)
+    processes(2, programs.the_buckets_of_layouts_that_are_evicted_go_back)
 
 
 @pytest.mark.parametrize("collects", [False, True])
 def test_jobs_one_after_the_other_leave_nothing(collects: bool) -> None:
-    processes(2, MEASURES + f"""
-    def job():
-        begin()
-        train(reducer_of_one("set"), 4)
-        hvd.shutdown()
-        if {collects}:
-            gc.collect()
-        for thread in threading.enumerate():
-            if thread is not threading.current_thread():
-                thread.join(20)
-        return len(os.listdir("/proc/self/fd")), threading.active_count()
-    first = job()
-    before = shared()
-    for _ in range(8):
-        assert job() == first
-        gc.collect()
-        assert shared() <= before + (1 << 20)
-    """)
+    processes(2, programs.jobs_one_after_the_other_leave_nothing, collects)
 
 
 def test_a_shared_file_without_a_range_left_means_no_buckets() -> None:
-    processes(2, MEASURES + """
-    before = begin()
-    memory = api.runtime()._plane._memory
-    memory._length = memory._end + (8 << 20)  # on all ranks
-    assert train(reducer_of_one("set"), 8) < before + (2 << 20)
-    """)
+    processes(2, programs.a_shared_file_without_a_range_left_means_no_buckets)

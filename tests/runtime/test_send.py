@@ -8,6 +8,7 @@ import pytest
 from hvdlite.core.errors import MismatchError, PeerLeftError, UnsupportedError
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
+from tests.runtime.programs import send as programs
 from tests.worlds import processes, threads
 
 
@@ -65,18 +66,4 @@ def test_a_receiver_learns_that_the_sender_left() -> None:
 
 
 def test_between_processes() -> None:
-    processes(3, """
-        import numpy as np, hvdlite as hvd
-        hvd.init()
-        rank = hvd.rank()
-        for count in (1, 3_000_000):
-            if rank == 0:
-                for other in (1, 2):
-                    hvd.send(np.full(count, 7.0 + other), other)
-                print(hvd.recv(np.empty(2), 2, name="back"))
-            else:
-                assert (hvd.recv(np.empty(count), 0) == 7 + rank).all()
-                if rank == 2:
-                    hvd.send([1.0, 2.0], 0, name="back")
-        assert hvd.allreduce(np.ones(4), op=hvd.Sum).tolist() == [3] * 4
-    """)
+    processes(3, programs.between_processes)

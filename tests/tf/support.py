@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from tests.worlds import RAISES, Ended, processes
+from tests.worlds import Ended, processes
 
 ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1",
                "CUDA_VISIBLE_DEVICES": "", "TF_ENABLE_ONEDNN_OPTS": "0", "JAX_PLATFORMS": "cpu"}
@@ -23,5 +23,6 @@ def imported(backend: str) -> list[str]:
 
 def run(size: int, body: str, timeout: float = 150.0, **environment: str) -> list[Ended]:
     environment = {**ENVIRONMENT, "KERAS_BACKEND": "tensorflow", **environment}
-    return processes(size, RAISES + textwrap.dedent(body), timeout=timeout, environment=environment,
+    source = "from tests.raising import raises\n" + textwrap.dedent(body)
+    return processes(size, source, timeout=timeout, environment=environment,
                      imported=imported(environment["KERAS_BACKEND"]))

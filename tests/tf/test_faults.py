@@ -36,12 +36,12 @@ FIT = """
 @pytest.mark.parametrize(("fault", "told"), [("raise", "rank 1 failed with RuntimeError: out of paper"),
                                              ("kill", "rank 1 was lost")])
 def test_the_others_end_soon_and_say_why(fault: str, told: str) -> None:
-    with Processes(2, FIT, environment=ENVIRONMENT, arguments=[fault], imported=imported("tensorflow")) as world:
+    with Processes(2, FIT, fault, environment=ENVIRONMENT, imported=imported("tensorflow")) as world:
         world.wait_for(1, "there")
         begun = time.monotonic()
         assert world.ranks[0].wait(30) != 0
         assert time.monotonic() - begun < 20
-        assert told in world._ended(0).stderr
+        assert told in world.told(0).stderr
 
 
 def test_ctrl_c_ends_a_job_in_fit(tmp_path: Path) -> None:

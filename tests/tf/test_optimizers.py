@@ -66,9 +66,9 @@ for _ in range(6):
 assert moved == [False, False, True] * 2, moved
 
 if keras.backend.backend() == "jax":  # gradients travel once a step
-    from hvdlite_tf.keras import exchange
-    calls, call = [], exchange.call
-    exchange.call = lambda function, tensors: call(lambda arrays: calls.append(1) or function(arrays), tensors)
+    from hvdlite_tf.keras.backends import jax as jax_backend
+    calls, call = [], jax_backend.call
+    jax_backend.call = lambda function, tensors: call(lambda arrays: calls.append(1) or function(arrays), tensors)
     close(fit(keras.optimizers.SGD(0.05), True, backward_passes_per_step=3, average_aggregated_gradients=True),
           fit(keras.optimizers.SGD(0.05, gradient_accumulation_steps=3), False))
     assert len(calls) == 12 / 3, len(calls)

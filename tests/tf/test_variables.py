@@ -216,12 +216,12 @@ optimizer.build(model.trainable_variables)
 raises(Exception, "with op=Sum, apply", lambda: optimizer.apply(
     [variable.value.grad * 2 for variable in model.trainable_variables], model.trainable_variables))
 
-from hvdlite.training.exchange import counting
+from hvdlite.training.step_reducer import weighted_by_samples
 model = make(1)  # ranks count unequally, and rank 1 has no backward pass in the last step
 optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
 optimizer.build(model.trainable_variables)
 for turn in range(3):
-    with counting(8 - 4 * rank):
+    with weighted_by_samples(8 - 4 * rank):
         model.zero_grad()
         if turn < 2 or rank == 0:
             (model(torch.tensor(X[:4])) ** 2).mean().backward()

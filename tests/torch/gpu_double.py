@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from hvdlite.core.device import DeviceArray
-from hvdlite.runtime import assemble
 from hvdlite_torch import cuda
-from tests import worlds
 from tests.device_double import Gpus, view
+from tests.gpu_worlds import install_gpus
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     """Put doubles behind the torch adapter and behind worlds of threads, for one test."""
-    gpus = Gpus()
-    real = assemble.assemble_threads
-
-    def with_gpus(*arguments: Any, **options: Any) -> Any:
-        return real(*arguments, **{"devices": gpus.plane, **options})
+    gpus = install_gpus(monkeypatch)
 
     def memory(array: DeviceArray) -> torch.Tensor:
         tensor = torch.from_numpy(view(array.pointer, array.nbytes, np.dtype(np.uint8)))
@@ -34,7 +28,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Gpus:
         copy.is_on_host = True  # type: ignore[attr-defined]
         return copy
 
-    monkeypatch.setattr(worlds, "assemble_threads", with_gpus)
     monkeypatch.setattr(cuda, "is_on_gpu", lambda tensor: not getattr(tensor, "is_on_host", False))
     monkeypatch.setattr(cuda, "index_of", lambda tensor: 0)
     monkeypatch.setattr(cuda, "current_stream", lambda index: 0)

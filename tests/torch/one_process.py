@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hvdlite.runtime.runtime import Runtime
-from tests.torch.test_optimizer import net
+from tests.torch.models import net
 from tests.worlds import threads
 
 SIZE = 2

@@ -14,7 +14,7 @@ from hvdlite.core.errors import MismatchError  # noqa: E402
 from hvdlite.core.types import ReduceOp  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite_torch import Compression, DistributedOptimizer, comm_hooks  # noqa: E402
-from tests.torch.test_optimizer import net, weights  # noqa: E402
+from tests.torch.models import net, weights  # noqa: E402
 from tests.worlds import threads  # noqa: E402
 
 

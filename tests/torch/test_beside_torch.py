@@ -10,7 +10,8 @@ torch = pytest.importorskip("torch")
 
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite_torch import DistributedOptimizer  # noqa: E402
-from tests.torch.test_optimizer import OPTIMIZERS, batches, net, share, train, weights  # noqa: E402
+from tests.torch.models import OPTIMIZERS, batches, net, share, train, weights  # noqa: E402
+from tests.torch.programs import beside_torch as programs  # noqa: E402
 from tests.worlds import TORCH, processes, threads  # noqa: E402
 
 
@@ -33,28 +34,7 @@ def test_ranks_with_fewer_batches_join_and_end_up_equal(kind: str) -> None:
 
 
 def test_compiled_models_and_steps_train_like_plain_ones() -> None:
-    processes(2, """
-        import torch, hvdlite_torch as hvd
-        hvd.init()
-        torch.set_num_threads(1)
-        def run(compiles, step_too=False, wait_in="backward"):
-            torch.manual_seed(0)
-            model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
-            optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.01), model.named_parameters(),
-                                                 wait_in=wait_in)
-            forward = torch.compile(model, backend="aot_eager") if compiles else model
-            step = torch.compile(optimizer.step, backend="aot_eager") if step_too else optimizer.step
-            torch.manual_seed(hvd.rank() + 1)
-            for _ in range(6):
-                optimizer.zero_grad()
-                forward(torch.randn(8, 6)).square().mean().backward()
-                step()
-            return [parameter.detach().clone() for parameter in model.parameters()]
-        plain = run(False)
-        for compiled in (run(True), run(True, step_too=True), run(True, True, "step")):
-            for mine, theirs in zip(compiled, plain):
-                torch.testing.assert_close(mine, theirs)
-    """, timeout=120, imported=TORCH)
+    processes(2, programs.compiled_models_and_steps_train_like_plain_ones, timeout=120, imported=TORCH)
 
 
 def test_the_profiler_shows_where_gradients_are_waited_for() -> None:

@@ -17,25 +17,9 @@ from hvdlite.runtime.assemble import assemble_threads  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite_torch import Compression, DistributedOptimizer  # noqa: E402
 from tests import worlds  # noqa: E402
-from tests.torch.test_optimizer import net, share, train, weights  # noqa: E402
+from tests.torch.models import by_bucket, net, settle, train, weights, wrapped  # noqa: E402
+from tests.torch.programs import buckets as programs  # noqa: E402
 from tests.worlds import TORCH, processes, threads  # noqa: E402
-
-
-def by_bucket(optimizer: Any) -> bool:
-    """Return whether the last round went by buckets."""
-    return bool(optimizer._reducer.by_bucket)
-
-
-def settle(runtime: Runtime, model: Any, optimizer: Any) -> None:
-    """Train until the set is learned."""
-    for _ in range(3):
-        train(optimizer, model, torch.ones(4, 6), torch.ones(4, 3))
-    assert by_bucket(optimizer)
-
-
-def wrapped(runtime: Runtime, model: Any, **options: Any) -> Any:
-    return DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), model.named_parameters(),
-                                _runtime=runtime, **options)
 
 
 def test_gradients_become_views_of_one_buffer_and_stay_the_users() -> None:
@@ -56,65 +40,11 @@ def test_gradients_become_views_of_one_buffer_and_stay_the_users() -> None:
     threads(2, step)
 
 
-def story(runtime: Runtime, kind: str) -> list[Any]:
-    """Train in a way that meets the hazard called `kind`; return the weights after each step."""
-    rank = runtime.world.rank
-    model = net()
-    options = {"passes": {"backward_passes_per_step": 2}, "predivide": {"gradient_predivide_factor": 3.0},
-               "fp16": {"compression": Compression.fp16}}.get(kind, {})
-    optimizer = wrapped(runtime, model, **options)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2, enabled=kind == "scaler")
-    generator = torch.Generator().manual_seed(11)
-    history = []
-    for turn in range(12):
-        x, y = torch.randn(12, 6, generator=generator), torch.randn(12, 3, generator=generator)
-        x, y = share(x, runtime), share(y, runtime)
-        if kind == "to zero":
-            optimizer.zero_grad(set_to_none=False)
-        elif kind == "module":
-            model.zero_grad()
-        else:
-            optimizer.zero_grad()
-        if kind == "passes":
-            torch.nn.functional.mse_loss(model(x), y).backward()
-        if kind == "no_sync":
-            with optimizer.no_sync():
-                torch.nn.functional.mse_loss(model(x), y).backward()
-        if kind == "frozen":
-            model[0].weight.requires_grad_(turn % 4 != 3)
-        if kind == "frozen on one":
-            model[0].weight.requires_grad_(not (rank == 0 and turn % 4 == 3))
-        if kind == "scaler" and turn == 5 and rank == 1:
-            x = x * float("inf")  # every rank must see it and skip the step
-        if kind != "idle" or (turn + rank) % 3:
-            scaler.scale(torch.nn.functional.mse_loss(model(x), y)).backward()
-        if kind == "clip":
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-        if kind == "assign":
-            for parameter in model.parameters():
-                parameter.grad = parameter.grad * 0.5
-        if kind == "replace data":
-            for parameter in model.parameters():
-                parameter.grad.data = parameter.grad.data.clone()
-        if kind == "double" and turn == 6:
-            model.double().float()
-        scaler.step(optimizer)
-        scaler.update()
-        if kind == "scaler" and turn == 5:
-            assert all(torch.equal(*pair) for pair in zip(weights(model), history[-1], strict=True))
-        history.append(weights(model))
-    return history
-
-
-KINDS = ["plain", "scaler", "to zero", "module", "passes", "no_sync", "frozen", "frozen on one", "idle", "clip", "assign",
-         "replace data", "double", "predivide", "fp16"]
-
-
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", programs.KINDS)
 def test_the_same_bits_as_without_buckets(kind: str, size: int) -> None:
-    with_buckets = threads(size, lambda runtime: story(runtime, kind), bucket_edge=100)
-    without = threads(size, lambda runtime: story(runtime, kind), bucket_size=0)
+    with_buckets = threads(size, lambda runtime: programs.story(runtime, kind), bucket_edge=100)
+    without = threads(size, lambda runtime: programs.story(runtime, kind), bucket_size=0)
     for rank in range(size):
         for ours, theirs, first in zip(with_buckets[rank], without[rank], with_buckets[0], strict=True):
             for mine, other, same in zip(ours, theirs, first, strict=True):
@@ -127,44 +57,15 @@ def test_the_same_bits_as_without_buckets(kind: str, size: int) -> None:
 def test_the_same_bits_in_shared_memory(size: int) -> None:
     outputs = []
     for bucket_size in ("0", "25M"):
-        ended = processes(size, """
-            import hashlib, torch, hvdlite_torch as hvd
-            from hvdlite import api
-            from tests.torch.test_buckets import KINDS, story
-            hvd.init()
-            torch.set_num_threads(1)
-            for kind in KINDS:
-                history = story(api.runtime(), kind)
-                digest = hashlib.sha256(b"".join(each.numpy().tobytes() for step in history for each in step))
-                print(kind, digest.hexdigest())
-        """, environment={"HVDLITE_BUCKET_SIZE": bucket_size, "HVDLITE_BUCKET_EDGE": "100"}, timeout=120,
-            imported=TORCH)
-        outputs += [rank.stdout for rank in ended]
-    assert len(set(outputs)) == 1 and outputs[0].count("\n") == len(KINDS)
+        ended = processes(size, programs.the_same_bits_in_shared_memory, timeout=120, imported=TORCH,
+                          environment={"HVDLITE_BUCKET_SIZE": bucket_size, "HVDLITE_BUCKET_EDGE": "100"})
+        outputs += [rank.result for rank in ended]
+    assert all(output == outputs[0] for output in outputs) and list(outputs[0]) == programs.KINDS
 
 
 def test_nobody_touches_a_gradient_between_backward_and_step() -> None:
     """docs/protocol.md#slots: one rank clips, scales and zeroes while the others sleep before `step()`."""
-    processes(3, """
-        import torch, hvdlite_torch as hvd
-        hvd.init()
-        rank = hvd.rank()
-        parameters = [torch.nn.Parameter(torch.zeros(100_000)) for _ in range(4)]
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0))
-        for turn in range(12):
-            optimizer.zero_grad(set_to_none=turn % 2 == 0)
-            sum((parameter * (rank + turn)).sum() for parameter in parameters).backward()
-            if rank == turn % 3:
-                torch.nn.utils.clip_grad_norm_(parameters, 1e-3)
-                for parameter in parameters:
-                    parameter.grad.mul_(100).zero_().fill_(-1.0)
-            hvd.barrier()
-            for parameter in parameters:
-                wanted = -1.0 if rank == turn % 3 else 1.0 + turn
-                assert (parameter.grad == wanted).all(), (turn, parameter.grad[:3])
-            hvd.barrier()
-        assert optimizer._reducer.by_bucket
-    """, imported=TORCH)
+    processes(3, programs.nobody_touches_a_gradient_between_backward_and_step, imported=TORCH)
 
 
 def changes_dtype(model: Any, optimizer: Any, rank: int) -> None:
@@ -365,19 +266,7 @@ def test_views_can_be_turned_off() -> None:
 
 
 def test_gradients_outlive_shutdown() -> None:
-    processes(2, """
-        import gc, torch, hvdlite_torch as hvd
-        hvd.init()
-        model = torch.nn.Linear(1000, 1000)
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        for _ in range(4):
-            optimizer.zero_grad()
-            model(torch.ones(1, 1000)).sum().backward()
-        hvd.shutdown()
-        gc.collect()
-        assert (model.weight.grad == 1).all()
-        model.weight.grad.mul_(2)
-    """, imported=TORCH)
+    processes(2, programs.gradients_outlive_shutdown, imported=TORCH)
 
 
 def test_no_memory_on_one_rank_means_no_buckets_on_all(caplog: pytest.LogCaptureFixture) -> None:
@@ -413,21 +302,6 @@ def test_no_memory_on_one_rank_means_no_buckets_on_all(caplog: pytest.LogCapture
 
 
 def test_optimizers_that_come_and_go_leave_no_memory_behind() -> None:
-    processes(2, """
-        import gc, os, torch, hvdlite_torch as hvd
-        hvd.init()
-        def resident():
-            return int(open("/proc/self/statm").read().split()[1]) * 4096
-        for turn in range(40):
-            parameter = torch.nn.Parameter(torch.zeros(1_000_000))
-            optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.1))
-            for _ in range(4):
-                optimizer.zero_grad()
-                parameter.sum().backward()
-            del parameter, optimizer
-            gc.collect()
-            if turn == 9:
-                before = resident()
-        assert resident() - before < 40e6, (before, resident())
-    """, environment={"HVDLITE_BUCKET_LAYOUTS": "3"}, imported=TORCH)
+    processes(2, programs.optimizers_that_come_and_go_leave_no_memory_behind, imported=TORCH,
+              environment={"HVDLITE_BUCKET_LAYOUTS": "3"})
     gc.collect()

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 from hvdlite.core.types import ReduceOp  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite_torch import DistributedOptimizer, MirroredStrategy  # noqa: E402
-from tests.torch.test_optimizer import batches, net, share, train, weights  # noqa: E402
+from tests.torch.models import batches, net, share, train, weights  # noqa: E402
 from tests.worlds import threads  # noqa: E402
 
 

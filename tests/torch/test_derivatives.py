@@ -319,4 +319,4 @@ def test_collectives_in_place_refuse_forward_mode() -> None:
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(torch.ones(2), torch.ones(2))
         with pytest.raises(hvd.UnsupportedError, match=r"'x': .* no derivative in forward mode.* use hvd.allreduce"):
-            derivatives.apply_in_place(derivatives.Reduction("x", hvd.global_process_set, hvd.Sum), [dual])
+            derivatives.apply_in_place(derivatives.AllreduceCall("x", hvd.global_process_set, hvd.Sum), [dual])

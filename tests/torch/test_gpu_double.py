@@ -19,8 +19,7 @@ from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite_torch import Compression, cuda  # noqa: E402
 from tests.torch import test_buckets, test_optimizer  # noqa: E402
 from tests.torch.gpu_double import Gpus, install  # noqa: E402
-from tests.torch.test_buckets import settle, wrapped  # noqa: E402
-from tests.torch.test_optimizer import net, train  # noqa: E402
+from tests.torch.models import by_bucket, net, settle, train, wrapped  # noqa: E402  # noqa: E402
 from tests.worlds import threads  # noqa: E402
 
 SIZE = pytest.mark.parametrize("size", [3]).mark
@@ -145,7 +144,7 @@ def test_every_bucket_waits_for_all_streams_that_made_gradients(gpus: Gpus, monk
 
 def test_without_kernels_torch_copies(gpus: Gpus) -> None:
     def step(runtime: Runtime) -> None:
-        runtime.devices.ready(0)
+        runtime.devices.record_event(0)
         gpus.made[runtime.world.rank].has_kernels = False
         model = net()
         optimizer = wrapped(runtime, model)
@@ -263,7 +262,7 @@ def test_a_model_that_is_moved_to_a_gpu_and_back_after_its_optimizer_was_made(gp
             optimizer.step()
             used.append(bool(launches(gpu)["allReduce"]))
         assert not any(used[:8]) and used[8] and used[15] and not any(used[17:]), used
-        assert optimizer._reducer.by_bucket
+        assert by_bucket(optimizer)
         return [parameter.detach().clone() for parameter in model.parameters()]
     one, other = threads(2, step)
     model = net()

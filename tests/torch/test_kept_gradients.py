@@ -13,8 +13,11 @@ from hvdlite.core.errors import MismatchError, UnsupportedError  # noqa: E402
 from hvdlite.core.types import ReduceOp  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite_torch import Compression, DistributedOptimizer  # noqa: E402
-from tests.torch.test_buckets import by_bucket  # noqa: E402
-from tests.torch.test_optimizer import net, weights  # noqa: E402
+from tests.torch.models import (  # noqa: E402
+    by_bucket,
+    net,
+    weights,
+)
 from tests.worlds import threads  # noqa: E402
 
 KEPT: dict[str, Callable[[Any], Any]] = {

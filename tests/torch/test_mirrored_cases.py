@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,33 +13,15 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch.optim.optimizer import _global_optimizer_pre_hooks as optimizer_hooks  # noqa: E402
-from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, random_split  # noqa: E402
+from torch.utils.data import DataLoader  # noqa: E402
 
 from hvdlite.core.errors import MismatchError  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite_torch import DistributedOptimizer, MirroredStrategy, SyncBatchNorm  # noqa: E402
-from hvdlite_torch.rows import rows_of, rows_taken  # noqa: E402
-from tests.torch.test_mirrored import Net, assert_close, dataset, weights  # noqa: E402
+from tests.torch.mirroring import Net, dataset, equal_one_process, shares, weights  # noqa: E402
 from tests.worlds import threads  # noqa: E402
 
 mse = torch.nn.functional.mse_loss
-
-
-def equal_one_process(case: Callable[[MirroredStrategy | None, Any], Any], size: int = 2) -> None:
-    """Run a case on ranks and without a strategy; it gets the strategy and what makes a scope, and returns tensors."""
-    expected = case(None, contextlib.nullcontext)
-
-    def step(runtime: Runtime) -> Any:
-        strategy = MirroredStrategy(_runtime=runtime)
-        return case(strategy, strategy.scope)
-    results = threads(size, step)
-    for ours in results:
-        assert all(torch.equal(mine, first) for mine, first in zip(ours, results[0], strict=True)), "ranks differ"
-        assert_close(ours, expected)
-
-
-def shares(strategy: MirroredStrategy | None, batches: Any) -> Any:
-    return batches if strategy is None else strategy.distribute(batches)
 
 
 class Ascent(torch.optim.Optimizer):
@@ -72,7 +53,7 @@ def test_optimizers_around_others_keep_their_groups_and_their_rates() -> None:
             optimizer.step()
             scheduler.step()
             assert optimizer.param_groups is optimizer.base.param_groups
-            if index == 2 and (strategy is None or strategy._replica.number == 0):
+            if index == 2 and (strategy is None or strategy._replicas.replica_id == 0):
                 optimizer.load_state_dict(optimizer.state_dict())
         return weights(model)
     equal_one_process(case)
@@ -252,8 +233,8 @@ def test_a_lazy_module_that_is_not_used_mirrors_nothing_anew(monkeypatch: pytest
     def step(runtime: Runtime) -> None:
         mirrored, index = [], -1
         strategy = MirroredStrategy(sync_batch_norm=True, _runtime=runtime)
-        send = strategy._holdings._mirror_tensors
-        monkeypatch.setattr(strategy._holdings, "_mirror_tensors", lambda: (mirrored.append(index), send()))
+        send = strategy._registry._mirror_tensors
+        monkeypatch.setattr(strategy._registry, "_mirror_tensors", lambda: (mirrored.append(index), send()))
         with strategy.scope():
             model, head, norm = Net(), torch.nn.LazyLinear(2), torch.nn.LazyBatchNorm1d()
             optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
@@ -350,12 +331,12 @@ def test_what_is_dropped_in_a_scope_is_forgotten() -> None:
         strategy = MirroredStrategy(_runtime=runtime)
         with strategy.scope():
             model = Net()
-            known = len(strategy._holdings._modules)
+            known = len(strategy._registry._modules)
             for _ in range(50):
                 torch.nn.MSELoss()
                 torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
             gc.collect()
-            assert (len(strategy._holdings._modules), len(strategy._holdings._optimizers)) == (known, 0)
+            assert (len(strategy._registry._modules), len(strategy._registry._optimizers)) == (known, 0)
             assert model is not None
     threads(1, step)
 
@@ -433,116 +414,3 @@ def test_a_wrapper_made_outside_around_a_distributed_optimizer() -> None:
         return weights(model)
     first, second = threads(2, step)
     assert all(torch.equal(mine, other) for mine, other in zip(first, second, strict=True))
-
-
-# --- loaders -----------------------------------------------------------------------------------------------------------
-
-
-class Buffered(DataLoader):
-    """A subclass with an iteration of its own, as MONAI's and torchdata's: here it loads two batches ahead."""
-
-    def __iter__(self) -> Iterator[Any]:
-        ahead: list[Any] = []
-        for batch in super().__iter__():
-            ahead.append(batch)
-            if len(ahead) > 2:
-                yield ahead.pop(0)
-        yield from ahead
-
-
-def test_loaders_with_an_iteration_of_their_own() -> None:
-    def step(runtime: Runtime) -> list[list[int]]:
-        strategy = MirroredStrategy(_runtime=runtime)
-        loader = Buffered(TensorDataset(torch.arange(37)), 8, shuffle=True,
-                          generator=torch.Generator().manual_seed(runtime.world.rank))
-        return [strategy.gather(x).tolist() for _ in range(2) for (x,) in strategy.distribute(loader)]
-    generator = torch.Generator().manual_seed(0)
-    expected = DataLoader(TensorDataset(torch.arange(37)), 8, shuffle=True, generator=generator)
-    one_process = [x.tolist() for _ in range(2) for (x,) in expected]
-    assert threads(2, step) == [one_process] * 2
-
-
-def test_what_a_batch_is() -> None:
-    batch = {"x": torch.arange(4), "names": ["a", "b", "c", "d"], "kernel": [1, 2, 3, 4], "mean": (0.1, 0.2, 0.3, 0.4),
-             "classes": ("cat", "dog"), "scale": torch.tensor(2.0), "pair": [torch.ones(4, 2), torch.ones(4, 3)]}
-    taken = rows_taken(batch, rows_of(batch), slice(0, 2))
-    assert taken["x"].tolist() == [0, 1] and taken["names"] == ["a", "b"] and [len(each) for each in taken["pair"]] == [2, 2]
-    assert all(taken[name] == batch[name] for name in ("kernel", "mean", "classes", "scale"))
-    images = [torch.zeros(3, 8, 8) for _ in range(4)]
-    for wrong in (images, {"images": images}, (images, torch.ones(4))):
-        with pytest.raises(ValueError, match=r"a list of 4 tensors with 3 dimensions, such as \[3, 8, 8\].*stack them"):
-            rows_of(wrong)
-    assert rows_of(tuple(images)) == 3 and rows_of(images[:1]) == 3 and rows_of([images[0], torch.ones(3)]) == 3
-
-
-class Split(IterableDataset):
-    """A dataset that gives each rank samples of its own, as after WebDataset's split_by_node."""
-
-    def __init__(self, rank: int, samples: int = 16, labels: bool = False) -> None:
-        self.rank, self.samples, self.labels = rank, samples, labels
-
-    def __iter__(self) -> Iterator[Any]:
-        for index in range(self.samples):
-            x = torch.full((2,), 100.0 * self.rank + index)
-            yield (x, index) if self.labels else x
-
-
-class Sharded:
-    """What a sampler of timm's or detectron2's looks like; none of them is a DistributedSampler."""
-
-    rank, num_replicas = 0, 2
-
-    def __init__(self) -> None:
-        self.rank, self.num_replicas = 0, 2
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(0, 8, 2))
-
-
-class OfHuggingFace(IterableDataset):
-    """What `datasets.distributed.split_dataset_by_node` leaves in an IterableDataset."""
-
-    class _Config:
-        rank, world_size = 0, 2
-
-    def __init__(self) -> None:
-        self._distributed = self._Config()
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(())
-
-
-def test_data_that_are_split_already_are_not_split_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr("hvdlite_torch.same_data.warnings.warn", lambda text, **_: told.append(text))
-
-    def step(runtime: Runtime) -> None:
-        rank = runtime.world.rank
-        strategy = MirroredStrategy(_runtime=runtime)
-        for loader in (DataLoader(TensorDataset(torch.arange(8)), 2, sampler=Sharded()), DataLoader(OfHuggingFace(), 2)):
-            with pytest.raises(ValueError, match=r"shares samples out already, among 2 ranks.*without strategy.distribute"):
-                strategy.distribute(loader)
-        halves = Subset(TensorDataset(torch.arange(8)), range(rank, 8, 2))
-        for loader in (DataLoader(halves, 2), Buffered(halves, 2),
-                       DataLoader(random_split(range(8), [4, 4], torch.Generator().manual_seed(rank))[0], 2)):
-            with pytest.raises(MismatchError, match="seed random_split alike"):
-                next(iter(strategy.distribute(loader)))
-        with pytest.raises(MismatchError, match="replica 1 has no batch, but others have"):
-            next(iter(strategy.distribute(DataLoader(Split(0, samples=16 * (1 - rank)), 8))))
-        for fine in (DataLoader(Split(0), 8), DataLoader(Split(rank, labels=True), 8), [torch.ones(4), torch.ones(4) + rank],
-                     DataLoader(Split(0, samples=0), 8)):
-            list(strategy.distribute(fine))
-        strategy.reduce("SUM", 0)
-        assert not told
-        strategy.reduce("SUM", 0)
-        for loader in (DataLoader(Split(rank), 8), DataLoader(Split(rank), batch_size=None), [torch.arange(4) + rank],
-                       Buffered(Split(rank), 8)):
-            list(strategy.distribute(loader))
-        part = TensorDataset(torch.arange(8) + 8 * rank)
-        part._fingerprint = f"half {rank}"  # type: ignore[attr-defined]  # as a Dataset of Hugging Face has one
-        loader = strategy.distribute(DataLoader(part, 2))
-        for _ in range(2):
-            list(loader)
-    threads(2, step)
-    assert all("the others' samples are lost" in text and "split_by_node" in text for text in told)
-    assert sum("nothing in common" in text for text in told) == 2 * 4 and sum("fingerprints" in text for text in told) == 2

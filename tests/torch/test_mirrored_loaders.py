@@ -18,7 +18,6 @@ from torch.utils.data import (  # noqa: E402
     DistributedSampler,
     IterableDataset,
     Sampler,
-    get_worker_info,
 )
 
 from hvdlite.core.errors import MismatchError  # noqa: E402
@@ -26,7 +25,9 @@ from hvdlite.core.process_set import ProcessSet  # noqa: E402
 from hvdlite.core.types import ReduceOp  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite_torch import MirroredStrategy  # noqa: E402
-from tests.torch.test_mirrored import Net, dataset, train, weights  # noqa: E402
+from tests.torch.mirroring import Net, dataset, train, weights  # noqa: E402
+from tests.torch.programs import mirrored_loaders as programs  # noqa: E402
+from tests.torch.programs.mirrored_loaders import Squares, Stream  # noqa: E402
 from tests.worlds import TORCH, processes, threads  # noqa: E402
 
 Pair = namedtuple("Pair", ["x", "y"])
@@ -43,31 +44,6 @@ class Reversed(Sampler):
 
     def __len__(self) -> int:
         return self.length
-
-
-class Squares(Dataset):
-    def __init__(self, length: int) -> None:
-        self.length, self.loaded = length, 0
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> Any:
-        self.loaded += 1
-        return {"number": index, "square": torch.tensor([index ** 2]), "name": f"sample {index}"}
-
-
-class Stream(IterableDataset):
-    """Workers take turns, as documented by torch."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __iter__(self) -> Iterator[Any]:
-        worker = get_worker_info()
-        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        for index in range(first, self.length, step):
-            yield {"number": index, "square": torch.tensor([index ** 2]), "name": f"sample {index}"}
 
 
 def block(numbers: Any) -> dict[str, Any]:
@@ -133,7 +109,7 @@ def test_every_sample_once_an_epoch(kind: str, size: int) -> None:
                 assert batch["square"].tolist() == [[number ** 2] for number in numbers]
                 assert batch["name"] == [f"sample {number}" for number in numbers]
                 assert sorted(strategy.gather(batch["number"]).tolist()) == sorted(
-                    {each for theirs in strategy._replica.allgather_object(numbers, "test") for each in theirs})
+                    {each for theirs in strategy._replicas.allgather_object(numbers, "test") for each in theirs})
                 shares.append(numbers)
             assert len(shares) == len(own) if not isinstance(getattr(own, "dataset", None), IterableDataset) else True
             epochs.append(shares)
@@ -156,7 +132,7 @@ def test_every_sample_once_an_epoch(kind: str, size: int) -> None:
 
 
 def test_samplers_without_an_end_and_longer_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hvdlite_torch.distributed_loader.CHUNK", 20)
+    monkeypatch.setattr("hvdlite.training.synchronized_sampler.CHUNK", 20)
 
     class Endless(Sampler):
         def __iter__(self) -> Iterator[int]:
@@ -202,7 +178,7 @@ def test_loaders_that_cannot_be_shared_say_so() -> None:
     def step(runtime: Runtime) -> None:
         rank = runtime.world.rank
         strategy = MirroredStrategy(_runtime=runtime)
-        with pytest.raises(ValueError, match="DistributedSampler shares samples out already"):
+        with pytest.raises(ValueError, match="DistributedSampler already splits the samples"):
             strategy.distribute(DataLoader(Squares(8), 2, sampler=DistributedSampler(Squares(8), 2, rank)))
         with pytest.raises(MismatchError, match=r"replica 0 has .*'samples': 8.* replica 1 .*'samples': 9"):
             next(iter(strategy.distribute(DataLoader(Squares(8 + rank), 2))))
@@ -295,50 +271,4 @@ def test_ranks_outside_of_the_process_set_have_one_replica() -> None:
 
 
 def test_workers_streams_and_synchronised_batch_norm_in_processes() -> None:
-    processes(2, """
-        import torch
-        import hvdlite_torch as hvd
-        from tests.torch.test_mirrored import Normal, assert_close, dataset, train, weights
-        from tests.torch.test_mirrored_loaders import Squares, Stream
-        from torch.utils.data import DataLoader
-        torch.set_num_threads(1)
-        strategy = hvd.MirroredStrategy(sync_batch_norm=True)
-        rank = hvd.rank()
-
-        for workers in (1, 2 + rank):  # ranks may have different numbers of workers
-            own = DataLoader(Squares(41), 4, shuffle=True, num_workers=workers, persistent_workers=True)
-            loader = strategy.distribute(own)
-            orders = []
-            for epoch in range(2):
-                shares = [batch["number"] for batch in loader]
-                assert len(shares) == 11
-                orders.append(strategy.gather(torch.cat(shares)).tolist())
-                assert len(orders[-1]) == 42 and set(orders[-1]) == set(range(41))  # 41 = 10 * 4 + 1: a row for both
-            assert orders[0] != orders[1]
-            del loader, own
-        stream = strategy.distribute(DataLoader(Stream(41), 5, num_workers=2, prefetch_factor=3))
-        for epoch in range(2):
-            seen = [number for batch in stream for number in strategy.gather(batch["number"]).tolist()]
-            assert sorted(seen) == list(range(41)), seen
-        try:
-            list(strategy.distribute(DataLoader(Stream(41), 5, num_workers=rank)))
-        except hvd.MismatchError as error:
-            assert "'workers': 0" in str(error) and "'workers': 1" in str(error), error
-        else:
-            raise SystemExit("streams of different workers are different")
-
-        with strategy.scope():
-            model = Normal(rank)
-            bare = torch.nn.BatchNorm1d(4)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        assert type(model.norm) is hvd.SyncBatchNorm and type(bare) is hvd.SyncBatchNorm
-        curve = train(model, optimizer, strategy.distribute(DataLoader(dataset(37), 8)), 5, False,
-                      lambda loss: strategy.reduce("MEAN", loss))
-        alone = Normal(0)
-        plain = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
-        expected = train(alone, plain, DataLoader(dataset(37), 8), 5, False)
-        assert len(curve) == 25
-        assert max(abs(mine - theirs) for mine, theirs in zip(curve, expected)) < 1e-4, (curve, expected)
-        torch.testing.assert_close(model.norm.running_var, alone.norm.running_var, rtol=1e-4, atol=1e-5)
-        assert_close(weights(model), weights(alone))
-    """, timeout=150, imported=TORCH)
+    processes(2, programs.workers_streams_and_synchronised_batch_norm_in_processes, timeout=150, imported=TORCH)

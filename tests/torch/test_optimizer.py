@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,45 +13,8 @@ from hvdlite.core.process_set import ProcessSet  # noqa: E402
 from hvdlite.core.types import ReduceOp  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite_torch import Compression, DistributedOptimizer, comm_hooks  # noqa: E402
+from tests.torch.models import OPTIMIZERS, batches, net, share, train, weights  # noqa: E402
 from tests.worlds import threads  # noqa: E402
-
-
-def net() -> Any:
-    generator = torch.Generator().manual_seed(3)
-    model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
-    return model
-
-
-def batches(count: int, size: int) -> Iterator[tuple[Any, Any]]:
-    generator = torch.Generator().manual_seed(5)
-    for _ in range(count):
-        yield torch.randn(8 * size, 6, generator=generator), torch.randn(8 * size, 3, generator=generator)
-
-
-def share(tensor: Any, runtime: Runtime) -> Any:
-    return tensor.chunk(runtime.world.size)[runtime.world.rank]
-
-
-def weights(model: Any) -> list[Any]:
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=1e-3),
-    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
-    "adamw fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
-}
-
-
-def train(optimizer: Any, model: Any, x: Any, y: Any, clip: bool = False) -> None:
-    optimizer.zero_grad()
-    torch.nn.functional.mse_loss(model(x), y).backward()
-    if clip:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-    optimizer.step()
 
 
 @pytest.mark.parametrize("size", [2, 3])

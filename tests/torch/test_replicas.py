@@ -12,6 +12,7 @@ import hvdlite_torch as hvd  # noqa: E402
 from hvdlite.core.errors import ReplicaMismatchError  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite.training.replicas import check_replicas  # noqa: E402
+from tests.torch.programs import replicas as programs  # noqa: E402
 from tests.worlds import TORCH, processes, threads  # noqa: E402
 
 
@@ -57,19 +58,7 @@ def test_an_optimizer_checks_its_parameters_every_n_steps() -> None:
 
 
 def test_the_public_call() -> None:
-    processes(2, """
-        import torch, hvdlite_torch as hvd
-        hvd.init()
-        model = torch.nn.Linear(3, 3)
-        try:
-            hvd.check_replicas(model.state_dict())
-        except hvd.ReplicaMismatchError as error:
-            assert "'bias'" in str(error) and "1 of the other 1" in str(error), error
-        else:
-            raise SystemExit("random weights were the same")
-        hvd.broadcast_parameters(model.state_dict(), 0)
-        hvd.check_replicas(model.named_parameters())
-    """, imported=TORCH)
+    processes(2, programs.the_public_call, imported=TORCH)
 
 
 def layouts(**config: Any) -> list[list[tuple[str, ...]]]:

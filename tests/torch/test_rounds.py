@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite_torch import DistributedOptimizer  # noqa: E402
-from tests.torch.test_optimizer import net, weights  # noqa: E402
+from tests.torch.models import by_bucket, net, weights  # noqa: E402
 from tests.worlds import threads  # noqa: E402
 
 
@@ -137,7 +137,7 @@ def test_a_reduced_gradient_that_nobody_cleared_is_not_reduced_again(learned: bo
             optimizer.zero_grad()
             ((first + second) * (runtime.world.rank + 1)).sum().backward()
             optimizer.step()
-        assert optimizer._reducer.by_bucket == learned
+        assert by_bucket(optimizer) == learned
         optimizer.step()
         own = first if runtime.world.rank == 0 else second
         (own * 8).sum().backward()

@@ -16,8 +16,8 @@ from hvdlite.core.types import ReduceOp  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite.training.order_errors import GradientOrderError  # noqa: E402
 from hvdlite_torch import Compression, DistributedOptimizer, autograd_runs, comm_hooks  # noqa: E402
+from tests.torch.models import net  # noqa: E402
 from tests.torch.one_process import Case, compare  # noqa: E402
-from tests.torch.test_optimizer import net  # noqa: E402
 from tests.worlds import threads  # noqa: E402
 
 TURNS = 5

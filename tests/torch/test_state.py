@@ -12,7 +12,7 @@ import hvdlite_torch as hvd  # noqa: E402
 from hvdlite import api  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite_torch import state  # noqa: E402
-from tests.torch.test_optimizer import net  # noqa: E402
+from tests.torch.models import net  # noqa: E402
 from tests.worlds import threads  # noqa: E402
 
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 import hvdlite_torch as hvd  # noqa: E402
 from hvdlite import api  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
-from tests.torch.test_mirrored import Net, assert_close, dataset, weights  # noqa: E402
+from tests.torch.mirroring import Net, assert_close, dataset, weights  # noqa: E402
 from tests.worlds import threads  # noqa: E402
 
 BATCHES = [tuple(tensor.double() for tensor in dataset(rows)[:]) for rows in (7, 5, 8, 3)]

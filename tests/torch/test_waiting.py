@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +16,9 @@ from hvdlite.core.types import ReduceOp  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite.training.order_errors import GradientOrderError  # noqa: E402
 from hvdlite_torch import DistributedOptimizer, comm_hooks  # noqa: E402
-from tests.torch.test_optimizer import net, share, train, weights  # noqa: E402
-from tests.worlds import RAISES, TORCH, processes, threads  # noqa: E402
+from tests.torch.models import net, share, train, weights  # noqa: E402
+from tests.torch.programs import waiting as programs  # noqa: E402
+from tests.worlds import TORCH, processes, threads  # noqa: E402
 
 BOTH = pytest.mark.parametrize("wait_in", ["backward", "step"])
 HOOKS = {"with a communication hook": comm_hooks.AllReduce, "with one that starts early": lambda: comm_hooks.TopK(1.0)}
@@ -107,117 +107,27 @@ def test_a_rank_that_calls_a_collective_before_its_backward_still_counts(wait_in
     threads(2, step)
 
 
-CIRCLES = {
-    "a gradient that is read": (["rank 0 waits for the gradients of 'torch.optimizer.0' (round 1), which rank 1 has not",
-                                 "rank 1 waits for 'allreduce.mean', which rank 0 has not handed in"], """
-        if hvd.rank() == 0:
-            a.sum().backward()
-            torch.nn.utils.clip_grad_norm_([a], 0.1)
-        hvd.allreduce(torch.ones(1), name="mean")
-        first.step()
-    """),
-    "steps in different orders": (["'torch.optimizer.0'", "'torch.optimizer.1'"], """
-        (a if hvd.rank() == 0 else b).sum().backward()
-        for optimizer in [first, second][::1 if hvd.rank() == 0 else -1]:
-            optimizer.step()
-    """),
-    "collectives in different orders": (["rank 0 waits for 'allreduce.x'", "rank 1 waits for 'allreduce.y'"], """
-        for name in "xy"[::1 if hvd.rank() == 0 else -1]:
-            hvd.allreduce(torch.ones(1), name=name)
-    """),
-}
-
-
 @pytest.mark.parametrize("wait_in", ["backward", "step"])
-@pytest.mark.parametrize("circle", CIRCLES)
+@pytest.mark.parametrize("circle", programs.CIRCLES)
 def test_a_circle_that_cannot_be_deferred_raises_on_all_ranks(circle: str, wait_in: str) -> None:
-    texts, script = CIRCLES[circle]
-    processes(2, f"""
-import sys, torch, hvdlite_torch as hvd
-from hvdlite.core.errors import DeadlockError
-hvd.init()
-a, b = torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(4))
-first, second = (hvd.DistributedOptimizer(torch.optim.SGD([each], lr=0.1)) for each in (a, b))
-def run():
-{textwrap.indent(textwrap.dedent(script), "    ")}
-try:
-    run()
-except DeadlockError as error:
-    for text in {texts!r}:
-        assert text in str(error), error
-else:
-    raise SystemExit("no error")
-    """, environment={"HVDLITE_WAIT_IN": wait_in}, imported=TORCH)
+    processes(2, programs.a_circle_that_cannot_be_deferred_raises_on_all_ranks, circle, imported=TORCH,
+              environment={"HVDLITE_WAIT_IN": wait_in})
 
 
 def test_a_circle_is_only_told_while_another_thread_may_help() -> None:
     """The other thread has never called anything before."""
-    for rank in processes(2, """
-        import threading, torch, hvdlite_torch as hvd
-        hvd.init()
-        names, told = "xy"[::1 if hvd.rank() == 0 else -1], threading.Event()
-        def help():
-            told.wait(2.5)
-            hvd.allreduce(torch.ones(1), name=names[1])
-        helper = threading.Thread(target=help)
-        helper.start()
-        hvd.allreduce(torch.ones(1), name=names[0])
-        helper.join()
-        hvd.barrier()
-    """, imported=TORCH):
+    for rank in processes(2, programs.a_circle_is_only_told_while_another_thread_may_help, imported=TORCH):
         assert rank.rank or "ranks wait for each other in a circle" in rank.stderr
 
 
 def test_a_wait_inside_a_wait_of_the_same_thread() -> None:
     """A signal handler calls a collective while its thread has been blocked for long."""
-    processes(2, """
-        import os, signal, time, torch, hvdlite_torch as hvd
-        hvd.init()
-        def handler(number, frame):
-            hvd.allreduce(torch.ones(1), name="handler")
-        if hvd.rank() == 0:
-            signal.signal(signal.SIGALRM, handler)
-            signal.setitimer(signal.ITIMER_REAL, 1.0)
-            hvd.allreduce(torch.ones(1), name="main")
-        else:
-            time.sleep(2.5)
-            hvd.allreduce(torch.ones(1), name="handler")
-            hvd.allreduce(torch.ones(1), name="main")
-        hvd.barrier()
-    """, imported=TORCH)
+    processes(2, programs.a_wait_inside_a_wait_of_the_same_thread, imported=TORCH)
 
 
 def test_after_an_interrupted_wait_gradients_are_still_final_when_read() -> None:
     """Two optimizers in one backward pass; the interrupt hits while the first is waited for."""
-    processes(2, RAISES + """
-        import signal, threading, time, torch, hvdlite_torch as hvd
-        from hvdlite import api
-        class Alarm(Exception):
-            pass
-        def ring(number, frame):
-            raise Alarm
-        hvd.init()
-        runtime = api.runtime()
-        a, b = torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(4))
-        first, second = (hvd.DistributedOptimizer(torch.optim.SGD([each], lr=1.0)) for each in (a, b))
-        def until_blocked():
-            while not runtime._sleepers:
-                time.sleep(0.01)
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
-        if hvd.rank() == 0:
-            signal.signal(signal.SIGALRM, ring)
-            threading.Thread(target=until_blocked).start()
-            raises(Alarm, "", lambda: (3 * a + b).sum().backward())
-            hvd.allreduce(torch.ones(1), name="interrupted")
-        else:
-            hvd.allreduce(torch.ones(1), name="interrupted")
-            (a + 3 * b).sum().backward()
-        assert (a.grad == 2).all() and (b.grad == 2).all(), (a.grad, b.grad)
-        torch.nn.utils.clip_grad_norm_([a, b], 1.0)
-        first.step(), second.step()
-        torch.testing.assert_close(a.data, torch.full((4,), 1 - 8 ** -0.5))
-        hvd.check_replicas({"a": a.data, "b": b.data})
-    """, imported=TORCH)
+    processes(2, programs.after_an_interrupted_wait_gradients_are_still_final_when_read, imported=TORCH)
 
 
 @ALL
@@ -393,39 +303,7 @@ def test_what_looks_at_a_gradient_before_the_step_sees_it_reduced(reader: str) -
 
 def test_an_interrupted_wait_can_be_taken_up_again() -> None:
     """A real signal in the middle of the wait of an unlearned round; then `zero_grad`, which ends that round."""
-    processes(2, RAISES + """
-        import os, signal, threading, time, torch, hvdlite_torch as hvd
-        from hvdlite import api
-        class Alarm(Exception):
-            pass
-        def ring(number, frame):
-            raise Alarm
-        hvd.init()
-        runtime = api.runtime()
-        def until_blocked():
-            while not runtime._sleepers:
-                time.sleep(0.01)
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
-        hooks = hvd.comm_hooks
-        for interrupt, hook in (True, None), (False, None), (True, hooks.AllReduce()), (True, hooks.TopK(1.0)):
-            model = torch.nn.Linear(4, 4)
-            hvd.broadcast_parameters(model.state_dict(), 0)
-            optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), comm_hook=hook)
-            for step in range(6):
-                if step == 1 and interrupt and hvd.rank() == 0:
-                    signal.signal(signal.SIGALRM, ring)
-                    threading.Thread(target=until_blocked).start()
-                    raises(Alarm, "", lambda: model(torch.ones(2, 4)).sum().backward())
-                    hvd.allreduce(torch.ones(1), name="interrupted")
-                    optimizer.zero_grad()
-                    continue
-                if step == 1 and interrupt:
-                    hvd.allreduce(torch.ones(1), name="interrupted")
-                optimizer.zero_grad()
-                model(torch.ones(2, 4)).sum().backward()
-                optimizer.step() if step != 1 else optimizer.zero_grad()
-            hvd.check_replicas(model.state_dict())
-    """, imported=TORCH)
+    processes(2, programs.an_interrupted_wait_can_be_taken_up_again, imported=TORCH)
 
 
 def test_adding_parameters_in_an_open_round_takes_them_into_the_next() -> None:

@@ -1,12 +1,12 @@
 """The plane for NVIDIA GPUs: NCCL through CuPy, on plain addresses.
 
-    plane.py         plans become launches, on a thread of their own; completions; the end
-    collectives.py   each collective as calls of a communicator and of kernels
-    introduction.py  who is in a communicator, on which GPU, with which NCCL
-    watcher.py       looks at launched work from time to time; aborts communicators
-    device.py        what all of that needs of a GPU: the interface, and CuPy behind it
-    kernels.py       one CUDA kernel for packing, casting and scaling many arrays
-    library.py       finding NCCL: one copy, new enough
+    plane.py         launches plans from a thread of its own; creates and aborts communicators
+    collectives.py   each collective as calls of a communicator and kernels
+    peer_info.py     host, GPU and NCCL version of a rank, and their checks
+    watcher.py       polls launched work and detects its errors; aborts communicators
+    device.py        the interface of a GPU, and its implementation by CuPy
+    kernels.py       CUDA kernels that pack, cast and scale many arrays
+    library.py       finds NCCL: a single copy of a supported version
 """
 
 from hvdlite.planes.nccl.plane import NcclPlane

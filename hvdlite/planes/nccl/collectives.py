@@ -1,7 +1,7 @@
-"""Each collective as calls of a communicator and of kernels, all on the plane's stream. Nothing here waits.
+"""Each collective as calls of a communicator and kernels, all on the plane's stream. The host never waits here.
 
-Sums are NCCL's own, so their order is not the rank order of the planes on the host; ranks are equal to each other.
-What only moves travels as bytes. Ranks that contribute nothing (absent, or joined) send the op's identity.
+NCCL computes sums in its own order, not in rank order like host planes; all ranks get the same result. Collectives that only
+move data transfer bytes. Ranks without a contribution (absent or joined) contribute the op's identity element.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from hvdlite.core.array import GPU_ALIGNMENT, SUPPORTED_DTYPES, check_reducible, identity
-from hvdlite.core.device import DeviceArray, Pair
+from hvdlite.core.device import CopySpec, DeviceArray
 from hvdlite.core.errors import HorovodInternalError, UnsupportedError
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.negotiation.messages import Response
 from hvdlite.planes.base import Plan
 from hvdlite.planes.nccl.device import Communicator, Device
-from hvdlite.planes.nccl.kernels import NEEDED, NOTHING, Arithmetic, bits
+from hvdlite.planes.nccl.kernels import NEEDED, NO_SCALING, Scaling, bits
 
 BYTES: Final = 1
 """ncclUint8."""
@@ -29,13 +29,13 @@ DTYPES: Final = {"int8": 0, "uint8": 1, "int32": 2, "uint32": 3, "int64": 4, "ui
                  "float64": 8, "bfloat16": 9}
 """ncclDataType_t."""
 _PARTS: Final = {"complex64": "float32", "complex128": "float64", "bool": "uint8"}
-"""What reduces like another dtype, part by part."""
+"""Dtypes that are reduced as another dtype, part by part."""
 _OPS: Final = {ReduceOp.SUM: SUM, ReduceOp.PRODUCT: PRODUCT, ReduceOp.MAX: MAXIMUM, ReduceOp.MIN: MINIMUM}
 _REDUCTIONS: Final = frozenset({Collective.ALLREDUCE, Collective.REDUCE, Collective.REDUCESCATTER})
 
 
-def carries(collective: Collective, op: ReduceOp | None, dtype: str) -> bool:
-    """Say whether NCCL can do it; what it cannot do goes over the host."""
+def supports(collective: Collective, op: ReduceOp | None, dtype: str) -> bool:
+    """Return whether NCCL supports an operation; others use the host plane."""
     if collective not in _REDUCTIONS or op is None:
         return True
     if op is ReduceOp.ADASUM or (_PARTS.get(dtype, dtype) not in DTYPES):
@@ -49,93 +49,94 @@ def carries(collective: Collective, op: ReduceOp | None, dtype: str) -> bool:
     return not (dtype.startswith("complex") and op is ReduceOp.PRODUCT)
 
 
-class Staging:
-    """Memory between tensors and NCCL; grows, and is used by one launch after the other on one stream."""
+class StagingBuffer:
+    """Memory between tensors and NCCL; it grows on demand, and all launches on the stream share it."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._memory: DeviceArray | None = None
 
     def get(self, nbytes: int) -> int:
-        """Return the address of at least so many bytes."""
+        """Return the address of at least `nbytes` bytes."""
         if self._memory is None or self._memory.nbytes < nbytes:
-            self._memory = None  # the smaller one first: CUDA waits until it is not used any more
+            self._memory = None  # free the smaller one first: CUDA waits until it is unused
             self._memory = self._device.allocate(nbytes)
         return self._memory.pointer
 
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """One plan on its way to the GPU.
+    """The launch of one plan.
 
     Attributes:
-        rank: this rank's index among the members of the process set, as NCCL counts.
+        rank: this rank's index in the process set, which is NCCL's rank.
     """
 
     device: Device
     communicator: Communicator
-    staging: Staging
+    staging: StagingBuffer
     plan: Plan
     rank: int
 
     @property
     def response(self) -> Response:
-        """What is to be done."""
+        """The plan's response."""
         return self.plan.response
 
     @property
     def stream(self) -> int:
-        """Where everything is launched."""
+        """The plane's stream."""
         return self.device.stream
 
     def index(self, rank: int) -> int:
-        """Return how NCCL counts a rank of the job."""
+        """Return NCCL's rank of a rank of the job."""
         return self.plan.ranks.index(rank)
 
     def source(self, index: int = 0) -> DeviceArray | None:
-        """Return a source; None when this rank contributes none, or has joined."""
+        """Return a source; None if this rank does not contribute it or has joined."""
         found = self.plan.sources[index] if self.plan.sources else None
         assert found is None or isinstance(found, DeviceArray)
         return found
 
     def output(self, index: int = 0) -> DeviceArray | None:
-        """Return an output; None when this rank gets none, or has joined."""
+        """Return an output; None if this rank does not receive it or has joined."""
         found = self.plan.outputs[index] if self.plan.outputs else None
         assert found is None or isinstance(found, DeviceArray)
         return found
 
 
-class Reduction:
-    """The arithmetic of one reduction: what NCCL does, and what kernels do before and after it."""
+class NcclReduction:
+    """The arithmetic of one reduction: NCCL's op, and the kernels before and after it."""
 
     def __init__(self, launch: Launch) -> None:
         response = launch.response
         self._launch = launch
         self.dtype = _PARTS.get(response.dtype, response.dtype)
-        self.parts = 2 if response.dtype.startswith("complex") else 1  # elements of `dtype` in one of the tensor's
+        self.parts = 2 if response.dtype.startswith("complex") else 1  # elements of `dtype` per element of the tensor
         self.width = SUPPORTED_DTYPES[self.dtype].itemsize
         self.code = DTYPES[self.dtype]
         mean = response.op is ReduceOp.AVERAGE
         partial = mean and response.divisor not in (0, len(launch.plan.ranks))
         self.op = _OPS[response.op] if not mean else SUM if partial else MEAN
-        self.before = Arithmetic(response.prescale)
-        self.after = Arithmetic(response.postscale, response.divisor if partial else 1)
-        self._filler = bits(identity(response.op, SUPPORTED_DTYPES[response.dtype]), SUPPORTED_DTYPES[self.dtype]) \
+        self.prescale = Scaling(response.prescale)
+        self.postscale = Scaling(response.postscale, response.divisor if partial else 1)
+        self._fill_value = bits(identity(response.op, SUPPORTED_DTYPES[response.dtype]), SUPPORTED_DTYPES[self.dtype]) \
             if self.parts == 1 else bits(-0.0, SUPPORTED_DTYPES[self.dtype])
 
     def count(self, elements: int) -> int:
-        """Return how many elements of `dtype` so many of the tensor's are."""
+        """Return the number of elements of `dtype` for a number of the tensor's elements."""
         return elements * self.parts
 
-    def move(self, pairs: Sequence[Pair], arithmetic: Arithmetic = NOTHING) -> None:
-        """Copy arrays, calculating; those without a source get the op's identity."""
+    def copy_scaled(self, copies: Sequence[CopySpec], scaling: Scaling = NO_SCALING) -> None:
+        """Copy and scale arrays; arrays without a source are filled with the op's identity element."""
         launch = self._launch
-        pairs = [pair for pair in pairs if pair[2] and (pair[0] != pair[1] or not arithmetic.nothing)]
-        if not pairs or launch.device.move(pairs, self.dtype, self.dtype, launch.stream, arithmetic, self._filler):
+        copies = [pair for pair in copies if pair[2] and (pair[0] != pair[1] or not scaling.is_identity)]
+        if not copies or launch.device.batched_copy(copies, self.dtype, self.dtype, launch.stream, scaling,
+                                                    self._fill_value):
             return
-        if not arithmetic.nothing or not all(pair[0] for pair in pairs):
+        if not scaling.is_identity or not all(pair[0] for pair in copies):
             raise HorovodInternalError(f"factors, and ranks without a contribution, {NEEDED}")
-        for source, target, count in pairs:
+        for source, target, count in copies:
             launch.device.copy(source, target, count * self.width, launch.stream)
 
 
@@ -147,14 +148,14 @@ def launch(work: Launch) -> None:
 def _allreduce(work: Launch) -> None:
     if not work.response.contributors:
         return
-    reduction = Reduction(work)
+    reduction = NcclReduction(work)
     if len(work.plan.sources) == 1:
         _reduce_one(work, reduction)
-    else:  # also when this rank has joined: then the others' tensors lie without gaps
+    else:  # also if this rank has joined; the tensors are then packed without gaps
         _reduce_fused(work, reduction)
 
 
-def _reduce_one(work: Launch, reduction: Reduction) -> None:
+def _reduce_one(work: Launch, reduction: NcclReduction) -> None:
     source, output = work.source(), work.output()
     assert output is not None
     count = reduction.count(output.size)
@@ -162,41 +163,41 @@ def _reduce_one(work: Launch, reduction: Reduction) -> None:
         return
     origin = target = output.pointer
     if source is None:
-        reduction.move([(0, target, count)])
-    elif not reduction.before.nothing:
-        reduction.move([(source.pointer, target, count)], reduction.before)
+        reduction.copy_scaled([(0, target, count)])
+    elif not reduction.prescale.is_identity:
+        reduction.copy_scaled([(source.pointer, target, count)], reduction.prescale)
     else:
         origin = source.pointer
     work.communicator.allReduce(origin, target, count, reduction.code, reduction.op, work.stream)
-    reduction.move([(target, target, count)], reduction.after)
+    reduction.copy_scaled([(target, target, count)], reduction.postscale)
 
 
-def _reduce_fused(work: Launch, reduction: Reduction) -> None:
+def _reduce_fused(work: Launch, reduction: NcclReduction) -> None:
     """Pack the tensors, reduce them as one, and unpack them."""
     sizes = [reduction.count(output.size) for output in work.plan.outputs if output is not None]
-    total, places = _placed(work, sizes, reduction.width, reduction.count(work.response.elements))
+    total, places = _packing(work, sizes, reduction.width, reduction.count(work.response.elements))
     if not total:
         return
     staging = work.staging.get(total * reduction.width)
     addresses = [staging + place * reduction.width for place in places]
-    present: list[Pair] = []
-    absent: list[Pair] = []
+    present: list[CopySpec] = []
+    absent: list[CopySpec] = []
     for index, (address, size) in enumerate(zip(addresses, sizes, strict=True)):
         source = work.source(index)
         (absent if source is None else present).append((0 if source is None else source.pointer, address, size))
     if not sizes:  # joined
         absent.append((0, staging, total))
-    reduction.move(absent)
-    reduction.move(present, reduction.before)
+    reduction.copy_scaled(absent)
+    reduction.copy_scaled(present, reduction.prescale)
     work.communicator.allReduce(staging, staging, total, reduction.code, reduction.op, work.stream)
     outputs = [output.pointer for output in work.plan.outputs if isinstance(output, DeviceArray)]
-    reduction.move(list(zip(addresses, outputs, sizes, strict=True)), reduction.after)
+    reduction.copy_scaled(list(zip(addresses, outputs, sizes, strict=True)), reduction.postscale)
 
 
-def _placed(work: Launch, sizes: Sequence[int], width: int, elements: int) -> tuple[int, list[int]]:
-    """Return the length of the staging memory and where each tensor lies in it, in elements.
+def _packing(work: Launch, sizes: Sequence[int], width: int, elements: int) -> tuple[int, list[int]]:
+    """Return the length of the staging memory and each tensor's offset in it, in elements.
 
-    One after the other without gaps where a rank has joined: it knows nothing but their sum.
+    There are no gaps if a rank has joined: it knows only the total size.
     """
     step = GPU_ALIGNMENT // width if work.response.contributors == work.plan.ranks else 1
     ends = list(itertools.accumulate(-(-size // step) * step for size in sizes))
@@ -204,42 +205,42 @@ def _placed(work: Launch, sizes: Sequence[int], width: int, elements: int) -> tu
 
 
 def _reduce(work: Launch) -> None:
-    reduction = Reduction(work)
+    reduction = NcclReduction(work)
     source, output = work.source(), work.output()
     count = reduction.count(work.response.elements if source is None else source.size)
     if not count or not work.response.contributors:
         return
-    origin = _own_part(work, reduction, source, count)
+    origin = _contribution(work, reduction, source, count)
     target = origin if output is None else output.pointer
     work.communicator.reduce(origin, target, count, reduction.code, reduction.op, work.index(work.response.root_rank),
                              work.stream)
     if output is not None:
-        reduction.move([(target, target, count)], reduction.after)
+        reduction.copy_scaled([(target, target, count)], reduction.postscale)
 
 
-def _own_part(work: Launch, reduction: Reduction, source: DeviceArray | None, count: int) -> int:
-    """Return the address of what this rank contributes to a reduction, made up if need be."""
-    if source is not None and reduction.before.nothing:
+def _contribution(work: Launch, reduction: NcclReduction, source: DeviceArray | None, count: int) -> int:
+    """Return the address of this rank's contribution to a reduction: prescaled, or the identity element."""
+    if source is not None and reduction.prescale.is_identity:
         return source.pointer
     staging = work.staging.get(count * reduction.width)
     if source is None:
-        reduction.move([(0, staging, count)])
+        reduction.copy_scaled([(0, staging, count)])
     else:
-        reduction.move([(source.pointer, staging, count)], reduction.before)
+        reduction.copy_scaled([(source.pointer, staging, count)], reduction.prescale)
     return staging
 
 
 def _reducescatter(work: Launch) -> None:
-    reduction = Reduction(work)
+    reduction = NcclReduction(work)
     rows, per_row = work.response.rows, reduction.count(work.response.row_elements)
     total, output = sum(rows) * per_row, work.output()
     if not total:
         return
     mine = rows[work.rank] * per_row
     source = work.source()
-    if source is None or not reduction.before.nothing or output is None:
+    if source is None or not reduction.prescale.is_identity or output is None:
         staging = work.staging.get((total + mine) * reduction.width)
-        origin = _own_part(work, reduction, source, total)
+        origin = _contribution(work, reduction, source, total)
         target = staging + total * reduction.width if output is None else output.pointer
     else:
         origin, target = source.pointer, output.pointer
@@ -253,7 +254,7 @@ def _reducescatter(work: Launch) -> None:
                     work.communicator.reduce(part, target if root == work.rank else part, rows[root] * per_row,
                                              reduction.code, reduction.op, root, work.stream)
     if output is not None:
-        reduction.move([(target, target, mine)], reduction.after)
+        reduction.copy_scaled([(target, target, mine)], reduction.postscale)
 
 
 def _broadcast(work: Launch) -> None:
@@ -273,7 +274,7 @@ def _broadcast(work: Launch) -> None:
 
 
 def _broadcast_packed(work: Launch, root: int) -> None:
-    """Broadcast tensors as one: a rank that has joined knows no more of them than their sum."""
+    """Broadcast tensors as one: a rank that has joined knows only the total size."""
     width = SUPPORTED_DTYPES[work.response.dtype].itemsize
     total = work.response.elements * width
     if not total:
@@ -344,10 +345,10 @@ def _scatter(work: Launch) -> None:
 
 
 def _alltoall(work: Launch) -> None:
-    source, output, exchange = work.source(), work.output(), work.plan.exchange
-    assert exchange is not None
-    sent, received = _row_bytes(work, exchange.sent), _row_bytes(work, exchange.received)
-    if source is None or output is None:  # joined: what the others send it is not kept
+    source, output, splits = work.source(), work.output(), work.plan.splits
+    assert splits is not None
+    sent, received = _row_bytes(work, splits.send_rows), _row_bytes(work, splits.recv_rows)
+    if source is None or output is None:  # this rank has joined: it discards the received data
         target = work.staging.get(max(1, sum(received)))
         with work.device.group():
             for peer, begin in enumerate(_begins(received)):
@@ -383,7 +384,7 @@ def _row_bytes(work: Launch, rows: Sequence[int]) -> list[int]:
 
 
 def _begins(sizes: Sequence[int]) -> list[int]:
-    """Return where each part begins when they lie one after the other."""
+    """Return the offsets of consecutive parts."""
     return [0, *itertools.accumulate(sizes)][:len(sizes)]
 
 

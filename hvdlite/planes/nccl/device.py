@@ -1,4 +1,4 @@
-"""What the plane needs of a GPU: streams, events, memory, kernels, communicators; and CuPy's.
+"""The interface of a GPU for the plane (streams, events, memory, kernels, communicators), and its implementation by CuPy.
 
 Streams, events and addresses are plain integers, as CuPy's low-level calls take them. Stream 0 is CUDA's default stream.
 """
@@ -16,22 +16,22 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from hvdlite.core.array import SUPPORTED_DTYPES, Array
-from hvdlite.core.device import DeviceArray, Pair
+from hvdlite.core.device import CopySpec, DeviceArray
 from hvdlite.core.errors import HorovodInternalError, UnsupportedError
 from hvdlite.planes.nccl import kernels, library
-from hvdlite.planes.nccl.kernels import NOTHING, Arithmetic
+from hvdlite.planes.nccl.kernels import NO_SCALING, Scaling
 
 _log = logging.getLogger("hvdlite")
 
 _RELAXED: Final = 2
-"""CU_STREAM_CAPTURE_MODE_RELAXED: this thread's calls do not spoil a capture that another thread is making."""
+"""CU_STREAM_CAPTURE_MODE_RELAXED: this thread's calls do not invalidate a capture by another thread."""
 
 _HIGHEST_PRIORITY: Final = -5
-"""CUDA takes a number beyond its range as the nearest one."""
+"""CUDA clamps priorities to its range."""
 _NOT_READY: Final = 600
 """cudaErrorNotReady."""
 _CAPTURE_FAULTS: Final = range(900, 909)
-"""cudaErrorStreamCapture...: a capture is under way that the question itself concerns, or it is spoilt."""
+"""cudaErrorStreamCapture...: the query concerns a capture in progress, or the capture is invalid."""
 
 
 class Communicator(Protocol):
@@ -55,9 +55,9 @@ class Device(Protocol):
     """One GPU.
 
     Attributes:
-        stream: the plane's own: non-blocking, of the highest priority.
-        version: NCCL's, as a code.
-        failure: the exceptions that mean trouble with CUDA or NCCL, or that there is no memory.
+        stream: the plane's stream: non-blocking, of the highest priority.
+        version: the code of the NCCL version.
+        failure: the exception types of CUDA, NCCL and memory errors.
     """
 
     index: int
@@ -65,77 +65,77 @@ class Device(Protocol):
     version: int
     failure: tuple[type[Exception], ...]
 
-    def enter(self) -> None:
-        """Let the calling thread work with this GPU; once, at its start."""
+    def make_current(self) -> None:
+        """Make this GPU the current device of the calling thread; called once at the thread's start."""
 
-    def identity(self) -> str:
-        """Return what is different for every GPU of a host."""
+    def bus_id(self) -> str:
+        """Return an identifier of this GPU on its host."""
 
     def make_event(self) -> int:
         """Return a new event."""
 
     def record(self, event: int, stream: int) -> None:
-        """Let an event stand for all that was launched on a stream so far."""
+        """Record an event: it covers all work launched on a stream so far."""
 
     def wait(self, stream: int, event: int) -> None:
-        """Let what is launched on a stream from now on come after an event."""
+        """Make future work on a stream wait for an event."""
 
-    def passed(self, event: int) -> bool:
-        """Return whether everything before the event is done."""
+    def is_event_done(self, event: int) -> bool:
+        """Return whether all work before the event is done."""
 
-    def capturing(self, stream: int) -> bool:
-        """Return whether what is launched on a stream goes into a CUDA graph instead."""
+    def is_capturing(self, stream: int) -> bool:
+        """Return whether a stream is being captured into a CUDA graph."""
 
     def allocate(self, nbytes: int) -> DeviceArray:
-        """Return bytes of new memory, aligned to 256, with anything in it.
+        """Return uninitialised memory, aligned to 256 bytes.
 
         Raises:
-            MemoryError: when there is not enough.
+            MemoryError: if there is not enough memory.
         """
 
-    def clear(self, array: DeviceArray) -> None:
-        """Fill a dense array with zeros; waits for what was launched on the plane's stream so far."""
+    def zero(self, array: DeviceArray) -> None:
+        """Fill a dense array with zeros; waits for all work on the plane's stream."""
 
     def copy(self, source: int, target: int, nbytes: int, stream: int) -> None:
         """Copy bytes."""
 
-    def arrange(self, source: DeviceArray, target: DeviceArray, stream: int) -> None:
-        """Copy an array of any strides to a row-major one.
+    def copy_row_major(self, source: DeviceArray, target: DeviceArray, stream: int) -> None:
+        """Copy an array of any strides to a row-major array.
 
         Raises:
-            HorovodInternalError: without kernels.
+            HorovodInternalError: if kernels cannot be compiled.
         """
 
-    def move(self, pairs: Sequence[Pair], source: str, target: str, stream: int, arithmetic: Arithmetic = NOTHING,
-             filler: int = 0) -> bool:
-        """Copy, cast, calculate and fill many arrays by as few kernels as possible; see `kernels`. False without kernels."""
+    def batched_copy(self, copies: Sequence[CopySpec], source: str, target: str, stream: int, scaling: Scaling = NO_SCALING,
+                     fill_value: int = 0) -> bool:
+        """Copy, cast, scale and fill many arrays with as few kernels as possible; False if there are none."""
 
     def unique_id(self) -> bytes:
-        """Return a new communicator's id; its maker must be one of the ranks."""
+        """Return the id of a new communicator; called by one of its ranks."""
 
     def communicator(self, size: int, unique_id: bytes, rank: int) -> Communicator:
-        """Make a communicator; blocks until all its ranks do."""
+        """Create a communicator; blocks until all its ranks have called this."""
 
     def group(self) -> AbstractContextManager[None]:
-        """Let the communicators' calls inside be one launch."""
+        """Return a context whose communicator calls form one NCCL group."""
 
     def explain(self, communicator: Communicator | None, error: Exception) -> str:
-        """Return an error's text with what NCCL itself has to say."""
+        """Return an error's text with NCCL's last error message."""
 
 
 class CupyDevice:
     """A GPU through CuPy. Raises `HorovodInternalError` when CuPy, NCCL or a GPU is missing.
 
     Args:
-        index: the GPU's number; None takes that of the calling process's local rank.
-        environment: the process's, for settings that cannot work.
+        index: the index of the GPU; None chooses it by the local rank.
+        environment: the environment of the process, checked for unsupported settings.
     """
 
     def __init__(self, index: int | None, local_rank: int, environment: Mapping[str, str]) -> None:
         cupy = library.load(environment)
         self._cupy, self._runtime = cupy, cupy.cuda.runtime
         self._nccl = importlib.import_module("cupy.cuda.nccl")
-        # Kernels are the driver's. KeyError: a status of NCCL that CuPy does not know.
+        # Kernel errors come from the driver. KeyError: a status of NCCL that CuPy does not know.
         self.failure: tuple[type[Exception], ...] = (self._nccl.NcclError, self._runtime.CUDARuntimeError,
                                                      cupy.cuda.driver.CUDADriverError, MemoryError, KeyError)
         self.version: int = self._nccl.get_version()
@@ -147,7 +147,7 @@ class CupyDevice:
         self._compiled: dict[tuple[Any, ...], Any] = {}
         self._kernels_work = True
 
-    def enter(self) -> None:
+    def make_current(self) -> None:
         self._runtime.setDevice(self.index)
         try:
             driver = ctypes.CDLL("libcuda.so.1")
@@ -155,7 +155,7 @@ class CupyDevice:
         except (OSError, AttributeError) as error:
             _log.warning("a CUDA graph that another thread captures may be spoilt by this one: %s", error)
 
-    def identity(self) -> str:
+    def bus_id(self) -> str:
         return str(self._runtime.deviceGetPCIBusId(self.index))
 
     def make_event(self) -> int:
@@ -166,7 +166,7 @@ class CupyDevice:
         if self._runtime.getDevice() == self.index:
             self._runtime.eventRecord(event, stream)
             return
-        with self._here():  # stream 0 is that of the thread's device
+        with self._here():  # stream 0 belongs to the thread's current device
             self._runtime.eventRecord(event, stream)
 
     def wait(self, stream: int, event: int) -> None:
@@ -176,32 +176,32 @@ class CupyDevice:
         with self._here():
             self._runtime.streamWaitEvent(stream, event)
 
-    def passed(self, event: int) -> bool:
+    def is_event_done(self, event: int) -> bool:
         status = self._runtime.eventQuery(event)
         if status not in (0, _NOT_READY):
             raise self._runtime.CUDARuntimeError(status)
         return bool(status == 0)
 
-    def capturing(self, stream: int) -> bool:
+    def is_capturing(self, stream: int) -> bool:
         try:
             return bool(self._runtime.streamIsCapturing(stream))
         except self._runtime.CUDARuntimeError as error:
             if error.status in _CAPTURE_FAULTS:
                 return True
             raise
-        except RuntimeError:  # CuPy's word for a capture that is spoilt
+        except RuntimeError:  # CuPy's error for an invalid capture
             return True
 
     def allocate(self, nbytes: int) -> DeviceArray:
         rounded = max(256, -(-nbytes // 256) * 256)
         with self._here():
-            try:  # not from CuPy's pool, which gives memory back in the order of one stream: this is used on several
+            try:  # not from CuPy's pool, whose memory is reused in the order of one stream: this is used on several
                 memory = self._cupy.cuda.memory.Memory(rounded)
             except (self._cupy.cuda.memory.OutOfMemoryError, self._runtime.CUDARuntimeError) as error:
                 raise MemoryError(f"{nbytes} bytes on GPU {self.index}: {error}") from None
         return DeviceArray(int(memory.ptr), (nbytes,), np.dtype(np.uint8), self.index, memory)
 
-    def clear(self, array: DeviceArray) -> None:
+    def zero(self, array: DeviceArray) -> None:
         with self._here():
             self._runtime.memsetAsync(array.pointer, 0, array.nbytes, self.stream)
             self._runtime.streamSynchronize(self.stream)
@@ -209,21 +209,21 @@ class CupyDevice:
     def copy(self, source: int, target: int, nbytes: int, stream: int) -> None:
         self._runtime.memcpyAsync(target, source, nbytes, self._runtime.memcpyDeviceToDevice, stream)
 
-    def arrange(self, source: DeviceArray, target: DeviceArray, stream: int) -> None:
+    def copy_row_major(self, source: DeviceArray, target: DeviceArray, stream: int) -> None:
         width = source.dtype.itemsize
-        kernel = self._kernel(("layouts", width), lambda: kernels.arranging_code(width))
+        kernel = self._kernel(("layouts", width), lambda: kernels.row_major_code(width))
         if kernel is None:
             raise HorovodInternalError(f"gradients in another order than row-major {kernels.NEEDED}")
         table, blocks = kernels.layout(source, target)
         self._start(kernel, blocks, table, stream)
 
-    def move(self, pairs: Sequence[Pair], source: str, target: str, stream: int, arithmetic: Arithmetic = NOTHING,
-             filler: int = 0) -> bool:
-        calculates = not arithmetic.nothing
+    def batched_copy(self, copies: Sequence[CopySpec], source: str, target: str, stream: int, scaling: Scaling = NO_SCALING,
+                     fill_value: int = 0) -> bool:
+        calculates = not scaling.is_identity
         kernel = self._kernel((source, target, calculates), lambda: kernels.source_code(source, target, calculates))
         if kernel is None:
             return False
-        for table in kernels.tables(pairs, kernels.chunk(source, target), arithmetic, filler):
+        for table in kernels.tables(copies, kernels.chunk(source, target), scaling, fill_value):
             entry = table[0]
             self._start(kernel, int(entry["first"][entry["entries"]]), table, stream)
         return True
@@ -250,7 +250,7 @@ class CupyDevice:
 
     @contextmanager
     def _here(self) -> Any:
-        """Let the calling thread work with this GPU for a while."""
+        """Return a context in which this GPU is the calling thread's current device."""
         before = self._runtime.getDevice()
         if before == self.index:
             yield
@@ -262,12 +262,12 @@ class CupyDevice:
             self._runtime.setDevice(before)
 
     def _start(self, kernel: Any, blocks: int, table: Array, stream: int) -> None:
-        """Launch a kernel; its table goes with it by value."""
-        with self._here():  # the stream is given along: to make it CuPy's current one for a while costs more
+        """Launch a kernel; its table is passed by value."""
+        with self._here():  # passing the stream costs less than making it CuPy's current stream
             kernel.kernel((blocks,), (kernels.THREADS,), (table,), 0, _Handle(stream))
 
     def _kernel(self, key: tuple[Any, ...], code: Callable[[], str]) -> Any:
-        """Return the compiled kernel; None when there is no compiler for it."""
+        """Return the compiled kernel; None if it cannot be compiled."""
         if key not in self._compiled and self._kernels_work:
             kernel = self._cupy.RawKernel(code(), kernels.NAME, options=("--std=c++17",))
             try:
@@ -283,7 +283,7 @@ class CupyDevice:
 
 
 class _Handle:
-    """A stream as CuPy's kernels want it."""
+    """A stream in the form that CuPy's kernels expect."""
 
     __slots__ = ("ptr",)
 
@@ -292,26 +292,26 @@ class _Handle:
 
 
 def check_not_captured(device: Device, stream: int) -> None:
-    """Raise when what is launched on a stream goes into a CUDA graph.
+    """Check that a stream is not being captured into a CUDA graph.
 
     Raises:
-        UnsupportedError: saying what can be captured.
+        UnsupportedError: if it is, with the parts of a step that can be captured.
     """
-    if device.capturing(stream):
+    if device.is_capturing(stream):
         raise UnsupportedError("a collective cannot become part of a CUDA graph: ranks agree on it while it runs. "
                                "Capture the model only (torch.cuda.make_graphed_callables), and leave backward hooks, "
                                "collectives and optimizer.step() outside")
 
 
 class EventPool:
-    """Events that are used again: making one costs more than recording it. Safe from any thread."""
+    """A pool of events: creating an event costs more than recording it. Thread-safe."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._free: deque[int] = deque()
 
     def record(self, stream: int) -> PooledEvent:
-        """Return an event that stands for all that was launched on `stream` so far."""
+        """Return an event that covers all work launched on `stream` so far."""
         try:
             handle = self._free.pop()
         except IndexError:
@@ -322,7 +322,7 @@ class EventPool:
 
 
 class PooledEvent:
-    """An event on loan; goes back when nobody refers to it. Waits that were launched keep what it meant then."""
+    """An event of the pool; returns to it when there are no more references. Launched waits keep their meaning."""
 
     __slots__ = ("_free", "handle")
 
@@ -334,5 +334,5 @@ class PooledEvent:
 
 
 def width_of(dtype: str) -> int:
-    """Return the bytes of an element."""
+    """Return the size of an element in bytes."""
     return SUPPORTED_DTYPES[dtype].itemsize

@@ -1,10 +1,10 @@
-"""CUDA kernels: one that copies, casts, scales or fills many arrays at once, and one that rearranges an array.
+"""CUDA kernels: one copies, casts, scales or fills many arrays at once; one makes an array row-major.
 
-A launch gets its table of arrays by value, as a kernel parameter (below the 4 KiB that every CUDA version takes), so there
-is no table to upload and none to keep alive. A block finds its array by bisection over the arrays' first blocks: large and
-small arrays share one launch without idle blocks. Idea of batching copies: Horovod's `cuda_kernels.cu`.
+The table of arrays is a kernel parameter, passed by value (below the 4 KiB that every CUDA version permits), so no table
+must be uploaded or kept alive. A block finds its array by bisection over the arrays' first blocks: large and small arrays
+share one launch without idle blocks. Horovod's `cuda_kernels.cu` batches copies in the same way.
 
-The source is plain C++ but for three macros and two conversions, so that tests compile it for the host and run it there.
+The source is plain C++ except for three macros and two conversions, so that tests can compile and run it on the host.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from hvdlite.core.array import BFLOAT16, SUPPORTED_DTYPES, Array
-from hvdlite.core.device import DeviceArray, Pair
+from hvdlite.core.device import CopySpec, DeviceArray
 from hvdlite.core.errors import UnsupportedError
 
 ENTRIES = 128
@@ -42,31 +42,31 @@ _STORED = {"int8": "signed char", "uint8": "unsigned char", "int16": "short", "u
 
 
 @dataclasses.dataclass(frozen=True)
-class Arithmetic:
-    """What happens to each value on its way; nothing by default. Integers are truncated toward zero.
+class Scaling:
+    """The factor and the divisor that are applied to each value; none by default. Integers are truncated toward zero.
 
-    CuPy compiles with -ftz=true: float32 values below 1.2e-38 become zero. Where nothing happens, bits are copied.
+    CuPy compiles with -ftz=true: float32 values below 1.2e-38 become zero. Without scaling, bits are copied.
 
     Attributes:
-        factor: by what it is multiplied.
-        divisor: by what it is divided.
+        factor: each value is multiplied by it.
+        divisor: each value is divided by it first.
     """
 
     factor: float = 1.0
     divisor: int = 1
 
     @property
-    def nothing(self) -> bool:
-        """Whether values stay as they are."""
+    def is_identity(self) -> bool:
+        """Whether values are unchanged."""
         return self.factor == 1.0 and self.divisor == 1
 
 
-NOTHING = Arithmetic()
+NO_SCALING = Scaling()
 
 
-def source_code(source: str, target: str, arithmetic: bool) -> str:
-    """Return the CUDA source of the kernel from one dtype to another; without arithmetic and cast it copies bits."""
-    if source == target and not arithmetic:
+def source_code(source: str, target: str, scaling: bool) -> str:
+    """Return the CUDA source of the copy kernel for two dtypes; without scaling and cast it copies bits."""
+    if source == target and not scaling:
         width = SUPPORTED_DTYPES[source].itemsize
         unsigned = _UNITS[width]
         stored, loaded, value = (unsigned, unsigned), "x", "x"
@@ -78,7 +78,7 @@ def source_code(source: str, target: str, arithmetic: bool) -> str:
             "double" if "float64" in (source, target) else "float"
         loaded = f"from_{source}(x)" if source in ("float16", "bfloat16") else f"({wide})x"
         value = "y"
-        if arithmetic:
+        if scaling:
             divided = "(y / (wide)table.divisor)"
             value = f"(table.factor == 1.0 ? {divided} : (wide)((double){divided} * table.factor))" if integers else \
                 "(y / (wide)table.divisor * (wide)table.factor)"
@@ -88,14 +88,15 @@ def source_code(source: str, target: str, arithmetic: bool) -> str:
                           length=length, loaded=loaded, value=value, name=NAME)
 
 
-def arranging_code(width: int) -> str:
-    """Return the CUDA source of the kernel that makes arrays row-major, whose elements have so many bytes."""
+def row_major_code(width: int) -> str:
+    """Return the CUDA source of the kernel that makes an array of elements of `width` bytes row-major."""
     part = min(width, 8)
-    return _ARRANGING.format(dimensions=DIMENSIONS, threads=THREADS, name=NAME, unit=_UNITS[part], parts=width // part)
+    return _ROW_MAJOR_SOURCE.format(dimensions=DIMENSIONS, threads=THREADS, name=NAME, unit=_UNITS[part],
+                                    parts=width // part)
 
 
 def layout(source: DeviceArray, target: DeviceArray) -> tuple[Array, int]:
-    """Return the table of that kernel, and its grid.
+    """Return the parameter of the row-major kernel, and its grid.
 
     Raises:
         UnsupportedError: for more than 16 dimensions.
@@ -111,19 +112,19 @@ def layout(source: DeviceArray, target: DeviceArray) -> tuple[Array, int]:
 
 
 def chunk(source: str, target: str) -> int:
-    """Return how many elements a block works on."""
+    """Return the number of elements per block."""
     return THREADS * UNROLL * (16 // max(SUPPORTED_DTYPES[source].itemsize, SUPPORTED_DTYPES[target].itemsize))
 
 
-def tables(pairs: Sequence[Pair], elements: int, arithmetic: Arithmetic = NOTHING, filler: int = 0) -> Iterator[Array]:
-    """Yield the tables of as many launches as it takes; `table["first"][0][table["entries"][0]]` is the grid.
+def tables(copies: Sequence[CopySpec], elements: int, scaling: Scaling = NO_SCALING, fill_value: int = 0) -> Iterator[Array]:
+    """Yield the tables of the required launches; `table["first"][0][table["entries"][0]]` is the grid.
 
     Args:
-        pairs: arrays of no elements are left out.
-        elements: of a block; see `chunk`.
-        filler: the bits that an array without a source is filled with.
+        copies: the arrays; empty ones are skipped.
+        elements: the number of elements per block; see `chunk`.
+        fill_value: the bits with which an array without a source is filled.
     """
-    arrays = [pair for pair in pairs if pair[2]]
+    arrays = [pair for pair in copies if pair[2]]
     for begin in range(0, len(arrays), ENTRIES):
         some = np.array(arrays[begin:begin + ENTRIES], np.uint64)
         table, count = np.zeros(1, TABLE), len(some)
@@ -132,12 +133,12 @@ def tables(pairs: Sequence[Pair], elements: int, arithmetic: Arithmetic = NOTHIN
         blocks = -(-entry["count"][:count] // elements)
         entry["first"][1:count + 1] = np.cumsum(blocks)
         entry["entries"], entry["factor"], entry["divisor"], entry["filler"] = (
-            count, arithmetic.factor, arithmetic.divisor, filler)
+            count, scaling.factor, scaling.divisor, fill_value)
         yield table
 
 
 def bits(value: float, dtype: np.dtype[np.generic]) -> int:
-    """Return the bits of a value of a dtype, as the kernel's filler."""
+    """Return the bits of a value of a dtype, for `fill_value`."""
     if dtype == BFLOAT16:
         return int(struct.unpack("<I", struct.pack("<f", value))[0]) >> 16
     return int.from_bytes(np.array(value).astype(dtype).tobytes(), "little")
@@ -236,7 +237,7 @@ extern "C" __global__ void __launch_bounds__({threads}) {name}(const __grid_cons
 }}
 """
 
-_ARRANGING = """
+_ROW_MAJOR_SOURCE = """
 struct Layout {{
     unsigned long long source, target;
     long long count, dimensions, shape[{dimensions}], strides[{dimensions}];

@@ -1,4 +1,4 @@
-"""Finding NCCL: one copy in the process, new enough, and the line that installs it."""
+"""Finds NCCL: one copy in the process, of a supported version; with installation advice."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from hvdlite.core.errors import HorovodInternalError
 _log = logging.getLogger("hvdlite")
 
 OLDEST = 21801
-"""NCCL 2.18.1, the oldest that CuPy's wheels take."""
+"""NCCL 2.18.1, the oldest version that CuPy's wheels support."""
 OLDEST_CUPY = 14
-"""Before it, CuPy keeps Python's lock while it records an event, which blocks when the GPU's queue is full."""
+"""Before it, CuPy keeps the GIL while it records an event, which blocks when the GPU's queue is full."""
 HANGS_IN_ABORT = range(22500, 22602)
-"""NCCL 2.25.1's `ncclCommAbort` hangs (pytorch issue 149153); mended in 2.26.2."""
+"""`ncclCommAbort` of NCCL 2.25.1 hangs (pytorch issue 149153); fixed in 2.26.2."""
 
 
-def missing() -> str:
-    """Return why GPUs cannot be used here, and what to do; "" when they probably can. Imports nothing heavy."""
+def unavailable_reason() -> str:
+    """Return why GPUs cannot be used here and what to do; "" if they probably can. Does not import CuPy."""
     if importlib.util.find_spec("cupy") is None:
         return f"CuPy is not installed: pip install 'hvdlite[{suggested_extra()}]'"
     return ""
 
 
 def suggested_extra() -> str:
-    """Return the extra whose CUDA version is that of the installed torch; CUDA 12's when nobody knows."""
+    """Return the package extra for the CUDA version of the installed torch; CUDA 12 if it is unknown."""
     return f"nccl-cuda{cuda_of_torch() or 12}"
 
 
 def cuda_of_torch() -> int | None:
-    """Return the major version of CUDA that torch was built for; None without torch, and for CPU builds."""
+    """Return the major CUDA version that torch was built for; None without torch and for CPU builds."""
     loaded = sys.modules.get("torch")
     version = getattr(getattr(loaded, "version", None), "cuda", None)
     if version:
@@ -59,7 +59,7 @@ def load(environment: Mapping[str, str]) -> Any:
     """Import CuPy and its NCCL, and return `cupy`.
 
     Raises:
-        HorovodInternalError: when there is no usable NCCL, or more than one.
+        HorovodInternalError: if there is no usable NCCL, or more than one copy.
     """
     if environment.get("NCCL_COMM_BLOCKING") == "0":
         raise HorovodInternalError("NCCL_COMM_BLOCKING=0 makes NCCL answer calls with 'in progress', which CuPy does not "
@@ -82,10 +82,10 @@ def load(environment: Mapping[str, str]) -> Any:
 
 
 def check(version: int, paths: Iterable[str]) -> None:
-    """Log which NCCL it is.
+    """Check and log the NCCL version.
 
     Raises:
-        HorovodInternalError: when it is too old, or there are several.
+        HorovodInternalError: if it is too old, or there are several copies.
     """
     paths = sorted(paths)
     if len(paths) > 1:
@@ -101,7 +101,7 @@ def check(version: int, paths: Iterable[str]) -> None:
 
 
 def copies(maps: str = "/proc/self/maps") -> set[str]:
-    """Return the files of NCCL that are mapped into this process; none where that cannot be seen."""
+    """Return the paths of the NCCL libraries mapped into this process; none where this is unknown."""
     try:
         with open(maps, encoding="utf-8", errors="replace") as file:
             return {line.split(maxsplit=5)[5].strip() for line in file if "libnccl.so" in line}
@@ -110,15 +110,15 @@ def copies(maps: str = "/proc/self/maps") -> set[str]:
 
 
 def version_text(code: int) -> str:
-    """Return NCCL's version as people write it."""
+    """Return the text of an NCCL version code."""
     return f"{code // 10000}.{code // 100 % 100}.{code % 100}"
 
 
 def last_error(communicator: int) -> str:
-    """Return what NCCL itself says about its last error; "" when it says nothing.
+    """Return NCCL's message for its last error; "" if there is none.
 
     Args:
-        communicator: address of the `ncclComm_t`; 0 for none in particular.
+        communicator: the address of the `ncclComm_t`; 0 for any.
     """
     try:
         function = ctypes.CDLL("libnccl.so.2").ncclGetLastError  # the copy that is loaded: the loader goes by its name

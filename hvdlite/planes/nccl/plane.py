@@ -1,18 +1,19 @@
 """Plans for tensors on a GPU become launches on one stream (docs/protocol.md#threads, #gpu-streams).
 
 Theory of operation
-- Everything of all process sets is launched on one stream, in decision order, so no two communicators can wait for each
-  other on the GPU. The stream waits for the events after which the tensors are ready, and an event after the work lets
-  others wait for it: the host waits for neither, only until the launch is recorded.
-- Launching happens on a thread of its own, because the first calls of a communicator, and any call when the GPU's queue is
-  full, can block for as long as another rank is missing. The runtime thread waits for it as for everything: interruptibly.
-- A communicator is made when its process set has its first tensor on a GPU: by then the script has chosen its GPU. The ranks
-  introduce themselves to the first of them over the control plane, which answers all: also the barrier before NCCL's own
-  meeting.
-- The end is an abort, always: `ncclCommDestroy` waits for other ranks. Unless the job failed, all work is waited for first,
-  the other ranks' too: an abort stops NCCL's threads, which may still be sending what this rank's kernels gave them, and
-  frees memory that other GPUs may still use (nccl issue 863). When a process set is removed, its ranks tell each other. At
-  the end nobody listens any more, so the GPUs meet in a last all-reduce: who gets out of it knows that all are in it.
+- The work of all process sets is launched on one stream, in decision order, so that two communicators cannot wait for each
+  other on the GPU. The stream waits for the ready events of the tensors, and an event is recorded after the work. The host
+  waits for neither, only until the launch is recorded.
+- A separate thread launches, because the first calls of a communicator, and any call while the GPU's queue is full, can
+  block until another rank arrives. The runtime thread waits for the launch interruptibly.
+- A communicator is created when its process set has its first tensor on a GPU: the script has chosen its GPU by then. The
+  ranks send their `PeerInfo` to the first of them over the control plane, and it answers all. This is also the barrier
+  before NCCL's own rendezvous.
+- Communicators are always aborted: `ncclCommDestroy` waits for other ranks. Unless the job has failed, all work is waited
+  for first, also that of other ranks: an abort stops NCCL's threads, which may still be sending data of this rank's kernels,
+  and frees memory that other GPUs may still use (nccl issue 863). The ranks of a removed process set confirm it to each
+  other. At shutdown the control plane is closed already, so the GPUs meet in a final all-reduce: its completion on one rank
+  implies that all ranks have launched it.
 """
 
 from __future__ import annotations
@@ -28,73 +29,74 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from hvdlite.core.device import Completion, DeviceArray, Pair
+from hvdlite.core.device import Completion, CopySpec, DeviceArray
 from hvdlite.core.errors import HorovodInternalError, UnsupportedError
 from hvdlite.core.types import Collective, ReduceOp
-from hvdlite.planes.base import FusionBuffer, Notes, Plan, WaitUntil
+from hvdlite.planes.base import FusionBuffer, OobChannel, Plan, WaitUntil
 from hvdlite.planes.launch_thread import LaunchThread
 from hvdlite.planes.nccl import collectives, library
-from hvdlite.planes.nccl.collectives import DTYPES, Launch, Staging
+from hvdlite.planes.nccl.collectives import DTYPES, Launch, StagingBuffer
 from hvdlite.planes.nccl.device import CupyDevice, Device, EventPool, PooledEvent, check_not_captured
-from hvdlite.planes.nccl.introduction import Introduction, check
-from hvdlite.planes.nccl.watcher import LOOK_SECONDS, Launched, Lease, Watcher, abort
+from hvdlite.planes.nccl.peer_info import PeerInfo, check_peers
+from hvdlite.planes.nccl.watcher import POLL_SECONDS, CommunicatorRef, LaunchedWork, Watcher, abort
 
 _log = logging.getLogger("hvdlite")
 
 DRAIN_SECONDS: Final = 30.0
-"""How long `close` waits for work under way."""
+"""Time that `close` waits for work in progress."""
 ABORT_SECONDS: Final = 10.0
-"""How long `close` waits for communicators to come back from their abort."""
-PARTING_SECONDS: Final = 2.0
-"""How long `close` waits for the other ranks' GPUs; a rank that leaves long before or after them waits in vain."""
+"""Time that `close` waits for aborts of communicators to return."""
+EXIT_SECONDS: Final = 2.0
+"""Time that `close` waits for the final all-reduce; it times out on a rank that leaves long before or after the others."""
 LINGER_SECONDS: Final = 0.1
-"""How long `close` leaves them to get out of the last all-reduce."""
-_INTRODUCTION: Final = msgspec.msgpack.Decoder(Introduction)
+"""Time for the other GPUs to leave the final all-reduce."""
+_PEER_INFO: Final = msgspec.msgpack.Decoder(PeerInfo)
 _ANSWER: Final = msgspec.msgpack.Decoder(tuple[bytes, str])
 
 MakeDevice = Callable[[int | None], Device]
-"""Open the GPU of that number; None leaves the choice to the rank's number on its host."""
+"""Opens the GPU with the given index; None chooses it by the local rank."""
 
 
 class NcclPlane:
-    """See `Plane` and `DeviceAccess`; nothing is loaded, and no GPU is touched, before the first tensor.
+    """Implements `DevicePlane` over NCCL. No library is loaded and no GPU is used before the first tensor.
 
     Args:
-        host: what is the same for the ranks of one host, and different for those of others.
-        notes: let the ranks of a communicator introduce themselves.
-        wake: makes this rank's `WaitUntil` look again.
+        host: an identifier of this rank's host.
+        oob: the out-of-band channel for `PeerInfo`.
+        wake: makes this rank's `WaitUntil` evaluate its predicate.
         make_device: opens the GPU.
-        missing: says why there is none, or "".
-        shared_gpu: whether several ranks may use one.
-        parting: see `PARTING_SECONDS`; 0 is not to wait.
+        unavailable_reason: returns why there is no GPU, or "".
+        shared_gpu: whether several ranks may share a GPU.
+        exit_timeout: see `EXIT_SECONDS`; 0 skips the final all-reduce.
     """
 
     name = "nccl"
 
-    def __init__(self, rank: int, host: str, notes: Notes, wake: Callable[[], None], make_device: MakeDevice,
-                 missing: Callable[[], str] = library.missing, *, shared_gpu: bool = False,
-                 parting: float = PARTING_SECONDS) -> None:
-        self._rank, self._host, self._notes, self._make_device, self._missing = rank, host, notes, make_device, missing
-        self._thread = LaunchThread(f"hvdlite-nccl-{rank}", wake, lambda: self._opened(None).enter())
+    def __init__(self, rank: int, host: str, oob: OobChannel, wake: Callable[[], None], make_device: MakeDevice,
+                 unavailable_reason: Callable[[], str] = library.unavailable_reason, *, shared_gpu: bool = False,
+                 exit_timeout: float = EXIT_SECONDS) -> None:
+        self._rank, self._host, self._oob, self._make_device = rank, host, oob, make_device
+        self._find_unavailable_reason = unavailable_reason
+        self._thread = LaunchThread(f"hvdlite-nccl-{rank}", wake, lambda: self._opened(None).make_current())
         self._report: Callable[[Exception], None] = lambda error: None
-        self._shared_gpu, self._parting = shared_gpu, parting
+        self._shared_gpu, self._exit_timeout = shared_gpu, exit_timeout
         self._opening = threading.Lock()
         self._device: Device | None = None
         self._events: EventPool | None = None
         self._sets: dict[int, tuple[int, ...]] = {}
-        self._leases: dict[int, Lease] = {}  # by process set
-        self._reason: str | None = None  # why there are no GPUs, once that is known
+        self._communicator_refs: dict[int, CommunicatorRef] = {}  # by process set
+        self._reason: str | None = None  # why there is no GPU, once it is known
         self._pid = os.getpid()
 
-    # --- what adapters ask ----------------------------------------------------------------------------------------------
+    # --- for adapters ----------------------------------------------------------------------------------------------
 
-    def missing(self) -> str:
+    def unavailable_reason(self) -> str:
         if self._reason is None:
-            self._reason = self._missing()
+            self._reason = self._find_unavailable_reason()
         return self._reason
 
-    def carries(self, collective: int, op: int | None, dtype: str) -> bool:
-        return collectives.carries(Collective(collective), None if op is None else ReduceOp(op), dtype)
+    def supports(self, collective: int, op: int | None, dtype: str) -> bool:
+        return collectives.supports(Collective(collective), None if op is None else ReduceOp(op), dtype)
 
     def lend(self, pointer: int, shape: tuple[int, ...], dtype: np.dtype[Any], device: int, *, stream: int, owner: object,
              empty: Callable[[tuple[int, ...]], DeviceArray] | None = None) -> DeviceArray:
@@ -102,118 +104,118 @@ class NcclPlane:
         if used.index != device:
             raise UnsupportedError(f"rank {self._rank} uses GPU {used.index} and cannot also use GPU {device}: a rank has "
                                    "one GPU")
-        return DeviceArray(pointer, shape, dtype, device, owner, self.ready(stream), empty)
+        return DeviceArray(pointer, shape, dtype, device, owner, self.record_event(stream), empty)
 
-    def ready(self, stream: int) -> PooledEvent:
+    def record_event(self, stream: int) -> PooledEvent:
         check_not_captured(self._opened(None), stream)
         assert self._events is not None
         return self._events.record(stream)
 
-    def join(self, stream: int, other: int) -> None:
-        event = self.ready(other)
+    def wait_stream(self, stream: int, other: int) -> None:
+        event = self.record_event(other)
         self._opened(None).wait(stream, event.handle)
 
-    def pack(self, pairs: Sequence[Pair], source: str, target: str, stream: int) -> bool:
+    def batched_copy(self, copies: Sequence[CopySpec], source: str, target: str, stream: int) -> bool:
         if source not in DTYPES or target not in DTYPES:
             return False
-        return self._opened(None).move(pairs, source, target, stream)
+        return self._opened(None).batched_copy(copies, source, target, stream)
 
-    # --- what the runtime asks ------------------------------------------------------------------------------------------
+    # --- for the runtime ------------------------------------------------------------------------------------------
 
-    def report_to(self, report: Callable[[Exception], None]) -> None:
+    def set_error_handler(self, report: Callable[[Exception], None]) -> None:
         self._report = report
 
     def execute(self, plan: Plan, wait_until: WaitUntil) -> Completion:
         device = self._opened(None)
-        number = plan.response.process_set
-        if number not in self._leases:
-            self._meet(number, plan.ranks, wait_until)
+        process_set_id = plan.response.process_set_id
+        if process_set_id not in self._communicator_refs:
+            self._create_communicator(process_set_id, plan.ranks, wait_until)
         launched = self._thread.run(lambda: self._launch(device, plan), wait_until)
-        if not plan.outputs:  # having joined: no entry holds anything, but the others need this rank until it is done
-            launched.holding(None)
+        if not plan.outputs:  # this rank has joined: no entry keeps the work alive, but other ranks need it
+            launched.for_entry(None)
         return launched
 
-    def open_set(self, number: int, ranks: tuple[int, ...]) -> None:
-        self._sets[number] = ranks  # its communicator is made when it is needed
+    def add_process_set(self, process_set_id: int, ranks: tuple[int, ...]) -> None:
+        self._sets[process_set_id] = ranks  # its communicator is created when it is needed
 
-    def close_set(self, number: int, wait_until: WaitUntil) -> None:
-        self._sets.pop(number, None)
-        lease = self._leases.pop(number, None)
-        if lease is not None:
+    def remove_process_set(self, process_set_id: int, wait_until: WaitUntil) -> None:
+        self._sets.pop(process_set_id, None)
+        ref = self._communicator_refs.pop(process_set_id, None)
+        if ref is not None:
             device = self._opened(None)
             self._thread.run(lambda: self._watcher.drain(DRAIN_SECONDS), wait_until)
-            self._notes.consult(f"nccl.{number}.end", lease.ranks, b"", lambda texts: b"", wait_until)
-            self._watcher.pause()
-            self._thread.run(lambda: abort([lease], device, ABORT_SECONDS), wait_until)
+            self._oob.gather_and_broadcast(f"nccl.{process_set_id}.end", ref.ranks, b"", lambda texts: b"", wait_until)
+            self._watcher.wait_for_poll()
+            self._thread.run(lambda: abort([ref], device, ABORT_SECONDS), wait_until)
 
     def fusion_buffer(self, nbytes: int, ranks: tuple[int, ...], wait_until: WaitUntil) -> FusionBuffer | None:
-        """Like `Plane.fusion_buffer`; the memory is the GPU's."""
+        """See `DevicePlane.fusion_buffer`; returns GPU memory."""
         if self._rank not in ranks:
             return None
         device = self._opened(None)
         return FusionBuffer(self._thread.run(lambda: _cleared(device, nbytes), wait_until))
 
-    def row_major(self, place: DeviceArray) -> DeviceArray:
-        """Return a copy of a place of other strides, which may be used after the launches so far."""
+    def row_major(self, array: DeviceArray) -> DeviceArray:
+        """See `DevicePlane.row_major`."""
         device = self._opened(None)
-        copied = DeviceArray(0, place.shape, place.dtype, place.device)
-        copied = device.allocate(copied.nbytes).part(0, copied.size, place.dtype)
-        copied.shape = place.shape
-        if place.ready is not None:
-            device.wait(device.stream, place.ready.handle)
-        device.arrange(place, copied, device.stream)
+        copied = DeviceArray(0, array.shape, array.dtype, array.device)
+        copied = device.allocate(copied.nbytes).part(0, copied.size, array.dtype)
+        copied.shape = array.shape
+        if array.ready is not None:
+            device.wait(device.stream, array.ready.handle)
+        device.copy_row_major(array, copied, device.stream)
         return copied
 
     def tune(self, settings: Mapping[str, int]) -> None:
         pass
 
     def close(self, failure: HorovodInternalError | None = None) -> None:
-        """End all communicators.
+        """Abort all communicators.
 
         Args:
-            failure: why the job ends early: work under way is not waited for, and whoever waits for it gets this.
+            failure: the error that ends the job early: work in progress is not waited for, and waits for it raise this.
         """
         if self._device is None or self._pid != os.getpid():  # a forked child must not call CUDA
             return
-        device, leases = self._device, list(self._leases.values())
+        device, refs = self._device, list(self._communicator_refs.values())
         if failure is None and not self._watcher.drain(DRAIN_SECONDS):
             _log.warning("rank %d: reductions are still under way on GPU %d after %.0f s; they are given up", self._rank,
                          device.index, DRAIN_SECONDS)
-        elif failure is None and self._parting:
-            self._part(device, [lease for lease in leases if len(lease.ranks) > 1])
-        self._leases = {}
+        elif failure is None and self._exit_timeout:
+            self._final_allreduce(device, [ref for ref in refs if len(ref.ranks) > 1])
+        self._communicator_refs = {}
         self._watcher.end(failure)
-        self._watcher.pause()
+        self._watcher.wait_for_poll()
         if failure is None:
             self._thread.end(DRAIN_SECONDS)
-        stuck = abort(leases, device, ABORT_SECONDS)
+        stuck = abort(refs, device, ABORT_SECONDS)
         if stuck:
             _log.error("rank %d: %d NCCL communicators did not end within %.0f s; leave this process to free GPU %d",
                        self._rank, stuck, ABORT_SECONDS, device.index)
 
-    def _part(self, device: Device, leases: Sequence[Lease]) -> None:
-        """Wait until the GPUs of all ranks have done what they were given, or for a while."""
-        deadline = time.monotonic() + self._parting
+    def _final_allreduce(self, device: Device, refs: Sequence[CommunicatorRef]) -> None:
+        """Wait until the GPUs of all ranks have finished their work, or until the timeout."""
+        deadline = time.monotonic() + self._exit_timeout
 
-        def wait_until(predicate: Callable[[], bool], *, pause: float = 0.0) -> None:
+        def wait_until(predicate: Callable[[], bool], *, poll_interval: float = 0.0) -> None:
             while not predicate():
                 if time.monotonic() > deadline:
                     raise TimeoutError
-                time.sleep(LOOK_SECONDS / 2)
+                time.sleep(POLL_SECONDS / 2)
 
-        def meet() -> PooledEvent:
+        def allreduce() -> PooledEvent:
             memory = self._staging.get(4)
-            for lease in leases:  # in the order in which they were made, which is the same on all ranks
-                lease.communicator.allReduce(memory, memory, 1, DTYPES["float32"], collectives.SUM, device.stream)
+            for ref in refs:  # in the order of their creation, which is equal on all ranks
+                ref.communicator.allReduce(memory, memory, 1, DTYPES["float32"], collectives.SUM, device.stream)
             assert self._events is not None
             return self._events.record(device.stream)
 
-        if not leases:
+        if not refs:
             return
         troubles: tuple[type[Exception], ...] = (TimeoutError, *device.failure)
         try:
-            event = self._thread.run(meet, wait_until)
-            wait_until(lambda: device.passed(event.handle))
+            event = self._thread.run(allreduce, wait_until)
+            wait_until(lambda: device.is_event_done(event.handle))
         except troubles as error:
             _log.info("rank %d: left without the others' GPUs: %s %s", self._rank, type(error).__name__, error)
         else:
@@ -222,61 +224,63 @@ class NcclPlane:
     # --- inside ---------------------------------------------------------------------------------------------------------
 
     def _opened(self, index: int | None) -> Device:
-        """Return the GPU; the first call chooses it."""
+        """Return the GPU; the first call opens it."""
         if self._device is not None:
             return self._device
         with self._opening:
             if self._device is None:
-                if reason := self.missing():
+                if reason := self.unavailable_reason():
                     raise UnsupportedError(f"there is no data plane for GPUs here: {reason}")
                 device = self._make_device(index)
                 self._events = EventPool(device)
-                self._staging = Staging(device)
+                self._staging = StagingBuffer(device)
                 self._watcher = Watcher(device, self._check, lambda error: self._report(error))
                 self._device = device
         return self._device
 
-    def _meet(self, number: int, ranks: tuple[int, ...], wait_until: WaitUntil) -> None:
-        """Make the communicator of a process set, with all its ranks."""
+    def _create_communicator(self, process_set_id: int, ranks: tuple[int, ...], wait_until: WaitUntil) -> None:
+        """Create the communicator of a process set, together with all its ranks."""
         device, mine = self._opened(None), ranks.index(self._rank)
         unique_id = self._thread.run(device.unique_id, wait_until) if mine == 0 else b""
-        introduction = Introduction(self._host, device.identity(), device.version, unique_id)
-        text = msgspec.msgpack.encode(introduction)
-        answer = self._notes.consult(f"nccl.{number}", ranks, text, functools.partial(self._examined, ranks), wait_until)
+        info = PeerInfo(self._host, device.bus_id(), device.version, unique_id)
+        text = msgspec.msgpack.encode(info)
+        answer = self._oob.gather_and_broadcast(f"nccl.{process_set_id}", ranks, text,
+                                                functools.partial(self._check_peers, ranks),
+                                                wait_until)
         unique_id, problem = _ANSWER.decode(answer)
         if problem:
             raise HorovodInternalError(problem)
-        self._leases[number] = self._thread.run(lambda: self._make(device, ranks, unique_id), wait_until)
+        self._communicator_refs[process_set_id] = self._thread.run(lambda: self._make(device, ranks, unique_id), wait_until)
 
-    def _examined(self, ranks: tuple[int, ...], texts: Sequence[bytes]) -> bytes:
-        """On a communicator's first rank: return its id, or what is wrong with its ranks' GPUs."""
-        introductions = {rank: _INTRODUCTION.decode(text) for rank, text in zip(ranks, texts, strict=True)}
+    def _check_peers(self, ranks: tuple[int, ...], texts: Sequence[bytes]) -> bytes:
+        """Return a communicator's id, or the problem with its ranks' GPUs; called on its first rank."""
+        peers = {rank: _PEER_INFO.decode(text) for rank, text in zip(ranks, texts, strict=True)}
         try:
-            check(introductions, shared=self._shared_gpu)
+            check_peers(peers, shared=self._shared_gpu)
         except HorovodInternalError as error:
             return msgspec.msgpack.encode((b"", str(error)))
-        return msgspec.msgpack.encode((introductions[ranks[0]].unique_id, ""))
+        return msgspec.msgpack.encode((peers[ranks[0]].unique_id, ""))
 
-    def _make(self, device: Device, ranks: tuple[int, ...], unique_id: bytes) -> Lease:
+    def _make(self, device: Device, ranks: tuple[int, ...], unique_id: bytes) -> CommunicatorRef:
         what = f"making a communicator of ranks {list(ranks)}"
         try:
-            lease = Lease(device.communicator(len(ranks), unique_id, ranks.index(self._rank)), ranks)
-            # The first call of a kind connects the ranks, which blocks; better here than in a training step.
+            ref = CommunicatorRef(device.communicator(len(ranks), unique_id, ranks.index(self._rank)), ranks)
+            # The first call connects the ranks, which blocks; better here than in a training step.
             warm = self._staging.get(4096)
-            lease.communicator.allReduce(warm, warm, 1024, DTYPES["float32"], collectives.SUM, device.stream)
+            ref.communicator.allReduce(warm, warm, 1024, DTYPES["float32"], collectives.SUM, device.stream)
         except device.failure as error:
             raise self._error(device, None, what, error) from error
         _log.info("rank %d: %s on GPU %d", self._rank, what, device.index)
-        return lease
+        return ref
 
-    def _launch(self, device: Device, plan: Plan) -> Launched:
-        communicator = self._leases[plan.response.process_set].communicator
+    def _launch(self, device: Device, plan: Plan) -> LaunchedWork:
+        communicator = self._communicator_refs[plan.response.process_set_id].communicator
         try:
             for event in _ready_events(plan):
                 device.wait(device.stream, event)
             collectives.launch(Launch(device, communicator, self._staging, plan, plan.ranks.index(self._rank)))
             assert self._events is not None
-            return Launched(device, self._events.record(device.stream), self._watcher)
+            return LaunchedWork(device, self._events.record(device.stream), self._watcher)
         except device.failure as error:
             response = plan.response
             what = f"{response.collective.name.lower()} of '{response.names[0]}'"
@@ -285,14 +289,14 @@ class NcclPlane:
             raise self._error(device, communicator, what, error) from error
 
     def _check(self) -> None:
-        """Raise the error that a communicator met while nobody was calling it."""
+        """Raise an asynchronous error of a communicator."""
         device = self._opened(None)
-        for lease in list(self._leases.values()):
+        for ref in list(self._communicator_refs.values()):
             try:
-                lease.communicator.check_async_error()
+                ref.communicator.check_async_error()
             except device.failure as error:
-                what = f"work under way between ranks {list(lease.ranks)}"
-                raise self._error(device, lease.communicator, what, error) from error
+                what = f"work under way between ranks {list(ref.ranks)}"
+                raise self._error(device, ref.communicator, what, error) from error
 
     def _error(self, device: Device, communicator: Any, what: str, error: Exception) -> HorovodInternalError:
         if isinstance(error, MemoryError):
@@ -302,25 +306,25 @@ class NcclPlane:
 
 
 def _cleared(device: Device, nbytes: int) -> DeviceArray:
-    """Return zeroed memory: nobody writes the gaps between a bucket's tensors, and they are reduced with them."""
+    """Return zeroed memory: the gaps between a bucket's tensors are never written, but reduced with them."""
     memory = device.allocate(nbytes)
-    device.clear(memory)
+    device.zero(memory)
     return memory
 
 
 def _ready_events(plan: Plan) -> set[int]:
-    """Return the events after which a plan's memory may be used, each once."""
+    """Return the distinct ready events of a plan's arrays."""
     arrays = [*plan.sources, *plan.outputs]
     return {array.ready.handle for array in arrays if isinstance(array, DeviceArray) and array.ready is not None}
 
 
-def of_this_machine(rank: int, local_rank: int, host: str, notes: Notes, wake: Callable[[], None],
-                    environment: Mapping[str, str], *, shared_gpu: bool) -> NcclPlane:
-    """Return the plane with real GPUs behind it; see `NcclPlane`.
+def create_nccl_plane(rank: int, local_rank: int, host: str, oob: OobChannel, wake: Callable[[], None],
+                      environment: Mapping[str, str], *, shared_gpu: bool) -> NcclPlane:
+    """Return an `NcclPlane` over this host's GPUs.
 
     Args:
-        local_rank: chooses the GPU when this rank has to help before it has used one.
-        environment: the process's.
+        local_rank: chooses the GPU if this rank participates before it has used one.
+        environment: the environment of the process.
     """
-    return NcclPlane(rank, host, notes, wake, lambda index: CupyDevice(index, local_rank, environment),
+    return NcclPlane(rank, host, oob, wake, lambda index: CupyDevice(index, local_rank, environment),
                      shared_gpu=shared_gpu)

@@ -1,4 +1,4 @@
-"""What happens to work after it was launched: completions, a look at it from time to time, the end of communicators."""
+"""GPU work after its launch: completions, polling for errors, and aborting communicators."""
 
 from __future__ import annotations
 
@@ -15,114 +15,114 @@ from hvdlite.planes.nccl.device import Communicator, Device, PooledEvent, check_
 
 _log = logging.getLogger("hvdlite")
 
-LOOK_SECONDS: Final = 0.01
-"""Between two looks at work under way. Nobody waits for a look: it frees what nobody fetches, and sees errors."""
-LOOKING_SECONDS: Final = 1.0
-"""What a look never takes, unless it hangs."""
-_FIRST_NAP, _LONGEST_NAP = 20e-6, 1e-3
+POLL_SECONDS: Final = 0.01
+"""The polling interval. No wait depends on polling: it releases references of unfetched results and detects errors."""
+MAX_POLL_SECONDS: Final = 1.0
+"""An upper bound of the duration of one poll, unless it hangs."""
+_MIN_SLEEP, _MAX_SLEEP = 20e-6, 1e-3
 
 
-class Launched:
-    """A completion: one entry's share of a launch.
+class LaunchedWork:
+    """The completion of one entry of a launch.
 
     Attributes:
-        held: what must stay alive until a stream of the framework, or the host, is behind the work.
+        keep_alive: an object that is referenced until a stream of the framework, or the host, has waited for the work.
     """
 
-    __slots__ = ("_device", "_watcher", "event", "held")
+    __slots__ = ("_device", "_watcher", "event", "keep_alive")
 
-    def __init__(self, device: Device, event: PooledEvent, watcher: Watcher, held: object = None) -> None:
-        self._device, self.event, self._watcher, self.held = device, event, watcher, held
+    def __init__(self, device: Device, event: PooledEvent, watcher: Watcher, keep_alive: object = None) -> None:
+        self._device, self.event, self._watcher, self.keep_alive = device, event, watcher, keep_alive
 
     @property
     def device(self) -> int:
-        """The GPU's number."""
+        """The index of the GPU."""
         return self._device.index
 
-    def holding(self, held: object) -> Launched:
-        """Return another entry's share of the same launch."""
-        share = Launched(self._device, self.event, self._watcher, held)
+    def for_entry(self, keep_alive: object) -> LaunchedWork:
+        """Return the completion of another entry of the same launch."""
+        share = LaunchedWork(self._device, self.event, self._watcher, keep_alive)
         self._watcher.watch(share)
         return share
 
-    def follow(self, stream: int) -> None:
+    def block_stream(self, stream: int) -> None:
         self._watcher.raise_failure()
         check_not_captured(self._device, stream)
         self._device.wait(stream, self.event.handle)
-        self.held = None
+        self.keep_alive = None
 
-    def passed(self) -> bool:
-        return self._device.passed(self.event.handle)
+    def is_done(self) -> bool:
+        return self._device.is_event_done(self.event.handle)
 
     def wait(self) -> None:
-        nap = _FIRST_NAP
-        while not self.passed():
+        sleep = _MIN_SLEEP
+        while not self.is_done():
             self._watcher.raise_failure()
-            time.sleep(nap)
-            nap = min(2 * nap, _LONGEST_NAP)
+            time.sleep(sleep)
+            sleep = min(2 * sleep, _MAX_SLEEP)
         self._watcher.raise_failure()
-        self.held = None
+        self.keep_alive = None
 
 
 class Watcher:
-    """Looks at launched work until it is done, on a thread of its own that sleeps while there is none.
+    """Polls launched work until it is done, on a thread that sleeps while there is no work.
 
     Args:
-        check: looks for errors that NCCL met by itself; raises them.
-        fail: is told of the first error, once.
+        check: raises asynchronous errors of NCCL.
+        fail: called once, with the first error.
     """
 
     def __init__(self, device: Device, check: Callable[[], None], fail: Callable[[Exception], None]) -> None:
         self._device, self._check, self._fail = device, check, fail
-        self._pending: deque[Launched] = deque()
+        self._pending: deque[LaunchedWork] = deque()
         self._failure: HorovodInternalError | None = None
-        self._news = threading.Condition()
-        self._looking = threading.Lock()
-        self._over = False
+        self._condition = threading.Condition()
+        self._polling = threading.Lock()
+        self._ended = False
         self._thread = threading.Thread(target=self._run, name="hvdlite-nccl-watcher", daemon=True)
         self._started = False
 
-    def watch(self, launched: Launched) -> None:
-        """Look after a completion until it has passed; in the order of their launches."""
-        with self._news:
+    def watch(self, launched: LaunchedWork) -> None:
+        """Watch a completion until it is done; called in launch order."""
+        with self._condition:
             self._pending.append(launched)
             if not self._started:
                 self._started = True
                 self._thread.start()
-            self._news.notify()
+            self._condition.notify()
 
     def drain(self, timeout: float) -> bool:
-        """Wait until everything has passed; return whether it did within `timeout` seconds."""
+        """Wait until all watched work is done; return whether it was done within `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while self._pending and self._failure is None:
             if time.monotonic() > deadline:
                 return False
-            time.sleep(LOOK_SECONDS / 2)
+            time.sleep(POLL_SECONDS / 2)
         return not self._pending
 
     def end(self, failure: HorovodInternalError | None) -> None:
-        """Look no more; with a failure, nothing can be waited for any more either."""
-        with self._news:
-            self._over = True
+        """Stop polling; with a failure, all later waits raise it."""
+        with self._condition:
+            self._ended = True
             self._failure = self._failure or failure
-            self._news.notify()
+            self._condition.notify()
 
-    def pause(self) -> None:
-        """Return when no look is under way that began before: then communicators that later looks do not find may end."""
-        if self._looking.acquire(timeout=LOOKING_SECONDS):
-            self._looking.release()
+    def wait_for_poll(self) -> None:
+        """Wait until the current poll has finished, so that communicators that later polls do not find may be aborted."""
+        if self._polling.acquire(timeout=MAX_POLL_SECONDS):
+            self._polling.release()
 
     def raise_failure(self) -> None:
-        """Raise what went wrong, if anything did."""
+        """Raise the recorded error, if there is one."""
         if self._failure is not None:
             raise self._failure.with_traceback(None)
 
     def _run(self) -> None:
         try:
-            self._device.enter()
+            self._device.make_current()
             while self._wait_for_work():
-                self._look()
-                time.sleep(LOOK_SECONDS)
+                self._poll()
+                time.sleep(POLL_SECONDS)
         except Exception as error:
             text = error if isinstance(error, HorovodInternalError) else HorovodInternalError(
                 f"a GPU failed while work was under way: {self._device.explain(None, error)}")
@@ -130,24 +130,25 @@ class Watcher:
             self._fail(text)
 
     def _wait_for_work(self) -> bool:
-        with self._news:
-            while not self._pending and not self._over:
-                self._news.wait()
-            return not self._over
+        with self._condition:
+            while not self._pending and not self._ended:
+                self._condition.wait()
+            return not self._ended
 
-    def _look(self) -> None:
-        while self._pending and self._pending[0].passed():
-            self._pending.popleft().held = None
-        with self._looking:
-            if self._pending and not self._over:
+    def _poll(self) -> None:
+        while self._pending and self._pending[0].is_done():
+            self._pending.popleft().keep_alive = None
+        with self._polling:
+            if self._pending and not self._ended:
                 self._check()
 
 
-class Lease:
-    """A communicator that garbage collection cannot end: CuPy would call `ncclCommDestroy`, which waits for other ranks.
+class CommunicatorRef:
+    """A reference that prevents garbage collection of a communicator: CuPy would call `ncclCommDestroy`, which waits for
+    other ranks.
 
     Args:
-        ranks: between which it is.
+        ranks: the ranks of the communicator.
     """
 
     def __init__(self, communicator: Communicator, ranks: tuple[int, ...] = ()) -> None:
@@ -155,24 +156,24 @@ class Lease:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicator))
 
     def end(self) -> None:
-        """Abort the communicator; only then may it be collected."""
+        """Abort the communicator, and permit its garbage collection."""
         self.communicator.abort()
         ctypes.pythonapi.Py_DecRef(ctypes.py_object(self.communicator))
 
 
-def abort(leases: Sequence[Lease], device: Device, timeout: float) -> int:
-    """Abort communicators, each in a thread of its own: one after the other can hang (nccl issue 1013).
+def abort(refs: Sequence[CommunicatorRef], device: Device, timeout: float) -> int:
+    """Abort communicators, each in its own thread: aborting them one after the other can hang (nccl issue 1013).
 
-    Return how many have not come back within `timeout` seconds; their threads are left behind.
+    Return the number of aborts that have not returned within `timeout` seconds; their threads are abandoned.
     """
-    def end(lease: Lease) -> None:
+    def end(ref: CommunicatorRef) -> None:
         try:
-            device.enter()
-            lease.end()
+            device.make_current()
+            ref.end()
         except Exception as error:
             _log.warning("aborting a communicator failed: %s", device.explain(None, error))
 
-    threads = [threading.Thread(target=end, args=(lease,), name="hvdlite-nccl-abort", daemon=True) for lease in leases]
+    threads = [threading.Thread(target=end, args=(ref,), name="hvdlite-nccl-abort", daemon=True) for ref in refs]
     for thread in threads:
         thread.start()
     deadline = time.monotonic() + timeout

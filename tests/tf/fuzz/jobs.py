@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from tests.fuzzing import Failure, Tell, failures
 from tests.tf.fuzz.draws import draw
+from tests.tf.fuzz.rank import main
 from tests.tf.support import ENVIRONMENT, imported
 
 STALLED = {"HVDLITE_STALL_CHECK_TIME_SECONDS": "10", "HVDLITE_STALL_SHUTDOWN_TIME_SECONDS": "20"}
@@ -21,6 +22,6 @@ def fuzz(seeds: Sequence[int], backend: str, *, stalled: Mapping[str, str] = STA
         stalled: after how long a job that hangs reports it and ends.
         tell: gets a line a job.
     """
-    return failures(seeds, 2, lambda seeds: f"from tests.tf.fuzz.rank import main\nmain({seeds}, {backend!r})\n",
-                    lambda seed: draw(seed, backend), {**ENVIRONMENT, "KERAS_BACKEND": backend, **stalled},
+    return failures(seeds, 2, main, [backend], lambda seed: draw(seed, backend),
+                    {**ENVIRONMENT, "KERAS_BACKEND": backend, **stalled},
                     imported(backend), SECONDS_A_SEED, tell)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from tests.fuzzing import Failure, Tell, failures
 from tests.torch.fuzz.program import FEATURES, draw
+from tests.torch.fuzz.rank import main
 from tests.worlds import TORCH
 
 SETTINGS: Sequence[Mapping[str, str]] = (
@@ -31,6 +32,6 @@ def fuzz(seeds: Sequence[int], size: int, features: Sequence[str] = FEATURES, *,
     """
     for number, environment in enumerate(settings):
         yield from failures(seeds[number::len(settings)], size,
-                            lambda seeds: f"from tests.torch.fuzz.rank import main\nmain({seeds}, {list(features)})\n",
+                            main, [list(features)],
                             lambda seed: draw(seed, size, features).told(), {**environment, **stalled}, TORCH,
                             SECONDS_A_SEED, tell)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from tests.fuzzing import Failure, Tell, failures
 from tests.torch.trainings.draws import draw
+from tests.torch.trainings.rank import main
 from tests.worlds import TORCH
 
 SETTINGS: Sequence[Mapping[str, str]] = (
@@ -26,5 +27,5 @@ def fuzz(seeds: Sequence[int], *, stalled: Mapping[str, str] = STALLED, settings
     """
     for number, environment in enumerate(settings):
         yield from failures(seeds[number::len(settings)], 2,
-                            lambda seeds: f"from tests.torch.trainings.rank import main\nmain({seeds})\n", draw,
+                            main, [], draw,
                             {**environment, **stalled}, TORCH, SECONDS_A_SEED, tell)

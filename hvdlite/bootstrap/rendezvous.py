@@ -1,0 +1,325 @@
+"""The rendezvous: rank 0 listens, the other ranks connect and authenticate, and no other process gets in.
+
+It is also the job's first barrier: it ends when all ranks have sent their RankInfo, or fails and names those that have not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hvdlite.control.codec import RankInfo, Welcome
+from hvdlite.control.wire import Connection, challenge_as_client, challenge_as_server
+from hvdlite.core.config import socket_timeout
+from hvdlite.core.errors import HvdliteError, LaunchError, ProtocolError
+from hvdlite.core.file_limit import reserve_descriptors
+from hvdlite.core.socket_paths import check_same_user, short_socket_path
+from hvdlite.negotiation.messages import Message
+
+HALF_OPEN_LIMIT = 64
+"""Connections that may be in their handshake at once; more wait in the kernel's queue."""
+HANDSHAKE_SECONDS = 10.0
+CONNECT_SECONDS = 5.0
+"""A host that is not up yet may swallow the first attempt."""
+RETRY_SECONDS = 0.02
+
+_log = logging.getLogger("hvdlite.control")
+
+
+@dataclasses.dataclass(frozen=True)
+class Address:
+    """Where rank 0 listens: a Unix socket's path, or host and port with the job's key."""
+
+    path: str = ""
+    host: str = ""
+    port: int = 0
+    key: bytes = b""
+
+    def __post_init__(self) -> None:
+        if not self.path and not self.key:
+            raise LaunchError("ranks that meet over TCP need the job's key: set HVDLITE_SECRET to the same value on all "
+                              "ranks (make one with: python -c 'import secrets; print(secrets.token_hex())')")
+
+    def __str__(self) -> str:
+        return self.path or f"{self.host}:{self.port}"
+
+    def __repr__(self) -> str:
+        return f"Address({self})"  # never the key
+
+    def resolved(self) -> tuple[socket.AddressFamily, Any]:
+        """Return the family, and the address as the socket module wants it.
+
+        Raises:
+            OSError: when the host's name is not known here.
+        """
+        if self.path:
+            return socket.AF_UNIX, self.path
+        family, _, _, _, target = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
+        return family, target
+
+
+def listen(address: Address) -> socket.socket:
+    """Return rank 0's listening socket; port 0 picks a free one."""
+    if address.path:
+        Path(address.path).unlink(missing_ok=True)  # left by a job that was killed while its ranks met
+    try:
+        family, target = address.resolved()
+    except OSError as error:
+        raise LaunchError(f"rank 0 cannot listen at {address}: {error}") from error
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if not address.path:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _bind(listener, address, target)
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise LaunchError(f"rank 0 cannot listen at {address}: {error}") from error
+    return listener
+
+
+def _bind(listener: socket.socket, address: Address, target: Any) -> None:
+    """Bind to the address, or to all of this host's where that one says nothing about how others reach it."""
+    if address.path:
+        with short_socket_path(address.path) as path:
+            listener.bind(path)
+        return
+    if is_loopback(target[0]) and not is_loopback(address.host):  # Debian: 127.0.1.1 is my name
+        listener.bind(("", address.port))
+        return
+    try:
+        listener.bind(target)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        listener.bind(("", address.port))  # translated on the way: a service's address, say
+
+
+def _connect(sock: socket.socket, address: Address, target: Any) -> None:
+    if not address.path:
+        sock.connect(target)
+        return
+    with short_socket_path(address.path) as path:
+        sock.connect(path)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host's name or IP address is one that other hosts cannot reach."""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def advertised_address(connections: Iterable[Connection]) -> str:
+    """Return the IP address of this host that most of the peers of some connections use; "" when none is for others."""
+    names = [connection.socket.getsockname() for connection in connections if connection.socket.family != socket.AF_UNIX]
+    addresses = [name[0] for name in names if not is_loopback(name[0])]
+    return max(addresses, key=addresses.count, default="")
+
+
+def accept_ranks(listener: socket.socket, address: Address, own: RankInfo, *, timeout: float, frame_limit: int,
+                  use_leaders: bool = False) -> tuple[dict[int, Connection], Welcome]:
+    """On rank 0: wait for all other ranks and welcome them.
+
+    Args:
+        use_leaders: whether hosts are to have leaders, when there are several.
+
+    Raises:
+        LaunchError: when some have not come within `timeout` seconds, naming them, one does not fit, or this process may
+            not have as many connections.
+    """
+    admission = _Admission(own, address, frame_limit, use_leaders)
+    try:
+        return admission.connections, _welcomed(admission, listener, own, timeout)
+    except BaseException:
+        for connection in admission.connections.values():
+            connection.close()
+        raise
+
+
+def _welcomed(admission: _Admission, listener: socket.socket, own: RankInfo, timeout: float) -> Welcome:
+    try:
+        with reserve_descriptors(own.size - 1, f"rank 0 of a job of {own.size} ranks"):
+            admission.admit_all(listener, timeout)
+    except LaunchError as error:
+        admission.refusal = str(error)
+    welcome = admission.welcome()
+    for connection in admission.connections.values():
+        connection.send(welcome)
+    if admission.refusal:
+        raise LaunchError(admission.refusal)
+    return welcome
+
+
+def connect_to_rank_0(address: Address, own: RankInfo, *, timeout: float, frame_limit: int) -> tuple[Connection, Welcome]:
+    """On every other rank: connect to rank 0, send its RankInfo, and wait for its welcome.
+
+    Raises:
+        LaunchError: when rank 0 cannot be reached within `timeout` seconds, or refuses.
+    """
+    deadline = time.monotonic() + timeout
+    sock = _connected(address, deadline)
+    sock.settimeout(HANDSHAKE_SECONDS)
+    try:
+        connection = (Connection(sock, frame_limit=frame_limit) if address.path
+                      else challenge_as_client(sock, address.key, frame_limit))
+        connection.send(own)
+        sock.settimeout(socket_timeout(max(0.1, deadline + HANDSHAKE_SECONDS - time.monotonic())))
+        message = _one_message(connection)
+    except (OSError, EOFError, ProtocolError) as error:
+        sock.close()
+        raise LaunchError(f"rank {own.rank} could not join the job at {address}: {error}") from error
+    if not isinstance(message, Welcome) or message.refusal:
+        sock.close()
+        raise LaunchError(message.refusal if isinstance(message, Welcome) else f"{address} is not a coordinator")
+    return connection, message
+
+
+class _Admission:
+    """Admits ranks; each handshake runs in a short-lived thread, so a silent stranger delays nobody."""
+
+    def __init__(self, own: RankInfo, address: Address, frame_limit: int, use_leaders: bool) -> None:
+        self.connections: dict[int, Connection] = {}
+        self.refusal = ""
+        self._own = own
+        self._address = address
+        self._frame_limit = frame_limit
+        self._use_leaders = use_leaders
+        self._infos = {own.rank: own}
+        self._lock = threading.Lock()
+        self._handshake_slots = threading.BoundedSemaphore(HALF_OPEN_LIMIT)
+
+    def admit_all(self, listener: socket.socket, timeout: float) -> None:
+        """Return when all ranks are there, or there is a reason to refuse them."""
+        deadline = time.monotonic() + timeout
+        size = self._own.size
+        while len(self.connections) < size - 1 and not self.refusal:
+            listener.settimeout(max(0.0, min(0.1, deadline - time.monotonic())))
+            if time.monotonic() >= deadline:
+                missing = sorted(set(range(1, size)) - set(self.connections))
+                self.refusal = (f"ranks {missing} did not connect to {self._address} within {timeout:.0f} s "
+                                "(HVDLITE_START_TIMEOUT); did their processes start, and do they call init()?")
+                break
+            try:
+                sock, _ = listener.accept()
+            except (TimeoutError, BlockingIOError):
+                continue
+            self._admit(sock)
+
+    def _admit(self, sock: socket.socket) -> None:
+        self._handshake_slots.acquire()
+        threading.Thread(target=self._handshake, args=(sock,), name="hvdlite-handshake", daemon=True).start()
+
+    def welcome(self) -> Welcome:
+        with self._lock:
+            if self.refusal:
+                return Welcome(refusal=self.refusal, epoch=self._own.epoch)
+            ranks = [self._infos[rank] for rank in range(self._own.size)]
+        return Welcome(
+            pids=tuple(info.pid for info in ranks), hosts=tuple(info.host for info in ranks),
+            stack_dumps=tuple(info.stack_dump for info in ranks),
+            advertised_address=advertised_address(self.connections.values()), clock=time.monotonic(),
+            unavailable=_unavailable_somewhere(ranks),
+            use_leaders=self._use_leaders and len({info.host for info in ranks}) > 1, epoch=self._own.epoch)
+
+    def _handshake(self, sock: socket.socket) -> None:
+        try:
+            sock.settimeout(HANDSHAKE_SECONDS)
+            connection = self._authenticated(sock)
+            info = _one_message(connection)
+            if not isinstance(info, RankInfo):
+                raise ProtocolError(f"expected a RankInfo, got a {type(info).__name__}")
+            self._register(info, connection)
+        except (OSError, EOFError, HvdliteError) as error:
+            sock.close()
+            _log.warning("a connection to %s was refused: %s", self._address, error)
+        finally:
+            self._handshake_slots.release()
+
+    def _authenticated(self, sock: socket.socket) -> Connection:
+        if not self._address.path:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return challenge_as_server(sock, self._address.key, self._frame_limit)
+        check_same_user(sock)
+        return Connection(sock, frame_limit=self._frame_limit)
+
+    def _register(self, info: RankInfo, connection: Connection) -> None:
+        with self._lock:
+            if info.size != self._own.size or not 0 < info.rank < self._own.size:
+                self.refusal = (f"a process calls itself rank {info.rank} of {info.size}, but rank 0 was started as "
+                                f"one of {self._own.size}; check the launch environment")
+            elif info.epoch != self._own.epoch:
+                self.refusal = (f"rank {info.rank} belongs to membership epoch {info.epoch}, rank 0 to {self._own.epoch}: "
+                                "one of them is left over from an earlier start")
+            elif info.rank in self.connections:
+                self.refusal = f"two processes (pids {self._infos[info.rank].pid} and {info.pid}) are rank {info.rank}"
+            elif info.version != self._own.version:
+                self.refusal = (f"rank {info.rank} runs hvdlite {info.version}, rank 0 runs {self._own.version}; "
+                                "install the same version everywhere")
+            elif info.settings != self._own.settings:
+                (name, theirs), (_, ours) = next(pair for pair in zip(info.settings, self._own.settings, strict=True)
+                                                 if pair[0] != pair[1])
+                self.refusal = f"rank {info.rank} has {name}={theirs}, rank 0 {ours}; set the same everywhere"
+            self._infos[info.rank] = info
+            self.connections[info.rank] = connection
+
+
+def _unavailable_somewhere(infos: Sequence[RankInfo]) -> tuple[tuple[str, str], ...]:
+    """Return what any rank lacks, and why; the first rank's reason, with its number where it is not everybody's."""
+    unavailable: dict[str, tuple[str, list[int]]] = {}
+    for info in infos:
+        for name, reason in info.unavailable:
+            unavailable.setdefault(name, (reason, []))[1].append(info.rank)
+    return tuple((name, reason if len(ranks) == len(infos) else f"on rank {ranks[0]}, {reason}")
+                 for name, (reason, ranks) in unavailable.items())
+
+
+def host_identity() -> str:
+    """Return a text that two processes share exactly when they see the same kernel and the same process ids."""
+    def read(action: Callable[[], str]) -> str:
+        try:
+            return action()
+        except OSError:
+            return ""
+
+    def boot_id() -> str:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+
+    return ":".join((socket.gethostname(), read(boot_id), read(lambda: os.readlink("/proc/self/ns/pid"))))
+
+
+def _connected(address: Address, deadline: float) -> socket.socket:
+    while True:
+        try:
+            family, target = address.resolved()
+            sock = socket.socket(family, socket.SOCK_STREAM)
+            try:
+                sock.settimeout(max(0.1, min(CONNECT_SECONDS, deadline - time.monotonic())))
+                _connect(sock, address, target)
+                if not address.path:
+                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                return sock
+            except OSError:
+                sock.close()
+                raise
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise LaunchError(f"cannot reach rank 0 at {address}: {error}; has its process started?") from error
+        time.sleep(RETRY_SECONDS)
+
+
+def _one_message(connection: Connection) -> Message:
+    """Block (within the socket's timeout) for the next message."""
+    while True:
+        connection.socket.recv(1, socket.MSG_PEEK)
+        messages = connection.receive()
+        if messages:
+            connection.unreceive(messages[1:])
+            return messages[0]

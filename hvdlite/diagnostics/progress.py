@@ -1,0 +1,140 @@
+"""A rank's counters of steps, samples and waits, which `hvdrun --monitor` reads from a file in the job's directory.
+
+A rank writes a few numbers a step there and makes no system call for it; the launcher reads them when it wants to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import mmap
+import os
+import statistics
+import struct
+import time
+from pathlib import Path
+from typing import Final
+
+from hvdlite.core.launch_contract import PROGRESS_FILE
+
+_HEAD: Final = struct.Struct("=QQQd")  # steps, samples, whether samples are counted, time of the last step
+_BLOCKED: Final = struct.Struct("=dd")  # seconds blocked in waits that are over; since when in one that is not, or 0
+_STEP: Final = struct.Struct("=dd")  # seconds, samples
+KEPT: Final = 4096
+"""Steps whose times are kept."""
+_TIMES: Final = _HEAD.size + _BLOCKED.size  # where the steps begin
+_SIZE: Final = _TIMES + KEPT * _STEP.size
+WARM_UP: Final = 3
+"""First steps that do not count for the rate."""
+PAUSE: Final = 10.0
+"""A step that took so many times the median was none: an evaluation, a checkpoint."""
+
+
+class Progress:
+    """A rank's own side."""
+
+    def __init__(self) -> None:
+        self._blocked = 0.0
+        self._memory: bytearray | mmap.mmap = bytearray(_SIZE)
+        self._steps = self._samples = 0
+        self._counts_samples = False
+        self._last = 0.0
+
+    def publish(self, job_directory: str, rank: int) -> None:
+        """From now on let others on this host read it."""
+        path = Path(job_directory) / f"{PROGRESS_FILE}.{rank}"
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(descriptor, 0, _SIZE)  # no room is an error now, not a signal later
+            else:
+                os.ftruncate(descriptor, _SIZE)
+            self._memory = mmap.mmap(descriptor, _SIZE)
+        finally:
+            os.close(descriptor)
+        self._write()
+
+    def withdraw(self) -> None:
+        """From now on nobody reads it; what was written last stays in the file."""
+        memory, self._memory = self._memory, bytearray(self._memory)
+        if isinstance(memory, mmap.mmap):
+            memory.close()
+
+    def block(self) -> float:
+        """The script begins to wait for a collective; return what `unblock` wants."""
+        now = time.monotonic()
+        _BLOCKED.pack_into(self._memory, _HEAD.size, self._blocked, now)
+        return now
+
+    def unblock(self, begun: float) -> None:
+        """It goes on. With several threads that wait, each counts."""
+        self._blocked += time.monotonic() - begun
+        _BLOCKED.pack_into(self._memory, _HEAD.size, self._blocked, 0.0)
+
+    def round(self) -> None:
+        """An optimizer has stepped; counts as long as nobody counts samples."""
+        if not self._counts_samples:
+            self._step(1)
+
+    def step(self, samples: int) -> None:
+        """A step over so many samples of this rank is done."""
+        if not self._counts_samples:
+            self._counts_samples, self._steps, self._samples, self._last = True, 0, 0, 0.0
+        self._step(samples)
+
+    def _step(self, samples: int) -> None:
+        now = time.monotonic()
+        if self._last:
+            _STEP.pack_into(self._memory, _TIMES + (self._steps - 1) % KEPT * _STEP.size, now - self._last, samples)
+        self._steps += 1
+        self._samples += samples
+        self._last = now
+        self._write()
+
+    def _write(self) -> None:
+        _HEAD.pack_into(self._memory, 0, self._steps, self._samples, self._counts_samples, self._last)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """A rank's progress at one moment.
+
+    Attributes:
+        samples: of this rank; steps, when nobody counts samples.
+        blocked: seconds its script was blocked in waits, so far.
+        idle: seconds since its last step; infinite before the first.
+        rate: samples a second in undisturbed steps (see `rate_of`); 0.0 while there are too few.
+    """
+
+    steps: int = 0
+    samples: int = 0
+    counts_samples: bool = False
+    blocked: float = 0.0
+    idle: float = float("inf")
+    rate: float = 0.0
+
+
+def read(job_directory: str, rank: int) -> Reading:
+    """Return a rank's progress; that of a rank that has not called `init` is empty."""
+    try:
+        content = (Path(job_directory) / f"{PROGRESS_FILE}.{rank}").read_bytes()
+        steps, samples, counted, last = _HEAD.unpack_from(content)
+        blocked, since = _BLOCKED.unpack_from(content, _HEAD.size)
+    except (OSError, struct.error):
+        return Reading()
+    kept = min(max(0, steps - 1), KEPT)
+    times = [_STEP.unpack_from(content, _TIMES + index * _STEP.size) for index in range(kept)]
+    if steps - 1 <= KEPT:
+        times = times[WARM_UP:]
+    now = time.monotonic()
+    return Reading(steps, samples, bool(counted), blocked + (now - since if since else 0.0),
+                   now - last if last else float("inf"), rate_of(times))
+
+
+def rate_of(times: list[tuple[float, ...]]) -> float:
+    """Return samples a second over steps of (seconds, samples), without those that took `PAUSE` times the median."""
+    if not times:
+        return 0.0
+    limit = PAUSE * statistics.median(seconds for seconds, _ in times)
+    counted = [(seconds, samples) for seconds, samples in times if seconds <= limit]
+    duration = sum(seconds for seconds, _ in counted)
+    return sum(samples for _, samples in counted) / duration if duration else 0.0

@@ -1,0 +1,75 @@
+"""The server of stall reports on rank 0: a Unix socket in the job's directory, for processes of the same user."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import queue
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from hvdlite.core.errors import HvdliteError
+from hvdlite.core.launch_contract import REPORT_SOCKET
+from hvdlite.core.socket_paths import check_same_user, short_socket_path
+from hvdlite.diagnostics.stall_inspector import ANSWER_SECONDS, Receiver
+from hvdlite.diagnostics.stall_report import StallReport
+
+_log = logging.getLogger("hvdlite")
+
+TIMEOUT_SECONDS: Final = 3 * ANSWER_SECONDS
+"""Seconds to wait for a report of the runtime thread, and for a client that does not read."""
+
+
+class ReportServer:
+    """A thread that sleeps until somebody asks.
+
+    Args:
+        directory: mode 0700.
+        demand: orders a report.
+    """
+
+    def __init__(self, directory: str, demand: Callable[[Receiver], None]) -> None:
+        self._path = str(Path(directory) / REPORT_SOCKET)
+        self._demand = demand
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with short_socket_path(self._path) as path:
+            self._listener.bind(path)
+        self._listener.listen(8)
+        threading.Thread(target=self._serve, name="hvdlite-reports", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop answering."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self.forget()
+        with contextlib.suppress(OSError):
+            os.unlink(self._path)
+
+    def forget(self) -> None:
+        """In a forked child: close the copy of the descriptor."""
+        self._listener.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            with connection:
+                try:
+                    check_same_user(connection)
+                    connection.settimeout(TIMEOUT_SECONDS)
+                    connection.sendall(self._report())
+                except (OSError, HvdliteError, queue.Empty) as error:
+                    _log.warning("a request for a report was not answered: %s", error or "the runtime thread is busy")
+
+    def _report(self) -> bytes:
+        made: queue.SimpleQueue[StallReport] = queue.SimpleQueue()
+        self._demand(made.put)
+        report = made.get(timeout=TIMEOUT_SECONDS)
+        return json.dumps({"text": report.text(), "report": report.as_dict()}).encode()

@@ -1,0 +1,178 @@
+"""The timeline's file, which rank 0 writes in Chrome's trace format, for Perfetto and chrome://tracing.
+
+The file is a JSON array that is complete after every write, because each write replaces the closing bracket by new events
+and a closing bracket: a job that is killed leaves a file that can be read. A process is a rank, a thread is a tensor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from hvdlite.core.errors import ConfigError
+from hvdlite.negotiation.messages import TraceEvent
+
+_log = logging.getLogger("hvdlite")
+_encode = msgspec.json.encode
+_END = b"\n]\n"
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """The user of rank 0 wants a timeline in that file, or none any more ("")."""
+
+    path: str
+    answer: Callable[[Exception | None], None]  # ends the user's wait, with an error if there is one
+
+
+class Timeline:
+    """Rank 0's side of timelines: at most one at a time. Runtime thread only, but for `order`.
+
+    Args:
+        size: ranks of the job.
+        tell: makes all ranks trace what they do, or stop that, at one decision.
+    """
+
+    def __init__(self, size: int, tell: Callable[[bool], None], clock: Callable[[], float]) -> None:
+        self._size, self._tell, self._clock = size, tell, clock
+        self._file: TimelineFile | None = None
+        self._orders: list[Order] = []  # not carried out yet
+
+    def order(self, path: str, answer: Callable[[Exception | None], None]) -> Order:
+        """Note what the user wants; `change` is to be called with it."""
+        order = Order(path, answer)
+        self._orders.append(order)
+        return order
+
+    def change(self, order: Order) -> None:
+        """Begin to carry out an order."""
+        if (self._file.path if self._file else "") == order.path:
+            self._answer(lambda each: each is order)
+            return
+        if order.path:
+            try:
+                opened = TimelineFile(order.path, self._size, self._clock)
+            except ConfigError as error:
+                self._orders.remove(order)
+                order.answer(error)
+                return
+            if self._file is not None:
+                self._file.close()
+            self._file = opened
+        self._tell(bool(order.path))
+
+    def started(self) -> None:
+        """This rank traces from now on."""
+        self._answer(lambda order: bool(order.path))
+
+    def hear(self, rank: int, events: Sequence[TraceEvent], leaving: bool) -> None:
+        """Write what a rank reports; the file is closed when every rank has said its last."""
+        if self._file is None:
+            return
+        self._file.add(rank, events)
+        if leaving:
+            self._file.without(rank)
+        if self._file.complete:
+            self._file.close()
+            self._file = None
+            self._answer(lambda order: not order.path)
+
+    def close(self, events: Sequence[TraceEvent], reason: Exception) -> None:
+        """The job is over: write rank 0's last events and close the file; orders fail."""
+        if self._file is not None:
+            self._file.add(0, events)
+            self._file.close()
+        for order in self._orders:
+            order.answer(reason)
+        self._orders.clear()
+
+    def _answer(self, which: Callable[[Order], bool]) -> None:
+        answered = [order for order in self._orders if which(order)]
+        for order in answered:
+            self._orders.remove(order)
+            order.answer(None)
+
+
+class TimelineFile:
+    """An open timeline.
+
+    Args:
+        path: what is there is overwritten.
+        size: ranks of the job.
+
+    Raises:
+        ConfigError: when the file cannot be written.
+    """
+
+    def __init__(self, path: str, size: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.path = path
+        self._waits_for: set[int] = set(range(size))  # ranks that have not said their last
+        self._lanes: dict[tuple[int, str], int] = {}
+        try:
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise ConfigError(f"the timeline cannot be written to {path}: {error.strerror}") from None
+        self._position = os.write(self._descriptor, b"[\n") - 1  # where the next event goes, with the comma before it
+        begin = {"ph": "M", "pid": 0, "name": "process_labels", "args": {
+            "labels": "hvdlite", "start_time_since_epoch_in_micros": int((time.time() - time.monotonic() + clock()) * 1e6)}}
+        ranks = [{"ph": "M", "pid": rank, "name": name, "args": value} for rank in range(size) for name, value in (
+            ("process_name", {"name": f"rank {rank}"}), ("process_sort_index", {"sort_index": rank}))]
+        self._first = True
+        self._write([begin, *ranks])
+
+    @property
+    def complete(self) -> bool:
+        """Whether every rank has said its last."""
+        return not self._waits_for
+
+    def add(self, rank: int, events: Sequence[TraceEvent]) -> None:
+        """Write what a rank tells."""
+        records: list[dict[str, Any]] = []
+        for event in events:
+            if event.phase == "end":
+                self.without(rank)
+                continue
+            lane = self._lanes.get((rank, event.lane))
+            if lane is None:
+                lane = self._lanes[rank, event.lane] = len(self._lanes) + 1
+                records.append({"ph": "M", "pid": rank, "tid": lane, "name": "thread_name", "args": {"name": event.lane}})
+            record: dict[str, Any] = {"ph": event.phase, "pid": rank, "tid": lane, "ts": round(event.when, 3)}
+            if event.name:
+                record["name"] = event.name
+            if event.phase == "i":
+                record["s"] = "t"
+            if event.detail:
+                record["args"] = {"detail": event.detail}
+            records.append(record)
+        if records:
+            self._write(records)
+
+    def without(self, rank: int) -> None:
+        """A rank will tell nothing more."""
+        self._waits_for.discard(rank)
+
+    def close(self) -> None:
+        """Close the file; again is fine."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _write(self, records: Sequence[dict[str, Any]]) -> None:
+        if self._descriptor < 0:
+            return
+        body = b",\n".join(map(_encode, records))
+        content = (b"\n" if self._first else b",\n") + body
+        try:
+            os.pwrite(self._descriptor, content + _END, self._position)
+        except OSError as error:
+            _log.error("the timeline %s ends here: %s", self.path, error.strerror)
+            self.close()
+            return
+        self._first = False
+        self._position += len(content)

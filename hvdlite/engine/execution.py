@@ -1,0 +1,279 @@
+"""Execution of decisions on a rank: run plans, complete entries, learn layouts, change process sets."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final
+
+from hvdlite.core.device import CPU, AnyArray, Completion
+from hvdlite.core.errors import HorovodInternalError, MismatchError, PeerLeftError
+from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
+from hvdlite.core.types import Collective
+from hvdlite.diagnostics.flight_recorder import FlightRecorder, bucket_lane, lane_of
+from hvdlite.handoff.buckets import BucketEntry, LearnedLayout, buffer_bytes
+from hvdlite.handoff.entry import Entry
+from hvdlite.negotiation.controller import EvictLayout, Instruction, ParticipateWithoutData, SplitBucket, SuspendLayout
+from hvdlite.negotiation.messages import BucketRelease, Decision, ErrorKind, Layout, ReceiveSplits, Response
+from hvdlite.negotiation.process_sets import ProcessSetTable
+from hvdlite.planes.base import AlltoallSplits, BufferSlice, DevicePlane, FusionBuffer, Plan, Plane, WaitUntil
+
+_log = logging.getLogger("hvdlite")
+
+NOT_MOVING: Final = float("inf")
+
+
+class Execution:
+    """One rank's work under way. Only the runtime thread calls it.
+
+    Attributes:
+        process_sets: which exist; changed here only, read by user threads.
+        layouts: learned ones by set, likewise.
+        partners: the ranks of the collective under way.
+        moving_since: when it began, on the caller's clock; infinite when there is none.
+
+    Args:
+        devices: the plane for tensors on GPUs, if there is one.
+        wait_until: lets the planes wait.
+        free: makes an entry's name usable again; called before its handle is completed.
+        mark_stale: ends a layout on all ranks.
+        start_anew: all ranks have joined.
+    """
+
+    def __init__(self, rank: int, size: int, plane: Plane, recorder: FlightRecorder, clock: Callable[[], float], *,
+                 devices: DevicePlane | None, wait_until: WaitUntil, free: Callable[[Entry], None],
+                 mark_stale: Callable[[int], None], start_anew: Callable[[], None]) -> None:
+        self.process_sets = ProcessSetTable(size)
+        self.layouts: dict[str, LearnedLayout] = {}
+        self.partners: tuple[int, ...] = ()
+        self.moving_since = NOT_MOVING
+        self._rank, self._plane, self._recorder, self._clock = rank, plane, recorder, clock
+        self._devices = devices
+        if devices is not None:
+            devices.add_process_set(GLOBAL_PROCESS_SET_ID, self.process_sets[GLOBAL_PROCESS_SET_ID])
+        self._wait_until, self._free, self._mark_stale, self._start_anew = wait_until, free, mark_stale, start_anew
+        self._entries: dict[tuple[int, str], Entry] = {}  # handed in and not completed; likewise below
+        self._buckets: dict[int, BucketEntry] = {}
+        self._plans: defaultdict[int, int] = defaultdict(int)  # by process set
+        self._pairs: set[int] = set()  # process sets of two ranks that are open in the plane
+        self._left: frozenset[int] = frozenset()
+        # Of alltoalls to be carried out; a name may have several when this rank has joined and is behind.
+        self._receive_splits: defaultdict[tuple[int, str], deque[ReceiveSplits]] = defaultdict(deque)
+
+    @property
+    def waits(self) -> bool:
+        """Whether anything is under way."""
+        return bool(self._entries or self._buckets)
+
+    def pending(self) -> Iterator[Entry | BucketEntry]:
+        """Yield what is under way."""
+        yield from list(self._entries.values())
+        yield from list(self._buckets.values())
+
+    def add(self, entry: Entry) -> None:
+        """An entry's request is submitted."""
+        self._entries[entry.key] = entry
+        self._recorder.submitted(entry.request)
+
+    def add_bucket(self, entry: BucketEntry) -> None:
+        """A bucket is reported."""
+        definition = entry.bucket.definition
+        self._buckets[entry.ready.bucket_id] = entry
+        self._recorder.bucket_submitted(bucket_lane(definition.bucket_id), definition.response.names, definition.response)
+
+    def split(self, split: SplitBucket) -> None:
+        """A bucket's members are answered one by one."""
+        entry = self._buckets.pop(split.bucket_id)
+        self._recorder.split(bucket_lane(split.bucket_id), entry.bucket.definition.response.names)
+        for each in entry.split(split, self._devices):
+            self.add(each)
+
+    def add_receive_splits(self, splits: Iterable[ReceiveSplits]) -> None:
+        """Learn what this rank gets in alltoalls of coming decisions."""
+        for received in splits:
+            self._receive_splits[received.process_set_id, received.name].append(received)
+
+    def carry_out(self, decision: Decision, instructions: Sequence[Instruction], left: frozenset[int]) -> None:
+        """Follow a decision.
+
+        Args:
+            left: the ranks that have left by then.
+        """
+        self._left = left
+        if decision.tuned:
+            self._plane.tune(dict(decision.tuned))
+        self._open_pairs(decision)
+        if self._recorder.tracing:
+            for instruction in instructions:
+                self._trace(instruction)
+        for instruction in instructions:
+            self._follow(instruction)
+
+    def fail(self, error: HorovodInternalError) -> None:
+        """Fail what is under way."""
+        for entry in list(self._entries.values()):
+            self._release(entry).abandon(error)
+        for bucket in self._buckets.values():
+            bucket.abandon(error)
+
+    def _open_pairs(self, decision: Decision) -> None:
+        """Let the plane open the process sets of two ranks when they first need it; all ranks do so at the same decision."""
+        for response in decision.responses:
+            number = response.process_set_id
+            if number < 0 and number not in self._pairs and response.error is ErrorKind.NONE and response.result is None:
+                self._pairs.add(number)
+                self._open_set(number, self.process_sets[number])
+
+    def _open_set(self, number: int, ranks: tuple[int, ...]) -> None:
+        self._plane.add_process_set(number, ranks)
+        if self._devices is not None:
+            self._devices.add_process_set(number, ranks)
+
+    def _trace(self, instruction: Instruction) -> None:
+        if isinstance(instruction, Response):
+            self._recorder.decided(_lanes(instruction), instruction)
+        elif isinstance(instruction, BucketRelease):
+            response = self._buckets[instruction.bucket_id].bucket.definition.response
+            self._recorder.decided((bucket_lane(instruction.bucket_id),), response)
+
+    def _follow(self, instruction: Instruction) -> None:
+        match instruction:
+            case Response():
+                self._perform(instruction)
+            case ParticipateWithoutData(response):
+                self._participate_without_data(response)
+            case BucketRelease():
+                self._reduce_bucket(instruction)
+            case Layout():
+                self._learn(instruction)
+            case SplitBucket():
+                self.split(instruction)
+            case SuspendLayout(layout):
+                learned = self.layouts.get(layout.label)
+                if learned is not None and learned.layout.layout_id == layout.layout_id:
+                    learned.is_suspended = True
+            case EvictLayout(layout):
+                learned = self.layouts.get(layout.label)
+                if learned is not None and learned.layout.layout_id == layout.layout_id:
+                    del self.layouts[layout.label]
+
+    def _learn(self, layout: Layout) -> None:
+        ranks = layout.buckets[0].response.contributors
+        buffers: dict[str, FusionBuffer] = {}
+        try:
+            for device, nbytes in buffer_bytes(layout).items():
+                buffer = self._buffer(device, nbytes, ranks)
+                if buffer is None:
+                    return
+                buffers[device] = buffer
+        except MemoryError as error:
+            _log.warning("rank %d: '%s' goes on without learned buckets: %s", self._rank, layout.label, error)
+            self._mark_stale(layout.layout_id)
+            return
+        self.layouts[layout.label] = LearnedLayout(layout, buffers)
+
+    def _buffer(self, device: str, nbytes: int, ranks: tuple[int, ...]) -> FusionBuffer | None:
+        if device == CPU:
+            return self._plane.fusion_buffer(nbytes, ranks)
+        assert self._devices is not None
+        return self._devices.fusion_buffer(nbytes, ranks, self._wait_until)
+
+    def _reduce_bucket(self, release: BucketRelease) -> None:
+        entry = self._buckets[release.bucket_id]
+        response, lanes = entry.bucket.definition.response, (bucket_lane(release.bucket_id),)
+        memory = [entry.memory]
+        self._recorder.moving(lanes, response)
+        completion = self._move(response, memory, memory, entry.bucket.buffer_slice)
+        del self._buckets[release.bucket_id]
+        self._recorder.done(lanes, response)
+        entry.complete(release, completion)
+
+    def _perform(self, response: Response) -> None:
+        entries = [self._entries[response.process_set_id, name] for name in response.names]
+        if response.error is not ErrorKind.NONE:
+            self._recorder.done(_lanes(response), response)
+            for entry in entries:
+                self._release(entry).fail(self._refusal(response))
+            return
+        splits = self._splits_of(response, entries[0].request.splits)
+        for entry in entries:
+            entry.prepare(response, self._rank, self.process_sets[response.process_set_id], splits)
+        completion = None
+        if response.result is not None:
+            entries[0].deliver(response.result)
+        elif response.collective in (Collective.ADD_PROCESS_SET, Collective.REMOVE_PROCESS_SET):
+            self._change_sets(response)
+        elif response.collective is Collective.JOIN:
+            for learned in self.layouts.values():
+                learned.is_suspended = False
+            self._start_anew()
+        elif response.collective is not Collective.BARRIER:  # that all ranks reported it is the barrier
+            self._recorder.moving(_lanes(response), response)
+            completion = self._move(response, [source for entry in entries for source in entry.sources],
+                                    [output for entry in entries for output in entry.outputs], splits=splits)
+        self._recorder.done(_lanes(response), response)
+        for entry in entries:
+            self._release(entry).complete(response, completion)
+
+    def _participate_without_data(self, response: Response) -> None:
+        """Having joined, do this rank's share of the others' work."""
+        if response.collective in (Collective.ADD_PROCESS_SET, Collective.REMOVE_PROCESS_SET):
+            self._change_sets(response)
+        elif (self._rank in self.process_sets[response.process_set_id] and response.result is None
+              and response.collective is not Collective.BARRIER):
+            self._move(response, (), (), splits=self._splits_of(response, ()))
+
+    def _splits_of(self, response: Response, sent: tuple[int, ...]) -> AlltoallSplits | None:
+        """Return who sends what in an alltoall; `sent` is this rank's part, nothing when it has joined."""
+        if response.collective is not Collective.ALLTOALL:
+            return None
+        key = response.process_set_id, response.names[0]
+        received = self._receive_splits[key].popleft()
+        if not self._receive_splits[key]:
+            del self._receive_splits[key]
+        return AlltoallSplits(sent or (0,) * len(received.rows), received.rows, received.offsets)
+
+    def _change_sets(self, response: Response) -> None:
+        if response.collective is Collective.ADD_PROCESS_SET:
+            self._open_set(self.process_sets.add(response.members), response.members)
+        else:
+            self.process_sets.remove(response.rows[0])
+            self._plane.remove_process_set(response.rows[0], self._wait_until)
+            if self._devices is not None:
+                self._devices.remove_process_set(response.rows[0], self._wait_until)
+
+    def _move(self, response: Response, sources: Sequence[AnyArray | None], outputs: Sequence[AnyArray | None],
+              buffer_slice: BufferSlice | None = None, splits: AlltoallSplits | None = None) -> Completion | None:
+        number = response.process_set_id
+        self._plans[number] += 1
+        self.partners, self.moving_since = self.process_sets[number], self._clock()
+        plan = Plan(self._plans[number], self.partners, response, sources, outputs, buffer_slice, splits)
+        completion = None
+        if response.device == CPU:
+            self._plane.execute(plan, self._wait_until)
+        else:
+            assert self._devices is not None, "a tensor on a GPU came from nowhere"
+            completion = self._devices.execute(plan, self._wait_until)
+        self.moving_since = NOT_MOVING
+        return completion
+
+    def _refusal(self, response: Response) -> HorovodInternalError:
+        name = response.names[0]
+        story = self._recorder.story(name)
+        text = response.error_text + (f"\nWhat happened to '{name}' on rank {self._rank}:\n{story}" if story else "")
+        if response.error is ErrorKind.LEFT:
+            return PeerLeftError(text, min(self._left, default=-1))
+        return MismatchError(text)
+
+    def _release(self, entry: Entry) -> Entry:
+        """Free the entry's name before its handle is completed, so that the waiter can use it again at once."""
+        del self._entries[entry.key]
+        self._free(entry)
+        return entry
+
+
+def _lanes(response: Response) -> Sequence[str]:
+    if response.process_set_id == 0:
+        return response.names
+    return [lane_of(response.process_set_id, name) for name in response.names]

@@ -1,0 +1,30 @@
+"""The exception that a rank raises when the job fails."""
+
+from __future__ import annotations
+
+from hvdlite.core.errors import (
+    DeadlockError,
+    HorovodInternalError,
+    PeerFailedError,
+    PeerLeftError,
+    PeerLostError,
+    StallError,
+)
+from hvdlite.negotiation.messages import FailureNotice
+
+
+def failure_error(notice: FailureNotice, rank: int) -> HorovodInternalError:
+    """Return the exception that `rank` raises for a failure of the job."""
+    if notice.kind == StallError.__name__:
+        return StallError(f"{notice.message}\n{notice.traceback}", notice.origin)
+    if notice.kind == DeadlockError.__name__:
+        return DeadlockError(notice.message, notice.origin)
+    if notice.origin == rank:
+        return PeerFailedError(f"this rank ({rank}) failed with {notice.kind}: {notice.message}", rank)
+    if notice.kind == PeerLeftError.__name__:
+        return PeerLeftError(f"rank {notice.origin} left the job while others still needed it: {notice.message}",
+                             notice.origin)
+    if notice.kind == "lost":
+        return PeerLostError(f"rank {notice.origin} was lost: {notice.message}", notice.origin)
+    cause = f"\n\nrank {notice.origin}'s traceback:\n{notice.traceback.rstrip()}" if notice.traceback else ""
+    return PeerFailedError(f"rank {notice.origin} failed with {notice.kind}: {notice.message}{cause}", notice.origin)

@@ -1,0 +1,94 @@
+"""Out-of-band messages: the few bytes by which planes of different ranks connect, exchanged through rank 0.
+
+A plane connects in the middle of a plan, or in a library's thread while this rank waits in one. What a rank publishes stays
+at the coordinator until another fetches it, so a text travels only between ranks that connect. What all ranks of a process
+set must know of each other is told to the first of them, which answers all. A death interrupts every wait.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+
+from hvdlite.core.errors import HorovodInternalError
+from hvdlite.negotiation.messages import OobKey, OobMessage, SideMessage
+from hvdlite.planes.base import WaitUntil
+
+
+class OobChannel:
+    """One rank's out-of-band channel; implements `planes.base.OobChannel`.
+
+    Only `fetch` is called by other threads than the runtime's.
+
+    Args:
+        rank: this one.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._arrived = threading.Condition()
+        self._received: dict[OobKey, bytes] = {}
+        self._failure: HorovodInternalError | None = None
+        self._say: Callable[[SideMessage], None] = lambda side_message: None
+        self._hand_in: Callable[[Callable[[], None]], None] = lambda action: None
+        self._wake: Callable[[], None] = lambda: None
+        self._thread = 0  # the runtime's, once it has published something
+
+    def speak_through(self, say: Callable[[SideMessage], None], hand_in: Callable[[Callable[[], None]], None],
+                      wake: Callable[[], None]) -> None:
+        """Let what is published from now on travel.
+
+        Args:
+            say: sends a side message; only the runtime thread calls it.
+            hand_in: lets the runtime thread call something when it is awake; from any thread, like `wake`.
+        """
+        self._say, self._hand_in, self._wake = say, hand_in, wake
+
+    def take_in(self, messages: Iterable[OobMessage]) -> None:
+        """Store out-of-band messages that have arrived."""
+        with self._arrived:
+            for note in messages:
+                self._received[OobKey(note.label, note.sender)] = note.payload
+            self._arrived.notify_all()
+
+    def close(self, failure: HorovodInternalError) -> None:
+        """Nothing arrives any more: raise that wherever something is waited for."""
+        with self._arrived:
+            self._failure = failure
+            self._arrived.notify_all()
+
+    def publish(self, label: str, text: bytes) -> None:
+        self._thread = threading.get_ident()
+        self._say(SideMessage(oob_messages=(OobMessage(label, self._rank, text),)))
+
+    def withdraw(self, label: str) -> None:
+        self._say(SideMessage(oob_withdrawn=(label,)))
+
+    def fetch(self, label: str, sender: int, wait_until: WaitUntil) -> bytes:
+        wanted = OobKey(label, sender)
+        side_message = SideMessage(oob_requests=(wanted,))
+        if threading.get_ident() == self._thread:
+            self._say(side_message)
+            wait_until(lambda: wanted in self._received)
+        else:
+            self._hand_in(lambda: self._say(side_message))
+            self._wake()
+            with self._arrived:
+                self._arrived.wait_for(lambda: wanted in self._received or self._failure is not None)
+        with self._arrived:
+            if wanted not in self._received and self._failure is not None:
+                raise self._failure
+            return self._received.pop(wanted)
+
+    def gather_and_broadcast(self, label: str, ranks: Sequence[int], text: bytes, answer: Callable[[list[bytes]], bytes],
+                wait_until: WaitUntil) -> bytes:
+        first, question = ranks[0], f"{label}?"
+        self._say(SideMessage(oob_messages=(OobMessage(question, self._rank, text, (first,)),)))
+        if self._rank == first:
+            asked = [OobKey(question, rank) for rank in ranks]
+            wait_until(lambda: all(each in self._received for each in asked))
+            answered = answer([self._received.pop(each) for each in asked])
+            self._say(SideMessage(oob_messages=(OobMessage(label, first, answered, tuple(ranks)),)))
+        told = OobKey(label, first)
+        wait_until(lambda: told in self._received)
+        return self._received.pop(told)

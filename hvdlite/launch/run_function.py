@@ -1,0 +1,177 @@
+"""`hvdlite.run`: call a function on every rank of a new job, from a script or a notebook, and get its results.
+
+The caller signs the function and its arguments with the job's key and starts `hvdrun`, which sends the bytes to every host
+without reading them. A rank (`launch.run_task`) verifies the signature before it unpickles anything, and signs
+its result, which the caller verifies in turn. The key is part of the job's environment and never of a command line.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Final, TextIO
+
+import cloudpickle
+
+from hvdlite.core.errors import LaunchError, PeerLostError, ProtocolError
+from hvdlite.core.launch_contract import CAUSE_FILE, KEY_FILE, RESULT_FILE, TASK_FILE, write_private_file
+
+_DIGEST: Final = hashlib.sha256
+_MAC_BYTES: Final = 32
+_USAGE_ERROR: Final = 2  # of hvdrun: no rank was started
+
+
+class RankTraceback(Exception):
+    """Raised as the cause of a rank's exception; the text is the traceback on that rank."""
+
+
+def run(func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None,
+        num_proc: int | None = None, *, np: int | None = None, hosts: str | None = None, hostfile: str | None = None,
+        start_timeout: float | None = None, ssh_port: int | None = None, ssh_identity_file: str | None = None,
+        output_filename: str | None = None, verbose: bool | None = None, use_gloo: bool | None = None,
+        use_mpi: bool | None = None, network_interfaces: Sequence[str] | str | None = None, executable: str | None = None,
+        env: Mapping[str, str] | None = None, options: Sequence[str] = (), **horovods: Any) -> list[Any]:
+    """Call `func(*args, **kwargs)` on every rank of a new job; return the results in rank order.
+
+    The function calls `hvd.init()` itself if it needs to. A function of a notebook or of `__main__` is pickled by value
+    (cloudpickle); a function of a module is pickled by reference, and every host must have the module.
+
+    Args:
+        np: number of ranks (Horovod: `num_proc`); default: one on each slot of `hosts`, else 1.
+        hosts: as `hvdrun -H`: "a:2,b:4"; default: this host, or the scheduler's allocation.
+        output_filename: keep each rank's output under this directory.
+        executable: Python for the ranks; default: this one.
+        env: variables on top of this process's environment.
+        options: further options of hvdrun, such as `["--bind", "--fold"]`.
+        horovods: Horovod's other arguments; elastic and unsupported ones must be None.
+
+    Raises:
+        ValueError: for arguments that exclude each other or are not supported.
+        LaunchError: when the job cannot be started.
+        PeerLostError: when a rank ended without an exception: it was killed, or called `os._exit`.
+        Exception: the exception of the rank that failed first, with its traceback as the cause.
+    """
+    refused = [name for name, value in horovods.items() if value is not None and name not in _IGNORED]
+    if refused:
+        raise ValueError(f"run() has no use for {', '.join(refused)} in this version")
+    size = np if np is not None else num_proc
+    if hosts is not None and hostfile is not None:
+        raise ValueError("give either hosts or hostfile")
+    if use_gloo and use_mpi:
+        raise ValueError("give either use_gloo or use_mpi")
+    if use_mpi:
+        raise ValueError("functions are started by hvdrun itself, not by mpirun: leave use_mpi out, and choose the plane of "
+                         "tensors with env or options")
+    if size is None and hosts is None and hostfile is None:
+        size = 1
+    flags = {"-np": size, "-H": hosts, "--hostfile": hostfile, "--start-timeout": start_timeout, "--ssh-port": ssh_port,
+             "--ssh-identity-file": ssh_identity_file, "--output-filename": output_filename,
+             "--network-interface": network_interfaces if network_interfaces is None or isinstance(network_interfaces, str)
+             else ",".join(network_interfaces)}
+    arguments = [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
+    arguments += ["--verbose"] if verbose else []
+    with tempfile.TemporaryDirectory(prefix="hvdlite-run-") as directory:  # mode 0700
+        key = secrets.token_hex()
+        write_private_file(Path(directory) / KEY_FILE, key.encode())
+        call = _pickled(func, args, dict(kwargs or {}))
+        write_private_file(Path(directory) / TASK_FILE, sign(call, bytes.fromhex(key), "task"))
+        command = [sys.executable, "-m", "hvdlite_runner.cli", *arguments, *options, "--task-directory", directory,
+                   executable or sys.executable, "-m", "hvdlite.launch.run_task"]
+        code, messages = _launch(command, {**os.environ, **(env or {})})
+        if code != 0:
+            _raise_root_error(Path(directory), bytes.fromhex(key), code, messages)
+        ranks = sorted(int(path.suffix[1:]) for path in Path(directory).glob(f"{RESULT_FILE}.*"))
+        return [_result(Path(directory), rank, bytes.fromhex(key))[1] for rank in ranks]
+
+
+_IGNORED: Final = frozenset({"disable_cache"})
+
+
+def sign(content: bytes, key: bytes, purpose: str) -> bytes:
+    """Return the MAC (HMAC-SHA256 over purpose and content) followed by `content`."""
+    return hmac.digest(key, purpose.encode() + b"|" + content, _DIGEST) + content
+
+
+def verified(signed: bytes, key: bytes, purpose: str) -> bytes:
+    """Verify a MAC and return the signed content.
+
+    Raises:
+        ProtocolError: when the MAC does not match this key, purpose and content.
+    """
+    mac, content = signed[:_MAC_BYTES], signed[_MAC_BYTES:]
+    if not key or not hmac.compare_digest(mac, hmac.digest(key, purpose.encode() + b"|" + content, _DIGEST)):
+        raise ProtocolError(f"the {purpose} was not signed with the job's key; it is not unpickled")
+    return content
+
+
+def _pickled(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bytes:
+    """Return the pickled call, preceded by the module search path: unpickling may import."""
+    return bytes(cloudpickle.dumps((sys.path, cloudpickle.dumps((func, tuple(args), kwargs)))))
+
+
+def _launch(command: Sequence[str], environ: Mapping[str, str]) -> tuple[int, str]:
+    """Run the launcher and forward its output, also in a notebook; return its exit code and its standard error.
+
+    The launcher ends the job when its standard input is closed, which happens when this process dies.
+    """
+    launcher = subprocess.Popen(command, env=dict(environ), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                stderr=subprocess.PIPE, start_new_session=True, bufsize=0)
+    messages: list[str] = []
+    assert launcher.stdout is not None and launcher.stderr is not None and launcher.stdin is not None
+    readers = [threading.Thread(target=_forward, args=pair, daemon=True, name="hvdlite-run-output")
+               for pair in ((launcher.stdout, sys.stdout, []), (launcher.stderr, sys.stderr, messages))]
+    for reader in readers:
+        reader.start()
+    with launcher.stdin:
+        while True:
+            try:
+                code = launcher.wait()
+                break
+            except KeyboardInterrupt:
+                launcher.send_signal(signal.SIGINT)
+                launcher.wait()
+                raise
+    for reader in readers:
+        reader.join()
+    return code, "".join(messages)
+
+
+def _forward(source: IO[bytes], target: TextIO, messages: list[str]) -> None:
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    while content := source.read(1 << 16):
+        text = decoder.decode(content)
+        messages.append(text)
+        target.write(text)
+        target.flush()
+
+
+def _result(directory: Path, rank: int, key: bytes) -> tuple[bool, Any]:
+    """Return whether the rank raised an exception, and its result or the exception."""
+    failed, value = cloudpickle.loads(verified((directory / f"{RESULT_FILE}.{rank}").read_bytes(), key, f"result {rank}"))
+    return failed, value
+
+
+def _raise_root_error(directory: Path, key: bytes, code: int, messages: str) -> None:
+    """Raise the error that made the job fail."""
+    cause = directory / CAUSE_FILE
+    if not cause.exists():
+        errors = [line.removeprefix("hvdrun: ") for line in messages.splitlines() if line.startswith("hvdrun: ")]
+        raise LaunchError("\n".join(errors) or f"hvdrun ended with code {code}")
+    first = json.loads(cause.read_text(encoding="utf-8"))
+    if (directory / f"{RESULT_FILE}.{first['rank']}").exists():
+        failed, value = _result(directory, first["rank"], key)
+        if failed:
+            error, text = value
+            raise error from RankTraceback(f"on rank {first['rank']}:\n{text}")
+    raise PeerLostError(first["text"], first["rank"])

@@ -1,0 +1,45 @@
+"""A rank of `hvdlite.run`: hvdrun starts this module, which calls the function in the job's directory."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+
+import cloudpickle
+
+from hvdlite.core.launch_contract import JOB_DIRECTORY, RANK, RESULT_FILE, SECRET, TASK_FILE, write_private_file
+from hvdlite.launch.run_function import sign, verified
+
+
+def main(environ: Mapping[str, str]) -> None:
+    """Call the function, and write its result or exception to the job's directory.
+
+    Raises:
+        ProtocolError: when the task is not signed with the job's key.
+        Exception: the function's exception.
+    """
+    directory, rank, key = Path(environ[JOB_DIRECTORY]), int(environ[RANK]), bytes.fromhex(environ[SECRET])
+    paths, call = cloudpickle.loads(verified((directory / TASK_FILE).read_bytes(), key, "task"))
+    sys.path += [path for path in paths if path not in sys.path]
+
+    def write_result(failed: bool, value: object) -> None:
+        content = sign(cloudpickle.dumps((failed, value)), key, f"result {rank}")
+        write_private_file(directory / f"{RESULT_FILE}.{rank}", content)
+
+    try:
+        func, args, kwargs = cloudpickle.loads(call)
+        write_result(False, func(*args, **kwargs))
+    except BaseException as error:
+        text = "".join(traceback.format_exception(error))
+        try:
+            write_result(True, (error, text))
+        except Exception:  # it cannot be pickled
+            write_result(True, (RuntimeError(f"{type(error).__name__}: {error}"), text))
+        raise
+
+
+if __name__ == "__main__":
+    main(os.environ)

@@ -1,0 +1,216 @@
+"""The exchange of one step's gradients that are values, and the weight of each rank by its samples.
+
+A rank's gradients are means over its samples. They are multiplied by the weight samples / reference number before the
+reduction; the weight is reduced with them like another gradient, and the result is divided by its mean. No rank needs to
+know the global batch size. Both factors are 1, and skipped, when all ranks have the reference number of samples.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+
+from hvdlite import api
+from hvdlite.core.errors import MismatchError
+from hvdlite.core.process_set import ProcessSet, global_process_set
+from hvdlite.core.types import ReduceOp
+from hvdlite.training.arguments import check_compression, factors
+from hvdlite.training.array_gradients import ArrayReducer, Gradient, Rows, scaled
+from hvdlite.training.groups import group_ids
+
+_samples: ContextVar[Any] = ContextVar("hvdlite_samples", default=None)
+
+
+@contextmanager
+def weighted_by_samples(samples: Any) -> Iterator[None]:
+    """Return a context in which averages of gradients are weighted by the ranks' numbers of samples.
+
+    Args:
+        samples: this rank's number of samples, a number or a scalar tensor; None to weight all ranks equally.
+    """
+    token = _samples.set(samples)
+    try:
+        yield
+    finally:
+        _samples.reset(token)
+
+
+def current_samples() -> Any:
+    """Return the number of samples of the current `weighted_by_samples` context, or None."""
+    return _samples.get()
+
+
+class StepReducer:
+    """Reduces lists of gradients of the same variables, step after step.
+
+    Args:
+        frontend: the first part of the label.
+        compression: the framework's compressor.
+        sparse_as_dense: densify sparse gradients.
+        op: Average or Sum.
+        gradient_predivide_factor: for Average: divide by this before the sum, and by size/this after it.
+        process_set: the ranks that exchange gradients; on others gradients stay what they are.
+        groups: gradients that are reduced together: a number of groups, or a list of lists of variables.
+
+    Attributes:
+        size: the number of these ranks.
+        process_set: the id of their process set.
+        label: the label of the gradient set; equal on all of them.
+
+    Raises:
+        ValueError: for another op, for a predivide factor with Sum, and for invalid groups.
+    """
+
+    def __init__(self, frontend: str, *, compression: Any, sparse_as_dense: bool = False, op: ReduceOp = ReduceOp.AVERAGE,
+                 gradient_predivide_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+                 groups: Any = None) -> None:
+        op = ReduceOp(op)
+        if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+            raise ValueError(f"gradients are reduced with op Average or Sum, not {op.name.capitalize()}")
+        check_compression(compression)
+        self._prescale, self._postscale = factors(op, gradient_predivide_factor)
+        number = api.set_id(process_set)
+        self._runtime, self.process_set = api.runtime(), number
+        self.label = self._runtime.label(frontend, number)
+        self.size = len(self._runtime.members(number))
+        self._op, self._compression, self._sparse_as_dense = op, compression, sparse_as_dense
+        self._lock = threading.Lock()
+        self._reference_samples: float | None = None
+        self._groups = groups
+        checked = group_ids(groups, ())
+        self._group_ids = None if isinstance(groups, int) else checked  # None: until the variables are known
+
+    @property
+    def is_current(self) -> bool:
+        """Whether this reducer belongs to the current runtime."""
+        return api.is_initialized() and self._runtime is api.runtime()
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether there are other ranks to exchange gradients with."""
+        return self.size > 1 and self._runtime.world.rank in self._runtime.members(self.process_set)
+
+    def watch(self, variables: Sequence[Any]) -> None:
+        """Prepare for the gradients of these variables; all ranks pass the same variables in the same order."""
+        raise NotImplementedError
+
+    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Return the reduced gradients. A variable for which no rank has a gradient keeps None.
+
+        Args:
+            gradients: None for a variable without a gradient, which counts as zeros if another rank has one.
+            variables: the variables of the gradients, each once.
+        """
+        raise NotImplementedError
+
+    def _weight(self, samples: float) -> float:
+        """Return the weight of this rank's gradients: its number of samples divided by that of the first step."""
+        with self._lock:
+            if self._reference_samples is None:
+                most = np.zeros(1)
+                self._runtime.allreduce(f"{self.label}.samples", np.array([samples], np.float64), most, ReduceOp.MAX,
+                                        process_set=self.process_set).wait()
+                self._reference_samples = float(most[0]) or 1.0
+        return samples / self._reference_samples
+
+    def _unweight(self, reduced_weight: float | None) -> float:
+        """Return the factor for reduced gradients, given the reduction of all ranks' weights."""
+        if reduced_weight is None:
+            return 1.0
+        mean = reduced_weight if self._op is ReduceOp.AVERAGE else reduced_weight / self.size
+        return 1.0 / mean if mean else 1.0
+
+    def _group_ids_of(self, variables: Sequence[Any]) -> list[int]:
+        """Return each variable's group, from 1, or 0; the first call says which variables there are."""
+        if self._group_ids is None:
+            self._group_ids = group_ids(self._groups, variables)
+        return [self._group_ids.get(id(variable), 0) for variable in variables]
+
+
+class ArrayStepReducer(StepReducer):
+    """Reduces gradients as arrays. Each variable has a permanent slot, numbered in the order of first use."""
+
+    def __init__(self, frontend: str, **arguments: Any) -> None:
+        super().__init__(frontend, **arguments)
+        self._slots: dict[int, tuple[weakref.ref[Any], int]] = {}  # by a variable's identity
+        self._reducer = ArrayReducer(self._runtime, self.label, op=self._op, prescale=self._prescale,
+                                     postscale=self._postscale, process_set=self.process_set)
+        self._count_slot = self._reducer.add((1,),
+                                             "float32")  # for this rank's weight; part of rounds once ranks have weights
+
+    def has_slots(self, variables: Sequence[Any]) -> bool:
+        """Return whether each of these variables has a slot."""
+        return all((slot := self._slots.get(id(variable))) and slot[0]() is variable for variable in variables)
+
+    def watch(self, variables: Sequence[Any]) -> None:
+        if self.is_shared:
+            self._slots_of(variables)
+
+    def _slots_of(self, variables: Sequence[Any]) -> list[int]:
+        if not self.has_slots(variables):
+            for variable, group_id in zip(variables, self._group_ids_of(variables), strict=True):
+                if not self.has_slots([variable]):
+                    slot = self._reducer.add(*self._described(variable), group_id)
+                    self._slots[id(variable)] = weakref.ref(variable), slot
+        return [self._slots[id(variable)][1] for variable in variables]
+
+    def _name_of(self, slot: int) -> str:
+        """Return the name of a variable in the script."""
+        variable = next((reference() for reference, number in self._slots.values() if number == slot), None)
+        return str(getattr(variable, "path", None) or getattr(variable, "name", None) or f"number {slot}, from 1")
+
+    def _described(self, variable: Any) -> tuple[tuple[int, ...] | None, str]:
+        """Return the shape of a variable's gradient, and its dtype on the wire."""
+        return tuple(variable.shape), self._wire_dtype(str(variable.dtype))
+
+    def _wire_dtype(self, dtype: str) -> str:
+        """Return the wire dtype for gradients of a dtype; a user-defined compressor may not provide it."""
+        target_for = getattr(self._compression, "target_for", None)
+        return (target_for(dtype) if target_for is not None else None) or dtype
+
+    def _submit(self, gradients: dict[int, Gradient], slots: Collection[int], samples: float | None) -> float:
+        """Submit gradients of the round by slot; return this rank's weight.
+
+        Args:
+            slots: the slots of all variables of the round.
+            samples: this rank's number of samples, if ranks are weighted by samples.
+        """
+        self._reducer.expect(slots if samples is None else [*slots, self._count_slot])
+        weight = 1.0 if samples is None else self._weight(samples)
+        for slot, gradient in reversed(gradients.items()):  # the last layers' gradients came first
+            self._reducer.give(slot, _weighted(gradient, weight))
+        return weight
+
+    def _finish(self, slots: Collection[int], weight: float | None) -> dict[int, Gradient]:
+        """Return the reduced gradients, by slot.
+
+        Args:
+            weight: this rank's weight, if ranks are weighted by samples.
+
+        Raises:
+            MismatchError: if another rank had a gradient for a variable that is not among these.
+        """
+        if weight is not None:
+            self._reducer.give(self._count_slot, np.array([weight], np.float32))
+        reduced = self._reducer.finish()
+        count = reduced.pop(self._count_slot, None)
+        others = sorted(reduced.keys() - set(slots))
+        if others:
+            raise MismatchError(
+                f"rank {self._runtime.world.rank}: another rank has gradients for {len(others)} variables that have none "
+                f"here in this step (the first one is '{self._name_of(others[0])}'); freeze the same variables everywhere, "
+                "and make the same ones part of the loss when a tf.function is traced")
+        factor = self._unweight(float(count[0]) if isinstance(count, np.ndarray) else None)
+        return {slot: _weighted(gradient, factor) for slot, gradient in reduced.items()}
+
+
+def _weighted(gradient: Gradient, factor: float) -> Gradient:
+    if isinstance(gradient, Rows):
+        return Rows(gradient.indices, scaled(gradient.values, factor))
+    return scaled(gradient, factor)

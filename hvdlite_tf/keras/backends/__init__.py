@@ -1,0 +1,50 @@
+"""The Keras backends: how each of them reduces a step's gradients, and calls functions of arrays on its tensors.
+
+    common.py       for eager backends; the base of jax.py
+    jax.py          through ordered callbacks from compiled functions
+    tensorflow.py   through `numpy_function`
+    torch.py        by autograd's hooks, during the backward pass
+
+A backend's module has two functions, `create_step_reducer` and `call`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdlite import api
+from hvdlite.core.array import Array
+from hvdlite.core.types import ReduceOp
+from hvdlite.training.step_reducer import StepReducer
+from hvdlite_tf.compression import Compression
+
+
+def create_step_reducer(**arguments: Any) -> StepReducer:
+    """Return the step reducer of the current backend; the arguments are those of `StepReducer`."""
+    arguments.setdefault("compression", Compression.none)
+    reducer: StepReducer = _backend().create_step_reducer(**arguments)
+    return reducer
+
+
+def call(function: Callable[[Sequence[Array]], Sequence[Array]], tensors: Sequence[Any]) -> list[Any]:
+    """Call a function of arrays that returns arrays of the same shapes and dtypes, on tensors of the current backend."""
+    return _backend().call(function, tensors) if tensors else []  # type: ignore[no-any-return]
+
+
+def all_ranks_true(flag: Any, name: str, process_set: int) -> Any:
+    """Return whether a scalar boolean tensor is true on all ranks of a process set."""
+    def reduce(arrays: Sequence[Array]) -> list[Array]:
+        result = np.empty_like(arrays[0])
+        api.runtime().allreduce(name, arrays[0], result, ReduceOp.MIN, process_set=process_set).wait()
+        return [result]
+    return keras.ops.cast(call(reduce, [keras.ops.cast(flag, "int32")])[0], "bool")
+
+
+def _backend() -> Any:
+    name = keras.backend.backend()
+    return importlib.import_module(f"{__name__}.{name if name in ('jax', 'tensorflow', 'torch') else 'common'}")

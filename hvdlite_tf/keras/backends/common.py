@@ -1,0 +1,52 @@
+"""Reducing gradients that Keras passes to `apply` as values; for eager backends, and the base of JAX's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdlite.core.array import Array
+from hvdlite.training.step_reducer import ArrayStepReducer, current_samples
+
+
+class KerasStepReducer(ArrayStepReducer):
+    """Reduces the gradients of backends on which every variable has a dense gradient; ignores `sparse_as_dense`."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__("keras", **arguments)
+
+    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        if not self.is_shared:
+            return list(gradients)
+        slots = self._slots_of(variables)
+        given = {slot: gradient for slot, gradient in zip(slots, gradients, strict=True) if gradient is not None}
+        original = {slot: keras.backend.standardize_dtype(gradient.dtype) for slot, gradient in given.items()}
+        sent = [keras.ops.cast(gradient, self._wire_dtype(original[slot])) for slot, gradient in given.items()]
+        samples = current_samples()
+        present, is_counted = list(given), samples is not None
+        counted = [] if samples is None else [keras.ops.convert_to_tensor(samples, dtype="float32")]
+
+        def reduce(arrays: Sequence[Array]) -> list[Array]:
+            own = float(arrays[-1]) if is_counted else None
+            weight = self._submit(dict(zip(present, arrays, strict=False)), slots, own)
+            reduced = self._finish(present, None if own is None else weight)
+            return [*(reduced[slot] for slot in present), *arrays[len(present):]]  # type: ignore[list-item]  # dense ones
+        tensors = [*sent, *counted]
+        outputs = dict(zip(given, self._call(reduce, tensors) if tensors else [], strict=False))
+        return [keras.ops.cast(outputs[slot], original[slot]) if slot in given else None for slot in slots]
+
+    def _call(self, function: Callable[[Sequence[Array]], Sequence[Array]], tensors: Sequence[Any]) -> list[Any]:
+        return call(function, tensors)
+
+
+def create_step_reducer(**arguments: Any) -> KerasStepReducer:
+    """See the package."""
+    return KerasStepReducer(**arguments)
+
+
+def call(function: Callable[[Sequence[Array]], Sequence[Array]], tensors: Sequence[Any]) -> list[Any]:
+    """See the package."""
+    return [keras.ops.convert_to_tensor(array) for array in function([np.asarray(tensor) for tensor in tensors])]

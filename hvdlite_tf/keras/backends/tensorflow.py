@@ -1,0 +1,21 @@
+"""Keras on TensorFlow: gradients are reduced as by a `DistributedGradientTape`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hvdlite.core.array import Array
+from hvdlite_tf.arrays import run
+from hvdlite_tf.gradients import TensorFlowStepReducer
+
+
+def create_step_reducer(**arguments: Any) -> TensorFlowStepReducer:
+    """See the package."""
+    return TensorFlowStepReducer(**arguments)
+
+
+def call(function: Callable[[Sequence[Array]], Sequence[Array]], tensors: Sequence[Any]) -> list[Any]:
+    """See the package."""
+    return run(lambda *arrays: function(arrays), list(tensors), [tensor.dtype for tensor in tensors],
+               [tensor.shape for tensor in tensors])

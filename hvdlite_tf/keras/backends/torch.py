@@ -1,0 +1,180 @@
+"""Keras on torch: autograd's hooks reduce gradients during the backward pass."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from hvdlite.core.array import Array
+from hvdlite.core.errors import UnsupportedError
+from hvdlite.core.types import ReduceOp
+from hvdlite.training.gradient_reducer import GradientReducer
+from hvdlite.training.step_reducer import StepReducer, current_samples
+from hvdlite_torch import Compression
+from hvdlite_torch.backward import BackwardHooks
+from hvdlite_torch.framework import as_tensor, on_host
+from hvdlite_torch.optimizer import framework_for
+from hvdlite_torch.unfinal import get_grad, set_grad
+
+_watchers: Any = WeakTensorKeyDictionary()
+"""By tensor: a weak reference to the step reducer whose hooks it has. A gradient can be reduced only once."""
+
+
+class TorchStepReducer(StepReducer):
+    """Reduces the gradients of `backward()` before it returns, and all other gradients when they are applied.
+
+    Keras passes the variables' `.grad` of a backward pass, which is reduced already. Other gradients (from
+    `torch.autograd.grad`, accumulated ones, and those of the first step) are recognised because they are not the reduced
+    tensors, and are reduced in a separate round. With Average, it is harmless to reduce gradients that a script has derived
+    from reduced ones.
+    """
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__("keras", **arguments)
+        self._tensors: dict[int, torch.Tensor] = {}  # by identity: the values of variables that take part
+        self._hooks: BackwardHooks | None = None  # made for the first variables
+        self._is_watching = False
+        self._count = torch.zeros(1)  # its "gradient" is this rank's weight; trainable as soon as ranks have one
+
+    def watch(self, variables: Sequence[Any]) -> None:
+        if not self.is_shared:
+            return
+        hooks = self._member(variables)
+        if not self._is_watching:
+            for tensor in self._tensors.values():
+                self._hook(hooks, tensor)
+            self._is_watching = True
+
+    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        if not self.is_shared:
+            return list(gradients)
+        hooks, tensors = self._member(variables), [variable.value for variable in variables]
+        if hooks.reducer.is_under_way:
+            hooks.finish_if_due()
+        is_accumulated = all(gradient is get_grad(tensor) for gradient, tensor in zip(gradients, tensors, strict=True))
+        before = [get_grad(tensor) for tensor in tensors]
+        is_reduced = hooks.reducer.has_reduced and any(map(hooks.reducer.is_reduced, tensors))
+        if not is_accumulated:
+            self._check_not_summed(hooks, gradients, tensors)
+        try:
+            if not is_accumulated or not is_reduced:
+                self._begin_round()
+                for gradient, tensor in zip(gradients, tensors, strict=True):
+                    self._hand_over(hooks, tensor, gradient)
+            hooks.finish_if_due(in_step=True)
+            results = [get_grad(tensor) for tensor in tensors]
+            hooks.stepped()
+        finally:
+            if not is_accumulated:
+                for tensor, gradient in zip(tensors, before, strict=True):
+                    set_grad(tensor, gradient)
+        return results
+
+    def _member(self, variables: Sequence[Any]) -> BackwardHooks:
+        """Let variables take part; return the hooks."""
+        new = [(variable, group_id) for variable, group_id in zip(variables, self._group_ids_of(variables), strict=True)
+               if id(variable.value) not in self._tensors]
+        if self._hooks is None:
+            compression = {None: Compression.none, "float16": Compression.fp16, "bfloat16": Compression.bf16}
+            framework = framework_for(self._runtime, compression[self._compression.target], self._sparse_as_dense,
+                                      [variable.value for variable in variables])
+            reducer: GradientReducer[torch.Tensor] = GradientReducer(
+                self._runtime, framework, self.label, op=self._op, prescale=self._prescale, postscale=self._postscale,
+                passes=1, process_set=self.process_set)
+            reducer.sequence.on_reduced = self._divide_by_weights
+            self._hooks = BackwardHooks(reducer)
+            self._hooks.on_begin = self._begin_backward
+            reducer.add(self._count, "count")
+        for variable, group_id in new:
+            tensor = variable.value
+            self._hooks.reducer.add(tensor, str(len(self._tensors)), group_id)
+            self._tensors[id(tensor)] = tensor
+            if self._is_watching:
+                self._hook(self._hooks, tensor)
+        return self._hooks
+
+    def _hook(self, hooks: BackwardHooks, tensor: torch.Tensor) -> None:
+        """Watch a tensor, which no other exchange watches from now on."""
+        if not tensor.is_leaf:
+            return
+        other = _watchers.get(tensor, lambda: None)()
+        if other is not None and other is not self:
+            other._release()
+        _watchers[tensor] = weakref.ref(self)
+        hooks.watch(tensor)
+
+    def _release(self) -> None:
+        """Watch nothing any more, until gradients are applied again: another optimizer has some of the variables now."""
+        assert self._hooks is not None
+        self._is_watching = False
+        self._hooks.unwatch()
+        if self.is_current:
+            self._hooks.cleared()
+
+    def _begin_backward(self) -> bool:
+        """Begin a round with a backward pass's first gradient; return whether it is to be reduced."""
+        if not self.is_current:  # of a job that has ended; the optimizer gets another exchange in its next step
+            self._release()
+            return False
+        self._begin_round()
+        return True
+
+    def _begin_round(self) -> None:
+        """Find this rank's weight, and reduce it along with the gradients."""
+        assert self._hooks is not None
+        count = current_samples()
+        self._hooks.weight = 1.0 if count is None else self._weight(float(count))
+        self._count.grad = None
+        if count is not None:
+            self._count.requires_grad_()
+            self._count.grad = torch.tensor([self._hooks.weight])
+            self._hooks.reducer.hand_over(self._count)
+
+    def _divide_by_weights(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Divide what was reduced in a round by the mean of all ranks' weights."""
+        if not any(tensor is self._count for tensor in tensors):
+            return
+        factor = self._unweight(float(self._count.grad))  # type: ignore[arg-type]
+        if abs(factor - 1.0) > 1e-6:
+            for tensor in tensors:
+                if tensor is not self._count and (gradient := get_grad(tensor)) is not None:
+                    gradient.data.mul_(factor)  # part of the reduction: it does not count as a change by the script
+
+    def _hand_over(self, hooks: BackwardHooks, tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        """Hand over a gradient that no watched backward pass computed."""
+        if gradient is get_grad(tensor) and hooks.reducer.is_reduced(tensor):
+            return
+        if gradient is not None and gradient is not get_grad(tensor):
+            gradient = gradient.to(tensor.dtype, copy=True)  # it is the caller's, and may be reduced in place
+        set_grad(tensor, gradient)
+        if gradient is not None:
+            hooks.hand_over(tensor)
+
+    def _check_not_summed(self, hooks: BackwardHooks, gradients: Sequence[Any], tensors: Sequence[torch.Tensor]) -> None:
+        """Refuse gradients that may have been made of summed ones.
+
+        Raises:
+            UnsupportedError: with op=Sum, when a variable has a reduced gradient and another one is given for it.
+        """
+        if self._op is ReduceOp.SUM and any(
+                gradient is not None and gradient is not get_grad(tensor) and hooks.reducer.is_reduced(tensor)
+                for gradient, tensor in zip(gradients, tensors, strict=True)):
+            raise UnsupportedError(
+                f"rank {self._runtime.world.rank}: with op=Sum, apply() was given other gradients than those in .grad, "
+                "which backward() has computed and summed over all ranks. It cannot be told whether they are summed "
+                "already: use op=Average, change .grad in place, or clear .grad before you compute others")
+
+
+def create_step_reducer(**arguments: Any) -> TorchStepReducer:
+    """See the package."""
+    return TorchStepReducer(**arguments)
+
+
+def call(function: Callable[[Sequence[Array]], Sequence[Array]], tensors: Sequence[Any]) -> list[Any]:
+    """See the package."""
+    results = function([on_host(tensor, "gradient") for tensor in tensors])
+    return [as_tensor(array).to(tensor.device) for array, tensor in zip(results, tensors, strict=True)]

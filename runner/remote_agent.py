@@ -1,0 +1,194 @@
+"""The worker group of another host, as the launcher sees it: a remote shell with an agent behind it."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from hvdlite._version import __version__
+from hvdlite.core.errors import ProtocolError
+from hvdlite_runner.messages import (
+    PING_SECONDS,
+    SILENCE,
+    AgentDone,
+    AgentReady,
+    Event,
+    Frames,
+    Order,
+    Ping,
+    Signal,
+    Start,
+    Stop,
+    frame,
+)
+from hvdlite_runner.placement import Host
+from hvdlite_runner.shells import Shell, explain, forwarded
+
+_CLOSE_SECONDS: Final = 2.0  # for a remote shell whose agent has ended: srun tells its controller
+
+
+class RemoteAgent:
+    """An agent on another host.
+
+    Args:
+        selector: whose `data` is what to call when the descriptor is ready.
+        tell: takes (this, event).
+        lost: takes this when the link has ended without `AgentDone`.
+    """
+
+    def __init__(self, host: Host, shell: Shell, bootstrap_input: bytes, selector: selectors.BaseSelector,
+                 tell: Callable[[RemoteAgent, Event], None], lost: Callable[[RemoteAgent], None]) -> None:
+        self.host, self.shell = host, shell
+        self.ready: AgentReady | None = None
+        self.over = False  # everything has ended there, or the link
+        self._selector, self._tell, self._lost = selector, tell, lost
+        self._frames = Frames(events=True)
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
+        self._lock = threading.Lock()
+        self._reason = ""
+        self._process = subprocess.Popen(shell.command(host.name), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                         stderr=self._errors, bufsize=0, start_new_session=True)
+        self.last_heard = time.monotonic()
+        assert self._process.stdout is not None
+        os.set_blocking(self._process.stdout.fileno(), False)
+        selector.register(self._process.stdout, selectors.EVENT_READ, self._receive)
+        self._write(bootstrap_input)
+
+    @property
+    def pid(self) -> int:
+        """The remote shell's process id."""
+        return self._process.pid
+
+    def send(self, order: Order) -> None:
+        """Send an order; to a host that is lost, nothing."""
+        if not self.over:
+            self._write(frame(order))
+
+    def start(self, order: Start) -> None:
+        """Start ranks there."""
+        self.send(order)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the ranks there."""
+        self.send(Signal(number))
+
+    def ping(self) -> None:
+        """Say that the launcher is still there, unless it is saying something else; called by another thread."""
+        if not self.over and self._lock.acquire(blocking=False):
+            try:
+                self._put(frame(Ping()))
+            finally:
+                self._lock.release()
+
+    def end(self) -> None:
+        """Order the end of everything there."""
+        self.send(Stop())
+
+    def timed_out(self, now: float) -> bool:
+        """Whether nothing has been last_heard for too long; ask after reading."""
+        return not self.over and self.ready is not None and now - self.last_heard > SILENCE
+
+    def mark_lost(self, reason: str) -> None:
+        """Count the host as lost."""
+        self._reason = reason
+        self.close()
+
+    def failure_reason(self) -> str:
+        """Say why the link has ended."""
+        if self._reason:
+            return f"host {self.host.name} {self._reason}"
+        code = self._process.wait()
+        self._errors.seek(0)
+        errors = self._errors.read().decode(errors="replace")
+        if self.ready is None:
+            return explain(self.shell, self.host.name, code, errors)
+        lines = [line.strip() for line in errors.splitlines() if line.strip()]
+        last = f": {lines[-1]}" if lines else ""
+        return f"host {self.host.name} was lost: {self.shell.name} ended with code {code}{last}"
+
+    def close(self) -> None:
+        """End the remote shell; the agent behind it ends by itself when it notices."""
+        if self._process.stdin is None or self._process.stdin.closed:
+            return
+        orderly, self.over = self.over and not self._reason, True
+        assert self._process.stdout is not None
+        if self._process.stdout.fileno() in self._selector.get_map():
+            self._selector.unregister(self._process.stdout)
+        with self._lock:
+            self._process.stdin.close()
+        try:
+            self._process.wait(_CLOSE_SECONDS if orderly else 0.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+    def _write(self, content: bytes) -> None:
+        with self._lock:
+            self._put(content)
+
+    def _put(self, content: bytes) -> None:
+        assert self._process.stdin is not None
+        try:
+            view = memoryview(content)
+            while view:
+                view = view[self._process.stdin.write(view):]
+        except (OSError, ValueError):
+            pass  # its end is seen where we read
+
+    def _receive(self) -> None:
+        assert self._process.stdout is not None
+        content = self._process.stdout.read(1 << 18)
+        if content is None:
+            return
+        try:
+            events = self._frames.feed(content)
+        except ProtocolError as error:
+            self._reason = f"sent something that is no message: {error}"
+            events, content = [], b""
+        for event in events:
+            if isinstance(event, AgentReady):
+                self.ready = event
+            self.over |= isinstance(event, AgentDone)
+            self._tell(self, event)
+        self.last_heard = time.monotonic()  # now: telling may have taken long, when the terminal does not take more
+        if not content:
+            self._selector.unregister(self._process.stdout)
+            if not self.over:
+                self.over = True
+                self._lost(self)
+
+
+def bootstrap_input(directory: str, environ: Mapping[str, str]) -> bytes:
+    """Return what an agent bootstrap reads first: its own source, and what it needs before it knows hvdlite."""
+    given = json.dumps({"python": list(sys.version_info[:2]), "version": __version__, "directory": directory,
+                        "environment": forwarded(environ)}).encode()
+    source = Path(__file__).with_name("agent_bootstrap.py").read_text(encoding="utf-8")  # not imported: it acts when it is
+    return repr(source).encode() + b"\n" + b"%08x" % len(given) + given
+
+
+class Pinger:
+    """Pings agents from a thread of its own: the launcher may be blocked in a write to its terminal."""
+
+    def __init__(self, remotes: Sequence[RemoteAgent]) -> None:
+        self._stopped = threading.Event()
+        if remotes:
+            threading.Thread(target=self._run, args=(list(remotes),), name="hvdrun-ping", daemon=True).start()
+
+    def stop(self) -> None:
+        """Ping no more."""
+        self._stopped.set()
+
+    def _run(self, remotes: Sequence[RemoteAgent]) -> None:
+        while not self._stopped.wait(PING_SECONDS):
+            for remote in remotes:
+                remote.ping()

@@ -1,0 +1,89 @@
+"""Ranks meet over Unix sockets and TCP; strangers do not get in and do not disturb."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from hvdlite.bootstrap.rendezvous import Address
+from hvdlite.control.codec import RankInfo
+from hvdlite.core.errors import LaunchError
+from tests.bootstrap.meeting import SETTINGS, meet, rank_info
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> Address:
+    if request.param == "unix":
+        return Address(path=str(tmp_path / "control.sock"))
+    return Address(host="127.0.0.1", port=0, key=b"secret" * 6)
+
+
+def test_all_ranks_learn_who_is_there(address: Address) -> None:
+    for welcome in meet(address, [rank_info(rank) for rank in range(3)]):
+        assert welcome.pids == (1000, 1001, 1002) and welcome.hosts == ("host",) * 3
+
+
+def test_a_missing_rank_is_named_on_all_ranks(address: Address) -> None:
+    for error in meet(address, [rank_info(0), rank_info(2)], timeout=0.5):
+        assert isinstance(error, LaunchError) and "ranks [1] did not connect" in str(error)
+
+
+@pytest.mark.parametrize(("other", "told"), [
+    (RankInfo(1, 3, 1, "host", "1", epoch=2), "membership epoch 2"),
+    (rank_info(1, size=4), "rank 1 of 4"), (rank_info(0), "rank 0 of 3"), (rank_info(1, version="2"), "runs hvdlite 2"),
+    (msgspec.structs.replace(rank_info(1), settings=(SETTINGS[0], ("HVDLITE_CPU_OPERATIONS", "gloo"))),
+     "rank 1 has HVDLITE_CPU_OPERATIONS=gloo, rank 0 auto"),
+])
+def test_a_rank_that_does_not_fit_is_refused_everywhere(address: Address, other: RankInfo, told: str) -> None:
+    for error in meet(address, [rank_info(0), other]):
+        assert isinstance(error, LaunchError) and told in str(error)
+
+
+def test_two_processes_of_one_rank_are_named(address: Address) -> None:
+    results = meet(address, [rank_info(0), rank_info(1), rank_info(1)])
+    assert "are rank 1" in str(results[0])
+
+
+def test_strangers_are_refused_and_the_job_starts(caplog: pytest.LogCaptureFixture) -> None:
+    def stranger(address: Address) -> None:
+        for noise in (b"", b"GET / HTTP/1.0\r\n\r\n", b"\xff" * 64, b"x" * 100_000):
+            with socket.create_connection((address.host, address.port)) as sock:
+                try:
+                    sock.sendall(noise)
+                    sock.shutdown(socket.SHUT_WR)
+                    while sock.recv(4096):
+                        pass
+                except OSError:
+                    pass  # refused in mid-sentence
+
+    with caplog.at_level(logging.WARNING, "hvdlite"):
+        results = meet(Address(host="127.0.0.1", port=0, key=b"secret" * 6), [rank_info(rank) for rank in range(3)],
+                       stranger=stranger)
+    assert all(welcome.pids == (1000, 1001, 1002) for welcome in results)
+    assert sum("was refused" in record.message for record in caplog.records) == 4
+
+
+def test_a_silent_stranger_delays_nobody() -> None:
+    held: list[socket.socket] = []
+
+    def stranger(address: Address) -> None:
+        held.extend(socket.create_connection((address.host, address.port)) for _ in range(5))
+
+    results = meet(Address(host="127.0.0.1", port=0, key=b"secret" * 6), [rank_info(rank) for rank in range(3)],
+                   stranger=stranger)
+    assert all(welcome.pids == (1000, 1001, 1002) for welcome in results)
+    for sock in held:
+        sock.close()
+
+
+def test_tcp_without_a_key_says_how_to_make_one() -> None:
+    with pytest.raises(LaunchError, match="HVDLITE_SECRET"):
+        Address(host="127.0.0.1", port=1)
+
+
+def test_the_key_is_never_shown() -> None:
+    assert "secret" not in repr(Address(host="h", port=1, key=b"secret" * 6))

@@ -1,0 +1,69 @@
+"""Knobs: from files, the environment and arguments, with their aliases and precedence."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from hvdlite.core.config import Config, socket_timeout, timeout_or_inf
+from hvdlite.core.errors import ConfigError
+
+
+def test_a_config_file_by_names_and_in_horovods_sections(tmp_path: Path) -> None:
+    file = tmp_path / "knobs.yaml"
+    file.write_text("fusion_threshold: 2M\nshm-slot: 1M\ndeterministic: true\ntimeline: {filename: /tmp/t.json}\n"
+                    "params: {fusion_threshold_mb: 7, cycle_time_ms: 3}\nstall_check: {enabled: false}\n"
+                    "library_options: {gloo_timeout_seconds: 7, num_nccl_streams: 2}\n"
+                    "logging: {level: info, with_timestamp: false}\n")
+    environment = {"HVDLITE_CONFIG_FILE": str(file), "HVDLITE_SHM_SLOT": "3M"}
+    config = Config.from_environment(environment)
+    assert (config.fusion_threshold, config.shm_slot, config.deterministic) == (2 << 20, 3 << 20, True)
+    assert (config.timeline, config.stall_check_time_seconds, config.log_level) == ("/tmp/t.json", 0, "INFO")
+    assert config.log_hide_time and config.gloo_timeout == 7.0
+    for content, told in (("fusion_treshold: 1", "unknown key fusion_treshold; did you mean fusion_threshold"),
+                          ("shm_slot: big", "knobs.yaml: shm_slot='big' is not valid"), ("[1, 2", "not valid YAML"),
+                          ("- 1", "must contain keys and values")):
+        file.write_text(content)
+        with pytest.raises(ConfigError, match=re.escape(told)):
+            Config.from_environment({"HVDLITE_CONFIG_FILE": str(file)})
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Config.from_environment({"HVDLITE_CONFIG_FILE": str(tmp_path / "none")})
+
+
+def test_horovods_other_ways_to_say_it() -> None:
+    assert Config.from_environment({"HOROVOD_STALL_CHECK_DISABLE": "1"}).stall_check_time_seconds == 0
+    assert Config.from_environment({"HOROVOD_STALL_CHECK_DISABLE": "0"}).stall_check_time_seconds == 60
+    assert Config.from_environment({"HOROVOD_TIMELINE": "DYNAMIC"}).timeline == ""
+    assert Config.from_environment({"HVDLITE_REPORT_SIGNAL": "SIGUSR1"}).report_signal == signal.SIGUSR1
+    with pytest.raises(ConfigError, match="HOROVOD_STALL_CHECK_DISABLE='maybe'"):
+        Config.from_environment({"HOROVOD_STALL_CHECK_DISABLE": "maybe"})
+    with pytest.raises(ConfigError, match="shutdown time, 5 s, must not be less"):
+        Config.from_environment({"HVDLITE_STALL_SHUTDOWN_TIME_SECONDS": "5"})
+    for text in ("USR9", "9999", "x y"):
+        with pytest.raises(ConfigError, match="name or the number of a signal"):
+            Config.from_environment({"HVDLITE_REPORT_SIGNAL": text})
+
+
+def test_knobs_are_read_with_their_aliases_and_precedence() -> None:
+    config = Config.from_environment({"HOROVOD_FUSION_THRESHOLD": "7", "HVDLITE_SHM_SLOT": "2M", "HOME": "/"})
+    assert (config.fusion_threshold, config.shm_slot) == (7, 2 << 20)
+    both = {"HOROVOD_FUSION_THRESHOLD": "7", "HVDLITE_FUSION_THRESHOLD": "8"}
+    assert Config.from_environment(both).fusion_threshold == 8
+    assert Config.from_environment(both, fusion_threshold=9).fusion_threshold == 9
+    assert Config.from_environment({"HVDLITE_LOG_LEVEL": "trace"}).log_level == "DEBUG"
+    for name, value in (("FUSION_THRESHOLD", "-1"), ("LOG_LEVEL", "loud"), ("CONTROL", "smoke"), ("SHM_SLOT", ""),
+                        ("SHM_CHUNK", "3Q"), ("BUCKET_LAYOUTS", "0")):
+        with pytest.raises(ConfigError, match=f"HVDLITE_{name}"):
+            Config.from_environment({f"HVDLITE_{name}": value})
+
+
+def test_of_every_knob_in_seconds_0_is_never() -> None:
+    seconds = [field for field in dataclasses.fields(Config) if isinstance(field.default, float)]
+    assert len(seconds) == 7 and all("; 0 is never" in field.metadata["help"] for field in seconds)
+    assert timeout_or_inf(0.0) == math.inf and timeout_or_inf(1.5) == 1.5
+    assert socket_timeout(math.inf) is None and socket_timeout(1.5) == 1.5

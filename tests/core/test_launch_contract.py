@@ -1,0 +1,20 @@
+"""What ranks write for their launcher survives the disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hvdlite.core.launch_contract import FailureRecord
+
+
+def record(rank: int, origin: int, when: float) -> FailureRecord:
+    return FailureRecord(rank, origin, when, "ValueError", "boom", "Traceback:\n  here")
+
+
+def test_records_survive_the_disk(tmp_path: Path) -> None:
+    record(3, 1, 2.0).write(str(tmp_path))
+    assert FailureRecord.read(str(tmp_path), 3) == record(3, 1, 2.0)
+    assert FailureRecord.read(str(tmp_path), 4) is None
+    FailureRecord.path(str(tmp_path), 4).write_text("{half")
+    assert FailureRecord.read(str(tmp_path), 4) is None
+    record(3, 1, 2.0).write(str(tmp_path / "gone"))  # nobody is left to read it

@@ -1,0 +1,167 @@
+"""Nothing waits in silence: who is missing, where it is, and what becomes of a job that cannot go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hvdlite.diagnostics.stall_report import RankState, StallReport, first_difference, location_in_dump
+from hvdlite.negotiation.coordinator import Stall
+from hvdlite.negotiation.messages import RankStatus
+from tests.diagnostics.programs import stall_report as programs
+from tests.worlds import HVDRUN, ROOT, Processes, processes
+
+
+def status(*recent: str, first_number: int = 1, waiting: tuple[str, ...] = ()) -> RankStatus:
+    return RankStatus("train(), train.py:7", "  File train.py", recent, first_number, waiting)
+
+
+@pytest.mark.parametrize(("one", "other", "expected"), [
+    (status("a", "b"), status("a", "b"), None),
+    (status("a", "b", "c"), status("a", "c", "b"), None),  # hooks run in any order
+    (status("a"), status("a", "b", "c"), (2, "", "b")),
+    (status("a", "x", "b"), status("a", "b"), (2, "x", "")),
+    (status("a", "eval", "b"), status("a", "train", "b"), (2, "eval", "train")),
+    (status("b", "c", first_number=2), status("a", "b", "d"), (3, "c", "d")),
+    (status("a", "a"), status("a", "a", "a"), (3, "", "a")),
+])
+def test_where_two_ranks_part(one: RankStatus, other: RankStatus, expected: object) -> None:
+    assert first_difference(one, other) == expected
+
+
+def test_a_report_names_ranks_places_and_sequences_in_both_forms() -> None:
+    stacks = 'Current thread 0x1:\n  File "/home/me/train.py", line 71 in evaluate\n'
+    report = StallReport([Stall("x", 61.0, (0, 1), (2, 3)), Stall("y", 5.0, (0,), (1,))], {
+        0: RankState(0, "alive", status("w", "x")), 1: RankState(1, "alive", status("w", "x", waiting=("x",))),
+        2: RankState(2, "alive", status("w", "eval")),
+        3: RankState(3, "its process 9 is stopped", None, stacks)})
+    text, data = report.text(), report.as_dict()
+    assert "rank 1 never submitted 'y': it waits for 'x' in train(), train.py:7" in text
+    assert "rank 2 never submitted 'x': it is in train(), train.py:7" in text
+    assert "since number 2: it called 'eval', rank 0 called 'x'" in text
+    assert ("rank 3 never submitted 'x' and does not answer: its process 9 is stopped; it is in evaluate(), train.py:71"
+            in text)
+    assert data["diagnosis"] == [report.diagnosis(rank) for rank in (1, 2, 3)]
+    assert data["ranks"]["2"]["last_collectives"] == ["w", "eval"] and not data["ranks"]["3"]["answered"]
+    assert json.loads(json.dumps(data)) == data
+
+
+def test_the_place_in_a_c_level_stack() -> None:
+    stacks = ('Thread 0x2:\n  File "/a/other.py", line 1 in other\n\nCurrent thread 0x1 (most recent call first):\n'
+              f'  File "{ROOT}/hvdlite/api.py", line 3 in join\n  File "/a/b.py", line 5 in work\n')
+    assert location_in_dump(stacks) == "work(), b.py:5"
+    assert location_in_dump("") == ""
+
+
+def test_a_stall_report_shows_where_the_missing_rank_is(tmp_path: Path) -> None:
+    file = tmp_path / "stall.json"
+    ended = processes(3, programs.a_stall_report_shows_where_the_missing_rank_is, environment={
+        "HVDLITE_STALL_CHECK_TIME_SECONDS": "0.5", "HVDLITE_STALL_REPORT_FILE": str(file)})
+    told = ended[0].stderr
+    assert "submitted by ranks [0, 1], not yet by ranks [2]" in told
+    assert "rank 2 never submitted 'late': it is in dawdle(), stall_report.py:" in told
+    assert "since number 3: it called 'own', rank 0 called 'late'" in told
+    assert "its last collectives: before, process_set.add, own" in told and "time.sleep(2.5)" in told
+    assert "what happened to 'late' on rank 0" in told and "submitted (allreduce, float64[1], op Average)" in told
+    assert not ended[1].stderr and not ended[2].stderr
+    assert json.loads(file.read_text())["stalls"][0]["missing"] == [2]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+# docs/protocol.md#reports-on-demand
+def test_a_rank_that_holds_pythons_lock_is_told_with_its_place(rank: int) -> None:
+    with Processes(2, programs.stuck, rank, 6.0, environment={"HVDLITE_SILENCE_CHECK_SECONDS": "0.3"}) as world:
+        ended = world.wait()
+    assert [each.code for each in ended] == [0, 0]
+    told = ended[1 - rank].stderr
+    assert f"rank {rank} has not answered for 2 s: its process" in told and "something in it holds the GIL" in told
+    assert "it is in stuck(), stall_report.py:" in told and f"rank {rank} answers again" in told
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+# docs/protocol.md#silence
+def test_a_stopped_rank_is_told_and_goes_on_when_it_is_continued(rank: int) -> None:
+    with Processes(2, programs.a_stopped_rank_is_told_and_goes_on_when_it_is_continued, f"/tmp/hvdlite-go-{os.getpid()}",
+                   environment={"HVDLITE_SILENCE_CHECK_SECONDS": "0.3"}) as world:
+        go = Path(f"/tmp/hvdlite-go-{os.getpid()}")
+        try:
+            world.wait_for(rank, "ready")
+            world.kill(rank, signal.SIGSTOP)
+            world.wait_for(1 - rank, "is stopped (SIGSTOP", stream="stderr")
+            world.kill(rank, signal.SIGCONT)
+            world.wait_for(1 - rank, f"rank {rank} answers again", stream="stderr")
+            go.touch()
+            assert [each.code for each in world.wait()] == [0, 0]
+        finally:
+            go.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_stays_silent_is_given_up(rank: int) -> None:
+    with Processes(3, programs.stuck, rank, 1000.0,
+                   environment={"HVDLITE_SILENCE_CHECK_SECONDS": "0.3", "HVDLITE_HEARTBEAT_TIMEOUT": "3"}) as world:
+        for each in range(3):
+            world.wait_for(each, "ready")
+        begun = time.monotonic()
+        for other in {0, 1, 2} - {rank}:
+            assert world.ranks[other].wait(20) == 1
+            told = world.told(other).stderr
+            assert f"PeerLostError: rank {rank} was lost: it has not answered for 3 s" in told, told
+        assert time.monotonic() - begun < 20
+
+
+def test_a_stall_ends_the_job_with_the_report_as_the_error() -> None:
+    with Processes(2, programs.a_stall_ends_the_job_with_the_report_as_the_error, environment={
+            "HVDLITE_STALL_CHECK_TIME_SECONDS": "0.5", "HVDLITE_STALL_SHUTDOWN_TIME_SECONDS": "1"}) as world:
+        for ended in world.wait(30):
+            assert ended.code == 0, ended
+            assert "rank 1 never submitted 'x': it is in absent(), stall_report.py:" in ended.result
+            assert "threading.Event().wait(8)" in ended.result
+
+
+def test_a_signal_asks_for_a_report() -> None:
+    with Processes(2, programs.a_signal_asks_for_a_report, environment={"HVDLITE_REPORT_SIGNAL": "usr2"}) as world:
+        world.wait_for(1, "ready")
+        world.wait_for(0, "ready")
+        time.sleep(0.5)
+        world.kill(1, signal.SIGUSR2)
+        world.wait_for(0, "rank 1 never submitted 'x': it is in a_signal_asks_for_a_report(), stall_report.py:",
+                       stream="stderr")
+        assert [each.code for each in world.wait()] == [0, 0]
+
+
+def test_hvdrun_reports_on_a_running_job(tmp_path: Path) -> None:
+    script = Path(__file__).parent / "programs/stuck_script.py"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    job = subprocess.Popen([*HVDRUN, "-np", "2", "--no-prefix", sys.executable, str(script), str(tmp_path / "stick")],
+                           stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert job.stdout is not None
+        assert [job.stdout.readline(), job.stdout.readline()] == ["ready\n", "ready\n"]
+
+        def report(*options: str) -> subprocess.CompletedProcess[str]:
+            return subprocess.run([*HVDRUN, "--report", str(job.pid), *options],
+                                  capture_output=True, text=True, env=environment, timeout=60)
+
+        time.sleep(0.5)
+        answer = report()
+        assert answer.returncode == 0, answer
+        assert "rank 1 never submitted 'x': it is in evaluate(), stuck_script.py:" in answer.stdout
+        assert json.loads(report("--json").stdout)["stalls"][0]["missing"] == [1]
+        (tmp_path / "stick").touch()
+        assert job.stdout.readline() == "sticking\n"
+        time.sleep(0.3)
+        answer = report()
+        assert answer.returncode == 1 and "in stuck" in answer.stdout and "in evaluate" in answer.stdout, answer
+    finally:
+        job.terminate()
+        job.wait(20)
+    missing = subprocess.run([*HVDRUN, "--report", str(job.pid)], capture_output=True, text=True, env=environment)
+    assert missing.returncode == 2 and "has no running job" in missing.stderr

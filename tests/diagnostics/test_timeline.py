@@ -1,0 +1,113 @@
+"""The timeline: valid JSON at any time, spans of every rank that nest, started and stopped while the job runs."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdlite.core.errors import ConfigError
+from hvdlite.core.types import ReduceOp
+from hvdlite.diagnostics.timeline import TimelineFile
+from hvdlite.negotiation.messages import TraceEvent
+from hvdlite.runtime.runtime import Runtime
+from tests.diagnostics.programs import timeline as programs
+from tests.worlds import TORCH, Processes, processes, threads
+
+
+def lanes(path: Path) -> dict[tuple[int, str], list[dict[str, Any]]]:
+    """Return the events of each rank's tensors, in order, after checking that their spans nest."""
+    records = json.loads(path.read_text())
+    names = {(record["pid"], record["tid"]): record["args"]["name"] for record in records
+             if record.get("name") == "thread_name"}
+    found: defaultdict[tuple[int, str], list[dict[str, Any]]] = defaultdict(list)
+    for record in records:
+        if record["ph"] != "M":
+            found[record["pid"], names[record["pid"], record["tid"]]].append(record)
+    for events in found.values():
+        depth, last = 0, 0.0
+        for event in events:
+            if event["ph"] in "BE":
+                depth += 1 if event["ph"] == "B" else -1
+                assert depth >= 0 and event["ts"] >= last
+                last = event["ts"]
+    return found
+
+
+def spans(events: list[dict[str, Any]]) -> list[str]:
+    return [event["name"] for event in events if event["ph"] == "B"]
+
+
+def test_every_write_leaves_valid_json(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    file = TimelineFile(str(path), 2)
+    assert json.loads(path.read_text())
+    for count in (1, 40):
+        file.add(1, [TraceEvent("B", 1.5, f'odd "name" \n{each}\\', "ALLREDUCE") for each in range(count)])
+        assert len(lanes(path)) == count
+    file.close()
+    file.add(0, [TraceEvent("B", 1.0, "late", "X")])
+    assert 'odd \\"name\\"' in path.read_text() and "late" not in path.read_text()
+
+
+def test_phases_of_every_rank_on_one_clock(tmp_path: Path) -> None:
+    first, second, unwritable = tmp_path / "one.json", tmp_path / "two.json", tmp_path / "no" / "such.json"
+
+    def step(runtime: Runtime) -> None:
+        rank = runtime.world.rank
+        runtime.allreduce("before", np.ones(3), np.empty(3), ReduceOp.SUM).wait()
+        if rank == 0:
+            with pytest.raises(ConfigError, match="No such file"):
+                runtime.start_timeline(str(unwritable))
+        runtime.start_timeline(str(first), mark_cycles=True)
+        runtime.barrier("started").wait()
+        for name, size in (("small", 3), ("big", 100_000)):
+            runtime.allreduce(name, np.ones(size), np.empty(size), ReduceOp.SUM).wait()
+        runtime.allgather("rows", np.ones((rank + 1, 20_000))).wait()
+        runtime.start_timeline(str(first))  # again: nothing
+        runtime.stop_timeline()
+        runtime.stop_timeline()
+        runtime.barrier("between").wait()
+        runtime.start_timeline(str(second))
+        runtime.barrier("started again").wait()
+        runtime.broadcast("after", np.ones(3), 0).wait()
+    threads(3, step)
+    found = lanes(first)
+    for rank in range(3):
+        assert spans(found[rank, "small"]) == ["NEGOTIATE_ALLREDUCE", "ALLREDUCE", "QUEUE"]  # it came with the decision
+        assert spans(found[rank, "big"]) == ["NEGOTIATE_ALLREDUCE", "ALLREDUCE", "QUEUE", "LOOPBACK_ALLREDUCE"]
+        assert "LOOPBACK_ALLGATHER" in spans(found[rank, "rows"])
+        assert not any(name in ("before", "after") for _, name in found)
+    ready = [event["name"] for event in found[0, "big"] if event["ph"] == "i"]
+    assert sorted(ready) == ["0", "1", "2"] and all(event["name"] == "CYCLE_START" for event in found[0, "decisions"])
+    moved = [event["ts"] for rank in range(3) for event in found[rank, "big"] if event.get("name") == "LOOPBACK_ALLREDUCE"]
+    assert max(moved) - min(moved) < 5e6  # one clock: they did it together
+    again = lanes(second)
+    assert all("BROADCAST" in spans(again[rank, "after"]) for rank in range(3)) and (0, "big") not in again
+
+
+def test_a_timeline_by_knob_holds_buckets_too(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    processes(2, programs.a_timeline_by_knob_holds_buckets_too, environment={"HOROVOD_TIMELINE": str(path)}, imported=TORCH)
+    found = lanes(path)
+    for rank in range(2):
+        buckets = [name for each, name in found if each == rank and name.startswith("bucket.")]
+        assert buckets and "SHM_ALLREDUCE" in spans(found[rank, buckets[0]])
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_job_leaves_valid_json(tmp_path: Path, victim: int) -> None:
+    path = tmp_path / "trace.json"
+    with Processes(2, programs.a_killed_job_leaves_valid_json, environment={"HVDLITE_TIMELINE": str(path)}) as world:
+        world.wait_for(victim, "ready")
+        time.sleep(0.5)
+        world.kill(victim, signal.SIGKILL)
+        world.ranks[1 - victim].wait(20)
+    found = lanes(path)
+    assert {rank for rank, _ in found} == {0, 1}

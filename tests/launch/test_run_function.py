@@ -1,0 +1,157 @@
+"""`hvdlite.run`: results, exceptions, deaths, and that nothing unsigned is unpickled."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import cloudpickle
+import pytest
+
+import hvdlite
+from hvdlite.core.errors import LaunchError, PeerLostError, ProtocolError
+from hvdlite.launch import run_task
+from hvdlite.launch.run_function import RankTraceback, sign, verified
+from hvdlite_runner.reaper import marked_processes
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in [name for name in os.environ if name.startswith(("HVDLITE_", "HOROVOD_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("TEST_JOB", str(tmp_path))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    yield
+    monkeypatch.delenv("TEST_JOB")
+    assert not marked_processes(f"TEST_JOB={tmp_path}".encode())
+
+
+def test_results_come_in_rank_order(capsys: pytest.CaptureFixture[str]) -> None:
+    offset = 10
+
+    def work(factor: int, *, name: str) -> tuple[int, float, str]:
+        import numpy as np
+
+        import hvdlite as hvd
+        hvd.init()
+        print("working")
+        total = hvd.allreduce(np.array([float(hvd.rank() + 1)]), op=hvd.Sum)
+        return factor * hvd.rank() + offset, float(total[0]), name
+
+    assert hvdlite.run(work, (2,), {"name": "x"}, np=3) == [(10, 6.0, "x"), (12, 6.0, "x"), (14, 6.0, "x")]
+    assert sorted(capsys.readouterr().out.splitlines()) == [f"[{rank}]<stdout>:working" for rank in range(3)]
+
+
+def test_the_first_ranks_exception_is_raised_with_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        import hvdlite as hvd
+        hvd.init()
+        if hvd.rank() == 1:
+            raise KeyError("bad batch")
+        hvd.barrier()
+
+    with pytest.raises(KeyError, match="bad batch") as caught:
+        hvdlite.run(fail, np=2)
+    assert isinstance(caught.value.__cause__, RankTraceback)
+    assert "on rank 1" in str(caught.value.__cause__) and 'raise KeyError("bad batch")' in str(caught.value.__cause__)
+    assert "rank 1 failed first: KeyError" in capsys.readouterr().err
+
+
+def test_an_exception_that_cannot_be_pickled() -> None:
+    def fail() -> None:
+        error = ValueError("held")
+        error.lock = __import__("threading").Lock()  # type: ignore[attr-defined]
+        raise error
+
+    with pytest.raises(RuntimeError, match="ValueError: held"):
+        hvdlite.run(fail)
+
+
+def test_a_killed_rank_is_named() -> None:
+    def die() -> None:
+        if os.environ["HVDLITE_RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(PeerLostError, match="rank 1 failed first: killed by signal 9") as caught:
+        hvdlite.run(die, np=2)
+    assert caught.value.rank == 1
+
+
+def test_what_cannot_be_started_or_makes_no_sense() -> None:
+    with pytest.raises(LaunchError, match="2 slots"):
+        hvdlite.run(len, ("x",), np=3, hosts="localhost:2")
+    for arguments in ({"hosts": "a", "hostfile": "b"}, {"use_gloo": True, "use_mpi": True}, {"min_np": 2}):
+        with pytest.raises(ValueError):
+            hvdlite.run(len, ("x",), **arguments)  # type: ignore[arg-type]
+
+
+def test_from_main_and_by_horovods_name(tmp_path: Path) -> None:
+    """Notebooks define functions in `__main__`."""
+    script = tmp_path / "main.py"
+    script.write_text("import hvdlite.horovod_compat, horovod\nclass Answer:\n    value = 42\n"
+                      "def work():\n    import os\n    return Answer.value + int(os.environ['HOROVOD_RANK'])\n"
+                      "if __name__ == '__main__':\n    print(horovod.run(work, num_proc=2))\n")
+    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=False)
+    assert ended.stdout == "[42, 43]\n", ended.stderr
+
+
+def test_the_job_ends_with_its_caller(tmp_path: Path) -> None:
+    script = ("import hvdlite, time\ndef work():\n    print('ready', flush=True)\n    time.sleep(1000)\n"
+              "hvdlite.run(work, np=2)")
+    caller = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True,
+                              env={**os.environ, "TMPDIR": str(tmp_path)})
+    assert caller.stdout is not None
+    while "ready" not in caller.stdout.readline():
+        pass
+    caller.kill()
+    caller.wait()
+    for _ in range(150):
+        if not marked_processes(f"TEST_JOB={tmp_path}".encode()) and not list(tmp_path.glob("hvdlite-*")):
+            return
+        signal.sigtimedwait([], 0.1)
+    raise AssertionError("ranks are left")
+
+
+def test_an_interrupt_ends_the_job_and_is_raised(tmp_path: Path) -> None:
+    script = ("import hvdlite, time\ndef work():\n    print('ready', flush=True)\n    time.sleep(1000)\n"
+              "try:\n    hvdlite.run(work, np=2)\nexcept KeyboardInterrupt:\n    print('interrupted')")
+    caller = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True,
+                              preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # a shell's `&` ignores it
+    assert caller.stdout is not None
+    while "ready" not in caller.stdout.readline():
+        pass
+    caller.send_signal(signal.SIGINT)
+    out, _ = caller.communicate(timeout=60)
+    assert caller.returncode == 0 and out.endswith("interrupted\n")
+
+
+def test_in_a_notebook() -> None:
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    cells = ["factor = 3\ndef train(x):\n    import hvdlite as hvd, numpy as np\n    hvd.init()\n"
+             "    print('on rank', hvd.rank())\n    return factor * int(hvd.allreduce(np.array(x), op=hvd.Sum))",
+             "import hvdlite\nhvdlite.run(train, (2,), np=2)", "hvdlite.init(); hvdlite.size()"]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    nbclient.NotebookClient(notebook, timeout=90, kernel_name="python3").execute()
+    _, called, alone = (cell.outputs for cell in notebook.cells)
+    assert called[-1]["data"]["text/plain"] == "[12, 12]" and alone[-1]["data"]["text/plain"] == "1"
+    assert "[1]<stdout>:on rank 1" in "".join(output.get("text", "") for output in called)
+
+
+def test_nothing_unsigned_is_unpickled(tmp_path: Path) -> None:
+    class Bomb:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return os.mkdir, (str(tmp_path / "exploded"),)
+
+    key = b"k" * 32
+    assert verified(sign(b"content", key, "task"), key, "task") == b"content"
+    bomb = cloudpickle.dumps(Bomb())
+    for content in (bomb, sign(bomb, b"other" * 8, "task"), sign(bomb, key, "result 0"), sign(bomb, key, "task")[:-1], b""):
+        (tmp_path / "task").write_bytes(content)
+        with pytest.raises(ProtocolError, match="not signed with the job's key"):
+            run_task.main({"HVDLITE_JOB_DIRECTORY": str(tmp_path), "HVDLITE_RANK": "0", "HVDLITE_SECRET": key.hex()})
+    assert not (tmp_path / "exploded").exists()

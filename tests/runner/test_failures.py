@@ -1,0 +1,52 @@
+"""Which failure is the cause of the others."""
+
+from __future__ import annotations
+
+from hvdlite.core.launch_contract import FailureRecord
+from hvdlite_runner.failures import Exit, root_cause
+
+
+def record(rank: int, origin: int, when: float) -> FailureRecord:
+    return FailureRecord(rank, origin, when, "ValueError", "boom", "Traceback:\n  here")
+
+
+def test_a_killed_rank_is_the_cause_although_another_exited_first() -> None:
+    cause = root_cause([Exit(0, 1), Exit(2, -9)], {0: record(0, 2, 5.0)})
+    assert cause is not None and cause.exit.rank == 2 and cause.exit.shell_code == 137
+    assert cause.describe() == ["rank 2 failed first: killed by signal 9 (SIGKILL)", "rank 0 ended as a consequence"]
+
+
+def test_a_rank_that_raised_is_the_cause_with_its_traceback() -> None:
+    cause = root_cause([Exit(0, 1), Exit(2, 1), Exit(1, 3)],
+                       {0: record(0, 1, 2.0), 1: record(1, 1, 1.0), 2: record(2, 1, 2.0)})
+    assert cause is not None and cause.exit.rank == 1 and cause.exit.shell_code == 3
+    assert cause.describe() == ["rank 1 failed first: ValueError: boom (exit code 3)", "Traceback:", "  here",
+                                "ranks 0, 2 ended as a consequence"]
+
+
+def test_blame_is_followed_to_its_end() -> None:
+    """Rank 0 only saw rank 1 go, which went because of rank 2."""
+    cause = root_cause([Exit(0, 1), Exit(1, 1), Exit(2, -9)], {0: record(0, 1, 2.0), 1: record(1, 2, 1.0)})
+    assert cause is not None and cause.exit.rank == 2 and cause.consequences == (0, 1)
+
+
+def test_ranks_that_blame_each_other_do_not_hang_the_report() -> None:
+    cause = root_cause([Exit(1, 1), Exit(0, 1)], {0: record(0, 1, 2.0), 1: record(1, 0, 2.0)})
+    assert cause is not None and cause.exit.rank == 1
+    cause = root_cause([Exit(1, 1), Exit(0, 1), Exit(2, 4)],
+                       {0: record(0, 1, 2.0), 1: record(1, 0, 2.0), 2: record(2, 2, 3.0)})
+    assert cause is not None and cause.exit.rank == 2
+
+
+def test_of_two_own_failures_the_earlier_wins() -> None:
+    cause = root_cause([Exit(0, 1), Exit(1, 1)], {0: record(0, 0, 2.0), 1: record(1, 1, 1.0)})
+    assert cause is not None and cause.exit.rank == 1
+
+
+def test_without_records_the_first_exit_wins_but_not_one_we_ended() -> None:
+    cause = root_cause([Exit(1, -15, ended_by_us=True), Exit(0, 7)], {})
+    assert cause is not None and cause.exit.rank == 0
+
+
+def test_nobody_failed() -> None:
+    assert root_cause([Exit(0, 0), Exit(1, 0)], {}) is None

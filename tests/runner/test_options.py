@@ -1,0 +1,98 @@
+"""hvdrun's command line, and the options of horovodrun."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdlite.core.config import Config
+from hvdlite.core.world import World
+from hvdlite_runner.cli import job_settings
+from hvdlite_runner.job import JobSettings
+from hvdlite_runner.options import parser
+
+PATH = f"/usr/bin:/bin:{Path(sys.executable).parent}"
+HOROVODRUN = """--disable-cache --start-timeout 9 --network-interfaces eth0,eth1 --network-interface eth0 --output-filename d
+--verbose --config-file /dev/null -p 22 -i key --fusion-threshold-mb 1 --cycle-time-ms 1 --cache-capacity 1
+--hierarchical-allreduce --no-hierarchical-allgather --torus-allreduce --no-torus-allreduce --autotune --no-autotune
+--autotune-log-file f --autotune-warmup-samples 1 --autotune-steps-per-sample 2 --autotune-bayes-opt-max-samples 3
+--autotune-gaussian-process-noise 0.5 --min-np 1 --min-num-proc 1 --max-np 2 --max-num-proc 2 --slots-per-host 1
+--elastic-timeout 9 --reset-limit 3 --blacklist-cooldown-range 1 9 --timeline-filename t --timeline-mark-cycles
+--no-timeline-mark-cycles --stall-check --no-stall-check --stall-check-warning-time-seconds 1
+--stall-check-shutdown-time-seconds 2 --mpi-threads-disable --no-mpi-threads-disable --mpi-args x --tcp --binding-args x
+--num-nccl-streams 1 --thread-affinity 0 --gloo-timeout-seconds 30 --log-level TRACE --log-with-timestamp
+--log-without-timestamp --log-hide-timestamp --no-log-hide-timestamp -prefix-timestamp --prefix-output-with-timestamp
+--gloo --jsrun"""
+
+
+def parsed(*arguments: str) -> JobSettings:
+    return job_settings(parser().parse_args(arguments), {"PATH": PATH, "OMP_NUM_THREADS": "1"})
+
+
+def worlds(settings: JobSettings) -> list[World]:
+    return [world for group in settings.hosts for world in group.worlds]
+
+
+def test_the_command_line() -> None:
+    settings = parsed("-np", "3", "-H", "localhost:4", "--start-timeout", "9", "--stall-check-warning-time-seconds", "5",
+                      "--log-level", "debug", "--fusion-threshold-mb", "0", "--bind", "--no-prefix",
+                      "sh", "-c", "true", "-np", "7")
+    assert worlds(settings) == [World(rank, 3, rank, 3) for rank in range(3)]
+    assert settings.command == ["sh", "-c", "true", "-np", "7"]  # what follows the command is the command's
+    assert settings.bind and not settings.prefix
+    assert settings.environment == {
+        "HVDLITE_START_TIMEOUT": "9", "HVDLITE_STALL_CHECK_TIME_SECONDS": "5", "HVDLITE_LOG_LEVEL": "debug",
+        "HVDLITE_FUSION_THRESHOLD": "0M"}
+
+
+def test_the_number_of_ranks_follows_from_the_slots() -> None:
+    assert len(worlds(parsed("-H", "localhost:4", "sh"))) == 4
+
+
+def test_every_knob_has_a_flag() -> None:
+    helped = parser().format_help()
+    for field in dataclasses.fields(Config):
+        assert re.search(rf"--{field.name.replace('_', '-')}\s", helped), field.name
+
+
+def test_horovods_flags_that_mean_nothing_are_accepted_and_explained() -> None:
+    settings = parsed("-np", "2", "--cycle-time-ms", "3", "--hierarchical-allreduce", "--min-np", "1", "sh")
+    assert settings.command == ["sh"]
+    assert settings.notice.splitlines() == [
+        "--cycle-time-ms does nothing here: hvdlite does not work in cycles",
+        "--hierarchical-allreduce does nothing here: the plane chooses the algorithm",
+        "--min-np does nothing here: elastic training is not implemented"]
+
+
+def test_every_option_of_horovodrun_is_taken() -> None:
+    options = parser().parse_args(["-np", "2", "-H", "localhost:2", *HOROVODRUN.split(), "sh"])
+    notice = job_settings(options, {"PATH": PATH}).notice
+    assert options.command == ["sh"] and "--blacklist-cooldown-range does nothing here" in notice
+    assert "--mpi-args does nothing without --mpi" in notice
+    for other in (["-hostfile", "f"], ["--hostfile", "f"], ["--host-discovery-script", "f"], ["--mpi"], ["-cb"],
+                  ["--check-build"], ["--num-proc", "3"]):
+        parser().parse_args([*other, "sh"])
+
+
+def test_horovods_other_names_of_knobs() -> None:
+    settings = parsed("-np", "2", "--timeline-filename", "t.json", "--no-stall-check", "--autotune",
+                      "--autotune-log-file", "a.csv", "--autotune-bayes-opt-max-samples", "7",
+                      "--timeline-mark-cycles", "--horovod-compat", "sh")
+    given = settings.environment
+    assert given["HVDLITE_TIMELINE"] == os.path.abspath("t.json") and given["HVDLITE_STALL_CHECK_TIME_SECONDS"] == "0"
+    assert given["HVDLITE_AUTOTUNE"] == "1" and given["HVDLITE_AUTOTUNE_MAX_SAMPLES"] == "7"
+    assert given["HVDLITE_AUTOTUNE_LOG_FILE"] == os.path.abspath("a.csv") and given["HVDLITE_TIMELINE_MARK_CYCLES"] == "1"
+    assert given["PYTHONPATH"].split(os.pathsep)[0].endswith("hvdlite/horovod_compat/path")
+
+
+def test_an_option_that_does_not_exist_is_told_with_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
+    for given, told in (("--fusion-treshold", "did you mean --fusion-threshold?"), ("--qqqqqqqq", "see hvdrun --help")):
+        with pytest.raises(SystemExit) as ended:
+            parser().parse_args(["-np", "2", f"{given}=3", "sh"])
+        assert ended.value.code == 2 and told in capsys.readouterr().err
+    assert parser().parse_args(["-n", "2", "sh"]).np == 2

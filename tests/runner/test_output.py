@@ -1,0 +1,81 @@
+"""What the console makes of ranks' output: lines, prefixes, folding."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvdlite_runner.output import Console
+
+
+class Screen:
+    """Collects what the console writes."""
+
+    def __init__(self, **console: object) -> None:
+        self.text = ""
+        self.console = Console(self._write, lambda ranks, name: f"[{ranks}]<{name}>:", **console)
+
+    def _write(self, name: str, text: str) -> None:
+        self.text += text
+
+
+def test_lines_are_prefixed_and_never_torn() -> None:
+    screen = Screen()
+    screen.console.feed(0, "stdout", b"hel")
+    screen.console.feed(1, "stderr", b"other\n")
+    screen.console.feed(0, "stdout", b"lo\nworld\nend")
+    screen.console.finish()
+    assert screen.text == "[1]<stderr>:other\n[0]<stdout>:hello\n[0]<stdout>:world\n[0]<stdout>:end\n"
+
+
+def test_identical_lines_of_several_ranks_become_one_in_the_order_of_each_rank() -> None:
+    now = [0.0]
+    screen = Screen(fold=3, clock=lambda: now[0])
+    for rank in (0, 2, 1):
+        screen.console.feed(rank, "stdout", b"hello\n")
+    assert screen.text == "[0-2]<stdout>:hello (x3)\n", "all have said it: nothing to wait for"
+    screen.text = ""
+    screen.console.feed(0, "stdout", b"a\nb\na\n")
+    screen.console.feed(2, "stdout", b"b\na\n")
+    screen.console.feed(0, "stderr", b"a\n")
+    assert screen.text == "" and screen.console.flush_due() == pytest.approx(0.3)
+    now[0] = 1.0
+    assert screen.console.flush_due() is None
+    assert screen.text == "[0]<stdout>:a\n[0,2]<stdout>:b (x2)\n[0,2]<stdout>:a (x2)\n[0]<stderr>:a\n"
+    screen.console.feed(1, "stdout", b"late\n")
+    screen.console.note("hvdrun: over")
+    assert screen.text.endswith("[1]<stdout>:late\nhvdrun: over\n")
+
+
+def test_what_is_not_shown_can_be_revealed() -> None:
+    screen = Screen(shown=lambda rank, name: rank == 0)
+    screen.console.feed(0, "stdout", b"zero\n")
+    screen.console.feed(1, "stderr", b"".join(b"line %d\n" % line for line in range(100)))
+    assert screen.text == "[0]<stdout>:zero\n"
+    screen.console.reveal(1)
+    screen.console.reveal(1)
+    assert screen.text.splitlines()[1:] == [f"[1]<stderr>:line {line}" for line in range(60, 100)]
+
+
+def test_characters_split_between_reads_survive_and_broken_ones_do_not_stop_us() -> None:
+    screen = Screen()
+    for byte in "é€\n".encode():
+        screen.console.feed(0, "stdout", bytes([byte]))
+    screen.console.feed(0, "stdout", b"\xff\n")
+    assert screen.text == "[0]<stdout>:é€\n[0]<stdout>:�\n"
+
+
+def test_a_progress_bar_is_overwritten_in_place_by_its_own_rank_only() -> None:
+    screen = Screen()
+    screen.console.feed(0, "stderr", b"\r 10%\r 20%\r")
+    screen.console.feed(0, "stderr", b" 30%\r")
+    screen.console.feed(1, "stdout", b"between\n")
+    screen.console.feed(0, "stderr", b" 40%\n")
+    assert screen.text == ("[0]<stderr>: 10%\r[0]<stderr>: 20%\r\n[1]<stdout>:between\n"
+                           "[0]<stderr>: 30%\r[0]<stderr>: 40%\n")
+
+
+def test_windows_line_ends_are_line_ends() -> None:
+    screen = Screen()
+    screen.console.feed(0, "stdout", b"a\r")
+    screen.console.feed(0, "stdout", b"\nb\r\n")
+    assert screen.text == "[0]<stdout>:a\n[0]<stdout>:b\n"

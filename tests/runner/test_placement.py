@@ -1,0 +1,46 @@
+"""Hosts, host files, and which rank is placed where."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from hvdlite.core.errors import LaunchError
+from hvdlite.core.world import World
+from hvdlite_runner.placement import Host, assign_ranks, cores_for, parse_hostfile, parse_hosts, rename_local_hosts
+
+
+def test_hosts() -> None:
+    assert parse_hosts("a:2, b,[::1]:3,me@c:4,a:1") == [Host("a", 3), Host("b"), Host("::1", 3), Host("me@c", 4)]
+    assert Host("me@c").address == "c"
+    for text in ("", "a:0", "a:x", ":2", "fd00::2", "-oProxyCommand=x:1", "a b"):
+        with pytest.raises(LaunchError):
+            parse_hosts(text)
+    here = {"one", "localhost"}
+    assert rename_local_hosts(parse_hosts("one:2,b,localhost:1"), here.__contains__) == [Host("localhost", 3), Host("b")]
+
+
+def test_a_hostfile_in_everybodys_format() -> None:
+    text = "# ours\na slots=2  # two\n\nb:3\nc\nfd00::2 slots=4 max_slots=8\na\n"
+    assert parse_hostfile(text, "f") == [Host("a", 3), Host("b", 3), Host("c"), Host("fd00::2", 4)]
+    for text, told in (("a\nb slots=x", "f, line 2"), ("a cpu=2", "'cpu=2' is not slots=N"), ("# none", "names no host")):
+        with pytest.raises(LaunchError, match=re.escape(told)):
+            parse_hostfile(text, "f")
+
+
+def test_ranks_are_placed_by_slots_and_know_their_place_on_uneven_hosts() -> None:
+    groups = assign_ranks(5, parse_hosts("a:1,b:3,c:4"))
+    assert [(group.host.name, group.ranks) for group in groups] == [("a", (0,)), ("b", (1, 2, 3)), ("c", (4,))]
+    assert [world for group in groups for world in group.worlds] == [
+        World(0, 5, 0, 1, 0, 3), World(1, 5, 0, 3, 1, 3), World(2, 5, 1, 3, 0, 1), World(3, 5, 2, 3, 0, 1),
+        World(4, 5, 0, 1, 2, 3)]
+    assert len(assign_ranks(None, parse_hosts("a:2,b:2"))[1].worlds) == 2
+    assert [group.host.name for group in assign_ranks(2, parse_hosts("a:2,b:2"))] == ["a"]
+    with pytest.raises(LaunchError, match="-np 9 is more than the 8 slots of a:1,b:3,c:4"):
+        assign_ranks(9, parse_hosts("a:1,b:3,c:4"))
+
+
+def test_cores_are_shared_evenly_or_taken_in_turn() -> None:
+    assert [cores_for(rank, 2, [0, 1, 2, 3, 4]) for rank in range(2)] == [[0, 1], [2, 3]]
+    assert [cores_for(rank, 3, [4, 5]) for rank in range(3)] == [[4], [5], [4]]

@@ -1,0 +1,48 @@
+"""A rank's environment and command."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdlite.core.world import World
+from hvdlite_runner.commands import CommandError, rank_environment, resolve_command
+
+PATH = f"/usr/bin:/bin:{Path(sys.executable).parent}"
+
+
+def test_a_ranks_environment() -> None:
+    environment = rank_environment(World(1, 2, 1, 2), "/job", {"HOME": "/h", "HVDLITE_RANK": "9", "HVDLITE_SECRET": "old",
+                                                               "HOROVOD_SIZE": "7", "HVDLITE_LOG_LEVEL": "info"},
+                                   {"OMP_NUM_THREADS": "1"})
+    assert environment == {
+        "HOME": "/h", "HVDLITE_LOG_LEVEL": "info", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
+        "HVDLITE_JOB_DIRECTORY": "/job",
+        **{f"{family}_{name}": value for family in ("HVDLITE", "HOROVOD")
+           for name, value in (("RANK", "1"), ("SIZE", "2"), ("LOCAL_RANK", "1"), ("LOCAL_SIZE", "2"),
+                               ("CROSS_RANK", "0"), ("CROSS_SIZE", "1"))},
+    }
+
+
+def test_commands_that_cannot_start_say_what_to_type(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("pass")
+    for command, code, told in ((["no-such-thing"], 127, "no such command"),
+                                ([str(tmp_path)], 126, "is a directory"),
+                                (["python3", "missing.py"], 127, "missing.py")):
+        with pytest.raises(CommandError, match=told) as caught:
+            resolve_command(command, PATH)
+        assert caught.value.code == code and "\n" not in str(caught.value)
+
+
+def test_an_executable_script_is_run_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").write_text("#!/usr/bin/env python3")
+    (tmp_path / "train.py").chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    assert resolve_command(["train.py", "--fast"], PATH) == ["./train.py", "--fast"]
+    assert resolve_command(["./train.py"], PATH) == ["./train.py"]
+    assert resolve_command(["sh", "-c", "true"], PATH) == ["sh", "-c", "true"]
+    (tmp_path / "plain.py").write_text("")
+    assert resolve_command(["plain.py", "--fast"], PATH) == [sys.executable, "plain.py", "--fast"]
