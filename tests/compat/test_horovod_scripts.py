@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.tf.support import ENVIRONMENT, imported
-from tests.worlds import HVDRUN, ROOT, TORCH, processes
+from tests.worlds import HVDRUN, PYTHON_PATH, ROOT, TORCH, processes
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.slow
@@ -35,7 +35,7 @@ def epochs(printed: str) -> list[float]:
 def test_training_under_hvdrun() -> None:
     result = subprocess.run([*HVDRUN, "-np", "2", "--horovod-compat", "--no-prefix", sys.executable,
                              str(PROGRAMS / "training.py")],
-                            capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)})
+                            capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": PYTHON_PATH})
     assert result.returncode == 0 and result.stdout.count("done") == 2, result.stdout + result.stderr
     assert len(epochs(result.stdout)) == 3
 
