@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from hvdlite import gpu_arrays
 from hvdlite.api import member_names, rank, reduce_op, runtime, set_id, transfer_name
 from hvdlite.core.array import Array
 from hvdlite.core.device import AnyArray, DeviceArray
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.handoff.handle import Handle, Handles
+from hvdlite.runtime import gpu_arrays
 
 
 def allreduce_async(array: ArrayLike, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None,
@@ -339,20 +339,20 @@ def _contiguous(array: ArrayLike) -> Array:
 def _given(array: ArrayLike, name: str | None, collective: Collective, op: ReduceOp | None = None) -> AnyArray:
     """Return what a collective reads, as the runtime takes it."""
     if gpu_arrays.is_on_gpu(array):
-        return gpu_arrays.lend(array, name or collective.name.lower(), runtime().devices, collective, op)
+        return gpu_arrays.wrap(array, name or collective.name.lower(), runtime().devices, collective, op)
     return _contiguous(array)
 
 
 def _own(array: Array, name: str | None, collective: Collective, op: ReduceOp | None = None) -> AnyArray:
     """Return what a collective reads and writes."""
     if gpu_arrays.is_on_gpu(array):
-        return gpu_arrays.lend(array, name or collective.name.lower(), runtime().devices, collective, op, in_place=True)
+        return gpu_arrays.wrap(array, name or collective.name.lower(), runtime().devices, collective, op, in_place=True)
     return array
 
 
 def _room(source: AnyArray) -> AnyArray:
     """Return memory for a result like `source`."""
-    return gpu_arrays.room(source) if type(source) is DeviceArray else np.empty_like(source)
+    return gpu_arrays.empty_like(source) if type(source) is DeviceArray else np.empty_like(source)
 
 
 def _in_flight(handle: Handle, source: AnyArray) -> Handle:

@@ -83,8 +83,8 @@ def _in_foreign_strategy() -> bool:
         return False
     import tensorflow as tf
 
-    from hvdlite_tf.keras.scope import Mirrored
-    return tf.distribute.has_strategy() and not isinstance(tf.distribute.get_strategy(), Mirrored)
+    from hvdlite_tf.keras.scope import BaseStrategy
+    return tf.distribute.has_strategy() and not isinstance(tf.distribute.get_strategy(), BaseStrategy)
 
 
 def collective_name(layer: str) -> str:

@@ -15,7 +15,7 @@ from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.scopes import Scopes
 from hvdlite.training.shards import CurrentBatch
-from hvdlite.training.strategies import Launching, reduction
+from hvdlite.training.strategies import LaunchableStrategy, parse_reduce_op
 from hvdlite_torch.compression import Compression, Compressor
 from hvdlite_torch.distributed_loader import DistributedLoader
 from hvdlite_torch.replica_group import TorchReplicaGroup
@@ -26,7 +26,7 @@ _scopes: Scopes[ScopeRegistry] = Scopes(
     {torch.nn.Module: ScopeRegistry.add_module, torch.optim.Optimizer: ScopeRegistry.add_optimizer}, "MirroredStrategy")
 
 
-class MirroredStrategy(Launching):
+class MirroredStrategy(LaunchableStrategy):
     """One replica of the model per rank, in step: `with strategy.scope():` around what makes modules and optimizers.
 
     Optimizers that are made in the scope average their gradients over the ranks (see `DistributedOptimizer`). Parameters,
@@ -152,7 +152,7 @@ class MirroredStrategy(Launching):
         Raises:
             ValueError: for another op, and for an axis with an op other than SUM and MEAN.
         """
-        operation = reduction(op)
+        operation = parse_reduce_op(op)
         if axis is not None and operation not in (ReduceOp.SUM, ReduceOp.AVERAGE):
             raise ValueError(f"reduce over an axis is for SUM and MEAN, not {operation.name}")
         return mapped(value, lambda leaf: self._reduced(operation, leaf, axis))

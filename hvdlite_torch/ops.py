@@ -16,7 +16,14 @@ from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite_torch import collectives, cuda
-from hvdlite_torch.collectives import TorchHandle, carried, contiguous_like, lent, mark_written, written
+from hvdlite_torch.collectives import (
+    TorchHandle,
+    as_runtime_array,
+    contiguous_like,
+    copy_back,
+    mark_written,
+    to_transportable,
+)
 from hvdlite_torch.compression import Compression, Compressor
 from hvdlite_torch.derivatives import (
     AllgatherCall,
@@ -196,8 +203,8 @@ def grouped_allgather_async(tensors: Sequence[torch.Tensor], name: str | None = 
     """Like `grouped_allgather`, returning one handle at once; not differentiable."""
     base = _name("grouped_allgather", name, process_set)
     members = api.member_names(base, len(tensors))
-    return collectives.many([collectives.allgather(tensor, member, process_set)
-                             for tensor, member in zip(tensors, members, strict=True)])
+    return collectives.join_handles([collectives.allgather(tensor, member, process_set)
+                                     for tensor, member in zip(tensors, members, strict=True)])
 
 
 def grouped_allgather(tensors: Sequence[torch.Tensor], name: str | None = None,
@@ -243,8 +250,9 @@ def grouped_reducescatter_async(tensors: Sequence[torch.Tensor], name: str | Non
                                 postscale_factor: float = 1.0) -> TorchHandle:
     """Like `grouped_reducescatter`, returning one handle at once; not differentiable."""
     base = _name("grouped_reducescatter", name, process_set)
-    return collectives.many([collectives.reducescatter(tensor, member, op, prescale_factor, postscale_factor, process_set)
-                             for tensor, member in zip(tensors, api.member_names(base, len(tensors)), strict=True)])
+    return collectives.join_handles([collectives.reducescatter(tensor, member, op, prescale_factor, postscale_factor,
+                                                               process_set)
+                                     for tensor, member in zip(tensors, api.member_names(base, len(tensors)), strict=True)])
 
 
 def grouped_reducescatter(tensors: Sequence[torch.Tensor], name: str | None = None,
@@ -290,9 +298,10 @@ def reduce(tensor: torch.Tensor, root_rank: int, name: str | None = None, op: Re
            process_set: ProcessSet = global_process_set) -> torch.Tensor | None:
     """Like `allreduce`, but only rank `root_rank` gets the result; the others get None. Not differentiable."""
     name = _name("reduce", name, process_set)
-    source = carried(tensor, name, Collective.REDUCE, op)
+    source = to_transportable(tensor, name, Collective.REDUCE, op)
     target = torch.empty_like(source) if api.rank() == root_rank else None
-    cuda.wait(api.runtime().reduce(name, lent(source, name), None if target is None else lent(target, name), root_rank, op,
+    cuda.wait(api.runtime().reduce(name, as_runtime_array(source, name),
+                                   None if target is None else as_runtime_array(target, name), root_rank, op,
                                    process_set=api.set_id(process_set)))
     return None if target is None else target.to(tensor.device)
 
@@ -301,8 +310,9 @@ def gather(tensor: torch.Tensor, root_rank: int, name: str | None = None,
            process_set: ProcessSet = global_process_set) -> torch.Tensor | None:
     """Like `allgather`, but only rank `root_rank` gets the result; the others get None. Not differentiable."""
     name = _name("gather", name, process_set)
-    source = carried(tensor, name, Collective.GATHER)
-    array = cuda.wait(api.runtime().gather(name, lent(source, name), root_rank, process_set=api.set_id(process_set)))
+    source = to_transportable(tensor, name, Collective.GATHER)
+    array = cuda.wait(api.runtime().gather(name, as_runtime_array(source, name), root_rank,
+                                           process_set=api.set_id(process_set)))
     return None if array is None else as_tensor(array).to(tensor.device)
 
 
@@ -313,8 +323,9 @@ def scatter(tensor: torch.Tensor, root_rank: int, name: str | None = None,
     Rows are cut as by `reducescatter`. Not differentiable.
     """
     name = _name("scatter", name, process_set)
-    source = carried(tensor, name, Collective.SCATTER)
-    array = cuda.wait(api.runtime().scatter(name, lent(source, name), root_rank, process_set=api.set_id(process_set)))
+    source = to_transportable(tensor, name, Collective.SCATTER)
+    array = cuda.wait(api.runtime().scatter(name, as_runtime_array(source, name), root_rank,
+                                            process_set=api.set_id(process_set)))
     return as_tensor(array).to(tensor.device)
 
 
@@ -352,8 +363,8 @@ def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None, pro
 def send_async(tensor: torch.Tensor, dst: int, name: str | None = None) -> TorchHandle:
     """Like `send`, returning a handle at once; `tensor` must not be written until it is done."""
     name = api.transfer_name("torch", name, api.rank(), dst)
-    source = carried(tensor, name, Collective.SEND)
-    return TorchHandle(api.runtime().send(name, lent(source, name), dst), lambda _: None)
+    source = to_transportable(tensor, name, Collective.SEND)
+    return TorchHandle(api.runtime().send(name, as_runtime_array(source, name), dst), lambda _: None)
 
 
 def send(tensor: torch.Tensor, dst: int, name: str | None = None) -> None:
@@ -364,9 +375,9 @@ def send(tensor: torch.Tensor, dst: int, name: str | None = None) -> None:
 def recv_async(tensor: torch.Tensor, src: int, name: str | None = None) -> TorchHandle:
     """Like `recv`, returning a handle at once; `tensor` must not be used until it is done."""
     name = api.transfer_name("torch", name, src, api.rank())
-    target = carried(contiguous_like(tensor), name, Collective.SEND)
+    target = to_transportable(contiguous_like(tensor), name, Collective.SEND)
     mark_written(tensor)
-    return TorchHandle(api.runtime().receive(name, lent(target, name), src), lambda _: written(tensor, target))
+    return TorchHandle(api.runtime().receive(name, as_runtime_array(target, name), src), lambda _: copy_back(tensor, target))
 
 
 def recv(tensor: torch.Tensor, src: int, name: str | None = None) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What is made in a strategy's scope: modules are remembered, optimizers are distributed, and both are mirrored."""
+"""The objects made in a strategy's scope: modules are remembered, optimizers are distributed, and both are mirrored."""
 
 from __future__ import annotations
 

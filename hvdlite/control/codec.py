@@ -13,7 +13,7 @@ from hvdlite.negotiation.messages import Decision, DirectMessages, HostReport, M
 
 
 class RankInfo(Message, frozen=True, kw_only=True):
-    """What a rank says of itself once its connection is authentic."""
+    """A rank's description of itself, sent when its connection is authenticated."""
 
     rank: int
     size: int

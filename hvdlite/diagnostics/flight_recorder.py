@@ -17,7 +17,7 @@ from hvdlite.negotiation.messages import BucketReady, ReportItem, Request, Respo
 
 GPU_PLANE: Final = "NCCL"
 REMEMBERED: Final = 2048
-"""How many events a rank remembers."""
+"""Number of events that a rank keeps."""
 
 _What = tuple[float, Sequence[str], str, object]
 
@@ -56,7 +56,7 @@ class FlightRecorder:
 
     @property
     def untold(self) -> int:
-        """How many events `take_trace` would return."""
+        """Number of events that `take_trace` would return."""
         return len(self._trace)
 
     def take_trace(self) -> tuple[TraceEvent, ...]:

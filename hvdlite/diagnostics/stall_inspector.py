@@ -26,13 +26,13 @@ from hvdlite.negotiation.stalls import Stall
 _log = logging.getLogger("hvdlite")
 
 ANSWER_SECONDS: Final = 2.0
-"""How long a rank gets to answer."""
+"""Seconds that a rank has to answer."""
 DEADLOCK_SECONDS: Final = 1.0
-"""How long ranks have to wait for each other in a circle before that ends the job."""
+"""Seconds that ranks wait for each other in a circle before the job ends."""
 LEADER_SECONDS: Final = 5.0
-"""How much longer a rank waits for its leader than that does for rank 0: so it hears that rank 0 is silent, if it is."""
+"""Seconds that a rank waits for its leader longer than the leader waits for rank 0, so that the leader can blame rank 0."""
 LOOKS: Final = 4
-"""How often one looks during the shortest of the times."""
+"""Checks during the shortest of the times."""
 
 
 class ProcessProbe(Protocol):
@@ -54,7 +54,7 @@ class Times:
 
     @property
     def look(self) -> float:
-        """How long to wait before looking for the first time; infinite when everything is off."""
+        """Seconds before the first check; infinite when everything is off."""
         return min((time for time in (self.stall, self.shutdown, self.silence) if time > 0), default=math.inf)
 
 

@@ -66,8 +66,7 @@ class ParticipateWithoutData:
 
 
 Instruction = ParticipateWithoutData | Layout | BucketRelease | SplitBucket | SuspendLayout | EvictLayout | Response
-"""What a rank does: help although it has joined, set up a learned layout, reduce a bucket, split one, suspend or give up a
-layout, or carry out a response. The answer to a join ends all suspensions."""
+"""A step of a rank that follows from a decision. The response to a join ends all suspensions."""
 
 
 class Controller:

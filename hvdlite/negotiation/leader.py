@@ -51,7 +51,7 @@ from hvdlite.negotiation.messages import (
 from hvdlite.negotiation.process_sets import ProcessSetTable
 
 HostReportItem = RankReport | MergedRequests | BucketReady | RoundDone
-"""What goes up."""
+"""An item of a host report."""
 CHANGES_SETS: Final = frozenset({Collective.JOIN, Collective.ADD_PROCESS_SET, Collective.REMOVE_PROCESS_SET})
 """Requests after which other ranks take part than before."""
 

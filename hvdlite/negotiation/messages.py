@@ -56,7 +56,7 @@ class Request(Message, frozen=True, tag=1):
 
     @property
     def key(self) -> Key:
-        """What must be equal for requests to meet: a rank that lacks a member may be a round ahead with it."""
+        """The key by which requests of different ranks meet: a rank that lacks a member may be a round ahead with it."""
         return self.process_set_id, self.name, self.round_id
 
 
@@ -102,7 +102,7 @@ class Retired(Message, frozen=True, tag=6):
 
 
 ReportItem = Request | BucketReady | RoundDone | LayoutStale | Retired
-"""What a rank says about tensors. The tags (positive integers) are what tells them apart on the wire."""
+"""An item of a report, about tensors. Tags (positive integers) distinguish the types on the wire."""
 
 
 class FailureNotice(Message, frozen=True):
@@ -183,7 +183,7 @@ class Report(Message, frozen=True, kw_only=True):
 
 
 class RankReport(Message, frozen=True, tag=5):
-    """What one rank of a host said, and not all of them alike; its leader passes it on."""
+    """A report of one rank of a host that differs from the other ranks' reports; the leader passes it on."""
 
     rank: int
     report: Report
@@ -207,7 +207,7 @@ class HostReport(Message, frozen=True, kw_only=True):
 
 
 class ErrorKind(enum.IntEnum):
-    """Which error a refused tensor raises."""
+    """The error that a refused tensor raises."""
 
     NONE = 0
     MISMATCH = 1

@@ -12,7 +12,7 @@ from hvdlite.launch.run_function import run
 _OPS = {"SUM": ReduceOp.SUM, "MEAN": ReduceOp.AVERAGE}
 
 
-class Launching:
+class LaunchableStrategy:
     """Base of strategies.
 
     Args:
@@ -41,7 +41,7 @@ class Launching:
         return run(main, args, kwargs, np=self.devices)[0]
 
 
-def reduction(op: Any) -> ReduceOp:
+def parse_reduce_op(op: Any) -> ReduceOp:
     """Return the reduction that a strategy's `reduce` is asked for: "SUM" or "MEAN" in any case, or a `ReduceOp`.
 
     Raises:

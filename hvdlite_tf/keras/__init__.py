@@ -29,9 +29,9 @@ __all__ = [
 __all__ += frontend.__all__
 
 if _keras.backend.backend() == "tensorflow":
-    from hvdlite_tf.keras.tf_mirrored import MirroredStrategy
+    from hvdlite_tf.keras.tf_strategy import MirroredStrategy
 else:
-    from hvdlite_tf.keras.mirrored import MirroredStrategy  # type: ignore[assignment]
+    from hvdlite_tf.keras.strategy import MirroredStrategy  # type: ignore[assignment]
 
 _install()
 _install_sync_batch_norm()

@@ -11,8 +11,8 @@ import numpy as np
 from hvdlite import api
 from hvdlite.core.types import ReduceOp
 from hvdlite_tf.keras.broadcast import broadcast_variables
-from hvdlite_tf.keras.replicas import optimizers_of
 from hvdlite_tf.keras.stopping import StopTogetherCallback, refuse_uneven_steps
+from hvdlite_tf.keras.variable_mirror import optimizers_of
 
 __all__ = ["BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "LearningRateScheduleCallback",
            "LearningRateWarmupCallback", "MetricAverageCallback", "StopTogetherCallback"]

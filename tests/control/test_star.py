@@ -15,9 +15,10 @@ from hvdlite.control.wire import Connection
 from hvdlite.negotiation.messages import Decision, DirectMessage, DirectMessages, FailureNotice, Message, OobMessage, Report
 
 
-def pair() -> tuple[StarControl, Connection]:
+def pair(ours: socket.socket | None = None, theirs: socket.socket | None = None) -> tuple[StarControl, Connection]:
     """Return rank 1's control plane and the connection that rank 0 holds."""
-    ours, theirs = socket.socketpair()
+    if ours is None or theirs is None:
+        ours, theirs = socket.socketpair()
     doorbells = {0: Doorbell(), 1: Doorbell()}
     control = StarControl(1, {0: Connection(ours)}, doorbells, {}, heartbeat_timeout=60)
     far = Connection(theirs)
@@ -54,8 +55,9 @@ def test_a_message_out_of_place_is_a_fault_of_its_sender() -> None:
 
 
 def test_a_forked_childs_copy_can_be_forgotten_without_ending_the_connection() -> None:
-    control, far = pair()
-    copy = Connection(control._connections[0].socket.dup())
+    ours, theirs = socket.socketpair()
+    copy = Connection(ours.dup())
+    control, far = pair(ours, theirs)
     copy.forget()
     far.send(Decision(epoch=0, sequence=1))
     assert control.wait(5.0) == [DecisionReceived(Decision(epoch=0, sequence=1))]

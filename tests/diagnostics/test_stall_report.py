@@ -16,7 +16,7 @@ from hvdlite.diagnostics.stall_report import RankState, StallReport, first_diffe
 from hvdlite.negotiation.messages import RankStatus
 from hvdlite.negotiation.stalls import Stall
 from tests.diagnostics.programs import stall_report as programs
-from tests.worlds import HVDRUN, ROOT, Processes, processes
+from tests.worlds import HVDRUN, PYTHON_PATH, ROOT, Processes, processes
 
 
 def status(*recent: str, first_number: int = 1, waiting: tuple[str, ...] = ()) -> RankStatus:
@@ -129,8 +129,7 @@ def test_a_stall_ends_the_job_with_the_report_as_the_error() -> None:
 
 def test_a_signal_asks_for_a_report() -> None:
     with Processes(2, programs.a_signal_asks_for_a_report, environment={"HVDLITE_REPORT_SIGNAL": "usr2"}) as world:
-        world.wait_for(1, "ready")
-        world.wait_for(0, "ready")
+        world.wait_for_all("ready")
         time.sleep(0.5)
         world.kill(1, signal.SIGUSR2)
         world.wait_for(0, "rank 1 never submitted 'x': it is in a_signal_asks_for_a_report(), stall_report.py:",
@@ -140,7 +139,7 @@ def test_a_signal_asks_for_a_report() -> None:
 
 def test_hvdrun_reports_on_a_running_job(tmp_path: Path) -> None:
     script = Path(__file__).parent / "programs/stuck_script.py"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": PYTHON_PATH}
     job = subprocess.Popen([*HVDRUN, "-np", "2", "--no-prefix", sys.executable, str(script), str(tmp_path / "stick")],
                            stdout=subprocess.PIPE, text=True, env=environment)
     try:
