@@ -76,7 +76,7 @@ class BlockedRanks:
         Args:
             certain: leave out ranks with other threads, one of which might let others go on.
         """
-        stuck = self._stuck(entirely=certain)
+        stuck = self._stuck(all_threads=certain)
         if not stuck:
             return stuck, ""
         lines = [f"  rank {rank} waits for {_told(wait)}, which {named_ranks(sorted(self._missing(rank, wait) or ()))} "
@@ -89,13 +89,13 @@ class BlockedRanks:
     def __bool__(self) -> bool:
         return bool(self._blocked)
 
-    def _stuck(self, *, entirely: bool = False) -> frozenset[int]:
+    def _stuck(self, *, all_threads: bool = False) -> frozenset[int]:
         needs: dict[int, list[Collection[int]]] = {}
         for rank, blocked in list(self._blocked.items()):
             missing = [self._missing(rank, wait) for wait in blocked.waits]
             if not missing or any(needed is None for needed in missing):
                 del self._blocked[rank]  # it goes on
-            elif blocked.entirely or not entirely:
+            elif blocked.all_threads or not all_threads:
                 needs[rank] = [needed for needed in missing if needed is not None]
         return stuck_ranks(needs)
 

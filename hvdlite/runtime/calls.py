@@ -21,7 +21,7 @@ from hvdlite.diagnostics.progress import Progress
 from hvdlite.handoff.entry import Entry
 from hvdlite.handoff.handle import Handle, Handles, Sleepers
 from hvdlite.negotiation.messages import Request
-from hvdlite.negotiation.process_sets import pair
+from hvdlite.negotiation.process_sets import pair_set_id
 
 
 class Calls:
@@ -265,7 +265,7 @@ class Calls:
                                    f"0..{self.world.size - 1}, not with {other}")
         request = self._request(name, Collective.SEND, _checked(name, array), array.shape, root_rank=sender,
                                 payload=None if output is array else self._payload(array),
-                                process_set=pair(sender, receiver, self.world.size), device=device_of(array))
+                                process_set=pair_set_id(sender, receiver, self.world.size), device=device_of(array))
         return self._submit(Entry(request, [array], [output], output, self._sleepers))
 
     def barrier(self, name: str, *, process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:

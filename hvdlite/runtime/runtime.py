@@ -109,7 +109,7 @@ class Runtime(DeclaredSets):
         self._controller = Controller(world.rank)
         self._oob = oob or OobChannel(world.rank)
         self._inbox: deque[Item] = deque()
-        self._oob.speak_through(self._controller.say, self._inbox.append, control.wake)
+        self._oob.speak_through(self._controller.send_side_message, self._inbox.append, control.wake)
         self._names: set[tuple[int, str]] = set()  # with their process sets
         self._names_lock = threading.Lock()
         self._recorder = FlightRecorder(world.rank, plane.name, clock)
@@ -212,8 +212,8 @@ class Runtime(DeclaredSets):
         What is shared with the parent is left as it is: its pages (`memory.shared`), its connections, what it published.
         """
         if self._report_server is not None:
-            self._report_server.forget()
-        self._control.forget()
+            self._report_server.close_in_child()
+        self._control.close_in_child()
         self._plane.close()
         self.progress.withdraw()
 
@@ -372,9 +372,9 @@ class Runtime(DeclaredSets):
             self._recorder.trace(False)
         if self._report_requested:
             self._report_requested = False
-            self._controller.say(SideMessage(requests_report=True))
+            self._controller.send_side_message(SideMessage(requests_report=True))
         if self._recorder.untold and (self._controller.has_news or self._recorder.untold >= TRACE_BATCH or self._leaving):
-            self._controller.say(SideMessage(trace=self._recorder.take_trace()))
+            self._controller.send_side_message(SideMessage(trace=self._recorder.take_trace()))
         report = self._controller.report()
         if report is not None:
             self._tell(report)
@@ -439,7 +439,7 @@ class Runtime(DeclaredSets):
         self._next_look = now + self._look_seconds
         side_message = self._watchdog.look(now, work.waits, work.partners, work.moving_since)
         if side_message is not None:
-            self._controller.say(side_message)
+            self._controller.send_side_message(side_message)
             self._say()
         if lost := self._watchdog.gave_up(now):
             self._give_up(FailureNotice(self._control.parent, "lost", lost))
@@ -503,7 +503,8 @@ class Runtime(DeclaredSets):
         if self.world.rank in decision.status_requests:
             waiting = [entry.handle.name for entry in self._work.pending()]
             begun = self._count - len(self._recent) + 1
-            self._controller.say(SideMessage(status=rank_status(self._caller, tuple(self._recent), begun, waiting)))
+            self._controller.send_side_message(SideMessage(status=rank_status(self._caller, tuple(self._recent), begun,
+                                                                              waiting)))
         self._departed.update(decision.left)
         if self.world.rank in decision.deferred:
             self._sleepers.defer()
@@ -514,7 +515,7 @@ class Runtime(DeclaredSets):
     def _apply(self, decision: Decision) -> None:
         if decision.timeline is not None:
             self._recorder.trace(decision.timeline)
-            self._controller.say(SideMessage(trace=self._recorder.take_trace()))
+            self._controller.send_side_message(SideMessage(trace=self._recorder.take_trace()))
             if decision.timeline and self._timeline is not None:
                 self._timeline.started()
         if self._mark_cycles:
