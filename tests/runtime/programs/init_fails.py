@@ -104,7 +104,7 @@ def a_timeline_that_cannot_be_written() -> None:
 
 def a_plane_that_cannot_be_made() -> None:
     job = Job()
-    with patched(assemble, "choose_plane", LaunchError("no plane connects these hosts")):
+    with patched(assemble, choose_plane, LaunchError("no plane connects these hosts")):
         raises(LaunchError, "no plane", hvd.init)
         assert left() == job.before, (left(), job.before)
     job.works()
