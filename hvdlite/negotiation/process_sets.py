@@ -1,7 +1,7 @@
 """The table of process sets, which every rank has and which changes by decisions only. Pure.
 
-Any two ranks are a set of their own from the beginning, for what one sends the other; its id is negative and follows from
-the ranks, so nobody has to be told.
+Any two ranks are a process set from the beginning, for sends between them. Its negative id is computed from the two ranks,
+so it need not be announced.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def pair_set_id(one: int, other: int, size: int) -> int:
 
 
 class ProcessSetTable:
-    """The members of each set, ascending; id 0 is all ranks. Ids are never used again. Pairs are not listed."""
+    """The ascending ranks of each process set, by id. Set 0 is all ranks. Ids are never used again; pairs are not listed."""
 
     def __init__(self, size: int) -> None:
         self._size = size
