@@ -2,8 +2,8 @@
 
 A rank whose threads are all blocked continues when one of its waits ends, and a wait ends when every rank has submitted the
 tensor. So a rank is stuck when each of its waits needs a rank that is stuck. Ranks report their long waits (`Blocked`); the
-coordinator knows which ranks have submitted which tensor. This is deadlock detection in the AND-OR model (Knapp, "Deadlock Detection in
-Distributed Databases", ACM Computing Surveys 19(4), 1987), on one rank.
+coordinator knows which ranks have submitted which tensor. This is deadlock detection in the AND-OR model (Knapp, "Deadlock
+Detection in Distributed Databases", ACM Computing Surveys 19(4), 1987), on one rank.
 """
 
 from __future__ import annotations
