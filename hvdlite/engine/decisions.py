@@ -56,7 +56,7 @@ class Decisions:
         if decision.failure is not None:
             raise JobFailed(decision.failure)
         if self._rank in decision.status_requests:
-            self._controller.say(SideMessage(status=self._status()))
+            self._controller.send_side_message(SideMessage(status=self._status()))
         if decision.left:
             self.departed.update(decision.left)
         if self._rank in decision.deferred:
@@ -68,7 +68,7 @@ class Decisions:
         decision = self._queue.popleft()
         if decision.timeline is not None:
             self._recorder.trace(decision.timeline)
-            self._controller.say(SideMessage(trace=self._recorder.take_trace()))
+            self._controller.send_side_message(SideMessage(trace=self._recorder.take_trace()))
             self._coordinator.tracing_changed(decision.timeline)
         self._recorder.cycle(decision.sequence)
         if decision.tuned:
