@@ -13,14 +13,15 @@ from pathlib import Path
 import pytest
 
 from hvdlite.diagnostics.stall_report import RankState, StallReport, first_difference, location_in_dump
-from hvdlite.negotiation.coordinator import Stall
 from hvdlite.negotiation.messages import RankStatus
+from hvdlite.negotiation.stalls import Stall
 from tests.diagnostics.programs import stall_report as programs
 from tests.worlds import HVDRUN, PYTHON_PATH, ROOT, Processes, processes
 
 
 def status(*recent: str, first_number: int = 1, waiting: tuple[str, ...] = ()) -> RankStatus:
-    return RankStatus("train(), train.py:7", "  File train.py", recent, first_number, waiting)
+    return RankStatus(location="train(), train.py:7", stack="  File train.py", recent=recent, first_number=first_number,
+                      waiting=waiting)
 
 
 @pytest.mark.parametrize(("one", "other", "expected"), [
