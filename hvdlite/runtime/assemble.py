@@ -33,6 +33,7 @@ from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.stack_dump import NO_STACK_DUMP, StackDumpTarget
 from hvdlite.core.world import Hosts, World
 from hvdlite.diagnostics.process_probe import ProcessProbe
+from hvdlite.engine.connections import Connections
 from hvdlite.engine.oob import OobChannel
 from hvdlite.memory import fence
 from hvdlite.memory.shared import SharedMemory, anonymous_file
@@ -81,8 +82,8 @@ def assemble_threads(size: int, config: Config, wrap: PlaneWrapper = lambda rank
         world = World(rank, size, rank, size)
         plane = wrap(rank, LoopbackPlane(rank, hub, control.wake_rank, casts))
         oob = OobChannel(rank)
-        runtimes.append(Runtime(world, config, control, plane, coordinator_for(world, config), oob=oob,
-                                devices=None if devices is None else devices(rank, oob, control.wake)))
+        gpu_plane = None if devices is None else devices(rank, oob, control.wake)
+        runtimes.append(Runtime(world, config, Connections(control, plane, oob, gpu_plane), coordinator_for(world, config)))
     return runtimes
 
 
@@ -147,14 +148,14 @@ def _assembled(info: LaunchInfo, config: Config, casts: Casts, stack_dump: Stack
     made.callback(plane.close)
     plane.add_process_set(GLOBAL_PROCESS_SET_ID, tuple(range(world.size)))
     probe = ProcessProbe(pids, {rank: welcome.stack_dumps[rank] for rank in local})
-    devices = gpus(info, config, environment)(world.rank, oob, control.wake)
-    runtime = Runtime(world, config, control, plane, coordinator_for(world, config), probe, _common_clock(welcome), oob,
-                      hosts, devices)
+    connections = Connections(control, plane, oob, gpus(info, config, environment)(world.rank, oob, control.wake), probe,
+                              _common_clock(welcome))
+    runtime = Runtime(world, config, connections, coordinator_for(world, config), hosts)
     if not info.owns_directory:
         if world.rank == local[0]:
             probe.write(str(Path(info.job_directory) / PROCESSES_FILE))
         if world.rank == 0:
-            runtime.open_desk(info.job_directory)
+            runtime.serve_reports(info.job_directory)
     return runtime
 
 

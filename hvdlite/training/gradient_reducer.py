@@ -42,7 +42,7 @@ from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import ReduceOp
 from hvdlite.handoff.handle import Handle, WaitDeferred
 from hvdlite.negotiation.layouts import first_round
-from hvdlite.runtime.declared import Moment
+from hvdlite.runtime.gradient_sets import Moment
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.bucket_round import BucketRound, BucketViews
 from hvdlite.training.framework import Framework, Parameter, StagedGradient
