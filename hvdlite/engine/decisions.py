@@ -1,4 +1,4 @@
-"""The one interpreter of decisions on a rank: what counts on arrival, and what is applied in order."""
+"""The one interpreter of decisions on a rank: some fields count on arrival, the others are applied in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank's background thread: it negotiates what user threads hand in, and moves tensors.
+"""The background thread of a rank: negotiate the work in the inbox, apply decisions, move tensors.
 
 Theory of operation
 - The thread turns the inbox into a report, handles received messages, and applies decisions strictly in order.

@@ -1,4 +1,4 @@
-"""The collectives: calls are checked where they are made, and become entries in the inbox."""
+"""The collectives of the runtime: each call is checked, and becomes an entry in the inbox."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank's runtime: what user threads call.
+"""The runtime of a rank: the interface for user threads.
 
 Theory of operation
 - A call makes an `Entry`, appends it to the inbox and wakes the background thread if that may be asleep. It never blocks,
