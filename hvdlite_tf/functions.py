@@ -18,10 +18,10 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int, process_set: P
                         inplace: bool = False) -> None:
     """Overwrite variables (TensorFlow's or Keras') with rank `root_rank`'s.
 
-    The random states of Keras' layers are advanced by the rank, so that no two ranks draw the same numbers.
+    The random states of Keras' layers are advanced, so that no two ranks draw the same numbers.
 
     Args:
-        inplace: accepted for Horovod's sake; variables are always overwritten in place.
+        inplace: accepted for compatibility with Horovod; variables are always overwritten.
 
     Raises:
         MismatchError: on all ranks, when a shape or dtype differs between them.
@@ -76,7 +76,7 @@ def gpu_available(ext_base_name: str = "tensorflow", verbose: bool = False) -> b
     """Return whether TensorFlow has a GPU.
 
     Args:
-        ext_base_name, verbose: accepted for Horovod's sake.
+        ext_base_name, verbose: accepted for compatibility with Horovod.
     """
     del ext_base_name, verbose
     return bool(tf.config.list_physical_devices("GPU"))

@@ -145,7 +145,7 @@ class DistributedAdasum(PlainCopies, UnevenInputs):
                 for length in lengths.tolist()]
 
     def _unscale(self) -> None:
-        """Do what GradScaler leaves to an optimizer that unscales gradients itself."""
+        """Unscale gradients, or hide them if they overflowed; GradScaler leaves this to an optimizer that does it itself."""
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if scale is None and found_inf is None:
             return

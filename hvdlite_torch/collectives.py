@@ -21,7 +21,7 @@ _increment_version: Callable[[torch.Tensor], object] | None = getattr(torch.auto
 class TorchHandle:
     """A collective on a torch tensor in flight; pass it to `poll` and `synchronize`.
 
-    On a GPU, being done means being launched: the result is there for the stream that is current where `wait` is called.
+    On a GPU a collective is done when it is launched: the result is ready on the stream that is current at `wait`.
     """
 
     __slots__ = ("_finish", "_handle", "_result")
@@ -33,7 +33,7 @@ class TorchHandle:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """After `wait`, of an allgather: how many rows each rank of the process set has."""
+        """The number of rows of each rank of the process set; of an allgather, after `wait`."""
         assert isinstance(self._handle, Handle)
         return self._handle.rows
 

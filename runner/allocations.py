@@ -17,7 +17,7 @@ Read = Callable[[str], str]
 
 @dataclasses.dataclass(frozen=True)
 class Allocation:
-    """The hosts and slots that a scheduler has allocated."""
+    """The allocation of a scheduler."""
 
     scheduler: str
     hosts: list[Host]

@@ -24,8 +24,8 @@ from typing import Any, Final
 from hvdlite_runner.commands import cores
 
 PROBE_SECONDS: Final = 3.0
-"""Seconds within which a port must answer."""
-_ANY_PORT: Final = 9  # the port of a datagram that is never sent: only its route is needed
+"""Seconds that a port has to answer."""
+_ANY_PORT: Final = 9  # of a datagram that is never sent: only the route is wanted
 _ROUND_TRIPS: Final = 200
 _STREAM_SECONDS: Final = 0.5
 _CHUNK: Final = bytes(1 << 18)

@@ -49,7 +49,7 @@ _CHECK_SECONDS = 1.0  # seconds between checks for silent hosts, and between sam
 
 @dataclasses.dataclass(frozen=True)
 class JobSettings:
-    """The job to run, and the form of its output."""
+    """The command of a job, its ranks, and how to show their output."""
 
     hosts: Sequence[HostRanks]  # one for each host, in rank order; the launcher's own host is called `LOCAL`
     command: Sequence[str]

@@ -17,7 +17,7 @@ from hvdlite.core.errors import ProtocolError
 
 MAGIC = b"\0hvdlite agent\0"
 PING_SECONDS = 1.0
-"""Seconds between the launcher's pings when it has no other order to send."""
+"""Seconds between pings of the launcher while it sends no other message."""
 SILENCE = 5.0
 """Seconds without a message after which either side counts the other as lost."""
 FRAME_LIMIT = 1 << 30
@@ -83,7 +83,7 @@ class SpeedRequest(Message, frozen=True):
 
 
 class ProgressRequest(Message, frozen=True):
-    """Report the ranks' progress."""
+    """A request for the progress of a host's ranks."""
 
 
 # --- events: worker group to launcher ----------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ class Exited(Message, frozen=True):
 
 
 class Result(Message, frozen=True):
-    """A rank's result: the content of the file `result.RANK` in the job's directory."""
+    """The result that a rank wrote to the job's directory, as `result.RANK`."""
 
     rank: int
     content: bytes

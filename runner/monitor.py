@@ -27,26 +27,26 @@ _GPU_SECONDS: Final = 2.0
 
 
 class WorkerGroupLike(Protocol):
-    """The part of a worker group that is needed here."""
+    """The part of a worker group that the monitor uses."""
 
     directory: str
     running: dict[int, Any]
 
 
 class ProgressObserver(Protocol):
-    """Receives the ranks' progress."""
+    """A receiver of the ranks' progress."""
 
     def take(self, host: str, event: ProgressReply) -> None:
-        """Handle the progress of a host's ranks."""
+        """Take the progress of a host's ranks."""
 
     def ended(self, rank: int, reading: dict[str, Any]) -> None:
-        """Handle the end of a rank, with its last reading."""
+        """Take the last progress of a rank that has ended."""
 
     def clear_table(self) -> None:
-        """Prepare for other output on the terminal."""
+        """Remove the table, because something else is about to be written on the terminal."""
 
     def finish(self) -> None:
-        """Handle the end of the job."""
+        """End the output, because the job is over."""
 
 
 def sample(workers: WorkerGroupLike) -> tuple[dict[int, dict[str, Any]], str]:
@@ -222,7 +222,7 @@ class ThroughputRecorder:
         self.ranks[rank] = reading
 
     def clear_table(self) -> None:
-        """Do nothing: this observer has no output."""
+        """Write nothing."""
 
     def finish(self) -> None:
         """Do nothing: all readings are recorded."""

@@ -26,7 +26,7 @@ Jobs = Sequence[tuple[str, JobSettings]]
 
 @dataclasses.dataclass(frozen=True)
 class Throughput:
-    """The throughput of a run: samples (or optimizer steps) per second of all ranks."""
+    """The throughput of a run: samples (or optimizer steps) per second over all ranks."""
 
     rate: float
     unit: str

@@ -64,7 +64,7 @@ def ccl_built(verbose: bool = False) -> bool:
 
 def mpi_enabled() -> bool:
     """Return whether tensors of this job travel over MPI."""
-    return "mpi" in runtime().plane_name
+    return "mpi" in runtime().plane.name
 
 
 def gloo_enabled() -> bool:

@@ -61,7 +61,7 @@ def reconciled(requests: Mapping[int, Request]) -> Mapping[int, Request]:
     """Let ranks without a gradient follow those that have a sparse one, of which they could not know.
 
     Args:
-        requests: each rank's request for one member of a declared set; a sparse gradient is gathered row by row.
+        requests: each rank's request for one member of a gradient set; a sparse gradient is gathered row by row.
     """
     sparse = next((request for _, request in grouped(requests) if request.collective is Collective.ALLGATHER), None)
     if sparse is None:

@@ -190,7 +190,7 @@ class ArrayGradients:
 
 
 class ArrayReducer:
-    """Reduces the gradients of the same variables again and again, as one round of a declared set each time.
+    """Reduces the gradients of the same variables again and again, as one round of a gradient set each time.
 
     Each variable has a slot, whose index `add` returns. A round is `expect`, any number of `give` in any order, `finish`;
     `give` may come from any thread.

@@ -1,6 +1,6 @@
 """When gradients are reduced: the policy behind every `DistributedOptimizer`.
 
-A *declared set* is the parameters of one wrapped optimizer. A *round* reduces each of them once. It is FILLING from the
+A *gradient set* is the parameters of one wrapped optimizer. A *round* reduces each of them once. It is FILLING from the
 first gradient that is handed over until this rank has reported every member, then CLOSED until the results are final.
 
 Rules (docs/protocol.md#rounds, #final-gradients, #same-step, #reduced-again)
@@ -41,8 +41,8 @@ from hvdlite.core.errors import HvdliteError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import ReduceOp
 from hvdlite.handoff.handle import Handle, WaitDeferred
-from hvdlite.negotiation.buckets import first_round
-from hvdlite.runtime.declared import Moment
+from hvdlite.negotiation.layouts import first_round
+from hvdlite.runtime.gradient_sets import Moment
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.bucket_round import BucketRound, BucketViews
 from hvdlite.training.framework import Framework, Parameter, StagedGradient

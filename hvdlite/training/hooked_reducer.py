@@ -13,7 +13,7 @@ from hvdlite.core.array import Array
 from hvdlite.core.errors import HvdliteError, MismatchError
 from hvdlite.core.types import ReduceOp
 from hvdlite.handoff.handle import Handle, WaitDeferred
-from hvdlite.runtime.declared import Moment
+from hvdlite.runtime.gradient_sets import Moment
 from hvdlite.training.framework import Parameter
 from hvdlite.training.gradient_reducer import GradientReducer
 from hvdlite.training.phases import Phase

@@ -1,4 +1,4 @@
-"""The members of a declared set: which of their gradients are reduced already, and which count in the next round.
+"""The members of a gradient set: which of their gradients are reduced already, and which count in the next round.
 
 A reduced gradient is recognised by its *mark*: the tensor that the round left with the parameter, and how often it had been
 written to by then. A mark belongs to a *generation*, which ends with the optimizer's step or with `zero_grad`. What is

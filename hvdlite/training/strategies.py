@@ -32,9 +32,9 @@ class LaunchableStrategy:
         self.devices = count
 
     def launch(self, main: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Call `main` on as many new ranks as `devices` said, and return what rank 0's call returned; see `hvdlite.run`.
+        """Call `main` on `devices` new ranks and return the result of rank 0; see `hvdlite.run`.
 
-        Among ranks that a launcher has started, and without a number of devices, it is only called here.
+        Calls `main` in this process if a launcher has started it, or if there is no number of devices.
         """
         if self.devices in (None, 1) or api.runtime().world.size > 1:
             return main(*args, **(kwargs or {}))

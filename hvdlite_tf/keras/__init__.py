@@ -40,7 +40,7 @@ _install_sync_batch_norm()
 def broadcast_variables(variables: Any, root_rank: int) -> None:
     """Overwrite Keras variables (`model.variables`) with rank `root_rank`'s.
 
-    The random states of layers (Dropout) are advanced by the rank, so that no two ranks draw the same numbers.
+    The random states of layers (Dropout) are advanced, so that no two ranks draw the same numbers.
 
     Raises:
         ValueError: for a value that is not a variable.

@@ -72,7 +72,7 @@ def test_every_public_function_is_documented() -> None:
 
 
 def test_every_error_is_documented_and_tested() -> None:
-    tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py"))
     for name, value in vars(errors).items():
         if inspect.isclass(value) and issubclass(value, errors.HvdliteError):
             assert inspect.getdoc(value)

@@ -16,7 +16,7 @@ from hvdlite.core.types import ReduceOp  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite.training.order_errors import GradientOrderError  # noqa: E402
 from hvdlite_torch import Compression, DistributedOptimizer, backward, comm_hooks  # noqa: E402
-from tests.torch.models import net  # noqa: E402
+from tests.torch.models import net, reducer_of  # noqa: E402
 from tests.torch.one_process import Case, compare  # noqa: E402
 from tests.worlds import threads  # noqa: E402
 
@@ -417,7 +417,7 @@ def test_a_gradient_that_is_accumulated_into_while_it_is_reduced_is_an_error() -
         layer = torch.nn.Linear(3, 3)
         optimizer = DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1), _runtime=runtime)
         layer.weight.grad = torch.ones(3, 3)
-        reducer = optimizer._hooks.reducer
+        reducer = reducer_of(optimizer)
         reducer.hand_over(layer.weight)
         reducer.hand_over(layer.weight)
         with pytest.raises(GradientOrderError, match=rf"was accumulated into on rank {runtime.world.rank} while"):
