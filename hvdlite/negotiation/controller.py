@@ -173,7 +173,9 @@ class Controller:
         return report
 
     def apply(self, decision: Decision) -> list[Instruction]:
-        """Return what to do, in order; every rank that submitted the same tensors gets the same list.
+        """Return what the fields from `learned` to `responses` mean for this rank, as instructions in their order.
+
+        Every rank that submitted the same tensors gets the same list.
 
         Raises:
             ProtocolError: when a decision is missing or repeated.

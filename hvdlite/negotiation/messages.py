@@ -271,23 +271,31 @@ class BucketRelease(Message, frozen=True, kw_only=True):
 
 
 class Decision(Message, frozen=True, kw_only=True):
-    """What the coordinator orders; all ranks apply the same decisions in the same order, and each from top to bottom."""
+    """What the coordinator orders. All ranks apply the same decisions, in the order of their sequence numbers.
+
+    The first group of fields counts when a decision arrives, even in the middle of a plan. The second group counts when all
+    earlier decisions have been applied, field by field from top to bottom. `engine/decisions.py` does both.
+    """
 
     epoch: int
     sequence: int  # 1, 2, 3, ...: a gap is a lost decision, which ends the job
+
+    # On arrival:
+    failure: FailureNotice | None = None  # the job ends; nothing else of the decision counts
+    status_requests: tuple[int, ...] = ()  # ranks that are to report their status
+    left: tuple[int, ...] = ()  # ranks whose leaving is hereby accepted; such a rank ends when it has applied the decision
+    deferred: tuple[int, ...] = ()  # ranks whose deferrable waits end here, unfinished
+    pong: tuple[int, ...] = ()  # ranks that asked whether rank 0 is there: the arrival is the answer
+
+    # In order. All planes open the process set of two ranks before `learned`, when it is first needed in `responses`.
+    timeline: bool | None = None  # from here on every rank traces, or does not; None: as before
+    tuned: tuple[tuple[str, int], ...] = ()  # knobs that have these values from here on
     learned: tuple[Layout, ...] = ()
     released: tuple[BucketRelease, ...] = ()
     # Layouts that are not used until all ranks have joined; what was reported of them is answered member by member.
     suspended: tuple[int, ...] = ()
     evicted: tuple[int, ...] = ()  # layouts that end here; likewise
     responses: tuple[Response, ...] = ()
-    status_requests: tuple[int, ...] = ()  # ranks that are to report their status
-    left: tuple[int, ...] = ()  # ranks whose leaving is hereby accepted
-    pong: tuple[int, ...] = ()  # ranks that asked whether rank 0 is there
-    timeline: bool | None = None  # from here on every rank traces, or does not; None: as before
-    tuned: tuple[tuple[str, int], ...] = ()  # knobs that have these values from here on, before anything else
-    failure: FailureNotice | None = None
-    deferred: tuple[int, ...] = ()  # ranks whose deferrable waits end here, unfinished
 
 
 class ReceiveSplits(Message, frozen=True):
