@@ -38,7 +38,7 @@ def allreduce(tensor: Any, average: bool | None = None, device_dense: str = "", 
     Args:
         tensor: the same shape and dtype on all ranks; or `tf.IndexedSlices`, whose rows are gathered (Average and Sum).
         average: deprecated; use `op`.
-        device_dense, device_sparse, ignore_name_scope: accepted for Horovod's sake.
+        device_dense, device_sparse, ignore_name_scope: accepted for compatibility with Horovod.
         compression: dtype on the wire for float32 and float64.
         op: Average (default), Sum, Product, Min, Max or Adasum.
         prescale_factor: factor on every rank's values before the reduction.
@@ -168,7 +168,7 @@ def alltoall(tensor: Any, splits: Any = None, name: str | None = None, ignore_na
     """Send rows to each rank and return those received, in rank order; with `splits` also how many came from each.
 
     Args:
-        splits: how many rows go to each rank; default: equal shares. Differentiable.
+        splits: the number of rows for each rank; default: equal parts. Differentiable.
     """
     del ignore_name_scope
     tensor = tf.convert_to_tensor(tensor)
