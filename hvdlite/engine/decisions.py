@@ -48,10 +48,10 @@ class Decisions:
         return bool(self._queue)
 
     def accept(self, decision: Decision) -> None:
-        """Receive a decision.
+        """Receive a decision: follow the fields that count on arrival, and queue it.
 
         Raises:
-            JobFailed: when it says so.
+            JobFailed: when the decision ends the job.
         """
         if decision.failure is not None:
             raise JobFailed(decision.failure)
@@ -64,7 +64,7 @@ class Decisions:
         self._queue.append(decision)
 
     def apply_next(self) -> None:
-        """Apply the oldest decision that has been received and not applied."""
+        """Follow the fields of the oldest queued decision that count in order."""
         decision = self._queue.popleft()
         if decision.timeline is not None:
             self._recorder.trace(decision.timeline)
@@ -74,6 +74,6 @@ class Decisions:
         if decision.tuned:
             self._execution.tune(dict(decision.tuned))
         self._execution.open_pairs(decision.responses)
-        self._execution.carry_out(self._controller.apply(decision), self.departed)
+        self._execution.carry_out(self._controller.apply(decision), self.departed)  # `learned` to `responses`
         if self._rank in decision.left:
             self.has_left = True

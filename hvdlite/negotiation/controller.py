@@ -174,7 +174,9 @@ class Controller:
         return report
 
     def apply(self, decision: Decision) -> list[Instruction]:
-        """Return what to do, in order; ranks that submitted the same tensors get the same list.
+        """Return what the fields from `learned` to `responses` mean for this rank, as instructions in their order.
+
+        Every rank that submitted the same tensors gets the same list.
 
         Raises:
             ProtocolError: when a decision is missing or repeated.

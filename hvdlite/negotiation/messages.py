@@ -274,25 +274,28 @@ class Decision(Message, frozen=True, kw_only=True):
 
     Every rank applies the same decisions in the same order. Some fields take effect when the decision arrives, even in the
     middle of a collective; the others when the rank has applied all earlier decisions. The fields are declared in the order
-    in which they take effect.
+    in which they take effect; `engine/decisions.py` applies them.
     """
 
     epoch: int
     sequence: int  # 1, 2, 3, ...: a gap is a lost decision, which ends the job
+
     # On arrival:
-    failure: FailureNotice | None = None  # ends the job; nothing else of this decision is applied
-    status_requests: tuple[int, ...] = ()  # ranks that report their status
-    left: tuple[int, ...] = ()  # ranks that have left; one of these stops after it has applied this decision
-    deferred: tuple[int, ...] = ()  # ranks whose deferrable waits end, unfinished
-    pong: tuple[int, ...] = ()  # ranks that have sent a ping; the arrival itself is the answer
-    # In sequence:
-    timeline: bool | None = None  # begin or end tracing; None: as before
-    tuned: tuple[tuple[str, int], ...] = ()  # new values of knobs
-    learned: tuple[Layout, ...] = ()  # set up these layouts
-    released: tuple[BucketRelease, ...] = ()  # reduce these buckets
-    suspended: tuple[int, ...] = ()  # layouts not to use until all ranks have joined; split their reported buckets
-    evicted: tuple[int, ...] = ()  # layouts to remove; split their reported buckets
-    responses: tuple[Response, ...] = ()  # carry out these responses
+    failure: FailureNotice | None = None  # the job ends; nothing else of the decision counts
+    status_requests: tuple[int, ...] = ()  # ranks that are to report their status
+    left: tuple[int, ...] = ()  # ranks whose leaving is hereby accepted; such a rank ends when it has applied the decision
+    deferred: tuple[int, ...] = ()  # ranks whose deferrable waits end here, unfinished
+    pong: tuple[int, ...] = ()  # ranks that asked whether rank 0 is there: the arrival is the answer
+
+    # In order. All planes open the process set of two ranks before `learned`, when it is first needed in `responses`.
+    timeline: bool | None = None  # from here on every rank traces, or does not; None: as before
+    tuned: tuple[tuple[str, int], ...] = ()  # knobs that have these values from here on
+    learned: tuple[Layout, ...] = ()
+    released: tuple[BucketRelease, ...] = ()
+    # Layouts that are not used until all ranks have joined; what was reported of them is answered member by member.
+    suspended: tuple[int, ...] = ()
+    evicted: tuple[int, ...] = ()  # layouts that end here; likewise
+    responses: tuple[Response, ...] = ()
 
 
 class ReceiveSplits(Message, frozen=True):
