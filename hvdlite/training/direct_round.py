@@ -71,20 +71,17 @@ class DirectRound(Round[Parameter]):
         self._alone: list[tuple[Member[Parameter], Handle, StagedGradient[Parameter] | None]] = []
 
     def give(self, member: Member[Parameter], present: bool) -> None:
-        declared, gradients = self._set, self._set.gradients
-        if gradients.has_marks and present and gradients.is_again(member):
+        declared, gradients, buckets = self._set, self._set.gradients, self.buckets
+        if present and gradients.has_marks and gradients.is_again(member):
             member.again = self.round_id
             self.has_again = True
-        buckets = self.buckets
         if buckets is None or member.sparse:
             self._declare(member, present)
-        else:
-            is_own = not present and gradients.is_own(member)
-            for parameter, has_gradient in buckets.give(member.parameter, present, declared.in_step):
+        elif present:
+            for parameter, has_gradient in buckets.give(member.parameter, True, declared.in_step):
                 self._declare(declared.members.by_key[id(parameter)], has_gradient)
-            while buckets.detached:
-                _, mark = buckets.detached.pop()  # of this member
-                member.mark = None if is_own else mark
+        else:
+            self._give_missing(member, buckets)
         member.given = self.round_id
         if not present:
             member.missing = self.round_id
@@ -129,6 +126,14 @@ class DirectRound(Round[Parameter]):
 
     def _staged(self) -> Collection[Member[Parameter]]:
         return [member for member, _, _ in self._alone]
+
+    def _give_missing(self, member: Member[Parameter], buckets: BucketRound[Parameter]) -> None:
+        is_own = self._set.gradients.is_own(member)
+        for parameter, has_gradient in buckets.give(member.parameter, False, self._set.in_step):
+            self._declare(self._set.members.by_key[id(parameter)], has_gradient)
+        while buckets.detached:
+            _, mark = buckets.detached.pop()  # of this member
+            member.mark = None if is_own else mark
 
     def _declare(self, member: Member[Parameter], present: bool) -> None:
         """Let a member go by itself."""
