@@ -19,11 +19,12 @@ import msgspec
 from benchmarks.harness import machine, median
 from hvdlite.core.config import Config
 from hvdlite.core.types import Collective
-from hvdlite.negotiation.buckets import BucketSizes
 from hvdlite.negotiation.controller import Controller
-from hvdlite.negotiation.coordinator import Coordinator, Policy
+from hvdlite.negotiation.coordinator import Coordinator
+from hvdlite.negotiation.layouts import BucketSizes
 from hvdlite.negotiation.leader import Leader
 from hvdlite.negotiation.messages import BucketReady, Decision, HostReport, Layout, Request, RoundDone
+from hvdlite.negotiation.negotiator import Policy
 
 _encode = msgspec.msgpack.Encoder().encode
 _host_reports = msgspec.msgpack.Decoder(HostReport)
@@ -50,7 +51,7 @@ class Cluster:
         self.number += 1
         for bucket in self.layout.buckets:
             ends_round = bucket is self.layout.buckets[-1]
-            ready = BucketReady(bucket.bucket_id, self.number, ends_round=ends_round)
+            ready = BucketReady(bucket_id=bucket.bucket_id, round_id=self.number, ends_round=ends_round)
             for controller in self.controllers:
                 controller.submit_bucket(bucket, ready)
             self.exchange()

@@ -195,7 +195,7 @@ def host(sheet: Sheet) -> None:
     with sheet.part("calls"):
         sheet.add("current stream", median_of(lambda: cuda.current_stream(gpu.index)), "us")
         sheet.add("ready event", median_of(lambda: devices.record_event(0)), "us")
-        sheet.add("lending a tensor", median_of(lambda: cuda.lend(tensor, devices)), "us")
+        sheet.add("lending a tensor", median_of(lambda: cuda.wrap(tensor, devices)), "us")
         whole = median_of(lambda: hvd.allreduce_(tensor, op=hvd.Sum))
         sheet.add("allreduce_ of 4 KiB, from the call until it is launched and followed", whole, "us")
         sheet.add("allreduce_async_ of 4 KiB, the call alone", _async_alone(hvd, tensor), "us")

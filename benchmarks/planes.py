@@ -99,7 +99,7 @@ def competitions(bench: Bench, nbytes: int, bare: dict[str, Bare]) -> Iterator[t
     for name, plane in bare.items():
         library = {"gloo": "raw gloo", "mpi": "raw mpi4py"}[name]
         yield name, {"hvdlite": plane.allreduce(ours), library: raw[library]}
-    yield f"job, {runtime().plane_name}", {"hvdlite": lambda: hvd.allreduce_(mine, op=hvd.Sum, name="x"), **raw}
+    yield f"job, {runtime().plane.name}", {"hvdlite": lambda: hvd.allreduce_(mine, op=hvd.Sum, name="x"), **raw}
 
 
 def main() -> None:

@@ -254,9 +254,9 @@ def _register_split(own: ProcessSet, current: Runtime) -> None:
     everybodys = current.allgather(current.unnamed("process_set", "split"), np.array([least])).wait().tolist()
     parts = {each: [member for member, other in enumerate(everybodys) if other == each]
              for each in sorted(set(everybodys)) if each >= 0}
-    numbers = {each: current.add_process_set(members).wait() for each, members in parts.items()}
+    ids = {each: current.add_process_set(members).wait() for each, members in parts.items()}
     own.ranks = parts.get(least, [])
-    own.register(numbers.get(least), rank, list(numbers.values()))
+    own.register(ids.get(least), rank, list(ids.values()))
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
@@ -267,8 +267,8 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     """
     if not process_set.registered_ids:
         return False
-    for number in process_set.registered_ids:
-        runtime().remove_process_set(number).wait()
+    for set_id in process_set.registered_ids:
+        runtime().remove_process_set(set_id).wait()
     process_set.register(None, None)
     _process_sets.discard(process_set)
     return True
@@ -344,21 +344,21 @@ def _enable_stack_dump(config: Config) -> StackDumpTarget:
     return _stack_dump
 
 
-def _answer_signal(number: int) -> None:
+def _answer_signal(signum: int) -> None:
     """Let a signal ask for a report, unless the script has a use for it."""
-    if not number:
+    if not signum:
         return
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(number) is not signal.SIG_DFL:
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signum) is not signal.SIG_DFL:
         logging.getLogger("hvdlite").warning("signal %d does not ask for reports (HVDLITE_REPORT_SIGNAL): it is handled "
-                                             "already, or init() was not called in the main thread", number)
+                                             "already, or init() was not called in the main thread", signum)
         return
 
-    def ask(number: int, frame: FrameType | None) -> None:
+    def ask(signum: int, frame: FrameType | None) -> None:
         current = _runtime
         if current is not None and not current.in_child:
             current.request_report()
 
-    signal.signal(number, ask)
+    signal.signal(signum, ask)
 
 
 def _install_hooks() -> None:

@@ -20,7 +20,7 @@ _HOMES = {
     "functions": ["allgather_object", "broadcast_global_variables", "broadcast_object", "broadcast_object_fn",
                   "broadcast_variables", "gpu_available"],
     "gradient_tape": ["DistributedGradientTape", "PartialDistributedGradientTape"],
-    "keras.tf_mirrored": ["MirroredStrategy"],
+    "keras.tf_strategy": ["MirroredStrategy"],
     "keras.optimizer": ["DistributedOptimizer", "PartialDistributedOptimizer"],
     "sync_batch_norm": ["SyncBatchNormalization"],
     "keras": ["keras"],

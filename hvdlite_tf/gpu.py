@@ -5,7 +5,7 @@ TensorFlow reads the result. Inside `tf.function` and in Keras' `fit`, tensors c
 over the plane for that. Nothing here has been run on a GPU yet.
 
 TensorFlow numbers the GPUs that it was told to see (`tf.config.set_visible_devices`), CUDA and CuPy all of them; DLPack
-carries TensorFlow's number.
+carries TensorFlow's index.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdlite import api, gpu_arrays
+from hvdlite import api
 from hvdlite.core.array import aligned_empty
 from hvdlite.core.device import AnyArray, DeviceAccess, DeviceArray
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.handoff.handle import Handle, Handles
+from hvdlite.runtime import gpu_arrays
 
 _SHARED = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64", "complex64", "complex128")
 """The dtypes that TensorFlow and CuPy both exchange; others go through host memory."""
@@ -53,11 +54,11 @@ def devices_for(inputs: Sequence[Any], op: ReduceOp | None) -> DeviceAccess | No
 def call(function: Callable[..., Sequence[AnyArray]], inputs: Sequence[Any], devices: DeviceAccess) -> list[tf.Tensor]:
     """Call a function of arrays on tensors in a GPU's memory."""
     arrays = [as_cupy(each) for each in inputs]
-    own = own_number(inputs[0])
+    own = tf_index(inputs[0])
     with arrays[0].device:
         synchronise()
-        results = function(*(gpu_arrays.lend(array, "tensor", devices, Collective.BROADCAST) for array in arrays))
-    return [tensor_of(renumbered(each.owner, own)) if isinstance(each, DeviceArray) else tf.convert_to_tensor(each)
+        results = function(*(gpu_arrays.wrap(array, "tensor", devices, Collective.BROADCAST) for array in arrays))
+    return [tensor_of(with_device_index(each.owner, own)) if isinstance(each, DeviceArray) else tf.convert_to_tensor(each)
             for each in results]
 
 
@@ -74,14 +75,14 @@ def finished(handle: Handle | Handles) -> Any:
     return result
 
 
-def room(like: AnyArray) -> AnyArray:
+def empty_like(like: AnyArray) -> AnyArray:
     """Return memory for a result of the same shape and dtype."""
-    return gpu_arrays.room(like) if isinstance(like, DeviceArray) else aligned_empty(like.shape, like.dtype)
+    return gpu_arrays.empty_like(like) if isinstance(like, DeviceArray) else aligned_empty(like.shape, like.dtype)
 
 
 def copied(array: AnyArray) -> AnyArray:
     """Return a copy that a collective may overwrite."""
-    out = room(array)
+    out = empty_like(array)
     if isinstance(array, DeviceArray):
         assert isinstance(out, DeviceArray)
         out.owner[...] = array.owner  # type: ignore[index]
@@ -94,27 +95,27 @@ def copied(array: AnyArray) -> AnyArray:
 
 def as_cupy(tensor: Any) -> Any:
     """Return a CuPy array over a tensor."""
-    return renumbered(importlib.import_module("cupy").from_dlpack(_Exported(tensor)), number(tensor))
+    return with_device_index(importlib.import_module("cupy").from_dlpack(_Exported(tensor)), cuda_index(tensor))
 
 
-def renumbered(array: Any, number: int) -> Any:
-    """Return a CuPy array over the same memory that gives its GPU another number."""
-    if array.device.id == number:
+def with_device_index(array: Any, index: int) -> Any:
+    """Return a CuPy array over the same memory that states another index of its GPU."""
+    if array.device.id == index:
         return array
     cupy = importlib.import_module("cupy")
-    memory = cupy.cuda.UnownedMemory(array.data.ptr, array.nbytes, array, number)
+    memory = cupy.cuda.UnownedMemory(array.data.ptr, array.nbytes, array, index)
     return cupy.ndarray(array.shape, array.dtype, cupy.cuda.MemoryPointer(memory, 0))
 
 
-def own_number(tensor: Any) -> int:
-    """Return TensorFlow's number of the device that a tensor is on."""
+def tf_index(tensor: Any) -> int:
+    """Return TensorFlow's index of the device that a tensor is on."""
     return int(tensor.backing_device.rsplit(":", 1)[1])
 
 
-def number(tensor: Any) -> int:
-    """Return CUDA's number of the GPU that a tensor is on."""
+def cuda_index(tensor: Any) -> int:
+    """Return CUDA's index of the GPU that a tensor is on."""
     visible = tf.config.get_visible_devices("GPU")
-    seen = visible[min(own_number(tensor), len(visible) - 1)]  # one GPU can be several to TensorFlow
+    seen = visible[min(tf_index(tensor), len(visible) - 1)]  # one GPU can be several to TensorFlow
     return int(seen.name.rsplit(":", 1)[1])
 
 
@@ -133,4 +134,4 @@ class _Exported:
         return tf.experimental.dlpack.to_dlpack(self._tensor)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return _GPU, number(self._tensor)
+        return _GPU, cuda_index(self._tensor)

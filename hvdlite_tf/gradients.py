@@ -121,11 +121,11 @@ class TensorFlowStepReducer(ArrayStepReducer):
         batches = _batches({slot: parts[0] for slot, parts in rest.items() if len(parts) == 1},
                            self._runtime.config.bucket_edge)
         tokens = [self._submitted({slot: rest.pop(slot)[0] for slot in batch}, slots, counted) for batch in batches]
-        numbers = {slot: len(parts) for slot, parts in rest.items()}
+        part_counts = {slot: len(parts) for slot, parts in rest.items()}
 
         def reduce_rest(*arrays: Array) -> list[Array]:
-            own_samples = float(arrays[sum(numbers.values())]) if counted_here else None
-            given = _by_slot(arrays, numbers) | {slot: _zeros(kinds[slot], *spec) for slot, spec in lacking.items()}
+            own_samples = float(arrays[sum(part_counts.values())]) if counted_here else None
+            given = _by_slot(arrays, part_counts) | {slot: _zeros(kinds[slot], *spec) for slot, spec in lacking.items()}
             weight = self._submit(given, slots, own_samples)
             reduced = self._finish(kinds, None if own_samples is None else weight)
             return [part for slot in kinds for part in _parts(reduced[slot])]
@@ -171,8 +171,8 @@ class TensorFlowStepReducer(ArrayStepReducer):
             first = answers[0]
             for rank, slots, _ in answers:
                 if slots != first[1]:
-                    numbers = f"{len(first[1])} and {len(slots)}" if len(slots) != len(first[1]) else "different"
-                    raise MismatchError(f"'{name}': rank {first[0]} and rank {rank} trace the gradients of {numbers} "
+                    counts = f"{len(first[1])} and {len(slots)}" if len(slots) != len(first[1]) else "different"
+                    raise MismatchError(f"'{name}': rank {first[0]} and rank {rank} trace the gradients of {counts} "
                                         "variables; all ranks must train the same ones")
             columns = list(zip(*(kinds for _, _, kinds in answers), strict=True))
             for index, column in enumerate(columns):

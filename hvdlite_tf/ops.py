@@ -38,7 +38,7 @@ def allreduce(tensor: Any, average: bool | None = None, device_dense: str = "", 
     Args:
         tensor: the same shape and dtype on all ranks; or `tf.IndexedSlices`, whose rows are gathered (Average and Sum).
         average: deprecated; use `op`.
-        device_dense, device_sparse, ignore_name_scope: accepted for Horovod's sake.
+        device_dense, device_sparse, ignore_name_scope: accepted for compatibility with Horovod.
         compression: dtype on the wire for float32 and float64.
         op: Average (default), Sum, Product, Min, Max or Adasum.
         prescale_factor: factor on every rank's values before the reduction.
@@ -168,7 +168,7 @@ def alltoall(tensor: Any, splits: Any = None, name: str | None = None, ignore_na
     """Send rows to each rank and return those received, in rank order; with `splits` also how many came from each.
 
     Args:
-        splits: how many rows go to each rank; default: equal shares. Differentiable.
+        splits: the number of rows for each rank; default: equal parts. Differentiable.
     """
     del ignore_name_scope
     tensor = tf.convert_to_tensor(tensor)
@@ -235,34 +235,34 @@ def join() -> tf.Tensor:
 @_plain
 def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
     """Return the number of ranks of a process set, when the graph runs (int32)."""
-    return _number(lambda: len(api.runtime().members(process_set_id)))
+    return _int32_tensor(lambda: len(api.runtime().members(process_set_id)))
 
 
 @_plain
 def rank_op(name: str | None = None) -> tf.Tensor:
     """Return this rank, when the graph runs (int32)."""
-    return _number(api.rank)
+    return _int32_tensor(api.rank)
 
 
 @_plain
 def local_rank_op(name: str | None = None) -> tf.Tensor:
     """Return this rank among those of its host, when the graph runs (int32)."""
-    return _number(api.local_rank)
+    return _int32_tensor(api.local_rank)
 
 
 @_plain
 def local_size_op(name: str | None = None) -> tf.Tensor:
     """Return the number of ranks on this host, when the graph runs (int32)."""
-    return _number(api.local_size)
+    return _int32_tensor(api.local_size)
 
 
 @_plain
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
     """Return 1 when this rank is in a process set, else 0, when the graph runs (int32)."""
-    return _number(lambda: int(api.rank() in api.runtime().members(process_set_id)))
+    return _int32_tensor(lambda: int(api.rank() in api.runtime().members(process_set_id)))
 
 
-def _number(value: Any) -> tf.Tensor:
+def _int32_tensor(value: Any) -> tf.Tensor:
     return run(lambda: [np.array(value(), np.int32)], [], [tf.int32], [tf.TensorShape([])])[0]
 
 
@@ -284,24 +284,24 @@ def _allreduce(tensor: tf.Tensor, name: str, op: ReduceOp, prescale: float, post
 def _grouped_allreduce(tensors: Sequence[tf.Tensor], name: str, op: ReduceOp, prescale: float, postscale: float,
                        process_set: ProcessSet) -> list[tf.Tensor]:
     def reduce(*arrays: Any) -> Sequence[Any]:
-        runtime, number = api.runtime(), api.set_id(process_set)
-        outputs = [gpu.room(array) for array in arrays]
+        runtime, process_set_id = api.runtime(), api.set_id(process_set)
+        outputs = [gpu.empty_like(array) for array in arrays]
         if len(arrays) == 1:
             gpu.finished(runtime.allreduce(name, arrays[0], outputs[0], op, prescale=prescale, postscale=postscale,
-                                           process_set=number))
+                                           process_set=process_set_id))
         else:
             gpu.finished(runtime.grouped_allreduce(name, arrays, outputs, op, prescale=prescale, postscale=postscale,
-                                                   process_set=number))
+                                                   process_set=process_set_id))
         return outputs
     return run(reduce, tensors, [tensor.dtype for tensor in tensors], [tensor.shape for tensor in tensors], op)
 
 
 def _gathered(array: Array, name: str, process_set: ProcessSet) -> list[Array]:
     """Return all ranks' rows, and where this rank's begin."""
-    runtime, number = api.runtime(), api.set_id(process_set)
-    handle = runtime.allgather(name, array, process_set=number)
+    runtime, process_set_id = api.runtime(), api.set_id(process_set)
+    handle = runtime.allgather(name, array, process_set=process_set_id)
     result = gpu.finished(handle)
-    before = sum(handle.rows[:runtime.members(number).index(runtime.world.rank)])
+    before = sum(handle.rows[:runtime.members(process_set_id).index(runtime.world.rank)])
     return [result, np.array(before, np.int64)]
 
 
@@ -310,9 +310,9 @@ def _broadcast(array: Array, root_rank: int, name: str, process_set: ProcessSet)
 
 
 def _broadcast_all(arrays: Sequence[Any], root_rank: int, name: str, process_set: ProcessSet) -> list[Any]:
-    runtime, number = api.runtime(), api.set_id(process_set)
+    runtime, process_set_id = api.runtime(), api.set_id(process_set)
     outputs = [gpu.copied(array) for array in arrays]
-    handles = [runtime.broadcast(f"{name}.{index}", output, root_rank, process_set=number)
+    handles = [runtime.broadcast(f"{name}.{index}", output, root_rank, process_set=process_set_id)
                for index, output in enumerate(outputs)]
     for handle in handles:
         gpu.finished(handle)

@@ -1,9 +1,8 @@
 """Batch normalization over the batches of all ranks, for Keras 3 on each of its backends.
 
-One collective a layer and direction: forward, each rank's (count, mean, variance) of every channel are gathered and combined
-(Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979); backward, the
-gradients of the combined mean and variance are summed. Both are exact for batches of different sizes and with masks, and
-nothing of a small variance is lost beside a large mean.
+There is one collective a layer and direction. The forward pass gathers and combines each rank's (count, mean, variance) of
+every channel. The backward pass sums the gradients of the combined mean and variance. Both are exact for batches of
+different sizes and with masks.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from hvdlite import api
 from hvdlite.core.array import Array
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
+from hvdlite.training.moments import combined_moments
 from hvdlite.training.step_reducer import current_samples
 
 _MARK = "_hvdlite_original"
@@ -83,8 +83,8 @@ def _in_foreign_strategy() -> bool:
         return False
     import tensorflow as tf
 
-    from hvdlite_tf.keras.scope import Mirrored
-    return tf.distribute.has_strategy() and not isinstance(tf.distribute.get_strategy(), Mirrored)
+    from hvdlite_tf.keras.scope import BaseStrategy
+    return tf.distribute.has_strategy() and not isinstance(tf.distribute.get_strategy(), BaseStrategy)
 
 
 def collective_name(layer: str) -> str:
@@ -154,10 +154,7 @@ def _gathered(own: Array, name: str, process_set: int) -> Array:
     runtime = api.runtime()
     everywhere = runtime.allgather(name, own, process_set=process_set).wait().reshape(-1, *own.shape).astype(np.float64)
     counts, means, variances = everywhere[:, 0], everywhere[:, 1], everywhere[:, 2]
-    count = counts.sum(0)
-    mean = (counts * means).sum(0) / np.maximum(count, 1)
-    variance = (counts * (variances + np.square(means - mean))).sum(0) / np.maximum(count, 1)
-    return np.stack([count, mean, variance]).astype(own.dtype)
+    return np.stack(combined_moments(counts, means, counts * variances)).astype(own.dtype)
 
 
 def _summed(own: Array, name: str, process_set: int) -> Array:

@@ -32,7 +32,7 @@ from hvdlite.training.replicas import check_replicas
 from hvdlite_torch import cuda
 from hvdlite_torch.compression import Compressor
 from hvdlite_torch.copying import PlainCopies
-from hvdlite_torch.framework import as_array, contiguous, lent, on_host
+from hvdlite_torch.framework import as_array, as_runtime_array, contiguous, on_host
 from hvdlite_torch.step_hooks import once_a_step
 from hvdlite_torch.uneven_inputs import UnevenInputs
 
@@ -116,8 +116,8 @@ class DistributedAdasum(PlainCopies, UnevenInputs):
         sent, tensors, contexts = [], [], []
         for delta in changes.real:
             tensor, context = self._compression.compress(delta)
-            tensor = cuda.carried(contiguous(tensor, self._name), devices, Collective.ALLREDUCE, ReduceOp.ADASUM)
-            sent.append(lent(tensor, self._name, devices))
+            tensor = cuda.to_transportable(contiguous(tensor, self._name), devices, Collective.ALLREDUCE, ReduceOp.ADASUM)
+            sent.append(as_runtime_array(tensor, self._name, devices))
             tensors.append(tensor)
             contexts.append(context)
         cuda.wait(self._runtime.grouped_allreduce(self._name, sent, sent, ReduceOp.ADASUM))
@@ -145,7 +145,7 @@ class DistributedAdasum(PlainCopies, UnevenInputs):
                 for length in lengths.tolist()]
 
     def _unscale(self) -> None:
-        """Do what GradScaler leaves to an optimizer that unscales gradients itself."""
+        """Unscale gradients, or hide them if they overflowed; GradScaler leaves this to an optimizer that does it itself."""
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if scale is None and found_inf is None:
             return

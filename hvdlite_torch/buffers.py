@@ -16,7 +16,7 @@ from hvdlite_torch.state import broadcast_tensors
 
 
 def broadcast_buffers(model: torch.nn.Module, root_rank: int = 0, process_set: ProcessSet = global_process_set, *,
-                      every_forward: bool = False, _runtime: Runtime | None = None) -> RemovableHandle | None:
+                      every_forward: bool = False) -> RemovableHandle | None:
     """Give all ranks rank `root_rank`'s buffers of a model, now; all ranks of the process set call this together.
 
     Args:
@@ -32,7 +32,7 @@ def broadcast_buffers(model: torch.nn.Module, root_rank: int = 0, process_set: P
         UnsupportedError: for an unregistered process set.
         MismatchError: on all ranks, when a buffer's shape or dtype differs.
     """
-    broadcast = BufferBroadcast(model, root_rank, process_set, _runtime)
+    broadcast = BufferBroadcast(model, root_rank, process_set)
     broadcast()
     if not every_forward:
         return None

@@ -15,13 +15,13 @@ from hvdlite.handoff.handle import Handle, Handles
 from hvdlite_torch import cuda, framework
 from hvdlite_torch.framework import as_tensor, contiguous
 
-_bump: Callable[[torch.Tensor], object] | None = getattr(torch.autograd.graph, "increment_version", None)
+_increment_version: Callable[[torch.Tensor], object] | None = getattr(torch.autograd.graph, "increment_version", None)
 
 
 class TorchHandle:
     """A collective on a torch tensor in flight; pass it to `poll` and `synchronize`.
 
-    On a GPU, being done means being launched: the result is there for the stream that is current where `wait` is called.
+    On a GPU a collective is done when it is launched: the result is ready on the stream that is current at `wait`.
     """
 
     __slots__ = ("_finish", "_handle", "_result")
@@ -33,7 +33,7 @@ class TorchHandle:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """After `wait`, of an allgather: how many rows each rank of the process set has."""
+        """The number of rows of each rank of the process set; of an allgather, after `wait`."""
         assert isinstance(self._handle, Handle)
         return self._handle.rows
 
@@ -57,58 +57,60 @@ class TorchHandle:
 def allreduce(tensor: torch.Tensor, output: torch.Tensor, name: str, op: ReduceOp, prescale: float, postscale: float,
               process_set: ProcessSet) -> TorchHandle:
     """Reduce into `output`, which may be `tensor`."""
-    source = carried(tensor, name, Collective.ALLREDUCE, op)
+    source = to_transportable(tensor, name, Collective.ALLREDUCE, op)
     target = source if output is tensor else contiguous_like(output, source)
     if output is tensor:
         mark_written(output)
-    array = lent(source, name)
-    handle = api.runtime().allreduce(name, array, array if target is source else lent(target, name), op,
+    array = as_runtime_array(source, name)
+    handle = api.runtime().allreduce(name, array, array if target is source else as_runtime_array(target, name), op,
                                      prescale=prescale, postscale=postscale, process_set=api.set_id(process_set))
-    return TorchHandle(handle, lambda _: written(output, target))
+    return TorchHandle(handle, lambda _: copy_back(output, target))
 
 
 def grouped_allreduce(tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], name: str, op: ReduceOp,
                       prescale: float, postscale: float, process_set: ProcessSet) -> TorchHandle:
     """Like `allreduce`, of several tensors that are negotiated as one."""
-    sources = [carried(tensor, f"{name}[{index}]", Collective.ALLREDUCE, op) for index, tensor in enumerate(tensors)]
+    sources = [to_transportable(tensor, f"{name}[{index}]", Collective.ALLREDUCE, op) for index,
+               tensor in enumerate(tensors)]
     targets = [source if output is tensor else contiguous_like(output, source)
                for tensor, output, source in zip(tensors, outputs, sources, strict=True)]
     for tensor, output in zip(tensors, outputs, strict=True):
         if output is tensor:
             mark_written(output)
-    own = [lent(target, name) for target in targets]
-    given = [array if target is source else lent(source, name)
+    own = [as_runtime_array(target, name) for target in targets]
+    given = [array if target is source else as_runtime_array(source, name)
              for source, target, array in zip(sources, targets, own, strict=True)]
     handle = api.runtime().grouped_allreduce(name, given, own, op, prescale=prescale, postscale=postscale,
                                              process_set=api.set_id(process_set))
-    return TorchHandle(handle, lambda _: [written(output, target) for output, target in zip(outputs, targets, strict=True)])
+    return TorchHandle(handle, lambda _: [copy_back(output, target) for output,
+                                          target in zip(outputs, targets, strict=True)])
 
 
 def allgather(tensor: torch.Tensor, name: str, process_set: ProcessSet) -> TorchHandle:
     """Concatenate all ranks' rows; the handle's `rows` tell how many are whose."""
-    source = carried(tensor, name, Collective.ALLGATHER)
-    handle = api.runtime().allgather(name, lent(source, name), process_set=api.set_id(process_set))
+    source = to_transportable(tensor, name, Collective.ALLGATHER)
+    handle = api.runtime().allgather(name, as_runtime_array(source, name), process_set=api.set_id(process_set))
     return TorchHandle(handle, lambda array: as_tensor(array).to(tensor.device))
 
 
 def reducescatter(tensor: torch.Tensor, name: str, op: ReduceOp, prescale: float, postscale: float,
                   process_set: ProcessSet) -> TorchHandle:
     """Reduce, and return this rank's rows."""
-    source = carried(tensor, name, Collective.REDUCESCATTER, op)
-    handle = api.runtime().reducescatter(name, lent(source, name), op, prescale=prescale, postscale=postscale,
+    source = to_transportable(tensor, name, Collective.REDUCESCATTER, op)
+    handle = api.runtime().reducescatter(name, as_runtime_array(source, name), op, prescale=prescale, postscale=postscale,
                                          process_set=api.set_id(process_set))
     return TorchHandle(handle, lambda array: as_tensor(array).to(tensor.device))
 
 
 def alltoall(tensor: torch.Tensor, splits: list[int] | None, name: str, process_set: ProcessSet) -> TorchHandle:
     """Exchange rows; the result is the pair of rows and how many came from each rank."""
-    source = carried(tensor, name, Collective.ALLTOALL)
-    handle = api.runtime().alltoall(name, lent(source, name), splits, process_set=api.set_id(process_set))
+    source = to_transportable(tensor, name, Collective.ALLTOALL)
+    handle = api.runtime().alltoall(name, as_runtime_array(source, name), splits, process_set=api.set_id(process_set))
     return TorchHandle(handle, lambda result: (as_tensor(result[0]).to(tensor.device),
                                                torch.from_numpy(result[1].astype("int32"))))
 
 
-def many(handles: Sequence[TorchHandle]) -> TorchHandle:
+def join_handles(handles: Sequence[TorchHandle]) -> TorchHandle:
     """Return one handle for several."""
     return TorchHandle(Handles([handle._handle for handle in handles]), lambda _: [handle.wait() for handle in handles])
 
@@ -116,34 +118,35 @@ def many(handles: Sequence[TorchHandle]) -> TorchHandle:
 def broadcast(tensor: torch.Tensor, output: torch.Tensor, root_rank: int, name: str,
               process_set: ProcessSet) -> TorchHandle:
     """Write the root's values into `output`, which may be `tensor`."""
-    source = carried(tensor, name, Collective.BROADCAST)
+    source = to_transportable(tensor, name, Collective.BROADCAST)
     target = source if output is tensor else contiguous_like(output, source).copy_(source)
     if output is tensor:
         mark_written(output)
-    return TorchHandle(api.runtime().broadcast(name, lent(target, name), root_rank, process_set=api.set_id(process_set)),
-                       lambda _: written(output, target))
+    return TorchHandle(api.runtime().broadcast(name, as_runtime_array(target, name), root_rank,
+                                               process_set=api.set_id(process_set)),
+                       lambda _: copy_back(output, target))
 
 
-def carried(tensor: torch.Tensor, name: str, collective: Collective, op: ReduceOp | None = None) -> torch.Tensor:
+def to_transportable(tensor: torch.Tensor, name: str, collective: Collective, op: ReduceOp | None = None) -> torch.Tensor:
     """Return a contiguous tensor where a plane can take it; a copy in host memory when none on the GPU can."""
     dense = contiguous(tensor, name)
-    return cuda.carried(dense, api.runtime().devices, collective, op) if cuda.is_on_gpu(dense) else dense
+    return cuda.to_transportable(dense, api.runtime().devices, collective, op) if cuda.is_on_gpu(dense) else dense
 
 
-def lent(tensor: torch.Tensor, name: str) -> AnyArray:
-    """Return the memory of a tensor from `carried` as the runtime's array."""
-    return framework.lent(tensor, name, api.runtime().devices)
+def as_runtime_array(tensor: torch.Tensor, name: str) -> AnyArray:
+    """Return the memory of a tensor from `to_transportable` as the runtime's array."""
+    return framework.as_runtime_array(tensor, name, api.runtime().devices)
 
 
-def contiguous_like(tensor: torch.Tensor, beside: torch.Tensor | None = None) -> torch.Tensor:
-    """Return memory for a result: the tensor's own if it is contiguous, and where `beside` is."""
+def contiguous_like(tensor: torch.Tensor, source: torch.Tensor | None = None) -> torch.Tensor:
+    """Return memory for a result: the tensor's own if it is contiguous, and where `source` is."""
     detached = tensor.detach()
-    if beside is not None and cuda.is_on_gpu(beside) != cuda.is_on_gpu(tensor):
-        return cuda.room_beside(beside)
+    if source is not None and cuda.is_on_gpu(source) != cuda.is_on_gpu(tensor):
+        return cuda.empty_result_like(source)
     return detached if detached.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
-def written(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def copy_back(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Return `output` holding `target`'s values; they share memory unless `output` has unusual strides."""
     if output.data_ptr() != target.data_ptr() or not output.is_contiguous():
         with torch.no_grad():
@@ -158,7 +161,7 @@ def mark_written(tensor: torch.Tensor) -> None:
 
     Called where a collective in place begins, and again where its result is taken.
     """
-    if _bump is not None:
-        _bump(tensor)
+    if _increment_version is not None:
+        _increment_version(tensor)
     else:
         tensor.detach().reshape(-1)[:0].zero_()  # older torch: writes nothing and counts as written

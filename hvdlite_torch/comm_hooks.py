@@ -57,8 +57,8 @@ class Cast:
 
     def reduce(self, gradients: Gradients, exchange: Exchange) -> None:
         """Average casts of the gradients."""
-        numbers = [_real(gradient) for _, gradient in gradients]
-        wide = [gradient for gradient in numbers if gradient.element_size() > self._dtype.itemsize]
+        reals = [_real(gradient) for _, gradient in gradients]
+        wide = [gradient for gradient in reals if gradient.element_size() > self._dtype.itemsize]
         if wide:
             casts = wide[0].new_empty(sum(gradient.numel() for gradient in wide), dtype=self._dtype)
             parts = _parts(casts, wide)
@@ -66,7 +66,7 @@ class Cast:
             exchange.average("casts", [casts])
             torch._foreach_copy_(wide, parts)
         exchange.confirm()
-        exchange.average("exact", [gradient for gradient in numbers if gradient.element_size() <= self._dtype.itemsize])
+        exchange.average("exact", [gradient for gradient in reals if gradient.element_size() <= self._dtype.itemsize])
 
 
 class ErrorFeedback:
@@ -304,10 +304,10 @@ class TopK(ErrorFeedback):
         """Average what the ranks send; the rest is kept for the next step."""
         scale = self._begin(exchange)
         names = [name for name, _ in gradients]
-        numbers = [_real(gradient) for _, gradient in gradients]
-        dtype = functools.reduce(torch.promote_types, {gradient.dtype for gradient in numbers}, torch.float32)
-        flat = torch.cat([gradient.reshape(-1).to(dtype) for gradient in numbers]) if numbers else torch.zeros(0)
-        parts = _parts(flat, numbers)
+        reals = [_real(gradient) for _, gradient in gradients]
+        dtype = functools.reduce(torch.promote_types, {gradient.dtype for gradient in reals}, torch.float32)
+        flat = torch.cat([gradient.reshape(-1).to(dtype) for gradient in reals]) if reals else torch.zeros(0)
+        parts = _parts(flat, reals)
         kept = [(part, error) for part, error in zip(parts, map(self._errors.get, names), strict=True)
                 if error is not None and error.shape == part.shape]
         if kept:
@@ -317,12 +317,12 @@ class TopK(ErrorFeedback):
         indices = exchange.gather("indices", chosen)
         values = exchange.gather("values", flat[chosen])
         total = torch.zeros_like(flat).index_add_(0, indices, values).div_(exchange.size)
-        averages = _parts(total, numbers)
-        if numbers:
-            torch._foreach_copy_(numbers, averages)
+        averages = _parts(total, reals)
+        if reals:
+            torch._foreach_copy_(reals, averages)
         if _are_finite([values]):
             flat.index_fill_(0, chosen, 0.0)
-            for gradient, average, part in zip(numbers, averages, parts, strict=True):
+            for gradient, average, part in zip(reals, averages, parts, strict=True):
                 if gradient.dtype is not dtype:  # the average was rounded, on all ranks alike
                     part.add_(average).sub_(gradient)
             self._keep(dict(zip(names, parts, strict=True)), scale)

@@ -33,7 +33,7 @@ def is_on_gpu(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda
 
 
-def index_of(tensor: torch.Tensor) -> int:
+def cuda_index(tensor: torch.Tensor) -> int:
     """Return the number of a tensor's GPU."""
     return tensor.get_device()
 
@@ -45,12 +45,12 @@ def current_stream(index: int) -> int:
     return int(torch.cuda.current_stream(index).cuda_stream)
 
 
-def memory(array: DeviceArray) -> torch.Tensor:
+def bytes_tensor(array: DeviceArray) -> torch.Tensor:
     """Return a tensor over an array's bytes; it keeps them alive."""
-    return torch.as_tensor(_Interface(array), device=f"cuda:{array.device}")
+    return torch.as_tensor(_CudaArrayInterface(array), device=f"cuda:{array.device}")
 
 
-class _Interface:
+class _CudaArrayInterface:
     """An array's bytes as other libraries take them (the CUDA array interface, version 2: nobody synchronises)."""
 
     def __init__(self, array: DeviceArray) -> None:
@@ -59,10 +59,11 @@ class _Interface:
                                          "version": 2, "strides": None}
 
 
-def over(array: DeviceArray) -> torch.Tensor:
+def as_tensor(array: DeviceArray) -> torch.Tensor:
     """Return a tensor over an array."""
     dtype = next(dtype for dtype, name in _DTYPES.items() if name == array.dtype)
-    flat = memory(array.flat()).view(dtype) if array.nbytes else torch.empty(0, dtype=dtype, device=memory_device(array))
+    flat = bytes_tensor(array.flat()).view(dtype) if array.nbytes else torch.empty(0, dtype=dtype,
+                                                                                   device=memory_device(array))
     if not array.strides:
         return flat.view(array.shape)
     return flat.as_strided(array.shape, array.strides)
@@ -73,21 +74,21 @@ def memory_device(array: DeviceArray) -> torch.device:
     return torch.device("cuda", array.device)
 
 
-def lend(tensor: torch.Tensor, devices: DeviceAccess) -> DeviceArray:
+def wrap(tensor: torch.Tensor, devices: DeviceAccess) -> DeviceArray:
     """Describe a dense, contiguous tensor to the plane for GPUs, ready after what its current stream has been given.
 
     Raises:
         UnsupportedError: for a dtype without a counterpart, a second GPU, and within a CUDA graph's capture.
     """
-    index = index_of(tensor)
-    return _lent(tensor, devices, index, current_stream(index))
+    index = cuda_index(tensor)
+    return _wrapped(tensor, devices, index, current_stream(index))
 
 
-def _lent(tensor: torch.Tensor, devices: DeviceAccess, index: int, stream: int) -> DeviceArray:
+def _wrapped(tensor: torch.Tensor, devices: DeviceAccess, index: int, stream: int) -> DeviceArray:
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
         raise UnsupportedError(f"dtype {tensor.dtype} is not supported")
-    return devices.lend(tensor.data_ptr(), tuple(tensor.shape), dtype, index, stream=stream, owner=tensor,
+    return devices.wrap(tensor.data_ptr(), tuple(tensor.shape), dtype, index, stream=stream, owner=tensor,
                         empty=functools.partial(_empty, tensor, devices, index, stream))
 
 
@@ -95,7 +96,7 @@ def _empty(like: torch.Tensor, devices: DeviceAccess, index: int, stream: int, s
     """Make a result; called by the runtime thread. torch may hand out memory that `stream` is still working on."""
     with allocating(index, stream):
         tensor = torch.empty(shape, dtype=like.dtype, device=like.device)
-    return _lent(tensor, devices, index, stream)
+    return _wrapped(tensor, devices, index, stream)
 
 
 def allocating(index: int, stream: int) -> Any:
@@ -103,8 +104,8 @@ def allocating(index: int, stream: int) -> Any:
     return torch.cuda.stream(torch.cuda.ExternalStream(stream, device=index) if stream else torch.cuda.default_stream(index))
 
 
-def carried(tensor: torch.Tensor, devices: DeviceAccess | None, collective: Collective,
-            op: ReduceOp | None = None) -> torch.Tensor:
+def to_transportable(tensor: torch.Tensor, devices: DeviceAccess | None, collective: Collective,
+                     op: ReduceOp | None = None) -> torch.Tensor:
     """Return a contiguous tensor where a plane can take it: itself, or a copy in host memory, with a warning once.
 
     Whether it is copied is the same on all ranks, as long as the same is installed everywhere.
@@ -128,8 +129,8 @@ def to_host(tensor: torch.Tensor, why: str) -> torch.Tensor:
     return copy.copy_(tensor)
 
 
-def room_beside(copy: torch.Tensor) -> torch.Tensor:
-    """Return memory like a copy that `carried` made, for a result."""
+def empty_result_like(copy: torch.Tensor) -> torch.Tensor:
+    """Return memory like a copy that `to_transportable` made, for a result."""
     return torch.empty_like(copy)
 
 
@@ -141,12 +142,12 @@ def wait(handle: Handle | Handles) -> Any:
     return result
 
 
-def name_of(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """Return the runtime's name of a dtype."""
     return str(dtype).removeprefix("torch.")
 
 
-def outlive(tensors: Sequence[torch.Tensor]) -> None:
+def record_stream(tensors: Sequence[torch.Tensor]) -> None:
     """Let torch's allocator keep the memory of tensors until this thread's current stream has used it."""
     for tensor in tensors:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))

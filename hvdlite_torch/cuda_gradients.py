@@ -34,13 +34,13 @@ class CudaGradients(TorchGradients):
 
     def note(self, parameter: torch.Tensor) -> None:
         """A gradient was made on the stream that is current on this thread."""
-        self._streams.add(cuda.current_stream(cuda.index_of(parameter)))
+        self._streams.add(cuda.current_stream(cuda.cuda_index(parameter)))
 
     def bucket_view(self, parameter: torch.Tensor, place: AnyArray) -> BucketView:
         if not isinstance(place, DeviceArray):
             return super().bucket_view(parameter, place)
         self._index = place.device
-        return BucketView(cuda.over(place), self._wire(parameter)[1], on_gpu=True)
+        return BucketView(cuda.as_tensor(place), self._wire(parameter)[1], on_gpu=True)
 
     def batch(self, pairs: Sequence[tuple[torch.Tensor, BucketView]]) -> Sequence[tuple[torch.Tensor, BucketView]]:
         return pairs if pairs and pairs[0][1].on_gpu else super().batch(pairs)
@@ -56,7 +56,7 @@ class CudaGradients(TorchGradients):
         def copy(homes: list[torch.Tensor], values: list[torch.Tensor]) -> None:
             self._copy(homes, values)
             if others:  # their memory goes back to streams that are not behind this
-                cuda.outlive(values)
+                cuda.record_stream(values)
         return fill_views(pairs, self._fitting, copy)
 
     def filled(self, memory: AnyArray) -> Event | None:
@@ -66,7 +66,7 @@ class CudaGradients(TorchGradients):
 
     def copy_from_row_major(self, view: BucketView, values: AnyArray) -> None:
         if isinstance(values, DeviceArray):
-            view.home.copy_(cuda.over(values))
+            view.home.copy_(cuda.as_tensor(values))
         else:
             super().copy_from_row_major(view, values)
 
@@ -112,7 +112,7 @@ class CudaGradients(TorchGradients):
         """Return whether a view is in the memory where a gradient like `tensor` is reduced: models are moved."""
         if not cuda.is_on_gpu(tensor):
             return not view.on_gpu
-        return view.on_gpu or not self._devices.supports(Collective.ALLREDUCE, None, cuda.name_of(view.dtype))
+        return view.on_gpu or not self._devices.supports(Collective.ALLREDUCE, None, cuda.dtype_name(view.dtype))
 
     def _suits(self, parameter: torch.Tensor, view: BucketView) -> bool:
         return self._belongs(parameter, view) and super()._suits(parameter, view)
@@ -130,7 +130,7 @@ class CudaGradients(TorchGradients):
                 rest[0].append(target)
                 rest[1].append(source)
         for (of, to), pairs in alike.items():
-            if not self._devices.batched_copy(pairs, cuda.name_of(of), cuda.name_of(to), stream):
+            if not self._devices.batched_copy(pairs, cuda.dtype_name(of), cuda.dtype_name(to), stream):
                 rest = (list(targets), list(sources))
                 break
         if rest[0]:

@@ -5,9 +5,10 @@ Rules
   itself made of collectives from this file, so derivatives of every order exist.
 - A gradient is a collective too: all ranks differentiate together, in the same order. A part of a gradient that is zero on
   some ranks stays in their graphs, because the derivative of that gradient is a collective as well.
+- In uneven batches of a scope, a gradient is the adjoint that `gradient_weights` derives.
 - Under vmap one collective carries the whole batch. Rows (the first dimension) stay rows.
-- What is known only after a collective, such as other ranks' rows, is kept in the call, which is no tensor: transforms of
-  torch.func pass it on as it is.
+- Facts that are known only after a collective, such as other ranks' row counts, are kept in the call object; transforms
+  of torch.func pass it through unchanged.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class AllreduceCall(Call):
 
 @dataclasses.dataclass(eq=False)
 class BroadcastCall(Call):
-    """Its gradient is the sum of all ranks' upstream gradients on the root, or their average, and zero elsewhere."""
+    """A broadcast. Its gradient is the sum or average of all ranks' upstream gradients on the root, and zero elsewhere."""
 
     root_rank: int
     averages: bool = False
@@ -193,7 +194,7 @@ class AlltoallCall(Call):
 
 
 def apply(call: Call, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Return what a collective makes of tensors. Differentiable."""
+    """Return the results of a collective on tensors. Differentiable."""
     _check(call, tensors)
     is_recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     if not is_recorded and not transforms_active() and forward_ad._current_level < 0:
@@ -203,7 +204,7 @@ def apply(call: Call, *tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 def apply_in_place(call: AllreduceCall | BroadcastCall, tensors: Tensors) -> TorchHandle:
-    """Begin a collective that overwrites its tensors; the handle returns what `call.begin` says.
+    """Begin a collective that overwrites its tensors; return the handle of `call.begin`.
 
     A tensor that was computed from others gets the collective's gradient, as with torch's own operations in place. Leaves
     and their views are overwritten without a gradient, as by Horovod and torch.distributed: so parameters can be averaged
@@ -266,7 +267,7 @@ def _members(process_set: ProcessSet) -> tuple[int, ...]:
 
 
 def with_signature(function: _F) -> _F:
-    """Let a function know its signature: `torch.autograd.Function.apply` asks for it in each call, which takes 20 us."""
+    """Store a function's signature, which `torch.autograd.Function.apply` otherwise computes in each call, in 20 us."""
     function.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
     return function
 
@@ -341,7 +342,7 @@ def _of_extreme(call: AllreduceCall, tensors: Tensors, results: Tensors) -> list
 
 
 class _Overwritten(torch.autograd.Function):
-    """Gives tensors that a collective has overwritten their new history."""
+    """Sets the history of tensors that a collective has overwritten."""
 
     @staticmethod
     @with_signature

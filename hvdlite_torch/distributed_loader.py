@@ -1,6 +1,6 @@
 """Each rank's shard of the global batches that a loader yields.
 
-| the loader | what is shared | who decides the order |
+| loader | what is split | what decides the order |
 |---|---|---|
 | DataLoader, map style | the indices of each batch: a rank loads its own samples only | replica 0's sampler |
 | DataLoader, iterable style | the samples of each batch, before they are collated | the dataset: the same on all ranks |
@@ -28,10 +28,10 @@ _END: Any = object()
 
 
 class DistributedLoader:
-    """Yields this rank's shard of every global batch; otherwise what it was made from.
+    """Yields this rank's shard of every global batch; other attributes are those of the loader that it was made from.
 
-    All ranks iterate over it together and as far. Each epoch begins with one small exchange, in which ranks agree what is
-    to be mirrored and check that they have the same data.
+    All ranks iterate over it together, for the same number of batches. Each epoch begins with one small collective, in which
+    ranks agree whether to mirror and check that they have the same data.
 
     Args:
         loader: a DataLoader, or an iterable of batches.
@@ -67,7 +67,7 @@ class DistributedLoader:
             self._current.over(loop)
 
     def _compared(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield batches; where every rank makes all of them, ranks compare the first one of the first epoch."""
+        """Yield batches; ranks compare the first batch of the first epoch if every rank loads whole batches."""
         if not self._is_compared:
             self._is_compared = True
             first = next(batches, _END)
@@ -78,7 +78,7 @@ class DistributedLoader:
         yield from batches
 
     def _agree(self) -> int:
-        """Agree on what is to be mirrored; return how many batches some rank's workers load ahead.
+        """Agree whether to mirror; return the largest number of batches that a rank's workers prefetch.
 
         Raises:
             MismatchError: on all ranks, when they have different data.
@@ -104,9 +104,9 @@ class _Source:
     """The source of shards.
 
     Attributes:
-        depth: how many batches are asked for before they are needed.
-        is_whole: whether every rank makes whole batches, in an order that the data decide.
-        seen: where it does, the `signature` of its first batch.
+        depth: the number of batches that workers prefetch.
+        is_whole: whether every rank loads whole batches, in an order that the dataset decides.
+        seen: the `signature` of the first batch, if it does.
     """
 
     depth = 0
@@ -123,7 +123,7 @@ class _Source:
 
 
 class _Whole(_Source):
-    """Batches of a rank that is alone."""
+    """Batches where there is one replica."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self._loader = loader
@@ -133,7 +133,7 @@ class _Whole(_Source):
 
 
 class _Rows(_Source):
-    """Rows of batches that every rank makes whole."""
+    """Rows of batches that every rank loads whole."""
 
     is_whole = True
 
@@ -204,16 +204,16 @@ class _Indexed(_Source):
 
 
 class _OwnIteration(_Source):
-    """Rows of the batches of a DataLoader whose class iterates in a way of its own, in the order of replica 0's sampler.
+    """Rows of the batches of a DataLoader subclass with its own `__iter__`, in the order of replica 0's sampler.
 
-    What such a class does with batches is not known, so every rank makes them whole.
+    The subclass may do anything with batches, so every rank loads whole batches.
     """
 
     def __init__(self, loader: DataLoader[Any], replicas: ReplicaGroup) -> None:
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         self._indices = SynchronizedSampler(getattr(loader, name), replicas, is_batched=loader.batch_sampler is not None)
         self._loader = copy.copy(loader)
-        vars(self._loader)[name] = self._indices  # torch allows no assignment, because its own iterators would not notice
+        vars(self._loader)[name] = self._indices  # DataLoader refuses assignment: its iterators would not notice
         self._shard = RowsShard(replicas)
 
     def facts(self) -> dict[str, Any]:
@@ -222,12 +222,12 @@ class _OwnIteration(_Source):
 
     def batches(self, depth: int) -> Iterator[tuple[int, Any]]:
         epoch = self._indices.begin(depth)
-        epoch.has_end = _length(self._indices.sampler) is not None  # then ranks may load ahead as far as they like
+        epoch.has_end = _length(self._indices.sampler) is not None  # then ranks may prefetch any number of batches
         return (self._shard(batch)[:2] for batch in self._loader)
 
 
 class SamplesShard:
-    """Collates this rank's shard of a batch's samples; returns the batch's rows too, and of the first one the signature."""
+    """Collates this rank's samples of a batch; returns the batch's rows, the shard and the first signature."""
 
     def __init__(self, replicas: ReplicaGroup, collate: Callable[[Any], Any]) -> None:
         self._replica_id, self._size, self._collate = replicas.replica_id, replicas.size, collate
@@ -239,7 +239,7 @@ class SamplesShard:
 
 
 class RowsShard:
-    """Converts this rank's shard of a batch; returns the batch's rows too, and of the first one the signature."""
+    """Converts this rank's shard of a batch; returns the batch's rows, the shard and the first signature."""
 
     def __init__(self, replicas: ReplicaGroup, convert: Callable[[Any], Any] = lambda batch: batch) -> None:
         self._replica_id, self._size, self._convert = replicas.replica_id, replicas.size, convert
@@ -252,10 +252,10 @@ class RowsShard:
 
 
 def source_of(loader: Iterable[Any], replicas: ReplicaGroup) -> _Source:
-    """Return where this rank's shard of a loader's batches come from.
+    """Return the source of this rank's shards of a loader's batches.
 
     Raises:
-        ValueError: for a loader that gives each rank other samples already.
+        ValueError: for a loader that already splits samples among ranks.
     """
     same_data.refuse_shared(loader)
     if not isinstance(loader, DataLoader):
@@ -267,7 +267,7 @@ def source_of(loader: Iterable[Any], replicas: ReplicaGroup) -> _Source:
 
 
 def _remade(loader: DataLoader[Any], collate: Callable[[Any], Any] | None, **sampling: Any) -> DataLoader[Any]:
-    """Return a loader like the user's, with another sampler; batches come in order, so that ranks have parts of the same."""
+    """Return a loader like the user's, with another sampler; batches come in order, so that shards belong together."""
     return DataLoader(
         loader.dataset, num_workers=loader.num_workers, collate_fn=collate, pin_memory=loader.pin_memory,
         timeout=loader.timeout, worker_init_fn=loader.worker_init_fn, multiprocessing_context=loader.multiprocessing_context,

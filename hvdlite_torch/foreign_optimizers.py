@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def refuse_foreign_optimizers(registry: ScopeRegistry) -> None:
-    """Let the steps of such optimizers raise `RuntimeError`, as long as `registry` lives.
+    """Make the steps of such optimizers raise `RuntimeError`, as long as `registry` lives.
 
-    Parameters that a distributed optimizer has too, of the scope or not, are left to both: their gradients are reduced.
+    Parameters that a distributed optimizer also has, of the scope or not, are allowed: their gradients are reduced.
     """
     handle = register_optimizer_step_pre_hook(torch.compiler.disable(_Guard(registry)))
     weakref.finalize(registry, handle.remove).atexit = False

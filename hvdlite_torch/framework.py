@@ -45,12 +45,12 @@ def contiguous(tensor: torch.Tensor, name: str) -> torch.Tensor:
     return tensor.contiguous()
 
 
-def lent(tensor: torch.Tensor, name: str, devices: DeviceAccess | None) -> AnyArray:
+def as_runtime_array(tensor: torch.Tensor, name: str, devices: DeviceAccess | None) -> AnyArray:
     """Return the memory of a tensor from `contiguous` as the runtime's array; one on a GPU needs `devices`."""
     if not cuda.is_on_gpu(tensor):
         return as_array(tensor, name)
     assert devices is not None
-    return cuda.lend(tensor, devices)
+    return cuda.wrap(tensor, devices)
 
 
 def on_host(tensor: torch.Tensor, name: str) -> Array:
@@ -351,8 +351,8 @@ class TorchGradients:
 
     def _stage(self, parameter: torch.Tensor, values: torch.Tensor) -> StagedGradient[torch.Tensor]:
         compressed, context = self._compression.compress(values)
-        dense = cuda.carried(contiguous(compressed, "gradient"), self._devices, Collective.ALLREDUCE)
-        return StagedGradient(parameter, lent(dense, "gradient", self._devices), dense, context)
+        dense = cuda.to_transportable(contiguous(compressed, "gradient"), self._devices, Collective.ALLREDUCE)
+        return StagedGradient(parameter, as_runtime_array(dense, "gradient", self._devices), dense, context)
 
 
 def is_elsewhere(parameter: torch.Tensor, elsewhere: Elsewhere) -> bool:

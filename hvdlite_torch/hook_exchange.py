@@ -13,7 +13,7 @@ from hvdlite.handoff.handle import Handle, Handles
 from hvdlite.runtime.runtime import Runtime
 from hvdlite_torch import cuda
 from hvdlite_torch.bucket_views import Mark
-from hvdlite_torch.framework import as_tensor, contiguous, lent
+from hvdlite_torch.framework import as_runtime_array, as_tensor, contiguous
 from hvdlite_torch.unfinal import get_grad, set_grad
 
 Gradients = Sequence[tuple[str, torch.Tensor]]
@@ -81,8 +81,8 @@ class Exchange:
         """Return all ranks' tensors, concatenated along the first dimension."""
         if name not in self._started:
             devices = self._runtime.devices
-            source = cuda.carried(contiguous(tensor, name), devices, Collective.ALLGATHER)
-            self._started[name] = self._runtime.allgather(f"{self._label}.{name}", lent(source, name, devices),
+            source = cuda.to_transportable(contiguous(tensor, name), devices, Collective.ALLGATHER)
+            self._started[name] = self._runtime.allgather(f"{self._label}.{name}", as_runtime_array(source, name, devices),
                                                           process_set=self._process_set), ()
         self.confirm()
         handle, _ = self._started.pop(name)
@@ -114,8 +114,9 @@ class Exchange:
     def _start_reduction(self, name: str, tensors: Sequence[torch.Tensor], op: ReduceOp) -> Callable[[], None]:
         if tensors and name not in self._started:
             devices = self._runtime.devices
-            dense = [cuda.carried(contiguous(tensor, name), devices, Collective.ALLREDUCE, op) for tensor in tensors]
-            arrays = [lent(tensor, name, devices) for tensor in dense]
+            dense = [cuda.to_transportable(contiguous(tensor, name), devices, Collective.ALLREDUCE,
+                                           op) for tensor in tensors]
+            arrays = [as_runtime_array(tensor, name, devices) for tensor in dense]
             handle = self._runtime.grouped_allreduce(f"{self._label}.{name}", arrays, arrays, op,
                                                      process_set=self._process_set)
             self._started[name] = handle, dense

@@ -36,20 +36,20 @@ def gather_all_tensors(result: torch.Tensor, group: Any = None) -> list[torch.Te
         group: a `ProcessSet`; all ranks by default.
     """
     process_set = group if isinstance(group, ProcessSet) else global_process_set
-    runtime, number = api.runtime(), api.set_id(process_set)
-    name = runtime.unnamed("torch", "gather_all_tensors", number)
+    runtime, process_set_id = api.runtime(), api.set_id(process_set)
+    name = runtime.unnamed("torch", "gather_all_tensors", process_set_id)
     dense = contiguous(result.detach().cpu(), name)
     kind = tuple(dense.shape), str(dense.dtype).removeprefix("torch.")
-    kinds = objects.allgather_object(runtime, kind, f"{name}.shapes", number)
+    kinds = objects.allgather_object(runtime, kind, f"{name}.shapes", process_set_id)
     flat = dense.reshape(-1).view(torch.uint8)
-    everything = runtime.allgather(name, as_array(flat, name), process_set=number).wait()
+    everything = runtime.allgather(name, as_array(flat, name), process_set=process_set_id).wait()
     assert everything is not None
     dtypes = [getattr(torch, dtype) for _, dtype in kinds]
     sizes = [math.prod(shape) * dtype.itemsize for (shape, _), dtype in zip(kinds, dtypes, strict=True)]
     parts = torch.from_numpy(everything).split(sizes)
     gathered = [part.clone().view(dtype).reshape(shape).to(result.device)
                 for part, dtype, (shape, _) in zip(parts, dtypes, kinds, strict=True)]
-    gathered[runtime.members(number).index(runtime.world.rank)] = result  # with its graph
+    gathered[runtime.members(process_set_id).index(runtime.world.rank)] = result  # with its graph
     return gathered
 
 

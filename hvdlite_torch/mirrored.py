@@ -15,7 +15,7 @@ from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.scopes import Scopes
 from hvdlite.training.shards import CurrentBatch
-from hvdlite.training.strategies import Launching, reduction
+from hvdlite.training.strategies import LaunchableStrategy, parse_reduce_op
 from hvdlite_torch.compression import Compression, Compressor
 from hvdlite_torch.distributed_loader import DistributedLoader
 from hvdlite_torch.replica_group import TorchReplicaGroup
@@ -26,14 +26,14 @@ _scopes: Scopes[ScopeRegistry] = Scopes(
     {torch.nn.Module: ScopeRegistry.add_module, torch.optim.Optimizer: ScopeRegistry.add_optimizer}, "MirroredStrategy")
 
 
-class MirroredStrategy(Launching):
-    """One replica of the model per rank, in step: `with strategy.scope():` around what makes modules and optimizers.
+class MirroredStrategy(LaunchableStrategy):
+    """Trains one replica of the model per rank; make modules and optimizers inside `with strategy.scope():`.
 
     Optimizers that are made in the scope average their gradients over the ranks (see `DistributedOptimizer`). Parameters,
     buffers and optimizer state become rank 0's: parameters when the optimizer is made, and everything before the first batch
     of a distributed loader, `run` or step after that, and again after a `load_state_dict` of something made in the scope.
-    Batches are global: `distribute` gives each rank its shard, and averages weigh ranks by their samples, so losses are to
-    be means over the batch. Started without a launcher there is one replica, and everything runs as without a strategy.
+    Batches are global: `distribute` gives each rank its shard, and averages are weighted by samples, so losses must be means
+    over the batch. Without a launcher there is one replica, and everything runs as without a strategy.
 
     A `load_state_dict` may be called on some ranks only: rank 0's values count. Running statistics of BatchNorm are each
     rank's own, after the first step (see `broadcast_buffers`).
@@ -64,7 +64,7 @@ class MirroredStrategy(Launching):
         self._registry = ScopeRegistry(
             self._replicas, process_set, learning_rate_factor=self._replicas.size if scale_learning_rate else 1,
             sync_batch_norm=sync_batch_norm, backward_passes_per_step=backward_passes_per_step, compression=compression)
-        self._current = CurrentBatch(self._replicas, self._registry.weigh)
+        self._current = CurrentBatch(self._replicas, self._registry.set_weight)
 
     def __reduce__(self) -> Any:
         """A copy in another process, where `launch` brings it, is a strategy of that process's job."""
@@ -88,8 +88,8 @@ class MirroredStrategy(Launching):
     def scope(self) -> Iterator[MirroredStrategy]:
         """Distribute optimizers that this thread makes inside, and remember modules.
 
-        An optimizer is distributed when `torch.optim.Optimizer.__init__` is over, whichever its class and whoever makes it.
-        While any thread is in a scope, the two classes' `__init__` is ours; afterwards it is theirs again.
+        An optimizer of any class is distributed when `torch.optim.Optimizer.__init__` has run. `Optimizer.__init__` and
+        `Module.__init__` are replaced while any thread is in a scope, and restored afterwards.
 
         Raises:
             RuntimeError: inside another strategy's scope, or when another thread is inside this one's.
@@ -101,7 +101,7 @@ class MirroredStrategy(Launching):
             yield self
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Return `fn(*args, **kwargs)`, after mirroring what is due; all ranks call this together."""
+        """Return `fn(*args, **kwargs)`, after mirroring if that is due; all ranks call this together."""
         self._registry.schedule.agree()
         self._registry.mirror_if_due()
         return fn(*args, **(kwargs or {}))
@@ -109,19 +109,19 @@ class MirroredStrategy(Launching):
     def mirror(self) -> None:
         """Give all parameters, buffers and optimizer state of the scope rank 0's values now; all ranks call this together.
 
-        It happens by itself when a loop begins; this is for what nothing tells of, such as running statistics of BatchNorm
-        before an evaluation.
+        Loops mirror parameters by themselves. Call this after changes that a strategy cannot notice, such as those of
+        BatchNorm's running statistics before an evaluation.
 
         Raises:
-            MismatchError: on all ranks, when they have not made the same.
+            MismatchError: on all ranks, when they have made different modules or optimizers.
         """
         self._registry.mirror()
 
     def distribute(self, loader: Iterable[Any]) -> DistributedLoader:
         """Return a loader of this rank's shard of the global batches that `loader` yields; all ranks call this.
 
-        See `distributed_loader` for what is shared how. A batch with fewer rows than there are replicas goes to all of them.
-        The global batch of which a loop took its shard last is the current one, until the loop ends.
+        See `distributed_loader` for what is split how. A batch with fewer rows than there are replicas goes to all of them.
+        The last batch that a loop has taken is the current batch, until the loop ends.
 
         Args:
             loader: a DataLoader over all samples with the global batch size, or an iterable of batches (structures of
@@ -137,9 +137,9 @@ class MirroredStrategy(Launching):
     def reduce(self, op: str | ReduceOp, value: Any, axis: int | None = None) -> Any:
         """Return the reduction of every replica's value, on all of them; all ranks call this together. Not differentiable.
 
-        Values belong to the current batch: a MEAN weighs replicas by their samples of it, and a SUM counts a batch that all
-        replicas have whole once. So the mean of the losses is the global batch's. Outside of loops over distributed batches,
-        all count alike.
+        Values belong to the current batch: a MEAN is weighted by each replica's samples, so that the mean of the losses is
+        that of the global batch. A SUM counts a batch that all replicas have whole once. Outside of loops over distributed
+        batches all replicas have the same weight.
 
         Args:
             op: "SUM" or "MEAN", or a `ReduceOp`.
@@ -152,7 +152,7 @@ class MirroredStrategy(Launching):
         Raises:
             ValueError: for another op, and for an axis with an op other than SUM and MEAN.
         """
-        operation = reduction(op)
+        operation = parse_reduce_op(op)
         if axis is not None and operation not in (ReduceOp.SUM, ReduceOp.AVERAGE):
             raise ValueError(f"reduce over an axis is for SUM and MEAN, not {operation.name}")
         return mapped(value, lambda leaf: self._reduced(operation, leaf, axis))

@@ -55,7 +55,7 @@ def DistributedOptimizer(
     """Make `optimizer` average its gradients over all ranks; returns the same object.
 
     Each gradient is handed over by a hook as soon as it is accumulated, so communication overlaps `backward()`. When the
-    (outermost) `backward()` returns, gradients are final: clip, unscale and read them without ceremony. With
+    (outermost) `backward()` returns, gradients are final: you can clip, unscale and read them. With
     `wait_in="step"` they are final in `step()`, after `synchronize()`, or when one is read from Python, whichever comes
     first. A parameter without a gradient on some ranks counts as zeros there; without one on all ranks it keeps None. A
     parameter that is frozen when the optimizer is wrapped is reduced from the step in which it is trainable on all ranks.
@@ -78,14 +78,14 @@ def DistributedOptimizer(
         named_parameters: names for messages and matching; `model.named_parameters()`. Default: numbered.
         compression: `Compression.none`, `.fp16` or `.bf16`: dtype on the wire for float32 and float64 gradients.
         backward_passes_per_step: gradients accumulated (summed) locally before each reduction.
-        op: Average, Sum, Product, Min, Max or Adasum (which combines what each rank's step did, see `adasum_optimizer`).
+        op: Average, Sum, Product, Min, Max or Adasum (of the changes of the ranks' steps, see `adasum_optimizer`).
         gradient_predivide_factor: for Average: divide by this before the sum and by size/this after it, against overflow.
         num_groups: deprecated; use `groups`.
         groups: gradients that are reduced together: a number of groups, or a list of lists of parameters.
         sparse_as_dense: densify sparse gradients, instead of gathering their rows. Gathered ones are gathered again when
             backward passes accumulate.
         process_set: the ranks that share gradients; on other ranks the optimizer trains alone.
-        comm_hook: another way to average gradients, see `comm_hooks`; with op=Average and nothing else that changes what
+        comm_hook: a communication hook, see `comm_hooks`; with op=Average and no other argument that changes what
             travels.
         wait_in: "backward" or "step", Horovod's contract: where ranks wait for the reduced gradients, the same on all ranks:
             they make different numbers of reductions where passes compute different gradients. Default: the knob

@@ -1,11 +1,11 @@
 """The check that all ranks iterate over the same data, which a distributed loader then splits.
 
-| what is seen | then |
+| what is found | result |
 |---|---|
-| a sampler, or a dataset of Hugging Face, that knows how many ranks there are | `ValueError` in `strategy.distribute` |
+| a sampler or a Hugging Face dataset that splits samples among ranks | `ValueError` in `strategy.distribute` |
 | `torch.utils.data.Subset` with other indices (`random_split` without a seed) | `MismatchError` on all ranks |
-| first batches that every rank makes whole, and that have nothing in common | a warning: it can also be augmentation |
-| other fingerprints of a map-style dataset of Hugging Face | a warning: they can also be random |
+| whole first batches that have nothing in common | a warning: random augmentation looks the same |
+| different fingerprints of a map-style Hugging Face dataset | a warning: fingerprints can be random |
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _COUNTS = ("num_replicas", "_num_replicas", "world_size", "_world_size")
 
 
 def refuse_shared(loader: Any) -> None:
-    """Raise `ValueError` for a loader that gives each rank other samples already."""
+    """Raise `ValueError` for a loader that already splits samples among ranks."""
     for part in _parts(loader):
         if _ranks(part) > 1:
             raise ValueError(
@@ -38,7 +38,7 @@ def refuse_shared(loader: Any) -> None:
 
 
 def subset(dataset: Any) -> dict[str, str]:
-    """Return a digest of the indices that subsets choose, which must be equal on all ranks; nothing where there are none."""
+    """Return a digest of the indices that a `Subset` selects, which must be equal on all ranks; empty for other datasets."""
     digest = None
     while isinstance(dataset, Subset):
         digest = digest or hashlib.blake2b(digest_size=8)
@@ -48,7 +48,7 @@ def subset(dataset: Any) -> dict[str, str]:
 
 
 def signature(samples: list[Any]) -> list[str]:
-    """Return a digest for each place in the structure of a batch's samples, or of one whole batch."""
+    """Return a digest for each leaf in the structure of a batch's samples, or of one whole batch."""
     digests: list[Any] = []
     for sample in samples:
         for index, leaf in enumerate(leaves(sample)):
@@ -62,13 +62,13 @@ def compare(replicas: ReplicaGroup, seen: list[str] | None) -> None:
     """Warn when the first batches of all ranks have nothing in common; all ranks call this together.
 
     Args:
-        seen: the `signature` of this rank's; None where there is no batch.
+        seen: the `signature` of this rank's batch; None without a batch.
 
     Raises:
         MismatchError: on all ranks, when only some have a batch.
     """
     everywhere = replicas.allgather_object(seen, "first")
-    without = [number for number, theirs in enumerate(everywhere) if theirs is None]
+    without = [replica_id for replica_id, theirs in enumerate(everywhere) if theirs is None]
     if without and len(without) < len(everywhere):
         raise MismatchError(f"replica {without[0]} has no batch, but others have: all ranks must iterate over the same "
                             f"data, of which each takes its shard{_ADVICE}")
@@ -80,17 +80,17 @@ def compare(replicas: ReplicaGroup, seen: list[str] | None) -> None:
 
 
 def fingerprint(loader: Any) -> str | None:
-    """Return what a Dataset of Hugging Face calls its content; None where there is none."""
+    """Return the fingerprint of a Hugging Face dataset; None for other datasets."""
     found = [vars(part).get("_fingerprint") for part in _parts(loader) if hasattr(part, "__dict__")]
     return next((each for each in found if isinstance(each, str)), None)
 
 
 def compare_fingerprints(fingerprints: list[str | None]) -> None:
-    """Warn when ranks have datasets with other fingerprints."""
+    """Warn when ranks have datasets with different fingerprints."""
     if len(set(fingerprints)) > 1:
-        warnings.warn("the datasets of the ranks have other fingerprints, but ranks take shards of the same indices: the "
-                      f"others' samples are lost{_ADVICE}. After a transform that cannot be hashed it is random; "
-                      "then filter this warning", stacklevel=2)
+        warnings.warn("the datasets of the ranks have different fingerprints, but ranks take shards of the same indices: "
+                      f"the others' samples are lost{_ADVICE}. After a transform that cannot be hashed the fingerprint is "
+                      "random; then filter this warning", stacklevel=2)
 
 
 _ADVICE = (". Seed the dataset alike on all ranks, and leave out what splits it by rank (split_by_node, hvd.rank(), "
@@ -98,7 +98,7 @@ _ADVICE = (". Seed the dataset alike on all ranks, and leave out what splits it 
 
 
 def _parts(loader: Any) -> Iterator[Any]:
-    """Yield a loader, its samplers and its datasets, also those that others wrap."""
+    """Yield a loader, its samplers and its datasets, including wrapped ones."""
     seen: list[Any] = []
     waiting = [loader]
     while waiting and len(seen) < 16:
@@ -124,7 +124,7 @@ def _ranks(part: Any) -> int:
 
 
 def _content(leaf: Any) -> bytes:
-    """Return what tells one leaf from another; nothing for objects of which that is not known."""
+    """Return the bytes that identify a leaf; none for objects of unknown types."""
     if isinstance(leaf, torch.Tensor):
         if leaf.layout is not torch.strided or leaf.is_quantized:
             return b""

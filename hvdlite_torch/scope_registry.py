@@ -1,4 +1,4 @@
-"""What is made in a strategy's scope: modules are remembered, optimizers are distributed, and both are mirrored."""
+"""The objects made in a strategy's scope: modules are remembered, optimizers are distributed, and both are mirrored."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ class ScopeRegistry:
     """The objects made in one strategy's scope, as long as they live.
 
     Args:
-        learning_rate_factor: learning rates are multiplied by it.
+        learning_rate_factor: a factor on learning rates.
         sync_batch_norm: whether BatchNorm layers become `SyncBatchNorm`.
 
     Attributes:
         schedule: decides when everything is mirrored.
-        weight: of this rank's gradients in the current batch.
+        weight: weights this rank's gradients in the current batch.
     """
 
     def __init__(self, replicas: TorchReplicaGroup, process_set: ProcessSet, *, learning_rate_factor: float,
                  sync_batch_norm: bool, backward_passes_per_step: int, compression: type[Compressor]) -> None:
-        self._lazy: list[weakref.ref[torch.Tensor]] = []  # had no shape yet when everything was mirrored last
+        self._lazy: list[weakref.ref[torch.Tensor]] = []  # without a shape when everything was mirrored last
         self.schedule = MirrorSchedule(replicas, functools.partial(_any_has_its_shape, self._lazy))
         self.learning_rate_factor = learning_rate_factor
         self._replicas, self._process_set = replicas, process_set
@@ -54,14 +54,14 @@ class ScopeRegistry:
         self._optimizers: LivingObjects[Any] = LivingObjects()
         self._owners = WeakTensorKeyDictionary()  # by parameter: a weak reference to the hooks that hand its gradient over
         self.weight = GradientWeight(replicas.runtime)
-        self._awaiting: list[Any] = []  # hooks on modules whose parameters are to be weighed, and have no shapes yet
+        self._awaiting: list[Any] = []  # hooks on modules with lazy parameters, while there is a weight
         if replicas.size > 1:
             refuse_foreign_optimizers(self)
 
     # --- what is made ------------------------------------------------------------------------------------------------
 
     def add_module(self, module: torch.nn.Module) -> None:
-        """Remember a module, of which only `torch.nn.Module.__init__` is over yet."""
+        """Remember a module; only `torch.nn.Module.__init__` has run, the subclass may not be initialized."""
         kind = type(module).__name__
         self._modules.add(f"{kind}{self._counts[kind]}", module)
         self._counts[kind] += 1
@@ -69,7 +69,7 @@ class ScopeRegistry:
             module.register_load_state_dict_post_hook(_Reloaded(self))
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Distribute an optimizer, of which only `torch.optim.Optimizer.__init__` is over yet; its parameters are mirrored.
+        """Distribute an optimizer and mirror its parameters; only `torch.optim.Optimizer.__init__` has run.
 
         Raises:
             MismatchError: on all ranks, when their parameters differ in number, shape or dtype.
@@ -95,10 +95,10 @@ class ScopeRegistry:
         self._optimizers.add(f"optimizer{optimizer_id}", optimizer)
         self._replicas.broadcast_tensors([each.detach() for each in parameters if not is_lazy(each)], "parameters")
         self.schedule.due = True
-        self.weigh_anew()
+        self.apply_weight()
 
     def scale(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Multiply the learning rates that parameter groups have, unless another optimizer of the scope has them already."""
+        """Multiply the learning rates of parameter groups, except groups that another optimizer of the scope has already."""
         if self.learning_rate_factor != 1:
             scaled = {id(group) for _, optimizer in self._optimizers for group in optimizer.param_groups}
             for group in groups:
@@ -106,14 +106,14 @@ class ScopeRegistry:
                     group["lr"] = group["lr"] * self.learning_rate_factor
 
     def owner(self, parameter: torch.Tensor) -> BackwardHooks | None:
-        """Return who hands a parameter's gradient over already."""
+        """Return the hooks that hand a parameter's gradient over; None before an optimizer has it."""
         reference = self._owners.get(parameter)
         return None if reference is None else reference()
 
     def paths(self) -> dict[int, str]:
         """Return the paths of the parameters of the scope's modules, by the parameters' identity."""
         paths: dict[int, str] = {}
-        walked: set[torch.nn.Module] = set()  # so that no submodule is walked again for each module around it
+        walked: set[torch.nn.Module] = set()  # walk each submodule once, not once for each module around it
         for name, module in self._living_modules():
             for prefix, part in module.named_modules(walked, name):
                 for attribute, parameter in part._parameters.items():
@@ -122,11 +122,11 @@ class ScopeRegistry:
         return paths
 
     def own(self, parameter: torch.Tensor, hooks: BackwardHooks) -> None:
-        """Note who hands a parameter's gradient over."""
+        """Set the hooks that hand a parameter's gradient over."""
         self._owners[parameter] = weakref.ref(hooks)
 
     def _names(self, parameters: Sequence[torch.Tensor]) -> list[str]:
-        """Return parameters' paths in their models, which are made unique where needed."""
+        """Return unique names for parameters: their paths in their models, with a prefix where needed."""
         paths: dict[int, tuple[str, str]] = {}
         for name, module in self._living_modules():
             for path, parameter in module.named_parameters():
@@ -151,7 +151,7 @@ class ScopeRegistry:
         self._convert()
         if self._replicas.size > 1:
             self._mirror_tensors()
-        self.schedule.done()  # not before what raises on all ranks
+        self.schedule.done()  # not if the matching has raised, on all ranks
         if self._replicas.size > 1:
             self._mirror_optimizers()
 
@@ -170,7 +170,7 @@ class ScopeRegistry:
                 load_from_replica_0(optimizer, state)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """Return what is to be mirrored, by name; a tensor has as many names as there are ways to it."""
+        """Return all tensors to mirror by name; a tensor has a name for each path to it."""
         named: dict[str, torch.Tensor] = {}
         for name, optimizer in self._optimizers:
             for group, settings in enumerate(optimizer.param_groups):
@@ -180,7 +180,7 @@ class ScopeRegistry:
             for attribute, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is not None:
                     named[f"{name}.{attribute}"] = tensor
-        for name, module in modules:  # with submodules that were copied or unpickled, so that nothing told of them
+        for name, module in modules:  # includes submodules that were copied or unpickled: their `__init__` did not run
             for path, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
                 named.setdefault(f"{name}.{path}", tensor)
         return {name: tensor for name, tensor in named.items() if tensor.device.type != "meta"}
@@ -189,7 +189,7 @@ class ScopeRegistry:
         return ((name, module) for name, module in self._modules if hasattr(module, "_parameters"))
 
     def _convert(self) -> None:
-        """Make BatchNorm layers synchronise, in place, so that whoever has one keeps it."""
+        """Convert BatchNorm layers to `SyncBatchNorm` in place, so that references to them stay valid."""
         if not self._sync_batch_norm:
             return
         for _, root in self._living_modules():
@@ -200,18 +200,18 @@ class ScopeRegistry:
 
     # --- weights -----------------------------------------------------------------------------------------------------
 
-    def weigh(self, weight: float) -> None:
-        """Multiply gradients by `weight` from now on, before they are accumulated; nothing is done to them when it is 1.
+    def set_weight(self, weight: float) -> None:
+        """Multiply gradients by `weight` from now on, before they are accumulated.
 
-        What `torch.autograd.grad` returns is not multiplied: it accumulates nothing. Gradients that a script sets itself
-        are, before they are reduced.
+        Gradients that `torch.autograd.grad` returns are not multiplied, because they are not accumulated. Gradients that a
+        script sets itself are multiplied before they are reduced.
         """
         if weight != self.weight.value:
             self.weight.value = weight
-            self.weigh_anew()
+            self.apply_weight()
 
-    def weigh_anew(self) -> None:
-        """Let the weight be that of all parameters there are: frozen ones may be trained, lazy ones get shapes."""
+    def apply_weight(self) -> None:
+        """Apply the weight to all parameters that there are now, including frozen ones; to lazy ones with their shapes."""
         optimizers = [optimizer for _, optimizer in self._optimizers]
         for optimizer in optimizers:
             optimizer._hooks.own_weight = self.weight.value
@@ -232,20 +232,20 @@ class _Reloaded(ModuleHook):
     """A hook that reports that a module has loaded a checkpoint; copies of the module do not report."""
 
     def __init__(self, registry: ScopeRegistry) -> None:
-        self._registry = registry  # lives as long as what was made in the scope, which a strategy need not
+        self._registry = registry  # modules keep the registry alive, also without the strategy
 
     def __call__(self, module: torch.nn.Module, keys: Any) -> None:
         self._registry.schedule.has_loaded = True
 
 
 class _Materialized(ModuleHook):
-    """Before a lazy module's forward pass, after torch has given its parameters shapes: let them be weighed too."""
+    """Applies the weight before a lazy module's forward pass, after torch has given its parameters shapes."""
 
     def __init__(self, registry: ScopeRegistry) -> None:
         self._registry = registry
 
     def __call__(self, module: torch.nn.Module, arguments: Any) -> None:
-        self._registry.weigh_anew()
+        self._registry.apply_weight()
 
 
 def _any_has_its_shape(tensors: Sequence[weakref.ref[torch.Tensor]]) -> bool:

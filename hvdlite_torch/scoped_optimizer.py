@@ -42,11 +42,11 @@ class ScopedOptimizer:
             self._scope.own(parameter, self._hooks)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Like the base class's; the new parameters are mirrored before the next step, and reduced. Call it on all ranks."""
+        """Like the base class's; mirrors the new parameters before the next step. Call it on all ranks."""
         self._scope.scale([param_group])
         self._scope.schedule.due = True
         super().add_param_group(param_group)  # type: ignore[misc]
-        self._scope.weigh_anew()
+        self._scope.apply_weight()
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Like the base class's, whose arguments it takes; reductions under way are completed first."""
@@ -61,7 +61,7 @@ class ScopedOptimizer:
         return self._scope.weight.value
 
     def join(self, *models: torch.nn.Module, **settings: Any) -> AbstractContextManager[Any]:
-        """Like the base class's; what is due is mirrored before, because a rank may have no batch and take no step."""
+        """Like the base class's; mirrors first if that is due, because a rank may have no batch and take no step."""
         self._scope.schedule.agree()
         self._scope.mirror_if_due()
         joining: AbstractContextManager[Any] = super().join(*models, **settings)  # type: ignore[misc]
@@ -83,7 +83,7 @@ class ScopedOptimizer:
         return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what `load_state_dict` has made; optimizers around this one hold on to its dicts and lists."""
+        """Copy loaded state into the existing dicts and lists, which optimizers around this one share."""
         if state.keys() == {"state", "param_groups"} and "param_groups" in self.__dict__:
             groups, tensors = self.__dict__["param_groups"], self.__dict__["state"]
             for group, loaded in zip(groups, state["param_groups"], strict=True):
@@ -96,10 +96,10 @@ class ScopedOptimizer:
 
 
 class _Asking:
-    """Asks the other ranks at the beginning of a backward pass, so that the step need not wait for the answers.
+    """Asks the other ranks at the beginning of a backward pass, so that the answers arrive before the step.
 
     Args:
-        optimizers: whose gradients are computed in it.
+        optimizers: the optimizers whose gradients the pass computes.
     """
 
     def __init__(self, optimizers: weakref.WeakSet[ScopedOptimizer]) -> None:
@@ -118,14 +118,14 @@ def _ask_in_backward(optimizer: ScopedOptimizer, hooks: BackwardHooks) -> None:
 
 
 def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Step hook: mirror what is due, on this rank or another one."""
+    """Step hook: mirrors if this rank or another one has a reason."""
     assert isinstance(optimizer, ScopedOptimizer) and isinstance(optimizer, Distributed)
     optimizer._scope.schedule.agree_in_step(optimizer._optimizer_id)
     optimizer._scope.mirror_if_due()
 
 
 def after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Step hook: the gradients that other optimizers have reduced are used."""
+    """Step hook: tells the optimizers that reduce shared parameters that their gradients are used."""
     assert isinstance(optimizer, ScopedOptimizer)
     for hooks in optimizer._shared_reducers:
         hooks.stepped()

@@ -13,7 +13,7 @@ from hvdlite.core.types import Collective
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training import objects, replicas
 from hvdlite_torch import cuda
-from hvdlite_torch.framework import contiguous, dense_strides, lent, on_host
+from hvdlite_torch.framework import as_runtime_array, contiguous, dense_strides, on_host
 from hvdlite_torch.ops import broadcast_async_
 from hvdlite_torch.rows import mapped
 
@@ -133,16 +133,17 @@ def check_replicas(params: Mapping[str, Any] | Iterable[Any], process_set: Proce
         ReplicaMismatchError: on all ranks, naming the first tensor that differs and the ranks.
     """
     named = [(name, on_host(tensor, name)) for name, tensor in _named(params)]
-    runtime, number = api.runtime(), api.set_id(process_set)
-    replicas.check_replicas(runtime, named, runtime.unnamed("torch", "check_replicas", number), number)
+    runtime, process_set_id = api.runtime(), api.set_id(process_set)
+    replicas.check_replicas(runtime, named, runtime.unnamed("torch", "check_replicas", process_set_id), process_set_id)
 
 
 def broadcast_tensors(runtime: Runtime, tensors: Sequence[torch.Tensor], root_rank: int, name: str,
                       process_set: int = GLOBAL_PROCESS_SET_ID) -> None:
     """Overwrite tensors with the root's, in place."""
     devices = runtime.devices
-    dense = [cuda.carried(contiguous(tensor, name), devices, Collective.BROADCAST) for tensor in tensors]
-    handles = [runtime.broadcast(f"{name}.{index}", lent(tensor, name, devices), root_rank, process_set=process_set)
+    dense = [cuda.to_transportable(contiguous(tensor, name), devices, Collective.BROADCAST) for tensor in tensors]
+    handles = [runtime.broadcast(f"{name}.{index}", as_runtime_array(tensor, name, devices), root_rank,
+                                 process_set=process_set)
                for index, tensor in enumerate(dense)]
     for tensor, sent, handle in zip(tensors, dense, handles, strict=True):
         cuda.wait(handle)

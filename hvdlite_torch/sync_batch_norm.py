@@ -1,8 +1,7 @@
 """Batch normalization over the batches of all ranks.
 
-Forward, each rank's (mean, sum of squares about it, count) are gathered and combined (Chan, Golub and LeVeque, "Updating
-formulae and a pairwise algorithm for computing sample variances", 1979). Backward, the gradients of the combined mean and
-variance are summed. The passes over the batch are torch's own kernels.
+The forward pass gathers each rank's (mean, sum of squares about it, count) and combines them. The backward pass sums the
+gradients of the combined mean and variance. The passes over the batch are torch's own kernels.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 from hvdlite import api
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
+from hvdlite.training.moments import combined_moments
 from hvdlite_torch import collectives, derivatives
 
 _is_compiling: Callable[[], bool] = getattr(torch.compiler, "is_compiling", lambda: False)
@@ -25,9 +25,9 @@ _is_compiling: Callable[[], bool] = getattr(torch.compiler, "is_compiling", lamb
 class SyncBatchNorm(_BatchNorm):
     """Like `torch.nn.BatchNorm*d`, with mean and variance of the batches of all ranks, which may differ in size.
 
-    One small allgather a layer forward, and one small allreduce backward, unless the input needs no gradient. Layers must be
-    called in the same order on all ranks. In evaluation, and alone, it is ordinary batch normalization. A batch that is
-    empty on all ranks leaves the running statistics as they are. Differentiable any number of times.
+    A layer costs one small allgather in the forward pass, and one small allreduce in the backward pass if the input needs a
+    gradient. Call layers in the same order on all ranks. In evaluation, and on one rank, it is ordinary batch normalization.
+    A batch that is empty on all ranks does not change the running statistics. Differentiable any number of times.
 
     Args:
         num_features: C of inputs (N, C, ...), of two dimensions or more.
@@ -86,7 +86,7 @@ class SyncBatchNorm(_BatchNorm):
         """Normalize; the shape and dtype stay."""
         self._check_input_dim(input)
         if not self.training:
-            return self._alone(input)  # without a runtime: models are evaluated, traced and exported without hvd.init()
+            return self._alone(input)  # evaluation, tracing and export do not need hvd.init()
         runtime = api.runtime()
         members = runtime.members(api.set_id(self.process_set))
         if len(members) == 1 or runtime.world.rank not in members:
@@ -148,13 +148,10 @@ class _Synchronized(torch.autograd.Function):
         own = torch.cat(_moments(dense))
         everywhere = collectives.allgather(own[None], call.name, call.process_set).wait().double()
         means, squares, counts = everywhere.split([input.shape[1], input.shape[1], 1], 1)
-        count = counts.sum(0)
+        count, mean, variance = combined_moments(counts, means, squares)
         if count.device.type == "cpu" and not _is_compiling() and count.item() == 1:
             raise ValueError("Expected more than 1 value per channel when training, got 1 over all ranks, of input size "
                              f"{tuple(input.shape)} on this one")
-        some = count.clamp(min=1)
-        mean = (counts * means).sum(0) / some
-        variance = (squares + counts * (means - mean).square()).sum(0) / some
         mean, variance, count = (each.to(own.dtype) for each in (mean, variance, count))
         output = _normalized(dense, mean, variance, _like(weight, mean), _like(bias, mean), call.eps)
         return output, mean, variance, count
@@ -188,7 +185,7 @@ class _Synchronized(torch.autograd.Function):
 
 
 class _Fast:
-    """The passes over the batch of a gradient.
+    """The passes over the batch that compute a gradient, in torch's kernels.
 
     Attributes:
         scale: 1 / standard deviation, by channel; likewise below.
@@ -214,7 +211,7 @@ class _Fast:
 
 
 class _Differentiable:
-    """Like `_Fast`, in operations that autograd records."""
+    """Like `_Fast`, in operations that autograd can differentiate."""
 
     def __init__(self, upstream: torch.Tensor, input: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor,
                  eps: float) -> None:
@@ -248,7 +245,7 @@ def _normalized(input: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor,
 
 
 def _memory_format(tensor: torch.Tensor) -> torch.memory_format:
-    """Return how a tensor's memory is ordered, of those orders for which there are kernels."""
+    """Return a tensor's memory format, of the formats that the kernels support."""
     channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
     is_last = channels_last is not None and tensor.is_contiguous(memory_format=channels_last) and not tensor.is_contiguous()
     return channels_last if is_last and channels_last is not None else torch.contiguous_format

@@ -103,11 +103,11 @@ class Agent:
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-            signal.signal(number, self._asked_to_end)
+        for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            signal.signal(signum, self._asked_to_end)
         self._selector.register(reader, selectors.EVENT_READ, lambda: os.read(reader, 4096))
 
-    def _asked_to_end(self, number: int, frame: object) -> None:
+    def _asked_to_end(self, signum: int, frame: object) -> None:
         self._ending = True
 
     def _receive(self) -> None:
@@ -128,7 +128,7 @@ class Agent:
                 self._probe_server.close()  # rank 0 will listen there
             self._workers.start(order)
         elif isinstance(order, Signal):
-            self._workers.signal(order.number)
+            self._workers.signal(order.signum)
         elif isinstance(order, Stop):
             self._ending = True
         elif isinstance(order, Ping):

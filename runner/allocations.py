@@ -17,7 +17,7 @@ Read = Callable[[str], str]
 
 @dataclasses.dataclass(frozen=True)
 class Allocation:
-    """What a scheduler gave."""
+    """The allocation of a scheduler."""
 
     scheduler: str
     hosts: list[Host]

@@ -11,7 +11,7 @@ from hvdlite.core.launch_contract import FailureRecord
 
 @dataclasses.dataclass(frozen=True)
 class Exit:
-    """How a rank's process ended; listed in the order the launcher saw it."""
+    """The end of a rank's process; the launcher lists ends in the order in which it saw them."""
 
     rank: int
     code: int  # negative: killed by that signal

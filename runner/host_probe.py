@@ -24,7 +24,7 @@ from typing import Any, Final
 from hvdlite_runner.commands import cores
 
 PROBE_SECONDS: Final = 3.0
-"""How long a port may take to answer."""
+"""Seconds that a port has to answer."""
 _ANY_PORT: Final = 9  # of a datagram that is never sent: only the route is wanted
 _ROUND_TRIPS: Final = 200
 _STREAM_SECONDS: Final = 0.5

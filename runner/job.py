@@ -49,7 +49,7 @@ _CHECK_SECONDS = 1.0  # seconds between looks at silent hosts, and between sampl
 
 @dataclasses.dataclass(frozen=True)
 class JobSettings:
-    """What to run and how to show it."""
+    """The command of a job, its ranks, and how to show their output."""
 
     hosts: Sequence[HostRanks]  # one a host, in rank order; the launcher's own host is called `LOCAL`
     command: Sequence[str]
@@ -309,10 +309,10 @@ class _Job:
         self._termination.schedule(GRACE_AFTER_LOSS)
 
     def _send_due_signals(self) -> None:
-        for number in self._termination.due():
-            self._workers.signal(number)
+        for signum in self._termination.due():
+            self._workers.signal(signum)
             for remote in self._agents.remotes:
-                remote.signal(number)
+                remote.signal(signum)
 
     def _timeout(self) -> float | None:
         waits = self._termination.waits()

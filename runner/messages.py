@@ -17,7 +17,7 @@ from hvdlite.core.errors import ProtocolError
 
 MAGIC = b"\0hvdlite agent\0"
 PING_SECONDS = 1.0
-"""How often the launcher says that it is still there, when it has nothing else to say."""
+"""Seconds between pings of the launcher while it sends no other message."""
 SILENCE = 5.0
 """Seconds without a sign of life after which either side counts the other as lost."""
 FRAME_LIMIT = 1 << 30
@@ -45,7 +45,7 @@ class Start(Message, frozen=True):
 class Signal(Message, frozen=True):
     """Send a signal to the ranks that still run."""
 
-    number: int
+    signum: int
 
 
 class Stop(Message, frozen=True):
@@ -83,7 +83,7 @@ class SpeedRequest(Message, frozen=True):
 
 
 class ProgressRequest(Message, frozen=True):
-    """How far are your ranks?"""
+    """A request for the progress of a host's ranks."""
 
 
 # --- events: worker group to launcher ----------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ class Exited(Message, frozen=True):
 
 
 class Result(Message, frozen=True):
-    """What a rank left in the job's directory, as `result.RANK`."""
+    """The result that a rank wrote to the job's directory, as `result.RANK`."""
 
     rank: int
     content: bytes

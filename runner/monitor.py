@@ -27,26 +27,26 @@ _GPU_SECONDS: Final = 2.0
 
 
 class WorkerGroupLike(Protocol):
-    """What is needed of a worker group."""
+    """The part of a worker group that the monitor uses."""
 
     directory: str
     running: dict[int, Any]
 
 
 class ProgressObserver(Protocol):
-    """Whoever is shown the ranks' progress."""
+    """A receiver of the ranks' progress."""
 
     def take(self, host: str, event: ProgressReply) -> None:
-        """What a host's ranks have done by now."""
+        """Take the progress of a host's ranks."""
 
     def ended(self, rank: int, reading: dict[str, Any]) -> None:
-        """A rank has ended, having come so far."""
+        """Take the last progress of a rank that has ended."""
 
     def clear_table(self) -> None:
-        """Something else is about to be written on the terminal."""
+        """Remove the table, because something else is about to be written on the terminal."""
 
     def finish(self) -> None:
-        """The job is over."""
+        """End the output, because the job is over."""
 
 
 def sample(workers: WorkerGroupLike) -> tuple[dict[int, dict[str, Any]], str]:
@@ -222,7 +222,7 @@ class ThroughputRecorder:
         self.ranks[rank] = reading
 
     def clear_table(self) -> None:
-        """It writes nothing."""
+        """Write nothing."""
 
     def finish(self) -> None:
         """Nothing more is to come."""

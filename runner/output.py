@@ -11,7 +11,7 @@ from typing import Final
 
 _PIECE: Final = re.compile(r"[^\r\n]*(?:\r\n|\r(?!$)|\n)|[^\r\n]*\r(?=$)")
 FOLD_SECONDS: Final = 0.3
-"""How long a line waits for the same line of other ranks, when lines are folded."""
+"""Seconds that a line waits for the same line of other ranks, when lines are folded."""
 WITHHELD: Final = 40
 """Lines kept of a stream that is not shown, for when its rank fails."""
 

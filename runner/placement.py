@@ -11,7 +11,7 @@ from hvdlite.core.errors import LaunchError
 from hvdlite.core.world import Hosts, World
 
 LOCAL = "localhost"
-"""What the launcher's own host is called."""
+"""The name of the launcher's own host."""
 LOCAL_NAMES = frozenset({LOCAL, "127.0.0.1", "::1"})
 
 

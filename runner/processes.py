@@ -48,10 +48,10 @@ class RankProcess:
             return None
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
-    def send(self, number: int) -> None:
+    def send(self, signum: int) -> None:
         """Send a signal to the rank and the processes of its group."""
         try:
-            os.killpg(self._process.pid, number)
+            os.killpg(self._process.pid, signum)
         except (ProcessLookupError, PermissionError):
             pass  # ended, and nobody of its group is left
 

@@ -101,8 +101,8 @@ def kill_job(mark: bytes, ranks: set[int], timeout: float = TIMEOUT_SECONDS, sub
 def main() -> None:
     """Wait for the launcher's end."""
     directory, mark = sys.argv[1], sys.argv[2].encode()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # a terminal's Ctrl-C is for the launcher
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)  # a terminal's Ctrl-C is for the launcher
     told = sys.stdin.buffer.read().splitlines()
     if b"done" not in told:
         kill_job(mark, {int(line[5:]) for line in told if line.startswith(b"rank ")})

@@ -77,9 +77,9 @@ class RemoteAgent:
         """Start ranks there."""
         self.send(order)
 
-    def signal(self, number: int) -> None:
+    def signal(self, signum: int) -> None:
         """Send a signal to the ranks there."""
-        self.send(Signal(number))
+        self.send(Signal(signum))
 
     def ping(self) -> None:
         """Say that the launcher is still there, unless it is saying something else; called by another thread."""

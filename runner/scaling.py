@@ -26,7 +26,7 @@ Jobs = Sequence[tuple[str, JobSettings]]
 
 @dataclasses.dataclass(frozen=True)
 class Throughput:
-    """What a run achieved: samples (or optimizer steps) a second of all ranks."""
+    """The throughput of a run: samples (or optimizer steps) per second over all ranks."""
 
     rate: float
     unit: str

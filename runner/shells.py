@@ -42,12 +42,12 @@ class Shell:
 
     @property
     def name(self) -> str:
-        """What to call it in messages."""
+        """The shell's name in messages."""
         return PurePath(self.program).name
 
     @property
     def ssh_arguments(self) -> list[str]:
-        """What the user says to ssh."""
+        """The user's arguments for ssh."""
         return [*self.arguments, *(["-p", str(self.port)] if self.port is not None else []),
                 *(["-i", self.identity] if self.identity is not None else [])]
 

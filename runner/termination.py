@@ -44,7 +44,7 @@ class Termination:
             now = time.monotonic()
             self._pending = [(now + grace, signal.SIGTERM), (now + grace + KILL_AFTER, signal.SIGKILL)]
 
-    def interrupt(self, number: int, frame: FrameType | None = None) -> None:
+    def interrupt(self, signum: int, frame: FrameType | None = None) -> None:
         """Schedule the signals after a signal of the user; a second one kills the ranks immediately."""
         now = time.monotonic()
         if self.is_over:
@@ -52,8 +52,8 @@ class Termination:
         if self.user_signal:
             self._pending = [(now, signal.SIGKILL)]
         else:
-            self.user_signal = number
-            first = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+            self.user_signal = signum
+            first = signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM
             self._pending = [(now, first), (now + INTERRUPT_GRACE, signal.SIGKILL)]
 
     def due(self) -> Iterator[int]:
@@ -79,14 +79,14 @@ class Termination:
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
             ending.remove(signal.SIGHUP)
         before = {signal.SIGTSTP: signal.getsignal(signal.SIGTSTP)}
-        before |= {number: signal.signal(number, self.interrupt) for number in ending}
+        before |= {signum: signal.signal(signum, self.interrupt) for signum in ending}
         before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda number, frame: None)
         wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         try:
             yield
         finally:
             signal.set_wakeup_fd(wakeup)
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
             os.close(reader)
             os.close(writer)

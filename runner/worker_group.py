@@ -106,11 +106,11 @@ class WorkerGroup:
             self._selector.register(process.pidfd, selectors.EVENT_READ, self.notice)
         self._tell(Started(process.rank, process.pid))
 
-    def signal(self, number: int) -> None:
+    def signal(self, signum: int) -> None:
         """Send a signal to the ranks that still run."""
         self._asked = True
         for process in self.running.values():
-            process.send(number)
+            process.send(signum)
 
     def notice(self) -> None:
         """Tell of ranks that have ended since the last time, and collect adopted orphans."""

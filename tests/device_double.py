@@ -435,8 +435,8 @@ class Gpus:
             gpu.end()
             assert gpu.error is None, gpu.error
 
-    def lend(self, runtime: Any, array: Any, stream: int = 0) -> DeviceArray:
+    def wrap(self, runtime: Any, array: Any, stream: int = 0) -> DeviceArray:
         """Let a NumPy array pass for a rank's GPU memory."""
         def empty(shape: tuple[int, ...]) -> DeviceArray:
-            return self.lend(runtime, np.empty(shape, array.dtype), stream)
-        return runtime.devices.lend(array.ctypes.data, array.shape, array.dtype, 0, stream=stream, owner=array, empty=empty)
+            return self.wrap(runtime, np.empty(shape, array.dtype), stream)
+        return runtime.devices.wrap(array.ctypes.data, array.shape, array.dtype, 0, stream=stream, owner=array, empty=empty)

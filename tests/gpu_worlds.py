@@ -41,7 +41,7 @@ def spin(predicate: Callable[[], bool]) -> None:
 
 def allreduce(gpus: Gpus, runtime: Runtime, name: str, values: Any, op: ReduceOp = ReduceOp.SUM, stream: int = 0,
               **options: Any) -> Any:
-    array = gpus.lend(runtime, values, stream)
+    array = gpus.wrap(runtime, values, stream)
     return runtime.allreduce(name, array, array, op, **options)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.worlds import ROOT, clean_environment
+from tests.worlds import PYTHON_PATH, clean_environment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ def mpiexec(mpi: Mpi, size: int, arguments: Sequence[str], *, timeout: float = 6
             environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run a Python command on `size` processes, and leave none behind."""
     env = clean_environment("OMPI_", "PMI")
-    env |= {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": "1",
+    env |= {"PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1",
             "HVDLITE_START_TIMEOUT": "30", **mpi.environment, **(environment or {})}
     command = [*mpi.mpiexec, "-n", str(size), mpi.python, *arguments]
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:

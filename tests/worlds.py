@@ -1,8 +1,9 @@
 """Worlds for tests: ranks as threads (rung 2) or as processes (rung 3).
 
 Ranks run a function of a module: `threads` calls `step(runtime)` in this process; the ranks of `processes` import the
-function's module and call it. These programs are in modules of their own, tests/**/programs/*.py, so that a rank imports
-neither pytest nor a framework that its program does not use.
+function's module and call it, with their runtime if its first parameter is `runtime`, so that the same function runs as
+both. Programs of processes are in modules of their own, tests/**/programs/*.py: a rank imports neither pytest nor a
+framework that its program does not use.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import faulthandler
+import inspect
 import itertools
 import os
 import secrets
@@ -34,13 +36,15 @@ from tests import warm
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parent.parent
+PYTHON_PATH = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+"""Where processes find the packages and the tests."""
 HVDRUN = [sys.executable, "-m", "hvdlite_runner.cli"]
 TORCH = ("torch", "torch._dynamo")
 """What ranks with torch can begin with: the first optimizer imports the latter."""
 
 
-def threads(size: int, step: Callable[[Runtime], T], *, timeout: float = 60.0, **config: object) -> list[T]:
-    """Run `step` on every rank of a world of threads; return the results in rank order, or raise the first failure."""
+def threads(size: int, step: Callable[..., T], *arguments: object, timeout: float = 60.0, **config: object) -> list[T]:
+    """Run `step(runtime, *arguments)` on ranks as threads; return the results in rank order, or raise the first failure."""
     settings = Config.from_environment({}, **{"shutdown_timeout": 10.0, **config})
     runtimes = assemble_threads(size, settings)
     results: list[T | None] = [None] * size
@@ -49,7 +53,7 @@ def threads(size: int, step: Callable[[Runtime], T], *, timeout: float = 60.0, *
     def body(runtime: Runtime) -> None:
         runtime.start()
         try:
-            results[runtime.world.rank] = step(runtime)
+            results[runtime.world.rank] = step(runtime, *arguments)
         except BaseException as error:
             failures.append((time.monotonic(), runtime.world.rank, error))
             runtime.fail(type(error).__name__, str(error), "")
@@ -113,7 +117,7 @@ class Processes:
                 **clean_environment(),
                 **launch_contract.rank_environment(
                     groups.world(rank), self._directories[groups.ranks_by_host.index(groups.local_ranks(rank))]), **meeting,
-                "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1",
                 "HVDLITE_START_TIMEOUT": "30", "PYTHONUNBUFFERED": "1", **(environment or {}),
             }
             script, words = self._path(rank, "py"), [] if callable(program) else [str(each) for each in arguments]
@@ -158,6 +162,11 @@ class Processes:
                 raise AssertionError(f"rank {rank} never printed {text!r}: {self.told(rank)}")
             time.sleep(0.01)
 
+    def wait_for_all(self, text: str) -> None:
+        """Block until every rank has written `text`."""
+        for rank in range(len(self.ranks)):
+            self.wait_for(rank, text)
+
     def wait(self, timeout: float = 60.0) -> list[Ended]:
         """Wait for every rank and return how each ended; the hung ones are named, with their stacks."""
         deadline = time.monotonic() + timeout
@@ -184,7 +193,10 @@ class Processes:
 def _calling(program: Program, arguments: Sequence[object], result: Path) -> str:
     """Return a script that calls a function and writes down what it returns."""
     assert ast.literal_eval(repr(arguments)) == arguments, f"ranks get literals as arguments, not {arguments}"
-    return (f"from {program.__module__} import {program.__name__} as program\nresult = program(*{arguments!r})\n"
+    call = f"result = program(*{arguments!r})\n"
+    if next(iter(inspect.signature(program).parameters), "") == "runtime":
+        call = f"from hvdlite import api\napi.init()\nresult = program(api.runtime(), *{arguments!r})\napi.shutdown()\n"
+    return (f"from {program.__module__} import {program.__name__} as program\n{call}"
             f"if result is not None:\n    with open({str(result)!r}, 'w', encoding='utf-8') as file:\n"
             f"        file.write(repr(result))\n")
 

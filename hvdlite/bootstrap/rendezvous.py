@@ -36,7 +36,7 @@ _log = logging.getLogger("hvdlite.control")
 
 @dataclasses.dataclass(frozen=True)
 class Address:
-    """Where rank 0 listens: a Unix socket's path, or host and port with the job's key."""
+    """Rank 0's address: a Unix socket's path, or host and port with the job's key."""
 
     path: str = ""
     host: str = ""

@@ -12,8 +12,8 @@ from hvdlite.core.stack_dump import NO_STACK_DUMP, StackDumpTarget
 from hvdlite.negotiation.messages import Decision, DirectMessages, HostReport, Message, Report
 
 
-class RankInfo(Message, frozen=True):
-    """What a rank says of itself once its connection is authentic."""
+class RankInfo(Message, frozen=True, kw_only=True):
+    """A rank's description of itself, sent when its connection is authenticated."""
 
     rank: int
     size: int
@@ -26,7 +26,7 @@ class RankInfo(Message, frozen=True):
     epoch: int = 0
 
 
-class Welcome(Message, frozen=True):
+class Welcome(Message, frozen=True, kw_only=True):
     """Rank 0's answer when all ranks are there: who they are, indexed by rank; or why the job cannot start."""
 
     pids: tuple[int, ...] = ()

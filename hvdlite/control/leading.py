@@ -41,7 +41,7 @@ class LeaderControl(StarControl):
         self._leader.receive(self._rank, report)
         self._pass_up()
         if report.failure is not None:
-            self._pass_down(Decision(report.epoch, 0, failure=report.failure))
+            self._pass_down(Decision(epoch=report.epoch, sequence=0, failure=report.failure))
 
     def _handle(self, ready: Iterable[tuple[int, int]]) -> None:
         super()._handle(ready)

@@ -79,12 +79,12 @@ def _signal(text: str) -> int:
     if text.lower() in ("", "none", "0"):
         return 0
     try:
-        number = int(text) if text.isdigit() else signal.Signals[f"SIG{text.upper().removeprefix('SIG')}"].value
+        signum = int(text) if text.isdigit() else signal.Signals[f"SIG{text.upper().removeprefix('SIG')}"].value
     except KeyError:
-        number = -1
-    if number not in signal.valid_signals():
+        signum = -1
+    if signum not in signal.valid_signals():
         raise ValueError("must be the name or the number of a signal")
-    return number
+    return signum
 
 
 Translate = Callable[[str], str | None]

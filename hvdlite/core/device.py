@@ -136,7 +136,7 @@ CopySpec: TypeAlias = tuple[int, int, int]
 class DeviceAccess(Protocol):
     """The interface of the GPU plane for adapters; callable from any thread."""
 
-    def lend(self, pointer: int, shape: tuple[int, ...], dtype: np.dtype[Any], device: int, *, stream: int, owner: object,
+    def wrap(self, pointer: int, shape: tuple[int, ...], dtype: np.dtype[Any], device: int, *, stream: int, owner: object,
              empty: Callable[[tuple[int, ...]], DeviceArray] | None = None) -> DeviceArray:
         """Describe a dense array whose values were produced on `stream`; later work on the stream is not waited for.
 

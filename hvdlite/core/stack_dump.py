@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 
 
 class StackDumpTarget(NamedTuple):
-    """Where a process writes its stacks, and upon which signal; the default is nowhere.
+    """The file to which a process writes its stacks, and the signal on which it does; by default there is none.
 
     Attributes:
         descriptor: a file descriptor of that process.

@@ -17,7 +17,7 @@ from hvdlite.negotiation.messages import BucketReady, ReportItem, Request, Respo
 
 GPU_PLANE: Final = "NCCL"
 REMEMBERED: Final = 2048
-"""How many events a rank remembers."""
+"""Number of events that a rank keeps."""
 
 _What = tuple[float, Sequence[str], str, object]
 
@@ -29,11 +29,15 @@ class FlightRecorder:
         rank: whose.
         plane: the data plane's name.
         clock: seconds; the same for all ranks of a host.
+
+    Attributes:
+        mark_cycles: whether the timeline shows decisions.
     """
 
     def __init__(self, rank: int, plane: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._rank, self._plane, self._clock = rank, plane.upper(), clock
         self._events: deque[_What] = deque(maxlen=REMEMBERED)
+        self.mark_cycles = False
         self._trace: list[TraceEvent] = []
         self._open: Counter[str] | None = None  # spans under way by lane, while there is a timeline
 
@@ -56,7 +60,7 @@ class FlightRecorder:
 
     @property
     def untold(self) -> int:
-        """How many events `take_trace` would return."""
+        """Number of events that `take_trace` would return."""
         return len(self._trace)
 
     def take_trace(self) -> tuple[TraceEvent, ...]:
@@ -95,7 +99,7 @@ class FlightRecorder:
 
     def cycle(self, number: int) -> None:
         """A decision is applied: what comes nearest to Horovod's cycle."""
-        if self._open is not None:
+        if self.mark_cycles and self._open is not None:
             self._trace.append(TraceEvent("i", self._clock() * 1e6, "decisions", "CYCLE_START", str(number)))
 
     def moving(self, lanes: Sequence[str], response: Response) -> None:

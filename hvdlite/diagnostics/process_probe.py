@@ -19,7 +19,7 @@ from typing import Final
 from hvdlite.core.stack_dump import NO_STACK_DUMP, StackDumpTarget
 
 WRITTEN_SECONDS: Final = 0.3
-"""How long a rank gets to write its stacks."""
+"""Seconds that a rank has to write its stacks."""
 _LOOK_SECONDS: Final = 0.01
 
 STATES: Final = {"T": "stopped (SIGSTOP, or a full terminal): kill -CONT {pid}", "t": "stopped by a debugger",

@@ -19,19 +19,20 @@ from typing import Final, Protocol
 
 from hvdlite.core.errors import DeadlockError
 from hvdlite.diagnostics.stall_report import RankState, StallReport, location_in_dump
-from hvdlite.negotiation.coordinator import Coordinator, Stall
-from hvdlite.negotiation.messages import FailureNotice, SideMessage
+from hvdlite.negotiation.coordinator import Coordinator
+from hvdlite.negotiation.messages import FailureNotice, RankStatus, SideMessage
+from hvdlite.negotiation.stalls import Stall
 
 _log = logging.getLogger("hvdlite")
 
 ANSWER_SECONDS: Final = 2.0
-"""How long a rank gets to answer."""
+"""Seconds that a rank has to answer."""
 DEADLOCK_SECONDS: Final = 1.0
-"""How long ranks have to wait for each other in a circle before that ends the job."""
+"""Seconds that ranks wait for each other in a circle before the job ends."""
 LEADER_SECONDS: Final = 5.0
-"""How much longer a rank waits for its leader than that does for rank 0: so it hears that rank 0 is silent, if it is."""
+"""Seconds that a rank waits for its leader longer than the leader waits for rank 0, so that the leader can blame rank 0."""
 LOOKS: Final = 4
-"""How often one looks during the shortest of the times."""
+"""Checks during the shortest of the times."""
 
 
 class ProcessProbe(Protocol):
@@ -53,7 +54,7 @@ class Times:
 
     @property
     def look(self) -> float:
-        """How long to wait before looking for the first time; infinite when everything is off."""
+        """Seconds before the first check; infinite when everything is off."""
         return min((time for time in (self.stall, self.shutdown, self.silence) if time > 0), default=math.inf)
 
 
@@ -89,9 +90,19 @@ class StallInspector:
         self._silent: dict[int, str] = {}  # told of: its stacks
         self._pending: _PendingReport | None = None
         self._wanted: list[Receiver] = []  # on demand, not begun
+        self._report_requested = False  # by some rank's user
+        self._statuses: dict[int, RankStatus] = {}  # what ranks answered when they were last asked
+        self._suspects: set[int] = set()  # ranks that hold up others in the middle of a collective
         self._stuck: frozenset[int] = frozenset()  # ranks that wait for each other in a circle
         self._stuck_since = math.inf
         self._stuck_told = False
+
+    def receive(self, rank: int, message: SideMessage) -> None:
+        """Handle what a rank reports beside tensors."""
+        if message.status is not None:
+            self._statuses[rank] = message.status
+        self._suspects.update(message.slow_peers)
+        self._report_requested |= message.requests_report
 
     def demand(self, receiver: Receiver) -> None:
         """Make a report now, of everything that waits and of every rank."""
@@ -101,14 +112,14 @@ class StallInspector:
     def busy(self) -> bool:
         """Whether there is anything to look after."""
         coordinator = self._coordinator
-        return bool(coordinator.anything_waits or coordinator.blocked or coordinator.suspects or coordinator.report_requested
+        return bool(coordinator.is_anything_pending or coordinator.blocked or self._suspects or self._report_requested
                     or self._wanted or self._pending or self._asked)
 
     def look(self, now: float) -> bool:
         """Do what is due at `now`; return whether the coordinator has something to say for it."""
         coordinator = self._coordinator
-        if coordinator.report_requested:
-            coordinator.report_requested = False
+        if self._report_requested:
+            self._report_requested = False
             self.demand(self._deliver)
         if not self.busy:
             self._next_look = math.inf
@@ -117,14 +128,14 @@ class StallInspector:
         if self._wanted:
             wanted, self._wanted = self._wanted, []
             everybody = set(range(coordinator.size)) - coordinator.left
-            acted = self._begin(coordinator.waiting(now), everybody, now, wanted)
+            acted = self._begin(coordinator.pending(now), everybody, now, wanted)
         if self._next_look == math.inf:
-            self._next_look = now + (0.0 if coordinator.suspects else self._times.look)
-        if now >= self._next_look or not self._silent.keys().isdisjoint(coordinator.statuses):
+            self._next_look = now + (0.0 if self._suspects else self._times.look)
+        if now >= self._next_look or not self._silent.keys().isdisjoint(self._statuses):
             self._next_look = now + self._times.look / LOOKS
             acted = self._find_stalls(now) | self._find_silence(now) | acted
         pending = self._pending
-        if pending and (now >= pending.until or pending.asked <= coordinator.statuses.keys() | self._silent.keys()):
+        if pending and (now >= pending.until or pending.asked <= self._statuses.keys() | self._silent.keys()):
             self._pending = None
             acted = self._finish(pending, now) or acted
         return acted
@@ -144,27 +155,27 @@ class StallInspector:
         return False
 
     def _find_stalls(self, now: float) -> bool:
-        found = self._coordinator.stalls(now, self._times.stall) if self._times.stall > 0 else []
+        found = self._coordinator.new_stalls(now, self._times.stall) if self._times.stall > 0 else []
         ends = self._times.shutdown > 0 and any(stall.waited >= self._times.shutdown
-                                                for stall in self._coordinator.waiting(now))
+                                                for stall in self._coordinator.pending(now))
         if not found and not ends:
             return False
         if ends:
-            found = self._coordinator.waiting(now)
+            found = self._coordinator.pending(now)
         missing = {rank for stall in found for rank in stall.missing}
         reference = min((rank for stall in found for rank in stall.submitted), default=0)  # for comparison
         return self._begin(found, missing | {reference}, now, [self._deliver], ends_job=ends)
 
     def _find_silence(self, now: float) -> bool:
         coordinator, after = self._coordinator, self._times.silence
-        awaited = coordinator.suspects | (coordinator.missing(now, after) if after > 0 else set())
-        coordinator.suspects.clear()
+        awaited = self._suspects | (coordinator.missing(now, after) if after > 0 else set())
+        self._suspects.clear()
         ask = [rank for rank in awaited if rank and rank not in self._asked and now >= self._ask_again.get(rank, -math.inf)]
         self._ask(ask, now)
         acted = bool(ask)
         for rank, when in list(self._asked.items()):
             waited = now - when
-            if rank in coordinator.statuses:
+            if rank in self._statuses:
                 del self._asked[rank]
                 self._ask_again[rank] = now + after
                 if self._silent.pop(rank, None) is not None:
@@ -189,8 +200,9 @@ class StallInspector:
 
     def _ask(self, ranks: Iterable[int], now: float) -> None:
         ranks = sorted(ranks)
-        self._coordinator.request_status(ranks)
+        self._coordinator.order(status_requests=ranks)
         for rank in ranks:
+            self._statuses.pop(rank, None)
             self._asked.setdefault(rank, now)
 
     def _begin(self, stalls: list[Stall], ask: set[int], now: float, receivers: list[Receiver], *,
@@ -209,7 +221,7 @@ class StallInspector:
 
     def _finish(self, pending: _PendingReport, now: float) -> bool:
         """Make the report; return whether it ends the job."""
-        waiting = {stall.name: stall for stall in self._coordinator.waiting(now)}
+        waiting = {stall.name: stall for stall in self._coordinator.pending(now)}
         stalls = [waiting.get(stall.name, stall) for stall in pending.stalls]  # leaders have said by now whom they wait for
         rank_states = {rank: self._rank_state(rank) for rank in sorted(pending.asked)}
         stories = {stall.name: story for stall in stalls if (story := self._story(stall.name))}
@@ -223,7 +235,7 @@ class StallInspector:
         return False
 
     def _rank_state(self, rank: int) -> RankState:
-        status = self._coordinator.statuses.get(rank)
+        status = self._statuses.get(rank)
         if status is not None:
             return RankState(rank, self._coordinator.state(rank), status)
         stacks = self._silent.get(rank) or (self._probe.stacks(rank) if self._probe else "")

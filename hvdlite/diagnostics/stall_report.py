@@ -18,8 +18,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
-from hvdlite.negotiation.coordinator import Stall
 from hvdlite.negotiation.messages import RankStatus
+from hvdlite.negotiation.stalls import Stall
 
 _log = logging.getLogger("hvdlite")
 
@@ -28,7 +28,7 @@ _LIBRARIES = tuple(str(Path(_PATHS[name])) for name in ("stdlib", "platstdlib", 
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
 
 SHOWN: Final = 10
-"""How many of a rank's last collectives a report shows."""
+"""Number of a rank's last collectives in a report."""
 _C_LEVEL_FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)')
 
 
@@ -43,10 +43,10 @@ def rank_status(thread: int, recent: Sequence[str], first_number: int, waiting: 
     frames = sys._current_frames()
     frame = frames.get(thread) or frames.get(threading.main_thread().ident or 0)
     if frame is None:
-        return RankStatus("nowhere: the thread that called collectives has ended", "", tuple(recent), first_number,
-                          tuple(waiting))
-    return RankStatus(location_of(frame), "".join(traceback.format_stack(frame)), tuple(recent), first_number,
-                      tuple(waiting))
+        return RankStatus(location="nowhere: the thread that called collectives has ended", stack="", recent=tuple(recent),
+                          first_number=first_number, waiting=tuple(waiting))
+    return RankStatus(location=location_of(frame), stack="".join(traceback.format_stack(frame)), recent=tuple(recent),
+                      first_number=first_number, waiting=tuple(waiting))
 
 
 def location_of(frame: FrameType) -> str:
@@ -77,7 +77,7 @@ def _location(function: str, file: str, line: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class RankState:
-    """What is known of one rank when a report is made."""
+    """The state of one rank when a report is made."""
 
     rank: int
     state: str  # "alive", "joined", "left", or why it does not answer
@@ -87,7 +87,7 @@ class RankState:
 
 @dataclasses.dataclass(frozen=True)
 class StallReport:
-    """Which tensors wait, for whom, and what those ranks are doing."""
+    """The tensors that wait, the ranks for which they wait, and the state of those ranks."""
 
     stalls: Sequence[Stall]
     rank_states: Mapping[int, RankState]  # of every rank that is missing somewhere, and of some that are not

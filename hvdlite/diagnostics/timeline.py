@@ -32,7 +32,7 @@ class Order:
 
 
 class Timeline:
-    """Rank 0's side of timelines: at most one at a time. Runtime thread only, but for `order`.
+    """Rank 0's side of timelines: at most one at a time. Only the background thread calls it.
 
     Args:
         size: ranks of the job.
@@ -44,14 +44,9 @@ class Timeline:
         self._file: TimelineFile | None = None
         self._orders: list[Order] = []  # not carried out yet
 
-    def order(self, path: str, answer: Callable[[Exception | None], None]) -> Order:
-        """Note what the user wants; `change` is to be called with it."""
-        order = Order(path, answer)
-        self._orders.append(order)
-        return order
-
     def change(self, order: Order) -> None:
         """Begin to carry out an order."""
+        self._orders.append(order)
         if (self._file.path if self._file else "") == order.path:
             self._answer(lambda each: each is order)
             return

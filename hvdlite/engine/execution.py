@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from hvdlite.core.device import CPU, AnyArray, Completion
@@ -12,11 +12,12 @@ from hvdlite.core.errors import HorovodInternalError, MismatchError, PeerLeftErr
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import Collective
 from hvdlite.diagnostics.flight_recorder import FlightRecorder, bucket_lane, lane_of
+from hvdlite.engine.limits import Clock
 from hvdlite.handoff.buckets import BucketEntry, LearnedLayout, buffer_bytes
 from hvdlite.handoff.entry import Entry
+from hvdlite.handoff.job_state import JobState
 from hvdlite.negotiation.controller import EvictLayout, Instruction, ParticipateWithoutData, SplitBucket, SuspendLayout
-from hvdlite.negotiation.messages import BucketRelease, Decision, ErrorKind, Layout, ReceiveSplits, Response
-from hvdlite.negotiation.process_sets import ProcessSetTable
+from hvdlite.negotiation.messages import BucketRelease, ErrorKind, Layout, ReceiveSplits, Response
 from hvdlite.planes.base import AlltoallSplits, BufferSlice, DevicePlane, FusionBuffer, Plan, Plane, WaitUntil
 
 _log = logging.getLogger("hvdlite")
@@ -25,39 +26,36 @@ NOT_MOVING: Final = float("inf")
 
 
 class Execution:
-    """One rank's work under way. Only the runtime thread calls it.
+    """One rank's pending tensors, and the work on them. Only the background thread calls it.
 
     Attributes:
-        process_sets: which exist; changed here only, read by user threads.
-        layouts: learned ones by set, likewise.
         partners: the ranks of the collective under way.
         moving_since: when it began, on the caller's clock; infinite when there is none.
 
     Args:
         devices: the plane for tensors on GPUs, if there is one.
+        state: gets the process sets, layouts and joins that result.
         wait_until: lets the planes wait.
-        free: makes an entry's name usable again; called before its handle is completed.
-        mark_stale: ends a layout on all ranks.
-        start_anew: all ranks have joined.
+        release_name: makes an entry's name usable again; called before its handle is completed.
+        mark_stale: gives up a layout on all ranks.
     """
 
-    def __init__(self, rank: int, size: int, plane: Plane, recorder: FlightRecorder, clock: Callable[[], float], *,
-                 devices: DevicePlane | None, wait_until: WaitUntil, free: Callable[[Entry], None],
-                 mark_stale: Callable[[int], None], start_anew: Callable[[], None]) -> None:
-        self.process_sets = ProcessSetTable(size)
-        self.layouts: dict[str, LearnedLayout] = {}
+    def __init__(self, rank: int, plane: Plane, devices: DevicePlane | None, state: JobState, recorder: FlightRecorder,
+                 clock: Clock, *, wait_until: WaitUntil, release_name: Callable[[Entry], None],
+                 mark_stale: Callable[[int], None]) -> None:
         self.partners: tuple[int, ...] = ()
         self.moving_since = NOT_MOVING
-        self._rank, self._plane, self._recorder, self._clock = rank, plane, recorder, clock
-        self._devices = devices
+        self._rank, self._plane, self._devices = rank, plane, devices
+        self._state, self._recorder, self._clock = state, recorder, clock
+        self._process_sets, self._layouts = state.process_sets, state.layouts
         if devices is not None:
-            devices.add_process_set(GLOBAL_PROCESS_SET_ID, self.process_sets[GLOBAL_PROCESS_SET_ID])
-        self._wait_until, self._free, self._mark_stale, self._start_anew = wait_until, free, mark_stale, start_anew
+            devices.add_process_set(GLOBAL_PROCESS_SET_ID, self._process_sets[GLOBAL_PROCESS_SET_ID])
+        self._wait_until, self._release_name, self._mark_stale = wait_until, release_name, mark_stale
         self._entries: dict[tuple[int, str], Entry] = {}  # handed in and not completed; likewise below
         self._buckets: dict[int, BucketEntry] = {}
         self._plans: defaultdict[int, int] = defaultdict(int)  # by process set
         self._pairs: set[int] = set()  # process sets of two ranks that are open in the plane
-        self._left: frozenset[int] = frozenset()
+        self._left: Collection[int] = ()  # the ranks that have left
         # Of alltoalls to be carried out; a name may have several when this rank has joined and is behind.
         self._receive_splits: defaultdict[tuple[int, str], deque[ReceiveSplits]] = defaultdict(deque)
 
@@ -94,16 +92,25 @@ class Execution:
         for received in splits:
             self._receive_splits[received.process_set_id, received.name].append(received)
 
-    def carry_out(self, decision: Decision, instructions: Sequence[Instruction], left: frozenset[int]) -> None:
-        """Follow a decision.
+    def tune(self, settings: Mapping[str, int]) -> None:
+        """Knobs have new values."""
+        self._plane.tune(settings)
+
+    def open_pairs(self, responses: Iterable[Response]) -> None:
+        """Let the plane open the process sets of two ranks when they first need it; all ranks do so at the same decision."""
+        for response in responses:
+            number = response.process_set_id
+            if number < 0 and number not in self._pairs and response.error is ErrorKind.NONE and response.result is None:
+                self._pairs.add(number)
+                self._open_set(number, self._process_sets[number])
+
+    def carry_out(self, instructions: Sequence[Instruction], left: Collection[int]) -> None:
+        """Follow a decision's instructions, in order.
 
         Args:
             left: the ranks that have left by then.
         """
         self._left = left
-        if decision.tuned:
-            self._plane.tune(dict(decision.tuned))
-        self._open_pairs(decision)
         if self._recorder.tracing:
             for instruction in instructions:
                 self._trace(instruction)
@@ -116,14 +123,6 @@ class Execution:
             self._release(entry).abandon(error)
         for bucket in self._buckets.values():
             bucket.abandon(error)
-
-    def _open_pairs(self, decision: Decision) -> None:
-        """Let the plane open the process sets of two ranks when they first need it; all ranks do so at the same decision."""
-        for response in decision.responses:
-            number = response.process_set_id
-            if number < 0 and number not in self._pairs and response.error is ErrorKind.NONE and response.result is None:
-                self._pairs.add(number)
-                self._open_set(number, self.process_sets[number])
 
     def _open_set(self, number: int, ranks: tuple[int, ...]) -> None:
         self._plane.add_process_set(number, ranks)
@@ -150,13 +149,13 @@ class Execution:
             case SplitBucket():
                 self.split(instruction)
             case SuspendLayout(layout):
-                learned = self.layouts.get(layout.label)
+                learned = self._layouts.get(layout.label)
                 if learned is not None and learned.layout.layout_id == layout.layout_id:
                     learned.is_suspended = True
             case EvictLayout(layout):
-                learned = self.layouts.get(layout.label)
+                learned = self._layouts.get(layout.label)
                 if learned is not None and learned.layout.layout_id == layout.layout_id:
-                    del self.layouts[layout.label]
+                    del self._layouts[layout.label]
 
     def _learn(self, layout: Layout) -> None:
         ranks = layout.buckets[0].response.contributors
@@ -171,7 +170,7 @@ class Execution:
             _log.warning("rank %d: '%s' goes on without learned buckets: %s", self._rank, layout.label, error)
             self._mark_stale(layout.layout_id)
             return
-        self.layouts[layout.label] = LearnedLayout(layout, buffers)
+        self._layouts[layout.label] = LearnedLayout(layout, buffers)
 
     def _buffer(self, device: str, nbytes: int, ranks: tuple[int, ...]) -> FusionBuffer | None:
         if device == CPU:
@@ -198,16 +197,16 @@ class Execution:
             return
         splits = self._splits_of(response, entries[0].request.splits)
         for entry in entries:
-            entry.prepare(response, self._rank, self.process_sets[response.process_set_id], splits)
+            entry.prepare(response, self._rank, self._process_sets[response.process_set_id], splits)
         completion = None
         if response.result is not None:
             entries[0].deliver(response.result)
         elif response.collective in (Collective.ADD_PROCESS_SET, Collective.REMOVE_PROCESS_SET):
             self._change_sets(response)
         elif response.collective is Collective.JOIN:
-            for learned in self.layouts.values():
+            for learned in self._layouts.values():
                 learned.is_suspended = False
-            self._start_anew()
+            self._state.joins += 1
         elif response.collective is not Collective.BARRIER:  # that all ranks reported it is the barrier
             self._recorder.moving(_lanes(response), response)
             completion = self._move(response, [source for entry in entries for source in entry.sources],
@@ -220,7 +219,7 @@ class Execution:
         """Having joined, do this rank's share of the others' work."""
         if response.collective in (Collective.ADD_PROCESS_SET, Collective.REMOVE_PROCESS_SET):
             self._change_sets(response)
-        elif (self._rank in self.process_sets[response.process_set_id] and response.result is None
+        elif (self._rank in self._process_sets[response.process_set_id] and response.result is None
               and response.collective is not Collective.BARRIER):
             self._move(response, (), (), splits=self._splits_of(response, ()))
 
@@ -236,9 +235,9 @@ class Execution:
 
     def _change_sets(self, response: Response) -> None:
         if response.collective is Collective.ADD_PROCESS_SET:
-            self._open_set(self.process_sets.add(response.members), response.members)
+            self._open_set(self._process_sets.add(response.members), response.members)
         else:
-            self.process_sets.remove(response.rows[0])
+            self._process_sets.remove(response.rows[0])
             self._plane.remove_process_set(response.rows[0], self._wait_until)
             if self._devices is not None:
                 self._devices.remove_process_set(response.rows[0], self._wait_until)
@@ -247,7 +246,7 @@ class Execution:
               buffer_slice: BufferSlice | None = None, splits: AlltoallSplits | None = None) -> Completion | None:
         number = response.process_set_id
         self._plans[number] += 1
-        self.partners, self.moving_since = self.process_sets[number], self._clock()
+        self.partners, self.moving_since = self._process_sets[number], self._clock()
         plan = Plan(self._plans[number], self.partners, response, sources, outputs, buffer_slice, splits)
         completion = None
         if response.device == CPU:
@@ -269,7 +268,7 @@ class Execution:
     def _release(self, entry: Entry) -> Entry:
         """Free the entry's name before its handle is completed, so that the waiter can use it again at once."""
         del self._entries[entry.key]
-        self._free(entry)
+        self._release_name(entry)
         return entry
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
+
+Clock = Callable[[], float]
+"""Seconds on a monotonic clock, the same for all ranks of the job."""
 
 FLUSH_SECONDS: Final = 2.0
 """How long the last messages may take when a rank ends."""
-RECENT: Final = 200
-"""How many collectives a rank remembers for stall reports."""
 LOOK_SECONDS: Final = 0.25
 """How often a rank that waits looks whether it has waited long."""
 LISTEN_SECONDS: Final = 0.2

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 
 from hvdlite.core.errors import HorovodInternalError
+from hvdlite.handoff.inbox import Item, Task
 from hvdlite.negotiation.messages import OobKey, OobMessage, SideMessage
 from hvdlite.planes.base import WaitUntil
 
@@ -30,21 +31,19 @@ class OobChannel:
         self._received: dict[OobKey, bytes] = {}
         self._failure: HorovodInternalError | None = None
         self._say: Callable[[SideMessage], None] = lambda side_message: None
-        self._hand_in: Callable[[Callable[[], None]], None] = lambda action: None
-        self._wake: Callable[[], None] = lambda: None
+        self._post: Callable[[Item], None] = lambda item: None
         self._thread = 0  # the runtime's, once it has published something
 
-    def speak_through(self, say: Callable[[SideMessage], None], hand_in: Callable[[Callable[[], None]], None],
-                      wake: Callable[[], None]) -> None:
+    def connect(self, say: Callable[[SideMessage], None], post: Callable[[Item], None]) -> None:
         """Let what is published from now on travel.
 
         Args:
             say: sends a side message; only the runtime thread calls it.
-            hand_in: lets the runtime thread call something when it is awake; from any thread, like `wake`.
+            post: hands something to the runtime thread; from any thread.
         """
-        self._say, self._hand_in, self._wake = say, hand_in, wake
+        self._say, self._post = say, post
 
-    def take_in(self, messages: Iterable[OobMessage]) -> None:
+    def receive(self, messages: Iterable[OobMessage]) -> None:
         """Store out-of-band messages that have arrived."""
         with self._arrived:
             for note in messages:
@@ -71,8 +70,7 @@ class OobChannel:
             self._say(side_message)
             wait_until(lambda: wanted in self._received)
         else:
-            self._hand_in(lambda: self._say(side_message))
-            self._wake()
+            self._post(Task(lambda: self._say(side_message)))
             with self._arrived:
                 self._arrived.wait_for(lambda: wanted in self._received or self._failure is not None)
         with self._arrived:

@@ -12,7 +12,7 @@ import numpy as np
 from hvdlite.core.array import SUPPORTED_DTYPES
 from hvdlite.core.device import AnyArray, Completion, DeviceArray, Event
 from hvdlite.handoff.entry import Entry
-from hvdlite.handoff.handle import Handle, Sleepers
+from hvdlite.handoff.handle import BlockedWaiters, Handle
 from hvdlite.negotiation.controller import SplitBucket
 from hvdlite.negotiation.messages import Bucket, BucketReady, BucketRelease, Layout, Wait
 from hvdlite.planes.base import BufferSlice, DevicePlane, FusionBuffer
@@ -31,8 +31,8 @@ class BucketHandle(Handle):
 
     __slots__ = ("globally_unused", "parts")
 
-    def __init__(self, name: str, sleepers: Sleepers, waits_for: Wait) -> None:
-        super().__init__(name, sleepers, waits_for)
+    def __init__(self, name: str, waiters: BlockedWaiters, waits_for: Wait) -> None:
+        super().__init__(name, waiters, waits_for)
         self.parts: tuple[Handle, ...] = ()
         self.globally_unused: frozenset[int] = frozenset()
 
@@ -106,13 +106,14 @@ class LearnedLayout:
 class BucketEntry:
     """A bucket between its report and its completion."""
 
-    __slots__ = ("_abandoned", "_event", "_sleepers", "bucket", "handle", "ready")
+    __slots__ = ("_abandoned", "_event", "_waiters", "bucket", "handle", "ready")
 
-    def __init__(self, bucket: LearnedBucket, ready: BucketReady, sleepers: Sleepers, event: Event | None = None) -> None:
+    def __init__(self, bucket: LearnedBucket, ready: BucketReady, waiters: BlockedWaiters,
+                 event: Event | None = None) -> None:
         self.bucket, self.ready, self._event = bucket, ready, event
-        self._sleepers = sleepers
+        self._waiters = waiters
         first, process_set = bucket.definition.members[0], bucket.definition.response.process_set_id
-        self.handle = BucketHandle(first.name, sleepers, Wait(process_set, first.label, ready.round_id))
+        self.handle = BucketHandle(first.name, waiters, Wait(process_set, first.label, ready.round_id))
         self._abandoned = False
 
     @property
@@ -138,7 +139,7 @@ class BucketEntry:
         entries = []
         for index, request in enumerate(split.requests):
             values = self.bucket.row_major(index, self._event, devices)
-            entries.append(Entry(request, [None if request.absent else values], [values], values, self._sleepers))
+            entries.append(Entry(request, [None if request.absent else values], [values], values, self._waiters))
         self.handle.parts = tuple(entry.handle for entry in entries)
         if not self._abandoned:
             self.handle._complete(None, ())

@@ -10,7 +10,7 @@ import numpy as np
 from hvdlite.core.array import SUPPORTED_DTYPES
 from hvdlite.core.device import AnyArray, Completion, empty, flattened
 from hvdlite.core.types import Collective
-from hvdlite.handoff.handle import Handle, Sleepers
+from hvdlite.handoff.handle import BlockedWaiters, Handle
 from hvdlite.negotiation.messages import Request, Response, Wait
 from hvdlite.planes.base import AlltoallSplits
 
@@ -21,13 +21,13 @@ class Entry:
     __slots__ = ("_abandoned", "_result", "handle", "outputs", "request", "sources")
 
     def __init__(self, request: Request, sources: Sequence[AnyArray | None], outputs: Sequence[AnyArray | None],
-                 result: Any, sleepers: Sleepers) -> None:
+                 result: Any, waiters: BlockedWaiters) -> None:
         self.request = request
         self.sources = [None if source is None else flattened(source) for source in sources]
         self.outputs: list[AnyArray | None] = self.sources if outputs is sources else [
             None if output is None else flattened(output) for output in outputs]
         self._result = result  # what the handle returns
-        self.handle = Handle(request.name, sleepers,
+        self.handle = Handle(request.name, waiters,
                              Wait(request.process_set_id, request.label or request.name, request.round_id))
         self._abandoned = False
 

@@ -42,26 +42,28 @@ class _LongWait:
             self.wakeup.release()
 
 
-class Sleepers:
-    """The handles on which threads are blocked: while there are any, the runtime thread looks a little longer for news
-    before it sleeps, because waking up costs more than most messages take. How long they were blocked is progress, too.
+class BlockedWaiters:
+    """The handles on which user threads are blocked; user threads add and remove them.
+
+    While there are any, the background thread polls a little longer for messages before it sleeps, because waking up takes
+    longer than most messages. How long threads were blocked is part of the rank's progress.
 
     Args:
-        notice: called by a thread that is about to block.
-        tell: called by a thread that has been blocked for long, or whose long wait was interrupted.
+        about_to_block: called by a thread that is about to block.
+        tell: called by a thread that has been blocked for long, or whose long wait was interrupted, with these waiters.
 
     Attributes:
         have_deferred: whether a wait has ever been deferred.
     """
 
-    __slots__ = ("_handles", "_long", "_notice", "_tell", "have_deferred", "progress")
+    __slots__ = ("_about_to_block", "_handles", "_long", "_tell", "have_deferred", "progress")
 
-    def __init__(self, notice: Callable[[], None], tell: Callable[[], None]) -> None:
+    def __init__(self, about_to_block: Callable[[], None], tell: Callable[[BlockedWaiters], None]) -> None:
         self.progress = Progress()
         self.have_deferred = False
         self._handles: set[Handle] = set()
         self._long: list[_LongWait] = []  # a signal handler may begin one inside another of the same thread
-        self._notice, self._tell = notice, tell
+        self._about_to_block, self._tell = about_to_block, tell
 
     def __bool__(self) -> bool:
         return bool(self._handles)
@@ -69,7 +71,7 @@ class Sleepers:
     def add(self, handle: Handle) -> None:
         """A thread blocks until `handle` is done."""
         self._handles.add(handle)
-        self._notice()
+        self._about_to_block()
 
     def remove(self, handle: Handle) -> None:
         """It does not any more; again is fine."""
@@ -93,12 +95,12 @@ class Sleepers:
         wait.wakeup.acquire()
         try:
             self._long.append(wait)
-            self._tell()
+            self._tell(self)
             while not handle.done() and not wait.deferred:
                 wait.wakeup.acquire()
         except BaseException:
             self._long.remove(wait)
-            self._tell()
+            self._tell(self)
             raise
         self._long.remove(wait)
         if not handle.done():
@@ -126,7 +128,7 @@ class Handle:
 
     Attributes:
         name: the tensor's name, as negotiated.
-        waits_for: the tensor, or the round of a declared set to which it belongs.
+        waits_for: the tensor, or the round of a gradient set to which it belongs.
         contributors: after completion, the ranks that contributed, ascending; empty when all were absent.
         behind: after completion, as in `Response`.
         rows: after completion, likewise.
@@ -134,12 +136,12 @@ class Handle:
             the host, and for results that need no work.
     """
 
-    __slots__ = ("_done", "_error", "_lock", "_result", "_sleepers", "behind", "completion", "contributors", "name",
+    __slots__ = ("_done", "_error", "_lock", "_result", "_waiters", "behind", "completion", "contributors", "name",
                  "rows", "waits_for")
 
-    def __init__(self, name: str, sleepers: Sleepers, waits_for: Wait) -> None:
+    def __init__(self, name: str, waiters: BlockedWaiters, waits_for: Wait) -> None:
         self.name, self.waits_for = name, waits_for
-        self._sleepers = sleepers
+        self._waiters = waiters
         self.contributors: tuple[int, ...] = ()
         self.behind: tuple[int, ...] = ()
         self.rows: tuple[int, ...] = ()
@@ -172,18 +174,18 @@ class Handle:
             WaitDeferred: when the coordinator ended the wait; the collective goes on.
         """
         if not self._done:
-            begun = self._sleepers.progress.block()
-            self._sleepers.add(self)
+            begun = self._waiters.progress.block()
+            self._waiters.add(self)
             try:
                 if self._lock.acquire(timeout=LONG_SECONDS if timeout is None else timeout):
                     self._lock.release()  # for other waiters
                 elif timeout is None:
-                    self._sleepers.wait_long(self, deferrable)
+                    self._waiters.wait_long(self, deferrable)
                 else:
                     raise TimeoutError(f"'{self.name}' is not complete after {timeout} s")
             finally:
-                self._sleepers.remove(self)
-                self._sleepers.progress.unblock(begun)
+                self._waiters.remove(self)
+                self._waiters.progress.unblock(begun)
         if self._error is not None:
             raise self._error.with_traceback(None)
         return self._result
@@ -206,7 +208,7 @@ class Handle:
     def _finish(self) -> None:
         self._done = True
         self._lock.release()
-        self._sleepers.finished(self)
+        self._waiters.finished(self)
 
 
 class Handles:

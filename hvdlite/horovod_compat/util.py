@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from hvdlite.built import ccl_built, check_extension, ddl_built, gloo_built, mpi_built, nccl_built
+from hvdlite.frontend.built import ccl_built, check_extension, ddl_built, gloo_built, mpi_built, nccl_built
 
 __all__ = [
     "ccl_built", "check_extension", "check_installed_version", "ddl_built", "env", "extension_available",

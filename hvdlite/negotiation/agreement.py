@@ -14,7 +14,8 @@ Aspect = tuple[str, Callable[[Request], object]]
 STEPS = "number of optimizer steps before the reduction"
 _WAY_OUT = {STEPS: "The ranks made different numbers of backward passes between two steps, or some of them replaced "
                    "gradients after their reduction, so one rank's gradients met another's of the next step. Do the same on "
-                   "all ranks: call backward() equally often, or add the losses before one backward()"}
+                   "all ranks. For passes over different parameters, DistributedOptimizer(wait_in=\"step\") reduces once a "
+                   "step"}
 _SPARSE = ("One rank's gradient is sparse (gathered row by row), another's is dense. Pass sparse_as_dense=True to the "
            "optimizer or tape")
 _ANY_WAY_OUT = "Nothing was changed on any rank; call it with the same value everywhere, or use different names"
@@ -60,7 +61,7 @@ def reconciled(requests: Mapping[int, Request]) -> Mapping[int, Request]:
     """Let ranks without a gradient follow those that have a sparse one, of which they could not know.
 
     Args:
-        requests: each rank's request for one member of a declared set; a sparse gradient is gathered row by row.
+        requests: each rank's request for one member of a gradient set; a sparse gradient is gathered row by row.
     """
     sparse = next((request for _, request in grouped(requests) if request.collective is Collective.ALLGATHER), None)
     if sparse is None:

@@ -14,7 +14,7 @@ import msgspec
 
 from hvdlite.core.errors import ProtocolError
 from hvdlite.core.types import Collective
-from hvdlite.negotiation.buckets import expand, first_round
+from hvdlite.negotiation.layouts import first_round, requests_of
 from hvdlite.negotiation.messages import (
     Blocked,
     Bucket,
@@ -66,8 +66,7 @@ class ParticipateWithoutData:
 
 
 Instruction = ParticipateWithoutData | Layout | BucketRelease | SplitBucket | SuspendLayout | EvictLayout | Response
-"""What a rank does: help although it has joined, set up a learned layout, reduce a bucket, split one, suspend or give up a
-layout, or carry out a response. The answer to a join ends all suspensions."""
+"""A step of a rank that follows from a decision. The response to a join ends all suspensions."""
 
 
 class Controller:
@@ -110,7 +109,7 @@ class Controller:
             self._reported[ready.bucket_id] = ready
             self._items.append(ready)
             return None
-        requests = tuple(expand(bucket, ready))
+        requests = tuple(requests_of(bucket, ready))
         for request in requests:
             self.submit(request)
         if ready.ends_round:
@@ -118,7 +117,7 @@ class Controller:
         return SplitBucket(ready.bucket_id, requests)
 
     def round_done(self, message: RoundDone) -> None:
-        """Everything that this rank has of a declared set's round is submitted."""
+        """Everything that this rank has of a gradient set's round is submitted."""
         self._items.append(message)
         self._unsaid = True
 
@@ -129,7 +128,7 @@ class Controller:
             self._unsaid = True
 
     def retire(self, retired: Retired) -> None:
-        """This rank takes part in no further round of a declared set."""
+        """This rank takes part in no further round of a gradient set."""
         self._items.append(retired)
         self._unsaid = True
 
@@ -166,8 +165,8 @@ class Controller:
         """Return what has not been told yet, or None."""
         if not self._unsaid:
             return None
-        report = Report(self.epoch, self.applied, tuple(self._items), self._side_message, self._leaving, self._failure,
-                        self._blocked)
+        report = Report(epoch=self.epoch, applied=self.applied, items=tuple(self._items), side_message=self._side_message,
+                        leaving=self._leaving, failure=self._failure, blocked=self._blocked)
         self._items.clear()
         self._side_message = self._blocked = None
         self._unsaid = False
@@ -235,7 +234,7 @@ class Controller:
             ready = self._reported.pop(bucket.bucket_id, None)
             if ready is None:
                 continue
-            requests = tuple(expand(bucket, ready))
+            requests = tuple(requests_of(bucket, ready))
             self._unanswered.update(request.key for request in requests)
             instructions.append(SplitBucket(bucket.bucket_id, requests))
             if ready in self._items:  # not told yet: nobody may name the bucket in a report that says it knows its end

@@ -48,7 +48,7 @@ class BlockedRanks:
         self._blocked: dict[int, Blocked] = {}
         self._is_new = False  # since `to_defer` was last asked
 
-    def tell(self, rank: int, blocked: Blocked) -> None:
+    def update(self, rank: int, blocked: Blocked) -> None:
         """Take in what a rank says; it replaces what the rank said before."""
         self._blocked[rank] = blocked
         self._is_new = True

@@ -31,8 +31,8 @@ from typing import Final
 import msgspec
 
 from hvdlite.core.types import Collective
-from hvdlite.negotiation.buckets import first_round
 from hvdlite.negotiation.held_requests import HeldRequests
+from hvdlite.negotiation.layouts import first_round
 from hvdlite.negotiation.messages import (
     BucketReady,
     Decision,
@@ -51,7 +51,7 @@ from hvdlite.negotiation.messages import (
 from hvdlite.negotiation.process_sets import ProcessSetTable
 
 HostReportItem = RankReport | MergedRequests | BucketReady | RoundDone
-"""What goes up."""
+"""An item of a host report."""
 CHANGES_SETS: Final = frozenset({Collective.JOIN, Collective.ADD_PROCESS_SET, Collective.REMOVE_PROCESS_SET})
 """Requests after which other ranks take part than before."""
 
@@ -76,7 +76,8 @@ class Leader:
         self._over: dict[tuple[int, str], int] = {}  # (process set, label) -> the last round that all of them finished
         self._retired: dict[tuple[int, str], set[int]] = {}  # the ranks that take no part in a set any more; likewise
         self._layouts: dict[int, Layout] = {}  # in use
-        self._sets: dict[int, tuple[str, int]] = {}  # bucket -> its set and process set, as long as a rank may name it
+        # Bucket -> its set and process set, as long as a rank may name it
+        self._bucket_sets: dict[int, tuple[str, int]] = {}
         self._opened: dict[tuple[int, int], int] = {}  # (bucket, round) that goes up rank by rank -> ranks yet to report it
         self._suspended: set[int] = set()  # buckets
         self._joined: set[int] = set()  # those of the host's ranks that have joined
@@ -101,7 +102,7 @@ class Leader:
                 else:
                     together = self._hold(rank, item)
                 if item.ends_round:
-                    label, process_set_id = self._sets[item.bucket_id]
+                    label, process_set_id = self._bucket_sets[item.bucket_id]
                     together = (*together, *self._round_done(rank, RoundDone(label, item.round_id, process_set_id)))
             elif isinstance(item, RoundDone):
                 together = self._round_done(rank, item)
@@ -147,7 +148,7 @@ class Leader:
         self._some_left |= bool(decision.left)
         self._outgoing.extend(self._requests.answered(decision.responses))
         for layout in decision.learned:
-            self._sets.update((bucket.bucket_id, (layout.label, bucket.response.process_set_id))
+            self._bucket_sets.update((bucket.bucket_id, (layout.label, bucket.response.process_set_id))
                               for bucket in layout.buckets)
             self._layouts[layout.layout_id] = layout
         for number in decision.suspended:
@@ -171,14 +172,15 @@ class Leader:
         self._resume()
         if not (self._outgoing or self._lost):
             return None
-        report = HostReport(min(self._applied.values()), tuple(_gathered(self._outgoing)), tuple(self._lost))
+        report = HostReport(applied=min(self._applied.values()), items=tuple(_gathered(self._outgoing)),
+                            lost=tuple(self._lost))
         self._outgoing.clear()
         self._lost.clear()
         return report
 
     def check_invariants(self) -> None:
         """Fail when something is held back that all ranks have reported."""
-        assert all(0 < len(held) < self._count(self._sets[bucket][1]) for bucket, held in self._held.items())
+        assert all(0 < len(held) < self._count(self._bucket_sets[bucket][1]) for bucket, held in self._held.items())
         assert all(0 < len(ranks) < self._count(done.process_set_id) for done, ranks in self._done_ranks.items())
         assert all(count > 0 for count in self._opened.values())
         assert self._held.keys().isdisjoint(bucket for bucket, _ in self._opened)
@@ -188,7 +190,7 @@ class Leader:
         self._outgoing.append(self._alone(rank, items))
 
     def _alone(self, rank: int, items: Sequence[ReportItem]) -> RankReport:
-        return RankReport(rank, Report(self.epoch, self._applied[rank], tuple(items)))
+        return RankReport(rank, Report(epoch=self.epoch, applied=self._applied[rank], items=tuple(items)))
 
     def _goes_alone(self, ready: BucketReady) -> bool:
         """Return whether a bucket is not to be held back for the others."""
@@ -232,7 +234,7 @@ class Leader:
         for bucket, held in self._held.items():
             for rank, ready in held.items():
                 self._pass_on(rank, [_open_ended(ready)])
-                self._opened.setdefault((bucket, ready.round_id), self._count(self._sets[bucket][1]))
+                self._opened.setdefault((bucket, ready.round_id), self._count(self._bucket_sets[bucket][1]))
             self._count_down(bucket, ready.round_id, len(held))
         self._held.clear()
         for done, ranks in self._done_ranks.items():
@@ -261,17 +263,17 @@ class Leader:
         """Drop what no rank of the host can name any more."""
         while self._ended and self._ended[0][0] <= min(self._applied.values()):
             for bucket in self._ended.pop(0)[1].buckets:
-                del self._sets[bucket.bucket_id]
+                del self._bucket_sets[bucket.bucket_id]
 
     def _holds_back(self, done: RoundDone) -> bool:
         return any(ready.round_id <= done.round_id for bucket, held in self._held.items()
-                   if self._sets[bucket][0] == done.label for ready in held.values())
+                   if self._bucket_sets[bucket][0] == done.label for ready in held.values())
 
     def _hold(self, rank: int, ready: BucketReady) -> Sequence[RankReport | BucketReady]:
         """Keep a bucket back; return what goes up when the host's others have reported it."""
         held = self._held.setdefault(ready.bucket_id, {})
         held[rank] = ready
-        if len(held) < self._count(self._sets[ready.bucket_id][1]):
+        if len(held) < self._count(self._bucket_sets[ready.bucket_id][1]):
             return ()
         del self._held[ready.bucket_id]
         if any((other.step, other.in_step) != (ready.step, ready.in_step) for other in held.values()):

@@ -3,9 +3,9 @@
 A rank sends a `Report` when it has something to say; the coordinator answers with `Decision`s, which every rank applies
 in the same order. Everything that changes shared state travels in a decision.
 
-A *declared set* is the gradients of one wrapped optimizer (or tape): every rank reports each of its members exactly once
+A *gradient set* is the gradients of one wrapped optimizer (or tape): every rank reports each of its members exactly once
 a *round*. A round in which they were reported one by one teaches the coordinator a *layout*: a fixed cut of the set into
-*buckets*. From then on a rank reports one id when all members of a bucket are ready; see `negotiation/buckets.py`.
+*buckets*. From then on a rank reports one id when all members of a bucket are ready; see `negotiation/gradient_sets.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import Collective, ReduceOp
 
 Key = tuple[int, str, int]
-"""A tensor's process set, its name, and the round of its declared set (0 when it belongs to none)."""
+"""A tensor's process set, its name, and the round of its gradient set (0 when it belongs to none)."""
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -47,32 +47,32 @@ class Request(Message, frozen=True, tag=1):
     absent: bool = False  # this rank takes part but contributes nothing (a parameter without a gradient)
     group: tuple[tuple[int, ...], ...] = ()  # shapes of the members of a group, which is answered as one
     payload: bytes | None = None  # eager lane: an offer; the sender keeps its tensor
-    label: str = ""  # the declared set it belongs to, or ""
+    label: str = ""  # the gradient set it belongs to, or ""
     round_id: int = 0  # of that set, counted from 1
-    strides: tuple[int, ...] = ()  # how this rank lays a declared member out, in elements; () is row-major
-    group_id: int = 0  # members of a declared set with the same one, from 1, share a bucket
-    step: int = 0  # of a declared set: how many steps its optimizer has made, since all ranks have last joined
-    in_step: bool = False  # of a declared set: this rank takes part from within its optimizer's step
+    strides: tuple[int, ...] = ()  # how this rank lays out a member of a gradient set, in elements; () is row-major
+    group_id: int = 0  # members of a gradient set with the same one, from 1, share a bucket
+    step: int = 0  # of a gradient set: how many steps its optimizer has made, since all ranks have last joined
+    in_step: bool = False  # of a gradient set: this rank takes part from within its optimizer's step
 
     @property
     def key(self) -> Key:
-        """What must be equal for requests to meet: a rank that lacks a member may be a round ahead with it."""
+        """The key by which requests of different ranks meet: a rank that lacks a member may be a round ahead with it."""
         return self.process_set_id, self.name, self.round_id
 
 
 class RoundDone(Message, frozen=True, tag=3):
-    """This rank has reported every member that it has of a declared set in a round. Reporting it again changes nothing."""
+    """This rank has reported every member that it has of a gradient set in a round. Reporting it again changes nothing."""
 
     label: str
     round_id: int
     process_set_id: int = GLOBAL_PROCESS_SET_ID
 
 
-class BucketReady(Message, frozen=True, tag=2):
+class BucketReady(Message, frozen=True, kw_only=True, tag=2):
     """All members of a learned bucket are in their places on this rank."""
 
     bucket_id: int
-    round_id: int  # of the declared set, as in `Request`
+    round_id: int  # of the gradient set, as in `Request`
     unused: tuple[int, ...] = ()  # indices of members without a gradient here; their places hold the op's identity
     ends_round: bool = False  # it was the set's last bucket of the round on this rank
     step: int = 0  # likewise
@@ -80,7 +80,7 @@ class BucketReady(Message, frozen=True, tag=2):
 
 
 class Wait(Message, frozen=True):
-    """What a thread of a rank has been blocked on for long: one tensor, or a round of a declared set."""
+    """What a thread of a rank has been blocked on for long: one tensor, or a round of a gradient set."""
 
     process_set_id: int
     name: str  # the tensor's, or the set's label
@@ -89,20 +89,20 @@ class Wait(Message, frozen=True):
 
 
 class LayoutStale(Message, frozen=True, tag=4):
-    """A layout does not describe this rank's declared set any more."""
+    """A layout does not describe this rank's gradient set any more."""
 
     layout_id: int
 
 
 class Retired(Message, frozen=True, tag=6):
-    """This rank takes part in no further round of a declared set: its optimizer is gone."""
+    """This rank takes part in no further round of a gradient set: its optimizer is gone."""
 
     label: str
     process_set_id: int = GLOBAL_PROCESS_SET_ID
 
 
 ReportItem = Request | BucketReady | RoundDone | LayoutStale | Retired
-"""What a rank says about tensors. The tags (positive integers) are what tells them apart on the wire."""
+"""An item of a report, about tensors. Tags (positive integers) distinguish the types on the wire."""
 
 
 class FailureNotice(Message, frozen=True):
@@ -114,7 +114,7 @@ class FailureNotice(Message, frozen=True):
     traceback: str = ""
 
 
-class RankStatus(Message, frozen=True):
+class RankStatus(Message, frozen=True, kw_only=True):
     """What a rank says of itself when others wait for it."""
 
     location: str  # where its script is: function, file and line
@@ -150,7 +150,7 @@ class OobKey(Message, frozen=True):
     sender: int
 
 
-class SideMessage(Message, frozen=True):
+class SideMessage(Message, frozen=True, kw_only=True):
     """What a rank says that has nothing to do with one tensor."""
 
     status: RankStatus | None = None  # the answer to a status request
@@ -170,7 +170,7 @@ class Blocked(Message, frozen=True):
     entirely: bool = True  # the rank has no other Python thread, which might call something that lets others go on
 
 
-class Report(Message, frozen=True):
+class Report(Message, frozen=True, kw_only=True):
     """What one rank tells the coordinator."""
 
     epoch: int  # membership epoch; a report of another epoch is dropped
@@ -183,7 +183,7 @@ class Report(Message, frozen=True):
 
 
 class RankReport(Message, frozen=True, tag=5):
-    """What one rank of a host said, and not all of them alike; its leader passes it on."""
+    """A report of one rank of a host that differs from the other ranks' reports; the leader passes it on."""
 
     rank: int
     report: Report
@@ -196,7 +196,7 @@ class MergedRequests(Message, frozen=True, tag=7):
     requests: tuple[Request, ...]
 
 
-class HostReport(Message, frozen=True):
+class HostReport(Message, frozen=True, kw_only=True):
     """What the leader of a host passes on: what all its ranks said alike as one, the rest rank by rank."""
 
     applied: int  # the least of its ranks
@@ -207,14 +207,14 @@ class HostReport(Message, frozen=True):
 
 
 class ErrorKind(enum.IntEnum):
-    """Which error a refused tensor raises."""
+    """The error that a refused tensor raises."""
 
     NONE = 0
     MISMATCH = 1
     LEFT = 2
 
 
-class Response(Message, frozen=True):
+class Response(Message, frozen=True, kw_only=True):
     """What every rank does with some tensors, in the order of `names`."""
 
     names: tuple[str, ...]
@@ -238,12 +238,12 @@ class Response(Message, frozen=True):
     error_text: str = ""
     result: bytes | None = None  # eager lane: the result itself
     device: str = "cpu"  # where the tensors are, as in the requests
-    # Of a declared set: ranks that took part from within their step, when others did not
+    # Of a gradient set: ranks that took part from within their step, when others did not
     ranks_in_step: tuple[int, ...] = ()
 
 
-class Bucket(Message, frozen=True):
-    """Members of a declared set that travel together, and where each lies in the bucket."""
+class Bucket(Message, frozen=True, kw_only=True):
+    """Members of a gradient set that travel together, and where each lies in the bucket."""
 
     bucket_id: int  # never used again, even after eviction
     members: tuple[Request, ...]  # as they were agreed on: equal on all ranks
@@ -252,8 +252,8 @@ class Bucket(Message, frozen=True):
     response: Response  # what its release means
 
 
-class Layout(Message, frozen=True):
-    """A declared set's cut into buckets."""
+class Layout(Message, frozen=True, kw_only=True):
+    """A gradient set's cut into buckets."""
 
     layout_id: int  # never used again
     label: str
@@ -262,7 +262,7 @@ class Layout(Message, frozen=True):
     unbucketed: tuple[str, ...] = ()  # members that always go by themselves: they were sparse once, on some rank
 
 
-class BucketRelease(Message, frozen=True):
+class BucketRelease(Message, frozen=True, kw_only=True):
     """All ranks reported a bucket: reduce it."""
 
     bucket_id: int
@@ -270,7 +270,7 @@ class BucketRelease(Message, frozen=True):
     ranks_in_step: tuple[int, ...] = ()  # as in `Response`
 
 
-class Decision(Message, frozen=True):
+class Decision(Message, frozen=True, kw_only=True):
     """What the coordinator orders; all ranks apply the same decisions in the same order, and each from top to bottom."""
 
     epoch: int
@@ -299,7 +299,7 @@ class ReceiveSplits(Message, frozen=True):
     offsets: tuple[int, ...]  # the first of them among the rows that each rank sends
 
 
-class DirectMessage(Message, frozen=True):
+class DirectMessage(Message, frozen=True, kw_only=True):
     """What the coordinator tells one rank alone. It comes before the decision to which it belongs, if it belongs to one."""
 
     rank: int

@@ -7,9 +7,8 @@ costs as many messages as there are pairs that connect, not N x N.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 
-from hvdlite.negotiation.messages import OobKey, OobMessage, SideMessage
+from hvdlite.negotiation.messages import DirectMessage, OobKey, OobMessage, SideMessage
 
 
 class OobStore:
@@ -36,8 +35,11 @@ class OobStore:
         for label in side_message.oob_withdrawn:
             self._published.pop(OobKey(label, rank), None)
 
-    def take_outgoing(self) -> Mapping[int, tuple[OobMessage, ...]]:
-        """Remove and return the messages to send, by receiver."""
-        outgoing = {rank: tuple(messages) for rank, messages in self._outgoing.items()}
+    def take_direct_messages(self) -> tuple[DirectMessage, ...]:
+        """Remove and return the messages to send."""
+        if not self._outgoing:
+            return ()
+        outgoing = tuple(DirectMessage(rank=rank, oob_messages=tuple(messages))
+                         for rank, messages in sorted(self._outgoing.items()))
         self._outgoing.clear()
         return outgoing

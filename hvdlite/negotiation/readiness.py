@@ -13,12 +13,12 @@ from hvdlite.negotiation.requests import Ranks, Requests, first_of
 
 
 @dataclasses.dataclass
-class Waiting:
+class PendingTensor:
     """One tensor that some ranks have reported."""
 
     since: float  # when the first rank reported it; the caller's clock, seconds
     requests: Requests
-    lacking: int  # how many ranks have yet to report it; never 0 (a complete one leaves the table at once)
+    missing_count: int  # how many ranks have yet to report it; never 0 (a complete one leaves the table at once)
     warned: bool = False
 
 
@@ -33,7 +33,7 @@ class ReadinessTable:
 
     def __init__(self, process_sets: ProcessSetTable, joined: Collection[int]) -> None:
         self._process_sets, self._joined = process_sets, joined
-        self._waiting: dict[Key, Waiting] = {}
+        self._pending: dict[Key, PendingTensor] = {}
 
     def add(self, ranks: Ranks, request: Request, now: float) -> Requests | None:
         """Record what some ranks request; return all requests when these were the last.
@@ -42,60 +42,60 @@ class ReadinessTable:
             ProtocolError: when one of `ranks` reports a name again before it was answered.
         """
         key = request.key
-        waiting = self._waiting.get(key)
-        if waiting is None:
-            waiting = self._waiting[key] = Waiting(now, Requests(), len(self._expected(request)))
-        if not waiting.requests.add(ranks, request):
+        pending = self._pending.get(key)
+        if pending is None:
+            pending = self._pending[key] = PendingTensor(now, Requests(), len(self._expected(request)))
+        if not pending.requests.add(ranks, request):
             raise ProtocolError(f"reported '{request.name}' twice before it was answered")
         if not self._joined or request.collective is Collective.JOIN:
-            waiting.lacking -= len(ranks)
+            pending.missing_count -= len(ranks)
         else:
-            waiting.lacking -= sum(rank not in self._joined for rank in ranks)
-        if waiting.lacking:
+            pending.missing_count -= sum(rank not in self._joined for rank in ranks)
+        if pending.missing_count:
             return None
-        return self._waiting.pop(key).requests
+        return self._pending.pop(key).requests
 
     def join(self, rank: int) -> list[Requests]:
         """Do not wait for `rank` any more; remove and return what is complete without it."""
         complete = []
-        for key, waiting in list(self._waiting.items()):
-            first = first_of(waiting.requests)
-            if (first.collective is not Collective.JOIN and rank not in waiting.requests
+        for key, pending in list(self._pending.items()):
+            first = first_of(pending.requests)
+            if (first.collective is not Collective.JOIN and rank not in pending.requests
                     and self._process_sets.includes(key[0], rank)):
-                waiting.lacking -= 1
-                if not waiting.lacking:
+                pending.missing_count -= 1
+                if not pending.missing_count:
                     complete.append(self.take(key))
         return complete
 
     def recount(self) -> None:
         """Nobody has joined any more."""
-        for key, waiting in self._waiting.items():
-            waiting.lacking = len(self.missing(key))
+        for key, pending in self._pending.items():
+            pending.missing_count = len(self.missing(key))
 
     def missing(self, key: Key) -> list[int]:
         """Return the ranks for which an incomplete tensor waits, ascending."""
-        requests = self._waiting[key].requests
+        requests = self._pending[key].requests
         return [rank for rank in self._expected(first_of(requests)) if rank not in requests]
 
     def take(self, key: Key) -> Requests:
         """Remove and return what waits under a key."""
-        return self._waiting.pop(key).requests
+        return self._pending.pop(key).requests
 
     def take_if(self, condition: Callable[[Request], bool]) -> list[Requests]:
         """Remove and return everything of which one request meets a condition that is the same for all ranks' requests."""
-        keys = [key for key, waiting in self._waiting.items() if condition(first_of(waiting.requests))]
+        keys = [key for key, pending in self._pending.items() if condition(first_of(pending.requests))]
         return [self.take(key) for key in keys]
 
-    def waiting(self) -> dict[Key, Waiting]:
+    def pending(self) -> dict[Key, PendingTensor]:
         """Return the incomplete tensors, oldest first; for reading and for marking as warned."""
-        return self._waiting
+        return self._pending
 
     def check_invariants(self) -> None:
         """Fail when the table holds an empty or a complete entry, or one under a wrong key."""
-        for key, waiting in self._waiting.items():
-            assert waiting.requests, key
-            assert all(request.key == key for request in waiting.requests.values()), key
-            assert waiting.lacking == len(self.missing(key)) > 0, key
+        for key, pending in self._pending.items():
+            assert pending.requests, key
+            assert all(request.key == key for request in pending.requests.values()), key
+            assert pending.missing_count == len(self.missing(key)) > 0, key
 
     def _expected(self, request: Request) -> Collection[int]:
         """Return the ranks that a tensor needs."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from hvdlite.negotiation.messages import Request
 
 Ranks = tuple[int, ...]
-"""Who says something: one rank, or ranks of a host whose leader has merged it."""
+"""The source of a request: one rank, or several ranks of a host whose leader has merged their requests."""
 
 
 class Requests(Mapping[int, Request]):

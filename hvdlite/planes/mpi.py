@@ -253,7 +253,7 @@ class PairProcessGroup(MpiProcessGroup):
         self._move(sends, receives, wait_until, _PAIR_TAG)
 
     def close(self) -> None:
-        """Does nothing: the communicator belongs to the plane."""
+        """Do nothing: the communicator belongs to the plane."""
 
 
 def _as_mpi_dtype(values: Array) -> Array:

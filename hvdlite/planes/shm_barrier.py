@@ -26,7 +26,7 @@ from hvdlite.planes.base import WaitUntil
 
 
 class Counters(Protocol):
-    """What a barrier needs of `memory.Segment`.
+    """The part of `memory.Segment` that a barrier uses.
 
     Attributes:
         arrivals: how often each rank has arrived; shared, and zeros at first.

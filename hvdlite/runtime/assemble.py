@@ -33,12 +33,14 @@ from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.stack_dump import NO_STACK_DUMP, StackDumpTarget
 from hvdlite.core.world import Hosts, World
 from hvdlite.diagnostics.process_probe import ProcessProbe
+from hvdlite.engine.connections import Connections
 from hvdlite.engine.oob import OobChannel
 from hvdlite.memory import fence
 from hvdlite.memory.shared import SharedMemory, anonymous_file
-from hvdlite.negotiation.buckets import BucketSizes
-from hvdlite.negotiation.coordinator import Coordinator, Policy
+from hvdlite.negotiation.coordinator import Coordinator
+from hvdlite.negotiation.layouts import BucketSizes
 from hvdlite.negotiation.leader import Leader
+from hvdlite.negotiation.negotiator import Policy
 from hvdlite.planes.arithmetic import Casts
 from hvdlite.planes.base import DevicePlane, Plane
 from hvdlite.planes.eager import reduce_payloads
@@ -80,8 +82,8 @@ def assemble_threads(size: int, config: Config, wrap: PlaneWrapper = lambda rank
         world = World(rank, size, rank, size)
         plane = wrap(rank, LoopbackPlane(rank, hub, control.wake_rank, casts))
         oob = OobChannel(rank)
-        runtimes.append(Runtime(world, config, control, plane, coordinator_for(world, config), oob=oob,
-                                devices=None if devices is None else devices(rank, oob, control.wake)))
+        gpu_plane = None if devices is None else devices(rank, oob, control.wake)
+        runtimes.append(Runtime(world, config, Connections(control, plane, oob, gpu_plane), coordinator_for(world, config)))
     return runtimes
 
 
@@ -146,14 +148,14 @@ def _assembled(info: LaunchInfo, config: Config, casts: Casts, stack_dump: Stack
     made.callback(plane.close)
     plane.add_process_set(GLOBAL_PROCESS_SET_ID, tuple(range(world.size)))
     probe = ProcessProbe(pids, {rank: welcome.stack_dumps[rank] for rank in local})
-    devices = gpus(info, config, environment)(world.rank, oob, control.wake)
-    runtime = Runtime(world, config, control, plane, coordinator_for(world, config), probe, _common_clock(welcome), oob,
-                      hosts, devices)
+    connections = Connections(control, plane, oob, gpus(info, config, environment)(world.rank, oob, control.wake), probe,
+                              _common_clock(welcome))
+    runtime = Runtime(world, config, connections, coordinator_for(world, config), hosts)
     if not info.owns_directory:
         if world.rank == local[0]:
             probe.write(str(Path(info.job_directory) / PROCESSES_FILE))
         if world.rank == 0:
-            runtime.open_desk(info.job_directory)
+            runtime.serve_reports(info.job_directory)
     return runtime
 
 
@@ -204,7 +206,8 @@ def _meet(info: LaunchInfo, config: Config, stack_dump: StackDumpTarget) -> tupl
     host = f"{host_identity()}:{info.job_directory}"
     no_mpi = "" if info.communicator is not None else info.mpi_problem or "the job was not started with mpirun"
     lacks = tuple((name, reason) for name, reason in {"mpi": no_mpi, "gloo": gloo_unavailable_reason()}.items() if reason)
-    own = RankInfo(world.rank, world.size, os.getpid(), host, __version__, stack_dump, matching_knobs(config), lacks)
+    own = RankInfo(rank=world.rank, size=world.size, pid=os.getpid(), host=host, version=__version__, stack_dump=stack_dump,
+                   settings=matching_knobs(config), unavailable=lacks)
     address = _address(info, config)
     if world.rank != 0:
         connection, welcome = connect_to_rank_0(address, own, timeout=timeout_or_inf(config.start_timeout),

@@ -10,7 +10,7 @@ from hvdlite.core.types import ReduceOp
 
 WRAPPED = ("this optimizer is distributed already: use it as it is (what is made in the scope of a MirroredStrategy is "
            "distributed at once)")
-"""What to say of an optimizer that is wrapped a second time."""
+"""The error text for an optimizer that is wrapped a second time."""
 
 
 def factors(op: ReduceOp, gradient_predivide_factor: float) -> tuple[float, float]:

@@ -198,13 +198,13 @@ class ArrayGradients:
 
 
 class ArrayReducer:
-    """Reduces the gradients of the same variables again and again, as one round of a declared set each time.
+    """Reduces the gradients of the same variables again and again, as one round of a gradient set each time.
 
-    Each variable has a slot, whose number `add` returns. A round is `expect`, any number of `give` in any order, `finish`;
+    Each variable has a slot, whose index `add` returns. A round is `expect`, any number of `give` in any order, `finish`;
     `give` may come from any thread.
 
     Args:
-        label: equal on all ranks; names of gradients are made of it and their slot's number.
+        label: equal on all ranks; names of gradients are made of it and their slot's index.
     """
 
     def __init__(self, runtime: Runtime, label: str, *, op: ReduceOp, prescale: float = 1.0, postscale: float = 1.0,
@@ -220,7 +220,7 @@ class ArrayReducer:
         return self._reducer.is_shared
 
     def add(self, shape: tuple[int, ...] | None, dtype: str, group_id: int = 0) -> int:
-        """Return the number of a new slot; all ranks add the same ones in the same order.
+        """Return the index of a new slot; all ranks add the same ones in the same order.
 
         Args:
             shape: of the gradient; None when it is not known before there is one.
@@ -265,7 +265,7 @@ class ArrayReducer:
         try:
             if self._reducer.end_backward():
                 self._reducer.sequence.wait()
-            return {number: slot.gradient for number, slot in enumerate(self._slots) if slot.gradient is not None}
+            return {index: slot.gradient for index, slot in enumerate(self._slots) if slot.gradient is not None}
         finally:
             try:
                 self._reducer.stepped()

@@ -1,4 +1,4 @@
-"""One round of a declared set whose buckets are learned: gradients go into their places, full buckets go to the runtime.
+"""One round of a gradient set whose buckets are learned: gradients go into their places, full buckets go to the runtime.
 
 A bucket is FILLING until its last member is given, then RUNNING until its handle is done (docs/protocol.md#rounds).
 What a gradient costs here is a copy and a count: no lock, no message. The count is an `itertools.count`, whose `next` is
@@ -6,7 +6,7 @@ one uninterrupted step, so hooks may come from several autograd threads. Small g
 bucket is full: for them a call costs more than a copy.
 
 When a gradient does not fit its place any more, its bucket is broken: what lies in places becomes the parameters' own
-gradients again, every member goes by itself, and the layout is abandoned on all ranks.
+gradients again, every member goes by itself, and the layout is marked stale on all ranks.
 """
 
 from __future__ import annotations
@@ -179,8 +179,8 @@ class BucketRound(Generic[Parameter]):
         closes = next(self._reported) == len(self._fillings) and self._closes
         filling.handle = self._runtime.submit_bucket(
             filling.bucket,
-            BucketReady(filling.bucket.definition.bucket_id, self._round_id, tuple(sorted(filling.missing)), closes,
-                        self._step, in_step),
+            BucketReady(bucket_id=filling.bucket.definition.bucket_id, round_id=self._round_id,
+                        unused=tuple(sorted(filling.missing)), ends_round=closes, step=self._step, in_step=in_step),
             self._framework.filled(filling.bucket.memory))
         return ()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def group_ids(groups: object, parameters: Sequence[Any]) -> dict[int, int]:
-    """Return the number, from 1, of the group of each parameter that is in one; by the parameter's `id`.
+    """Return the id, from 1, of the group of each parameter that is in one; by the parameter's `id`.
 
     Args:
         groups: None; how many groups of about equally many neighbours to make; or a list of lists of parameters.
@@ -21,16 +21,16 @@ def group_ids(groups: object, parameters: Sequence[Any]) -> dict[int, int]:
     if isinstance(groups, int) and not isinstance(groups, bool) and groups > 0:
         share, more = divmod(len(parameters), groups)
         sizes = [share + (index < more) for index in range(groups)]
-        numbers = [number for number, size in enumerate(sizes, 1) for _ in range(size)]
-        return {id(parameter): number for parameter, number in zip(parameters, numbers, strict=True)}
+        group_ids = [group_id for group_id, size in enumerate(sizes, 1) for _ in range(size)]
+        return {id(parameter): group_id for parameter, group_id in zip(parameters, group_ids, strict=True)}
     if not isinstance(groups, (list, tuple)) or not all(isinstance(group, (list, tuple)) for group in groups):
         raise ValueError(f"groups must be a positive number, or a list of lists of parameters, not {groups!r}")
     found: dict[int, int] = {}
-    for number, group in enumerate(groups, 1):
+    for group_id, group in enumerate(groups, 1):
         for parameter in group:
             if not hasattr(parameter, "shape"):
                 raise ValueError(f"groups must hold parameters, not {type(parameter).__name__}")
             if id(parameter) in found:
                 raise ValueError(f"a parameter of shape {list(parameter.shape)} is in groups more than once")
-            found[id(parameter)] = number
+            found[id(parameter)] = group_id
     return found

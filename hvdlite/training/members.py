@@ -1,4 +1,4 @@
-"""The members of a declared set: parameters of one wrapped optimizer, under names that are equal on all ranks."""
+"""The members of a gradient set: parameters of one wrapped optimizer, under names that are equal on all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When replicas take over replica 0's state, and which tensors they take over.
+"""Mirroring: the points at which replicas take replica 0's state, and the tensors that they take.
 
 Rules
 - Every reason to communicate is the same on all ranks: an optimizer was made, and a batch or a step is the first one after

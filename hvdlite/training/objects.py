@@ -29,7 +29,7 @@ def broadcast_object(runtime: Runtime, value: Any, root_rank: int, name: str,
         UnsupportedError: on all ranks, when the object cannot be pickled.
     """
     is_root = runtime.world.rank == root_rank
-    sent = _Parcel.of(value) if is_root else _Parcel(np.empty(0, np.uint8))
+    sent = _Payload.of(value) if is_root else _Payload(np.empty(0, np.uint8))
     length = np.array(sent.length, np.int64)
     runtime.broadcast(f"{name}.length", length, root_rank, process_set=process_set).wait()
     payload = sent.payload if is_root else np.empty(abs(int(length)), np.uint8)
@@ -46,7 +46,7 @@ def allgather_object(runtime: Runtime, value: Any, name: str, process_set: int =
         HorovodInternalError: like every collective.
         UnsupportedError: on all ranks, when some object cannot be pickled.
     """
-    sent = _Parcel.of(value)
+    sent = _Payload.of(value)
     lengths = runtime.allgather(f"{name}.lengths", np.array([sent.length], np.int64), process_set=process_set)
     everything = runtime.allgather(f"{name}.bytes", sent.payload, process_set=process_set).wait()
     counts = lengths.wait()
@@ -59,14 +59,14 @@ def allgather_object(runtime: Runtime, value: Any, name: str, process_set: int =
 
 
 @dataclasses.dataclass
-class _Parcel:
+class _Payload:
     """An object as bytes; or why it has none, as text."""
 
     payload: Array
     error: Exception | None = None
 
     @classmethod
-    def of(cls, value: Any) -> _Parcel:
+    def of(cls, value: Any) -> _Payload:
         try:
             return cls(np.frombuffer(cloudpickle.dumps(value), np.uint8).copy())
         except Exception as error:  # of any kind: the object's own methods are called

@@ -1,4 +1,4 @@
-"""One round of a declared set: each member's gradient is reduced once."""
+"""One round of a gradient set: each member's gradient is reduced once."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Collection, Sequence
 from typing import Any, Generic, Protocol
 
 from hvdlite.core.errors import HvdliteError
-from hvdlite.training.declared_set import DeclaredSet
 from hvdlite.training.framework import Parameter
+from hvdlite.training.gradient_set import GradientSet
 from hvdlite.training.members import Member
 from hvdlite.training.order_errors import computed_again_without
 
@@ -32,13 +32,13 @@ class Round(Generic[Parameter]):
     moves_gradients = True
     """Whether what is given leaves the parameter until the round is over."""
 
-    def __init__(self, declared: DeclaredSet[Parameter]) -> None:
-        self.round_id = declared.next_round()
+    def __init__(self, gradient_set: GradientSet[Parameter]) -> None:
+        self.round_id = gradient_set.next_round()
         self.is_closed = self.is_over = self.is_of_failed_pass = self.has_again = False
         self.incomplete: HvdliteError | None = None
         self.reduced: list[Parameter] = []
         self.behind: set[int] = set()
-        self._set = declared
+        self._set = gradient_set
         self._late: dict[int, Member[Parameter]] = {}  # accumulated into again after they were given
 
     def give(self, member: Member[Parameter], present: bool) -> None:
@@ -114,7 +114,7 @@ class Rounds(Protocol[Parameter]):
 
     by_bucket: bool
 
-    def begin(self, declared: DeclaredSet[Parameter]) -> Round[Parameter]:
+    def begin(self, gradient_set: GradientSet[Parameter]) -> Round[Parameter]:
         """Begin a round of a set; the one before is over."""
 
     def forget(self) -> None:

@@ -8,8 +8,8 @@ from typing import Generic
 
 from hvdlite.core.errors import HvdliteError
 from hvdlite.handoff.handle import WaitDeferred
-from hvdlite.training.declared_set import DeclaredSet
 from hvdlite.training.framework import Parameter
+from hvdlite.training.gradient_set import GradientSet
 from hvdlite.training.later_call import LaterCall
 from hvdlite.training.passes import PassCounter
 from hvdlite.training.round import Round, Rounds
@@ -35,8 +35,9 @@ class RoundSequence(Generic[Parameter]):
         lock: held while a round is closed or waited for: gradients may be read from several threads.
     """
 
-    def __init__(self, declared: DeclaredSet[Parameter], rounds: Rounds[Parameter], passes: int, wait_in: WaitIn) -> None:
-        self._set, self.rounds = declared, rounds
+    def __init__(self, gradient_set: GradientSet[Parameter], rounds: Rounds[Parameter], passes: int,
+                 wait_in: WaitIn) -> None:
+        self._set, self.rounds = gradient_set, rounds
         self.current: Round[Parameter] | None = None
         self.passes = PassCounter(passes)
         self.waiting = WaitPolicy(wait_in)

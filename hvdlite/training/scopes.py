@@ -1,10 +1,10 @@
 """Scopes: while a thread is inside one, classes tell it what they construct.
 
 Rules
-- A scope belongs to the thread that entered it. What other threads construct is not touched.
+- A scope belongs to the thread that entered it. Instances that other threads make are not affected.
 - The same scope may be entered again inside itself; another one may not, nor may two threads be in the same one.
-- A class is patched from the first scope that any thread enters until the last one is left, however it is left. If somebody
-  else patched the class on top of us meanwhile, their patch stays, and ours beneath it does nothing any more.
+- A class is patched from the first scope that any thread enters until the last one is left, also by an exception. A patch
+  that other code has put on top meanwhile stays; the scope's own patch beneath it then does nothing.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Scopes(Generic[Scope]):
     """The scopes of one framework.
 
     Args:
-        made: for each class to watch: what to call with the scope and an instance, when a thread inside a scope has gone
-            through the class's `__init__`. (Subclasses may still have something to do.)
-        name: what a scope is called in messages.
+        made: for each class to watch, a function of the scope and an instance. It is called when the class's `__init__` has
+            run in a thread inside a scope; the `__init__` of a subclass may not have finished.
+        name: the word for a scope in messages.
     """
 
     def __init__(self, made: Mapping[type, Callable[[Scope, Any], None]], name: str) -> None:
@@ -39,7 +39,7 @@ class Scopes(Generic[Scope]):
         self._patches: list[_Patch[Scope]] = []
 
     def current(self) -> Scope | None:
-        """Return the scope that this thread is inside of."""
+        """Return the scope that this thread is in."""
         stack = self._stack()
         return stack[-1] if stack else None
 

@@ -41,11 +41,11 @@ class CurrentBatch:
     """The global batch that a strategy's script works on: of the loops that are not over, the last batch taken counts.
 
     Args:
-        weigh: called with the weight of this rank's gradients whenever the current batch changes.
+        set_weight: called with the weight of this rank's gradients whenever the current batch changes.
     """
 
-    def __init__(self, replicas: ReplicaGroup, weigh: Callable[[float], None]) -> None:
-        self._replicas, self._weigh = replicas, weigh
+    def __init__(self, replicas: ReplicaGroup, set_weight: Callable[[float], None]) -> None:
+        self._replicas, self._set_weight = replicas, set_weight
         self._loops: list[tuple[object, int]] = []  # loops that are not over, and the rows of their batches
 
     @property
@@ -61,9 +61,9 @@ class CurrentBatch:
     def reached(self, loop: object, rows: int) -> None:
         """A loop has come to its next batch."""
         self._loops = [entry for entry in self._loops if entry[0] is not loop] + [(loop, rows)]
-        self._weigh(self.weight)
+        self._set_weight(self.weight)
 
     def over(self, loop: object) -> None:
         """A loop has ended; others go on where they were."""
         self._loops = [entry for entry in self._loops if entry[0] is not loop]
-        self._weigh(self.weight)
+        self._set_weight(self.weight)

@@ -75,10 +75,9 @@ class StepReducer:
             raise ValueError(f"gradients are reduced with op Average or Sum, not {op.name.capitalize()}")
         check_compression(compression)
         self._prescale, self._postscale = factors(op, gradient_predivide_factor)
-        number = api.set_id(process_set)
-        self._runtime, self.process_set = api.runtime(), number
-        self.label = self._runtime.label(frontend, number)
-        self.size = len(self._runtime.members(number))
+        self._runtime, self.process_set = api.runtime(), api.set_id(process_set)
+        self.label = self._runtime.label(frontend, self.process_set)
+        self.size = len(self._runtime.members(self.process_set))
         self._op, self._compression, self._sparse_as_dense = op, compression, sparse_as_dense
         self._lock = threading.Lock()
         self._reference_samples: float | None = None
@@ -162,7 +161,7 @@ class ArrayStepReducer(StepReducer):
 
     def _name_of(self, slot: int) -> str:
         """Return the name of a variable in the script."""
-        variable = next((reference() for reference, number in self._slots.values() if number == slot), None)
+        variable = next((reference() for reference, index in self._slots.values() if index == slot), None)
         return str(getattr(variable, "path", None) or getattr(variable, "name", None) or f"number {slot}, from 1")
 
     def _described(self, variable: Any) -> tuple[tuple[int, ...] | None, str]:

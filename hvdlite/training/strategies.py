@@ -12,7 +12,7 @@ from hvdlite.launch.run_function import run
 _OPS = {"SUM": ReduceOp.SUM, "MEAN": ReduceOp.AVERAGE}
 
 
-class Launching:
+class LaunchableStrategy:
     """Base of strategies.
 
     Args:
@@ -32,16 +32,16 @@ class Launching:
         self.devices = count
 
     def launch(self, main: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Call `main` on as many new ranks as `devices` said, and return what rank 0's call returned; see `hvdlite.run`.
+        """Call `main` on `devices` new ranks and return the result of rank 0; see `hvdlite.run`.
 
-        Among ranks that a launcher has started, and without a number of devices, it is only called here.
+        Calls `main` in this process if a launcher has started it, or if there is no number of devices.
         """
         if self.devices in (None, 1) or api.runtime().world.size > 1:
             return main(*args, **(kwargs or {}))
         return run(main, args, kwargs, np=self.devices)[0]
 
 
-def reduction(op: Any) -> ReduceOp:
+def parse_reduce_op(op: Any) -> ReduceOp:
     """Return the reduction that a strategy's `reduce` is asked for: "SUM" or "MEAN" in any case, or a `ReduceOp`.
 
     Raises:

@@ -29,9 +29,9 @@ __all__ = [
 __all__ += frontend.__all__
 
 if _keras.backend.backend() == "tensorflow":
-    from hvdlite_tf.keras.tf_mirrored import MirroredStrategy
+    from hvdlite_tf.keras.tf_strategy import MirroredStrategy
 else:
-    from hvdlite_tf.keras.mirrored import MirroredStrategy  # type: ignore[assignment]
+    from hvdlite_tf.keras.strategy import MirroredStrategy  # type: ignore[assignment]
 
 _install()
 _install_sync_batch_norm()
@@ -40,10 +40,10 @@ _install_sync_batch_norm()
 def broadcast_variables(variables: Any, root_rank: int) -> None:
     """Overwrite Keras variables (`model.variables`) with rank `root_rank`'s.
 
-    The random states of layers (Dropout) are moved on, so that no two ranks draw the same numbers.
+    The random states of layers (Dropout) are advanced, so that no two ranks draw the same numbers.
 
     Raises:
-        ValueError: for what is no variable.
+        ValueError: for a value that is not a variable.
     """
     given = list(variables) if isinstance(variables, _Iterable) else [variables]
     for variable in given:
@@ -54,7 +54,7 @@ def broadcast_variables(variables: Any, root_rank: int) -> None:
 
 
 def broadcast_global_variables(root_rank: int) -> None:
-    """Keras 3 has no global variables.
+    """Raise an error: Keras 3 has no global variables.
 
     Raises:
         RuntimeError: always, saying what to use.

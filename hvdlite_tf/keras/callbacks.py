@@ -11,8 +11,8 @@ import numpy as np
 from hvdlite import api
 from hvdlite.core.types import ReduceOp
 from hvdlite_tf.keras.broadcast import broadcast_variables
-from hvdlite_tf.keras.replicas import optimizers_of
 from hvdlite_tf.keras.stopping import StopTogetherCallback, refuse_uneven_steps
+from hvdlite_tf.keras.variable_mirror import optimizers_of
 
 __all__ = ["BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "LearningRateScheduleCallback",
            "LearningRateWarmupCallback", "MetricAverageCallback", "StopTogetherCallback"]
@@ -35,9 +35,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     The random states of layers such as Dropout are taken over too, but moved on by another distance on every rank.
 
     Args:
-        root_rank: whose state everybody takes.
-        device: accepted for Horovod's sake.
-        local_variables: variables that stay what they are.
+        root_rank: the rank whose state all ranks take.
+        device: accepted for compatibility with Horovod.
+        local_variables: variables that are not broadcast.
     """
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Sequence[Any] = ()) -> None:
@@ -48,7 +48,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._done = False
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Every training starts anew.
+        """Start a new training.
 
         Raises:
             ValueError: on all ranks, when they have different numbers of steps in an epoch.
@@ -79,7 +79,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
-    """Average what an epoch's logs hold over all ranks; put it before callbacks that read logs."""
+    """Average the values of an epoch's logs over all ranks; put it before callbacks that read logs."""
 
     def __init__(self, device: str = "") -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
     """Set the learning rate to a multiple of the initial one.
 
     Args:
-        initial_lr: what is multiplied.
+        initial_lr: the rate that is multiplied.
         multiplier: a function of the epoch, or a number that is raised to the epochs since `start_epoch`.
         start_epoch: first epoch in which it acts; `end_epoch` is the first one in which it does not any more.
         staircase: change once an epoch; else with every batch, by fractions of an epoch. Several batches in one call
@@ -110,7 +110,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         steps_per_epoch: needed without `staircase` where Keras does not know it.
 
     Raises:
-        ValueError: without `initial_lr`, or when the number of steps cannot be found out.
+        ValueError: without `initial_lr`, or if the number of steps cannot be determined.
     """
 
     def __init__(self, initial_lr: float, multiplier: float | Callable[[float], float], start_epoch: int = 0,
@@ -193,9 +193,9 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
     Args:
         initial_lr: the rate for all ranks together, usually the rate for one times `size()`.
-        warmup_epochs: how long that takes.
+        warmup_epochs: the number of epochs that this takes.
         momentum_correction, steps_per_epoch: as in `LearningRateScheduleCallback`.
-        verbose: above 0, rank 0 says when it is over.
+        verbose: above 0, rank 0 prints when the warm-up is over.
     """
 
     def __init__(self, initial_lr: float, warmup_epochs: int = 5, momentum_correction: bool = True,
@@ -219,7 +219,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
 
     Args:
         monitor, verbose, mode, save_freq, save_weights_only: as in `keras.callbacks.ModelCheckpoint`.
-        filepath: where to; may be given later, as an attribute.
+        filepath: the file; may be set later, as an attribute.
     """
 
     def __init__(self, monitor: str = "val_loss", verbose: int = 0, mode: str = "auto", save_freq: Any = "epoch",

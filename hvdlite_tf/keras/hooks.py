@@ -20,7 +20,7 @@ import keras
 
 from hvdlite_tf.keras import scope, step
 from hvdlite_tf.keras.backends import all_ranks_true
-from hvdlite_tf.keras.mirrored_model import adopt_model
+from hvdlite_tf.keras.distributed_model import distribute_model
 from hvdlite_tf.keras.optimizer import distributed_in, is_distributed
 
 _log = logging.getLogger("hvdlite")
@@ -54,7 +54,7 @@ def _compiling(original: Any) -> Any:
         if strategy is not None and bound.arguments.get("optimizer", "rmsprop") is not None:
             with strategy.scope():
                 bound.arguments["optimizer"] = keras.optimizers.get(bound.arguments.get("optimizer", "rmsprop"))
-                scope.adopt_optimizer(strategy, bound.arguments["optimizer"])
+                scope.distribute_optimizer(strategy, bound.arguments["optimizer"])
         if keras.backend.backend() == "tensorflow" and distributed_in(bound.arguments.get("optimizer")) is not None:
             wanted = bound.arguments.get("jit_compile", "auto")
             if wanted is True:
@@ -69,7 +69,7 @@ def _compiling(original: Any) -> Any:
             return original(*bound.args, **bound.kwargs)
         with strategy.scope():
             original(*bound.args, **bound.kwargs)
-        adopt_model(strategy, self)
+        distribute_model(strategy, self)
         return None
     return compile
 
@@ -122,7 +122,7 @@ def _checking(original: Any) -> Any:
     return check_finite
 
 
-def _strategy_of(model: Any) -> scope.Mirrored | None:
+def _strategy_of(model: Any) -> scope.BaseStrategy | None:
     """Return the strategy in whose scope a TensorFlow model was made."""
     strategy = getattr(model, "_distribute_strategy", None)
-    return strategy if isinstance(strategy, scope.Mirrored) else None
+    return strategy if isinstance(strategy, scope.BaseStrategy) else None

@@ -2,7 +2,7 @@
 
 Keras' own loader hands what is left over from one iteration to the next one. In a scope, Keras begins an iteration to build
 the model and drops it after one batch; what is left over then depends on time, and ranks would get different batches. Here a
-batch belongs to its number: an iteration that was dropped cannot change what another one gets.
+batch belongs to its index: an iteration that was dropped cannot change what another one gets.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ class Loading:
         self._asked: dict[int, Future[Any]] = {}  # by position
         self._next = 0  # position to ask for
 
-    def batch(self, position: int, numbers: Sequence[int]) -> Any:
+    def batch(self, position: int, batch_indices: Sequence[int]) -> Any:
         """Return one batch; those at the following positions are loaded meanwhile.
 
         Args:
-            position: in `numbers`.
-            numbers: of batches, in the order in which they are needed.
+            position: in `batch_indices`.
+            batch_indices: of batches, in the order in which they are needed.
         """
         if self._workers == 0:
-            return self._dataset[int(numbers[position])]
+            return self._dataset[int(batch_indices[position])]
         with self._lock:
             if position not in self._asked:
                 self._stop()
                 self._next = position
-            while self._next < len(numbers) and len(self._asked) < max(1, self._dataset.max_queue_size):
-                self._asked[self._next] = self._submit(int(numbers[self._next]))
+            while self._next < len(batch_indices) and len(self._asked) < max(1, self._dataset.max_queue_size):
+                self._asked[self._next] = self._submit(int(batch_indices[self._next]))
                 self._next += 1
             future = self._asked.pop(position)
         return future.result()
@@ -58,14 +58,14 @@ class Loading:
         with self._lock:
             self._stop()
 
-    def _submit(self, number: int) -> Future[Any]:
+    def _submit(self, batch_index: int) -> Future[Any]:
         if self._dataset.use_multiprocessing:
             if self._executor is None:
                 self._executor = ProcessPoolExecutor(self._workers, initializer=_begin, initargs=(self._dataset,))
-            return self._executor.submit(_load, number)
+            return self._executor.submit(_load, batch_index)
         if self._executor is None:
             self._executor = ThreadPoolExecutor(self._workers)
-        return self._executor.submit(self._dataset.__getitem__, number)
+        return self._executor.submit(self._dataset.__getitem__, batch_index)
 
     def _stop(self) -> None:
         self._asked.clear()
@@ -79,5 +79,5 @@ def _begin(dataset: Any) -> None:
     _in_worker = dataset
 
 
-def _load(number: int) -> Any:
-    return _in_worker[number]
+def _load(batch_index: int) -> Any:
+    return _in_worker[batch_index]

@@ -24,7 +24,7 @@ from hvdlite.core.errors import MismatchError
 from hvdlite.training.objects import allgather_object, broadcast_object
 
 
-def follow_rank_0() -> None:
+def sync_random_state() -> None:
     """Take over the state of rank 0's Python and NumPy global random numbers."""
     runtime = api.runtime()
     if runtime.world.size == 1:
@@ -38,7 +38,7 @@ def follow_rank_0() -> None:
 def order_seed(count: int) -> list[int]:
     """Return a seed that depends on Python's global random numbers but does not use any up.
 
-    The script's own draws stay what they are in one process. Call it after `follow_rank_0`.
+    The script's own draws stay what they are in one process. Call it after `sync_random_state`.
 
     Args:
         count: how many seeds have been taken; makes this one another.

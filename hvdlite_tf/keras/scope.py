@@ -18,14 +18,14 @@ from hvdlite import api
 from hvdlite.core.types import ReduceOp
 from hvdlite.training.objects import broadcast_object
 from hvdlite.training.scopes import Scopes
-from hvdlite.training.strategies import Launching
+from hvdlite.training.strategies import LaunchableStrategy
 from hvdlite_tf.keras import step
 from hvdlite_tf.keras.optimizer import distribute_when_used, is_distributed
-from hvdlite_tf.keras.order import follow_rank_0
-from hvdlite_tf.keras.replicas import Replicas
+from hvdlite_tf.keras.order import sync_random_state
+from hvdlite_tf.keras.variable_mirror import VariableMirror
 
 
-class Mirrored(Launching):
+class BaseStrategy(LaunchableStrategy):
     """The common part of the strategies of all backends: what the scope and the models need of one.
 
     Args:
@@ -49,11 +49,11 @@ class Mirrored(Launching):
         runtime = api.runtime()
         self.rank, self._size = runtime.world.rank, runtime.world.size
         self.scales_learning_rate = scale_learning_rate
-        self.replicas = Replicas(self.rank, self._size)
+        self.variable_mirror = VariableMirror(self.rank, self._size)
         self.has_local_input = False
         self._seed = int(broadcast_object(runtime, int(np.random.default_rng().integers(1 << 30)), 0,
                                           runtime.unnamed(adapter, "strategy_seed")))
-        follow_rank_0()
+        sync_random_state()
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -72,13 +72,13 @@ class Mirrored(Launching):
         """Raise where gradients cannot be applied."""
 
 
-def current() -> Mirrored | None:
+def current() -> BaseStrategy | None:
     """Return the strategy in whose scope this thread is."""
     return _scopes.current()
 
 
 @contextmanager
-def entered(strategy: Mirrored) -> Iterator[None]:
+def entered(strategy: BaseStrategy) -> Iterator[None]:
     """Be in the scope of a strategy; again in the same one is fine. What was made has rank 0's values when it is left.
 
     Raises:
@@ -88,17 +88,17 @@ def entered(strategy: Mirrored) -> Iterator[None]:
     with _scopes.entered(strategy):
         yield
     if is_outermost:
-        strategy.replicas.settle()
+        strategy.variable_mirror.mirror_pending()
 
 
 @contextmanager
-def making(strategy: Mirrored) -> Iterator[None]:
+def making(strategy: BaseStrategy) -> Iterator[None]:
     """Be in the scope of a strategy where all ranks are in step: what is made gets rank 0's values at once."""
-    with _scopes.entered(strategy), strategy.replicas.at_once(), strategy.making():
+    with _scopes.entered(strategy), strategy.variable_mirror.immediately(), strategy.making():
         yield
 
 
-def adopt_optimizer(strategy: Mirrored, optimizer: Any) -> None:
+def distribute_optimizer(strategy: BaseStrategy, optimizer: Any) -> None:
     """Make an optimizer one of the scope; again is fine.
 
     Raises:
@@ -126,9 +126,9 @@ def adopt_optimizer(strategy: Mirrored, optimizer: Any) -> None:
         inner._distribution_strategy = strategy
 
 
-def _constructed(strategy: Mirrored, optimizer: Any) -> None:
+def _constructed(strategy: BaseStrategy, optimizer: Any) -> None:
     if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):  # which has its inner one not yet
-        adopt_optimizer(strategy, optimizer)
+        distribute_optimizer(strategy, optimizer)
 
 
 def _applying(optimizer: Any) -> Callable[..., Any]:
@@ -153,26 +153,26 @@ def _building(optimizer: Any) -> Callable[..., Any]:
     return build
 
 
-def _builds_in_step(strategy: Mirrored, layer: Any) -> None:
+def _builds_in_step(strategy: BaseStrategy, layer: Any) -> None:
     """Let a layer of the scope give its variables rank 0's values when it is built outside of it."""
     original = layer.build
 
     @functools.wraps(original)
     def build(*arguments: Any, **named: Any) -> Any:
-        if _scopes.current() is not None or strategy.replicas.is_held:
+        if _scopes.current() is not None or strategy.variable_mirror.is_deferred:
             return original(*arguments, **named)
         with making(strategy):
             return original(*arguments, **named)
     object.__setattr__(layer, "build", build)
 
 
-def _takes_note(strategy: Mirrored, variable: Any) -> None:
+def _takes_note(strategy: BaseStrategy, variable: Any) -> None:
     if getattr(variable, "synchronization", None) != "on_read":  # a metric's
-        strategy.replicas.made(variable)
+        strategy.variable_mirror.created(variable)
 
 
-_made: dict[type, Callable[[Mirrored, Any], None]] = {keras.optimizers.Optimizer: _constructed,
-                                                      keras.layers.Layer: _builds_in_step}
+_made: dict[type, Callable[[BaseStrategy, Any], None]] = {keras.optimizers.Optimizer: _constructed,
+                                                          keras.layers.Layer: _builds_in_step}
 if keras.backend.backend() != "tensorflow":  # which tells its strategies of variables
     _made[keras.Variable] = _takes_note
-_scopes: Scopes[Mirrored] = Scopes(_made, "MirroredStrategy")
+_scopes: Scopes[BaseStrategy] = Scopes(_made, "MirroredStrategy")

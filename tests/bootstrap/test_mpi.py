@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.mpis import MPIS, ROOT, Mpi, mpiexec
+from tests.mpis import MPIS, Mpi, mpiexec
+from tests.worlds import PYTHON_PATH
 
 PROGRAMS = Path(__file__).parent / "programs"
 
@@ -53,7 +54,7 @@ def test_several_hosts(mpi: Mpi, tmp_path: Path, plane: str) -> None:
 
 def test_without_an_mpi_the_error_says_what_to_install() -> None:
     source = "import sys; sys.modules['mpi4py'] = None\nimport hvdlite\nhvdlite.init()"
-    environment = {"PATH": "/usr/bin", "PYTHONPATH": str(ROOT), "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4",
+    environment = {"PATH": "/usr/bin", "PYTHONPATH": PYTHON_PATH, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4",
                    "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
     ended = subprocess.run([sys.executable, "-c", source], env=environment, capture_output=True, text=True, check=False)
     assert "LaunchError" in ended.stderr and "pip install mpi4py" in ended.stderr and "HVDLITE_SECRET" in ended.stderr

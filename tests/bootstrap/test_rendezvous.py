@@ -33,7 +33,7 @@ def test_a_missing_rank_is_named_on_all_ranks(address: Address) -> None:
 
 
 @pytest.mark.parametrize(("other", "told"), [
-    (RankInfo(1, 3, 1, "host", "1", epoch=2), "membership epoch 2"),
+    (RankInfo(rank=1, size=3, pid=1, host="host", version="1", epoch=2), "membership epoch 2"),
     (rank_info(1, size=4), "rank 1 of 4"), (rank_info(0), "rank 0 of 3"), (rank_info(1, version="2"), "runs hvdlite 2"),
     (msgspec.structs.replace(rank_info(1), settings=(SETTINGS[0], ("HVDLITE_CPU_OPERATIONS", "gloo"))),
      "rank 1 has HVDLITE_CPU_OPERATIONS=gloo, rank 0 auto"),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.worlds import HVDRUN, ROOT
+from tests.worlds import HVDRUN, PYTHON_PATH, ROOT
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.slow
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 def run(script: str, *arguments: str) -> str:
     result = subprocess.run([*HVDRUN, "-np", "2", "--horovod-compat", "--no-prefix",
                              sys.executable, str(Path(__file__).parent / "programs" / script), *arguments],
-                            capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)})
+                            capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": PYTHON_PATH})
     assert result.returncode == 0 and result.stdout.count("done") == 2, result.stdout + result.stderr
     return result.stdout
 

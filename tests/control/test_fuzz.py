@@ -75,8 +75,7 @@ def test_strangers_while_the_ranks_meet_and_while_they_work() -> None:
                     pass
         with connected(port) as sock, pytest.raises((HvdliteError, OSError, EOFError)):
             challenge_as_client(sock, secrets.token_bytes(32), 1 << 20)
-        for rank in range(3):
-            world.wait_for(rank, "ready")
+        world.wait_for_all("ready")
         for sock in held:
             sock.close()
         with pytest.raises(OSError):
@@ -134,8 +133,7 @@ def test_a_meddler_in_the_middle_ends_that_connection_only_with_a_reason(kind: s
     proxy = Proxy(port, MEDDLING[kind])
     environment = {**over_tcp(port), "HVDLITE_SILENCE_CHECK_SECONDS": "1"}
     with Processes(3, reduce_until_told, 0.0, proxy.port, environment=environment) as world:
-        for rank in range(3):
-            world.wait_for(rank, "ready")
+        world.wait_for_all("ready")
         proxy.armed.set()
         for ended in world.wait(30):
             assert (ended.code == 1 and "PeerLostError: rank 1 was lost: its connection is corrupt:" in ended.stderr) or (

@@ -27,7 +27,8 @@ from hvdlite.negotiation.messages import (
     Request,
 )
 
-SAYS = Report(0, 0, (Request("x", Collective.ALLREDUCE, "float32", (1,), payload=b"1234"),))  # nobody waits with that
+# Nobody waits with that
+SAYS = Report(epoch=0, applied=0, items=(Request("x", Collective.ALLREDUCE, "float32", (1,), payload=b"1234"),))
 
 
 class Host:
@@ -59,35 +60,35 @@ def host() -> Iterator[Host]:
 def test_reports_go_up_and_are_no_events(host: Host) -> None:
     host.rank_3.send(SAYS)
     assert host.control.wait(5.0) == []
-    assert host.sent(host.rank_0) == HostReport(0, (RankReport(3, SAYS),))
+    assert host.sent(host.rank_0) == HostReport(applied=0, items=(RankReport(3, SAYS),))
     host.control.send_report(SAYS)
-    assert host.sent(host.rank_0) == HostReport(0, (RankReport(2, SAYS),))
+    assert host.sent(host.rank_0) == HostReport(applied=0, items=(RankReport(2, SAYS),))
 
 
 def test_direct_messages_go_to_their_ranks_only_and_before_what_follows(host: Host) -> None:
-    mine, theirs = (DirectMessage(rank, oob_messages=(OobMessage("x", 0, b"%d" % rank),)) for rank in (2, 3))
+    mine, theirs = (DirectMessage(rank=rank, oob_messages=(OobMessage("x", 0, b"%d" % rank),)) for rank in (2, 3))
     host.rank_0.send(DirectMessages((mine, theirs)))
-    host.rank_0.send(Decision(0, 1))
+    host.rank_0.send(Decision(epoch=0, sequence=1))
     events = host.control.wait(5.0)
     while len(events) < 2:
         events += host.control.wait(5.0)
-    assert events == [DirectMessageReceived(mine), DecisionReceived(Decision(0, 1))]
+    assert events == [DirectMessageReceived(mine), DecisionReceived(Decision(epoch=0, sequence=1))]
     host.rank_3.socket.settimeout(5.0)
     received: list[Message] = []
     while len(received) < 2:
         host.rank_3.socket.recv(1, socket.MSG_PEEK)
         received += host.rank_3.receive()
-    assert received == [DirectMessages((theirs,)), Decision(0, 1)]
+    assert received == [DirectMessages((theirs,)), Decision(epoch=0, sequence=1)]
 
 
 def test_decisions_go_down(host: Host) -> None:
-    host.rank_0.send(Decision(0, 1))
-    assert host.control.wait(5.0) == [DecisionReceived(Decision(0, 1))]
-    assert host.sent(host.rank_3) == Decision(0, 1)
+    host.rank_0.send(Decision(epoch=0, sequence=1))
+    assert host.control.wait(5.0) == [DecisionReceived(Decision(epoch=0, sequence=1))]
+    assert host.sent(host.rank_3) == Decision(epoch=0, sequence=1)
 
 
 def test_a_decision_comes_from_the_parent_only(host: Host) -> None:
-    host.rank_3.send(Decision(0, 1))
+    host.rank_3.send(Decision(epoch=0, sequence=1))
     (event,) = host.control.wait(5.0)
     assert isinstance(event, PeerLost) and event.rank == 3 and "out of place" in event.reason
 
@@ -118,6 +119,6 @@ def test_the_host_is_told_of_a_failure_that_its_leader_knows_first(host: Host) -
     (event,) = host.control.wait(5.0)
     assert isinstance(event, PeerLost) and event.rank == 0
     lost = FailureNotice(0, "lost", event.reason)
-    host.control.send_report(Report(0, 0, failure=lost))
+    host.control.send_report(Report(epoch=0, applied=0, failure=lost))
     told = host.sent(host.rank_3)
     assert isinstance(told, Decision) and told.failure == lost

@@ -15,9 +15,10 @@ from hvdlite.control.wire import Connection
 from hvdlite.negotiation.messages import Decision, DirectMessage, DirectMessages, FailureNotice, Message, OobMessage, Report
 
 
-def pair() -> tuple[StarControl, Connection]:
+def pair(ours: socket.socket | None = None, theirs: socket.socket | None = None) -> tuple[StarControl, Connection]:
     """Return rank 1's control plane and the connection that rank 0 holds."""
-    ours, theirs = socket.socketpair()
+    if ours is None or theirs is None:
+        ours, theirs = socket.socketpair()
     doorbells = {0: Doorbell(), 1: Doorbell()}
     control = StarControl(1, {0: Connection(ours)}, doorbells, {}, heartbeat_timeout=60)
     far = Connection(theirs)
@@ -27,11 +28,11 @@ def pair() -> tuple[StarControl, Connection]:
 
 def test_a_last_word_is_heard_although_the_connection_is_found_broken_by_sending() -> None:
     control, far = pair()
-    control.send_report(Report(0, 0))  # never read by rank 0, so its close resets the connection
-    last_word = Decision(0, 1, failure=FailureNotice(2, "lost", "killed"))
+    control.send_report(Report(epoch=0, applied=0))  # never read by rank 0, so its close resets the connection
+    last_word = Decision(epoch=0, sequence=1, failure=FailureNotice(2, "lost", "killed"))
     far.send(last_word)
     far.socket.close()
-    control.send_report(Report(0, 0))
+    control.send_report(Report(epoch=0, applied=0))
     assert control.wait(1.0)[0] == DecisionReceived(last_word)
     control.close()
 
@@ -46,7 +47,7 @@ def test_the_end_of_rank_0_is_seen_at_once() -> None:
 
 def test_a_message_out_of_place_is_a_fault_of_its_sender() -> None:
     control, far = pair()
-    far.send(Report(0, 0))  # only rank 0 receives reports
+    far.send(Report(epoch=0, applied=0))  # only rank 0 receives reports
     (event,) = control.wait(5.0)
     assert isinstance(event, PeerLost) and "out of place" in event.reason
     control.close()
@@ -54,11 +55,12 @@ def test_a_message_out_of_place_is_a_fault_of_its_sender() -> None:
 
 
 def test_a_forked_childs_copy_can_be_forgotten_without_ending_the_connection() -> None:
-    control, far = pair()
-    copy = Connection(control._connections[0].socket.dup())
+    ours, theirs = socket.socketpair()
+    copy = Connection(ours.dup())
+    control, far = pair(ours, theirs)
     copy.forget()
-    far.send(Decision(0, 1))
-    assert control.wait(5.0) == [DecisionReceived(Decision(0, 1))]
+    far.send(Decision(epoch=0, sequence=1))
+    assert control.wait(5.0) == [DecisionReceived(Decision(epoch=0, sequence=1))]
     control.close()
     control.close()
     far.close()
@@ -117,7 +119,7 @@ def test_a_decision_is_encoded_once_for_all_peers(monkeypatch: pytest.MonkeyPatc
     real = star.encode
     for module in (star, wire):
         monkeypatch.setattr(module, "encode", lambda message: encoded.append(message) or real(message))
-    decision = Decision(0, 1)
+    decision = Decision(epoch=0, sequence=1)
     control.send_decision(decision)
     assert encoded == [decision]
     monkeypatch.undo()
@@ -129,8 +131,8 @@ def test_a_decision_is_encoded_once_for_all_peers(monkeypatch: pytest.MonkeyPatc
 
 def test_a_letter_goes_to_its_rank_or_the_leader_of_its_host() -> None:
     control, far = hub({2: (2, 3)}, [1, 2])
-    messages = {rank: DirectMessage(rank, oob_messages=(OobMessage("x", 0, b"%d" % rank),)) for rank in (1, 2, 3)}
-    control.send_direct_messages([DirectMessage(0), *messages.values()])
+    messages = {rank: DirectMessage(rank=rank, oob_messages=(OobMessage("x", 0, b"%d" % rank),)) for rank in (1, 2, 3)}
+    control.send_direct_messages([DirectMessage(rank=0), *messages.values()])
     for connection in far.values():
         connection.start()
     assert far[1].receive() == [DirectMessages((messages[1],))]

@@ -55,10 +55,11 @@ def keyed(left: socket.socket, right: socket.socket, right_key: bytes = KEY) -> 
 
 
 MESSAGES: list[Message] = [
-    Report(3, 7, (Request("x", Collective.ALLREDUCE, "float32", (2, 3)),), leaving=True,
+    Report(epoch=3, applied=7, items=(Request("x", Collective.ALLREDUCE, "float32", (2, 3)),), leaving=True,
            failure=FailureNotice(1, "ValueError", "text", "traceback")),
-    Decision(0, 1, responses=(Response(("a", "b"), Collective.ALLGATHER, "int8", rows=(1, 2)),), left=(1,)),
-    Heartbeat(), Welcome((1, 2), ("a", "b")),
+    Decision(epoch=0, sequence=1,
+             responses=(Response(names=("a", "b"), collective=Collective.ALLGATHER, dtype="int8", rows=(1, 2)),), left=(1,)),
+    Heartbeat(), Welcome(pids=(1, 2), hosts=("a", "b")),
 ]
 
 

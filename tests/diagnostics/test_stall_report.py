@@ -13,14 +13,15 @@ from pathlib import Path
 import pytest
 
 from hvdlite.diagnostics.stall_report import RankState, StallReport, first_difference, location_in_dump
-from hvdlite.negotiation.coordinator import Stall
 from hvdlite.negotiation.messages import RankStatus
+from hvdlite.negotiation.stalls import Stall
 from tests.diagnostics.programs import stall_report as programs
-from tests.worlds import HVDRUN, ROOT, Processes, processes
+from tests.worlds import HVDRUN, PYTHON_PATH, ROOT, Processes, processes
 
 
 def status(*recent: str, first_number: int = 1, waiting: tuple[str, ...] = ()) -> RankStatus:
-    return RankStatus("train(), train.py:7", "  File train.py", recent, first_number, waiting)
+    return RankStatus(location="train(), train.py:7", stack="  File train.py", recent=recent, first_number=first_number,
+                      waiting=waiting)
 
 
 @pytest.mark.parametrize(("one", "other", "expected"), [
@@ -128,8 +129,7 @@ def test_a_stall_ends_the_job_with_the_report_as_the_error() -> None:
 
 def test_a_signal_asks_for_a_report() -> None:
     with Processes(2, programs.a_signal_asks_for_a_report, environment={"HVDLITE_REPORT_SIGNAL": "usr2"}) as world:
-        world.wait_for(1, "ready")
-        world.wait_for(0, "ready")
+        world.wait_for_all("ready")
         time.sleep(0.5)
         world.kill(1, signal.SIGUSR2)
         world.wait_for(0, "rank 1 never submitted 'x': it is in a_signal_asks_for_a_report(), stall_report.py:",
@@ -139,7 +139,7 @@ def test_a_signal_asks_for_a_report() -> None:
 
 def test_hvdrun_reports_on_a_running_job(tmp_path: Path) -> None:
     script = Path(__file__).parent / "programs/stuck_script.py"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": PYTHON_PATH}
     job = subprocess.Popen([*HVDRUN, "-np", "2", "--no-prefix", sys.executable, str(script), str(tmp_path / "stick")],
                            stdout=subprocess.PIPE, text=True, env=environment)
     try:

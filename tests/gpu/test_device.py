@@ -90,7 +90,7 @@ def test_the_stream_is_non_blocking_and_of_the_highest_priority(device: Any) -> 
 def test_the_kernel_copies_casts_and_calculates_like_numpy(device: Any, source: str, target: str) -> None:
     generator = np.random.default_rng(1)
     for count, shift, scaling in itertools.product((1, 4097, 300_001), (0, 1),
-                                                      (NO_SCALING, Scaling(0.5), Scaling(2.0, 3))):
+                                                   (NO_SCALING, Scaling(0.5), Scaling(2.0, 3))):
         values = (generator.normal(size=count) * 40).astype(np.float32 if "float" in source else np.float64)
         values = np.abs(values).astype(SUPPORTED_DTYPES[source])
         given = on_gpu(device, values, shift)
@@ -147,10 +147,10 @@ def test_torch_takes_the_planes_memory(device: Any) -> None:
     memory = device.allocate(4096)
     part = memory.part(64, 24, np.dtype(np.float32))
     part.shape, part.strides = (2, 3, 4), (12, 1, 3)
-    tensor = cuda.over(part)
+    tensor = cuda.as_tensor(part)
     assert tensor.data_ptr() == part.pointer and tensor.stride() == (12, 1, 3) and tensor.dtype is torch.float32
     tensor.fill_(3.0)
     torch.cuda.synchronize()
     assert (back(device, part.flat()) == 3).all()
     half = memory.part(0, 8, SUPPORTED_DTYPES["bfloat16"])
-    assert cuda.over(half).dtype is torch.bfloat16
+    assert cuda.as_tensor(half).dtype is torch.bfloat16

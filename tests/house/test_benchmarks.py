@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 
 from benchmarks import control_scale, report
 from examples import fashion_mnist
-from tests.worlds import HVDRUN, free_port
+from tests.worlds import HVDRUN, PYTHON_PATH, free_port
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SMALL = ["--rounds", "1", "--seconds", "0.001", "--short"]
@@ -39,7 +39,7 @@ def test_it_runs_and_records(script: str, ranks: int, options: list[str], tmp_pa
     program = ["-c", ONE_STEP] if script == "training" else [f"benchmarks/{script}.py"]
     ended = subprocess.run([*launcher, sys.executable, *program, *options, "--record", str(record)],
                            cwd=ROOT, capture_output=True, text=True, timeout=150, check=False,
-                           env={**os.environ, "PYTHONPATH": str(ROOT), "BENCH_PORT": str(port), "OMP_NUM_THREADS": "1"})
+                           env={**os.environ, "PYTHONPATH": PYTHON_PATH, "BENCH_PORT": str(port), "OMP_NUM_THREADS": "1"})
     assert ended.returncode == 0, ended.stdout + ended.stderr
     rows = json.loads(record.read_text(encoding="utf-8"))["rows"]
     assert rows and report._TABLES[script](rows, ranks)

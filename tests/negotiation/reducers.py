@@ -1,4 +1,4 @@
-"""Ranks that play rounds of a declared set on a simulation, and what the answers must be."""
+"""Ranks that play rounds of a gradient set on a simulation, and what the answers must be."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from hypothesis import strategies as st
 
 from hvdlite.core.types import Collective
-from hvdlite.negotiation.buckets import first_round
 from hvdlite.negotiation.controller import EvictLayout, Instruction, ParticipateWithoutData, SuspendLayout
+from hvdlite.negotiation.layouts import first_round
 from hvdlite.negotiation.messages import BucketReady, BucketRelease, ErrorKind, Layout, Request, Response, RoundDone
 from tests.negotiation.simulation import Simulation
 
@@ -29,7 +29,7 @@ class Round:
 
 
 class Reducer:
-    """One rank's half of a declared set, as `training/gradient_reducer.py` plays it, on a bare controller.
+    """One rank's half of a gradient set, as `training/gradient_reducer.py` plays it, on a bare controller.
 
     Args:
         rounds: what the rank brings.
@@ -101,7 +101,7 @@ class Reducer:
     def follow(self, instruction: Instruction) -> None:
         """Do what a decision says."""
         match instruction:
-            case Layout(label=self.label, first_round=first, alone=alone):
+            case Layout(label=self.label, first_round=first, unbucketed=alone):
                 learned = {name for bucket in instruction.buckets for name in bucket.response.names}
                 assert learned == self.played[first - 2].members.keys() - set(alone), "not learned from a whole round"
                 self.layout = instruction
@@ -111,7 +111,7 @@ class Reducer:
             case EvictLayout(layout) if layout.label == self.label:
                 self.layout = None if self.layout == layout else self.layout  # it may be the next one
                 self.suspended = None if self.suspended == layout else self.suspended
-            case BucketRelease(bucket, unused) if bucket in self.definitions:
+            case BucketRelease(bucket_id=bucket, globally_unused=unused) if bucket in self.definitions:
                 response = self.definitions[bucket].response
                 for index, name in enumerate(response.names):
                     self._answered(name, (ErrorKind.NONE, () if index in unused else response.contributors))
@@ -169,7 +169,8 @@ class Reducer:
             missing = tuple(index for index, other in enumerate(bucket.members) if other.name in self.now.missing)
             full = sum(len(self.filled.get(each.bucket_id, ())) == len(each.members) for each in self.current.buckets)
             ends_round = full == len(self.current.buckets) and not self.sparse
-            self.controller.submit_bucket(bucket, BucketReady(bucket.bucket_id, self.number, missing, ends_round))
+            self.controller.submit_bucket(bucket, BucketReady(bucket_id=bucket.bucket_id, round_id=self.number,
+                                                              unused=missing, ends_round=ends_round))
 
     def _declare(self, name: str) -> None:
         self.alone = True
@@ -209,7 +210,7 @@ def run(simulation: Simulation, reducers: list[Reducer], schedule: list[int]) ->
         elif action == 4:
             simulation.decide()
         elif action == INQUIRE:
-            simulation.coordinator.request_status([rank])
+            simulation.coordinator.order(status_requests=[rank])
         elif action == TUNE:
             simulation.coordinator.tune({"bucket_size": 30 + 10 * rank}, simulation.now)
         else:
@@ -256,7 +257,7 @@ def check(simulation: Simulation, reducers: Sequence[Reducer]) -> None:
 def _done(instruction: Instruction) -> object:
     """Return what identifies an instruction that moves bytes, on every rank alike; None for others."""
     match instruction:
-        case BucketRelease(bucket):
+        case BucketRelease(bucket_id=bucket):
             return "bucket", bucket, instruction.globally_unused
         case Response(error=ErrorKind.NONE) | ParticipateWithoutData(Response()):
             response = instruction.response if isinstance(instruction, ParticipateWithoutData) else instruction

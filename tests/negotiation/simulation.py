@@ -8,11 +8,12 @@ from typing import Protocol
 
 import msgspec
 
-from hvdlite.negotiation.buckets import BucketSizes
 from hvdlite.negotiation.controller import Controller, Instruction
-from hvdlite.negotiation.coordinator import Coordinator, Policy
+from hvdlite.negotiation.coordinator import Coordinator
+from hvdlite.negotiation.layouts import BucketSizes
 from hvdlite.negotiation.leader import Leader
 from hvdlite.negotiation.messages import Decision, DirectMessage, FailureNotice, HostReport, Report, Response
+from hvdlite.negotiation.negotiator import Policy
 
 _encode = msgspec.msgpack.encode
 

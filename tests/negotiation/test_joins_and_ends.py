@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdlite.core.types import Collective
-from hvdlite.negotiation.buckets import first_round
+from hvdlite.negotiation.layouts import first_round
 from hvdlite.negotiation.messages import BucketReady, ErrorKind, Layout, Request, Response, RoundDone
 from tests.negotiation.reducers import LABEL, Reducer, Round, check, led, run, steady, stories
 from tests.negotiation.simulation import Simulation
@@ -109,7 +109,8 @@ def test_a_bucket_of_a_round_from_before_a_join_is_refused(hosts: list[tuple[int
     simulation.decide()
     if heard:
         simulation.settle(reducers)
-    simulation.controllers[1].submit_bucket(bucket, BucketReady(bucket.bucket_id, 3, (), True))
+    simulation.controllers[1].submit_bucket(bucket,
+                                            BucketReady(bucket_id=bucket.bucket_id, round_id=3, unused=(), ends_round=True))
     simulation.settle(reducers)
     (refusal,) = [told for told in simulation.plans[1] if isinstance(told, Response) and told.error is not ErrorKind.NONE]
     assert refusal.names == ("a",) and "join()" in refusal.error_text
@@ -222,7 +223,7 @@ def test_a_rank_that_finishes_a_round_twice_does_not_end_it(hosts: list[tuple[in
         simulation.controllers[rank].round_done(RoundDone(LABEL, 1))
     simulation.settle()
     assert not any(simulation.plans), "the round is over before rank 2 has finished it"
-    simulation.coordinator.request_status([1, 2])
+    simulation.coordinator.order(status_requests=[1, 2])
     simulation.settle()
     assert simulation.coordinator.ranks_done_with(LABEL, 1) == {0, 1}
     simulation.controllers[2].round_done(RoundDone(LABEL, 1))

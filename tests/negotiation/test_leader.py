@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from hvdlite.core.types import Collective
-from hvdlite.negotiation.coordinator import Coordinator, Policy
+from hvdlite.negotiation.coordinator import Coordinator
 from hvdlite.negotiation.leader import Leader
 from hvdlite.negotiation.messages import (
     Blocked,
@@ -25,20 +25,23 @@ from hvdlite.negotiation.messages import (
     Response,
     RoundDone,
 )
+from hvdlite.negotiation.negotiator import Policy
 
-RESPONSE = Response(("a",), Collective.ALLREDUCE, "float32", contributors=(0, 1, 2, 3))
+RESPONSE = Response(names=("a",), collective=Collective.ALLREDUCE, dtype="float32", contributors=(0, 1, 2, 3))
 MEMBER = Request("a", Collective.ALLREDUCE, "float32", (8,), label="net")
 
 
 def a_leader() -> Leader:
     """Return the leader of ranks 2 and 3 of 4, who know one bucket."""
     leader = Leader((2, 3), 4)
-    leader.watch(Decision(0, 1, learned=(Layout(1, "net", 2, (Bucket(7, (MEMBER,), (0,), 8, RESPONSE),)),)))
+    bucket = Bucket(bucket_id=7, members=(MEMBER,), offsets=(0,), elements=8, response=RESPONSE)
+    layout = Layout(layout_id=1, label="net", first_round=2, buckets=(bucket,))
+    leader.watch(Decision(epoch=0, sequence=1, learned=(layout,)))
     return leader
 
 
 def ready(round_id: int) -> Report:
-    return Report(0, 1, (BucketReady(7, round_id),))
+    return Report(epoch=0, applied=1, items=(BucketReady(bucket_id=7, round_id=round_id),))
 
 
 # docs/protocol.md#leaders
@@ -47,16 +50,16 @@ def test_what_all_say_goes_up_once() -> None:
     leader.receive(2, ready(2))
     assert leader.report() is None
     leader.receive(3, ready(2))
-    assert leader.report() == HostReport(1, (BucketReady(7, 2),))
+    assert leader.report() == HostReport(applied=1, items=(BucketReady(bucket_id=7, round_id=2),))
 
 
 @pytest.mark.parametrize("asked", [2, 3])
 def test_when_one_is_asked_for_an_account_the_coordinator_learns_who_is_missing(asked: int) -> None:
     leader = a_leader()
     leader.receive(2, ready(2))
-    leader.watch(Decision(0, 2, status_requests=(0,)))
+    leader.watch(Decision(epoch=0, sequence=2, status_requests=(0,)))
     assert leader.report() is None
-    leader.watch(Decision(0, 3, status_requests=(asked,)))
+    leader.watch(Decision(epoch=0, sequence=3, status_requests=(asked,)))
     leader.check_invariants()
     report = leader.report()
     assert report is not None and report.items == (RankReport(2, ready(2)),)
@@ -66,12 +69,12 @@ def test_when_one_is_asked_for_an_account_the_coordinator_learns_who_is_missing(
     for rank in (2, 3):
         leader.receive(rank, ready(3))
     leader.check_invariants()
-    assert leader.report() == HostReport(1, (BucketReady(7, 3),))
+    assert leader.report() == HostReport(applied=1, items=(BucketReady(bucket_id=7, round_id=3),))
 
 
 def test_the_end_of_a_rank_goes_up_behind_what_it_said() -> None:
     leader = a_leader()
-    leaving = Report(0, 1, leaving=True)
+    leaving = Report(epoch=0, applied=1, leaving=True)
     leader.receive(3, leaving)
     leader.lose(3, "its process ended")
     report = leader.report()
@@ -83,20 +86,21 @@ def test_the_end_of_a_rank_goes_up_behind_what_it_said() -> None:
 def test_what_a_rank_says_after_a_closing_goes_up_after_it() -> None:
     leader = a_leader()
     done, later = RoundDone("net", 1), Request("remove", Collective.REMOVE_PROCESS_SET, "uint8", (0,), members=(1,))
-    leader.receive(2, Report(0, 1, (MEMBER, done, later)))
-    assert leader.report() == HostReport(0, (RankReport(2, Report(0, 1, (later,))),))
-    leader.receive(3, Report(0, 1, (MEMBER, done, later)))
-    assert leader.report() == HostReport(1, (MergedRequests((2, 3), (MEMBER,)), done, RankReport(3, Report(0, 1, (later,)))))
+    leader.receive(2, Report(epoch=0, applied=1, items=(MEMBER, done, later)))
+    assert leader.report() == HostReport(applied=0, items=(RankReport(2, Report(epoch=0, applied=1, items=(later,))),))
+    leader.receive(3, Report(epoch=0, applied=1, items=(MEMBER, done, later)))
+    assert leader.report() == HostReport(applied=1, items=(MergedRequests((2, 3), (MEMBER,)), done,
+                                                           RankReport(3, Report(epoch=0, applied=1, items=(later,)))))
 
 
 def test_one_rank_that_finishes_a_round_twice_does_not_finish_it_for_another() -> None:
     leader = a_leader()
-    done = Report(0, 1, (RoundDone("net", 1),))
+    done = Report(epoch=0, applied=1, items=(RoundDone("net", 1),))
     leader.receive(2, done)
     leader.receive(2, done)
     assert leader.report() is None
     leader.receive(3, done)
-    assert leader.report() == HostReport(1, done.items)
+    assert leader.report() == HostReport(applied=1, items=done.items)
     leader.receive(3, done)
     leader.receive(2, done)
     leader.check_invariants()
@@ -105,16 +109,16 @@ def test_one_rank_that_finishes_a_round_twice_does_not_finish_it_for_another() -
 
 def test_a_rank_that_is_asked_for_an_account_is_known_to_have_closed_its_round() -> None:
     leader = a_leader()
-    done = Report(0, 1, (RoundDone("net", 1),))
+    done = Report(epoch=0, applied=1, items=(RoundDone("net", 1),))
     leader.receive(2, done)
-    leader.watch(Decision(0, 2, status_requests=(2,)))
-    assert leader.report() == HostReport(0, (RankReport(2, done),))
+    leader.watch(Decision(epoch=0, sequence=2, status_requests=(2,)))
+    assert leader.report() == HostReport(applied=0, items=(RankReport(2, done),))
     leader.receive(3, done)
-    assert leader.report() == HostReport(1, done.items)
+    assert leader.report() == HostReport(applied=1, items=done.items)
 
 
 def report_of(*items: Request | RoundDone, **rest: Any) -> Report:
-    return Report(0, 1, items, **rest)
+    return Report(epoch=0, applied=1, items=items, **rest)
 
 
 def told(leader: Leader) -> tuple[object, ...]:
@@ -153,7 +157,8 @@ def test_a_request_with_its_tensor_waits_for_nobody_and_lets_nobody_wait() -> No
     leader.receive(2, report_of(X))
     leader.receive(3, report_of(eager))
     assert told(leader) == (MergedRequests((2,), (X,)), RankReport(3, report_of(eager)))
-    leader.watch(Decision(0, 2, responses=(Response(("x",), Collective.ALLREDUCE, "float32"),)))
+    leader.watch(Decision(epoch=0, sequence=2,
+                          responses=(Response(names=("x",), collective=Collective.ALLREDUCE, dtype="float32"),)))
     leader.receive(3, report_of(X))
     assert told(leader) == (), "the tensor was answered: its name begins anew"
 
@@ -162,7 +167,7 @@ def test_a_request_with_its_tensor_waits_for_nobody_and_lets_nobody_wait() -> No
 def test_when_one_is_asked_for_an_account_requests_go_up_with_their_ranks(asked: int) -> None:
     leader = a_leader()
     leader.receive(2, report_of(X))
-    leader.watch(Decision(0, 2, status_requests=(asked,)))
+    leader.watch(Decision(epoch=0, sequence=2, status_requests=(asked,)))
     assert told(leader) == (MergedRequests((2,), (X,)),)
     leader.receive(3, report_of(X))
     assert told(leader) == (MergedRequests((3,), (X,)),)
@@ -203,12 +208,14 @@ def test_a_request_that_ends_a_layout_goes_up_at_once() -> None:
 
 def test_requests_in_a_process_set_that_ends_go_up() -> None:
     leader = a_leader()
-    leader.watch(Decision(0, 2, responses=(Response(("add",), Collective.ADD_PROCESS_SET, "uint8", members=(2, 3)),)))
+    added = Response(names=("add",), collective=Collective.ADD_PROCESS_SET, dtype="uint8", members=(2, 3))
+    removed = Response(names=("remove",), collective=Collective.REMOVE_PROCESS_SET, dtype="uint8", rows=(1,))
+    leader.watch(Decision(epoch=0, sequence=2, responses=(added,)))
     inside = msgspec.structs.replace(X, process_set_id=1)
     remove = Request("remove", Collective.REMOVE_PROCESS_SET, "uint8", (0,), members=(1,))
     leader.receive(2, report_of(inside, remove))
     assert told(leader) == (MergedRequests((2,), (inside,)), RankReport(2, report_of(remove)))
-    leader.watch(Decision(0, 3, responses=(Response(("remove",), Collective.REMOVE_PROCESS_SET, "uint8", rows=(1,)),)))
+    leader.watch(Decision(epoch=0, sequence=3, responses=(removed,)))
     leader.receive(3, report_of(inside))
     assert told(leader) == (RankReport(3, report_of(inside)),)
 
@@ -216,8 +223,8 @@ def test_requests_in_a_process_set_that_ends_go_up() -> None:
 def test_a_request_that_was_refused_before_the_host_had_made_it_does_not_stay() -> None:
     leader = a_leader()
     leader.receive(2, report_of(X))
-    refused = Response(("x",), Collective.ALLREDUCE, "float32", error=ErrorKind.LEFT)
-    leader.watch(Decision(0, 2, left=(0,), responses=(refused,)))
+    refused = Response(names=("x",), collective=Collective.ALLREDUCE, dtype="float32", error=ErrorKind.LEFT)
+    leader.watch(Decision(epoch=0, sequence=2, left=(0,), responses=(refused,)))
     assert told(leader) == (MergedRequests((2,), (X,)),)
     leader.receive(3, report_of(X))
     assert told(leader) == (RankReport(3, report_of(X)),)
@@ -234,18 +241,18 @@ def test_where_the_order_of_requests_counts_the_first_rank_of_the_set_waits_for_
 def test_the_coordinator_takes_what_a_host_says_alike_and_names_every_rank() -> None:
     coordinator = Coordinator(4, Policy())
     for rank in (0, 1):
-        coordinator.receive(rank, Report(0, 0, (X,)), 0.0)
-    coordinator.receive_host((2, 3), HostReport(0, (MergedRequests((2,), (X,)),)), 1.0)
-    (stall,) = coordinator.stalls(10.0, 5.0)
+        coordinator.receive(rank, Report(epoch=0, applied=0, items=(X,)), 0.0)
+    coordinator.receive_host((2, 3), HostReport(applied=0, items=(MergedRequests((2,), (X,)),)), 1.0)
+    (stall,) = coordinator.new_stalls(10.0, 5.0)
     assert stall.submitted == (0, 1, 2) and stall.missing == (3,)
-    coordinator.receive_host((2, 3), HostReport(0, (
+    coordinator.receive_host((2, 3), HostReport(applied=0, items=(
         MergedRequests((3,), (msgspec.structs.replace(X, dtype="int32"),)),)), 2.0)
     decision = coordinator.decide()
     assert decision is not None
     assert "ranks 0, 1, 2: float32; rank 3: int32" in decision.responses[0].error_text
     for rank in (0, 1):
-        coordinator.receive(rank, Report(0, 0, (X,)), 3.0)
-    coordinator.receive_host((2, 3), HostReport(0, (
+        coordinator.receive(rank, Report(epoch=0, applied=0, items=(X,)), 3.0)
+    coordinator.receive_host((2, 3), HostReport(applied=0, items=(
         MergedRequests((2, 3), (msgspec.structs.replace(X, absent=True),)),)), 3.0)
     decision = coordinator.decide()
     assert decision is not None and decision.responses[0].contributors == (0, 1)

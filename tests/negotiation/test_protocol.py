@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from hvdlite.core.errors import ProtocolError
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.negotiation.controller import Controller
-from hvdlite.negotiation.coordinator import Coordinator, Policy
+from hvdlite.negotiation.coordinator import Coordinator
 from hvdlite.negotiation.messages import BucketReady, Decision, ErrorKind, FailureNotice, Report, Request
+from hvdlite.negotiation.negotiator import Policy
 from hvdlite.negotiation.process_sets import pair
 from tests.negotiation.simulation import Simulation
 
@@ -168,24 +169,24 @@ def test_nothing_is_said_when_nothing_happens() -> None:
 # docs/protocol.md#decisions
 def test_a_missing_or_repeated_decision_is_an_error() -> None:
     controller = Controller(0)
-    controller.apply(Decision(0, 1))
+    controller.apply(Decision(epoch=0, sequence=1))
     with pytest.raises(ProtocolError):
-        controller.apply(Decision(0, 1))
+        controller.apply(Decision(epoch=0, sequence=1))
     with pytest.raises(ProtocolError):
-        controller.apply(Decision(0, 3))
+        controller.apply(Decision(epoch=0, sequence=3))
 
 
 def test_another_epoch_is_dropped() -> None:
     coordinator = Coordinator(1, Policy(fusion_threshold=0), epoch=2)
-    coordinator.receive(0, Report(1, 0, (Request("x", Collective.BARRIER, "uint8", (0,)),)), 0.0)
+    coordinator.receive(0, Report(epoch=1, applied=0, items=(Request("x", Collective.BARRIER, "uint8", (0,)),)), 0.0)
     assert coordinator.decide() is None
     controller = Controller(0, epoch=2)
-    assert controller.apply(Decision(1, 7)) == [] and controller.applied == 0
+    assert controller.apply(Decision(epoch=1, sequence=7)) == [] and controller.applied == 0
 
 
 def test_a_bucket_that_was_never_learned_is_the_senders_error() -> None:
     coordinator = Coordinator(2, Policy())
-    coordinator.receive(1, Report(0, 0, (BucketReady(1, 1),)), 0.0)
+    coordinator.receive(1, Report(epoch=0, applied=0, items=(BucketReady(bucket_id=1, round_id=1),)), 0.0)
     decision = coordinator.decide()
     assert decision is not None and decision.failure is not None and decision.failure.origin == 1
 
@@ -193,7 +194,7 @@ def test_a_bucket_that_was_never_learned_is_the_senders_error() -> None:
 def test_a_tensor_reported_twice_is_the_senders_error() -> None:
     coordinator = Coordinator(2, Policy())
     for _ in range(2):
-        coordinator.receive(1, Report(0, 0, (Request("x", Collective.BARRIER, "uint8", (0,)),)), 0.0)
+        coordinator.receive(1, Report(epoch=0, applied=0, items=(Request("x", Collective.BARRIER, "uint8", (0,)),)), 0.0)
     decision = coordinator.decide()
     assert decision is not None and decision.failure is not None and decision.failure.origin == 1
 
@@ -221,8 +222,8 @@ def test_a_tensor_that_one_rank_does_not_offer_takes_the_ordinary_way() -> None:
 
 def test_a_stall_is_reported_once_naming_who_is_missing() -> None:
     coordinator = Coordinator(3, Policy(fusion_threshold=0))
-    coordinator.receive(1, Report(0, 0, (Request("x", Collective.ALLREDUCE, "float32", (1,)),)), 10.0)
-    assert not coordinator.stalls(69.0, 60.0)
-    (stall,) = coordinator.stalls(71.0, 60.0)
+    coordinator.receive(1, Report(epoch=0, applied=0, items=(Request("x", Collective.ALLREDUCE, "float32", (1,)),)), 10.0)
+    assert not coordinator.new_stalls(69.0, 60.0)
+    (stall,) = coordinator.new_stalls(71.0, 60.0)
     assert (stall.submitted, stall.missing) == ((1,), (0, 2)) and "'x'" in str(stall)
-    assert not coordinator.stalls(500.0, 60.0) and coordinator.anything_waits
+    assert not coordinator.new_stalls(500.0, 60.0) and coordinator.is_anything_pending

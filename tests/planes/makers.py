@@ -115,7 +115,7 @@ def hierarchical(size: int, wake_rank: Callable[[int], None]) -> list[Plane]:
 
 def mpi(size: int, wake_rank: Callable[[int], None]) -> list[Plane]:
     """This process's plane only."""
-    return [mpi_plane(under_mpi.world(size).Dup(), chunk=1 << 12)]
+    return [mpi_plane(under_mpi.duplicate(size), chunk=1 << 12)]
 
 
 def hierarchical_mpi(size: int, wake_rank: Callable[[int], None]) -> list[Plane]:

@@ -32,7 +32,7 @@ class OnDouble:
         response = msgspec.structs.replace(plan.response, device="cuda")
         if not self.supports(response):
             pytest.skip(f"NCCL has no {response.collective.name} {response.op.name} of {response.dtype}")
-        moved = [lent(array) for array in plan.sources], [lent(array) for array in plan.outputs]
+        moved = [wrapped(array) for array in plan.sources], [wrapped(array) for array in plan.outputs]
         self.real.execute(Plan(plan.sequence, plan.ranks, response, *moved, plan.buffer_slice, plan.splits),
                           wait_until).wait()
         assert self.gpu.error is None, self.gpu.error
@@ -61,7 +61,7 @@ class OnDouble:
         self.gpu.end()
 
 
-def lent(array: Any) -> DeviceArray | None:
+def wrapped(array: Any) -> DeviceArray | None:
     """Describe a NumPy array as a GPU's memory."""
     if array is None:
         return None

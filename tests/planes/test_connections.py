@@ -37,7 +37,8 @@ def test_a_small_allgather_connects_the_hosts_first_ranks_only(monkeypatch: pyte
                 bells[rank].wait(0.05)
                 bells[rank].clear()
 
-        response = Response(("x",), Collective.ALLGATHER, dtype, rows=rows, row_elements=2, contributors=tuple(range(size)))
+        response = Response(names=("x",), collective=Collective.ALLGATHER, dtype=dtype, rows=rows, row_elements=2,
+                            contributors=tuple(range(size)))
         mine = np.full(2 * rows[rank], rank, kind)
         planes[rank].execute(Plan(1, tuple(range(size)), response, [mine], [outputs[rank]]), wait_until)
 

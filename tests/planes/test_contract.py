@@ -7,6 +7,7 @@ steps of every test.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -46,6 +47,11 @@ def case(*what: object) -> Iterator[None]:
 
 
 def values(rank: int, count: int, dtype: np.dtype[Any]) -> Array:
+    return drawn(rank, count, dtype).copy()
+
+
+@functools.cache
+def drawn(rank: int, count: int, dtype: np.dtype[Any]) -> Array:
     generator = np.random.default_rng([rank, count])
     if dtype.kind == "b":
         return generator.integers(0, 2, count).astype(bool)
@@ -68,6 +74,14 @@ def model(op: ReduceOp, inputs: list[Array], size: int) -> Array:
     if op is ReduceOp.AVERAGE:
         total = total / total.dtype.type(size)
     return total.astype(dtype)
+
+
+@functools.cache
+def modelled(op: ReduceOp, count: int, dtype: np.dtype[Any], size: int) -> Array:
+    """Return the model's result for the `values` of all ranks; every rank of every plane compares with it."""
+    result = model(op, [drawn(rank, count, dtype) for rank in range(size)], size)
+    result.flags.writeable = False
+    return result
 
 
 def mean(inputs: list[Array], size: int) -> Array:
@@ -132,12 +146,12 @@ def test_allreduce_matches_the_model_bit_for_bit(make_planes: Any, size: int, fa
         for dtype, op in found:
             for count in (0, 1, 17, 1000, 50_000):
                 with case(dtype, op.name, count):
-                    inputs = [values(other, count, SUPPORTED_DTYPES[dtype]) for other in range(size)]
-                    mine, out = inputs[rank].copy(), np.empty_like(inputs[rank])
+                    given = drawn(rank, count, SUPPORTED_DTYPES[dtype])
+                    mine, out = given.copy(), np.empty_like(given)
                     execute(allreduce(dtype, op, size), [mine], [out])
-                    expected = model(op, inputs, size) if count else out
+                    expected = modelled(op, count, given.dtype, size) if count else out
                     check_equal(out, expected, in_any_order(make_planes, size))
-                    assert mine.tobytes() == inputs[rank].tobytes(), "the source was changed"
+                    assert mine.tobytes() == given.tobytes(), "the source was changed"
                     execute(allreduce(dtype, op, size), [mine], [mine])
                     assert mine.tobytes() == out.tobytes(), "in place differs"
         return len(found)
@@ -236,44 +250,53 @@ def test_the_identity_changes_no_bit(make_planes: Any, family: str) -> None:
     run_cases(make_planes, 2, step)
 
 
+def near_limits(rank: int, size: int, count: int, dtype: str) -> Array:
+    limits = np.iinfo(dtype)
+    near = [limits.min, limits.min + 1, limits.max - 1, limits.max]
+    return np.array([near[0], near[3], near[rank % 4], near[-rank % 4], rank], SUPPORTED_DTYPES[dtype]).repeat(count)
+
+
+@functools.cache
+def mean_near_limits(size: int, count: int, dtype: str) -> Array:
+    return mean([near_limits(rank, size, count, dtype) for rank in range(size)], size)
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_averages_of_integers_are_exact_where_their_sum_overflows(make_planes: Any, size: int) -> None:
     """The means of a dtype's limits and of values beside them, by every way a reduction takes."""
     def step(rank: int, execute: Any) -> int:
         found = [dtype for dtype, op in reductions(execute, "integers", size) if op is ReduceOp.AVERAGE]
         for dtype in found:
-            kind, limits = SUPPORTED_DTYPES[dtype], np.iinfo(dtype)
-            near = [limits.min, limits.min + 1, limits.max - 1, limits.max]
+            kind = SUPPORTED_DTYPES[dtype]
             buffer = execute.fusion_buffer(3 * 65_536, tuple(range(size)))
             for count in (8, 20_000):
-                inputs = [np.array([near[0], near[3], near[other % 4], near[-other % 4], other], kind).repeat(count)
-                          for other in range(size)]
-                mine, expected = inputs[rank], mean(inputs, size)
+                mine = near_limits(rank, size, count, dtype)
+                expected = mean_near_limits(size, count, dtype)
                 total = len(mine)
                 with case(dtype, count):
                     out = np.empty_like(mine)
                     execute(allreduce(dtype, ReduceOp.AVERAGE, size), [mine], [out])
-                    assert out.tolist() == expected.tolist()
+                    assert np.array_equal(out, expected)
                     parts = [out[:count], out[count:]]
                     out[...] = 1
                     execute(allreduce(dtype, ReduceOp.AVERAGE, size, names=("a", "b")), [mine[:count], mine[count:]], parts)
-                    assert out.tolist() == expected.tolist(), "fused"
+                    assert np.array_equal(out, expected), "fused"
                     root = size - 1
                     execute(response(Collective.REDUCE, size, [], dtype=dtype, op=ReduceOp.AVERAGE, root_rank=root),
                             [mine], [out if rank == root else None])
-                    assert rank != root or out.tolist() == expected.tolist(), "reduce"
+                    assert rank != root or np.array_equal(out, expected), "reduce"
                     rows = even_rows(total, size)
                     own, begin = np.empty(rows[rank], kind), sum(rows[:rank])
                     scattered = response(Collective.REDUCESCATTER, size, list(rows), dtype=dtype, op=ReduceOp.AVERAGE)
                     execute(msgspec.structs.replace(scattered, row_elements=1), [mine], [own])
-                    assert own.tolist() == expected[begin:begin + len(own)].tolist(), "reducescatter"
+                    assert np.array_equal(own, expected[begin:begin + len(own)]), "reducescatter"
                     if mine.nbytes <= 65_536:
                         memory = buffer.own[65_536:131_072].view(kind)
                         memory[:total], memory[total:] = mine, 0
                         execute.barrier()
                         execute(allreduce(dtype, ReduceOp.AVERAGE, size), [memory], [memory],
                                 BufferSlice(buffer, 65_536, 131_072))
-                        assert memory[:total].tolist() == expected.tolist(), "a bucket"
+                        assert np.array_equal(memory[:total], expected), "a bucket"
         return len(found)
     run_cases(make_planes, size, step)
 
@@ -350,17 +373,18 @@ def test_reducescatter_gives_each_rank_its_rows(make_planes: Any, size: int, dty
 
     def step(rank: int, execute: Any) -> None:
         for rows in (7, 2, 30_000):
-            inputs = [values(other, rows * 3, kind) for other in range(size)]
+            mine = values(rank, rows * 3, kind)
             split = even_rows(rows, size)
             for op in (ReduceOp.SUM, ReduceOp.AVERAGE):
                 out = np.empty(split[rank] * 3, kind)
                 one = response(Collective.REDUCESCATTER, size, list(split), dtype=dtype, op=op)
                 if not execute.carries(one):
                     continue
-                execute(one, [inputs[rank]], [out])
+                execute(one, [mine], [out])
                 begin = sum(split[:rank]) * 3
+                expected = modelled(op, rows * 3, kind, size)[begin:begin + out.size]
                 with case(rows, op.name):
-                    check_equal(out, model(op, inputs, size)[begin:begin + out.size], in_any_order(make_planes, size))
+                    check_equal(out, expected, in_any_order(make_planes, size))
     run(make_planes, size, step)
 
 
@@ -368,13 +392,13 @@ def test_reducescatter_gives_each_rank_its_rows(make_planes: Any, size: int, dty
 def test_reduce_to_every_root(make_planes: Any, size: int) -> None:
     def step(rank: int, execute: Any) -> None:
         for count in (10, 50_000):
-            inputs = [values(other, count, np.dtype(np.float64)) for other in range(size)]
+            mine = values(rank, count, np.dtype(np.float64))
             for root in range(size):
                 out = np.empty(count) if rank == root else None
                 execute(response(Collective.REDUCE, size, [], dtype="float64", op=ReduceOp.MAX, root_rank=root),
-                        [inputs[rank]], [out])
+                        [mine], [out])
                 with case(count, f"root {root}"):
-                    assert out is None or np.array_equal(out, model(ReduceOp.MAX, inputs, size))
+                    assert out is None or np.array_equal(out, modelled(ReduceOp.MAX, count, mine.dtype, size))
     run(make_planes, size, step)
 
 

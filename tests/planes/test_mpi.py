@@ -9,7 +9,8 @@ import pytest
 
 from hvdlite.core.errors import LaunchError
 from hvdlite.planes.mpi import check_thread_level
-from tests.mpis import MPIS, ROOT, Mpi, mpiexec
+from tests.mpis import MPIS, Mpi, mpiexec
+from tests.worlds import ROOT
 
 
 @pytest.mark.slow

@@ -37,34 +37,34 @@ def test_every_collective_through_the_runtime(gpus: Gpus) -> None:
             return value.owner if isinstance(value, DeviceArray) else value
 
         ones = np.full((4, 3), rank + 1.0, np.float32)
-        lent = gpus.lend(runtime, ones.copy())
-        assert (result(runtime.allreduce("a", lent, lent, SUM)) == total).all()
-        group = [gpus.lend(runtime, np.full(n, rank + 1, np.int32)) for n in (1, 5, 300)]
+        array = gpus.wrap(runtime, ones.copy())
+        assert (result(runtime.allreduce("a", array, array, SUM)) == total).all()
+        group = [gpus.wrap(runtime, np.full(n, rank + 1, np.int32)) for n in (1, 5, 300)]
         result(runtime.grouped_allreduce("g", group, group, SUM))
         assert all((each.owner == total).all() for each in group)
         rows = np.full((rank, 2), rank, np.int16)
-        assert result(runtime.allgather("ag", gpus.lend(runtime, rows))).tolist() == [[1, 1], [2, 2], [2, 2]]
-        mine = gpus.lend(runtime, ones.copy())
+        assert result(runtime.allgather("ag", gpus.wrap(runtime, rows))).tolist() == [[1, 1], [2, 2], [2, 2]]
+        mine = gpus.wrap(runtime, ones.copy())
         assert (result(runtime.broadcast("b", mine, 2)) == 3).all()
-        part = result(runtime.reducescatter("rs", gpus.lend(runtime, ones.copy()), AVERAGE))
+        part = result(runtime.reducescatter("rs", gpus.wrap(runtime, ones.copy()), AVERAGE))
         assert part.shape == ((2, 3) if rank == 0 else (1, 3)) and (part == 2).all()
-        gathered = result(runtime.gather("gather", gpus.lend(runtime, ones[:rank + 1].copy()), 1))
+        gathered = result(runtime.gather("gather", gpus.wrap(runtime, ones[:rank + 1].copy()), 1))
         assert gathered is None if rank != 1 else gathered[:, 0].tolist() == [1, 2, 2, 3, 3, 3]
-        scattered = result(runtime.scatter("s", gpus.lend(runtime, np.arange(5) + 10 * rank), 1))
+        scattered = result(runtime.scatter("s", gpus.wrap(runtime, np.arange(5) + 10 * rank), 1))
         assert scattered.tolist() == [[10, 11], [12, 13], [14]][rank]
-        received, counts = result(runtime.alltoall("a2a", gpus.lend(runtime, np.arange(6.0) + 10 * rank), [1, 2, 3]))
+        received, counts = result(runtime.alltoall("a2a", gpus.wrap(runtime, np.arange(6.0) + 10 * rank), [1, 2, 3]))
         begin, length = [(0, 1), (1, 2), (3, 3)][rank]
         assert received.owner.tolist() == [10.0 * of + begin + i for of in range(3) for i in range(length)]
         assert counts.tolist() == [length] * 3
         out = np.zeros((4, 3), np.float32)
-        target = gpus.lend(runtime, out) if rank == 0 else None
-        result(runtime.reduce("r", gpus.lend(runtime, ones.copy()), target, 0, SUM))
+        target = gpus.wrap(runtime, out) if rank == 0 else None
+        result(runtime.reduce("r", gpus.wrap(runtime, ones.copy()), target, 0, SUM))
         assert rank != 0 or (out == total).all()
         if rank == 0:
-            result(runtime.send("p", gpus.lend(runtime, ones.copy()), 2))
+            result(runtime.send("p", gpus.wrap(runtime, ones.copy()), 2))
         elif rank == 2:
             place = np.zeros((4, 3), np.float32)
-            result(runtime.receive("p", gpus.lend(runtime, place), 0))
+            result(runtime.receive("p", gpus.wrap(runtime, place), 0))
             assert (place == 1).all()
         on_host = np.full(3, rank + 1.0)
         assert (runtime.allreduce("host", on_host, on_host, SUM).wait() == total).all(), "the host's plane goes on beside it"
@@ -107,12 +107,12 @@ def test_a_joined_rank_helps_and_an_absent_one_counts_as_nothing(gpus: Gpus) -> 
         handle.wait()
         handle.completion.wait()
         assert (low == 1).all(), "who has joined has the op's identity"
-        root = gpus.lend(runtime, np.full(4, rank + 1.0))
+        root = gpus.wrap(runtime, np.full(4, rank + 1.0))
         handle = runtime.broadcast("b", root, 1)
         handle.wait()
         handle.completion.wait()
         assert (root.owner == 2).all()
-        rows = runtime.allgather("rows", gpus.lend(runtime, np.full((2, 2), rank)))
+        rows = runtime.allgather("rows", gpus.wrap(runtime, np.full((2, 2), rank)))
         assert rows.wait().owner.shape == (4, 2)
         rows.completion.wait()
         mean = np.full(6, rank + 1.0)
@@ -143,7 +143,7 @@ def test_process_sets_have_communicators_of_their_own(gpus: Gpus) -> None:
 def test_ranks_that_disagree_about_the_device_are_told(gpus: Gpus) -> None:
     def step(runtime: Runtime) -> None:
         values = np.ones(3)
-        array = gpus.lend(runtime, values) if runtime.world.rank else values
+        array = gpus.wrap(runtime, values) if runtime.world.rank else values
         with pytest.raises(MismatchError, match=r"device.*rank 0: cpu; rank 1: cuda"):
             runtime.allreduce("x", array, array, SUM).wait()
     worlds.threads(2, step)
@@ -225,14 +225,14 @@ class _Watched(np.ndarray):
 def test_a_graph_capture_and_a_second_gpu_are_refused_at_the_call(gpus: Gpus) -> None:
     def step(runtime: Runtime) -> None:
         values = np.ones(3)
-        gpus.lend(runtime, values)
+        gpus.wrap(runtime, values)
         with pytest.raises(UnsupportedError, match="cannot also use GPU 1"):
-            runtime.devices.lend(values.ctypes.data, (3,), values.dtype, 1, stream=0, owner=values)
+            runtime.devices.wrap(values.ctypes.data, (3,), values.dtype, 1, stream=0, owner=values)
         before = allreduce(gpus, runtime, "before", values)
         before.wait()
         gpus.made[0].graph = True
         with pytest.raises(UnsupportedError, match="CUDA graph"):
-            gpus.lend(runtime, values)
+            gpus.wrap(runtime, values)
         with pytest.raises(UnsupportedError, match="CUDA graph"):
             before.completion.block_stream(0)
         gpus.made[0].graph = False
@@ -245,7 +245,7 @@ def test_without_kernels_copies_still_work_and_factors_say_what_is_missing(gpus:
         runtime.devices.record_event(0)
         gpus.made[runtime.world.rank].has_kernels = False
         values = [np.full(n, runtime.world.rank + 1.0) for n in (2, 9)]
-        arrays = [gpus.lend(runtime, each) for each in values]
+        arrays = [gpus.wrap(runtime, each) for each in values]
         handle = runtime.grouped_allreduce("g", arrays, arrays, SUM)
         handle.wait()
         for completion in handle.completions():

@@ -47,7 +47,7 @@ def _scattered(gpus: Gpus, runtime: Runtime, process_set: int = 0) -> Any:
     gpu = begun(gpus, runtime, process_set)
     if runtime.world.rank == 1:
         gpu.hold(gpu.stream)
-    handle = runtime.scatter("s", gpus.lend(runtime, np.full(4, 7.0)), 0, process_set=process_set)
+    handle = runtime.scatter("s", gpus.wrap(runtime, np.full(4, 7.0)), 0, process_set=process_set)
     return handle.wait().owner
 
 
@@ -121,7 +121,7 @@ def test_communicators_end_only_when_nobody_looks_at_them(gpus: Gpus, monkeypatc
 def test_no_memory_says_where(gpus: Gpus) -> None:
     def step(runtime: Runtime) -> None:
         begun(gpus, runtime).memory = 1 << 16
-        arrays = [gpus.lend(runtime, np.ones(1 << 14)) for _ in range(2)]
+        arrays = [gpus.wrap(runtime, np.ones(1 << 14)) for _ in range(2)]
         with pytest.raises(HorovodInternalError, match=r"rank \d: out of memory in allreduce of 'g'.* on GPU 0"):
             runtime.grouped_allreduce("g", arrays, arrays, SUM).wait()
     worlds.threads(2, step)
@@ -163,7 +163,7 @@ def test_a_rank_that_dies_while_a_communicator_is_made_is_an_error_on_the_others
             with pytest.raises(HorovodInternalError, match="rank 1"):
                 allreduce(gpus, runtime, "x", np.ones(3)).wait(20)
         else:
-            runtime._devices._meet = _raise  # type: ignore[union-attr]
+            runtime.devices._meet = _raise  # type: ignore[union-attr]
             with pytest.raises(HorovodInternalError):
                 allreduce(gpus, runtime, "x", np.ones(3)).wait(20)
     worlds.threads(2, step)

@@ -14,13 +14,13 @@ import hvdlite
 from hvdlite.core.errors import LaunchError
 from hvdlite.diagnostics import progress
 from hvdlite_runner.messages import ProgressReply
-from hvdlite_runner.monitor import Monitor, look, rows, stall_lines, text
+from hvdlite_runner.monitor import Monitor, rows, sample, stall_lines, text
 from hvdlite_runner.scaling import Throughput, parse_sweep, saturation, scaling_rows
 from tests.worlds import HVDRUN, clean_environment
 
 
 def test_a_ranks_progress_is_read_by_another_process(tmp_path: Path) -> None:
-    mine = progress.ProgressReply()
+    mine = progress.Progress()
     mine.publish(str(tmp_path), 3)
     assert progress.read(str(tmp_path), 3) == progress.Reading()
     mine.round()
@@ -110,8 +110,8 @@ def test_looking_at_a_worker_group(tmp_path: Path) -> None:
     class WorkerGroup:
         directory = str(tmp_path)
         running = {5: subprocess.Popen(["sleep", "100"])}  # noqa: RUF012
-    progress.ProgressReply().publish(str(tmp_path), 5)
-    ranks, waits = look(WorkerGroup())  # type: ignore[arg-type]
+    progress.Progress().publish(str(tmp_path), 5)
+    ranks, waits = sample(WorkerGroup())  # type: ignore[arg-type]
     WorkerGroup.running[5].kill()
     WorkerGroup.running[5].wait()
     assert ranks[5]["memory"] > 0 and ranks[5]["idle"] == -1.0 and waits == ""

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 import hvdlite
-from hvdlite import api, gpu_arrays
+from hvdlite import api
 from hvdlite.core.errors import UnsupportedError
+from hvdlite.runtime import gpu_arrays
 from hvdlite.runtime.runtime import Runtime
 from tests import worlds
 from tests.device_double import Gpus
@@ -104,4 +105,4 @@ def test_every_collective(gpus: Any) -> None:
 
 def test_without_a_plane_for_gpus(gpus: Any) -> None:
     with pytest.raises(UnsupportedError, match=r"no plane for GPUs; or pass cupy.asnumpy"):
-        gpu_arrays.lend(on_gpu([1.0]), "x", None, hvdlite.core.types.Collective.ALLREDUCE)
+        gpu_arrays.wrap(on_gpu([1.0]), "x", None, hvdlite.core.types.Collective.ALLREDUCE)

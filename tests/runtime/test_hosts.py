@@ -29,8 +29,7 @@ def test_hosts_whose_machines_reorder_stores_have_a_fence_each() -> None:
 @pytest.mark.parametrize(("hosts", "victim"), [((2, 2), 3), ((2, 2), 2), ((1, 3), 0), ((1, 1), 0)])
 def test_a_death_on_another_host_is_named_by_all(hosts: tuple[int, ...], victim: int) -> None:
     with Processes(sum(hosts), programs.endless, hosts=hosts, imported=TORCH) as world:
-        for rank in range(sum(hosts)):
-            world.wait_for(rank, "moving")
+        world.wait_for_all("moving")
         killed = time.monotonic()
         world.kill(victim)
         ended = world.wait(20)
@@ -57,8 +56,7 @@ def test_a_rank_that_stops_answering_is_named_by_all(victim: int) -> None:
     """Rank 2, which speaks for rank 3, or rank 0, to whom it speaks."""
     with Processes(4, programs.endless, hosts=(2, 2), imported=TORCH, environment={
             "HVDLITE_HEARTBEAT_TIMEOUT": "3", "HVDLITE_SILENCE_CHECK_SECONDS": "1"}) as world:
-        for rank in range(4):
-            world.wait_for(rank, "moving")
+        world.wait_for_all("moving")
         world.kill(victim, signal.SIGSTOP)
         for rank in range(4):
             if rank != victim:
@@ -87,8 +85,7 @@ def test_the_stall_report_names_the_one_whom_a_host_waits_for() -> None:
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_death_under_gloo_on_one_host(victim: int) -> None:
     with Processes(3, programs.endless, environment={"HVDLITE_CPU_OPERATIONS": "gloo"}, imported=TORCH) as world:
-        for rank in range(3):
-            world.wait_for(rank, "moving")
+        world.wait_for_all("moving")
         world.kill(victim)
         ended = world.wait(20)
     for rank in ended:

@@ -169,8 +169,7 @@ def test_gradients_around_joins(to_none: bool) -> None:
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_rank_that_dies_while_others_have_joined_is_named(victim: int) -> None:
     with Processes(3, programs.a_rank_that_dies_while_others_have_joined_is_named, victim) as world:
-        for rank in range(3):
-            world.wait_for(rank, "ready")
+        world.wait_for_all("ready")
         time.sleep(0.3)
         world.kill(victim)
         for ended in world.wait(20):

@@ -95,11 +95,11 @@ def test_init_and_shutdown_again_leak_nothing() -> None:
     processes(1, programs.init_and_shutdown_again_leak_nothing)
 
 
-def test_the_control_planeover_tcp() -> None:
+def test_the_control_plane_over_tcp() -> None:
     processes(3, programs.the_control_plane_over_tcp, environment=over_tcp())
 
 
-def test_a_deathover_tcp() -> None:
+def test_a_death_over_tcp() -> None:
     with Processes(2, programs.loop, environment=over_tcp()) as world:
         world.wait_for(1, "running")
         world.kill(1)

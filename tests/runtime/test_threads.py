@@ -255,7 +255,7 @@ def test_a_plane_that_cannot_be_closed_leaves_nobody_waiting(ends: str, caplog: 
     """Handles fail, calls raise, and the other parts are closed."""
     runtime, other = assemble_threads(2, Config(shutdown_timeout=10.0), wrap=lambda rank, plane: FailsToClose(plane))
     with tempfile.TemporaryDirectory() as directory:
-        runtime.open_desk(directory)
+        runtime.serve_reports(directory)
         runtime.start()
         other.start()
         pending = runtime.allreduce("x", np.ones(3), np.ones(3), ReduceOp.SUM)

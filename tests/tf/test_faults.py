@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.tf.support import ENVIRONMENT, imported
-from tests.worlds import ROOT, Processes
+from tests.worlds import PYTHON_PATH, Processes
 
 FIT = """
     import os, signal, sys
@@ -50,7 +50,7 @@ def test_ctrl_c_ends_a_job_in_fit(tmp_path: Path) -> None:
     hvdrun = [sys.executable, "-m", "hvdlite_runner.cli", "-np", "2", "--no-prefix"]
     job = subprocess.Popen([*hvdrun, sys.executable, str(script), "run on"], stdout=subprocess.PIPE,
                            stderr=subprocess.PIPE, text=True,
-                           env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)})
+                           env={**os.environ, **ENVIRONMENT, "PYTHONPATH": PYTHON_PATH})
     assert job.stdout is not None
     assert [job.stdout.readline(), job.stdout.readline()] == ["there\n", "there\n"]
     job.send_signal(signal.SIGINT)

@@ -25,16 +25,16 @@ def test_tensorflow_numbers_only_the_gpus_that_it_sees(tf: Any, monkeypatch: pyt
     seen = [types.SimpleNamespace(name=f"/physical_device:GPU:{index}") for index in (3,)]
     monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: seen)
     tensor = types.SimpleNamespace(backing_device="/job:localhost/replica:0/task:0/device:GPU:0")
-    assert gpu.own_number(tensor) == 0 and gpu.number(tensor) == 3
+    assert gpu.tf_index(tensor) == 0 and gpu.cuda_index(tensor) == 3
     assert gpu._Exported(tensor).__dlpack_device__() == (2, 3), "CuPy makes that GPU its current one for a while"
     second = types.SimpleNamespace(backing_device="/job:localhost/replica:0/task:0/device:GPU:1")
-    assert gpu.number(second) == 3, "one GPU, divided"
+    assert gpu.cuda_index(second) == 3, "one GPU, divided"
     seen.append(types.SimpleNamespace(name="/physical_device:GPU:5"))
-    assert gpu.number(second) == 5
+    assert gpu.cuda_index(second) == 5
 
 
 def test_a_strategy_takes_memory_of_its_ranks_gpu_only(tf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hvdlite_tf.keras.tf_mirrored import own_device
+    from hvdlite_tf.keras.tf_strategy import own_device
     pinned: list[Any] = []
     gpus = [types.SimpleNamespace(name=f"/device:GPU:{index}") for index in range(4)]
     monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: gpus)
@@ -58,9 +58,9 @@ def test_arrays_are_renumbered_without_a_copy() -> None:
     from hvdlite_tf import gpu
     memory = cupy.cuda.UnownedMemory(4096, 24, None, 0)
     array = cupy.ndarray((2, 3), cupy.float32, cupy.cuda.MemoryPointer(memory, 0))
-    there = gpu.renumbered(array, 3)
+    there = gpu.with_device_index(array, 3)
     assert (there.device.id, there.data.ptr, there.shape, there.dtype) == (3, 4096, (2, 3), array.dtype)
-    assert gpu.renumbered(array, 0) is array
+    assert gpu.with_device_index(array, 0) is array
 
 
 @pytest.fixture

@@ -68,7 +68,7 @@ if keras.backend.backend() != "jax":  # whose custom steps return metrics
     np.testing.assert_allclose(histories[0]["own"], histories[1]["own"], rtol=1e-4)
     assert len(histories[0]["own"]) < 5
 
-from hvdlite_tf.keras.mirrored_model import WRITERS
+from hvdlite_tf.keras.distributed_model import WRITERS
 assert not hasattr(keras.callbacks, "OrbaxCheckpoint") or keras.callbacks.OrbaxCheckpoint in WRITERS
 
 # Outside of the scope: ranks with other numbers of steps.

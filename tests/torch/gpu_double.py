@@ -35,6 +35,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     monkeypatch.setattr(cuda, "memory_device", lambda array: torch.device("cpu"))
     monkeypatch.setattr(cuda, "allocating", lambda index, stream: contextlib.nullcontext())
     monkeypatch.setattr(cuda, "to_host", to_host)
-    monkeypatch.setattr(cuda, "room_beside", lambda copy: to_host(torch.empty_like(copy), ""))
-    monkeypatch.setattr(cuda, "outlive", lambda tensors: None)
+    monkeypatch.setattr(cuda, "empty_result_like", lambda copy: to_host(torch.empty_like(copy), ""))
+    monkeypatch.setattr(cuda, "record_stream", lambda tensors: None)
     return gpus

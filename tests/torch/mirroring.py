@@ -89,5 +89,5 @@ def equal_one_process(case: Callable[[MirroredStrategy | None, Any], Any], size:
         assert_close(ours, expected)
 
 
-def shares(strategy: MirroredStrategy | None, batches: Any) -> Any:
+def shards(strategy: MirroredStrategy | None, batches: Any) -> Any:
     return batches if strategy is None else strategy.distribute(batches)

@@ -49,14 +49,19 @@ def train(optimizer: Any, model: Any, x: Any, y: Any, clip: bool = False) -> Non
     optimizer.step()
 
 
+def reducer_of(optimizer: Any) -> Any:
+    """Return the gradient reducer of a wrapped optimizer, which users do not see."""
+    return optimizer._reducer
+
+
 def by_bucket(optimizer: Any) -> bool:
     """Return whether the last round went by buckets."""
-    return bool(optimizer._reducer.by_bucket)
+    return bool(reducer_of(optimizer).by_bucket)
 
 
 def has_learned(optimizer: Any) -> bool:
     """Return whether the set's buckets have been learned."""
-    return optimizer._reducer.sequence.rounds.bucket_views is not None
+    return reducer_of(optimizer).sequence.rounds.bucket_views is not None
 
 
 def settle(runtime: Runtime, model: Any, optimizer: Any) -> None:

@@ -17,7 +17,7 @@ from hvdlite.runtime.assemble import assemble_threads  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite_torch import Compression, DistributedOptimizer  # noqa: E402
 from tests import worlds  # noqa: E402
-from tests.torch.models import by_bucket, net, settle, train, weights, wrapped  # noqa: E402
+from tests.torch.models import by_bucket, net, reducer_of, settle, train, weights, wrapped  # noqa: E402
 from tests.torch.programs import buckets as programs  # noqa: E402
 from tests.worlds import TORCH, processes, threads  # noqa: E402
 
@@ -43,8 +43,8 @@ def test_gradients_become_views_of_one_buffer_and_stay_the_users() -> None:
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("kind", programs.KINDS)
 def test_the_same_bits_as_without_buckets(kind: str, size: int) -> None:
-    with_buckets = threads(size, lambda runtime: programs.story(runtime, kind), bucket_edge=100)
-    without = threads(size, lambda runtime: programs.story(runtime, kind), bucket_size=0)
+    with_buckets = threads(size, programs.story, kind, bucket_edge=100)
+    without = threads(size, programs.story, kind, bucket_size=0)
     for rank in range(size):
         for ours, theirs, first in zip(with_buckets[rank], without[rank], with_buckets[0], strict=True):
             for mine, other, same in zip(ours, theirs, first, strict=True):
@@ -186,8 +186,8 @@ def test_a_broken_bucket_keeps_what_it_held() -> None:
                 if turn == 3 and index == 1:
                     parameter.data = parameter.data.double()
                 parameter.grad = torch.full((10,), float(index + 1 + turn + 2 * runtime.world.rank), dtype=parameter.dtype)
-                optimizer._reducer.hand_over(parameter)
-            optimizer._reducer.sequence.finish()
+                reducer_of(optimizer).hand_over(parameter)
+            reducer_of(optimizer).sequence.finish()
             assert [parameter.grad.unique().tolist() for parameter in parameters] == [[turn + 2], [turn + 3], [turn + 4]]
             optimizer.step()
     threads(2, step)
@@ -201,13 +201,13 @@ def test_hooks_from_two_threads() -> None:
             optimizer.zero_grad()
             for index, parameter in enumerate(parameters):
                 parameter.grad = torch.full_like(parameter, float(index + turn + 2 * runtime.world.rank))
-            hooks = [threading.Thread(target=lambda part: [optimizer._reducer.hand_over(each) for each in part],
+            hooks = [threading.Thread(target=lambda part: [reducer_of(optimizer).hand_over(each) for each in part],
                                       args=(parameters[half::2],)) for half in range(2)]
             for hook in hooks:
                 hook.start()
             for hook in hooks:
                 hook.join()
-            optimizer._reducer.sequence.finish()
+            reducer_of(optimizer).sequence.finish()
             for index, parameter in enumerate(parameters):
                 assert (parameter.grad == index + turn + 1).all()
             optimizer.step()

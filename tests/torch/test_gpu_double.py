@@ -56,7 +56,7 @@ def launches(gpu: Any) -> Counter[str]:
 
 @pytest.mark.parametrize(("to_none", "compression", "moves"), [
     (True, Compression.none, 1), (False, Compression.none, 0), (True, Compression.fp16, 2), (False, Compression.bf16, 2)],
-    ids=["copied in", "in place", "cast in and out", "cast although it is kept"])
+                         ids=["copied in", "in place", "cast in and out", "cast although it is kept"])
 def test_a_bucket_costs_one_call_and_as_few_kernels_as_possible(gpus: Gpus, to_none: bool, compression: Any,
                                                                 moves: int) -> None:
     def step(runtime: Runtime) -> None:
@@ -90,7 +90,7 @@ def several_streams(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.local, l
     """Return what holds each thread's current stream as `now`, and how many tensors outlived their stream, by call."""
     streams, outlived = threading.local(), list[int]()
     monkeypatch.setattr(cuda, "current_stream", lambda index: getattr(streams, "now", 0))
-    monkeypatch.setattr(cuda, "outlive", lambda tensors: outlived.append(len(tensors)))
+    monkeypatch.setattr(cuda, "record_stream", lambda tensors: outlived.append(len(tensors)))
     return streams, outlived
 
 

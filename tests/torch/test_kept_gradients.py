@@ -13,11 +13,7 @@ from hvdlite.core.errors import MismatchError, UnsupportedError  # noqa: E402
 from hvdlite.core.types import ReduceOp  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite_torch import Compression, DistributedOptimizer  # noqa: E402
-from tests.torch.models import (  # noqa: E402
-    by_bucket,
-    net,
-    weights,
-)
+from tests.torch.models import by_bucket, net, reducer_of, weights  # noqa: E402
 from tests.worlds import threads  # noqa: E402
 
 KEPT: dict[str, Callable[[Any], Any]] = {
@@ -103,7 +99,7 @@ def test_only_what_is_kept_is_copied_out_and_the_layout_is_learned_again() -> No
                 kept.append(model[0].weight.grad)
             optimizer.step()
         assert bucketed >= 34
-        framework = optimizer._reducer.framework
+        framework = reducer_of(optimizer).framework
         assert len(framework._copied) == (runtime.world.rank == 0) and framework._as_view
     threads(2, step)
 
@@ -261,7 +257,7 @@ def test_a_sparse_gradient_without_such_an_op_is_an_error_after_which_the_job_go
             optimizer.zero_grad()
             with pytest.raises(UnsupportedError, match="no Max"):
                 table(torch.tensor([1])).sum().backward()
-            assert not optimizer._reducer.is_under_way
+            assert not reducer_of(optimizer).is_under_way
             optimizer.zero_grad()
             backward(model, runtime.world.rank + 1)
             optimizer.step()

@@ -59,7 +59,7 @@ def test_ranks_with_the_global_batch_equal_one_process(kind: str, size: int, sam
         assert_close(ours, weights(alone))
 
 
-def test_gradients_are_weighed_before_they_are_accumulated() -> None:
+def test_gradients_are_weighted_before_they_are_accumulated() -> None:
     batches = [dataset(rows)[:] for rows in (8, 7, 5, 3, 8, 1)]
     alone = Net()
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)

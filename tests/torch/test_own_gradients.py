@@ -15,7 +15,7 @@ from hvdlite.core.types import ReduceOp  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite.training.order_errors import GradientOrderError  # noqa: E402
 from hvdlite_torch import DistributedOptimizer, comm_hooks  # noqa: E402
-from tests.torch.models import net  # noqa: E402
+from tests.torch.models import net, reducer_of  # noqa: E402
 from tests.torch.one_process import Case, compare  # noqa: E402
 from tests.worlds import threads  # noqa: E402
 
@@ -145,9 +145,9 @@ def test_what_is_changed_in_place_after_the_reduction_is_not_reduced_again() -> 
             optimizer.zero_grad()
             (parameter * (runtime.world.rank + 1)).sum().backward()
             parameter.grad /= 2
-            rounds = optimizer._reducer.round_id
+            rounds = reducer_of(optimizer).round_id
             optimizer.step()
-            assert optimizer._reducer.round_id == rounds
+            assert reducer_of(optimizer).round_id == rounds
         return parameter.detach().tolist()
     assert threads(2, step) == [[-7.5] * 3] * 2
 
@@ -161,7 +161,7 @@ def test_unused_parameters_cost_no_round(to_none: bool) -> None:
             optimizer.zero_grad(set_to_none=to_none)
             model[turn > 2](torch.ones(1, 6)).sum().backward()
             optimizer.step()
-            assert optimizer._reducer.round_id == turn + 1
+            assert reducer_of(optimizer).round_id == turn + 1
     threads(2, step)
 
 

@@ -217,3 +217,23 @@ def test_where_the_weight_is_not_known_there_is_an_error(on_ranks: Any) -> None:
                 torch.func.grad(loss)(values, x)
         assert optimizer is not None
     on_ranks(step)
+
+
+def test_each_strategy_has_its_own_weight(on_ranks: Any) -> None:
+    def step(strategy: Any) -> tuple[float, float]:
+        strategies, models, optimizers = (strategy, hvd.MirroredStrategy(_runtime=api.runtime())), [], []
+        for each in strategies:
+            with each.scope():
+                models.append(torch.nn.Linear(1, 1, bias=False))
+                optimizers.append(torch.optim.SGD(models[-1].parameters(), lr=0.1))
+        one, other = models
+        for (x,), (y,) in zip(*(each.distribute([(torch.ones(rows, 1),)])
+                                for each, rows in zip(strategies, (3, 5), strict=True)), strict=True):
+            for model, batch in ((one, x), (other, y)):  # with the weights 4/3 and 2/3; 6/5 and 4/5
+                (hvd.allreduce(model(batch).mean(), op=hvd.Sum) * (hvd.rank() + 1)).backward()
+            both = hvd.allreduce(one(x).sum() + other(y).sum())
+            with pytest.raises(hvd.UnsupportedError, match=r"2 strategies have uneven batches with the weights \[\d\.\d*, "):
+                both.backward()
+        return one.weight.grad.item(), other.weight.grad.item()
+    for gradients in on_ranks(step):
+        assert gradients == pytest.approx((4 / 3 + 2 * 2 / 3, 6 / 5 + 2 * 4 / 5))

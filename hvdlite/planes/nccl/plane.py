@@ -98,7 +98,7 @@ class NcclPlane:
     def supports(self, collective: int, op: int | None, dtype: str) -> bool:
         return collectives.supports(Collective(collective), None if op is None else ReduceOp(op), dtype)
 
-    def lend(self, pointer: int, shape: tuple[int, ...], dtype: np.dtype[Any], device: int, *, stream: int, owner: object,
+    def wrap(self, pointer: int, shape: tuple[int, ...], dtype: np.dtype[Any], device: int, *, stream: int, owner: object,
              empty: Callable[[tuple[int, ...]], DeviceArray] | None = None) -> DeviceArray:
         used = self._opened(device)
         if used.index != device:

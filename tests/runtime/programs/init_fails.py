@@ -6,13 +6,13 @@ import contextlib
 import gc
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 import hvdlite as hvd
 from hvdlite.core.errors import ConfigError, LaunchError, PeerFailedError, UnsupportedError
-from hvdlite.memory import shared
+from hvdlite.memory.shared import SharedMemory
 from hvdlite.runtime import assemble
 from tests.raising import raises
 
@@ -58,14 +58,13 @@ class Job:
 
 
 @contextlib.contextmanager
-def patched(owner: object, name: str, error: BaseException) -> Iterator[None]:
-    """Let a function raise an error."""
+def patched(owner: object, function: Callable[..., object], error: BaseException) -> Iterator[None]:
+    """Let a function that the owner has under its own name raise an error."""
     def fail(*_: object) -> None:
         raise error
-    real = getattr(owner, name)
-    setattr(owner, name, fail)
+    setattr(owner, function.__name__, fail)
     yield
-    setattr(owner, name, real)
+    setattr(owner, function.__name__, function)
 
 
 def process_sets_that_cannot_be() -> None:
@@ -105,7 +104,7 @@ def a_timeline_that_cannot_be_written() -> None:
 
 def a_plane_that_cannot_be_made() -> None:
     job = Job()
-    with patched(assemble, "choose", LaunchError("no plane connects these hosts")):
+    with patched(assemble, choose_plane, LaunchError("no plane connects these hosts")):
         raises(LaunchError, "no plane", hvd.init)
         assert left() == job.before, (left(), job.before)
     job.works()
@@ -113,7 +112,7 @@ def a_plane_that_cannot_be_made() -> None:
 
 def no_memory_for_the_plane() -> None:
     job = Job()
-    with patched(shared.SharedMemory, "allocate", MemoryError("no memory for 65536 bytes")):
+    with patched(SharedMemory, SharedMemory.allocate, MemoryError("no memory for 65536 bytes")):
         raises(MemoryError, "no memory", hvd.init)
         assert left() == job.before, (left(), job.before)
     job.works()

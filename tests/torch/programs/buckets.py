@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 import hvdlite_torch as hvd
-from hvdlite import api
 from hvdlite.runtime.runtime import Runtime
 from tests.torch.models import has_learned, net, share, weights, wrapped
 
@@ -69,13 +68,12 @@ KINDS = ["plain", "scaler", "to zero", "module", "passes", "no_sync", "frozen", 
          "replace data", "double", "predivide", "fp16"]
 
 
-def the_same_bits_in_shared_memory() -> dict[str, str]:
+def the_same_bits_in_shared_memory(runtime: Runtime) -> dict[str, str]:
     """Return a digest of the weights of each kind's steps."""
-    hvd.init()
     torch.set_num_threads(1)
     digests = {}
     for kind in KINDS:
-        history = story(api.runtime(), kind)
+        history = story(runtime, kind)
         digests[kind] = hashlib.sha256(b"".join(each.numpy().tobytes() for step in history for each in step)).hexdigest()
     return digests
 

@@ -76,7 +76,7 @@ def interrupt_the_next_wait() -> None:
         raise Alarm
 
     def until_blocked() -> None:
-        while not runtime._sleepers:
+        while not runtime.is_blocked:
             time.sleep(0.01)
         signal.pthread_kill(main, signal.SIGALRM)
 

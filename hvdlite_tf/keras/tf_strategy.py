@@ -19,14 +19,14 @@ from tensorflow.python.distribute.one_device_strategy import OneDeviceExtended
 from hvdlite import api
 from hvdlite.core.types import ReduceOp
 from hvdlite.training.objects import allgather_object
-from hvdlite.training.strategies import reduction
+from hvdlite.training.strategies import parse_reduce_op
 from hvdlite_tf import ops
 from hvdlite_tf.keras import scope, step
-from hvdlite_tf.keras.shares import distributed_dataset, local_dataset
+from hvdlite_tf.keras.shards import distributed_dataset, local_dataset
 from hvdlite_tf.random_states import RANDOM_STATE
 
 
-class MirroredStrategy(scope.Mirrored, tf.distribute.Strategy):  # type: ignore[misc]
+class MirroredStrategy(scope.BaseStrategy, tf.distribute.Strategy):  # type: ignore[misc]
     """One replica of the model per rank, in step: `with strategy.scope():` around what makes and compiles it.
 
     Batches are global: each rank takes its share of what is given to `fit` and of what `experimental_distribute_dataset`
@@ -51,7 +51,7 @@ class MirroredStrategy(scope.Mirrored, tf.distribute.Strategy):  # type: ignore[
     def __init__(self, devices: int | Sequence[str] | None = None, cross_device_ops: Any = None, *,
                  scale_learning_rate: bool = False) -> None:
         del cross_device_ops
-        scope.Mirrored.__init__(self, "tf", devices, scale_learning_rate)
+        scope.BaseStrategy.__init__(self, "tf", devices, scale_learning_rate)
         tf.distribute.Strategy.__init__(self, _Extended(self, own_device(api.local_rank())))
         from tensorflow.python.eager import context
         seeds = allgather_object(api.runtime(), context.global_seed(), api.runtime().unnamed("tf", "global_seed"))
@@ -70,13 +70,13 @@ class MirroredStrategy(scope.Mirrored, tf.distribute.Strategy):  # type: ignore[
 
     def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Return what `fn` returns on this rank. Variables have rank 0's values, also those that it makes."""
-        self.replicas.settle(must_match=True)
-        with nullcontext() if self.replicas.is_held else scope.making(self), step.summing():
+        self.variable_mirror.mirror_pending(must_match=True)
+        with nullcontext() if self.variable_mirror.is_deferred else scope.making(self), step.summing():
             return super().run(fn, args, kwargs, options)
 
     def making(self) -> AbstractContextManager[Any]:
         """Return a context in which the variables that are made get rank 0's values at once."""
-        return tf.variable_creator_scope(self._extended.first_created)  # type: ignore[no-any-return]
+        return tf.variable_creator_scope(self._extended.create_broadcast)  # type: ignore[no-any-return]
 
     @contextmanager
     def building(self) -> Iterator[None]:
@@ -132,14 +132,14 @@ class _Extended(OneDeviceExtended):  # type: ignore[misc]
             return variable
         if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
             return values.SyncOnReadVariable(self._mirrored, [variable], kwargs.get("aggregation"))
-        if not self._mirrored.replicas.mirrors_at_once:
-            self._mirrored.replicas.made(variable)
+        if not self._mirrored.variable_mirror.mirrors_immediately:
+            self._mirrored.variable_mirror.created(variable)
         return variable
 
-    def first_created(self, next_creator: Any, **kwargs: Any) -> Any:
+    def create_broadcast(self, next_creator: Any, **kwargs: Any) -> Any:
         """Create a variable with rank 0's initial value."""
-        replicas, initial = self._mirrored.replicas, kwargs.get("initial_value")
-        if not replicas.mirrors_at_once or initial is None \
+        replicas, initial = self._mirrored.variable_mirror, kwargs.get("initial_value")
+        if not replicas.mirrors_immediately or initial is None \
                 or kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
             return next_creator(**kwargs)
         is_seed = str(kwargs.get("name")).endswith(RANDOM_STATE)
@@ -148,7 +148,7 @@ class _Extended(OneDeviceExtended):  # type: ignore[misc]
             return next_creator(**kwargs)
         with tf.init_scope():
             value = tf.convert_to_tensor(initial() if callable(initial) else initial, kwargs.get("dtype"))
-            first = replicas.first_value(value.numpy(), is_seed)
+            first = replicas.broadcast_value(value.numpy(), is_seed)
         kwargs["initial_value"] = lambda: tf.constant(first, value.dtype)
         return next_creator(**kwargs)
 
@@ -171,7 +171,7 @@ class _Extended(OneDeviceExtended):  # type: ignore[misc]
         del destinations, options
         if isinstance(value, values.SyncOnReadVariable):
             value = value.values[0]
-        return ops.allreduce(_ready(reduce_op, value), op=reduction(reduce_op))
+        return ops.allreduce(_ready(reduce_op, value), op=parse_reduce_op(reduce_op))
 
     def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> Any:
         return self._replica_ctx_all_reduce(reduce_op, [value for value, _ in value_destination_pairs], options)
@@ -181,7 +181,7 @@ class _Extended(OneDeviceExtended):  # type: ignore[misc]
         flat = tf.nest.flatten(value)
         if not flat:
             return value
-        reduced = ops.grouped_allreduce([_ready(reduce_op, each) for each in flat], op=reduction(reduce_op))
+        reduced = ops.grouped_allreduce([_ready(reduce_op, each) for each in flat], op=parse_reduce_op(reduce_op))
         return tf.nest.pack_sequence_as(value, reduced)
 
     def _replica_ctx_update(self, var: Any, fn: Any, args: Any = (), kwargs: Any = None, group: bool = True) -> Any:
@@ -248,4 +248,5 @@ def _ready(reduce_op: Any, value: Any) -> Any:
     if isinstance(value, tf.IndexedSlices):
         return value
     tensor = tf.convert_to_tensor(value)
-    return tf.cast(tensor, tf.float64) if reduction(reduce_op) is ReduceOp.AVERAGE and tensor.dtype.is_integer else tensor
+    return tf.cast(tensor,
+                   tf.float64) if parse_reduce_op(reduce_op) is ReduceOp.AVERAGE and tensor.dtype.is_integer else tensor

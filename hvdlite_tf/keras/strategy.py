@@ -12,11 +12,11 @@ import numpy as np
 from hvdlite import api, ops
 from hvdlite.core.types import ReduceOp
 from hvdlite.training.objects import allgather_object
-from hvdlite.training.strategies import reduction
+from hvdlite.training.strategies import parse_reduce_op
 from hvdlite_tf.keras import scope
 
 
-class MirroredStrategy(scope.Mirrored):
+class MirroredStrategy(scope.BaseStrategy):
     """One replica of the model per rank, in step: `with strategy.scope():` around what makes and compiles it.
 
     Batches given to `fit`, `evaluate` and `predict` are global, and so are their results. Without a launcher there is one
@@ -42,7 +42,7 @@ class MirroredStrategy(scope.Mirrored):
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Return what `fn` returns on this rank. What it makes gets rank 0's values."""
-        self.replicas.settle(must_match=True)
+        self.variable_mirror.mirror_pending(must_match=True)
         with scope.making(self):
             return fn(*args, **(kwargs or {}))
 
@@ -56,7 +56,7 @@ class MirroredStrategy(scope.Mirrored):
         Raises:
             ValueError: for another op.
         """
-        op, array = reduction(reduce_op), np.asarray(keras.ops.convert_to_numpy(value))
+        op, array = parse_reduce_op(reduce_op), np.asarray(keras.ops.convert_to_numpy(value))
         if axis is None:
             averages_integers = op is ReduceOp.AVERAGE and array.dtype.kind in "biu"
             return ops.allreduce(array.astype(keras.config.floatx()) if averages_integers else array, op=op)

@@ -34,15 +34,15 @@ _log = logging.getLogger("hvdlite")
 
 
 class _Mode(enum.Enum):
-    NOTED = "until the scope is left"
-    HELD = "until the caller mirrors the whole model"
-    AT_ONCE = "now"
+    AFTER_SCOPE = "until the scope is left"
+    DEFERRED = "until the caller mirrors the whole model"
+    IMMEDIATELY = "now"
 
 
-_mode: ContextVar[_Mode] = ContextVar("hvdlite_replicas", default=_Mode.NOTED)
+_mode: ContextVar[_Mode] = ContextVar("hvdlite_replicas", default=_Mode.AFTER_SCOPE)
 
 
-class _Made(NamedTuple):
+class _CreatedVariable(NamedTuple):
     """A variable that was made."""
 
     variable: weakref.ref[Any]
@@ -50,7 +50,7 @@ class _Made(NamedTuple):
     """Name, shape and dtype."""
 
 
-class Replicas:
+class VariableMirror:
     """The variables of one strategy that have not rank 0's values yet.
 
     Args:
@@ -59,30 +59,30 @@ class Replicas:
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
-        self._made: list[_Made] = []
-        self._unmatched: list[_Made] = []  # made in a scope, and not the same ones on all ranks
+        self._made: list[_CreatedVariable] = []
+        self._unmatched: list[_CreatedVariable] = []  # made in a scope, and not the same ones on all ranks
         self._was_unmatched = False  # the same on all ranks
         self._applies_model = False
-        self._at_once = 0
+        self._created_immediately = 0
 
     @property
-    def mirrors_at_once(self) -> bool:
+    def mirrors_immediately(self) -> bool:
         """Whether a variable that is made now gets rank 0's value now."""
-        return self._size > 1 and _mode.get() is _Mode.AT_ONCE
+        return self._size > 1 and _mode.get() is _Mode.IMMEDIATELY
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def deferred(self) -> Iterator[None]:
         """Leave what is made inside to `mirror`."""
         before, self._made = self._made, []
         try:
-            with _in_mode(_Mode.HELD):
+            with _in_mode(_Mode.DEFERRED):
                 yield
         finally:
             self._made = before
 
-    def at_once(self) -> AbstractContextManager[None]:
+    def immediately(self) -> AbstractContextManager[None]:
         """Give what is made inside rank 0's value at once."""
-        return _in_mode(_Mode.AT_ONCE)
+        return _in_mode(_Mode.IMMEDIATELY)
 
     @contextmanager
     def applying_model(self) -> Iterator[None]:
@@ -94,27 +94,27 @@ class Replicas:
             self._applies_model = before
 
     @property
-    def is_held(self) -> bool:
-        """Whether somebody inside of `held` is going to mirror the whole model."""
-        return _mode.get() is _Mode.HELD
+    def is_deferred(self) -> bool:
+        """Whether somebody inside of `deferred` is going to mirror the whole model."""
+        return _mode.get() is _Mode.DEFERRED
 
-    def made(self, variable: Any) -> None:
+    def created(self, variable: Any) -> None:
         """Take note of a variable that was made; it is a metric's when it is summed when it is read."""
         if self._size == 1:
             return
-        if self.mirrors_at_once and getattr(variable, "_value", variable) is not None:
-            variable.assign(self.first_value(array_of(variable), is_random_state(variable)))
+        if self.mirrors_immediately and getattr(variable, "_value", variable) is not None:
+            variable.assign(self.broadcast_value(array_of(variable), is_random_state(variable)))
         else:
-            self._made.append(_Made(weakref.ref(variable), _described(variable)))
+            self._made.append(_CreatedVariable(weakref.ref(variable), _described(variable)))
 
-    def first_value(self, array: Array, is_seed: bool) -> Array:
+    def broadcast_value(self, array: Array, is_seed: bool) -> Array:
         """Return rank 0's value of the variable that all ranks make now."""
         array = np.array(array, order="C")
-        self._at_once += 1
-        api.runtime().broadcast(f"scope.variable.{self._at_once}", array, 0).wait()
+        self._created_immediately += 1
+        api.runtime().broadcast(f"scope.variable.{self._created_immediately}", array, 0).wait()
         return moved_on(array, self._rank, 0) if is_seed else array
 
-    def settle(self, must_match: bool = False) -> None:
+    def mirror_pending(self, must_match: bool = False) -> None:
         """Give the variables that were made rank 0's values; all ranks call this.
 
         Args:
@@ -123,7 +123,7 @@ class Replicas:
         Raises:
             MismatchError: when they have.
         """
-        if self._size == 1 or self.is_held:
+        if self._size == 1 or self.is_deferred:
             return
         must_match = must_match and not self._applies_model
         if must_match and self._was_unmatched:
@@ -148,13 +148,13 @@ class Replicas:
         """
         if self._size == 1:
             return
-        self._mirror([_Made(weakref.ref(variable), _described(variable)) for variable in variables
+        self._mirror([_CreatedVariable(weakref.ref(variable), _described(variable)) for variable in variables
                       if getattr(variable, "_value", variable) is not None])
         done = set(map(id, variables))
         self._made, self._unmatched = ([each for each in made if id(each.variable()) not in done]
                                        for made in (self._made, self._unmatched))
 
-    def _mirror(self, made: Sequence[_Made]) -> None:
+    def _mirror(self, made: Sequence[_CreatedVariable]) -> None:
         """Mirror what all ranks still have. (When a rank drops what nobody uses is up to its garbage collector.)"""
         with _eagerly():
             runtime = api.runtime()
@@ -167,7 +167,7 @@ class Replicas:
             kept = [variable for variable, exists in zip(variables, exist_everywhere, strict=True) if exists]
             broadcast_variables(kept, 0, runtime.unnamed("keras", "mirror"))
 
-    def are_equal(self, variables: Sequence[Any]) -> bool:
+    def are_equal_everywhere(self, variables: Sequence[Any]) -> bool:
         """Return whether all ranks have the same values, random generators aside; all ranks call this.
 
         Costs a pass over the values and one small collective.
@@ -213,7 +213,7 @@ def optimizers_of(model: Any) -> list[Any]:
                 descend(layer, seen)
     descend(model, set())
     inner = {id(getattr(each, "inner_optimizer", None)) for each in found.values()}
-    return [each for number, each in found.items() if number not in inner]
+    return [each for identity, each in found.items() if identity not in inner]
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Each rank's rows of the global batches in `fit`; see `applied` for `evaluate` and `predict`.
+"""Each rank's rows of the global batches in `fit`; see `evaluation_data.py` for `evaluate` and `predict`.
 
 Every rank takes a step for every global batch. How many batches there are, and what `steps_per_epoch` counts, is what it is
 in one process.
@@ -18,8 +18,8 @@ from hvdlite.core.errors import MismatchError
 from hvdlite.training.replica_group import ReplicaGroup
 from hvdlite.training.shards import shard
 from hvdlite_tf.keras.loading import ENDLESS, Loading
-from hvdlite_tf.keras.order import check_shuffles, follow_rank_0, lineage
-from hvdlite_tf.keras.scope import Mirrored
+from hvdlite_tf.keras.order import check_shuffles, lineage, sync_random_state
+from hvdlite_tf.keras.scope import BaseStrategy
 
 Batch = Any
 """A structure of arrays whose first dimension counts samples."""
@@ -30,7 +30,7 @@ def rows_of(batch: Batch) -> int:
     return int(next(leaf for leaf in keras.tree.flatten(batch) if leaf is not None).shape[0])
 
 
-def rows_taken(batch: Batch, rows: Any) -> Batch:
+def select_rows(batch: Batch, rows: Any) -> Batch:
     """Return some samples of a batch."""
     return keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[rows], batch)
 
@@ -57,7 +57,7 @@ def as_arrays(*structures: Any) -> tuple[Any, ...]:
 
 
 def training_batches(x: Any, arrays: tuple[Any, ...] | None, batch_size: int, seed: Sequence[int] | None,
-                     strategy: Mirrored) -> Any:
+                     strategy: BaseStrategy) -> Any:
     """Return what Keras trains on: this rank's rows of every global batch.
 
     Args:
@@ -76,15 +76,15 @@ def training_batches(x: Any, arrays: tuple[Any, ...] | None, batch_size: int, se
         if keras.backend.backend() == "tensorflow":
             order = None if seed is None else Order(rows_of(arrays), seed)
             return array_dataset(arrays, batch_size, order, lambda rows: rows[graph_rows(rows, rank, size)])
-        return _ArrayShares(arrays, batch_size, seed, rank, size)
+        return _ArrayShards(arrays, batch_size, seed, rank, size)
     if is_tf_dataset(x):
-        return x if is_distributed(x) else shared_dataset(checked(x), strategy)
+        return x if is_distributed(x) else sharded_dataset(checked(x), strategy)
     if isinstance(x, keras.utils.PyDataset):
-        return _BatchShares(x, seed, rank, size)
+        return _BatchShards(x, seed, rank, size)
     if is_loader(x):
-        return _shared_loader(x)
+        return _sharded_loader(x)
     if hasattr(x, "__next__"):
-        return (rows_taken(batch, shard(rows_of(batch), rank, size)) for batch in x)
+        return (select_rows(batch, shard(rows_of(batch), rank, size)) for batch in x)
     raise ValueError(f"MirroredStrategy cannot share out {type(x).__name__}; give arrays, a tf.data.Dataset, a PyDataset, a "
                      "torch DataLoader or a generator")
 
@@ -129,7 +129,7 @@ class Order:
         return self._random.permutation(self.count)
 
 
-class _ArrayShares(keras.utils.PyDataset):
+class _ArrayShards(keras.utils.PyDataset):
     """This rank's rows of every global batch of arrays. Keras asks for batches one after the other."""
 
     def __init__(self, arrays: tuple[Any, ...], batch_size: int, seed: Sequence[int] | None, rank: int, size: int) -> None:
@@ -145,10 +145,10 @@ class _ArrayShares(keras.utils.PyDataset):
         if index == 0 and self._orders is not None:
             self._order = self._orders.drawn()
         rows = self._order[index * self._batch:(index + 1) * self._batch]
-        return rows_taken(self._arrays, rows[shard(len(rows), self._rank, self._size)])
+        return select_rows(self._arrays, rows[shard(len(rows), self._rank, self._size)])
 
 
-class _BatchShares(keras.utils.PyDataset):
+class _BatchShards(keras.utils.PyDataset):
     """This rank's rows of every batch of another dataset. Keras asks for batches one after the other."""
 
     def __init__(self, dataset: Any, seed: Sequence[int] | None, rank: int, size: int) -> None:
@@ -169,7 +169,7 @@ class _BatchShares(keras.utils.PyDataset):
             self._order = self._orders.drawn()
             self._loading.stop()
         batch = self._loading.batch(index, self._order)
-        return rows_taken(batch, shard(rows_of(batch), self._rank, self._size))
+        return select_rows(batch, shard(rows_of(batch), self._rank, self._size))
 
     def on_epoch_begin(self) -> None:
         begin_epoch(self._dataset)
@@ -191,11 +191,11 @@ def end_epoch(dataset: Any) -> None:
 
 def _call_hook(dataset: Any, name: str) -> None:
     if getattr(type(dataset), name, None) is not getattr(keras.utils.PyDataset, name, None):
-        follow_rank_0()
+        sync_random_state()
         getattr(dataset, name)()
 
 
-def loaded_shares(loader: Any) -> Callable[[], Iterator[tuple[int, Any]]]:
+def loaded_shards(loader: Any) -> Callable[[], Iterator[tuple[int, Any]]]:
     """Return what begins an epoch of a torch DataLoader: the rows of each global batch, and this rank's share of it.
 
     Of a map-style dataset a rank loads its own samples, in the order of rank 0's sampler.
@@ -208,28 +208,28 @@ def loaded_shares(loader: Any) -> Callable[[], Iterator[tuple[int, Any]]]:
     from hvdlite_torch.distributed_loader import source_of
 
     replicas = ReplicaGroup(api.runtime(), GLOBAL_PROCESS_SET_ID)
-    shares = source_of(loader, replicas)
-    everywhere = replicas.allgather_object((shares.facts(), shares.depth), "loader")
+    source = source_of(loader, replicas)
+    everywhere = replicas.allgather_object((source.facts(), source.depth), "loader")
     for rank, (facts, _) in enumerate(everywhere):
         if facts != everywhere[0][0]:
             raise MismatchError(f"ranks have different DataLoaders: {everywhere[0][0]} on rank 0, {facts} on rank {rank}")
     depth = max(each for _, each in everywhere)
-    return lambda: shares.batches(depth)
+    return lambda: source.batches(depth)
 
 
-def _shared_loader(loader: Any) -> Any:
+def _sharded_loader(loader: Any) -> Any:
     """Return a torch DataLoader of this rank's rows."""
     from torch.utils.data import DataLoader, IterableDataset
-    begin = loaded_shares(loader)
+    begin = loaded_shards(loader)
 
-    class Shares(IterableDataset):  # type: ignore[misc,type-arg]
+    class Shards(IterableDataset):  # type: ignore[misc,type-arg]
         def __iter__(self) -> Iterator[Any]:
             return (batch for _, batch in begin())
 
-    class SizedShares(Shares):
+    class SizedShards(Shards):
         def __len__(self) -> int:
             return len(loader)
-    return DataLoader(SizedShares() if hasattr(loader.dataset, "__len__") else Shares(), batch_size=None)
+    return DataLoader(SizedShards() if hasattr(loader.dataset, "__len__") else Shards(), batch_size=None)
 
 
 def array_dataset(arrays: tuple[Any, ...], batch_size: int, order: Order | None, mine: Callable[[Any], Any]) -> Any:
@@ -252,7 +252,7 @@ def array_dataset(arrays: tuple[Any, ...], batch_size: int, order: Order | None,
         lambda leaf: None if leaf is None else tf.gather(leaf, rows), tensors)).prefetch(tf.data.AUTOTUNE)
 
 
-def shared_dataset(dataset: Any, strategy: Mirrored) -> Any:
+def sharded_dataset(dataset: Any, strategy: BaseStrategy) -> Any:
     """Return a tf.data.Dataset of this rank's rows of every batch of another one."""
     import tensorflow as tf
 
@@ -264,9 +264,9 @@ def shared_dataset(dataset: Any, strategy: Mirrored) -> Any:
     return dataset.map(mine).prefetch(tf.data.AUTOTUNE)
 
 
-def distributed_dataset(dataset: Any, strategy: Mirrored) -> Any:
+def distributed_dataset(dataset: Any, strategy: BaseStrategy) -> Any:
     """Return what `experimental_distribute_dataset` does; given to `fit` and the like, it stands for the dataset itself."""
-    shared = shared_dataset(checked(dataset), strategy)
+    shared = sharded_dataset(checked(dataset), strategy)
     shared._hvdlite_global = dataset
     return shared
 

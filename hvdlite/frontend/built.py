@@ -1,7 +1,7 @@
 """Horovod's `*_built()` and `*_enabled()` functions, which tell what is installed.
 
-hvdlite has nothing to build: an engine is there when its Python package is. Scripts ask these to choose learning rates
-(`nccl_built() and ...`) or to skip tests.
+hvdlite has nothing to build: an engine is available when its Python package is installed. Scripts call these functions to
+choose learning rates (`nccl_built() and ...`) or to skip tests.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hvdlite.api import runtime
 
 
 def check_extension(*names: str) -> None:
-    """Do nothing: there is no extension that might not have been built."""
+    """Do nothing: hvdlite has no extensions that could be missing."""
 
 
 def mpi_built(verbose: bool = False) -> bool:
@@ -64,7 +64,7 @@ def ccl_built(verbose: bool = False) -> bool:
 
 def mpi_enabled() -> bool:
     """Return whether tensors of this job travel over MPI."""
-    return "mpi" in runtime().plane_name
+    return "mpi" in runtime().plane.name
 
 
 def gloo_enabled() -> bool:

@@ -18,40 +18,40 @@ from hvdlite import api
 from hvdlite.core.types import ReduceOp
 from hvdlite.training.objects import broadcast_object
 from hvdlite.training.shards import shard
-from hvdlite_tf.keras import shares, step
-from hvdlite_tf.keras.applied import Applied, without_warnings
-from hvdlite_tf.keras.order import follow_rank_0, order_seed
-from hvdlite_tf.keras.replicas import optimizers_of
-from hvdlite_tf.keras.scope import Mirrored, adopt_optimizer
+from hvdlite_tf.keras import shards, step
+from hvdlite_tf.keras.evaluation_data import EvaluationData, without_warnings
+from hvdlite_tf.keras.order import order_seed, sync_random_state
+from hvdlite_tf.keras.scope import BaseStrategy, distribute_optimizer
 from hvdlite_tf.keras.stopping import StopTogetherCallback, averaged, may_stop
+from hvdlite_tf.keras.variable_mirror import optimizers_of
 
 WRITERS = tuple(getattr(keras.callbacks, name) for name in (
     "ModelCheckpoint", "CSVLogger", "TensorBoard", "RemoteMonitor", "BackupAndRestore", "ProgbarLogger", "OrbaxCheckpoint")
-    if hasattr(keras.callbacks, name))
+                if hasattr(keras.callbacks, name))
 """Callbacks that only rank 0 has."""
 METHODS = ("fit", "evaluate", "predict", "train_step", "test_step", "train_on_batch", "test_on_batch", "make_train_function",
            "make_test_function", "make_predict_function", "_get_metrics_result_or_logs")
-"""Methods of a model that `MirroredModel` stands in for, by a method of the same name."""
+"""Methods of a model that `DistributedModel` stands in for, by a method of the same name."""
 _DEFAULT_BATCH = 32
 _HELD_OUT = (np.zeros((1, 1), "float32"),)
 """A placeholder for validation data in Keras' `fit`, which calls this model's `evaluate`, which has the data."""
 
 
-def adopt_model(strategy: Mirrored, model: Any) -> None:
+def distribute_model(strategy: BaseStrategy, model: Any) -> None:
     """Make a compiled model one of the scope; again is fine. With one replica it stays what it is."""
     if strategy.num_replicas_in_sync == 1:
         return
     if vars(model).get("_hvdlite_strategy") is strategy:
         model._hvdlite_mirrored.is_trained = False  # its optimizer is another one
         return
-    mirrored = MirroredModel(strategy, model)
+    mirrored = DistributedModel(strategy, model)
     for name in METHODS:
         object.__setattr__(model, name, _standing_in(mirrored.original[name], getattr(mirrored, name)))
     object.__setattr__(model, "_hvdlite_strategy", strategy)
     object.__setattr__(model, "_hvdlite_mirrored", mirrored)
 
 
-class MirroredModel:
+class DistributedModel:
     """The wrapped methods of one model.
 
     Attributes:
@@ -59,7 +59,7 @@ class MirroredModel:
         is_trained: whether `train_on_batch` goes on with a training that began with rank 0's values.
     """
 
-    def __init__(self, strategy: Mirrored, model: Any) -> None:
+    def __init__(self, strategy: BaseStrategy, model: Any) -> None:
         self._strategy, self._model = strategy, model
         self.original: dict[str, Callable[..., Any]] = {
             name: getattr(model, name) for name in METHODS}
@@ -68,8 +68,8 @@ class MirroredModel:
         self.is_trained = False
         self._applying_shares = False
         self._fits = 0
-        self._held_out: Applied | None = None  # validation data of the training that goes on
-        self._applied: Applied | None = None  # what the model is being applied to
+        self._held_out: EvaluationData | None = None  # validation data of the training that goes on
+        self._applied: EvaluationData | None = None  # what the model is being applied to
 
     def fit(self, *arguments: Any, **named: Any) -> Any:
         """Like the model's, of a global batch of which each rank takes its share."""
@@ -79,24 +79,24 @@ class MirroredModel:
         if given["validation_split"] and held_out is None:
             if arrays is None:
                 raise ValueError("validation_split needs arrays")
-            kept = int(shares.rows_of(arrays) * (1.0 - given["validation_split"]))
-            held_out = shares.rows_taken(arrays, slice(kept, None))
-            arrays = shares.rows_taken(arrays, slice(kept))
+            kept = int(shards.rows_of(arrays) * (1.0 - given["validation_split"]))
+            held_out = shards.select_rows(arrays, slice(kept, None))
+            arrays = shards.select_rows(arrays, slice(kept))
         batch = given["batch_size"] or _DEFAULT_BATCH
-        follow_rank_0()
+        sync_random_state()
         self._fits += 1
         seed = order_seed(self._fits) if given["shuffle"] else None
-        local = {"x": shares.training_batches(x, arrays, batch, seed, self._strategy), "y": None, "sample_weight": None,
+        local = {"x": shards.training_batches(x, arrays, batch, seed, self._strategy), "y": None, "sample_weight": None,
                  "batch_size": None, "shuffle": False, "validation_split": 0.0, "validation_steps": None}
         before = self._held_out
         self._held_out = None
         if held_out is not None:
             self._held_out = self._applied_to(held_out, given["validation_batch_size"] or batch, given["validation_steps"])
             local["validation_data"] = _HELD_OUT
-        self._adopt_optimizers()
+        self._distribute_optimizers()
         self._fitting = True
         try:
-            with _local_input(self._strategy), self._strategy.replicas.held():
+            with _local_input(self._strategy), self._strategy.variable_mirror.deferred():
                 return self.original["fit"](**{**given, **local, "callbacks": self._callbacks(given["callbacks"]),
                                                "verbose": self._verbose(given["verbose"])})
         finally:
@@ -109,18 +109,18 @@ class MirroredModel:
             return self._apply("evaluate", self._held_out, given)
         given = self._bound("evaluate", arguments, named)
         x, arrays = self._data(given, "x", "y", "sample_weight")
-        applied = Applied(x, arrays, given["batch_size"] or _DEFAULT_BATCH, given["steps"], self._strategy,
-                          step.needs_whole_batches(self._model))
+        applied = EvaluationData(x, arrays, given["batch_size"] or _DEFAULT_BATCH, given["steps"], self._strategy,
+                                 step.needs_whole_batches(self._model))
         return self._apply("evaluate", applied, given)
 
     def predict(self, *arguments: Any, **named: Any) -> Any:
         """Like the model's, of data of which each rank takes its share; all ranks return all predictions, in order."""
         given = self._bound("predict", arguments, named)
         x, arrays = self._data(given, "x")
-        applied = Applied(x, arrays, given["batch_size"] or _DEFAULT_BATCH, given["steps"], self._strategy)
+        applied = EvaluationData(x, arrays, given["batch_size"] or _DEFAULT_BATCH, given["steps"], self._strategy)
         return applied.joined(self._apply("predict", applied, given))
 
-    def _apply(self, name: str, applied: Applied, given: dict[str, Any]) -> Any:
+    def _apply(self, name: str, applied: EvaluationData, given: dict[str, Any]) -> Any:
         """Let Keras evaluate or predict this rank's part."""
         alone: dict[str, Any] = {argument: None for argument in ("y", "sample_weight", "batch_size") if argument in given}
         data, steps = applied.begin()
@@ -129,7 +129,7 @@ class MirroredModel:
             self._mirror_if_different(self._model.non_trainable_variables)  # trainable ones are trained alike
         try:
             with _local_input(self._strategy), without_warnings(self._strategy.rank), \
-                    self._strategy.replicas.applying_model(), nullcontext() if self._fitting else self._prepared():
+                    self._strategy.variable_mirror.applying_model(), nullcontext() if self._fitting else self._prepared():
                 return self.original[name](**{**given, **alone, "x": data, "steps": steps,
                                               "verbose": self._verbose(given.get("verbose", 0))})
         finally:
@@ -195,9 +195,9 @@ class MirroredModel:
         x, arrays = self._data(given, "x", "y", "sample_weight")
         if arrays is None:
             raise ValueError(f"{name} takes the arrays of one batch, not {type(x).__name__}")
-        rows = shard(shares.rows_of(arrays), self._strategy.rank, self._strategy.num_replicas_in_sync)
-        x, y, weights = (*shares.rows_taken(arrays, rows), None, None)[:3]
-        self._adopt_optimizers()
+        rows = shard(shards.rows_of(arrays), self._strategy.rank, self._strategy.num_replicas_in_sync)
+        x, y, weights = (*shards.select_rows(arrays, rows), None, None)[:3]
+        self._distribute_optimizers()
         self._fitting = self._applying_shares = True
         try:
             with self._prepared() if name == "test_on_batch" or not self.is_trained else nullcontext():
@@ -218,16 +218,16 @@ class MirroredModel:
     def _prepared(self) -> Iterator[None]:
         """Build the model without a thought of ranks' values, until Keras makes the function that uses them."""
         with ExitStack() as self._preparing:
-            self._preparing.enter_context(self._strategy.replicas.held())
+            self._preparing.enter_context(self._strategy.variable_mirror.deferred())
             try:
                 yield
             finally:
                 self._preparing = None
 
-    def _adopt_optimizers(self) -> None:
+    def _distribute_optimizers(self) -> None:
         """Make optimizers that the model holds as attributes (GANs have two) ones of the scope."""
         for optimizer in optimizers_of(self._model):
-            adopt_optimizer(self._strategy, optimizer)
+            distribute_optimizer(self._strategy, optimizer)
 
     def mirror_training(self) -> None:
         """Give the model and its optimizers rank 0's values."""
@@ -238,7 +238,7 @@ class MirroredModel:
         state = [variable for optimizer in optimizers_of(model) for variable in optimizer.variables]
         if self.is_trained:  # what has been accumulated since the last update is every rank's own
             state = [variable for variable in state if "gradient_accumulator" not in variable.path]
-        self._strategy.replicas.mirror([*model.variables, *state])
+        self._strategy.variable_mirror.mirror([*model.variables, *state])
         self.is_trained = True
 
     def _mirror_applied(self) -> None:
@@ -248,8 +248,8 @@ class MirroredModel:
 
     def _mirror_if_different(self, variables: Sequence[Any]) -> None:
         """Give variables rank 0's values if ranks differ: weights were set on one only, or moving averages are their own."""
-        if not self._strategy.replicas.are_equal(variables):
-            self._strategy.replicas.mirror(variables)
+        if not self._strategy.variable_mirror.are_equal_everywhere(variables):
+            self._strategy.variable_mirror.mirror(variables)
 
     @contextmanager
     def _summed_metrics(self) -> Iterator[None]:
@@ -282,13 +282,13 @@ class MirroredModel:
         return {**given, **more}
 
     def _data(self, given: dict[str, Any], *names: str) -> tuple[Any, tuple[Any, ...] | None]:
-        x = shares.global_dataset(given["x"])
-        return x, shares.as_arrays(*(given[name] for name in names)) if shares.is_arrays(x) else None
+        x = shards.global_dataset(given["x"])
+        return x, shards.as_arrays(*(given[name] for name in names)) if shards.is_arrays(x) else None
 
-    def _applied_to(self, held_out: Any, batch_size: int, steps: int | None) -> Applied:
-        arrays = shares.as_arrays(*held_out) if isinstance(held_out, (tuple, list)) else None
-        x = None if arrays is not None else shares.global_dataset(held_out)
-        return Applied(x, arrays, batch_size, steps, self._strategy, step.needs_whole_batches(self._model))
+    def _applied_to(self, held_out: Any, batch_size: int, steps: int | None) -> EvaluationData:
+        arrays = shards.as_arrays(*held_out) if isinstance(held_out, (tuple, list)) else None
+        x = None if arrays is not None else shards.global_dataset(held_out)
+        return EvaluationData(x, arrays, batch_size, steps, self._strategy, step.needs_whole_batches(self._model))
 
     def _callbacks(self, callbacks: Any) -> Any:
         if callbacks is None:
@@ -305,7 +305,7 @@ class MirroredModel:
 class _Beginning(keras.callbacks.Callback):
     """Every training begins with rank 0's model, optimizers and epoch; only random layers differ."""
 
-    def __init__(self, mirrored: MirroredModel) -> None:
+    def __init__(self, mirrored: DistributedModel) -> None:
         super().__init__()
         self._mirrored, self._done = mirrored, False
 

@@ -1,26 +1,25 @@
-"""The calls of gradient reducers: rounds of declared sets, member by member or in learned buckets."""
+"""Gradient sets: rounds of reductions, member by member or in learned buckets."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 from hvdlite.core.array import Array, dtype_name
 from hvdlite.core.device import AnyArray, device_of
 from hvdlite.core.device import Event as DeviceEvent
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import Collective, ReduceOp
-from hvdlite.engine.execution import Execution
 from hvdlite.handoff.buckets import BucketEntry, BucketHandle, LearnedBucket, LearnedLayout
 from hvdlite.handoff.entry import Entry
 from hvdlite.handoff.handle import Handle
+from hvdlite.handoff.handoff import Handoff
 from hvdlite.negotiation.messages import BucketReady, Layout, LayoutStale, Retired, RoundDone
-from hvdlite.runtime.calls import Calls, reducible
+from hvdlite.runtime.collectives import Collectives, reducible
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Moment:
-    """Where a rank is in the rounds of a declared set."""
+    """Where a rank is in the rounds of a gradient set."""
 
     label: str
     round: int  # from 1
@@ -28,42 +27,31 @@ class Moment:
     in_step: bool = False  # it is in one
 
 
-Item = Entry | BucketEntry | RoundDone | LayoutStale | Retired | Callable[[], None]
-"""What user threads hand in; a callable is executed by the runtime thread."""
+class GradientSets:
+    """The calls that reduce gradient sets (docs/protocol.md#learning, #rounds, #layouts). Callable from any thread.
 
-
-class DeclaredSets(Calls):
-    """The calls that serve declared sets (docs/protocol.md#learning, #rounds, #layouts), beside the collectives.
-
-    Every rank submits each member of a set once a round, with or without a gradient. When a layout has been learned,
-    the members lie in its buckets, and full buckets are submitted instead.
+    A gradient set is the gradients of one optimizer. Every rank submits each member of a set once a round, with or without
+    a gradient. When a layout has been learned, the members lie in its buckets, and full buckets are submitted instead.
     """
 
-    _work: Execution
-
-    def _hand_in(self, item: Item) -> None:
-        raise NotImplementedError
-
-    def _slip_in(self, item: Item) -> None:
-        raise NotImplementedError
-
-    def _check_usable(self, name: str) -> None:
-        raise NotImplementedError
+    def __init__(self, collectives: Collectives, handoff: Handoff) -> None:
+        self._collectives = collectives
+        self._inbox, self._waiters, self._state = handoff.inbox, handoff.waiters, handoff.state
 
     def declare(self, name: str, source: AnyArray | None, output: AnyArray, op: ReduceOp, moment: Moment, *,
                 prescale: float = 1.0, postscale: float = 1.0, strides: tuple[int, ...] = (), group_id: int = 0,
                 process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
-        """Like `allreduce`, of a member of a declared set in a round; never travels eagerly.
+        """Like `allreduce`, of a member of a gradient set in a round; never travels eagerly.
 
         Args:
             strides: in elements; how `output` lies in the framework's memory. () is row-major.
             group_id: members with the same one, from 1, are learned as one bucket; 0 leaves that to the coordinator.
         """
-        request = self._request(name, Collective.ALLREDUCE, reducible(name, source, output, op), output.shape, op=op,
-                                prescale=float(prescale), postscale=float(postscale), absent=source is None,
-                                label=moment.label, round_id=moment.round, step=moment.step, in_step=moment.in_step,
-                                strides=strides, group_id=group_id, process_set=process_set, device=device_of(output))
-        return self._submit(Entry(request, [source], [output], output, self._sleepers))
+        request = self._collectives.request(
+            name, Collective.ALLREDUCE, reducible(name, source, output, op), output.shape, op=op, prescale=float(prescale),
+            postscale=float(postscale), absent=source is None, label=moment.label, round_id=moment.round, step=moment.step,
+            in_step=moment.in_step, strides=strides, group_id=group_id, process_set=process_set, device=device_of(output))
+        return self._inbox.submit(Entry(request, [source], [output], output, self._waiters))
 
     def declare_rows(self, name: str, rows: Array, moment: Moment, *,
                      process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
@@ -74,23 +62,19 @@ class DeclaredSets(Calls):
         Args:
             rows: 2-D; what a row holds is the caller's business.
         """
-        request = self._request(name, Collective.ALLGATHER, dtype_name(rows.dtype), rows.shape, label=moment.label,
-                                round_id=moment.round, step=moment.step, in_step=moment.in_step, process_set=process_set)
-        return self._submit(Entry(request, [rows], [], None, self._sleepers))
-
-    @property
-    def has_deferred(self) -> bool:
-        """Whether this rank has ever left a wait for later, because ranks waited for each other in a circle."""
-        return self._sleepers.have_deferred
+        request = self._collectives.request(name, Collective.ALLGATHER, dtype_name(rows.dtype), rows.shape,
+                                            label=moment.label, round_id=moment.round, step=moment.step,
+                                            in_step=moment.in_step, process_set=process_set)
+        return self._inbox.submit(Entry(request, [rows], [], None, self._waiters))
 
     def layout(self, label: str, number: int) -> LearnedLayout | None:
         """Return the layout by which round `number` of a set is to be reported; None: member by member."""
-        learned = self._work.layouts.get(label)
+        learned = self._state.layouts.get(label)
         return None if learned is None or learned.is_suspended or number < learned.layout.first_round else learned
 
     def is_suspended(self, label: str) -> bool:
         """Return whether a set has a layout that is not used until all ranks have joined."""
-        learned = self._work.layouts.get(label)
+        learned = self._state.layouts.get(label)
         return learned is not None and learned.is_suspended
 
     def submit_bucket(self, bucket: LearnedBucket, ready: BucketReady, event: DeviceEvent | None = None) -> BucketHandle:
@@ -99,22 +83,23 @@ class DeclaredSets(Calls):
         Args:
             event: on a GPU: after which it is filled.
         """
-        self._check_usable(bucket.definition.members[0].name)
-        entry = BucketEntry(bucket, ready, self._sleepers, event)
-        self._hand_in(entry)
+        self._inbox.check_usable(bucket.definition.members[0].name)
+        entry = BucketEntry(bucket, ready, self._waiters, event)
+        self._inbox.put(entry)
         return entry.handle
 
     def close_round(self, label: str, number: int, process_set: int = GLOBAL_PROCESS_SET_ID) -> None:
         """All members of a set's round are submitted by this rank; not needed when a bucket said so."""
-        self._hand_in(RoundDone(label, number, process_set))
+        self._inbox.put(RoundDone(label, number, process_set))
 
     def mark_stale(self, layout: Layout) -> None:
         """A layout does not describe this rank's set any more: end it on all ranks."""
-        self._hand_in(LayoutStale(layout.layout_id))
+        self._inbox.put(LayoutStale(layout.layout_id))
 
     def retire(self, label: str, process_set: int = GLOBAL_PROCESS_SET_ID) -> None:
         """This rank takes part in no further round of a set: the memory of its buckets goes back, on all ranks.
 
         Callable from finalizers: in any thread, in the middle of anything, in a forked child and after the end.
         """
-        self._slip_in(Retired(label, process_set))
+        if not self._inbox.closed:
+            self._inbox.post(Retired(label, process_set))

@@ -28,15 +28,15 @@ import numpy as np
 from hvdlite import api
 from hvdlite.training.objects import allgather_object
 from hvdlite.training.shards import disjoint_shard
-from hvdlite_tf.keras import shares
+from hvdlite_tf.keras import shards
 from hvdlite_tf.keras.loading import Loading
-from hvdlite_tf.keras.scope import Mirrored
+from hvdlite_tf.keras.scope import BaseStrategy
 
 
-class Taken(NamedTuple):
+class TakenBatch(NamedTuple):
     """The part of one global batch that this rank computes."""
 
-    number: int
+    batch_index: int
     """Of the global batch, from 0."""
     rows: int
     """The number of samples that this rank computes."""
@@ -44,7 +44,7 @@ class Taken(NamedTuple):
     """Whether they are this rank's."""
 
 
-class Applied:
+class EvaluationData:
     """Data that a model is applied to, once or (validation) after every epoch.
 
     Args:
@@ -63,20 +63,20 @@ class Applied:
     """
 
     def __init__(self, x: Any, arrays: tuple[Any, ...] | None, batch_size: int, steps: int | None,
-                 strategy: Mirrored, is_whole: bool = False) -> None:
-        is_distributed = shares.is_tf_dataset(x) and shares.is_distributed(x)
-        self.is_whole = is_whole and not shares.is_loader(x) and not is_distributed
+                 strategy: BaseStrategy, is_whole: bool = False) -> None:
+        is_distributed = shards.is_tf_dataset(x) and shards.is_distributed(x)
+        self.is_whole = is_whole and not shards.is_loader(x) and not is_distributed
         self._rank, self._size, self._steps = strategy.rank, strategy.num_replicas_in_sync, steps
-        self._taken: dict[int, Taken] = {}  # by number; a pass that is begun again takes the same
+        self._taken: dict[int, TakenBatch] = {}  # by index; a pass that is begun again takes the same
         self._rounds: _Rounds | None = None
         self._x, self._arrays, self._batch = x, arrays, batch_size
         self._dataset: Any = None
         if arrays is not None and keras.backend.backend() == "tensorflow":
             self._dataset = self._arrays_in_graph(arrays)
-        elif arrays is None and shares.is_tf_dataset(x):
-            self._dataset = self._in_graph(x if shares.is_distributed(x) else shares.checked(x))
-        elif arrays is None and shares.is_loader(x):
-            self._begin_loader = shares.loaded_shares(x)
+        elif arrays is None and shards.is_tf_dataset(x):
+            self._dataset = self._in_graph(x if shards.is_distributed(x) else shards.checked(x))
+        elif arrays is None and shards.is_loader(x):
+            self._begin_loader = shards.loaded_shards(x)
         elif arrays is None and not isinstance(x, keras.utils.PyDataset):
             if not hasattr(x, "__next__"):
                 raise ValueError(f"MirroredStrategy cannot share out {type(x).__name__}; give arrays, a tf.data.Dataset, a "
@@ -91,15 +91,16 @@ class Applied:
             return self._dataset, self._steps if self._rank == 0 else None
         if self._arrays is not None:
             arrays, batch = self._arrays, self._batch
-            count = self._bounded(-(-shares.rows_of(arrays) // batch))
-            batches = (shares.rows_taken(arrays, slice(number * batch, (number + 1) * batch)) for number in range(count))
+            count = self._bounded(-(-shards.rows_of(arrays) // batch))
+            batches = (shards.select_rows(arrays, slice(batch_index * batch,
+                                                        (batch_index + 1) * batch)) for batch_index in range(count))
             return self._noted(self._split(batches)), count if self._rank == 0 else None
         if isinstance(self._x, keras.utils.PyDataset):
-            shares.begin_epoch(self._x)
+            shards.begin_epoch(self._x)
             self._rounds = _Rounds(self._x, self._bounded(self._x.num_batches), self._rank, self._size,
                                    self.is_whole)
             return self._rounds, None
-        if shares.is_loader(self._x):
+        if shards.is_loader(self._x):
             return self._noted(self._loaded()), self._steps if self._rank == 0 else None
         generated = itertools.islice(itertools.chain(self._first, self._x), self._steps)
         return self._noted(self._split(generated)), self._steps if self._rank == 0 else None
@@ -107,7 +108,7 @@ class Applied:
     def end(self) -> None:
         """Be done with one pass."""
         if isinstance(self._x, keras.utils.PyDataset):
-            shares.end_epoch(self._x)
+            shards.end_epoch(self._x)
 
     @property
     def is_spare(self) -> bool:
@@ -124,13 +125,13 @@ class Applied:
             total, begin = sum(each.rows for each in taken), 0
             for each in taken:
                 if each.counts:
-                    pieces[each.number, rank] = keras.tree.map_structure(
+                    pieces[each.batch_index, rank] = keras.tree.map_structure(
                         lambda leaf, begin=begin, rows=each.rows, total=total: _piece(leaf, begin, rows, total), theirs)
                 begin += each.rows
         return keras.tree.map_structure(lambda *leaves: np.concatenate(leaves), *(pieces[place] for place in sorted(pieces)))
 
-    def _all_taken(self) -> list[Taken]:
-        return self._rounds.taken() if self._rounds is not None else [self._taken[number] for number in sorted(self._taken)]
+    def _all_taken(self) -> list[TakenBatch]:
+        return self._rounds.taken() if self._rounds is not None else [self._taken[index] for index in sorted(self._taken)]
 
     def _bounded(self, count: int | None) -> int:
         if count is None and self._steps is None:
@@ -138,18 +139,18 @@ class Applied:
         return min(each for each in (count, self._steps) if each is not None)
 
     def _split(self, batches: Iterator[Any]) -> Iterator[tuple[Any, int]]:
-        for number, batch in enumerate(batches):
-            mine = _rows_of_one(number, shares.rows_of(batch), self._rank, self._size, self.is_whole)
+        for batch_index, batch in enumerate(batches):
+            mine = _rows_of_one(batch_index, shards.rows_of(batch), self._rank, self._size, self.is_whole)
             rows = mine.stop - mine.start
-            yield (shares.rows_taken(batch, mine) if rows else batch), rows
+            yield (shards.select_rows(batch, mine) if rows else batch), rows
 
     def _loaded(self) -> Iterator[tuple[Any, int]]:
         for rows, batch in itertools.islice(self._begin_loader(), self._steps):
             if rows >= self._size:
-                yield batch, shares.rows_of(batch)
+                yield batch, shards.rows_of(batch)
             else:  # every rank has the batch whole
                 mine = disjoint_shard(rows, self._rank, self._size)
-                yield (shares.rows_taken(batch, mine), 1) if mine.stop > mine.start else (batch, 0)
+                yield (shards.select_rows(batch, mine), 1) if mine.stop > mine.start else (batch, 0)
 
     def _noted(self, batches: Iterator[tuple[Any, int]]) -> Iterator[Any]:
         """Yield batches of which this rank has rows; the first one when it has rows of none.
@@ -158,46 +159,46 @@ class Applied:
             batches: this rank's rows, and how many there are; a whole batch when there are none.
         """
         spare: Any = None
-        for number, (batch, rows) in enumerate(batches):
+        for batch_index, (batch, rows) in enumerate(batches):
             if rows:
-                self._taken[number] = Taken(number, rows, True)
+                self._taken[batch_index] = TakenBatch(batch_index, rows, True)
                 yield _as_tuple(batch)
             elif spare is None:
                 spare = batch
         if spare is not None and self.is_spare:
-            self._taken[0] = Taken(0, shares.rows_of(spare), False)
+            self._taken[0] = TakenBatch(0, shards.rows_of(spare), False)
             yield _as_tuple(spare)
 
     def _arrays_in_graph(self, arrays: tuple[Any, ...]) -> Any:
-        rows = shares.rows_of(arrays)
+        rows = shards.rows_of(arrays)
         if self._steps is not None:
             rows = min(rows, self._steps * self._batch)
-        kept = shares.rows_taken(arrays, slice(rows))
-        whole = shares.array_dataset(kept, self._batch, None, lambda indices: indices)
+        kept = shards.select_rows(arrays, slice(rows))
+        whole = shards.array_dataset(kept, self._batch, None, lambda indices: indices)
         return self._in_graph(whole)
 
     def _in_graph(self, dataset: Any) -> Any:
         """Return a tf.data.Dataset of this rank's rows."""
         import tensorflow as tf
-        is_local, rank, size = shares.is_distributed(dataset), self._rank, self._size
+        is_local, rank, size = shards.is_distributed(dataset), self._rank, self._size
 
-        def mine(number: Any, batch: Any) -> tuple[Any, Any, Any]:
+        def mine(batch_index: Any, batch: Any) -> tuple[Any, Any, Any]:
             first = keras.tree.flatten(batch)[0]
             if is_local:
-                return number, tf.shape(first)[0], batch
+                return batch_index, tf.shape(first)[0], batch
             if self.is_whole:
-                rows = slice(0, tf.where(tf.equal(number % size, rank), tf.shape(first)[0], 0))
+                rows = slice(0, tf.where(tf.equal(batch_index % size, rank), tf.shape(first)[0], 0))
             else:
-                rows = shares.graph_rows(first, rank, size, is_exclusive=True)
-            return number, rows.stop - rows.start, keras.tree.map_structure(lambda leaf: leaf[rows], batch)
+                rows = shards.graph_rows(first, rank, size, is_exclusive=True)
+            return batch_index, rows.stop - rows.start, keras.tree.map_structure(lambda leaf: leaf[rows], batch)
 
         def noted(counts: bool) -> Any:
-            def note(number: Any, rows: Any) -> Any:
-                self._taken[int(number)] = Taken(int(number), int(rows), counts)
+            def note(batch_index: Any, rows: Any) -> Any:
+                self._taken[int(batch_index)] = TakenBatch(int(batch_index), int(rows), counts)
                 return np.int64(0)
 
-            def pass_on(number: Any, rows: Any, batch: Any) -> Any:
-                with tf.control_dependencies([tf.numpy_function(note, [number, rows], tf.int64)]):
+            def pass_on(batch_index: Any, rows: Any, batch: Any) -> Any:
+                with tf.control_dependencies([tf.numpy_function(note, [batch_index, rows], tf.int64)]):
                     return keras.tree.map_structure(tf.identity, batch)
             return pass_on
 
@@ -206,8 +207,9 @@ class Applied:
         if is_local or (rank == 0 and not self.is_whole):
             return shared.map(noted(True)).prefetch(tf.data.AUTOTUNE)
         has_none = lambda *_: tf.numpy_function(lambda: np.bool_(self.is_spare), [], tf.bool)  # noqa: E731
-        spare = numbered.take(1).map(lambda number, batch: (number, tf.shape(keras.tree.flatten(batch)[0])[0], batch))
-        return shared.filter(lambda number, rows, batch: rows > 0).map(noted(True)).concatenate(
+        spare = numbered.take(1).map(lambda batch_index, batch: (batch_index, tf.shape(keras.tree.flatten(batch)[0])[0],
+                                                                 batch))
+        return shared.filter(lambda batch_index, rows, batch: rows > 0).map(noted(True)).concatenate(
             spare.filter(has_none).map(noted(False))).prefetch(tf.data.AUTOTUNE)
 
 
@@ -225,15 +227,15 @@ class _Rounds(keras.utils.PyDataset):
         super().__init__()
         full = count // size * size
         self._loading, self._whole = Loading(dataset), range(rank, full, size)
-        self._taken: dict[int, Taken] = {}
-        self._left: list[tuple[Taken, Any]] = []
-        for number in range(full, count):
-            batch = dataset[number]
-            mine = _rows_of_one(number, shares.rows_of(batch), rank, size, is_whole)
+        self._taken: dict[int, TakenBatch] = {}
+        self._left: list[tuple[TakenBatch, Any]] = []
+        for batch_index in range(full, count):
+            batch = dataset[batch_index]
+            mine = _rows_of_one(batch_index, shards.rows_of(batch), rank, size, is_whole)
             if mine.stop > mine.start:
-                self._left.append((Taken(number, mine.stop - mine.start, True), shares.rows_taken(batch, mine)))
+                self._left.append((TakenBatch(batch_index, mine.stop - mine.start, True), shards.select_rows(batch, mine)))
         if count and not self._whole and not self._left:
-            self._left = [(Taken(full, shares.rows_of(batch), False), batch)]
+            self._left = [(TakenBatch(full, shards.rows_of(batch), False), batch)]
 
     @property
     def num_batches(self) -> int:
@@ -243,13 +245,13 @@ class _Rounds(keras.utils.PyDataset):
         if index >= len(self._whole):
             return self._left[index - len(self._whole)][1]
         batch = self._loading.batch(index, self._whole)
-        self._taken[index] = Taken(self._whole[index], shares.rows_of(batch), True)
+        self._taken[index] = TakenBatch(self._whole[index], shards.rows_of(batch), True)
         return batch
 
     def on_epoch_end(self) -> None:
         self._loading.stop()
 
-    def taken(self) -> list[Taken]:
+    def taken(self) -> list[TakenBatch]:
         """Return what this rank has computed."""
         return [*(self._taken[index] for index in sorted(self._taken)), *(taken for taken, _ in self._left)]
 
@@ -263,10 +265,10 @@ def without_warnings(rank: int) -> Iterator[None]:
         yield
 
 
-def _rows_of_one(number: int, rows: int, rank: int, size: int, is_whole: bool) -> slice:
+def _rows_of_one(batch_index: int, rows: int, rank: int, size: int, is_whole: bool) -> slice:
     """Return which rows of a global batch a rank takes."""
     if is_whole:
-        return slice(0, rows if number % size == rank else 0)
+        return slice(0, rows if batch_index % size == rank else 0)
     return disjoint_shard(rows, rank, size)
 
 

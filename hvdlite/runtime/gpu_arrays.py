@@ -27,7 +27,7 @@ def is_on_gpu(array: object) -> bool:
     return module is not None and isinstance(array, module.ndarray)
 
 
-def lend(array: Any, name: str, devices: DeviceAccess | None, collective: Collective, op: ReduceOp | None = None, *,
+def wrap(array: Any, name: str, devices: DeviceAccess | None, collective: Collective, op: ReduceOp | None = None, *,
          in_place: bool = False) -> DeviceArray:
     """Describe a CuPy array to the plane for GPUs, ready after what CuPy's current stream has been given.
 
@@ -50,21 +50,21 @@ def lend(array: Any, name: str, devices: DeviceAccess | None, collective: Collec
             raise UnsupportedError(f"'{name}': the array of shape {list(array.shape)} is not C-contiguous; pass "
                                    "cupy.ascontiguousarray(...)")
         array = cupy().ascontiguousarray(array)
-    return _lent(array, devices, cupy().cuda.get_current_stream(int(array.device.id)))
+    return _wrapped(array, devices, cupy().cuda.get_current_stream(int(array.device.id)))
 
 
-def room(like: DeviceArray) -> DeviceArray:
+def empty_like(like: DeviceArray) -> DeviceArray:
     """Return memory for a result of the same shape and dtype."""
     assert like.empty is not None
     return like.empty(like.shape)
 
 
-def _lent(array: Any, devices: DeviceAccess, stream: Any) -> DeviceArray:
+def _wrapped(array: Any, devices: DeviceAccess, stream: Any) -> DeviceArray:
     def empty(shape: tuple[int, ...]) -> DeviceArray:
         with array.device, stream:  # CuPy gives memory back in the order of a stream: the one that the caller works on
             made = cupy().empty(shape, array.dtype)
-        return _lent(made, devices, stream)
-    return devices.lend(int(array.data.ptr), tuple(array.shape), array.dtype, int(array.device.id),
+        return _wrapped(made, devices, stream)
+    return devices.wrap(int(array.data.ptr), tuple(array.shape), array.dtype, int(array.device.id),
                         stream=int(stream.ptr), owner=array, empty=empty)
 
 

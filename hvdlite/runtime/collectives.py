@@ -1,12 +1,9 @@
-"""The collectives of the runtime: each call is checked, and becomes an entry for the background thread."""
+"""The collectives: calls are checked where they are made, and become entries in the inbox."""
 
 from __future__ import annotations
 
-import itertools
 import operator
-import threading
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,59 +14,26 @@ from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import ROOTED, Collective, ReduceOp
 from hvdlite.core.world import World
-from hvdlite.diagnostics.progress import Progress
 from hvdlite.handoff.entry import Entry
-from hvdlite.handoff.handle import Handle, Handles, Sleepers
+from hvdlite.handoff.handle import Handle, Handles
+from hvdlite.handoff.handoff import Handoff
 from hvdlite.negotiation.messages import Request
 from hvdlite.negotiation.process_sets import pair
 
 
-class Calls:
-    """The collectives of one rank on NumPy arrays, and on GPUs' memory; `_submit` hands an entry to the engine.
+class Collectives:
+    """The collectives of one rank on NumPy arrays, and on GPUs' memory. Callable from any thread.
 
     Every call checks its arguments and returns a `Handle` without blocking. The arrays must be C-contiguous, stay alive
     and not be written until the handle is done; on a GPU, until what follows the handle's completion.
+
+    Args:
+        eager_limit: bytes; smaller tensors are sent along with their requests.
     """
 
-    world: World
-
-    def __init__(self, eager_limit: int) -> None:
+    def __init__(self, world: World, handoff: Handoff, eager_limit: int) -> None:
+        self._world, self._inbox, self._waiters, self._state = world, handoff.inbox, handoff.waiters, handoff.state
         self._eager_limit = eager_limit
-        self._sleepers = Sleepers(self._about_to_sleep, self._tell_blocked)
-        self._counters: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
-        self._labels: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
-        self._counters_lock = threading.Lock()
-        self.joins = 0  # how often all ranks have joined
-
-    def _submit(self, entry: Entry, *, at_once: bool = True) -> Handle:
-        raise NotImplementedError
-
-    def _about_to_sleep(self) -> None:
-        raise NotImplementedError
-
-    def _tell_blocked(self) -> None:
-        raise NotImplementedError
-
-    @property
-    def progress(self) -> Progress:
-        """How far this rank is, for whoever watches the job."""
-        return self._sleepers.progress
-
-    def unnamed(self, adapter: str, kind: str, process_set: int = GLOBAL_PROCESS_SET_ID) -> str:
-        """Return the next name for a call without one; equal on all ranks of a set that make the same calls in order."""
-        with self._counters_lock:
-            return _numbered(self._counters, f"{adapter}.{kind}.noname", process_set)
-
-    def label(self, adapter: str, process_set: int = GLOBAL_PROCESS_SET_ID) -> str:
-        """Return the next name for a declared set; equal on all ranks of a set that make their optimizers in order."""
-        with self._counters_lock:
-            return _numbered(self._labels, f"{adapter}.optimizer", process_set)
-
-    def _start_anew(self) -> None:
-        """All ranks have joined: they may have made different numbers of calls, so numbering starts anew."""
-        with self._counters_lock:
-            self._counters.clear()
-            self.joins += 1
 
     def members(self, process_set: int) -> tuple[int, ...]:
         """Return the ranks of a process set, ascending.
@@ -77,7 +41,9 @@ class Calls:
         Raises:
             UnsupportedError: when there is no such set (any more).
         """
-        raise NotImplementedError
+        if process_set not in self._state.process_sets:
+            raise UnsupportedError(f"there is no process set {process_set}; it was removed, or never added")
+        return self._state.process_sets[process_set]
 
     def allreduce(self, name: str, source: AnyArray | None, output: AnyArray, op: ReduceOp, *, prescale: float = 1.0,
                   postscale: float = 1.0, process_set: int = GLOBAL_PROCESS_SET_ID, at_once: bool = True) -> Handle:
@@ -100,10 +66,10 @@ class Calls:
             DuplicateNameError: when `name` is still being processed in this set on this rank.
         """
         op = ReduceOp(op)
-        request = self._request(name, Collective.ALLREDUCE, reducible(name, source, output, op), output.shape, op=op,
-                                prescale=float(prescale), postscale=float(postscale), absent=source is None,
-                                payload=self._payload(source), process_set=process_set, device=device_of(output))
-        return self._submit(Entry(request, *_memory(source, output), output, self._sleepers), at_once=at_once)
+        request = self.request(name, Collective.ALLREDUCE, reducible(name, source, output, op), output.shape, op=op,
+                               prescale=float(prescale), postscale=float(postscale), absent=source is None,
+                               payload=self._payload(source), process_set=process_set, device=device_of(output))
+        return self._inbox.submit(Entry(request, *_memory(source, output), output, self._waiters), at_once=at_once)
 
     def grouped_allreduce(self, name: str, sources: Sequence[AnyArray], outputs: Sequence[AnyArray], op: ReduceOp, *,
                           prescale: float = 1.0, postscale: float = 1.0,
@@ -123,11 +89,11 @@ class Calls:
         handles = []
         for (dtype, device), (given, own) in groups.items():
             part = name if len(groups) == 1 else f"{name}.{dtype}" if device == CPU else f"{name}.{dtype}.{device}"
-            request = self._request(part, Collective.ALLREDUCE, dtype,
-                                    (sum(output.size for output in own),), op=op, prescale=float(prescale),
-                                    postscale=float(postscale), group=tuple(output.shape for output in own),
-                                    process_set=process_set, device=device)
-            handles.append(self._submit(Entry(request, given, own, own, self._sleepers)))
+            request = self.request(part, Collective.ALLREDUCE, dtype,
+                                   (sum(output.size for output in own),), op=op, prescale=float(prescale),
+                                   postscale=float(postscale), group=tuple(output.shape for output in own),
+                                   process_set=process_set, device=device)
+            handles.append(self._inbox.submit(Entry(request, given, own, own, self._waiters)))
         return Handles(handles, outputs)
 
     def reduce(self, name: str, source: AnyArray, output: AnyArray | None, root_rank: int, op: ReduceOp, *,
@@ -139,10 +105,10 @@ class Calls:
         """
         op = ReduceOp(op)
         dtype = reducible(name, source, source if output is None else output, op)
-        request = self._request(name, Collective.REDUCE, dtype, source.shape, op=op, root_rank=root_rank,
-                                prescale=float(prescale), postscale=float(postscale), process_set=process_set,
-                                device=device_of(source))
-        return self._submit(Entry(request, [source], [output], output, self._sleepers))
+        request = self.request(name, Collective.REDUCE, dtype, source.shape, op=op, root_rank=root_rank,
+                               prescale=float(prescale), postscale=float(postscale), process_set=process_set,
+                               device=device_of(source))
+        return self._inbox.submit(Entry(request, [source], [output], output, self._waiters))
 
     def reducescatter(self, name: str, array: AnyArray, op: ReduceOp, *, prescale: float = 1.0, postscale: float = 1.0,
                       process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
@@ -157,10 +123,10 @@ class Calls:
         if op is ReduceOp.ADASUM:
             raise UnsupportedError(f"'{name}': reducescatter has no Adasum, which weighs whole tensors; use allreduce")
         _check_rows(name, array, "reducescatter cuts")
-        request = self._request(name, Collective.REDUCESCATTER, reducible(name, array, array, op), array.shape, op=op,
-                                prescale=float(prescale), postscale=float(postscale), process_set=process_set,
-                                device=device_of(array))
-        return self._submit(Entry(request, [array], [], None, self._sleepers))
+        request = self.request(name, Collective.REDUCESCATTER, reducible(name, array, array, op), array.shape, op=op,
+                               prescale=float(prescale), postscale=float(postscale), process_set=process_set,
+                               device=device_of(array))
+        return self._inbox.submit(Entry(request, [array], [], None, self._waiters))
 
     def broadcast(self, name: str, array: AnyArray, root_rank: int, *, process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
         """Overwrite `array` on every rank of a process set with rank `root_rank`'s.
@@ -172,10 +138,10 @@ class Calls:
             UnsupportedError: for an unsupported dtype, or a root or a caller that is not in the set.
             DuplicateNameError: Like `allreduce`.
         """
-        request = self._request(name, Collective.BROADCAST, _checked(name, array), array.shape, root_rank=root_rank,
-                                payload=self._payload(array) if self.world.rank == root_rank else None,
-                                process_set=process_set, device=device_of(array))
-        return self._submit(Entry(request, *_memory(array, array), array, self._sleepers))
+        request = self.request(name, Collective.BROADCAST, _checked(name, array), array.shape, root_rank=root_rank,
+                               payload=self._payload(array) if self._world.rank == root_rank else None,
+                               process_set=process_set, device=device_of(array))
+        return self._inbox.submit(Entry(request, *_memory(array, array), array, self._waiters))
 
     def allgather(self, name: str, array: AnyArray, *, process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
         """Concatenate all ranks' arrays along the first dimension, in rank order, into a new array.
@@ -188,16 +154,16 @@ class Calls:
             DuplicateNameError: Like `allreduce`.
         """
         _check_rows(name, array, "allgather concatenates along")
-        request = self._request(name, Collective.ALLGATHER, _checked(name, array), array.shape,
-                                payload=self._payload(array), process_set=process_set, device=device_of(array))
-        return self._submit(Entry(request, [array], [], None, self._sleepers))
+        request = self.request(name, Collective.ALLGATHER, _checked(name, array), array.shape,
+                               payload=self._payload(array), process_set=process_set, device=device_of(array))
+        return self._inbox.submit(Entry(request, [array], [], None, self._waiters))
 
     def gather(self, name: str, array: AnyArray, root_rank: int, *, process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
         """Like `allgather`, but only rank `root_rank` gets the result; the others get None."""
         _check_rows(name, array, "gather concatenates along")
-        request = self._request(name, Collective.GATHER, _checked(name, array), array.shape, root_rank=root_rank,
-                                process_set=process_set, device=device_of(array))
-        return self._submit(Entry(request, [array], [], None, self._sleepers))
+        request = self.request(name, Collective.GATHER, _checked(name, array), array.shape, root_rank=root_rank,
+                               process_set=process_set, device=device_of(array))
+        return self._inbox.submit(Entry(request, [array], [], None, self._waiters))
 
     def scatter(self, name: str, array: AnyArray, root_rank: int, *, process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
         """Give each rank of a process set its share of the rows of rank `root_rank`'s array, as a new array.
@@ -209,9 +175,9 @@ class Calls:
             UnsupportedError: like `broadcast`, and for a scalar.
         """
         _check_rows(name, array, "scatter cuts")
-        request = self._request(name, Collective.SCATTER, _checked(name, array), array.shape, root_rank=root_rank,
-                                process_set=process_set, device=device_of(array))
-        return self._submit(Entry(request, [array], [], None, self._sleepers))
+        request = self.request(name, Collective.SCATTER, _checked(name, array), array.shape, root_rank=root_rank,
+                               process_set=process_set, device=device_of(array))
+        return self._inbox.submit(Entry(request, [array], [], None, self._waiters))
 
     def alltoall(self, name: str, array: AnyArray, splits: Sequence[int] | None = None, *,
                  process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
@@ -239,9 +205,9 @@ class Calls:
         if len(given) != size or min(given, default=0) < 0 or sum(given) > rows:
             raise UnsupportedError(f"'{name}': splits {list(splits)} must be {size} whole numbers from 0, one for each rank "
                                    f"of the set, with a sum of at most {rows}, the number of rows")
-        request = self._request(name, Collective.ALLTOALL, dtype, array.shape, splits=given, process_set=process_set,
-                                device=device_of(array))
-        return self._submit(Entry(request, [array], [], None, self._sleepers))
+        request = self.request(name, Collective.ALLTOALL, dtype, array.shape, splits=given, process_set=process_set,
+                               device=device_of(array))
+        return self._inbox.submit(Entry(request, [array], [], None, self._waiters))
 
     def send(self, name: str, array: AnyArray, receiver: int) -> Handle:
         """Send an array to another rank, which calls `receive` with the same name; the result is None.
@@ -252,26 +218,26 @@ class Calls:
             UnsupportedError: for an unsupported dtype, or a receiver that does not exist or is this rank.
             DuplicateNameError: Like `allreduce`.
         """
-        return self._transfer(name, array, None, self.world.rank, receiver)
+        return self._transfer(name, array, None, self._world.rank, receiver)
 
     def receive(self, name: str, array: AnyArray, sender: int) -> Handle:
         """Overwrite `array` with what another rank sends: the same name, shape and dtype."""
-        return self._transfer(name, array, array, sender, self.world.rank)
+        return self._transfer(name, array, array, sender, self._world.rank)
 
     def _transfer(self, name: str, array: AnyArray, output: AnyArray | None, sender: int, receiver: int) -> Handle:
-        other = receiver if sender == self.world.rank else sender
-        if other == self.world.rank or not 0 <= other < self.world.size:
-            raise UnsupportedError(f"'{name}': rank {self.world.rank} exchanges tensors with another of the ranks "
-                                   f"0..{self.world.size - 1}, not with {other}")
-        request = self._request(name, Collective.SEND, _checked(name, array), array.shape, root_rank=sender,
-                                payload=None if output is array else self._payload(array),
-                                process_set=pair(sender, receiver, self.world.size), device=device_of(array))
-        return self._submit(Entry(request, [array], [output], output, self._sleepers))
+        other = receiver if sender == self._world.rank else sender
+        if other == self._world.rank or not 0 <= other < self._world.size:
+            raise UnsupportedError(f"'{name}': rank {self._world.rank} exchanges tensors with another of the ranks "
+                                   f"0..{self._world.size - 1}, not with {other}")
+        request = self.request(name, Collective.SEND, _checked(name, array), array.shape, root_rank=sender,
+                               payload=None if output is array else self._payload(array),
+                               process_set=pair(sender, receiver, self._world.size), device=device_of(array))
+        return self._inbox.submit(Entry(request, [array], [output], output, self._waiters))
 
     def barrier(self, name: str, *, process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
         """Complete when every rank of a process set has made this call."""
-        request = self._request(name, Collective.BARRIER, "uint8", (0,), process_set=process_set)
-        return self._submit(Entry(request, [], [], None, self._sleepers))
+        request = self.request(name, Collective.BARRIER, "uint8", (0,), process_set=process_set)
+        return self._inbox.submit(Entry(request, [], [], None, self._waiters))
 
     def join(self) -> Handle:
         """Take no further part until all ranks of the job have made this call; the result is the last one's rank.
@@ -279,7 +245,7 @@ class Calls:
         Meanwhile this rank contributes nothing to the others' collectives, and they do not wait for it. Average goes on
         dividing by the number of ranks in the process set, or by the active ones with HVDLITE_JOIN_DIVIDES_BY_ACTIVE.
         """
-        return self._submit(Entry(Request("join", Collective.JOIN, "uint8", (0,)), [], [], None, self._sleepers))
+        return self._inbox.submit(Entry(Request("join", Collective.JOIN, "uint8", (0,)), [], [], None, self._waiters))
 
     def add_process_set(self, ranks: Sequence[int]) -> Handle:
         """Register a process set; the result is its id. All ranks of the job make this call, with the same ranks.
@@ -288,14 +254,14 @@ class Calls:
             UnsupportedError: for ranks that do not exist, none at all, or a set that exists already.
         """
         members = tuple(sorted(ranks))
-        size = self.world.size
+        size = self._world.size
         if not members or len(set(members)) != len(members) or members[0] < 0 or members[-1] >= size:
-            raise UnsupportedError(f"a process set contains some of the ranks 0..{size - 1}, each once, not {list(ranks)}")
-        known = self._find_set(members)
+            raise UnsupportedError(f"a process set holds some of the ranks 0..{size - 1}, each once, not {list(ranks)}")
+        known = self._state.process_sets.find(members)
         if known is not None:
             raise UnsupportedError(f"ranks {list(members)} are process set {known} already")
         request = Request("process_set.add", Collective.ADD_PROCESS_SET, "uint8", (0,), members=members)
-        return self._submit(Entry(request, [], [], None, self._sleepers))
+        return self._inbox.submit(Entry(request, [], [], None, self._waiters))
 
     def remove_process_set(self, number: int) -> Handle:
         """Forget a process set, when nothing of it is under way; all ranks of the job make this call.
@@ -307,20 +273,17 @@ class Calls:
         if number == GLOBAL_PROCESS_SET_ID:
             raise UnsupportedError("the process set of all ranks cannot be removed")
         request = Request("process_set.remove", Collective.REMOVE_PROCESS_SET, "uint8", (0,), members=(number,))
-        return self._submit(Entry(request, [], [], None, self._sleepers))
+        return self._inbox.submit(Entry(request, [], [], None, self._waiters))
 
-    def _find_set(self, members: tuple[int, ...]) -> int | None:
-        raise NotImplementedError
-
-    def _request(self, name: str, collective: Collective, dtype: str, shape: tuple[int, ...], *, process_set: int,
+    def request(self, name: str, collective: Collective, dtype: str, shape: tuple[int, ...], *, process_set: int,
                  root_rank: int = -1, **rest: Any) -> Request:
         """Return a request of a process set that this rank, and the root if there is one, belong to."""
         members = self.members(process_set)
-        if self.world.rank not in members:
-            raise UnsupportedError(f"'{name}': rank {self.world.rank} is not a member of process set {process_set}, "
+        if self._world.rank not in members:
+            raise UnsupportedError(f"'{name}': rank {self._world.rank} is not a member of process set {process_set}, "
                                    f"which is ranks {list(members)}")
         if collective in ROOTED and root_rank not in members:
-            what = f"this job (0..{self.world.size - 1})" if process_set == GLOBAL_PROCESS_SET_ID else \
+            what = f"this job (0..{self._world.size - 1})" if process_set == GLOBAL_PROCESS_SET_ID else \
                 f"process set {process_set}, which is ranks {list(members)}"
             raise UnsupportedError(f"'{name}': root_rank {root_rank} is not a rank of {what}")
         return Request(name, collective, dtype, shape, root_rank=root_rank, process_set_id=process_set, **rest)
@@ -330,12 +293,6 @@ class Calls:
         if type(array) is not np.ndarray or array.nbytes > self._eager_limit:
             return None
         return array.tobytes()
-
-
-def _numbered(counters: defaultdict[str, Iterator[int]], where: str, process_set: int) -> str:
-    if process_set != GLOBAL_PROCESS_SET_ID:
-        where += f".set{process_set}"
-    return f"{where}.{next(counters[where])}"
 
 
 def reducible(name: str, source: AnyArray | None, output: AnyArray, op: ReduceOp) -> str:

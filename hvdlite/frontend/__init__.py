@@ -25,19 +25,6 @@ from hvdlite.api import (
     stop_timeline,
     story,
 )
-from hvdlite.built import (
-    ccl_built,
-    check_extension,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-)
 from hvdlite.core.errors import (
     ConfigError,
     DuplicateNameError,
@@ -55,6 +42,19 @@ from hvdlite.core.errors import (
 )
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
+from hvdlite.frontend.built import (
+    ccl_built,
+    check_extension,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
 from hvdlite.ops import barrier
 
 __all__ = [

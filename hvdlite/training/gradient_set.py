@@ -1,19 +1,19 @@
-"""A declared set: what the rounds of one wrapped optimizer have in common."""
+"""A gradient set: what the rounds of one wrapped optimizer have in common."""
 
 from __future__ import annotations
 
 from typing import Generic
 
 from hvdlite.core.types import ReduceOp
-from hvdlite.negotiation.buckets import first_round
-from hvdlite.runtime.declared import Moment
+from hvdlite.negotiation.layouts import first_round
+from hvdlite.runtime.gradient_sets import Moment
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.framework import Framework, Parameter
 from hvdlite.training.member_gradients import MemberGradients
 from hvdlite.training.members import Members
 
 
-class DeclaredSet(Generic[Parameter]):
+class GradientSet(Generic[Parameter]):
     """The parameters of one wrapped optimizer, how their gradients are reduced, and how many rounds there were.
 
     Args:

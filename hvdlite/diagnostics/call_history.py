@@ -1,0 +1,30 @@
+"""The last collectives of a rank, for stall reports."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Final
+
+from hvdlite.diagnostics.stall_report import rank_status
+from hvdlite.negotiation.messages import RankStatus
+
+RECENT: Final = 200
+"""How many collectives a rank remembers."""
+
+
+class CallHistory:
+    """The names of the collectives that this rank has called last. Only the background thread calls it."""
+
+    def __init__(self) -> None:
+        self._recent: deque[str] = deque(maxlen=RECENT)
+        self._count = 0  # of all collectives, since the beginning
+
+    def add(self, name: str) -> None:
+        """This rank has called a collective."""
+        self._recent.append(name)
+        self._count += 1
+
+    def status(self, thread: int, waiting: Sequence[str]) -> RankStatus:
+        """Describe this rank; the arguments are those of `rank_status`."""
+        return rank_status(thread, tuple(self._recent), self._count - len(self._recent) + 1, waiting)

@@ -1,0 +1,33 @@
+"""What a rank's background thread is given to work with."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+from hvdlite.control.base import ControlPlane
+from hvdlite.diagnostics.stall_inspector import ProcessProbe
+from hvdlite.engine.limits import Clock
+from hvdlite.engine.oob import OobChannel
+from hvdlite.planes.base import DevicePlane, Plane
+
+
+@dataclasses.dataclass(frozen=True)
+class Connections:
+    """How one rank reaches the others. Only the background thread calls them, but for what they say themselves.
+
+    Attributes:
+        control: carries reports and decisions.
+        plane: moves tensors on the host.
+        oob: carries the few bytes by which planes connect.
+        devices: moves tensors on GPUs; None where there are none.
+        probe: tells the state of the ranks of this host without asking them; None where nothing is known.
+        clock: the same for all ranks of the job.
+    """
+
+    control: ControlPlane
+    plane: Plane
+    oob: OobChannel
+    devices: DevicePlane | None = None
+    probe: ProcessProbe | None = None
+    clock: Clock = time.monotonic

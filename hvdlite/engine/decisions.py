@@ -1,0 +1,79 @@
+"""The one interpreter of decisions on a rank: what counts on arrival, and what is applied in order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from hvdlite.diagnostics.flight_recorder import FlightRecorder
+from hvdlite.engine.coordinator_link import CoordinatorLink
+from hvdlite.engine.execution import Execution
+from hvdlite.handoff.handle import BlockedWaiters
+from hvdlite.negotiation.controller import Controller
+from hvdlite.negotiation.messages import Decision, FailureNotice, RankStatus, SideMessage
+
+
+class JobFailed(Exception):
+    """Unwinds the background thread, because the job has failed on some rank."""
+
+    def __init__(self, notice: FailureNotice) -> None:
+        super().__init__(notice)
+        self.notice = notice
+
+
+class Decisions:
+    """The decisions that one rank has received. Only the background thread calls it.
+
+    `Decision` documents which of its fields count on arrival, even in the middle of a plan, and in which order the others
+    are applied. `accept` and `apply_next` follow it, field by field.
+
+    Attributes:
+        departed: the ranks that have left the job normally.
+        has_left: whether this rank has: its own leaving is accepted, and everything that was decided before is done.
+
+    Args:
+        status: describes this rank for stall reports.
+    """
+
+    def __init__(self, controller: Controller, coordinator: CoordinatorLink, execution: Execution, waiters: BlockedWaiters,
+                 recorder: FlightRecorder, status: Callable[[], RankStatus]) -> None:
+        self.departed: set[int] = set()
+        self.has_left = False
+        self._rank = controller.rank
+        self._controller, self._coordinator, self._execution = controller, coordinator, execution
+        self._waiters, self._recorder, self._status = waiters, recorder, status
+        self._queue: deque[Decision] = deque()  # received and not applied
+
+    def __bool__(self) -> bool:
+        return bool(self._queue)
+
+    def accept(self, decision: Decision) -> None:
+        """Receive a decision.
+
+        Raises:
+            JobFailed: when it says so.
+        """
+        if decision.failure is not None:
+            raise JobFailed(decision.failure)
+        if self._rank in decision.status_requests:
+            self._controller.say(SideMessage(status=self._status()))
+        if decision.left:
+            self.departed.update(decision.left)
+        if self._rank in decision.deferred:
+            self._waiters.defer()
+        self._queue.append(decision)
+
+    def apply_next(self) -> None:
+        """Apply the oldest decision that has been received and not applied."""
+        decision = self._queue.popleft()
+        if decision.timeline is not None:
+            self._recorder.trace(decision.timeline)
+            self._controller.say(SideMessage(trace=self._recorder.take_trace()))
+            self._coordinator.tracing_changed(decision.timeline)
+        self._recorder.cycle(decision.sequence)
+        if decision.tuned:
+            self._execution.tune(dict(decision.tuned))
+        self._execution.open_pairs(decision.responses)
+        self._execution.carry_out(self._controller.apply(decision), self.departed)
+        if self._rank in decision.left:
+            self.has_left = True

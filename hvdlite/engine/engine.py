@@ -1,0 +1,253 @@
+"""One rank's background thread: it negotiates what user threads hand in, and moves tensors.
+
+Theory of operation
+- The thread turns the inbox into a report, handles received messages, and applies decisions strictly in order.
+- Its only places to block are `ControlPlane.wait`, from the loop or, through `_wait_until`, from within a plane. Both
+  handle messages and send reports, so a barrier neither delays the next report nor misses a death.
+- The first failure ends the job on this rank: the coordinator is told, it is logged once, and every pending and later call
+  raises it. The thread itself never dies silently.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from hvdlite.control.base import DecisionReceived, DirectMessageReceived, Event
+from hvdlite.core.errors import HorovodInternalError
+from hvdlite.diagnostics.call_history import CallHistory
+from hvdlite.diagnostics.flight_recorder import FlightRecorder
+from hvdlite.diagnostics.stall_inspector import CoordinatorWatchdog
+from hvdlite.engine.connections import Connections
+from hvdlite.engine.coordinator_link import CoordinatorLink
+from hvdlite.engine.decisions import Decisions, JobFailed
+from hvdlite.engine.execution import Execution
+from hvdlite.engine.failures import failure_error
+from hvdlite.engine.health import HealthCheck
+from hvdlite.engine.limits import FLUSH_SECONDS, LISTEN_SECONDS, TRACE_BATCH
+from hvdlite.engine.polling import poll
+from hvdlite.handoff.buckets import BucketEntry
+from hvdlite.handoff.entry import Entry
+from hvdlite.handoff.handle import BlockedWaiters
+from hvdlite.handoff.handoff import Handoff
+from hvdlite.handoff.inbox import Item, Task
+from hvdlite.negotiation.controller import Controller
+from hvdlite.negotiation.messages import FailureNotice, LayoutStale, RankStatus, Retired, RoundDone, SideMessage
+
+_log = logging.getLogger("hvdlite")
+
+
+class Engine:
+    """The background thread and what only it touches.
+
+    Args:
+        serves: the ranks that need this one until they have left: on rank 0 all, on a host's leader the host's.
+        spin: seconds to poll for messages before sleeping, while a user thread is blocked.
+        look_seconds: how often to look for stalls while something is pending.
+    """
+
+    def __init__(self, connections: Connections, controller: Controller, coordinator: CoordinatorLink, handoff: Handoff,
+                 recorder: FlightRecorder, watchdog: CoordinatorWatchdog, *, serves: frozenset[int], spin: float,
+                 look_seconds: float) -> None:
+        self._rank, self._serves, self._spin = controller.rank, serves, spin
+        self._connections, self._control = connections, connections.control
+        self._controller, self._coordinator = controller, coordinator
+        self._inbox, self._waiters, self._state = handoff.inbox, handoff.waiters, handoff.state  # shared with user threads
+        self._recorder, self._clock = recorder, connections.clock
+        self._history = CallHistory()
+        self._execution = Execution(
+            self._rank, connections.plane, connections.devices, self._state, recorder, self._clock,
+            wait_until=self._wait_until, release_name=self._inbox.release_name, mark_stale=controller.mark_stale)
+        self._decisions = Decisions(controller, coordinator, self._execution, self._waiters, recorder, self._status)
+        self._health = HealthCheck(watchdog, coordinator, self._execution, self._clock, look_seconds,
+                                   send=self._send_side_message, lost=self._lose_parent, decide=self._decide)
+        connections.oob.connect(controller.say, self._inbox.post)
+        self._listened = self._clock()  # when messages were last handled
+        self._leaving = False
+        self._thread = threading.Thread(target=self._run, name=f"hvdlite-rank-{self._rank}", daemon=True)
+
+    # --- user threads ----------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def join(self, timeout: float) -> None:
+        """Wait until the thread has ended, at most `timeout` seconds."""
+        self._thread.join(timeout)
+
+    def awaited(self) -> str:
+        """Say for whom this rank still waits when it leaves, for a log line."""
+        if not self._decisions.has_left and 0 not in self._serves:
+            return " for rank 0 to confirm"
+        return f" for ranks {sorted(self._serves - self._decisions.departed)} to leave"
+
+    # --- tasks that user threads put into the inbox ------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """Leave the job: pending handles fail; what is agreed on is still done, for the others."""
+        self._leaving = True
+        self._controller.leave()
+        for entry in self._execution.pending():
+            entry.abandon(self._state.closing_error())
+        self._recorder.trace(False)
+
+    def fail(self, notice: FailureNotice) -> NoReturn:
+        """This rank knows of a failure first: tell the others, and end.
+
+        Raises:
+            JobFailed: always.
+        """
+        self._coordinator.fail(notice)
+        raise JobFailed(notice)
+
+    def request_report(self) -> None:
+        """Let rank 0 report which tensors wait for which ranks."""
+        self._controller.say(SideMessage(requests_report=True))
+
+    # --- the loop --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except JobFailed as failed:
+            self._state.failure = failure_error(failed.notice, self._rank)
+            if failed.notice.origin != self._rank:
+                _log.error("rank %d: %s", self._rank, str(self._state.failure).splitlines()[0])
+        finally:
+            self._close()
+
+    def _serve(self) -> None:
+        try:
+            while not (self._decisions.has_left and self._decisions.departed >= self._serves):
+                self._exchange()
+                while self._decisions:
+                    self._decisions.apply_next()
+        except JobFailed:
+            raise
+        except Exception as error:  # a defect, or no memory: tell everybody rather than die silently
+            _log.exception("rank %d: the runtime thread failed", self._rank)
+            self.fail(FailureNotice(self._rank, type(error).__name__, str(error)))
+
+    def _exchange(self, *, within_plan: bool = False, sleep: bool = True) -> None:
+        """Send this rank's report, handle received messages, and block when idle.
+
+        Within a plan it blocks although decisions are queued: they come after the plan.
+        """
+        self._listened = self._clock()
+        self._send_report()
+        self._decide()
+        busy = not sleep or (bool(self._decisions) and not within_plan)
+        inbox = self._inbox
+        if not busy:
+            inbox.awake = False
+            busy = bool(inbox.items)
+        try:
+            events = self._control.wait(0 if busy else self._health.look(), self._spin if self._waiters else 0.0)
+        finally:
+            inbox.awake = True
+        for event in events:
+            self._receive(event)
+        self._decide()
+
+    def _send_report(self) -> None:
+        """Turn what user threads handed in into a report."""
+        items = self._inbox.items
+        while items:
+            self._take(items.popleft())
+        untold = self._recorder.untold
+        if untold and (self._controller.has_news or untold >= TRACE_BATCH or self._leaving):
+            self._controller.say(SideMessage(trace=self._recorder.take_trace()))
+        report = self._controller.report()
+        if report is not None:
+            self._coordinator.send_report(report)
+
+    def _take(self, item: Item) -> None:
+        match item:
+            case Entry(request=request):
+                self._history.add(request.name)
+                self._execution.add(item)
+                self._controller.submit(request)
+            case BucketEntry(bucket=bucket, ready=ready):
+                self._history.add(item.handle.name)
+                self._execution.add_bucket(item)
+                expanded = self._controller.submit_bucket(bucket.definition, ready)
+                if expanded is not None:
+                    self._execution.split(expanded)
+            case RoundDone():
+                self._controller.round_done(item)
+            case LayoutStale(layout):
+                self._controller.mark_stale(layout)
+            case Retired():
+                self._controller.retire(item)
+            case BlockedWaiters():
+                self._controller.block(item.blocked())
+            case Task():
+                item.run()
+
+    def _decide(self) -> None:
+        """On rank 0: let the coordinator answer what has been reported."""
+        for event in self._coordinator.decide():
+            self._receive(event)
+
+    def _receive(self, event: Event) -> None:
+        match event:
+            case DecisionReceived(decision):
+                self._health.heard()
+                self._decisions.accept(decision)
+            case DirectMessageReceived(message):
+                self._execution.add_receive_splits(message.receive_splits)
+                self._connections.oob.receive(message.oob_messages)
+            case _:
+                notice = self._coordinator.receive(event)
+                if notice is not None and notice.origin not in self._decisions.departed:
+                    self.fail(notice)
+
+    def _wait_until(self, predicate: Callable[[], bool], *, poll_interval: float = 0.0) -> None:
+        if poll_interval:
+            poll(predicate, poll_interval, lambda: self._waiters, self._glance)
+        while not predicate():
+            self._exchange(within_plan=True)
+        if self._clock() - self._listened > LISTEN_SECONDS:  # the last to arrive everywhere still hears what is said
+            self._exchange(within_plan=True, sleep=False)
+            self._send_report()
+
+    def _glance(self) -> None:
+        """Handle messages in the middle of a plan, without blocking."""
+        self._exchange(within_plan=True, sleep=False)
+        self._health.look()
+
+    def _send_side_message(self, message: SideMessage) -> None:
+        self._controller.say(message)
+        self._send_report()
+
+    def _lose_parent(self, reason: str) -> None:
+        self.fail(FailureNotice(self._control.parent, "lost", reason))
+
+    def _status(self) -> RankStatus:
+        return self._history.status(self._inbox.last_caller, [entry.handle.name for entry in self._execution.pending()])
+
+    def _close(self) -> None:
+        """Close every part, whatever others raise; in the end no thread waits for this one any more."""
+        state, connections = self._state, self._connections
+        if state.failure is None and not self._decisions.has_left:
+            state.failure = HorovodInternalError("the runtime thread ended unexpectedly; see the log")
+        error = state.closing_error()
+        parts: list[Callable[[], Any]] = [
+            lambda: self._control.flush(FLUSH_SECONDS), lambda: connections.oob.close(error),
+            lambda: self._execution.fail(error), connections.plane.close]
+        devices = connections.devices
+        if devices is not None:
+            parts.append(lambda: devices.close(state.failure))
+        parts += [self._control.close, lambda: self._coordinator.close(self._recorder.take_trace(), error)]
+        try:
+            for close in parts:
+                try:
+                    close()
+                except Exception:
+                    _log.exception("rank %d: a part of the runtime could not be closed", self._rank)
+        finally:
+            state.ended.set()
+            self._inbox.abandon_all()

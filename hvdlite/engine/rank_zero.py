@@ -1,0 +1,125 @@
+"""Rank 0's duties: the coordinator, and what observes and tunes the whole job beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hvdlite.control.base import (
+    ControlPlane,
+    DecisionReceived,
+    DirectMessageReceived,
+    Event,
+    HostReportReceived,
+    PeerLost,
+    ReportReceived,
+)
+from hvdlite.diagnostics.flight_recorder import FlightRecorder
+from hvdlite.diagnostics.report_server import ReportServer
+from hvdlite.diagnostics.stall_inspector import StallInspector
+from hvdlite.diagnostics.timeline import Timeline
+from hvdlite.engine.autotune import Autotuner
+from hvdlite.engine.limits import Clock
+from hvdlite.negotiation.coordinator import Coordinator
+from hvdlite.negotiation.messages import FailureNotice, HostReport, MergedRequests, RankReport, Report, TraceEvent
+from hvdlite.negotiation.oob_store import OobStore
+
+
+class RankZero:
+    """The `CoordinatorLink` of rank 0. Only the background thread calls it.
+
+    Attributes:
+        stall_inspector: detects stalled tensors and silent ranks.
+        timeline: the timeline's file.
+        report_server: answers requests for reports; None without a job directory. Set before the thread starts.
+        urgent: a side message has arrived, which may be what the stall inspector waits for.
+    """
+
+    def __init__(self, coordinator: Coordinator, control: ControlPlane, recorder: FlightRecorder, clock: Clock,
+                 stall_inspector: StallInspector, timeline: Timeline, autotuner: Autotuner | None) -> None:
+        self.stall_inspector, self.timeline = stall_inspector, timeline
+        self.report_server: ReportServer | None = None
+        self._coordinator, self._control, self._recorder, self._clock = coordinator, control, recorder, clock
+        self._autotuner = autotuner
+        self._oob_store = OobStore()
+        self.urgent = False
+
+    @property
+    def busy(self) -> bool:
+        return self.stall_inspector.busy
+
+    def send_report(self, report: Report) -> None:
+        self._receive_report(0, report)
+
+    def receive(self, event: Event) -> FailureNotice | None:
+        match event:
+            case ReportReceived(rank, report):
+                self._receive_report(rank, report)
+            case HostReportReceived(ranks, merged):
+                self._receive_host_report(ranks, merged)
+            case PeerLost(rank, reason):
+                self._coordinator.lose(rank, reason)
+        return None
+
+    def decide(self) -> Sequence[Event]:
+        """Send what the coordinator decides to the other ranks; return what concerns this one."""
+        if self._autotuner is not None:
+            self._autotuner.look()
+        decision = self._coordinator.decide()
+        events: list[Event] = []
+        if messages := (*self._coordinator.take_direct_messages(), *self._oob_store.take_direct_messages()):
+            self._control.send_direct_messages(messages)
+            events += [DirectMessageReceived(message) for message in messages if message.rank == 0]
+        if decision is not None:
+            self._control.send_decision(decision)
+            events.append(DecisionReceived(decision))
+        return events
+
+    def fail(self, notice: FailureNotice) -> None:
+        self._coordinator.fail(notice)
+        decision = self._coordinator.decide()
+        if decision is not None:
+            self._control.send_decision(decision)
+
+    def check_stalls(self, now: float) -> bool:
+        self.urgent = False
+        return self.stall_inspector.look(now)
+
+    def tracing_changed(self, on: bool) -> None:
+        if on:
+            self.timeline.started()
+
+    def close(self, trace: Sequence[TraceEvent], error: Exception) -> None:
+        if self.report_server is not None:
+            self.report_server.close()
+        self.timeline.close(trace, error)
+
+    def _receive_report(self, rank: int, report: Report) -> None:
+        """Handle what a rank, rank 0 included, reports."""
+        self._coordinator.receive(rank, report, self._clock())
+        self._observe(rank, report)
+
+    def _receive_host_report(self, ranks: tuple[int, ...], merged: HostReport) -> None:
+        """Handle what a leader passes on."""
+        self._coordinator.receive_host(ranks, merged, self._clock())
+        for item in merged.items:
+            if isinstance(item, RankReport):
+                self._observe(item.rank, item.report)
+            elif isinstance(item, MergedRequests):
+                self._recorder.ready_elsewhere(item.ranks, item.requests)
+            else:
+                self._recorder.ready_elsewhere(ranks, (item,))
+
+    def _observe(self, rank: int, report: Report) -> None:
+        """Handle what is not the coordinator's business in a report."""
+        if report.epoch != self._coordinator.epoch:
+            return
+        message = report.side_message
+        if message is not None:
+            self.urgent = True
+            self.stall_inspector.receive(rank, message)
+            self._oob_store.receive(rank, message)
+            if message.ping:
+                self._coordinator.order(pong=(rank,))
+        self._recorder.ready_elsewhere((rank,), report.items)
+        if message is not None or report.leaving:
+            self.timeline.hear(rank, () if message is None else message.trace, report.leaving)

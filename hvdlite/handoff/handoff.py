@@ -1,0 +1,32 @@
+"""Everything that a rank's user threads and its background thread share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from hvdlite.handoff.handle import BlockedWaiters
+from hvdlite.handoff.inbox import Inbox
+from hvdlite.handoff.job_state import JobState
+
+
+@dataclasses.dataclass(frozen=True)
+class Handoff:
+    """The only objects that both kinds of threads touch, beside the entries and handles that pass through them.
+
+    Attributes:
+        inbox: what user threads hand in.
+        waiters: the handles on which user threads are blocked.
+        state: what the background thread tells of the job.
+    """
+
+    inbox: Inbox
+    waiters: BlockedWaiters
+    state: JobState
+
+    @classmethod
+    def create(cls, rank: int, size: int, wake: Callable[[], None], *, spins: bool) -> Handoff:
+        """Return what one rank's threads share; the arguments are those of `Inbox`."""
+        state = JobState(size)
+        inbox = Inbox(rank, state, wake, spins=spins)
+        return cls(inbox, BlockedWaiters(inbox.hurry, inbox.put), state)

@@ -1,0 +1,141 @@
+"""The inbox: how user threads hand work to the background thread."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from hvdlite.core.errors import DuplicateNameError, ForkedProcessError, NotInitializedError
+from hvdlite.handoff.buckets import BucketEntry
+from hvdlite.handoff.entry import Entry
+from hvdlite.handoff.handle import BlockedWaiters, Handle
+from hvdlite.handoff.job_state import JobState
+from hvdlite.negotiation.messages import LayoutStale, Retired, RoundDone
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Task:
+    """Something that the background thread does for a user thread."""
+
+    run: Callable[[], object]
+    abandon: Callable[[Exception], object] = lambda error: None  # called instead of `run` when that thread has ended
+
+
+Item = Entry | BucketEntry | RoundDone | LayoutStale | Retired | BlockedWaiters | Task
+"""Work for the background thread. `BlockedWaiters` in the inbox means that the coordinator is to know of them."""
+
+
+class Inbox:
+    """A queue from user threads to the background thread. Adding to it never blocks.
+
+    Args:
+        wake: ends the background thread's current or next wait; callable from any thread and from signal handlers.
+        spins: whether the background thread polls for a while before it sleeps.
+
+    Attributes:
+        items: user threads append, the background thread removes.
+        awake: written by the background thread: False only around a blocking wait.
+        closed: written by user threads: this rank is leaving, and nothing new is accepted.
+        last_caller: written by user threads: the thread that last called a collective.
+        pid: the process to which the rank belongs; constant.
+    """
+
+    def __init__(self, rank: int, state: JobState, wake: Callable[[], None], *, spins: bool) -> None:
+        self.items: deque[Item] = deque()
+        self.awake = True
+        self.closed = False
+        self.last_caller = threading.get_ident()
+        self.pid: Final = os.getpid()
+        self._rank, self._state, self._wake, self._spins = rank, state, wake, spins
+        self._names: set[tuple[int, str]] = set()  # of tensors under way, with their process sets; guarded by the lock
+        self._names_lock = threading.Lock()
+
+    # --- user threads ----------------------------------------------------------------------------------------------
+
+    @property
+    def in_child(self) -> bool:
+        """Whether this process is a forked child, to which the rank does not belong."""
+        return self.pid != os.getpid()
+
+    def check_usable(self, name: str) -> None:
+        """Raise the error of a call that cannot be made any more.
+
+        Raises:
+            ForkedProcessError: in a forked child.
+            HorovodInternalError: when the job has failed.
+            NotInitializedError: after `shutdown()`.
+        """
+        if self.in_child:
+            raise ForkedProcessError(f"'{name}': this process (pid {os.getpid()}) was forked from rank "
+                                     f"{self._rank} (pid {self.pid}); collectives belong to the rank itself. "
+                                     "Start workers with the spawn method if they must call init()")
+        if self._state.failure is not None:
+            raise self._state.failure.with_traceback(None)
+        if self.closed:
+            raise NotInitializedError(f"'{name}': hvdlite has been shut down; call init() again")
+
+    def submit(self, entry: Entry, *, at_once: bool = True) -> Handle:
+        """Hand in a tensor under a name that is free.
+
+        Args:
+            at_once: False lets the entry travel together with the next one, or when this rank waits for something.
+
+        Raises:
+            DuplicateNameError: when the name is in use; otherwise like `check_usable`.
+        """
+        name = entry.request.name
+        self.check_usable(name)
+        with self._names_lock:
+            if entry.key in self._names:
+                raise DuplicateNameError(f"'{name}' is still being processed on rank {self._rank}; wait for its handle "
+                                         "first, or use another name")
+            self._names.add(entry.key)
+        self.put(entry, at_once=at_once)
+        return entry.handle
+
+    def put(self, item: Item, *, at_once: bool = True) -> None:
+        """Hand in an item of the thread that calls collectives."""
+        self.last_caller = threading.get_ident()
+        self.items.append(item)
+        # The thread clears `awake`, then looks into the inbox, then sleeps: whoever sees it awake has been seen.
+        if at_once and not self.awake:
+            self._wake()
+        if self._state.ended.is_set():
+            self.abandon_all()  # the thread ended between the caller's check and the append
+
+    def post(self, item: Item) -> None:
+        """Hand in an item from any thread, in the middle of anything: a finalizer or a signal handler may call this.
+
+        It takes no lock but the doorbell's, which its holder may take again. After the end, and in a forked child, the item
+        is dropped.
+        """
+        if not (self.in_child or self._state.ended.is_set()):
+            self.items.append(item)
+            if not self.awake:
+                self._wake()
+
+    def hurry(self) -> None:
+        """The caller is about to block: let the background thread begin with what it has not been woken for."""
+        if (self._spins or self.items) and not self.awake:
+            self._wake()  # it may sleep already, since before the caller did, or not know yet what it is to do
+
+    # --- the background thread -------------------------------------------------------------------------------------
+
+    def release_name(self, entry: Entry) -> None:
+        """Make an entry's name free again."""
+        with self._names_lock:
+            self._names.discard(entry.key)
+
+    def abandon_all(self) -> None:
+        """Fail what no thread takes out of the inbox any more; callable from any thread."""
+        while True:
+            try:
+                item = self.items.popleft()
+            except IndexError:
+                return
+            if isinstance(item, (Entry, BucketEntry, Task)):
+                item.abandon(self._state.closing_error())

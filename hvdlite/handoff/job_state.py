@@ -1,0 +1,32 @@
+"""What the background thread tells user threads about the job."""
+
+from __future__ import annotations
+
+import threading
+
+from hvdlite.core.errors import HorovodInternalError
+from hvdlite.handoff.buckets import LearnedLayout
+from hvdlite.negotiation.process_sets import ProcessSetTable
+
+
+class JobState:
+    """Written by the background thread only; user threads read it.
+
+    Attributes:
+        process_sets: the process sets that exist.
+        layouts: the learned layouts that have memory, by the label of their gradient set.
+        joins: how often all ranks have joined.
+        failure: the error that ended the job; None while the job runs.
+        ended: set when the background thread has ended.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.process_sets = ProcessSetTable(size)
+        self.layouts: dict[str, LearnedLayout] = {}
+        self.joins = 0
+        self.failure: HorovodInternalError | None = None
+        self.ended = threading.Event()
+
+    def closing_error(self) -> HorovodInternalError:
+        """Return the error of everything that the background thread does not complete any more."""
+        return self.failure or HorovodInternalError("hvdlite was shut down on this rank before the collective was complete")

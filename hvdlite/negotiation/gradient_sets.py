@@ -1,0 +1,377 @@
+"""Gradient sets at the coordinator: their rounds, and the layouts by which they are reported. Pure.
+
+The life of a gradient set
+    LEARNING   Each rank reports the members one by one. When every rank has finished the round, the order in which the
+               members became ready everywhere gives a layout, which one decision announces.
+    LEARNED    A rank reports one id when a bucket is full. When all ranks have reported it, one id releases it.
+    SUSPENDED  From the time when a rank of the process set joins until all have joined. Members are reported one by one.
+    LEARNING   After an eviction: a rank's set changed (`LayoutStale`), a rank left, or the table is full.
+    When a layout is evicted or suspended, the coordinator takes each bucket id that ranks have reported, or report later, as
+    the requests of the bucket's members. No rank repeats a report.
+
+Rules (docs/protocol.md#learning, #rounds, #layouts, #join)
+- The table of layouts changes only by `Decision.learned`, `suspended` and `evicted` and by the answer to a join. Every rank
+  applies these at the same point.
+- Ids are never used again. An evicted layout stays readable until every rank has applied its eviction.
+- When all ranks have joined, rounds are numbered anew and higher (`first_round`), and suspended layouts are used again. A
+  bucket that is reported with a lower round is taken as its members' requests.
+- A layout learned from round r is used from round r + 2. A rank may be in round r + 1 when the decision reaches it, but it
+  cannot finish that round before it has applied the decision. So no round is reported partly by member, partly by bucket.
+- A member that is unused on a rank does not break a bucket: its slice holds the reduction's identity element. So a bucket
+  id always means that all slices are filled.
+- Ranks are at most one round apart in a set: a round ends on a rank when all its members are answered.
+- A set that a rank has dropped (`Retired`) loses its layout and learns no other, because no round can become complete. When
+  all ranks have dropped it, it is forgotten. Its label is never used again.
+- Nothing is learned from a round of which a bucket was released or a member refused, or in which a rank had joined.
+- A member that was sparse once on some rank is never put into a bucket. Layouts name such members (`Layout.unbucketed`).
+- A set whose layouts keep going stale is learned again after 1, 2, 4, ... complete rounds. The end of a layout that was in
+  use for long does not count.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping
+
+from hvdlite.core.array import SUPPORTED_DTYPES
+from hvdlite.core.errors import ProtocolError
+from hvdlite.core.types import Collective
+from hvdlite.negotiation.layouts import BucketSizes, first_round, plan_buckets, requests_of
+from hvdlite.negotiation.messages import Bucket, BucketReady, BucketRelease, Layout, Request, Response, Retired, RoundDone
+from hvdlite.negotiation.pending_buckets import PendingBucket, PendingBuckets
+from hvdlite.negotiation.process_sets import ProcessSetTable
+from hvdlite.negotiation.requests import Ranks, first_of
+
+MAX_BACKOFF_ROUNDS = 64
+"""Rounds; also how long a layout must be in use so that its end does not count."""
+
+
+@dataclasses.dataclass
+class _GradientSet:
+    """The state of one gradient set."""
+
+    process_set_id: int
+    ready: dict[str, Mapping[int, Request]] = dataclasses.field(default_factory=dict)  # this round, in ready order
+    invalid: bool = False  # a member of this round was refused: nothing is learned from it
+    last_bucket_round: int = 0  # the last round of which a bucket was released; likewise
+    sparse: set[str] = dataclasses.field(default_factory=set)  # members that are never put into a bucket
+    done_ranks: dict[int, set[int]] = dataclasses.field(default_factory=dict)  # by round; never all ranks
+    last_complete_round: int = 0  # all ranks finished it
+    layout: Layout | None = None
+    members: frozenset[str] = frozenset()  # of the layout
+    rounds_in_use: int = 0  # rounds that ended since it was learned
+    evictions: int = 0
+    order: dict[str, int] = dataclasses.field(default_factory=dict)  # set by `record_order`; empty: ready order counts
+    backoff_rounds: int = 1  # complete rounds still to see before learning
+    retired: set[int] = dataclasses.field(default_factory=set)  # ranks that have dropped it; never all ranks
+
+
+@dataclasses.dataclass
+class _Tombstone:
+    layout: Layout
+    sequence: int  # of the decision that evicted it
+
+
+class GradientSetTable:
+    """All gradient sets of the job and their layouts, at the coordinator.
+
+    Args:
+        process_sets: who belongs to which process set.
+        joined: the ranks that have joined; the caller's, who calls `join` after each that it adds.
+        limits: how sets are cut; a `middle` of 0 turns learning off.
+        capacity: layouts that may exist at a time; the least recently used is evicted.
+
+    Attributes:
+        first_round: the least number of a round since all ranks have last joined.
+    """
+
+    def __init__(self, process_sets: ProcessSetTable, joined: Collection[int], limits: BucketSizes, capacity: int) -> None:
+        self._process_sets, self._joined, self._limits, self._capacity = process_sets, joined, limits, capacity
+        self._gradient_sets: dict[str, _GradientSet] = {}
+        self._layouts: dict[int, Layout] = {}  # least recently used first
+        self._buckets: dict[int, tuple[Bucket, int]] = {}  # every readable bucket and its layout
+        self._pending = PendingBuckets()
+        self._tombstones: dict[int, _Tombstone] = {}
+        self._suspended: set[int] = set()  # layouts
+        self.first_round = first_round(0)
+        self._next_layout = self._next_bucket = 1
+
+    def observe(self, requests: Mapping[int, Request]) -> int | None:
+        """Record that a member was answered by itself; return a layout to evict for that, or None."""
+        request = first_of(requests)
+        gradient_set = self._set(request)
+        gradient_set.ready.pop(request.name, None)
+        if request.collective is Collective.ALLGATHER:
+            gradient_set.sparse.add(request.name)
+            layout = gradient_set.layout
+            return layout.layout_id if layout is not None and request.name in gradient_set.members else None
+        if request.name not in gradient_set.sparse:
+            gradient_set.ready[request.name] = requests
+        return None
+
+    def record_order(self, request: Request) -> None:
+        """Cut the set in the order of these calls, instead of the order in which the members become ready."""
+        order = self._set(request).order
+        order.setdefault(request.name, len(order))
+
+    def invalidate(self, request: Request) -> None:
+        """Learn nothing from this round: a member was refused."""
+        self._set(request).invalid = True
+
+    def rank_done(self, ranks: Ranks, done: RoundDone) -> bool:
+        """Record that some ranks have finished a round; return whether the round ends by that.
+
+        A round ends when every rank of the process set has finished it or has joined. Other ranks do not count. A repetition
+        changes nothing.
+        """
+        gradient_set = self._set(done)
+        if done.round_id <= gradient_set.last_complete_round or done.round_id < self.first_round:
+            return False
+        ranks_done = gradient_set.done_ranks.get(done.round_id)
+        if ranks_done is None:
+            members = self._process_sets[done.process_set_id] if self._joined else ()
+            ranks_done = gradient_set.done_ranks[done.round_id] = {rank for rank in members if rank in self._joined}
+        ranks_done.update(self._process_sets.among(done.process_set_id, ranks))
+        return self._ends(gradient_set, done.round_id)
+
+    def join(self, rank: int) -> list[RoundDone]:
+        """Do not wait for a rank that has joined; return the rounds that end by that."""
+        ended = []
+        for label, gradient_set in self._gradient_sets.items():
+            if self._process_sets.includes(gradient_set.process_set_id, rank):
+                for round_id in sorted(gradient_set.done_ranks):
+                    gradient_set.done_ranks[round_id].add(rank)
+                    if self._ends(gradient_set, round_id):
+                        ended.append(RoundDone(label, round_id, gradient_set.process_set_id))
+        return ended
+
+    def ranks_done_with(self, label: str, round_id: int) -> frozenset[int]:
+        """Return the ranks that have finished a round, or had joined.
+
+        The ranks of a host with a leader count when all of them have finished it, or when rank 0 asks one for its status.
+        """
+        gradient_set = self._gradient_sets.get(label)
+        if gradient_set is None:
+            return frozenset()
+        if round_id <= gradient_set.last_complete_round:
+            return frozenset(self._process_sets[gradient_set.process_set_id])
+        return frozenset(gradient_set.done_ranks.get(round_id, ()))
+
+    def learn(self, label: str, round_id: int) -> tuple[Layout | None, list[int]]:
+        """Return the layout learned from a round that all ranks have finished, if any, and the layouts to evict for it."""
+        gradient_set = self._gradient_sets[label]
+        ranks = self._process_sets[gradient_set.process_set_id]
+        ready, incomplete = gradient_set.ready, gradient_set.invalid or gradient_set.last_bucket_round >= round_id
+        gradient_set.ready, gradient_set.invalid = {}, False
+        gradient_set.rounds_in_use += 1
+        if gradient_set.layout is not None or gradient_set.retired or incomplete or not ready or not self._limits.middle:
+            return None, []
+        if self._joined and any(rank in self._joined for rank in ranks):
+            return None, []
+        gradient_set.backoff_rounds -= 1
+        if gradient_set.backoff_rounds > 0:
+            return None, []
+        order = gradient_set.order
+        members = sorted(ready.values(), key=lambda requests: order.get(first_of(requests).name, 0))
+        gradient_set.order = {}
+        buckets = plan_buckets(members, ranks, self._limits, self._next_bucket)
+        layout = Layout(layout_id=self._next_layout, label=label, first_round=round_id + 2, buckets=buckets,
+                        unbucketed=tuple(sorted(gradient_set.sparse)))
+        self._next_layout += 1
+        self._next_bucket += len(buckets)
+        idle = [layout_id for layout_id, other in self._layouts.items()
+                if not any(bucket.bucket_id in self._pending for bucket in other.buckets)]
+        evicted = idle[:max(0, len(self._layouts) + 1 - self._capacity)]
+        gradient_set.layout = self._layouts[layout.layout_id] = layout
+        gradient_set.members, gradient_set.rounds_in_use = frozenset(ready), 0
+        self._buckets.update((bucket.bucket_id, (bucket, layout.layout_id)) for bucket in layout.buckets)
+        return layout, evicted
+
+    def bucket_ready(self, ranks: Ranks, ready: BucketReady,
+                     now: float) -> tuple[BucketRelease | None, list[Request], Ranks, RoundDone]:
+        """Handle a reported bucket.
+
+        Returns:
+            The release, when all ranks have reported it; its members' requests, when its layout is evicted or suspended;
+            those of `ranks` that belong to its process set; and the round that it belongs to.
+
+        Raises:
+            ProtocolError: for an id that was never learned, or is reported twice.
+        """
+        if ready.bucket_id not in self._buckets:
+            raise ProtocolError(f"names bucket {ready.bucket_id}, which was never learned")
+        bucket, layout_id = self._buckets[ready.bucket_id]
+        evicted = self._tombstones.get(layout_id)
+        layout = self._layouts[layout_id] if evicted is None else evicted.layout
+        done = RoundDone(layout.label, ready.round_id, bucket.response.process_set_id)
+        if len(ranks) > 1:
+            ranks = self._among(bucket.response, ranks)
+        if evicted is not None or layout_id in self._suspended or ready.round_id < self.first_round:
+            return None, list(requests_of(bucket, ready)), ranks, done
+        release = self._pending.add(ranks, ready, bucket, now)
+        if release is not None:
+            self._layouts[layout_id] = self._layouts.pop(layout_id)  # used most recently
+            self._gradient_sets[layout.label].last_bucket_round = ready.round_id
+        return release, [], ranks, done
+
+    def out_of_step(self, ready: BucketReady) -> int | None:
+        """Return the layout of a bucket that other ranks have reported at another optimizer step, or None."""
+        pending = self._pending.get(ready.bucket_id)
+        if pending is None or pending.step == ready.step:
+            return None
+        return self._buckets[ready.bucket_id][1]
+
+    def evict(self, layout_id: int, sequence: int, *, back_off: bool = True) -> list[tuple[Ranks, Request]] | None:
+        """End a layout in decision `sequence`; return what ranks have reported of it, as (ranks, request).
+
+        Returns None when the layout is not in use.
+
+        Args:
+            back_off: whether the set waits for more rounds than last time before it is learned again.
+        """
+        if layout_id not in self._layouts:
+            return None
+        layout = self._layouts.pop(layout_id)
+        self._tombstones[layout_id] = _Tombstone(layout, sequence)
+        self._suspended.discard(layout_id)
+        gradient_set = self._gradient_sets[layout.label]
+        gradient_set.layout, gradient_set.members = None, frozenset()
+        if gradient_set.rounds_in_use >= MAX_BACKOFF_ROUNDS:
+            gradient_set.evictions = 0
+        gradient_set.evictions += back_off
+        gradient_set.backoff_rounds = min(1 << max(0, gradient_set.evictions - 1), MAX_BACKOFF_ROUNDS)
+        return self._pending.withdraw(layout)
+
+    def suspend(self, layout_id: int) -> list[tuple[Ranks, Request]] | None:
+        """Do not use a layout until all ranks have joined; return what ranks have reported of it, as (ranks, request).
+
+        Returns None when the layout is suspended already.
+        """
+        if layout_id in self._suspended:
+            return None
+        self._suspended.add(layout_id)
+        return self._pending.withdraw(self._layouts[layout_id])
+
+    def forget_evicted(self, applied: int) -> None:
+        """Forget the layouts that were evicted up to decision `applied`, which every rank has applied."""
+        for layout_id in [layout_id for layout_id, tombstone in self._tombstones.items() if tombstone.sequence <= applied]:
+            for bucket in self._tombstones.pop(layout_id).layout.buckets:
+                del self._buckets[bucket.bucket_id]
+
+    def layout_of(self, request: Request) -> int | None:
+        """Return the layout in whose buckets `request` should have been reported, or None."""
+        gradient_set = self._gradient_sets.get(request.label)
+        if gradient_set is None or gradient_set.layout is None or request.name not in gradient_set.members:
+            return None
+        if (request.round_id < max(gradient_set.layout.first_round, self.first_round)
+                or gradient_set.layout.layout_id in self._suspended):
+            return None
+        return gradient_set.layout.layout_id
+
+    @property
+    def has_tombstones(self) -> bool:
+        """Whether `forget_evicted` has anything to do."""
+        return bool(self._tombstones)
+
+    @property
+    def suspended(self) -> frozenset[int]:
+        """The layouts that are suspended."""
+        return frozenset(self._suspended)
+
+    def resume(self, joins: int) -> None:
+        """Go on after all ranks have joined, for the `joins`th time. Nothing is learned from unfinished rounds."""
+        self.first_round = first_round(joins)
+        self._suspended.clear()
+        for gradient_set in self._gradient_sets.values():
+            gradient_set.done_ranks.clear()
+            gradient_set.ready.clear()
+            gradient_set.invalid = False
+
+    def remove(self, process_set_id: int) -> None:
+        """Forget the sets of a process set that ends; their layouts are evicted already."""
+        self._gradient_sets = {label: gradient_set for label, gradient_set in self._gradient_sets.items()
+                               if gradient_set.process_set_id != process_set_id}
+
+    def in_use(self, label: str) -> int | None:
+        """Return the layout of a set, if it has one."""
+        gradient_set = self._gradient_sets.get(label)
+        return None if gradient_set is None or gradient_set.layout is None else gradient_set.layout.layout_id
+
+    def retire(self, rank: int, retired: Retired) -> bool:
+        """Record that a rank has dropped a set without a layout; return whether all ranks have."""
+        gradient_set = self._gradient_sets.setdefault(retired.label, _GradientSet(retired.process_set_id))
+        gradient_set.retired.add(rank)
+        return len(gradient_set.retired) == len(self._process_sets[retired.process_set_id])
+
+    def drop(self, label: str) -> None:
+        """Forget a set without a layout."""
+        del self._gradient_sets[label]
+
+    @property
+    def labels(self) -> frozenset[str]:
+        """The sets that are remembered."""
+        return frozenset(self._gradient_sets)
+
+    def retune(self, limits: BucketSizes) -> None:
+        """Cut sets differently from now on; layouts in use stay as they are."""
+        self._limits = limits
+
+    def nbytes(self, bucket_id: int) -> int:
+        """Return the size of a learned bucket, padding included."""
+        bucket = self._buckets[bucket_id][0]
+        return bucket.elements * SUPPORTED_DTYPES[bucket.response.dtype].itemsize
+
+    def layouts(self) -> list[int]:
+        """Return all layouts in use."""
+        return list(self._layouts)
+
+    def layouts_in(self, process_set_id: int) -> list[int]:
+        """Return the layouts in use of a process set."""
+        return [layout_id for layout_id, layout in self._layouts.items()
+                if layout.buckets[0].response.process_set_id == process_set_id]
+
+    def layouts_of(self, ranks: Iterable[int]) -> list[int]:
+        """Return the layouts in use that one of these ranks takes part in."""
+        wanted = frozenset(ranks)
+        return [layout_id for layout_id, layout in self._layouts.items()
+                if not wanted.isdisjoint(layout.buckets[0].response.contributors)]
+
+    def pending(self) -> Collection[PendingBucket]:
+        """Return the incomplete buckets, oldest first."""
+        return self._pending.values()
+
+    def check_invariants(self) -> None:
+        """Fail when the tables contradict each other."""
+        self._pending.check_invariants()
+        for pending in self._pending.values():
+            assert self._buckets[pending.bucket.bucket_id][1] in self._layouts, "an evicted bucket is pending"
+        for label, gradient_set in self._gradient_sets.items():
+            assert gradient_set.layout is None or self._layouts[gradient_set.layout.layout_id].label == label
+            assert all(len(ranks) < len(self._process_sets[gradient_set.process_set_id])
+                       for ranks in gradient_set.done_ranks.values())
+            assert all(round_id > gradient_set.last_complete_round for round_id in gradient_set.done_ranks)
+        assert not set(self._tombstones) & set(self._layouts)
+        assert self._suspended <= self._layouts.keys()
+        assert bool(self._suspended) <= bool(self._joined), "a layout stays suspended"
+        assert {layout_id for _, layout_id in self._buckets.values()} <= set(self._tombstones) | set(self._layouts)
+
+    def _set(self, about: Request | RoundDone) -> _GradientSet:
+        gradient_set = self._gradient_sets.get(about.label)
+        if gradient_set is None:
+            gradient_set = self._gradient_sets[about.label] = _GradientSet(about.process_set_id)
+        return gradient_set
+
+    def _ends(self, gradient_set: _GradientSet, round_id: int) -> bool:
+        """Return whether all ranks have finished a round, and note its end."""
+        if len(gradient_set.done_ranks[round_id]) < len(self._process_sets[gradient_set.process_set_id]):
+            return False
+        gradient_set.last_complete_round = round_id
+        for past in [past for past in gradient_set.done_ranks if past <= round_id]:
+            del gradient_set.done_ranks[past]
+        return True
+
+    def _among(self, response: Response, ranks: Ranks) -> Ranks:
+        """Return those of `ranks` that have a bucket; also when its process set has been removed, which evicted it."""
+        if response.process_set_id in self._process_sets:
+            return self._process_sets.among(response.process_set_id, ranks)
+        return tuple(rank for rank in ranks if rank in response.contributors)

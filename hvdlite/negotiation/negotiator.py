@@ -1,0 +1,370 @@
+"""The negotiation of tensors: which are ready on all ranks, whether ranks agree, and what they do. Pure.
+
+`Coordinator` hands it what ranks report, item by item, and sends its outcome with the next decision.
+
+Rules (docs/protocol.md#agreement, #join, #rounds)
+- A tensor is answered exactly once, when every rank has reported it: with an operation, or with an error for all.
+- An error is not remembered: the name is free again, and the job goes on with other tensors.
+- A tensor that waits for a rank that has left is answered with an error.
+- A rank that has joined is not waited for, and contributes nothing, until all ranks have joined. Until then nothing is
+  learned in its process sets, and their layouts are suspended.
+- When every rank has finished a round of a gradient set, a member that only some ranks reported is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from hvdlite.core.errors import ProtocolError
+from hvdlite.core.types import ROOTED, Collective
+from hvdlite.negotiation import refusals
+from hvdlite.negotiation.agreement import disagreement, reconciled
+from hvdlite.negotiation.fusion import payload_bytes, receive_splits, response_to
+from hvdlite.negotiation.gradient_sets import GradientSetTable
+from hvdlite.negotiation.joins import Joins
+from hvdlite.negotiation.layouts import BucketSizes
+from hvdlite.negotiation.messages import (
+    BucketReady,
+    BucketRelease,
+    ErrorKind,
+    Layout,
+    ReceiveSplits,
+    Request,
+    Response,
+    Retired,
+    RoundDone,
+    Wait,
+)
+from hvdlite.negotiation.process_sets import ProcessSetTable
+from hvdlite.negotiation.readiness import ReadinessTable
+from hvdlite.negotiation.requests import Ranks, first_of, grouped
+
+ReduceEagerly = Callable[[Response, Sequence[bytes], int], bytes]
+"""Carry out an allreduce on the contributors' bytes, in ascending rank order, in a process set of that many ranks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """How tensors are decided about where there is a choice; sizes in bytes.
+
+    `fusion_threshold` bounds a fused response (0: no fusion), `bucket_sizes` and `layout_capacity` are those of
+    `GradientSetTable`. The defaults turn everything off; what a job runs with comes from `core.config`.
+    """
+
+    fusion_threshold: int = 0
+    bucket_sizes: BucketSizes = dataclasses.field(default_factory=lambda: BucketSizes(0, 0))
+    layout_capacity: int = 1
+    join_divides_by_active: bool = False  # whether Average divides by the ranks that have not joined
+    deterministic: bool = False  # whether the cut into buckets and fused responses must not depend on timing
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What has been decided about tensors since the last decision; the fields are those of `Decision`."""
+
+    learned: list[Layout] = dataclasses.field(default_factory=list)
+    released: list[BucketRelease] = dataclasses.field(default_factory=list)
+    suspended: list[int] = dataclasses.field(default_factory=list)
+    evicted: list[int] = dataclasses.field(default_factory=list)
+    refused: list[Response] = dataclasses.field(default_factory=list)
+    ready: list[tuple[Response, int]] = dataclasses.field(default_factory=list)  # with their bytes, not fused yet
+
+    def __bool__(self) -> bool:
+        return bool(self.released or self.ready or self.refused or self.learned or self.evicted or self.suspended)
+
+
+class Negotiator:
+    """The tensors, process sets, joins and gradient sets of a job.
+
+    Attributes:
+        policy: as given, or as changed by `change_policy`.
+        joins: which ranks have joined.
+        left: the ranks that have left.
+        gradient_sets: rounds and layouts.
+        table: the tensors that some ranks have reported.
+        rounds: rounds of gradient sets that are over on all ranks.
+        reduced_bytes: bytes reduced on each rank since the beginning.
+
+    Args:
+        reduce_eagerly: executes allreduces of the eager lane; None when no rank sends payloads.
+    """
+
+    def __init__(self, size: int, policy: Policy, reduce_eagerly: ReduceEagerly | None) -> None:
+        self.policy = policy
+        self.joins = Joins()
+        self.left: set[int] = set()
+        self._process_sets = ProcessSetTable(size)
+        self.table = ReadinessTable(self._process_sets, self.joins.ranks)
+        self.gradient_sets = GradientSetTable(self._process_sets, self.joins.ranks, policy.bucket_sizes,
+                                              policy.layout_capacity)
+        self.rounds = 0
+        self.reduced_bytes = 0
+        self._size = size
+        self._reduce_eagerly = reduce_eagerly
+        self._sequence = 1  # of the decision that will carry the outcome
+        self._outcome = Outcome()
+        self._receive_splits: defaultdict[int, list[ReceiveSplits]] = defaultdict(list)  # by rank, not taken yet
+
+    @property
+    def outcome(self) -> Outcome:
+        """What has been decided since `take_outcome`."""
+        return self._outcome
+
+    def take_outcome(self) -> Outcome:
+        """Return what has been decided, for the next decision; called once for every decision."""
+        outcome, self._outcome = self._outcome, Outcome()
+        self._sequence += 1
+        return outcome
+
+    def take_receive_splits(self) -> Mapping[int, Sequence[ReceiveSplits]]:
+        """Return what ranks receive in the alltoalls that have been decided, by rank."""
+        if not self._receive_splits:
+            return {}
+        splits, self._receive_splits = self._receive_splits, defaultdict(list)
+        return splits
+
+    def receive_request(self, ranks: Ranks, request: Request, now: float) -> None:
+        """Handle a request that one rank makes, or several ranks of a host together."""
+        if request.label and request.collective is Collective.ALLREDUCE:
+            layout_id = self.gradient_sets.layout_of(request)
+            if layout_id is not None:
+                self.evict(layout_id, now)
+        if request.process_set_id not in self._process_sets:
+            self._refuse(request, refusals.in_removed_set(request))
+            return
+        if request.label and request.round_id < self.gradient_sets.first_round:
+            self._refuse(request, refusals.of_round_before_join(request, ranks))
+            return
+        members = self._process_sets[request.process_set_id]
+        if request.label and self.policy.deterministic and members[0] in ranks:
+            self.gradient_sets.record_order(request)
+        if self._process_sets.among(request.process_set_id, ranks) != ranks:
+            raise ProtocolError(f"reported '{request.name}' in process set {request.process_set_id}, which it is not in")
+        requests = self.table.add(ranks, request, now)
+        if request.collective is Collective.JOIN:
+            for rank in ranks:
+                self._join(rank, now)
+        if requests is not None:
+            self._complete(requests, now)
+        elif self.left and not self.left.isdisjoint(members):
+            self._refuse_pending(now)
+
+    def receive_bucket(self, ranks: Ranks, ready: BucketReady, now: float) -> None:
+        """Handle a bucket that one rank reports, or all ranks of a host together."""
+        layout_id = self.gradient_sets.out_of_step(ready)
+        if layout_id is not None:
+            self.evict(layout_id, now)  # its members are answered one by one: with an error
+        release, requests, ranks, done = self.gradient_sets.bucket_ready(ranks, ready, now)
+        if release is not None:
+            self._outcome.released.append(release)
+            self.reduced_bytes += self.gradient_sets.nbytes(release.bucket_id)
+        for request in requests:
+            self.receive_request(ranks, request, now)
+        if ready.ends_round:
+            self.receive_round_done(ranks, done)
+
+    def receive_round_done(self, ranks: Ranks, done: RoundDone) -> None:
+        """Handle the end of a round on some ranks."""
+        if done.process_set_id in self._process_sets and self.gradient_sets.rank_done(ranks, done):
+            self._end_round(done)
+
+    def receive_retired(self, rank: int, retired: Retired, now: float) -> None:
+        """Handle that a rank has dropped a gradient set: its layout ends. When all ranks have, the set is forgotten."""
+        if retired.process_set_id not in self._process_sets:
+            return
+        layout_id = self.gradient_sets.in_use(retired.label)
+        if layout_id is not None:
+            self.evict(layout_id, now, back_off=False)
+        if not self.gradient_sets.retire(rank, retired):
+            return
+        for requests in self.table.take_if(lambda request: request.label == retired.label):
+            self._refuse_not_shared(requests)
+        self.gradient_sets.drop(retired.label)
+
+    def leave(self, rank: int, now: float) -> None:
+        """Handle that a rank leaves: what waits for it is refused."""
+        self.left.add(rank)
+        self._refuse_pending(now)
+
+    def change_policy(self, policy: Policy, now: float) -> None:
+        """Continue with another policy; all layouts are learned again when the sizes of buckets change."""
+        old, self.policy = self.policy, policy
+        if policy.bucket_sizes != old.bucket_sizes:
+            self.gradient_sets.retune(policy.bucket_sizes)
+            for layout_id in self.gradient_sets.layouts():
+                self.evict(layout_id, now, back_off=False)
+
+    def evict(self, layout_id: int, now: float, *, back_off: bool = True) -> None:
+        """End a layout; what ranks have reported of it is handled member by member."""
+        reported = self.gradient_sets.evict(layout_id, self._sequence, back_off=back_off)
+        if reported is None:
+            return
+        self._outcome.evicted.append(layout_id)
+        for ranks, request in reported:
+            self.receive_request(ranks, request, now)
+
+    def missing_for(self, rank: int, wait: Wait) -> frozenset[int] | None:
+        """Return the ranks for which a rank's wait waits; None when it has been answered."""
+        if wait.process_set_id not in self._process_sets:
+            return None
+        if wait.round_id:
+            done = self.gradient_sets.ranks_done_with(wait.name, wait.round_id)
+            members = frozenset(self._process_sets[wait.process_set_id])
+            return members.difference(done, self.joins.ranks) if rank in done else None
+        key = (wait.process_set_id, wait.name, wait.round_id)
+        tensor = self.table.pending().get(key)
+        if tensor is None or rank not in tensor.requests:
+            return None
+        return frozenset(self.table.missing(key))
+
+    def check_invariants(self) -> None:
+        """Fail when the state contradicts the rules at the top of this file."""
+        self.table.check_invariants()
+        self.gradient_sets.check_invariants()
+        for process_set_id, name, _ in self.table.pending():
+            assert not self.left & set(self._process_sets[process_set_id]), f"'{name}' waits for a rank that left"
+        for pending in self.gradient_sets.pending():
+            assert not self.left & set(pending.bucket.response.contributors), "a bucket waits for a rank that left"
+
+    def _complete(self, requests: Mapping[int, Request], now: float) -> None:
+        """Answer a tensor that every rank that takes part has reported."""
+        if first_of(requests).label:
+            requests = reconciled(requests)
+        request = first_of(requests)
+        problem = disagreement(requests)
+        if problem is not None:
+            self._refuse(request, problem)
+            return
+        members = self._process_sets[request.process_set_id]
+        if request.collective is Collective.SEND and len(requests) < len(members):
+            (joined,) = set(members) - requests.keys()
+            self._refuse(request, refusals.send_to_joined(request, joined))
+            return
+        if request.collective in ROOTED and request.root_rank not in requests:
+            self._refuse(request, refusals.root_has_joined(request))
+            return
+        self.joins.was_missed = self.joins.was_missed or len(requests) < len(members)
+        response = response_to(requests, members)
+        if self.joins.ranks and self.policy.join_divides_by_active:
+            response = msgspec.structs.replace(response, divisor=len(requests))
+        if request.collective is Collective.ALLTOALL:
+            for rank, splits in zip(members, receive_splits(requests, members), strict=True):
+                self._receive_splits[rank].append(splits)
+        nbytes = payload_bytes(request)
+        self._outcome.ready.append((self._with_result(response, requests), nbytes))
+        if request.collective is Collective.ALLREDUCE:
+            self.reduced_bytes += nbytes
+        if request.collective is Collective.JOIN:
+            self.joins.complete()
+            self.gradient_sets.resume(self.joins.count)
+        if request.collective is Collective.REMOVE_PROCESS_SET:
+            self._remove_set(request.members[0], now)
+        if request.label:
+            layout_id = self.gradient_sets.observe(requests)
+            if layout_id is not None:
+                self.evict(layout_id, now)
+
+    def _with_result(self, response: Response, requests: Mapping[int, Request]) -> Response:
+        """Attach the result when the ranks sent their tensors along (the eager lane), or the coordinator makes it itself."""
+        if response.collective is Collective.ADD_PROCESS_SET:
+            members = first_of(requests).members
+            return msgspec.structs.replace(response, rows=(self._process_sets.add(members),), members=members)
+        if response.collective is Collective.JOIN:
+            return msgspec.structs.replace(response, rows=(self.joins.name_last(),))
+        if response.collective is Collective.REMOVE_PROCESS_SET:
+            return msgspec.structs.replace(response, rows=first_of(requests).members)
+        result = None
+        if response.collective in (Collective.BROADCAST, Collective.SEND):
+            result = requests[response.root_rank].payload
+        elif (response.collective in (Collective.ALLREDUCE, Collective.ALLGATHER) and response.contributors
+              and all(request.absent or request.payload is not None for _, request in grouped(requests))):
+            payloads = [requests[rank].payload or b"" for rank in response.contributors]
+            if response.collective is Collective.ALLGATHER:
+                result = b"".join(payloads)
+            elif self._reduce_eagerly is not None:
+                result = self._reduce_eagerly(response, payloads, len(self._process_sets[response.process_set_id]))
+        return response if result is None else msgspec.structs.replace(response, result=result)
+
+    def _end_round(self, done: RoundDone) -> None:
+        """Every rank that has not joined has finished a round: refuse what only some have, and learn a layout."""
+        self.rounds += 1
+        for requests in self.table.take_if(lambda request: request.label == done.label
+                                           and request.round_id <= done.round_id):
+            self._refuse_not_shared(requests)
+        layout, evicted = self.gradient_sets.learn(done.label, done.round_id)
+        for layout_id in evicted:
+            self.gradient_sets.evict(layout_id, self._sequence, back_off=False)
+            self._outcome.evicted.append(layout_id)
+        if layout is not None:
+            self._outcome.learned.append(layout)
+
+    def _join(self, rank: int, now: float) -> None:
+        """Do not wait for a rank any more."""
+        self.joins.ranks[rank] = None
+        complete = self.table.join(rank)
+        for layout_id in self.gradient_sets.layouts_of([rank]):
+            self._suspend(layout_id, now)
+        for requests in complete:
+            self._complete(requests, now)
+        for done in self.gradient_sets.join(rank):
+            self._end_round(done)
+
+    def _suspend(self, layout_id: int, now: float) -> None:
+        reported = self.gradient_sets.suspend(layout_id)
+        if reported is None:
+            return
+        self._outcome.suspended.append(layout_id)
+        for ranks, request in reported:
+            self.receive_request(ranks, request, now)
+
+    def _abort_join(self) -> None:
+        """A join has failed because a rank left: the ranks that had joined take part again."""
+        self.joins.ranks.clear()
+        self.table.recount()
+        for layout_id in self.gradient_sets.suspended:  # ranks have made different numbers of rounds
+            self.gradient_sets.evict(layout_id, self._sequence)
+            self._outcome.evicted.append(layout_id)
+
+    def _remove_set(self, process_set_id: int, now: float) -> None:
+        """Forget a process set; what is still pending in it never becomes complete."""
+        for layout_id in self.gradient_sets.layouts_in(process_set_id):
+            self.evict(layout_id, now)
+        for requests in self.table.take_if(lambda request: request.process_set_id == process_set_id):
+            request = first_of(requests)
+            self._refuse(request, refusals.set_removed_under_way(request, requests))
+        self.gradient_sets.remove(process_set_id)
+        self._process_sets.remove(process_set_id)
+
+    def _refuse(self, request: Request, text: str, kind: ErrorKind = ErrorKind.MISMATCH) -> None:
+        self._outcome.refused.append(refusals.refusal(request, text, kind))
+        if request.collective is Collective.JOIN:
+            self._abort_join()
+        if request.label and request.process_set_id in self._process_sets:
+            self.gradient_sets.invalidate(request)
+
+    def _refuse_not_shared(self, requests: Mapping[int, Request]) -> None:
+        """Refuse a member of a gradient set that some ranks do not have."""
+        request = first_of(requests)
+        missing = [rank for rank in self._process_sets[request.process_set_id]
+                   if rank not in requests and rank not in self.joins.ranks]
+        self._refuse(request, refusals.not_shared(request, requests, missing))
+
+    def _refuse_pending(self, now: float) -> None:
+        """Refuse what waits for a rank that left; ranks that report it later get the same answer."""
+        for layout_id in self.gradient_sets.layouts_of(self.left):
+            self._outcome.evicted.append(layout_id)
+            for ranks, request in self.gradient_sets.evict(layout_id, self._sequence) or ():
+                requests = self.table.add(ranks, request, now)
+                if requests is not None:
+                    self._refuse_left(request)
+        for requests in self.table.take_if(
+                lambda request: not self.left.isdisjoint(self._process_sets[request.process_set_id])):
+            self._refuse_left(first_of(requests))
+
+    def _refuse_left(self, request: Request) -> None:
+        members = self._process_sets[request.process_set_id]
+        self._refuse(request, refusals.needs_left_rank(request, members, self.left, self._size), ErrorKind.LEFT)

@@ -1,0 +1,94 @@
+"""Learned buckets that some ranks have reported, and others have not. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+
+from hvdlite.core.errors import ProtocolError
+from hvdlite.negotiation.fusion import ranks_in_step
+from hvdlite.negotiation.layouts import requests_of
+from hvdlite.negotiation.messages import Bucket, BucketReady, BucketRelease, Layout, Request
+from hvdlite.negotiation.requests import Ranks
+
+
+@dataclasses.dataclass
+class PendingBucket:
+    """One bucket that some ranks have reported."""
+
+    since: float  # when the first rank reported it; the caller's clock, seconds
+    bucket: Bucket
+    step: int  # as in the reports
+    reported: dict[Ranks, BucketReady] = dataclasses.field(default_factory=dict)  # invariant: never all ranks
+    count: int = 0  # of those ranks
+    in_step: bool = False  # some rank reported it from within its optimizer's step
+    warned: bool = False
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that have reported it."""
+        return [rank for ranks in self.reported for rank in ranks]
+
+    def release(self) -> BucketRelease:
+        """Return the release of the bucket, once all ranks have reported it."""
+        reports = self.reported.values()
+        in_step: tuple[int, ...] = ()
+        if self.in_step:
+            in_step = ranks_in_step({rank: ready.in_step for ranks, ready in self.reported.items() for rank in ranks})
+        first, *others = reports
+        unused: tuple[int, ...] = ()
+        if first.unused:
+            unused = tuple(sorted(set(first.unused).intersection(*(ready.unused for ready in others))))
+        return BucketRelease(bucket_id=self.bucket.bucket_id, globally_unused=unused, ranks_in_step=in_step)
+
+
+class PendingBuckets:
+    """The incomplete buckets, by id."""
+
+    def __init__(self) -> None:
+        self._buckets: dict[int, PendingBucket] = {}
+
+    def __contains__(self, bucket_id: object) -> bool:
+        return bucket_id in self._buckets
+
+    def values(self) -> Collection[PendingBucket]:
+        """Return the incomplete buckets, oldest first."""
+        return self._buckets.values()
+
+    def get(self, bucket_id: int) -> PendingBucket | None:
+        """Return a bucket, or None when no rank has reported it."""
+        return self._buckets.get(bucket_id)
+
+    def add(self, ranks: Ranks, ready: BucketReady, bucket: Bucket, now: float) -> BucketRelease | None:
+        """Record that some ranks report a bucket; return its release when these were the last.
+
+        Raises:
+            ProtocolError: when they report it a second time before its release.
+        """
+        pending = self._buckets.get(ready.bucket_id)
+        if pending is None:
+            pending = self._buckets[ready.bucket_id] = PendingBucket(now, bucket, ready.step)
+        if ranks in pending.reported:
+            raise ProtocolError(f"reported bucket {ready.bucket_id} of '{bucket.members[0].label}' twice before it was "
+                                "answered")
+        pending.reported[ranks] = ready
+        pending.count += len(ranks)
+        pending.in_step = pending.in_step or ready.in_step
+        if pending.count < len(bucket.response.contributors):
+            return None
+        del self._buckets[ready.bucket_id]
+        return pending.release()
+
+    def withdraw(self, layout: Layout) -> list[tuple[Ranks, Request]]:
+        """Remove a layout's buckets; return the requests that their reports stand for, as (ranks, request)."""
+        withdrawn: list[tuple[Ranks, Request]] = []
+        for bucket in layout.buckets:
+            pending = self._buckets.pop(bucket.bucket_id, None)
+            for ranks, ready in pending.reported.items() if pending else ():
+                withdrawn.extend((ranks, request) for request in requests_of(bucket, ready))
+        return withdrawn
+
+    def check_invariants(self) -> None:
+        """Fail when an entry is empty or complete."""
+        for pending in self._buckets.values():
+            assert 0 < pending.count == len(pending.ranks) < len(pending.bucket.response.contributors), pending
