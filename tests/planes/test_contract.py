@@ -174,7 +174,6 @@ def test_fusion_does_not_change_a_bit(make_planes: Any, size: int) -> None:
 
 
 @pytest.mark.parametrize("count", [10, 50_000])
-# docs/protocol.md#contributors
 def test_only_contributors_count_but_average_divides_by_all(make_planes: Any, count: int) -> None:
     def step(rank: int, execute: Any) -> None:
         out = np.zeros(count, np.float32)
@@ -582,7 +581,6 @@ def test_adasum_without_a_rank_that_joined(make_planes: Any) -> None:
     run(make_planes, 3, step)
 
 
-# docs/protocol.md#pairs
 def test_send(make_planes: Any) -> None:
     def step(rank: int, execute: Any) -> None:
         execute.plane.add_process_set(-1, (0, 2))
