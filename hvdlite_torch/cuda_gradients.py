@@ -24,6 +24,7 @@ from hvdlite_torch.framework import TorchGradients
 class CudaGradients(TorchGradients):
     """Like `TorchGradients`, for parameters of which some are on a GPU."""
 
+    needs_notes = True
     _devices: DeviceAccess
 
     def __init__(self, compression: type[Compressor], sparse_as_dense: bool, as_view: bool, devices: DeviceAccess) -> None:

@@ -71,6 +71,11 @@ class BucketView:
 class ArrayGradients:
     """The gradients of slots, for `GradientReducer`. Results are new arrays: what was handed out is not written again."""
 
+    needs_notes = False
+
+    def note(self, parameter: Slot) -> None:
+        return None
+
     def has_gradient(self, parameter: Slot) -> bool:
         return parameter.gradient is not None
 
@@ -176,6 +181,9 @@ class ArrayGradients:
     def is_changed(self, parameter: Slot, mark: Any) -> bool:
         return False
 
+    def is_zeroed(self, parameter: Slot, mark: Any) -> bool:
+        return False
+
     def renew(self, parameter: Slot, mark: Any) -> None:
         return None
 
@@ -231,7 +239,7 @@ class ArrayReducer:
         with self._lock:
             for slot in slots:
                 self._slots[slot].is_expected = True
-            self._reducer.admit()
+            self._reducer.sequence.admit()
 
     def give(self, slot: int, gradient: Gradient) -> None:
         """Submit one gradient.
@@ -256,7 +264,7 @@ class ArrayReducer:
         """
         try:
             if self._reducer.end_backward():
-                self._reducer.wait()
+                self._reducer.sequence.wait()
             return {index: slot.gradient for index, slot in enumerate(self._slots) if slot.gradient is not None}
         finally:
             try:

@@ -85,7 +85,7 @@ class TorchStepReducer(StepReducer):
             reducer: GradientReducer[torch.Tensor] = GradientReducer(
                 self._runtime, framework, self.label, op=self._op, prescale=self._prescale, postscale=self._postscale,
                 passes=1, process_set=self.process_set)
-            reducer.on_reduced = self._divide_by_weights
+            reducer.sequence.on_reduced = self._divide_by_weights
             self._hooks = BackwardHooks(reducer)
             self._hooks.on_begin = self._begin_backward
             reducer.add(self._count, "count")
