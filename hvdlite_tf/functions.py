@@ -44,7 +44,7 @@ def broadcast_global_variables(root_rank: int) -> None:
     """Raise an error: TensorFlow 2 has no global variables.
 
     Raises:
-        RuntimeError: always, saying what to use.
+        RuntimeError: always; the message names the replacement.
     """
     raise RuntimeError("there are no global variables in TensorFlow 2; use hvd.broadcast_variables(model.variables, "
                        f"root_rank={root_rank})")

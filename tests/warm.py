@@ -29,7 +29,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-READ_LATER = ("HVDLITE_", "HOROVOD_", "PYTHONHASHSEED")
+READ_LATER = ("HVDLITE_", "HOROVOD_", "PYTHONHASHSEED", "BENCH_")
 """How variables begin that no framework reads when it is imported."""
 
 

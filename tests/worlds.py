@@ -120,12 +120,15 @@ class Processes:
                 "PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1",
                 "HVDLITE_START_TIMEOUT": "30", "PYTHONUNBUFFERED": "1", **(environment or {}),
             }
-            script, words = self._path(rank, "py"), [] if callable(program) else [str(each) for each in arguments]
+            words = [] if callable(program) else [str(each) for each in arguments]
             if isinstance(program, Path):
                 script = program
+            elif isinstance(program, str):
+                script = Path(self._files.name) / "script.py"  # the same for all: collectives are named after their line
+                script.write_text(textwrap.dedent(program), encoding="utf-8")
             else:
-                script.write_text(textwrap.dedent(program) if isinstance(program, str) else
-                                  _calling(program, arguments, self._path(rank, "result")), encoding="utf-8")
+                script = self._path(rank, "py")
+                script.write_text(_calling(program, arguments, self._path(rank, "result")), encoding="utf-8")
             with open(self._path(rank, "stdout"), "wb") as out, open(self._path(rank, "stderr"), "wb") as err:
                 if imported:
                     pair = warm.importers(imported, env, environment or {})

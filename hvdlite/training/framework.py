@@ -1,4 +1,4 @@
-"""What the gradient reducer needs of a framework."""
+"""The interface between the gradient reducer and a framework."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def broadcast_global_variables(root_rank: int) -> None:
     """Raise an error: Keras 3 has no global variables.
 
     Raises:
-        RuntimeError: always, saying what to use.
+        RuntimeError: always; the message names the replacement.
     """
     raise RuntimeError("Keras 3 has no global variables; use hvd.callbacks.BroadcastGlobalVariablesCallback, or "
                        f"hvd.broadcast_variables(model.variables, root_rank={root_rank})")

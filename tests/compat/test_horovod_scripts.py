@@ -10,23 +10,39 @@ from pathlib import Path
 
 import pytest
 
-from tests.worlds import HVDRUN, PYTHON_PATH, ROOT
+from tests.tf.support import ENVIRONMENT, imported
+from tests.worlds import HVDRUN, PYTHON_PATH, ROOT, TORCH, processes
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.slow
 
-def run(script: str, *arguments: str) -> str:
-    result = subprocess.run([*HVDRUN, "-np", "2", "--horovod-compat", "--no-prefix",
-                             sys.executable, str(Path(__file__).parent / "programs" / script), *arguments],
+PROGRAMS = Path(__file__).parent / "programs"
+
+
+def run(script: str, *arguments: str, keras: bool = False) -> str:
+    """Run a script on two ranks that begin with its framework imported; return what they print."""
+    imports, environment = (imported("tensorflow"), ENVIRONMENT) if keras else (TORCH, None)
+    source = f"import runpy, hvdlite.horovod_compat\nrunpy.run_path({str(PROGRAMS / script)!r}, run_name='__main__')\n"
+    ended = processes(2, source, *arguments, timeout=120, imported=imports, environment=environment)
+    assert all(rank.stdout.count("done") == 1 for rank in ended), ended
+    return "".join(rank.stdout for rank in ended)
+
+
+def epochs(printed: str) -> list[float]:
+    return [float(line.split()[-1]) for line in printed.splitlines() if line.startswith("epoch")]
+
+
+def test_training_under_hvdrun() -> None:
+    result = subprocess.run([*HVDRUN, "-np", "2", "--horovod-compat", "--no-prefix", sys.executable,
+                             str(PROGRAMS / "training.py")],
                             capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": PYTHON_PATH})
     assert result.returncode == 0 and result.stdout.count("done") == 2, result.stdout + result.stderr
-    return result.stdout
+    assert len(epochs(result.stdout)) == 3
 
 
-@pytest.mark.parametrize("flags", [[], ["--use-adasum"], ["--fp16-allreduce", "--gradient-predivide-factor", "2"]])
+@pytest.mark.parametrize("flags", [["--use-adasum"], ["--fp16-allreduce", "--gradient-predivide-factor", "2"]])
 def test_training(flags: list[str]) -> None:
-    losses = [float(line.split()[-1]) for line in run("training.py", *flags).splitlines() if line.startswith("epoch")]
-    assert len(losses) == 3
+    assert len(epochs(run("training.py", *flags))) == 3
 
 
 def test_the_synthetic_benchmark() -> None:
@@ -36,7 +52,7 @@ def test_the_synthetic_benchmark() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed")
 @pytest.mark.parametrize("script", ["tape.py", "keras_fit.py"], ids=["tape", "keras"])
 def test_tensorflow_and_keras(script: str) -> None:
-    run(script)
+    run(script, keras=True)
 
 
 def test_process_sets_samplers_loaders_and_helpers() -> None:

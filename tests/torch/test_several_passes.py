@@ -247,7 +247,7 @@ def test_a_second_pass_is_an_error_when_a_rank_joins_first(begun: bool, by_bucke
             optimizer.step()
         optimizer.zero_grad()
         model(torch.ones(1, 6)).sum().backward()
-        assert optimizer._reducer.by_bucket == (by_bucket and not options)
+        assert reducer_of(optimizer).by_bucket == (by_bucket and not options)
         if runtime.world.rank == 0:
             model[0].bias.register_post_accumulate_grad_hook(lambda parameter: has_begun.set())
             with pytest.raises(GradientOrderError, match=r"rank 1 took part without the reduced gradient \(joined"):
@@ -288,7 +288,7 @@ def test_a_guard_ends_only_its_own_round() -> None:
     def step(runtime: Runtime) -> list[float]:
         first, second = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
         optimizer = DistributedOptimizer(torch.optim.SGD([first, second], lr=1.0), _runtime=runtime, wait_in="step")
-        sequence, found = optimizer._reducer.sequence, []
+        sequence, found = reducer_of(optimizer).sequence, []
 
         def wait_late(_: Any) -> None:
             for current in found:

@@ -13,6 +13,7 @@ import numpy as np
 import hvdlite as hvd
 from hvdlite.core.errors import ConfigError, LaunchError, PeerFailedError, UnsupportedError
 from hvdlite.memory.shared import SharedMemory
+from hvdlite.planes.selection import choose_plane
 from hvdlite.runtime import assemble
 from tests.raising import raises
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 
-SHARES = {"torch": 0.8, "tensorflow": 0.12, "jax": 0.08}
+SHARES = {"torch": 0.85, "tensorflow": 0.1, "jax": 0.05}
 """Of all draws, by backend; most on torch, where no function is compiled."""
 BACKENDS = tuple(SHARES)
 MODELS = ("dense", "deep", "embedding", "two inputs", "two outputs", "shared layer", "regularized", "frozen", "convolution",
