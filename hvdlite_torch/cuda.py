@@ -93,7 +93,7 @@ def _wrapped(tensor: torch.Tensor, devices: DeviceAccess, index: int, stream: in
 
 
 def _empty(like: torch.Tensor, devices: DeviceAccess, index: int, stream: int, shape: tuple[int, ...]) -> DeviceArray:
-    """Make a result; called by the runtime thread. torch may hand out memory that `stream` is still working on."""
+    """Make a result; called by the background thread. torch may hand out memory that `stream` is still working on."""
     with allocating(index, stream):
         tensor = torch.empty(shape, dtype=like.dtype, device=like.device)
     return _wrapped(tensor, devices, index, stream)
