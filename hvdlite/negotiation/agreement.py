@@ -13,8 +13,9 @@ from hvdlite.negotiation.requests import first_of, grouped
 Aspect = tuple[str, Callable[[Request], object]]
 STEPS = "number of optimizer steps before the reduction"
 _HINTS = {STEPS: "The ranks made different numbers of backward passes between two steps, or some of them replaced "
-          "gradients after their reduction, so one rank's gradients met another's of the next step. Do the same on "
-          "all ranks: call backward() equally often, or add the losses before one backward()"}
+                 "gradients after their reduction, so one rank's gradients met another's of the next step. Do the same on "
+                 "all ranks. For passes over different parameters, DistributedOptimizer(wait_in=\"step\") reduces once a "
+                 "step"}
 _SPARSE = ("One rank's gradient is sparse (gathered row by row), another's is dense. Pass sparse_as_dense=True to the "
            "optimizer or tape")
 _GENERAL_HINT = "Nothing was changed on any rank; call it with the same value everywhere, or use different names"

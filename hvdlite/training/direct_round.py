@@ -27,33 +27,33 @@ class DirectRounds(Rounds[Parameter]):
         self.by_bucket = False
         self.bucket_views: BucketViews[Parameter] | None = None
 
-    def begin(self, declared: GradientSet[Parameter]) -> Round[Parameter]:
-        begun = DirectRound(declared, self)
-        begun.buckets = self._buckets(declared, begun.round_id)
+    def begin(self, gradient_set: GradientSet[Parameter]) -> Round[Parameter]:
+        begun = DirectRound(gradient_set, self)
+        begun.buckets = self._buckets(gradient_set, begun.round_id)
         self.by_bucket = begun.buckets is not None
         return begun
 
     def forget(self) -> None:
         self.bucket_views = None
 
-    def _buckets(self, declared: GradientSet[Parameter], round_id: int) -> BucketRound[Parameter] | None:
+    def _buckets(self, gradient_set: GradientSet[Parameter], round_id: int) -> BucketRound[Parameter] | None:
         """Return the buckets of a new round; None when its members go by themselves."""
-        runtime, framework = declared.runtime, declared.framework
-        learned = runtime.layout(declared.label, round_id)
+        runtime, framework = gradient_set.runtime, gradient_set.framework
+        learned = runtime.layout(gradient_set.label, round_id)
         if learned is None:
-            if not runtime.is_suspended(declared.label):  # else gradients may lie in bucket views that are used again
+            if not runtime.is_suspended(gradient_set.label):  # else gradients may lie in bucket views that are used again
                 self.bucket_views = None
             return None
         if self.bucket_views is None or self.bucket_views.learned is not learned:
-            for member in declared.members:
+            for member in gradient_set.members:
                 member.sparse = member.sparse or member.name in learned.layout.unbucketed
             self.bucket_views = BucketViews.of(learned, framework, {member.name: member.parameter
-                                                                   for member in declared.members if not member.sparse})
+                                                                   for member in gradient_set.members if not member.sparse})
         if self.bucket_views is None:
             runtime.mark_stale(learned.layout)
             return None
-        closes = not any(member.sparse for member in declared.members)
-        return BucketRound(runtime, framework, self.bucket_views, round_id, declared.step, closes=closes)
+        closes = not any(member.sparse for member in gradient_set.members)
+        return BucketRound(runtime, framework, self.bucket_views, round_id, gradient_set.step, closes=closes)
 
 
 class DirectRound(Round[Parameter]):
@@ -63,28 +63,25 @@ class DirectRound(Round[Parameter]):
         buckets: None when all members go by themselves.
     """
 
-    def __init__(self, declared: GradientSet[Parameter], rounds: DirectRounds[Parameter]) -> None:
-        super().__init__(declared)
+    def __init__(self, gradient_set: GradientSet[Parameter], rounds: DirectRounds[Parameter]) -> None:
+        super().__init__(gradient_set)
         self.buckets: BucketRound[Parameter] | None = None
         self._rounds = rounds
         # Reduced by themselves; None: as rows of a sparse gradient.
         self._alone: list[tuple[Member[Parameter], Handle, StagedGradient[Parameter] | None]] = []
 
     def give(self, member: Member[Parameter], present: bool) -> None:
-        declared, gradients = self._set, self._set.gradients
-        if gradients.has_marks and present and gradients.is_again(member):
+        owner, gradients, buckets = self._set, self._set.gradients, self.buckets
+        if present and gradients.has_marks and gradients.is_again(member):
             member.again = self.round_id
             self.has_again = True
-        buckets = self.buckets
         if buckets is None or member.sparse:
             self._declare(member, present)
+        elif present:
+            for parameter, has_gradient in buckets.give(member.parameter, True, owner.in_step):
+                self._declare(owner.members.by_key[id(parameter)], has_gradient)
         else:
-            is_own = not present and gradients.is_own(member)
-            for parameter, has_gradient in buckets.give(member.parameter, present, declared.in_step):
-                self._declare(declared.members.by_key[id(parameter)], has_gradient)
-            while buckets.detached:
-                _, mark = buckets.detached.pop()  # of this member
-                member.mark = None if is_own else mark
+            self._give_missing(member, buckets)
         member.given = self.round_id
         if not present:
             member.missing = self.round_id
@@ -130,29 +127,37 @@ class DirectRound(Round[Parameter]):
     def _staged(self) -> Collection[Member[Parameter]]:
         return [member for member, _, _ in self._alone]
 
+    def _give_missing(self, member: Member[Parameter], buckets: BucketRound[Parameter]) -> None:
+        is_own = self._set.gradients.is_own(member)
+        for parameter, has_gradient in buckets.give(member.parameter, False, self._set.in_step):
+            self._declare(self._set.members.by_key[id(parameter)], has_gradient)
+        while buckets.detached:
+            _, mark = buckets.detached.pop()  # of this member
+            member.mark = None if is_own else mark
+
     def _declare(self, member: Member[Parameter], present: bool) -> None:
         """Let a member go by itself."""
-        declared, runtime, framework = self._set, self._set.runtime, self._set.framework
-        moment = declared.moment()
+        owner, runtime, framework = self._set, self._set.runtime, self._set.framework
+        moment = owner.moment()
         if present and framework.is_sparse(member.parameter):
             rows = framework.rows(member.parameter)
-            handle = runtime.declare_rows(member.name, rows, moment, process_set=declared.process_set_id)
+            handle = runtime.declare_rows(member.name, rows, moment, process_set=owner.process_set_id)
             self._alone.append((member, handle, None))
             return
         staged = framework.stage(member.parameter) if present else framework.stage_empty(member.parameter)
         handle = runtime.declare(
-            member.name, staged.array if present else None, staged.array, declared.op, moment,
-            prescale=declared.prescale, postscale=declared.postscale, strides=framework.shape(member.parameter).strides,
-            group_id=member.group_id, process_set=declared.process_set_id)
+            member.name, staged.array if present else None, staged.array, owner.op, moment,
+            prescale=owner.prescale, postscale=owner.postscale, strides=framework.shape(member.parameter).strides,
+            group_id=member.group_id, process_set=owner.process_set_id)
         self._alone.append((member, handle, staged))
 
     def _take_rows(self, member: Member[Parameter], rows: Array, errors: list[HvdliteError]) -> None:
-        declared = self._set
-        if declared.op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
-            errors.append(sparse(member.name, declared.op))
+        owner = self._set
+        if owner.op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+            errors.append(sparse(member.name, owner.op))
             return
-        divisor = declared.size if declared.op is ReduceOp.AVERAGE else 1
-        mark = declared.framework.give_rows(member.parameter, rows, declared.prescale * declared.postscale / divisor)
+        divisor = owner.size if owner.op is ReduceOp.AVERAGE else 1
+        mark = owner.framework.give_rows(member.parameter, rows, owner.prescale * owner.postscale / divisor)
         self._mark_all([member], [mark])
         if not member.sparse:
             member.sparse = True

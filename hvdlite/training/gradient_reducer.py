@@ -19,9 +19,9 @@ Rules (docs/protocol.md#rounds, #final-gradients, #same-step, #reduced-again)
 - A parameter to which nobody contributed keeps what it has (None): momentum and weight decay do not move it.
 - Accumulating onto a reduced gradient is reduced in another round where that is exact (`is_idempotent`: for averages). For
   other operations the reduced part would count twice, so that is an error, unless the gradient was cleared.
-- Every backward pass has a round, wherever the rank waits and whatever the pass computes (`PassCounter`). A gradient that is
-  computed again while the round that has it is under way is set aside and added to the reduced one; it is reduced in the
-  round of its own pass.
+- Every backward pass has a round (`PassCounter`); with `WaitIn.STEP`, a pass that computes no gradient again joins the round
+  that is open. A gradient that is computed again while the round that has it is under way is set aside and added to the
+  reduced one; it is reduced in the round of its own pass.
 - Gradients that the script has all cleared itself, before the first one of a backward pass, begin anew as with `zero_grad`.
   Where it has set all of them to zero, a round is due before the step.
 - In a later call of a step's closure, reduced gradients count on ranks that accumulate onto one. Elsewhere they count as
@@ -152,7 +152,8 @@ class GradientReducer(Generic[Parameter]):
         """
         member = self._by_key.get(id(parameter)) or self._newcomer(parameter)
         if member is None:
-            return  # its gradient counts in the next round
+            self._passes.note_late()  # its gradient counts in the next round
+            return
         sequence, gradients, passes = self.sequence, self.gradients, self._passes
         current = sequence.current
         if current is None:
@@ -162,6 +163,7 @@ class GradientReducer(Generic[Parameter]):
             if member.missing != current.round_id and not gradients.is_idempotent:
                 raise computed_twice(member.name, self._set.rank, passes.per_round, reduction_told(self._set.op))
             current.come_late(member)
+            passes.note_late()
             return
         if not gradients.is_idempotent and gradients.is_reduced(member):
             raise computed_twice(member.name, self._set.rank, passes.per_round, reduction_told(self._set.op))
@@ -182,7 +184,7 @@ class GradientReducer(Generic[Parameter]):
         """
         if self._passes.is_suspended:
             return False
-        self._passes.end()
+        self._passes.end(joins_round=not self.sequence.waiting.closes_in_backward)
         if not self._passes.are_due:
             return False
         if not self.sequence.waiting.closes_in_backward:

@@ -57,21 +57,21 @@ class HookRounds(Rounds[Parameter], Generic[Parameter]):
         self.answer: Array | None = None
         self._digests: dict[int, bytes] = {}  # of the members' names, by how many they are
 
-    def begin(self, declared: GradientSet[Parameter]) -> Round[Parameter]:
-        joins, last = declared.joins, self.answer
+    def begin(self, gradient_set: GradientSet[Parameter]) -> Round[Parameter]:
+        joins, last = gradient_set.joins, self.answer
         self.answer = None
-        begun = HookRound(declared, self)
-        begun.last = last if joins == declared.joins else None
+        begun = HookRound(gradient_set, self)
+        begun.last = last if joins == gradient_set.joins else None
         return begun
 
     def forget(self) -> None:
         pass
 
-    def names_digest(self, declared: GradientSet[Parameter]) -> bytes:
+    def names_digest(self, gradient_set: GradientSet[Parameter]) -> bytes:
         """Return the digest of the members' names; members are never removed."""
-        count = len(declared.members)
+        count = len(gradient_set.members)
         if count not in self._digests:
-            self._digests = {count: _digest("\n".join(member.name for member in declared.members).encode())}
+            self._digests = {count: _digest("\n".join(member.name for member in gradient_set.members).encode())}
         return self._digests[count]
 
 
@@ -84,8 +84,8 @@ class HookRound(Round[Parameter]):
 
     moves_gradients = False
 
-    def __init__(self, declared: GradientSet[Parameter], rounds: HookRounds[Parameter]) -> None:
-        super().__init__(declared)
+    def __init__(self, gradient_set: GradientSet[Parameter], rounds: HookRounds[Parameter]) -> None:
+        super().__init__(gradient_set)
         self.last: Array | None = None
         self._rounds = rounds
         self._present: dict[int, bool] = {}  # members that were given, by identity: whether they have a gradient
@@ -105,17 +105,17 @@ class HookRound(Round[Parameter]):
             member.missing = self.round_id
 
     def close(self) -> None:
-        declared = self._set
-        present = np.fromiter(map(self._present.__getitem__, declared.members.by_key), np.uint8, len(declared.members))
+        owner = self._set
+        present = np.fromiter(map(self._present.__getitem__, owner.members.by_key), np.uint8, len(owner.members))
         if self.last is not None and len(self.last) != len(present):
             self.last = None  # there are more members now
-        has_deferred = declared.runtime.has_deferred
+        has_deferred = owner.runtime.has_deferred
         # Where reductions are idempotent, gradients may change while a wait is deferred.
-        self._is_early = (self._rounds.is_repeatable and not declared.gradients.is_idempotent and not has_deferred
+        self._is_early = (self._rounds.is_repeatable and not owner.gradients.is_idempotent and not has_deferred
                           and self.last is not None
                           and bool(present.any()) and np.array_equal(present, self.last))
         of_last = _digest(b"" if self.last is None else self.last.tobytes())
-        digests = np.frombuffer(self._rounds.names_digest(declared) + of_last, np.uint8)
+        digests = np.frombuffer(self._rounds.names_digest(owner) + of_last, np.uint8)
         self._asked = self._ask("present", np.concatenate(
             [present, np.array([has_deferred, self._is_early], np.uint8), digests, 255 - digests]))
         super().close()
@@ -149,9 +149,9 @@ class HookRound(Round[Parameter]):
 
     def _ask(self, name: str, values: Array) -> Handle:
         """Return the handle of the largest values (0 to 255) over all ranks."""
-        declared = self._set
-        return declared.runtime.declare(f"{declared.label}.{name}", values, np.empty_like(values), ReduceOp.MAX,
-                                        Moment("", 0, declared.step, declared.in_step), process_set=declared.process_set_id)
+        owner = self._set
+        return owner.runtime.declare(f"{owner.label}.{name}", values, np.empty_like(values), ReduceOp.MAX,
+                                        Moment("", 0, owner.step, owner.in_step), process_set=owner.process_set_id)
 
     def _reduce_last(self, deferrable: bool) -> None:
         """Reduce the gradients that some rank had in the last round, once."""
@@ -177,17 +177,17 @@ class HookRound(Round[Parameter]):
         """
         assert self._asked is not None
         self._is_confirming = True
-        declared, count = self._set, len(self._set.members)
+        owner, count = self._set, len(self._set.members)
         answer = self._asked.wait(deferrable=deferrable)
         has_deferred, is_early = answer[count:count + 2].tolist()
         if self._rounds.answer is None:
             unlike = answer[count + 2:-2 * _DIGEST] != 255 - answer[-2 * _DIGEST:]  # then some rank has other bytes
             if unlike[:_DIGEST].any():
-                raise MismatchError(f"ranks disagree about the members of '{declared.label}', of which rank "
-                                    f"{declared.rank} has {count}. Give the optimizer the same "
+                raise MismatchError(f"ranks disagree about the members of '{owner.label}', of which rank "
+                                    f"{owner.rank} has {count}. Give the optimizer the same "
                                     "parameters on all ranks (add_param_group and requires_grad too)")
             if is_early and unlike.any():
-                raise MismatchError(f"ranks disagree about the last reduction of '{declared.label}': on some ranks it was "
+                raise MismatchError(f"ranks disagree about the last reduction of '{owner.label}': on some ranks it was "
                                     "interrupted by an exception. Make a new optimizer on all ranks")
             self.behind.update(self._asked.behind)
             self._rounds.answer = answer[:count].copy()

@@ -30,22 +30,22 @@ class LaterCall(Generic[Parameter]):
         self.incomplete: HvdliteError | None = None
         self._is_decided = self._accumulates = self._leaves_out = False
 
-    def close(self, declared: GradientSet[Parameter], current: Round[Parameter]) -> None:
+    def close(self, gradient_set: GradientSet[Parameter], current: Round[Parameter]) -> None:
         """Before members that were not handed over are given to a round of this call."""
         if not self._is_decided:
             self._is_decided, self._accumulates = True, current.has_again
-            self._leaves_out = not current.has_again and declared.gradients.leave_out(declared.members)
+            self._leaves_out = not current.has_again and gradient_set.gradients.leave_out(gradient_set.members)
 
-    def check(self, declared: GradientSet[Parameter]) -> None:
+    def check(self, gradient_set: GradientSet[Parameter]) -> None:
         """After the last round of this call: compare with the other ranks, which do so too.
 
         Raises:
             GradientOrderError: on all ranks, when some accumulated onto gradients that others left out.
         """
         flags = np.array([self._accumulates, self._leaves_out], np.uint8)
-        declared.runtime.allreduce(f"{declared.label}.closure", flags, flags, ReduceOp.MAX,
-                                   process_set=declared.process_set_id).wait()
+        gradient_set.runtime.allreduce(f"{gradient_set.label}.closure", flags, flags, ReduceOp.MAX,
+                                   process_set=gradient_set.process_set_id).wait()
         if flags.all():
-            raise accumulated_alone(declared.rank, self._accumulates)
+            raise accumulated_alone(gradient_set.rank, self._accumulates)
         if self.incomplete is not None:
             raise self.incomplete

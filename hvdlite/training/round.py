@@ -32,13 +32,13 @@ class Round(Generic[Parameter]):
     moves_gradients = True
     """Whether what is given leaves the parameter until the round is over."""
 
-    def __init__(self, declared: GradientSet[Parameter]) -> None:
-        self.round_id = declared.next_round()
+    def __init__(self, gradient_set: GradientSet[Parameter]) -> None:
+        self.round_id = gradient_set.next_round()
         self.is_closed = self.is_over = self.is_of_failed_pass = self.has_again = False
         self.incomplete: HvdliteError | None = None
         self.reduced: list[Parameter] = []
         self.behind: set[int] = set()
-        self._set = declared
+        self._set = gradient_set
         self._late: dict[int, Member[Parameter]] = {}  # accumulated into again after they were given
 
     def give(self, member: Member[Parameter], present: bool) -> None:
@@ -114,7 +114,7 @@ class Rounds(Protocol[Parameter]):
 
     by_bucket: bool
 
-    def begin(self, declared: GradientSet[Parameter]) -> Round[Parameter]:
+    def begin(self, gradient_set: GradientSet[Parameter]) -> Round[Parameter]:
         """Begin a round of a set; the one before is over."""
 
     def forget(self) -> None:

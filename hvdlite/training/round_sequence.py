@@ -35,8 +35,9 @@ class RoundSequence(Generic[Parameter]):
         lock: held while a round is closed or waited for: gradients may be read from several threads.
     """
 
-    def __init__(self, declared: GradientSet[Parameter], rounds: Rounds[Parameter], passes: int, wait_in: WaitIn) -> None:
-        self._set, self.rounds = declared, rounds
+    def __init__(self, gradient_set: GradientSet[Parameter], rounds: Rounds[Parameter], passes: int,
+                 wait_in: WaitIn) -> None:
+        self._set, self.rounds = gradient_set, rounds
         self.current: Round[Parameter] | None = None
         self.passes = PassCounter(passes)
         self.waiting = WaitPolicy(wait_in)

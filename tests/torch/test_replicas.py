@@ -12,7 +12,6 @@ import hvdlite_torch as hvd  # noqa: E402
 from hvdlite.core.errors import ReplicaMismatchError  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite.training.replicas import check_replicas  # noqa: E402
-from tests.torch.models import reducer_of  # noqa: E402
 from tests.torch.programs import replicas as programs  # noqa: E402
 from tests.worlds import TORCH, processes, threads  # noqa: E402
 
@@ -72,7 +71,7 @@ def layouts(**config: Any) -> list[list[tuple[str, ...]]]:
             optimizer.zero_grad()
             torch.stack([parameter.sum() for parameter in order]).sum().backward()
             optimizer.step()
-        layout = runtime.layout(reducer_of(optimizer).label, 1 << 20)
+        layout = runtime.layout("torch.optimizer.0", 1 << 20)
         runtime.barrier("both have it").wait()  # a rank that leaves takes it away
         assert layout is not None
         return [tuple(member.name for member in bucket.members) for bucket in layout.layout.buckets]
