@@ -92,7 +92,7 @@ def _wrapped(tensor: torch.Tensor, devices: DeviceAccess, index: int, stream: in
 
 
 def _empty(like: torch.Tensor, devices: DeviceAccess, index: int, stream: int, shape: tuple[int, ...]) -> DeviceArray:
-    """Allocate a result; called by the runtime thread. `stream` may still use the memory that torch allocates."""
+    """Allocate a result; called by the background thread. `stream` may still use the memory that torch allocates."""
     with allocating(index, stream):
         tensor = torch.empty(shape, dtype=like.dtype, device=like.device)
     return _wrapped(tensor, devices, index, stream)

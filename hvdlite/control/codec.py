@@ -41,7 +41,7 @@ class Welcome(Message, frozen=True, kw_only=True):
 
 
 class Heartbeat(Message, frozen=True):
-    """Says that the sender's runtime thread is alive; only on TCP."""
+    """Says that the sender's background thread is alive; only on TCP."""
 
     epoch: int = 0
 

@@ -143,7 +143,7 @@ class Config:
         False, _flag, "make Average divide by the number of ranks that have not joined, instead of all ranks")
     eager_limit: int = knob(8 * KIB, _size, "tensors of up to this many bytes travel inside their control message")
     spin_microseconds: int = knob(
-        80, _at_least(0), "microseconds for which the runtime thread polls before it sleeps, while the script is "
+        80, _at_least(0), "microseconds for which the background thread polls before it sleeps, while the script is "
         "blocked in a wait; 0 turns polling off")
     shm_slot: int = knob(
         4 * MIB, _size, "size of one staging slot in the shm plane, in bytes; a rank has two", must_match=True)

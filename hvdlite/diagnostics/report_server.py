@@ -22,7 +22,7 @@ from hvdlite.diagnostics.stall_report import StallReport
 _log = logging.getLogger("hvdlite")
 
 TIMEOUT_SECONDS: Final = 3 * ANSWER_SECONDS
-"""Seconds to wait for a report of the runtime thread, and for a client that does not read."""
+"""Seconds to wait for a report of the background thread, and for a client that does not read."""
 
 
 class ReportServer:
@@ -66,7 +66,7 @@ class ReportServer:
                     connection.settimeout(TIMEOUT_SECONDS)
                     connection.sendall(self._report())
                 except (OSError, HvdliteError, queue.Empty) as error:
-                    _log.warning("a request for a report was not answered: %s", error or "the runtime thread is busy")
+                    _log.warning("a request for a report was not answered: %s", error or "the background thread is busy")
 
     def _report(self) -> bytes:
         made: queue.SimpleQueue[StallReport] = queue.SimpleQueue()

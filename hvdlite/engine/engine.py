@@ -128,7 +128,7 @@ class Engine:
         except JobFailed:
             raise
         except Exception as error:  # a defect, or no memory: tell everybody rather than die silently
-            _log.exception("rank %d: the runtime thread failed", self._rank)
+            _log.exception("rank %d: the background thread failed", self._rank)
             self.fail(FailureNotice(self._rank, type(error).__name__, str(error)))
 
     def _exchange(self, *, within_plan: bool = False, sleep: bool = True) -> None:
@@ -233,7 +233,7 @@ class Engine:
         """Close every part, whatever others raise; in the end no thread waits for this one any more."""
         state, connections = self._state, self._connections
         if state.failure is None and not self._decisions.has_left:
-            state.failure = HorovodInternalError("the runtime thread ended unexpectedly; see the log")
+            state.failure = HorovodInternalError("the background thread ended unexpectedly; see the log")
         error = state.closing_error()
         parts: list[Callable[[], Any]] = [
             lambda: self._control.flush(FLUSH_SECONDS), lambda: connections.oob.close(error),

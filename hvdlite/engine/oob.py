@@ -19,7 +19,7 @@ from hvdlite.planes.base import WaitUntil
 class OobChannel:
     """One rank's out-of-band channel; implements `planes.base.OobChannel`.
 
-    Only `fetch` is called by other threads than the runtime's.
+    Only `fetch` is called by other threads than the background thread.
 
     Args:
         rank: this one.
@@ -32,14 +32,14 @@ class OobChannel:
         self._failure: HorovodInternalError | None = None
         self._say: Callable[[SideMessage], None] = lambda side_message: None
         self._post: Callable[[Item], None] = lambda item: None
-        self._thread = 0  # the runtime's, once it has published something
+        self._thread = 0  # the background thread, once it has published something
 
     def connect(self, say: Callable[[SideMessage], None], post: Callable[[Item], None]) -> None:
         """Let what is published from now on travel.
 
         Args:
-            say: sends a side message; only the runtime thread calls it.
-            post: hands something to the runtime thread; from any thread.
+            say: sends a side message; only the background thread calls it.
+            post: hands something to the background thread; from any thread.
         """
         self._say, self._post = say, post
 

@@ -124,7 +124,7 @@ class BlockedWaiters:
 
 
 class Handle:
-    """A collective in flight. Completed exactly once, by the runtime thread; may be waited for from any thread.
+    """A collective in flight. Completed exactly once, by the background thread; may be waited for from any thread.
 
     Attributes:
         name: the tensor's name, as negotiated.
@@ -191,7 +191,7 @@ class Handle:
         return self._result
 
     def settle(self, error: Exception | None) -> None:
-        """The runtime thread is done with what has no result."""
+        """The background thread is done with what has no result."""
         if error is None:
             self._complete(None, ())
         else:

@@ -37,7 +37,7 @@ class OobChannel(Protocol):
         """Return the text that another rank publishes; callable from any thread.
 
         Args:
-            wait_until: used if this is the runtime thread.
+            wait_until: used if this is the background thread.
 
         Raises:
             HorovodInternalError: when the job ends first.

@@ -3,9 +3,9 @@
 The process groups are separate from torch's: torch's default process group and its store are never used, and ranks exchange
 their addresses over the control plane. Gloo's connections are unencrypted TCP, like MPI's and NCCL's: use a trusted network.
 
-Gloo's threads work on the memory of the arrays. A finished operation wakes this rank from Gloo's thread, so the
-runtime thread waits for it without polling, and a death interrupts the wait. Operations in progress are then aborted before
-the interpreter ends: Gloo's threads must not call into Python afterwards.
+Gloo's threads work on the memory of the arrays. A finished operation wakes this rank from Gloo's thread, so the background
+thread waits for it without polling, and a death interrupts the wait. Operations in progress are then aborted before the
+interpreter ends: Gloo's threads must not call into Python afterwards.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class LaunchThread:
 
     Args:
         begin: called by the thread before the first call.
-        wake: makes the waiting runtime thread evaluate its predicate.
+        wake: makes the waiting background thread evaluate its predicate.
     """
 
     def __init__(self, name: str, wake: Callable[[], None], begin: Callable[[], None] = lambda: None) -> None:
@@ -39,7 +39,7 @@ class LaunchThread:
     def run(self, function: Callable[[], T], wait_until: WaitUntil) -> T:
         """Call `function` in the thread, and return its result or raise its exception.
 
-        The runtime thread handles messages within `wait_until` meanwhile. If `wait_until` raises, the call is abandoned.
+        The background thread handles messages within `wait_until` meanwhile. If `wait_until` raises, the call is abandoned.
         """
         if not self._started:
             self._started = True

@@ -1,14 +1,14 @@
 """MPI through mpi4py, over any network and MPI library of the site. mpi4py is imported only when it is used.
 
 Progress. MPI makes progress only while it is called, and its blocking calls busy-wait. All calls are therefore nonblocking,
-and the runtime thread tests them: continuously (yielding the processor in between) while the script is blocked in a wait,
+and the background thread tests them: continuously (yielding the processor in between) while the script is blocked in a wait,
 and every `POLL_INTERVAL` seconds while the script computes. A death interrupts this wait like any other.
 
 Choice of calls. Open MPI's nonblocking reductions are several times slower than its blocking ones from about 100 KiB on, so
 larger tensors are reduced by slices there (see `planes/process_group_plane.py`). Measurements: docs/planes.md.
 
 Rules (docs/protocol.md#mpi)
-- The runtime thread calls MPI concurrently with the script's threads: the thread level must be MPI_THREAD_MULTIPLE, or
+- The background thread calls MPI concurrently with the script's threads: the thread level must be MPI_THREAD_MULTIPLE, or
   MPI_THREAD_SERIALIZED if the script does not call MPI.
 - COMM_WORLD is duplicated and never used itself. Every process set has its own communicator, created by its members when
   they first need it. Errors of communicators are returned; they are not fatal.
@@ -87,7 +87,7 @@ def mpi_plane(communicator: Any, *, chunk: int, casts: Casts | None = None) -> P
         communicator: a communicator of all ranks in rank order; owned by the plane.
 
     Raises:
-        LaunchError: if MPI does not permit calls from the runtime thread.
+        LaunchError: if MPI does not permit calls from the background thread.
     """
     mpi = load()
     check_thread_level(mpi, communicator)

@@ -56,7 +56,7 @@ from hvdlite.runtime.runtime import Runtime
 
 PlaneWrapper = Callable[[int, Plane], Plane]
 DevicePlaneMaker = Callable[[int, OobChannel, Callable[[], None]], DevicePlane]
-"""Make the plane for GPUs of a rank, with what lets it meet the others, and what wakes its runtime thread."""
+"""Make the plane for GPUs of a rank, with what lets it meet the others, and what wakes its background thread."""
 
 SAME_CLOCK_SECONDS: Final = 0.05
 """Two clocks that differ by less when the ranks meet are one: what is seen is how long the welcome took."""

@@ -5,7 +5,7 @@ Theory of operation
   other on the GPU. The stream waits for the ready events of the tensors, and an event is recorded after the work. The host
   waits for neither, only until the launch is recorded.
 - A separate thread launches, because the first calls of a communicator, and any call while the GPU's queue is full, can
-  block until another rank arrives. The runtime thread waits for the launch interruptibly.
+  block until another rank arrives. The background thread waits for the launch interruptibly.
 - A communicator is created when its process set has its first tensor on a GPU: the script has chosen its GPU by then. The
   ranks send their `PeerInfo` to the first of them over the control plane, and it answers all. This is also the barrier
   before NCCL's own rendezvous.
