@@ -68,7 +68,7 @@ class Cluster:
             for rank in leader.ranks:
                 if reports[rank] is not None:
                     leader.receive(rank, reports[rank])
-            merged = leader.report()
+            merged = leader.take_report()
             if merged is not None:
                 sent.append((leader.ranks, _encode(merged)))
         start = clock()
@@ -84,7 +84,7 @@ class Cluster:
             return []
         self.messages["from the coordinator"] += len(self.leaders)
         for leader in self.leaders:
-            leader.watch(_decisions.decode(body))
+            leader.observe(_decisions.decode(body))
         start = clock()
         self.seconds["leaders"] += start - middle
         told = [controller.apply(decision) for controller in self.controllers]

@@ -233,7 +233,7 @@ def _instrumented(sheet: Sheet, gpu: Any) -> None:
     import torch
 
     import hvdlite_torch as hvd
-    from hvdlite.training.gradient_reducer import GradientReducer
+    from hvdlite.training.round_sequence import RoundSequence
     from hvdlite_torch.backward import BackwardHooks
     from hvdlite_torch.cuda_gradients import CudaGradients
     share_even_alone()
@@ -263,11 +263,11 @@ def _instrumented(sheet: Sheet, gpu: Any) -> None:
 
     for _ in range(4):
         backward()
-    assert optimizer._reducer._bucket_views is not None, "buckets were never learned"
-    buckets = len(optimizer._reducer._bucket_views.members)
+    assert optimizer._reducer.by_bucket, "buckets were never learned"
+    buckets = len(optimizer._reducer.sequence.rounds.bucket_views.members)
     wrapped = [backward() for _ in range(20)]
     for owner, name in ((BackwardHooks, "_accumulated"), (CudaGradients, "fill_all"), (CudaGradients, "install_views"),
-                        (CudaGradients, "filled"), (GradientReducer, "wait")):
+                        (CudaGradients, "filled"), (RoundSequence, "wait")):
         timed(owner, name)
     optimizer.zero_grad()
     for _ in range(20):

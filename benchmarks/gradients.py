@@ -49,7 +49,7 @@ class Ours:
                 parameter.grad = gradient
             reducer.hand_over(parameter)
         reducer.end_backward()
-        reducer.wait()
+        reducer.sequence.wait()
         reducer.stepped()
 
 

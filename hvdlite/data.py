@@ -9,7 +9,7 @@ from typing import Any
 
 
 class BaseDataLoader:
-    """Iterates over batches; subclasses give `__len__` and `_iterate`."""
+    """Iterates over batches; subclasses implement `__len__` and `_iterate`."""
 
     def __len__(self) -> int:
         """Return the number of batches."""
@@ -25,7 +25,7 @@ class BaseDataLoader:
             yield self._process_batch(batch)
 
     def _process_batch(self, batch: Any) -> Any:
-        """Return what a batch is turned into before it is handed out."""
+        """Return a processed batch; subclasses may override this."""
         return batch
 
 
@@ -86,13 +86,13 @@ class AsyncDataLoaderMixin:
             for batch in self._iterate():  # type: ignore[attr-defined]
                 if not _put(batches, batch, stop):
                     return
-        except BaseException as raised:  # it belongs to whoever iterates
+        except BaseException as raised:  # it is raised in the iterating thread
             error = raised
         _put(batches, _End(error), stop)
 
 
 def _put(batches: queue.Queue[Any], item: Any, stop: threading.Event) -> bool:
-    """Wait for room; return False when nobody wants the item any more."""
+    """Wait for space in the queue; return False when loading is stopped."""
     while not stop.is_set():
         try:
             batches.put(item, timeout=0.1)

@@ -1,6 +1,6 @@
 """Collectives on NumPy and CuPy arrays, one line each on the process's runtime.
 
-A CuPy array's result is one too, and is there for CuPy's current stream: the host does not wait for the GPU.
+The result of a CuPy array is a CuPy array on CuPy's current stream: the host does not wait for the GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hvdlite.runtime import gpu_arrays
 def allreduce_async(array: ArrayLike, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None,
                     prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                     process_set: ProcessSet = global_process_set) -> Handle:
-    """Like `allreduce`, returning a handle at once; `array` must not be written until it is done."""
+    """Like `allreduce`, but return a handle immediately; `array` must not be written until it is done."""
     operation = reduce_op(op, average)
     source = _given(array, name, Collective.ALLREDUCE, operation)
     handle = runtime().allreduce(_name(name, "allreduce", process_set), source, _room(source), operation,
@@ -49,7 +49,7 @@ def allreduce(array: ArrayLike, average: bool | None = None, name: str | None = 
 
     Raises:
         MismatchError: on all ranks, when they disagree about shape, dtype, op or factors.
-        PeerLostError: when a rank died (`PeerFailedError`: raised, `PeerLeftError`: left).
+        PeerLostError: if a rank died (`PeerFailedError`: it raised; `PeerLeftError`: it left).
         DuplicateNameError, UnsupportedError: at the call.
     """
     return _result(allreduce_async(array, average, name, op, prescale_factor, postscale_factor, process_set))
@@ -76,7 +76,7 @@ def allreduce_(array: Array, average: bool | None = None, name: str | None = Non
 def grouped_allreduce_async(arrays: Sequence[ArrayLike], average: bool | None = None, name: str | None = None,
                             op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                             process_set: ProcessSet = global_process_set) -> Handles:
-    """Like `grouped_allreduce`, returning one handle at once."""
+    """Like `grouped_allreduce`, but return one handle immediately."""
     sources = [_given(array, name, Collective.ALLREDUCE, reduce_op(op, average)) for array in arrays]
     return _grouped(sources, [_room(source) for source in sources], average, name, op, prescale_factor, postscale_factor,
                     process_set)
@@ -85,7 +85,7 @@ def grouped_allreduce_async(arrays: Sequence[ArrayLike], average: bool | None = 
 def grouped_allreduce(arrays: Sequence[ArrayLike], average: bool | None = None, name: str | None = None,
                       op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                       process_set: ProcessSet = global_process_set) -> list[Array]:
-    """Like `allreduce`, of several arrays that are negotiated as one: none is reduced before all are there on all ranks."""
+    """Like `allreduce`, of several arrays that are negotiated as one: none is reduced before all are ready on all ranks."""
     result: list[Array] = grouped_allreduce_async(arrays, average, name, op, prescale_factor, postscale_factor,
                                                   process_set).wait()
     return result
@@ -123,7 +123,7 @@ def reduce(array: ArrayLike, root_rank: int, name: str | None = None, op: Reduce
 def reducescatter_async(array: ArrayLike, name: str | None = None, op: ReduceOp | None = None,
                         prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                         process_set: ProcessSet = global_process_set) -> Handle:
-    """Like `reducescatter`, returning a handle at once."""
+    """Like `reducescatter`, but return a handle immediately."""
     source = _given(array, name, Collective.REDUCESCATTER, reduce_op(op, None))
     handle = runtime().reducescatter(_name(name, "reducescatter", process_set), source, reduce_op(op, None),
                                      prescale=prescale_factor, postscale=postscale_factor, process_set=set_id(process_set))
@@ -134,7 +134,7 @@ def reducescatter(array: ArrayLike, name: str | None = None, op: ReduceOp | None
                   postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set) -> Array:
     """Return this rank's rows of the reduction over all ranks.
 
-    Rows (the first dimension) are cut as evenly as possible; the first ranks get one more.
+    Rows (the first dimension) are divided as evenly as possible; the first ranks get one row more.
 
     Raises:
         UnsupportedError: for a scalar; otherwise like `allreduce`.
@@ -154,7 +154,7 @@ def grouped_reducescatter(arrays: Sequence[ArrayLike], name: str | None = None, 
 
 def broadcast_async(array: ArrayLike, root_rank: int, name: str | None = None,
                     process_set: ProcessSet = global_process_set) -> Handle:
-    """Like `broadcast`, returning a handle at once."""
+    """Like `broadcast`, but return a handle immediately."""
     source = array.copy() if gpu_arrays.is_on_gpu(array) else np.array(_contiguous(array))  # type: ignore[union-attr]
     return broadcast_async_(source, root_rank, name, process_set)
 
@@ -184,7 +184,7 @@ def broadcast_(array: Array, root_rank: int, name: str | None = None,
 
 
 def allgather_async(array: ArrayLike, name: str | None = None, process_set: ProcessSet = global_process_set) -> Handle:
-    """Like `allgather`, returning a handle at once."""
+    """Like `allgather`, but return a handle immediately."""
     source = _given(array, name, Collective.ALLGATHER)
     handle = runtime().allgather(_name(name, "allgather", process_set), source, process_set=set_id(process_set))
     return _in_flight(handle, source)
@@ -220,7 +220,7 @@ def scatter(array: ArrayLike, root_rank: int, name: str | None = None,
             process_set: ProcessSet = global_process_set) -> Array:
     """Return this rank's rows of rank `root_rank`'s array; all ranks pass one of the same shape and dtype.
 
-    Rows are cut as by `reducescatter`.
+    Rows are divided as by `reducescatter`.
     """
     source = _given(array, name, Collective.SCATTER)
     handle = runtime().scatter(_name(name, "scatter", process_set), source, root_rank, process_set=set_id(process_set))
@@ -229,7 +229,7 @@ def scatter(array: ArrayLike, root_rank: int, name: str | None = None,
 
 def alltoall_async(array: ArrayLike, splits: Sequence[int] | None = None, name: str | None = None,
                    process_set: ProcessSet = global_process_set) -> Handle:
-    """Like `alltoall`, returning a handle at once; its result is always (array, rows received from each rank)."""
+    """Like `alltoall`, but return a handle immediately; its result is always (array, rows received from each rank)."""
     source = _given(array, name, Collective.ALLTOALL)
     handle = runtime().alltoall(_name(name, "alltoall", process_set), source, splits, process_set=set_id(process_set))
     return _in_flight(handle, source)
@@ -241,13 +241,13 @@ def alltoall(array: ArrayLike, splits: Sequence[int] | None = None, name: str | 
 
     Args:
         array: at least 1-D; the rows for rank 0 first, then those for rank 1, and so on.
-        splits: how many rows go to each rank; rows beyond their sum stay here. Default: equal shares.
+        splits: the number of rows for each rank; rows beyond their sum are not sent. Default: equal parts.
 
     Returns:
         The array; with `splits`, the pair of it and the number of rows received from each rank.
 
     Raises:
-        UnsupportedError: for splits that do not fit, or rows that cannot be shared equally; otherwise like `allreduce`.
+        UnsupportedError: for splits that do not fit, or rows that cannot be divided equally; otherwise like `allreduce`.
         MismatchError: when the ranks' shapes differ after the first dimension.
     """
     received, rows = alltoall_async(array, splits, name, process_set).wait()
@@ -255,7 +255,7 @@ def alltoall(array: ArrayLike, splits: Sequence[int] | None = None, name: str | 
 
 
 def send_async(array: ArrayLike, dst: int, name: str | None = None) -> Handle:
-    """Like `send`, returning a handle at once; `array` must not be written until it is done."""
+    """Like `send`, but return a handle immediately; `array` must not be written until it is done."""
     source = _given(array, name, Collective.SEND)
     return _in_flight(runtime().send(transfer_name("numpy", name, rank(), dst), source, dst), source)
 
@@ -277,7 +277,7 @@ def send(array: ArrayLike, dst: int, name: str | None = None) -> None:
 
 
 def recv_async(array: Array, src: int, name: str | None = None) -> Handle:
-    """Like `recv`, returning a handle at once; `array` must not be used until it is done."""
+    """Like `recv`, but return a handle immediately; `array` must not be used until it is done."""
     target = _own(array, name, Collective.SEND)
     return _in_flight(runtime().receive(transfer_name("numpy", name, src, rank()), target, src), target)
 
@@ -295,11 +295,11 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 def join(device: int = -1) -> int:
     """Take no further part until all ranks have called this; return the rank that came last.
 
-    For ranks that run out of data before the others: the others' collectives go on without this rank, which contributes
-    nothing. Average goes on dividing by the number of ranks, unless HVDLITE_JOIN_DIVIDES_BY_ACTIVE is set.
+    For ranks that run out of data before the others: the other ranks' collectives go on without this rank, which contributes
+    nothing. Average still divides by the number of all ranks, unless HVDLITE_JOIN_DIVIDES_BY_ACTIVE is set.
 
     Args:
-        device: accepted for Horovod's sake; not needed.
+        device: accepted for compatibility with Horovod; not needed.
 
     Raises:
         PeerLeftError: when a rank leaves without joining.

@@ -40,13 +40,13 @@ __all__ += frontend.__all__
 
 
 def init(comm: object = None, process_sets: Any = None) -> None:  # type: ignore[no-redef]
-    """Like `hvdlite.init`; Keras' own `BatchNormalization(synchronized=True)` uses all ranks' batches from then on."""
+    """Like `hvdlite.init`; from then on, Keras' own `BatchNormalization(synchronized=True)` uses all ranks' batches."""
     frontend.init(comm, process_sets)
     _synchronise_keras()
 
 
 def _synchronise_keras() -> None:
-    """Change Keras' layer, if this process has imported Keras; importing TensorFlow does."""
+    """Patch Keras' layer, if this process has imported Keras; importing TensorFlow does so."""
     if "keras" in sys.modules:
         importlib.import_module("hvdlite_tf.sync_batch_norm").install()
 

@@ -17,12 +17,12 @@ Function = Callable[..., Sequence[Any]]
 
 def run(function: Function, inputs: Sequence[Any], dtypes: Sequence[tf.DType],
         shapes: Sequence[tf.TensorShape | None], op: ReduceOp | None = None) -> list[tf.Tensor]:
-    """Call a function of arrays on tensors; inside `tf.function` it is called when the graph runs.
+    """Call a function of arrays on tensors; inside `tf.function`, call it when the graph runs.
 
     Args:
-        function: takes read-only C-contiguous arrays, and returns new ones, which it must not write any more.
-        dtypes: of what it returns.
-        shapes: what is known of theirs; None for nothing.
+        function: takes read-only C-contiguous arrays, and returns new ones, which it must not change afterwards.
+        dtypes: of the returned arrays.
+        shapes: of the returned arrays, as far as known; None for unknown.
         op: of a reduction.
     """
     check_not_xla()
@@ -42,14 +42,14 @@ def run(function: Function, inputs: Sequence[Any], dtypes: Sequence[tf.DType],
 def as_array(value: Any) -> Array:
     """Return an eager tensor's memory as a read-only array; a variable's or another value's as an array."""
     if isinstance(value, tf.Tensor) and value.shape.rank == 0:
-        return np.asarray(value.numpy())  # its __array__ gives a scalar, which is none
+        return np.asarray(value.numpy())  # its __array__ returns a NumPy scalar, not an array
     return np.asarray(value, order="C")
 
 
 def as_tensor(array: Array) -> tf.Tensor:
-    """Return a tensor over an array that nobody writes any more; without a copy where TensorFlow allows it."""
+    """Return a tensor over an array that is no longer changed; without a copy where TensorFlow allows it."""
     if array.nbytes and array.dtype != BFLOAT16 and array.dtype.kind != "b" and array.flags.writeable \
-            and array.ctypes.data % ALIGNMENT == 0:  # TensorFlow ends the process for an unaligned one
+            and array.ctypes.data % ALIGNMENT == 0:  # TensorFlow ends the process for an unaligned array
         return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
     return tf.convert_to_tensor(array)
 
@@ -58,7 +58,7 @@ def check_not_xla() -> None:
     """Raise a clear error while XLA compiles: it cannot call Python."""
     if tf.executing_eagerly():
         return
-    from tensorflow.python.ops import control_flow_util  # the only way to know
+    from tensorflow.python.ops import control_flow_util  # the only way to detect XLA
     graph = tf.compat.v1.get_default_graph()
     if control_flow_util.GraphOrParentsInXlaContext(graph):
         raise ValueError("hvdlite's collectives cannot be compiled by XLA; use jit_compile=False (in model.compile and "

@@ -23,9 +23,9 @@ from hvdlite import api
 
 _PACKAGES = tuple(os.path.dirname(os.path.abspath(path)) + os.sep for path in (
     __file__, api.__file__, keras.__file__, tf.__file__))
-"""Frames of these are not the script's."""
+"""Frames of these packages are not the script's."""
 _TRACING = os.sep + "polymorphic_function" + os.sep
-"""Part of the path of TensorFlow's files that begin a trace; frames further out differ from trace to trace."""
+"""Part of the path of TensorFlow's files that begin a trace; outer frames differ from trace to trace."""
 _DEPTH = 3
 """The number of calls of the script that a name contains."""
 
@@ -44,7 +44,7 @@ def graph_name(kind: str, process_set: int) -> str:
 
 
 def _places(frames: Iterable[tuple[str, int, str]]) -> Iterator[str]:
-    """Yield the script's places within the trace, one a function, of a traceback whose innermost frame comes first."""
+    """Yield the script's lines within the trace, one for each function, of a traceback whose innermost frame comes first."""
     frames = list(frames)
     is_traced = any(_TRACING in file for file, _, _ in frames)
     last = None
@@ -56,4 +56,4 @@ def _places(frames: Iterable[tuple[str, int, str]]) -> Iterator[str]:
         last = file, function
         yield f"{os.path.basename(file)}:{line}.{function}"
         if not is_traced:
-            return  # a graph of the script's own: what calls this may differ between ranks
+            return  # a graph of the script's own: its callers may differ between ranks

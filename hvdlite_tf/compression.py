@@ -8,18 +8,18 @@ from hvdlite.training.compression import compresses
 
 
 class Compressor:
-    """No compression; base of the others. `compress` and `decompress` are each other's inverse up to rounding."""
+    """No compression; base class of the compressors. `decompress` is the inverse of `compress` up to rounding."""
 
     target: str | None = None
 
     @classmethod
     def target_for(cls, dtype: str) -> str | None:
-        """Return the dtype in which a tensor of `dtype` travels; None when it travels as it is."""
+        """Return the dtype on the wire of a tensor of `dtype`; None when it is sent unchanged."""
         return cls.target if compresses(cls.target, dtype) else None
 
     @classmethod
     def compress(cls, tensor: Any) -> tuple[Any, Any]:
-        """Return what of a TensorFlow tensor travels, maybe itself, and the context `decompress` needs."""
+        """Return the TensorFlow tensor to send, which may be `tensor` itself, and the context for `decompress`."""
         target = cls.target_for(tensor.dtype.name)
         if target is None:
             return tensor, None
@@ -36,13 +36,13 @@ class Compressor:
 
 
 class FP16Compressor(Compressor):
-    """Floats wider than 16 bits travel as float16 (summed in float32)."""
+    """Sends floats wider than 16 bits as float16 (summed in float32)."""
 
     target = "float16"
 
 
 class BF16Compressor(Compressor):
-    """Floats wider than 16 bits travel as bfloat16 (summed in float32)."""
+    """Sends floats wider than 16 bits as bfloat16 (summed in float32)."""
 
     target = "bfloat16"
 

@@ -18,14 +18,14 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int, process_set: P
                         inplace: bool = False) -> None:
     """Overwrite variables (TensorFlow's or Keras') with rank `root_rank`'s.
 
-    The random states of Keras' layers are moved on, so that no two ranks draw the same numbers.
+    The random states of Keras' layers are advanced, so that no two ranks draw the same numbers.
 
     Args:
-        inplace: accepted for Horovod's sake; it is always so.
+        inplace: accepted for compatibility with Horovod; variables are always overwritten.
 
     Raises:
         MismatchError: on all ranks, when a shape or dtype differs between them.
-        ValueError: for what is no variable.
+        ValueError: for a value that is not a variable.
     """
     del inplace
     given = list(variables) if isinstance(variables, Iterable) else [variables]
@@ -41,10 +41,10 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int, process_set: P
 
 
 def broadcast_global_variables(root_rank: int) -> None:
-    """TensorFlow 1's way; there are no global variables any more.
+    """Raise an error: TensorFlow 2 has no global variables.
 
     Raises:
-        RuntimeError: always, saying what to use.
+        RuntimeError: always; the message names the replacement.
     """
     raise RuntimeError("there are no global variables in TensorFlow 2; use hvd.broadcast_variables(model.variables, "
                        f"root_rank={root_rank})")
@@ -60,7 +60,7 @@ def broadcast_object(obj: Any, root_rank: int = 0, session: Any = None, name: st
 
 def broadcast_object_fn(root_rank: int = 0, session: Any = None, name: str | None = None,
                         process_set: ProcessSet = global_process_set) -> Callable[[Any], Any]:
-    """Return a function that does what `broadcast_object` does."""
+    """Return a function that calls `broadcast_object`."""
     return lambda obj: broadcast_object(obj, root_rank, session, name, process_set)
 
 
@@ -76,7 +76,7 @@ def gpu_available(ext_base_name: str = "tensorflow", verbose: bool = False) -> b
     """Return whether TensorFlow has a GPU.
 
     Args:
-        ext_base_name, verbose: accepted for Horovod's sake.
+        ext_base_name, verbose: accepted for compatibility with Horovod.
     """
     del ext_base_name, verbose
     return bool(tf.config.list_physical_devices("GPU"))

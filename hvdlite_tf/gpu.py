@@ -1,11 +1,11 @@
 """TensorFlow's tensors on GPUs, through DLPack and CuPy, in eager mode.
 
-TensorFlow tells nobody on which stream it computes, so the host waits before NCCL reads a tensor, and again before
-TensorFlow reads the result. Inside `tf.function` and in Keras' `fit`, tensors come as host memory (`numpy_function`), and go
-over the plane for that. Nothing here has been run on a GPU yet.
+TensorFlow does not expose its streams, so the host waits before NCCL reads a tensor, and again before TensorFlow reads the
+result. Inside `tf.function` and in Keras' `fit`, tensors are in host memory (`numpy_function`) and use the host plane. This
+module has not been run on a GPU yet.
 
-TensorFlow numbers the GPUs that it was told to see (`tf.config.set_visible_devices`), CUDA and CuPy all of them; DLPack
-carries TensorFlow's index.
+TensorFlow's index counts only its visible GPUs (`tf.config.set_visible_devices`), the index of CUDA and CuPy all of them.
+DLPack contains TensorFlow's index.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hvdlite.handoff.handle import Handle, Handles
 from hvdlite.runtime import gpu_arrays
 
 _SHARED = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64", "complex64", "complex128")
-"""The dtypes that TensorFlow and CuPy both exchange; others go through host memory."""
+"""The dtypes that both TensorFlow and CuPy exchange through DLPack; others go through host memory."""
 _GPU: int = 2
 """kDLCUDA."""
 
@@ -36,10 +36,10 @@ def is_on_gpu(tensor: Any) -> bool:
 
 
 def devices_for(inputs: Sequence[Any], op: ReduceOp | None) -> DeviceAccess | None:
-    """Return the plane for GPUs when it can take all of these tensors, else None: then they go over the host's memory.
+    """Return the access to the GPU plane if it supports all of these tensors, else None: then they go through host memory.
 
     Args:
-        op: of a reduction; None for what only moves.
+        op: of a reduction; None for collectives without one.
     """
     if not inputs or not all(map(is_on_gpu, inputs)):
         return None
@@ -63,12 +63,12 @@ def call(function: Callable[..., Sequence[AnyArray]], inputs: Sequence[Any], dev
 
 
 def synchronise() -> None:
-    """Wait until TensorFlow's streams have done what they were given, on CuPy's current GPU."""
+    """Wait for the work that TensorFlow has launched on CuPy's current GPU."""
     importlib.import_module("cupy").cuda.runtime.deviceSynchronize()
 
 
 def finished(handle: Handle | Handles) -> Any:
-    """Wait until a result is there, on the GPU too."""
+    """Wait until a result is complete, on the GPU too."""
     result = handle.wait()
     for completion in handle.completions():
         completion.wait()
@@ -115,7 +115,7 @@ def tf_index(tensor: Any) -> int:
 def cuda_index(tensor: Any) -> int:
     """Return CUDA's index of the GPU that a tensor is on."""
     visible = tf.config.get_visible_devices("GPU")
-    seen = visible[min(tf_index(tensor), len(visible) - 1)]  # one GPU can be several to TensorFlow
+    seen = visible[min(tf_index(tensor), len(visible) - 1)]  # TensorFlow can split one GPU into several
     return int(seen.name.rsplit(":", 1)[1])
 
 
@@ -125,7 +125,7 @@ def tensor_of(array: Any) -> tf.Tensor:
 
 
 class _Exported:
-    """A tensor as CuPy wants it: TensorFlow's own export takes no stream."""
+    """A tensor with the DLPack methods that CuPy calls: TensorFlow's own export takes no stream."""
 
     def __init__(self, tensor: Any) -> None:
         self._tensor = tensor

@@ -16,7 +16,7 @@ from hvdlite_tf.local_layers import local_variables
 
 
 class _Tape:
-    """Wraps the user's tape: everything but `gradient` is the tape's own."""
+    """Wraps the user's tape; all methods but `gradient` are the tape's own."""
 
     def __init__(self, tape: tf.GradientTape, scale_local_gradients: bool, **arguments: Any) -> None:
         self._tape = tape
@@ -35,22 +35,22 @@ class _Tape:
         return getattr(self._tape, name)
 
     def register_local_source(self, source: tf.Variable) -> None:
-        """Leave the gradients of a variable to this rank."""
+        """Exclude the gradients of a variable from the reduction."""
         self._local.add(id(source))
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def gradient(self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False,
                  **options: Any) -> Any:
-        """Like the tape's, reduced over all ranks.
+        """Return the gradients, reduced over all ranks; otherwise like `tf.GradientTape.gradient`.
 
         Args:
-            sources: the same in every call, in any structure that `tf.nest` knows.
+            sources: the same in every call, in any structure that `tf.nest` supports.
             use_generic_names: accepted for Horovod's sake: names are always generic.
         """
         del use_generic_names
         gradients = self._tape.gradient(target, sources, output_gradients, **options)
         flat, flat_sources = tf.nest.flatten(gradients, expand_composites=False), tf.nest.flatten(sources)
-        first: dict[int, int] = {}  # where a source comes first
+        first: dict[int, int] = {}  # the first position of each source
         for index, source in enumerate(flat_sources):
             first.setdefault(id(source), index)
         shared = [index for index in first.values() if id(flat_sources[index]) not in self._local]
@@ -69,10 +69,10 @@ class _Tape:
     def get_local_and_global_gradients(
             self, target: Any, sources: Sequence[Any], output_gradients: Any = None,
             use_generic_names: bool = False) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
-        """Return pairs of a source and its gradient: of sources that are local to this rank, and of all others.
+        """Return pairs of a source and its gradient: those of local sources, and all others.
 
         Args:
-            sources: a list; the others as in `gradient`.
+            sources: a list; the other arguments are those of `gradient`.
         """
         pairs = list(zip(sources, self.gradient(target, sources, output_gradients, use_generic_names), strict=True))
         return ([pair for pair in pairs if id(pair[0]) in self._local],
@@ -80,11 +80,11 @@ class _Tape:
 
 
 _REMEMBERED = 64
-_step_reducers: dict[tuple[Any, ...], TensorFlowStepReducer] = {}  # the last ones used come last
+_step_reducers: dict[tuple[Any, ...], TensorFlowStepReducer] = {}  # in order of last use
 
 
 def _step_reducer_for(sources: Sequence[Any], arguments: dict[str, Any]) -> TensorFlowStepReducer:
-    """Return the step reducer of these variables: it is reused over steps, while a tape exists for one step."""
+    """Return the step reducer of these variables, which is reused over steps: a tape exists for one step only."""
     key = (*map(id, sources), *(_identity(value) for value in arguments.values()))
     reducer = _step_reducers.pop(key, None)
     if reducer is None or not reducer.is_current or (reducer.is_shared and not reducer.has_slots(sources)):
@@ -97,7 +97,7 @@ def _step_reducer_for(sources: Sequence[Any], arguments: dict[str, Any]) -> Tens
 
 
 def _identity(argument: Any) -> Any:
-    """Return what can be hashed and says whether two arguments are the same; lists hold variables."""
+    """Return a hashable value that is equal for equal arguments; lists contain variables."""
     return tuple(tuple(map(id, group)) for group in argument) if isinstance(argument, (list, tuple)) else argument
 
 
@@ -106,7 +106,7 @@ def DistributedGradientTape(gradtape: tf.GradientTape, device_dense: str = "", d
                             op: ReduceOp = ReduceOp.AVERAGE, gradient_predivide_factor: float = 1.0, num_groups: int = 0,
                             groups: Any = None, process_set: ProcessSet = global_process_set,
                             scale_local_gradients: bool = True) -> Any:
-    """Wrap a tape so that `gradient` returns what is reduced over all ranks; eager and inside `tf.function`.
+    """Wrap a tape so that `gradient` returns gradients that are reduced over all ranks; eagerly and inside `tf.function`.
 
     Args:
         device_dense, device_sparse: accepted for Horovod's sake.
@@ -120,8 +120,8 @@ def DistributedGradientTape(gradtape: tf.GradientTape, device_dense: str = "", d
         scale_local_gradients: divide gradients of local sources (`register_local_source`) by the number of ranks.
 
     Raises:
-        ValueError: for something else than a tape, one that is distributed already included; for other invalid arguments
-            when gradients are asked for.
+        ValueError: for a tape that is already distributed, and for any other object. Other invalid arguments raise it when
+            gradients are computed.
     """
     del device_dense, device_sparse
     if isinstance(gradtape, _Tape):
@@ -135,13 +135,13 @@ def DistributedGradientTape(gradtape: tf.GradientTape, device_dense: str = "", d
 
 def PartialDistributedGradientTape(gradtape: tf.GradientTape, *arguments: Any, local_layers: Any = None,
                                    **named: Any) -> Any:
-    """Like `DistributedGradientTape`; the variables of some layers are left to this rank.
+    """Like `DistributedGradientTape`; the gradients of some layers' variables are not reduced.
 
     Args:
-        local_layers: a layer or a list of layers, which have been built.
+        local_layers: a layer or a list of layers, already built.
 
     Raises:
-        ValueError: for what is not a layer, or has not been built.
+        ValueError: for an object that is not a layer, and for a layer that has not been built.
     """
     tape = DistributedGradientTape(gradtape, *arguments, **named)
     for variable in local_variables(local_layers):

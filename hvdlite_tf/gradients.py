@@ -1,16 +1,16 @@
 """The reduction of one step's gradients, with a few calls into Python, whatever their number.
 
-Dense ones go through the learned buckets of the core, the rows of IndexedSlices are gathered. Everything is handed in before
-anything is waited for, so the order of gradients on the ranks does not matter, and one inter-op thread is enough.
+Dense gradients go through the learned buckets of the core; the rows of IndexedSlices are gathered. All gradients are
+submitted before the first wait, so their order may differ between ranks, and one inter-op thread is enough.
 
-Inside `tf.function`, gradients of many bytes are handed in batch by batch, the last layers' first, by calls that do not
-wait: their reduction goes on while TensorFlow computes the others. TensorFlow makes these calls one after the other, in the
-order in which they were traced (automatic control dependencies).
+Inside `tf.function`, gradients of many bytes are submitted in batches, the last layers' first, by calls that do not wait:
+their reduction overlaps with the computation of the others. TensorFlow makes these calls one after the other, in the order
+in which they were traced (automatic control dependencies).
 
-A variable that is not part of this rank's loss has no gradient here, but maybe on another rank. Eagerly, each step shows
-whether the result is a gradient or None. A graph must know that when it is traced. So ranks that lack some gradients tell
-each other what they have, once for each list of variables and each choice of gradients among them, and give zeros for what
-others have. A rank whose graph does not expect a gradient that arrives raises an error.
+A variable that is not part of this rank's loss has no gradient here, but may have one on another rank. Eagerly, each step
+determines whether the result is a gradient or None; a graph needs to know it when it is traced. So ranks that lack some
+gradients exchange what they have, once for each list of variables and each subset with gradients, and submit zeros for
+gradients that only other ranks have. A rank whose graph does not expect an arriving gradient raises an error.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Kind(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class _Sent:
-    """A gradient of this rank on its way.
+    """A gradient of this rank that is being reduced.
 
     Attributes:
-        gradient: as it came.
-        parts: the tensors that travel: one, or the values and the indices of rows.
-        context: what the compressor needs to undo its work.
+        gradient: the rank's own.
+        parts: the tensors that are sent: one, or the values and the indices of rows.
+        context: the compressor's, for decompression.
     """
 
     gradient: Any
@@ -60,9 +60,9 @@ class _Sent:
 
 
 class TensorFlowStepReducer(ArrayStepReducer):
-    """Reduces lists of TensorFlow gradients. IndexedSlices stay what they are unless they are densified.
+    """Reduces lists of TensorFlow gradients. IndexedSlices remain IndexedSlices, unless they are densified.
 
-    (Keras' optimizers treat sparse and dense gradients differently.)
+    Keras' optimizers treat sparse and dense gradients differently.
     """
 
     def __init__(self, **arguments: Any) -> None:
@@ -91,7 +91,7 @@ class TensorFlowStepReducer(ArrayStepReducer):
         return _Sent(gradient, [values, tf.cast(gradient.indices, tf.int64)] if _is_sparse(gradient) else [values], context)
 
     def _restored(self, parts: list[tf.Tensor], sent: _Sent | None, variable: Any) -> Any:
-        """Return a reduced gradient of the kind and dtype of this rank's own, or else of the variable's dtype."""
+        """Return a reduced gradient with the kind and dtype of this rank's own; without one, with the variable's dtype."""
         if sent is None:
             values = tf.cast(parts[0], variable.dtype)
             shape = tf.constant(tuple(variable.shape), tf.int64)
@@ -141,10 +141,10 @@ class TensorFlowStepReducer(ArrayStepReducer):
                 for slot, kind in kinds.items()}
 
     def _spec(self, slot: int, variable: Any) -> tf.TensorSpec:
-        """Return shape and dtype of the gradient that this rank lacks.
+        """Return shape and dtype of a gradient that this rank lacks.
 
         Raises:
-            UnsupportedError: when the shape is not known.
+            UnsupportedError: when the shape is unknown.
         """
         shape, dtype = self._described(variable)
         if shape is None:
@@ -153,20 +153,20 @@ class TensorFlowStepReducer(ArrayStepReducer):
         return tf.TensorSpec(shape, tf.as_dtype(dtype))
 
     def _agreed(self, own: dict[int, Kind]) -> dict[int, Kind]:
-        """Return what the gradients of some slots are on the ranks that have any; slots without one are missing.
+        """Return the kinds of the gradients of some slots on the ranks that have them, without slots that have none.
 
-        A rank asks the others when some gradients are missing, and it has not had this choice of gradients before. So it may
-        trace more often than others (for another batch size), but all ranks must come to a new choice in the same step.
+        The ranks exchange kinds when some gradients are missing and the subset is a new one. So a rank may trace more often
+        than others (for another batch size), but all ranks must have a new subset in the same step.
 
         Raises:
-            MismatchError: when ranks trace other variables, or a gradient is sparse on one rank only.
+            MismatchError: when ranks trace different variables, or a gradient is sparse on only some ranks.
         """
         if Kind.NONE not in own.values():
             return own
         key = tuple(own), tuple(own.values())
         if key not in self._agreements:
             name = f"{self.label}.gradients_of_a_new_trace.{len(self._agreements)}"
-            # Ranks that have joined do not answer.
+            # Ranks that have joined do not contribute.
             answers = allgather_object(self._runtime, (self._runtime.world.rank, *key), name, self.process_set)
             first = answers[0]
             for rank, slots, _ in answers:
@@ -184,11 +184,11 @@ class TensorFlowStepReducer(ArrayStepReducer):
         return {slot: kind for slot, kind in zip(own, self._agreements[key], strict=True) if kind is not Kind.NONE}
 
     def _submitted(self, batch: dict[int, tf.Tensor], slots: list[int], counted: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Hand in some of the dense gradients when they are there; return something to wait for that."""
+        """Submit some of the dense gradients when they are computed; return a tensor that depends on it."""
         given, is_counted = list(batch), bool(counted)
 
         def submit(*arrays: Array) -> list[Array]:
-            # Small ones are not copied at once, and this memory is TensorFlow's.
+            # Small ones are not copied immediately, and this memory is TensorFlow's.
             gradients: dict[int, Gradient] = {slot: array.copy() if array.nbytes <= SMALL else array
                                               for slot, array in zip(given, arrays, strict=False)}
             self._submit(gradients, slots, float(arrays[-1]) if is_counted else None)
@@ -197,7 +197,7 @@ class TensorFlowStepReducer(ArrayStepReducer):
 
 
 def _zeros(kind: Kind, shape: tuple[int, ...], dtype: Any) -> Gradient:
-    """Return what a rank gives for a gradient that others have: zeros, or no rows."""
+    """Return the contribution of a rank without a gradient that other ranks have: zeros, or no rows."""
     return np.zeros(shape, dtype) if kind is Kind.DENSE else Rows(np.zeros(0, np.int64), np.zeros((0, *shape[1:]), dtype))
 
 
@@ -210,16 +210,16 @@ def _parts(gradient: Gradient) -> list[Array]:
 
 
 def _by_slot(arrays: Sequence[Array], counts: dict[int, int]) -> dict[int, Gradient]:
-    """Return gradients by slot, of all their parts in order and how many each has."""
+    """Return gradients by slot, from a flat list of all parts and the number of parts of each."""
     each = iter(arrays)
     return {slot: _gradient([next(each) for _ in range(count)]) for slot, count in counts.items()}
 
 
 def _batches(tensors: dict[int, tf.Tensor], enough: int) -> list[list[int]]:
-    """Return which tensors to hand in together, in the order in which a backward pass makes them, but for the last batch.
+    """Return the batches of tensors to submit together, in the order of the backward pass, without the last batch.
 
     Args:
-        enough: bytes of a batch; 0 for one batch only.
+        enough: bytes of a batch; 0 for a single batch.
     """
     batches: list[list[int]] = []
     batch: list[int] = []

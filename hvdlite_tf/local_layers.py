@@ -9,7 +9,7 @@ def local_variables(layers: Any) -> list[Any]:
     """Return the trainable variables of a layer, or of a list of layers; none for None.
 
     Raises:
-        ValueError: for what is not a layer, or has no variables yet.
+        ValueError: for an object that is not a layer, and for a layer without variables.
     """
     given = [] if layers is None else layers if isinstance(layers, (list, tuple)) else [layers]
     for layer in given:

@@ -25,7 +25,7 @@ Average, Sum, Adasum = api.Average, api.Sum, api.Adasum
 Min, Max, Product = api.Min, api.Max, api.Product
 
 _plain = tf.autograph.experimental.do_not_convert
-"""Nothing here depends on tensors' values while it is traced: autograph would slow it down, at every step."""
+"""Excludes a function from autograph, which would slow down every step: no control flow here depends on tensors' values."""
 
 
 @_plain
@@ -38,7 +38,7 @@ def allreduce(tensor: Any, average: bool | None = None, device_dense: str = "", 
     Args:
         tensor: the same shape and dtype on all ranks; or `tf.IndexedSlices`, whose rows are gathered (Average and Sum).
         average: deprecated; use `op`.
-        device_dense, device_sparse, ignore_name_scope: accepted for Horovod's sake.
+        device_dense, device_sparse, ignore_name_scope: accepted for compatibility with Horovod.
         compression: dtype on the wire for float32 and float64.
         op: Average (default), Sum, Product, Min, Max or Adasum.
         prescale_factor: factor on every rank's values before the reduction.
@@ -168,7 +168,7 @@ def alltoall(tensor: Any, splits: Any = None, name: str | None = None, ignore_na
     """Send rows to each rank and return those received, in rank order; with `splits` also how many came from each.
 
     Args:
-        splits: how many rows go to each rank; default: equal shares. Differentiable.
+        splits: the number of rows for each rank; default: equal parts. Differentiable.
     """
     del ignore_name_scope
     tensor = tf.convert_to_tensor(tensor)
@@ -226,7 +226,7 @@ def grouped_reducescatter(tensors: Sequence[Any], device_dense: str = "", compre
 
 @_plain
 def join() -> tf.Tensor:
-    """Take no further part until all ranks have called this; return the rank that came last (int32)."""
+    """Wait until all ranks have called this, contributing zeros to their collectives; return the last rank (int32)."""
     def wait() -> list[Array]:
         return [np.array(api.runtime().join().wait(), np.int32)]
     return run(wait, [], [tf.int32], [tf.TensorShape([])])[0]
@@ -246,7 +246,7 @@ def rank_op(name: str | None = None) -> tf.Tensor:
 
 @_plain
 def local_rank_op(name: str | None = None) -> tf.Tensor:
-    """Return this rank among those of its host, when the graph runs (int32)."""
+    """Return this process's local rank, when the graph runs (int32)."""
     return _int32_tensor(api.local_rank)
 
 
@@ -297,7 +297,7 @@ def _grouped_allreduce(tensors: Sequence[tf.Tensor], name: str, op: ReduceOp, pr
 
 
 def _gathered(array: Array, name: str, process_set: ProcessSet) -> list[Array]:
-    """Return all ranks' rows, and where this rank's begin."""
+    """Return all ranks' rows, and the index of this rank's first row."""
     runtime, process_set_id = api.runtime(), api.set_id(process_set)
     handle = runtime.allgather(name, array, process_set=process_set_id)
     result = gpu.finished(handle)
@@ -325,7 +325,7 @@ def _alltoall(tensor: tf.Tensor, splits: Sequence[tf.Tensor], name: str, process
                                                                       process_set=api.set_id(process_set)))
         return result
     shapes = [_any_rows(tensor), tf.TensorShape([None])]
-    if tf.executing_eagerly():  # counts are for the host, wherever the tensor is
+    if tf.executing_eagerly():  # counts are used by the host, wherever the tensor is
         counts = [each.numpy() for each in splits]
         return run(lambda array: exchange(array, *counts), [tensor], [tensor.dtype, tf.int64], shapes)
     return run(exchange, [tensor, *splits], [tensor.dtype, tf.int64], shapes)

@@ -1,7 +1,7 @@
 """The random states of Keras' layers, derived from another rank's.
 
-A layer such as Dropout keeps the state of its random numbers in a variable. With the same state on all ranks their masks
-would be the same ones, so every rank takes the root's state plus its distance from the root.
+A layer such as Dropout keeps the state of its random numbers in a variable. The same state on all ranks would produce the
+same masks, so every rank uses the root's state plus its distance from the root.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def is_random_state(variable: Any) -> bool:
 
 
 def moved_on(state: Array, rank: int, root_rank: int) -> Array:
-    """Return what a rank takes for the root's random state: another one than all other ranks."""
+    """Return a rank's random state, derived from the root's: different on every rank."""
     moved = state.copy()
     bound = int(np.iinfo(state.dtype).max) + 1
     moved.flat[0] = (int(state.flat[0]) + rank - root_rank) % bound

@@ -29,7 +29,8 @@ _MARK = "_hvdlite_original"
 class SyncBatchNormalization(keras.layers.BatchNormalization):
     """Like Keras' `BatchNormalization`, with mean and variance of the batches of all ranks, which may differ in size.
 
-    All ranks call their layers in the same order. Alone, and when it does not train, it is ordinary batch normalization.
+    All ranks call their layers in the same order. With one rank, and outside of training, it is ordinary batch
+    normalization.
 
     Args:
         process_set: the ranks that share statistics; on others it is ordinary batch normalization.
@@ -53,7 +54,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
 
 
 def install() -> None:
-    """Let Keras' own `BatchNormalization(synchronized=True)` take part; again is fine.
+    """Make Keras' own `BatchNormalization(synchronized=True)` use all ranks; may be called again.
 
     Keras synchronises it over the replicas of the current `tf.distribute` strategy, of which there is one outside a scope.
     """
@@ -88,9 +89,9 @@ def _in_foreign_strategy() -> bool:
 
 
 def collective_name(layer: str) -> str:
-    """Return the name of a layer's collectives: without the numbers that Keras gives, which count layers of the process.
+    """Return the name of a layer's collectives: without Keras' counters, which count the layers of the process.
 
-    Layers whose names differ in nothing else share it: they are paired by the order in which they run.
+    Layers whose names differ only in the counter share a name: they are matched by the order in which they run.
     """
     return f"sync_batch_norm.{re.sub(r'(_[0-9]+)+$', '', layer)}"
 
@@ -100,7 +101,7 @@ def moments(inputs: Any, mask: Any, axes: Sequence[int], name: str, process_set:
 
     Args:
         inputs: float32 or float64.
-        mask: which positions count, without the last dimension; None for all.
+        mask: the positions that count, without the last dimension; None for all.
         axes: the dimensions to reduce.
         name: of the collective.
     """
@@ -130,14 +131,14 @@ def _spread(values: Any, like: Any, axes: Sequence[int]) -> Any:
 def _combine(own: Any, name: str, process_set: int) -> Any:
     """Return (count, mean, variance) of each channel over all ranks, from this rank's. Differentiable."""
     from hvdlite_tf.keras.backends import call  # late: that package imports this module
-    counted = current_samples()  # as it is here: the backward pass may run in another thread
+    counted = current_samples()  # of this thread: the backward pass may run in another one
 
     def combined(own: Any) -> Any:
         return call(lambda arrays: [_gathered(arrays[0], name, process_set)], [own])[0]
 
     def gradient(own: Any, whole: Any, upstream: Any) -> Any:
         ops = keras.ops
-        # Gradients are averaged over ranks later, which may count by their samples: those of the others count as much here.
+        # Gradients are averaged over ranks later, perhaps weighted by samples; here all ranks have the same weight.
         weight = None if counted is None else ops.maximum(ops.cast(counted, own.dtype), 1)
         sent = upstream if weight is None else upstream * weight
         total = call(lambda arrays: [_summed(arrays[0], f"{name}.gradient", process_set)], [sent])[0]
@@ -150,7 +151,7 @@ def _combine(own: Any, name: str, process_set: int) -> Any:
 
 
 def _gathered(own: Array, name: str, process_set: int) -> Array:
-    """Return (count, mean, variance) over all ranks, which each rank computes alike, in float64."""
+    """Return (count, mean, variance) over all ranks, computed in float64, with equal results on every rank."""
     runtime = api.runtime()
     everywhere = runtime.allgather(name, own, process_set=process_set).wait().reshape(-1, *own.shape).astype(np.float64)
     counts, means, variances = everywhere[:, 0], everywhere[:, 1], everywhere[:, 2]
@@ -173,7 +174,7 @@ def _with_gradient(compute: Callable[[Any], Any], gradient: Callable[[Any, Any, 
         return differentiable
     import torch
 
-    class Combined(torch.autograd.Function):  # Keras' custom_gradient on torch calls what fails once more
+    class Combined(torch.autograd.Function):  # Keras' custom_gradient on torch calls a failing function again
         @staticmethod
         def forward(ctx: Any, own: Any) -> Any:
             whole = own.clone() if own.device.type == "meta" else compute(own.detach())  # "meta": Keras asks for shapes

@@ -7,11 +7,11 @@ import re
 from collections.abc import Callable
 
 OLDEST = {"keras": (3, 8), "tensorflow": (2, 16), "tensorflow-cpu": (2, 16)}
-"""By distribution. Keras before 3.8 scales losses otherwise in a strategy; TensorFlow before 2.16 comes with Keras 2."""
+"""The oldest versions. Keras before 3.8 scales losses differently in a strategy; TensorFlow before 2.16 contains Keras 2."""
 
 
 def check_installed(version_of: Callable[[str], str] = importlib.metadata.version) -> None:
-    """Refuse versions that would train something else; what is not installed is nobody's business here.
+    """Raise an error for versions with which training would be wrong; ignore distributions that are not installed.
 
     Args:
         version_of: returns the version of an installed distribution, or raises `PackageNotFoundError`.

@@ -1,11 +1,11 @@
 """`DistributedOptimizer(..., op=Adasum)`: every rank makes its own step, then the steps are combined.
 
-What is summed adaptively is what the optimizer did to the parameters, not the gradient, so that momentum and learning rates
-are part of it. Source: Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021, section 4.
+The adaptive sum combines the optimizer's changes of the parameters, not the gradients, so it includes momentum and learning
+rates. Source: Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021, section 4.
 
 Rules
-- Hooks around the base class's `step` do everything, so it does not matter how `step` is reached (schedulers replace it on
-  the instance). They are the first after the step: other hooks see the combined parameters.
+- Hooks around the base class's `step` do the work, so any way to call `step` works (schedulers replace it on the instance).
+  They are the first after the step: other hooks see the combined parameters.
 - Every rank takes part in every step. A rank without gradients contributes no change.
 - Gradients stay local, and so does loss scaling: a rank whose gradients overflowed skips the update and contributes no
   change, and its GradScaler lowers its own scale. For that, GradScaler has to call `step()` on all ranks; it does so for
@@ -76,7 +76,7 @@ class DistributedAdasum(PlainCopies, UnevenInputs):
         check_passes(passes)
 
     def _begin(self) -> None:
-        """Keep the parameters as they are before the step."""
+        """Save the parameters before the step."""
         self._show_gradients()  # if the last step failed
         if not self._base_unscales:
             self._unscale()
@@ -128,7 +128,7 @@ class DistributedAdasum(PlainCopies, UnevenInputs):
             torch._foreach_mul_(changes.narrowed, [1 / scale for scale in scales])
 
     def _scales(self, changes: _Changes) -> list[float]:
-        """Return by what deltas that travel as float16 are multiplied; equal on all ranks.
+        """Return the factor of deltas that are sent as float16; equal on all ranks.
 
         The squared length of the adaptive sum of two vectors is at most the sum of theirs. So no element of the sum is
         larger than the longest vector times the root of the number of ranks.
@@ -178,13 +178,13 @@ class DistributedAdasum(PlainCopies, UnevenInputs):
 
 
 class _Changes:
-    """Memory for what a step does to parameters, kept from step to step.
+    """Memory for the changes of a step, reused by later steps.
 
     Attributes:
         starts: the parameters before the step.
-        deltas: what the step did to them.
+        deltas: the step's changes.
         real: the same memory, complex deltas as pairs of floats.
-        narrowed: those of `real` that travel as float16 but are wider.
+        narrowed: the wider ones of `real` that are sent as float16.
     """
 
     def __init__(self, parameters: list[torch.Tensor], compression: type[Compressor]) -> None:
@@ -196,7 +196,7 @@ class _Changes:
                          and compression.compress(delta.new_empty(0))[0].dtype is torch.float16]
 
     def fits(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Return whether the memory is for these parameters as they are now."""
+        """Return whether the memory fits these parameters."""
         return len(parameters) == len(self.parameters) and all(
             known is parameter and start.shape == parameter.shape and start.dtype is parameter.dtype
             and start.device == parameter.device

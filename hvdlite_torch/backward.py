@@ -2,66 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from hvdlite.core.errors import UnsupportedError
 from hvdlite.training.framework import Framework
 from hvdlite.training.gradient_reducer import GradientReducer
 from hvdlite.training.order_errors import GradientOrderError
-from hvdlite_torch import cuda, unfinal
+from hvdlite.training.round import Round
+from hvdlite_torch import cuda
+from hvdlite_torch.autograd_runs import Run, RunEnd, at_end, check_not_compiled, enclosing, graph_task
 from hvdlite_torch.framework import is_elsewhere
 from hvdlite_torch.shared_parameters import SharedParameters, come_last
-from hvdlite_torch.unfinal import get_grad, set_grad
-
-_graph_task = torch._C._current_graph_task_id
-_NODES = {getattr(torch.autograd.function.BackwardCFunction, name).__code__ for name in ("apply", "apply_boxed")
-          if hasattr(torch.autograd.function.BackwardCFunction, name)}
-"""Of the functions that carry out nodes which are defined in Python, such as reentrant checkpoints."""
-
-
-class _Run:
-    """An outermost autograd run, on whichever threads autograd carries it out.
-
-    Attributes:
-        hooks: that hand gradients over in it and have not waited yet.
-    """
-
-    def __init__(self) -> None:
-        self.hooks: weakref.WeakSet[BackwardHooks] = weakref.WeakSet()
-
-    def guard(self) -> None:
-        """Autograd calls nobody else: guard what every optimizer has not waited for."""
-        for hooks in list(self.hooks):
-            hooks._guard()
-        self.hooks.clear()
-
-
-_runs: weakref.WeakValueDictionary[int, _Run] = weakref.WeakValueDictionary()
-"""The runs that go on, by autograd's number for them, which no other run of the process gets."""
-
-
-class _End:
-    """The callback at the end of an autograd run. If the run fails, autograd deletes it without calling it."""
-
-    def __init__(self, hooks: BackwardHooks, task: int) -> None:
-        self._hooks, self._task, self._is_reached = hooks, task, False
-        self.run = _runs.setdefault(task, _Run())
-        self.run.hooks.add(hooks)
-
-    def __call__(self) -> None:
-        self._is_reached = True
-        self._hooks._end_backward(self.run)
-
-    def __del__(self) -> None:
-        if not self._is_reached:
-            self._hooks._failed(self._task)
+from hvdlite_torch.unfinal import Guard, get_grad, set_grad
 
 
 class BackwardHooks(SharedParameters):
@@ -98,9 +54,8 @@ class BackwardHooks(SharedParameters):
         self._later: dict[int, tuple[torch.Tensor, int]] = {}  # to be handed over at the end; how often accumulated
         self._once: set[int] = set()  # accumulated into once in a backward pass, by identity
         self._due: set[int] = set()  # those of them that have not been accumulated into in this backward pass
-        self._guarded: list[torch.Tensor] = []
-        # On a GPU: is told on which stream each gradient was made.
-        self._note: Callable[[torch.Tensor], None] | None = getattr(reducer.framework, "note", None)
+        self._guard: Guard | None = None  # of gradients that are not final
+        self._note = _note_of(reducer.framework)
         self._first: torch.Tensor | None = None  # the first watched parameter
         self.on_moved: Callable[[], Framework[torch.Tensor]] | None = None
         self.weight = self.own_weight = 1.0
@@ -111,8 +66,12 @@ class BackwardHooks(SharedParameters):
         """The reducer of the gradients."""
         return self._reducer
 
-    def watch(self, parameter: torch.Tensor) -> None:
-        """Hand this parameter's gradients over from now on, whenever it is trainable; the reducer knows it already."""
+    def watch(self, parameter: torch.Tensor, *, claims: bool = True) -> None:
+        """Hand this parameter's gradients over from now on, whenever it is trainable; the reducer knows it already.
+
+        Args:
+            claims: whether they are reduced here from now on if another optimizer has the parameter too.
+        """
         if not (parameter.is_floating_point() or parameter.is_complex()):
             return  # it can never have one
         self._first = parameter if self._first is None else self._first
@@ -123,7 +82,7 @@ class BackwardHooks(SharedParameters):
             parameter.requires_grad_(True)
         try:
             with torch._C.DisableTorchFunctionSubclass():  # a lazy parameter refuses it, but keeps the hook
-                self._hooks.append(self._share(parameter, _hook(weakref.ref(self))))
+                self._hooks.append(self._share(parameter, _hook(weakref.ref(self)), claims=claims))
         finally:
             if frozen:
                 parameter.requires_grad_(False)
@@ -135,6 +94,7 @@ class BackwardHooks(SharedParameters):
 
     def finish_if_due(self, *, in_step: bool = False) -> None:
         """Like the reducer's."""
+        self.wake()
         if self.elsewhere:
             self.take_back()
         try:
@@ -156,6 +116,7 @@ class BackwardHooks(SharedParameters):
 
     def stepped(self) -> None:
         """Like the reducer's."""
+        self.has_stepped = True
         self._reducer.stepped()
         self._unguard()
         self._forget_pass()
@@ -166,7 +127,7 @@ class BackwardHooks(SharedParameters):
             return
         if self._note is not None and cuda.is_on_gpu(parameter):
             self._note(parameter)
-        task = _graph_task()
+        task = graph_task()
         if task != self._task and not self._enter(task, parameter):
             return
         key = id(parameter)
@@ -183,11 +144,11 @@ class BackwardHooks(SharedParameters):
         """Enter an autograd run whose end we do not wait for, by a gradient; return whether that is to be handed over."""
         if task == self._nested:
             return True
-        _check_not_compiled()
+        check_not_compiled()
         self._notice_move(parameter)
-        is_nested, node = _enclosing()
+        is_nested, node = enclosing()
         if not is_nested and (self._task != -1 or task < self._nested):
-            self._failed(self._task)  # an earlier run, which never came to its end
+            self.fail_backward(self._task)  # an earlier run, which never came to its end
         if self._task == self._nested == -1 and self.on_begin is not None and not self.on_begin():
             return False
         if is_nested and (node is not None or self._task != -1):
@@ -221,7 +182,7 @@ class BackwardHooks(SharedParameters):
         """If the model was moved to a GPU after the optimizer was made, let gradients be reduced there from now on."""
         if self._note is None and self.on_moved is not None and cuda.is_on_gpu(parameter) and not self._reducer.is_under_way:
             framework = self.on_moved()
-            self._note = getattr(framework, "note", None)
+            self._note = _note_of(framework)
             if self._note is None:
                 self.on_moved = None  # there is no plane for GPUs
             else:
@@ -231,7 +192,7 @@ class BackwardHooks(SharedParameters):
 
     def _await_end(self, task: int) -> None:
         self._task = task
-        torch.autograd.Variable._execution_engine.queue_callback(_End(self, task))
+        at_end(RunEnd(self, task))
 
     def _await_next(self, node: Any) -> None:
         """Wait for the end of the run to which a node belongs, which is being carried out, as soon as another one is."""
@@ -241,7 +202,7 @@ class BackwardHooks(SharedParameters):
         def reached(*_: Any) -> None:
             while handles:
                 handles.pop().remove()
-            hooks, task = owner(), _graph_task()
+            hooks, task = owner(), graph_task()
             if hooks is not None and hooks._task != task and hooks._nested != -1:
                 hooks._await_end(task)
                 hooks._hand_over_due()
@@ -278,12 +239,13 @@ class BackwardHooks(SharedParameters):
         self._later.clear()
         self._due = self._once.copy()
 
-    def _failed(self, task: int) -> None:
+    def fail_backward(self, task: int) -> None:
         """A backward pass did not come to its end: guard what it has handed over."""
         if task == self._task:
             self._task = -1
             self._forget_pass()
-            self._guard()
+            self._reducer.fail_backward()
+            self.guard()
 
     def hand_over(self, parameter: torch.Tensor) -> None:
         """Hand a gradient over now, times the weight."""
@@ -297,66 +259,60 @@ class BackwardHooks(SharedParameters):
             for parameter in self._reducer.unseen():
                 set_grad(parameter, get_grad(parameter) * self.own_weight)  # the script may use its tensor further
 
-    def _end_backward(self, run: _Run) -> None:
+    def end_backward(self, run: Run) -> None:
+        """The outermost backward pass is over."""
         self._task = -1
-        with _guarding_all(run):
+        with run.guarding_all():
             self._hand_over_later()
             self._weigh_own()
             if self._reducer.end_backward():
-                # Behind the other optimizers' ends.
-                torch.autograd.Variable._execution_engine.queue_callback(lambda: self._wait(run))
+                at_end(lambda: self._wait(run))  # behind the other optimizers' ends
                 return
-        run.hooks.discard(self)
-        self._guard()
+        run.listeners.discard(self)
+        self.guard()
 
-    def _wait(self, run: _Run) -> None:
-        with _guarding_all(run), torch.profiler.record_function("hvdlite.wait_for_gradients"):
-            if self._reducer.wait(deferrable=True) and self._reducer.has_late_passes:
-                self._reducer.finish()  # the round before was of a backward pass that failed
-        run.hooks.discard(self)
-        self._guard()
+    def _wait(self, run: Run) -> None:
+        with run.guarding_all(), torch.profiler.record_function("hvdlite.wait_for_gradients"):
+            if self._reducer.sequence.wait(deferrable=True) and self._reducer.is_round_due:
+                self._reducer.sequence.finish()  # the round before was of a backward pass that failed
+        run.listeners.discard(self)
+        self.guard()
 
-    def _guard(self) -> None:
-        """While a round is under way: let whatever reads a gradient end it first."""
-        if not self._reducer.is_under_way:
+    def guard(self) -> None:
+        """While a round is under way: let whatever reads a gradient end that round first."""
+        current = self._reducer.sequence.current
+        if current is None:
             return
-        self._reducer.withdraw()
-        owner, guarded = weakref.ref(self), [parameter for parameter in self._reducer.parameters
-                                               if not is_elsewhere(parameter, self.elsewhere)]
+        current.withdraw()
+        owner, sequence = weakref.ref(self), self._reducer.sequence
 
         def finish() -> None:
             hooks = owner()
-            if hooks is None:  # the optimizer is gone
-                unfinal.unguard(guarded)
-                return
-            if _graph_task() != -1:  # a hook of the user's reads it, in a backward pass that goes on
-                hooks.reducer.notice_late()
-            hooks.finish()
-        self._guarded = guarded
-        unfinal.guard(guarded, finish)
+            if hooks is not None:  # else the optimizer is gone
+                if graph_task() != -1:  # a hook of the user's reads it, in a backward pass that goes on
+                    sequence.notice_late(current)
+                hooks.finish(current)
+            guard.lift()
+        guard = self._guard = Guard((parameter for parameter in self._reducer.parameters
+                                     if not is_elsewhere(parameter, self.elsewhere)), finish)
 
-    def finish(self) -> None:
-        """End the round that is under way, if there is one; gradients are final then."""
+    def finish(self, only: Round[torch.Tensor] | None = None) -> None:
+        """End the round that is under way, if there is one; gradients are final then.
+
+        Args:
+            only: the round that is to be ended; nothing is done when it is over.
+        """
         with torch.profiler.record_function("hvdlite.wait_for_gradients"):
             try:
-                self._reducer.finish_under_way()
+                self._reducer.sequence.finish_current(only)
             finally:
                 self._unguard()
 
     def _unguard(self) -> None:
-        if self._guarded and not self._reducer.is_under_way:
-            unfinal.unguard(self._guarded)
-            self._guarded = []
-
-
-@contextmanager
-def _guarding_all(run: _Run) -> Iterator[None]:
-    """Guard all gradients of the run if the block fails, an interrupt included: autograd then calls no other callback."""
-    try:
-        yield
-    except BaseException:
-        run.guard()
-        raise
+        guard = self._guard
+        if guard is not None and not self._reducer.is_under_way:
+            guard.lift()
+            self._guard = None
 
 
 def _hook(owner: weakref.ref[BackwardHooks]) -> Callable[[torch.Tensor], None]:
@@ -368,26 +324,9 @@ def _hook(owner: weakref.ref[BackwardHooks]) -> Callable[[torch.Tensor], None]:
     return accumulated
 
 
-def _enclosing() -> tuple[bool, Any]:
-    """Return whether the autograd run on this thread is nested in another one.
-
-    Return also the node of the outermost run that is being carried out meanwhile, if it is defined in Python. On a GPU the
-    outermost run has threads of torch's own, so that such a node is all that is seen of it.
-    """
-    runs, outermost, frame = 0, None, sys._getframe(1)
-    while frame is not None:
-        runs += frame.f_code.co_name == "_engine_run_backward"
-        if frame.f_code in _NODES:
-            outermost = frame
-        frame = frame.f_back  # type: ignore[assignment]
-    return outermost is not None or runs > 1, None if outermost is None else outermost.f_locals["self"]
-
-
-def _check_not_compiled() -> None:
-    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
-    if compiled is not None and getattr(compiled, "in_compiled_autograd_region", False):
-        raise UnsupportedError("compiled autograd does not tell hooks when a backward pass ends, which DistributedOptimizer "
-                               "has to know. Leave torch._dynamo.config.compiled_autograd off; compiled models need it not")
+def _note_of(framework: Framework[torch.Tensor]) -> Callable[[torch.Tensor], None] | None:
+    """Return what is to be told on which stream each gradient was made; None on the host."""
+    return framework.note if framework.needs_notes else None
 
 
 def _remove(hooks: list[Any]) -> None:

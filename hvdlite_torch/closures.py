@@ -3,37 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 Closure = Callable[[], Any]
+
+
+class Closing(Protocol):
+    """An optimizer whose closures are made final."""
+
+    def _begin_later_call(self) -> None:
+        """Before each call but the first one, before which the script may have computed gradients itself."""
+
+    def _make_final(self) -> None:
+        """After each call."""
+
+    def _end_later_call(self) -> None:
+        """After that, in each call but the first one."""
+
+    def _reduce_loss(self, loss: Any) -> Any:
+        """Return what the closure returned, the same on all ranks, where it decides how the optimizer goes on."""
 
 
 class FinalClosure:
     """A closure for one step, after which the gradients that it computed are final.
 
     A rank whose closure has no `backward()` takes part in the others' reduction. An optimizer may call the closure several
-    times in a step; each call computes gradients anew.
-
-    Args:
-        expect_gradients: called before each call but the first, before which the script may have computed them itself.
-        make_final: called after each call.
-        reduce_loss: makes what the closure returned the same on all ranks, for optimizers that decide by it how to go on.
+    times in a step; each call computes gradients anew, or accumulates onto those of the call before.
     """
 
-    def __init__(self, closure: Closure, expect_gradients: Callable[[], None], make_final: Callable[[], None],
-                 reduce_loss: Callable[[Any], Any]) -> None:
-        self._closure, self._expect_gradients, self._make_final = closure, expect_gradients, make_final
-        self._reduce_loss = reduce_loss
+    def __init__(self, closure: Closure, optimizer: Closing) -> None:
+        self._closure, self._optimizer = closure, optimizer
         self._was_called = False
 
     def __call__(self) -> Any:
         """Call the closure."""
-        if self._was_called:
-            self._expect_gradients()
-        self._was_called = True
+        is_later, self._was_called = self._was_called, True
+        if is_later:
+            self._optimizer._begin_later_call()
         loss = self._closure()
-        self._make_final()
-        return self._reduce_loss(loss)
+        self._optimizer._make_final()
+        if is_later:
+            self._optimizer._end_later_call()
+        return self._optimizer._reduce_loss(loss)
 
 
 def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Closure | None:

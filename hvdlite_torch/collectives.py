@@ -87,7 +87,7 @@ def grouped_allreduce(tensors: Sequence[torch.Tensor], outputs: Sequence[torch.T
 
 
 def allgather(tensor: torch.Tensor, name: str, process_set: ProcessSet) -> TorchHandle:
-    """Concatenate all ranks' rows; the handle's `rows` tell how many are whose."""
+    """Concatenate all ranks' rows; the handle's `rows` are their numbers by rank."""
     source = to_transportable(tensor, name, Collective.ALLGATHER)
     handle = api.runtime().allgather(name, as_runtime_array(source, name), process_set=api.set_id(process_set))
     return TorchHandle(handle, lambda array: as_tensor(array).to(tensor.device))
@@ -103,7 +103,7 @@ def reducescatter(tensor: torch.Tensor, name: str, op: ReduceOp, prescale: float
 
 
 def alltoall(tensor: torch.Tensor, splits: list[int] | None, name: str, process_set: ProcessSet) -> TorchHandle:
-    """Exchange rows; the result is the pair of rows and how many came from each rank."""
+    """Exchange rows; the result is the pair of rows and their numbers by source rank."""
     source = to_transportable(tensor, name, Collective.ALLTOALL)
     handle = api.runtime().alltoall(name, as_runtime_array(source, name), splits, process_set=api.set_id(process_set))
     return TorchHandle(handle, lambda result: (as_tensor(result[0]).to(tensor.device),
@@ -128,7 +128,7 @@ def broadcast(tensor: torch.Tensor, output: torch.Tensor, root_rank: int, name: 
 
 
 def to_transportable(tensor: torch.Tensor, name: str, collective: Collective, op: ReduceOp | None = None) -> torch.Tensor:
-    """Return a contiguous tensor where a plane can take it; a copy in host memory when none on the GPU can."""
+    """Return a contiguous tensor in memory that a plane supports: a copy in host memory if the GPU plane does not."""
     dense = contiguous(tensor, name)
     return cuda.to_transportable(dense, api.runtime().devices, collective, op) if cuda.is_on_gpu(dense) else dense
 
@@ -139,7 +139,7 @@ def as_runtime_array(tensor: torch.Tensor, name: str) -> AnyArray:
 
 
 def contiguous_like(tensor: torch.Tensor, source: torch.Tensor | None = None) -> torch.Tensor:
-    """Return memory for a result: the tensor's own if it is contiguous, and where `source` is."""
+    """Return memory for a result on the device of `source`: the tensor's own if it is contiguous."""
     detached = tensor.detach()
     if source is not None and cuda.is_on_gpu(source) != cuda.is_on_gpu(tensor):
         return cuda.empty_result_like(source)
@@ -147,7 +147,7 @@ def contiguous_like(tensor: torch.Tensor, source: torch.Tensor | None = None) ->
 
 
 def copy_back(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return `output` holding `target`'s values; they share memory unless `output` has unusual strides."""
+    """Copy `target`'s values to `output`, unless they share memory; return `output`."""
     if output.data_ptr() != target.data_ptr() or not output.is_contiguous():
         with torch.no_grad():
             output.copy_(target)
@@ -157,9 +157,9 @@ def copy_back(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def mark_written(tensor: torch.Tensor) -> None:
-    """Tell autograd that a tensor's memory is written to: a graph that has saved it raises in its backward pass.
+    """Increment a tensor's version, so that a graph that has saved it raises in its backward pass.
 
-    Called where a collective in place begins, and again where its result is taken.
+    Called when a collective in place begins, and again when its result is complete.
     """
     if _increment_version is not None:
         _increment_version(tensor)

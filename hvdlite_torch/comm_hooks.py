@@ -1,7 +1,7 @@
 """Communication hooks: casts, PowerSGD and top-k instead of an allreduce, for `DistributedOptimizer(comm_hook=)`.
 
-A hook gets all gradients of a step when backward has ended and averages them in place, with what `Exchange` offers. What it
-loses it keeps, and adds to the next step's gradients (error feedback: Karimireddy et al., "Error Feedback Fixes SignSGD",
+A hook gets all gradients of a step after backward and averages them in place, with the methods of `Exchange`. It keeps its
+errors and adds them to the next step's gradients (error feedback: Karimireddy et al., "Error Feedback Fixes SignSGD",
 ICML 2019). Hooks trade accuracy and overlap for bytes: they pay off on slow networks only.
 
 Gradients that are not finite on some rank have averages that are not finite on all ranks, so `GradScaler` skips the step
@@ -27,11 +27,11 @@ __all__ = ["AllReduce", "Cast", "CommHook", "DDPHook", "ErrorFeedback", "Exchang
 
 
 _SMALL = 16 << 10
-"""Elements up to which gradients of the same shape are compressed together: for them a call costs more than a copy."""
+"""Gradients of one shape with up to this many elements are compressed together: a call costs more than a copy."""
 
 
 class AllReduce:
-    """Plain averaging: what happens without a hook, but at the end of backward."""
+    """Plain averaging, as without a hook, but after backward."""
 
     is_idempotent = True
 
@@ -44,8 +44,8 @@ class Cast:
     """Averaging in another dtype.
 
     Args:
-        dtype: torch.float16 or torch.bfloat16; sums are accumulated in float32. Gradients whose numbers have 16 bits already
-            travel as they are; complex numbers are cast part by part.
+        dtype: torch.float16 or torch.bfloat16; sums are accumulated in float32. Gradients with 16-bit elements are
+            sent unchanged; complex elements are cast part by part.
     """
 
     is_idempotent = True
@@ -70,14 +70,14 @@ class Cast:
 
 
 class ErrorFeedback:
-    """A hook that keeps what a step's averages lack, and adds it to the next step's gradients.
+    """A hook that keeps the errors of a step's averages, and adds them to the next step's gradients.
 
-    Save `state_dict()` in a checkpoint, on every rank: each rank has errors of its own. A rank that loads the state of
-    another rank takes over only what is equal on all ranks.
+    Save `state_dict()` in a checkpoint on every rank, because each rank has its own errors. A rank that loads the state of
+    another rank uses only the part that is equal on all ranks.
 
     Args:
-        loss_scale: returns the factor by which losses are multiplied now, such as `scaler.get_scale` of a `GradScaler`. What
-            is kept is scaled when it changes. Needed with loss scaling only.
+        loss_scale: returns the current factor of losses, such as `scaler.get_scale` of a `GradScaler`. Errors are scaled
+            when it changes. Needed with loss scaling only.
     """
 
     is_repeatable = True
@@ -104,7 +104,7 @@ class ErrorFeedback:
         self._writer = state_dict["rank"]
 
     def _begin(self, exchange: Exchange) -> float:
-        """Return the factor for the errors that are kept; changes nothing that counts."""
+        """Return the factor for the stored errors, without changing them."""
         user = self._user()
         if user is None:
             self._user = weakref.ref(exchange)
@@ -118,7 +118,7 @@ class ErrorFeedback:
         return 1.0 if self._loss_scale is None else self._loss_scale() / self._scale
 
     def _keep(self, errors: Mapping[str, torch.Tensor], factor: float) -> None:
-        """Keep new errors; those of gradients that were not there are scaled as they were."""
+        """Store new errors; the errors of missing gradients are only scaled."""
         if factor != 1:
             for name in self._errors.keys() - errors.keys():
                 self._errors[name].mul_(factor)
@@ -129,14 +129,14 @@ class ErrorFeedback:
 class PowerSGD(ErrorFeedback):
     """Averaging of low-rank approximations (Vogels et al., "PowerSGD", NeurIPS 2019, algorithm 1), with error feedback.
 
-    A gradient of shape (n, ...) is seen as a matrix n x m; r (n + m) numbers travel instead of n m. Vectors, and matrices
-    for which that saves too little, are averaged exactly. It computes in float32 at least; the averages are those of torch's
-    `powerSGD_hook`, up to rounding, where both begin with the same factors.
+    A gradient of shape (n, ...) is seen as a matrix n x m; r (n + m) elements are sent instead of n m. Vectors, and matrices
+    for which that saves too little, are averaged exactly. It computes in float32 or wider; the averages are those of torch's
+    `powerSGD_hook`, up to rounding, if both begin with the same factors.
 
     Args:
         matrix_approximation_rank: r.
         start_iter: steps at the beginning that are averaged exactly.
-        min_compression_rate: compress only where so many times fewer numbers travel.
+        min_compression_rate: compress only if this many times fewer elements are sent.
         loss_scale: like `ErrorFeedback`'s.
     """
 
@@ -147,8 +147,8 @@ class PowerSGD(ErrorFeedback):
         super().__init__(loss_scale)
         self._most, self._start, self._rate = matrix_approximation_rank, start_iter, min_compression_rate
         self._steps = 0
-        self._joins = -1  # how often all ranks had joined when they agreed about `_steps`
-        self._factors: dict[str, torch.Tensor] = {}  # by name: m x r, where the power iteration goes on; equal on all ranks
+        self._joins = -1  # the number of completed joins when the ranks agreed about `_steps`
+        self._factors: dict[str, torch.Tensor] = {}  # by name: m x r, the state of the power iteration; equal on all ranks
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank needs to go on from here."""
@@ -195,13 +195,13 @@ class PowerSGD(ErrorFeedback):
                        scale)
 
     def _averaged(self, name: str, factors: Sequence[torch.Tensor], exchange: Exchange) -> list[torch.Tensor]:
-        """Return the averages of factors, which travel as one tensor."""
+        """Return the averages of factors, which are sent as one tensor."""
         flat = [torch.cat([each.reshape(-1) for each in factors])] if factors else []
         exchange.average(name, flat)
         return [part.to(each) for part, each in zip(_parts(flat[0], factors), factors, strict=True)] if flat else []
 
     def _batches(self, gradients: Gradients, scale: float) -> tuple[list[_Batch], list[torch.Tensor]]:
-        """Return what is compressed, and the other gradients. Small ones of the same shape are computed with together."""
+        """Return the gradients to compress, and the others. Small ones of the same shape form one batch."""
         if self._steps < self._start:
             return [], [gradient for _, gradient in gradients]
         alike: dict[Any, list[tuple[str, torch.Tensor]]] = {}
@@ -225,7 +225,7 @@ class PowerSGD(ErrorFeedback):
         return min(self._most, rows, columns) * (rows + columns) * self._rate < rows * columns
 
     def _batch(self, alike: Gradients, scale: float) -> _Batch:
-        """Return new matrices: gradients of the same shape, and what was kept for them."""
+        """Return new matrices: gradients of the same shape plus their errors."""
         first = alike[0][1]
         dtype = torch.promote_types(first.dtype, torch.float32)
         batch = _Batch([name for name, _ in alike], [gradient for _, gradient in alike], first)
@@ -242,14 +242,14 @@ class PowerSGD(ErrorFeedback):
         return batch
 
     def _fitting(self, name: str, dtype: torch.dtype, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Return what was kept for a gradient, as it is added to it."""
+        """Return the stored error of a gradient, scaled for addition."""
         error = self._errors.get(name)
         if error is None or error.shape[0] != gradient.shape[0] or error.numel() != gradient.numel():
             return None
         return error if error.dtype is dtype and error.device == gradient.device else error.to(gradient.device, dtype)
 
     def _factors_for(self, batch: _Batch) -> torch.Tensor:
-        """Return where the power iterations go on; random and the same on all ranks where they begin."""
+        """Return the state of the power iterations; at the beginning random and equal on all ranks."""
         rows, columns = batch.matrices.shape[-2:]
         shape = columns, min(self._most, rows, columns)
         factors = []
@@ -287,7 +287,7 @@ def _listed(matrices: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 class TopK(ErrorFeedback):
-    """Only the largest elements travel (Stich et al., "Sparsified SGD with Memory", NeurIPS 2018), with error feedback.
+    """Sends only the largest elements (Stich et al., "Sparsified SGD with Memory", NeurIPS 2018), with error feedback.
 
     Args:
         ratio: the share of all elements that each rank sends, above 0 and at most 1.
@@ -301,7 +301,7 @@ class TopK(ErrorFeedback):
         self._ratio = ratio
 
     def reduce(self, gradients: Gradients, exchange: Exchange) -> None:
-        """Average what the ranks send; the rest is kept for the next step."""
+        """Average the elements that the ranks send; keep the rest for the next step."""
         scale = self._begin(exchange)
         names = [name for name, _ in gradients]
         reals = [_real(gradient) for _, gradient in gradients]
@@ -323,13 +323,13 @@ class TopK(ErrorFeedback):
         if _are_finite([values]):
             flat.index_fill_(0, chosen, 0.0)
             for gradient, average, part in zip(reals, averages, parts, strict=True):
-                if gradient.dtype is not dtype:  # the average was rounded, on all ranks alike
+                if gradient.dtype is not dtype:  # the average was rounded, equally on all ranks
                     part.add_(average).sub_(gradient)
             self._keep(dict(zip(names, parts, strict=True)), scale)
 
 
 def _copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return tensors with memory of their own: views would be saved with the whole of what they are views of."""
+    """Return tensors with their own memory, because saving a view saves its whole base."""
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
 

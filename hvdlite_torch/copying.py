@@ -22,7 +22,7 @@ class PlainCopies:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Reduce to the base class, so that a pickle can be loaded where hvdlite is not installed."""
-        reduced: Any = super().__reduce_ex__(0)  # later protocols insist that the class is the object's own
+        reduced: Any = super().__reduce_ex__(0)  # later protocols require the object's own class
         make, arguments, *rest = reduced
         plain = plain_class(type(self))
         return (make, tuple(plain if argument is type(self) else argument for argument in arguments), *rest)
@@ -42,20 +42,20 @@ class PlainCopies:
         return self._told_apart(copied)
 
     def _told_apart(self, copied: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Let a copy warn, where the original communicates."""
+        """Make a copy warn in its first step."""
         if self._active:
             copied.register_step_pre_hook(torch.compiler.disable(_WarnsOnce(self._runtime.world.rank)))
         return copied
 
 
 def plain_class(kind: type) -> type:
-    """Return the class that an optimizer had before it was wrapped, given the one it has now."""
+    """Return an optimizer's class before it was wrapped, given its present class."""
     return next(base for base in kind.__mro__
                 if issubclass(base, torch.optim.Optimizer) and not issubclass(base, PlainCopies))
 
 
 class _WarnsOnce:
-    """A step hook of copies; silent when the copy has been wrapped itself."""
+    """A step hook of copies; does nothing when the copy has been wrapped itself."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank

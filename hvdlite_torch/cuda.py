@@ -1,12 +1,11 @@
 """GPU tensors of torch as arrays of the runtime: addresses, streams, and the order of waits.
 
 Rules (docs/protocol.md#gpu-streams)
-- A tensor is handed over together with a point in the work of the stream that is current where the call is made: the plane
-  waits for that on its own stream, so the host does not.
-- Waiting for a handle makes the stream that is current where `synchronize` is called come after the result. The host blocks
-  only until the work was launched.
-- The runtime holds the tensors until then. torch's allocator gives memory back in the order of the stream it was made for,
-  so memory that was last used by another stream must not be let go before.
+- A tensor is submitted with an event on the caller's current stream. The plane waits for the event on its own stream, so the
+  host does not wait.
+- `synchronize` makes the caller's current stream wait for the result. The host blocks only until the work is launched.
+- The runtime keeps the tensors until then. torch's allocator reuses memory in the order of the stream for which it was
+  allocated, so memory that another stream uses must not be freed before.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def is_on_gpu(tensor: torch.Tensor) -> bool:
 
 
 def cuda_index(tensor: torch.Tensor) -> int:
-    """Return the number of a tensor's GPU."""
+    """Return CUDA's index of a tensor's GPU."""
     return tensor.get_device()
 
 
@@ -51,10 +50,10 @@ def bytes_tensor(array: DeviceArray) -> torch.Tensor:
 
 
 class _CudaArrayInterface:
-    """An array's bytes as other libraries take them (the CUDA array interface, version 2: nobody synchronises)."""
+    """An array's bytes with the CUDA array interface, version 2, which does not synchronize."""
 
     def __init__(self, array: DeviceArray) -> None:
-        self._array = array  # torch keeps this object as long as the tensor lives
+        self._array = array  # torch keeps this object as long as the tensor exists
         self.__cuda_array_interface__ = {"shape": (array.nbytes,), "typestr": "|u1", "data": (array.pointer, False),
                                          "version": 2, "strides": None}
 
@@ -70,12 +69,12 @@ def as_tensor(array: DeviceArray) -> torch.Tensor:
 
 
 def memory_device(array: DeviceArray) -> torch.device:
-    """Return torch's name for where an array is."""
+    """Return an array's device, as torch's object."""
     return torch.device("cuda", array.device)
 
 
 def wrap(tensor: torch.Tensor, devices: DeviceAccess) -> DeviceArray:
-    """Describe a dense, contiguous tensor to the plane for GPUs, ready after what its current stream has been given.
+    """Describe a dense, contiguous tensor to the GPU plane; it is ready after the work on the current stream so far.
 
     Raises:
         UnsupportedError: for a dtype without a counterpart, a second GPU, and within a CUDA graph's capture.
@@ -93,7 +92,7 @@ def _wrapped(tensor: torch.Tensor, devices: DeviceAccess, index: int, stream: in
 
 
 def _empty(like: torch.Tensor, devices: DeviceAccess, index: int, stream: int, shape: tuple[int, ...]) -> DeviceArray:
-    """Make a result; called by the runtime thread. torch may hand out memory that `stream` is still working on."""
+    """Allocate a result; called by the runtime thread. `stream` may still use the memory that torch allocates."""
     with allocating(index, stream):
         tensor = torch.empty(shape, dtype=like.dtype, device=like.device)
     return _wrapped(tensor, devices, index, stream)
@@ -106,9 +105,9 @@ def allocating(index: int, stream: int) -> Any:
 
 def to_transportable(tensor: torch.Tensor, devices: DeviceAccess | None, collective: Collective,
                      op: ReduceOp | None = None) -> torch.Tensor:
-    """Return a contiguous tensor where a plane can take it: itself, or a copy in host memory, with a warning once.
+    """Return a contiguous tensor in memory that a plane supports: itself, or a copy in host memory, with a warning once.
 
-    Whether it is copied is the same on all ranks, as long as the same is installed everywhere.
+    All ranks make the same choice if they have the same libraries.
     """
     if not is_on_gpu(tensor):
         return tensor
@@ -123,19 +122,19 @@ def to_transportable(tensor: torch.Tensor, devices: DeviceAccess | None, collect
 
 
 def to_host(tensor: torch.Tensor, why: str) -> torch.Tensor:
-    """Return a copy in host memory that the GPU can reach by itself; waits for it."""
+    """Return a copy in pinned host memory; wait for it."""
     warnings.warn(f"tensors on a GPU go over host memory, and the host waits for it: {why}", RuntimeWarning, stacklevel=2)
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=torch.cuda.is_available())
     return copy.copy_(tensor)
 
 
 def empty_result_like(copy: torch.Tensor) -> torch.Tensor:
-    """Return memory like a copy that `to_transportable` made, for a result."""
+    """Return memory for a result, like a copy from `to_transportable`."""
     return torch.empty_like(copy)
 
 
 def wait(handle: Handle | Handles) -> Any:
-    """Wait for a handle, let this thread's current stream come after its result, and return that."""
+    """Wait for a handle, make this thread's current stream wait for its result, and return the result."""
     result = handle.wait()
     for completion in handle.completions():
         completion.block_stream(current_stream(completion.device))
@@ -148,6 +147,6 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def record_stream(tensors: Sequence[torch.Tensor]) -> None:
-    """Let torch's allocator keep the memory of tensors until this thread's current stream has used it."""
+    """Make torch's allocator keep the tensors' memory until this thread's current stream has used it."""
     for tensor in tensors:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))

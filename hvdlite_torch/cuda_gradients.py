@@ -1,9 +1,9 @@
 """Gradients on a GPU, for `training.GradientReducer`: learned buckets in the GPU's memory, of which `.grad` are views.
 
-A bucket's gradients are copied into it by one kernel when the last one is there, on the stream on which they were made, so
-torch's allocator may use their memory again at once. Compression is a part of that kernel; the way back is one kernel for a
-whole bucket, into memory that is kept. Gradients that lie in their bucket already (`zero_grad(set_to_none=False)`) are not
-copied at all.
+When the last gradient of a bucket is computed, one kernel copies all of them to the bucket, on the stream that computed
+them, so torch's allocator may reuse their memory immediately. The kernel also compresses. Another kernel decompresses a
+whole bucket, into memory that is kept. Gradients that are already in their bucket (`zero_grad(set_to_none=False)`) are not
+copied.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from hvdlite_torch.framework import TorchGradients
 class CudaGradients(TorchGradients):
     """Like `TorchGradients`, for parameters of which some are on a GPU."""
 
+    needs_notes = True
     _devices: DeviceAccess
 
     def __init__(self, compression: type[Compressor], sparse_as_dense: bool, as_view: bool, devices: DeviceAccess) -> None:
         super().__init__(compression, sparse_as_dense, as_view, devices)
-        self._streams: set[int] = set()  # on which gradients were made since buckets were last waited for
+        self._streams: set[int] = set()  # streams that computed gradients since the last wait for buckets
         self._index = 0  # of the GPU
 
     def note(self, parameter: torch.Tensor) -> None:
-        """A gradient was made on the stream that is current on this thread."""
+        """Record that a gradient was computed on this thread's current stream."""
         self._streams.add(cuda.current_stream(cuda.cuda_index(parameter)))
 
     def bucket_view(self, parameter: torch.Tensor, place: AnyArray) -> BucketView:
@@ -50,11 +51,11 @@ class CudaGradients(TorchGradients):
     def fill_all(self, pairs: Sequence[tuple[torch.Tensor, BucketView]]) -> bool:
         if not pairs[0][1].on_gpu:  # a bucket is in one place
             return super().fill_all(pairs)
-        others = self._join_streams()  # also for what lies in its view already
+        others = self._join_streams()  # also for gradients that are already in their views
 
         def copy(homes: list[torch.Tensor], values: list[torch.Tensor]) -> None:
             self._copy(homes, values)
-            if others:  # their memory goes back to streams that are not behind this
+            if others:  # their memory returns to streams that do not wait for this copy
                 cuda.record_stream(values)
         return fill_views(pairs, self._fitting, copy)
 
@@ -97,7 +98,7 @@ class CudaGradients(TorchGradients):
         self._streams.clear()
 
     def _join_streams(self) -> bool:
-        """Let the current stream come after all streams that made gradients; return whether there are others."""
+        """Make the current stream wait for all streams that computed gradients; return whether there are others."""
         stream = cuda.current_stream(self._index)
         others = self._streams - {stream}
         for other in others:

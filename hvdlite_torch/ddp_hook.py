@@ -25,7 +25,7 @@ class GradBucket:
         self._own = self._buffer = torch.empty(0)
 
     def index(self) -> int:
-        """Return the bucket's number, from 0; the same in every step."""
+        """Return the bucket's index; the same in every step."""
         return self._index
 
     def is_last(self) -> bool:
@@ -75,9 +75,9 @@ class GradBucket:
 
 
 class DDPHook:
-    """Runs a hook that torch's `DistributedDataParallel.register_comm_hook(state, hook)` takes.
+    """Runs a hook for torch's `DistributedDataParallel.register_comm_hook(state, hook)`.
 
-    The hook is called for one bucket after the other, when backward has ended. Collectives of `torch.distributed` need
+    The hook is called for one bucket after the other, after backward. Collectives of `torch.distributed` need
     `torch.distributed.init_process_group` with the ranks that share gradients. The state is the script's to save.
 
     Args:
@@ -96,7 +96,7 @@ class DDPHook:
         self._names: set[str] = set()  # of all gradients in buckets
 
     def reduce(self, gradients: Gradients, exchange: Exchange) -> None:
-        """Let the hook average the gradients."""
+        """Call the hook, which averages the gradients."""
         new = [(name, parameter, gradient) for (name, gradient), parameter in
                zip(gradients, exchange.parameters, strict=True) if name not in self._names]
         if new:
@@ -123,7 +123,7 @@ class DDPHook:
         return result
 
     def _add(self, new: Sequence[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
-        """Make buckets for gradients that have come for the first time: the last ones first, each dtype by itself."""
+        """Create buckets for new gradients: the last ones first, with one dtype per bucket."""
         open_buckets: dict[tuple[torch.dtype, torch.device], tuple[GradBucket, int, int]] = {}
         made: list[tuple[GradBucket, torch.Tensor]] = []
         for name, parameter, gradient in reversed(new):

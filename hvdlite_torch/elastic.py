@@ -1,4 +1,4 @@
-"""Samplers that remember how far an epoch has come. (Elastic training itself is not implemented.)"""
+"""Samplers that record the progress of an epoch. (Elastic training itself is not implemented.)"""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hvdlite import api
 
 
 class ElasticSampler(Sampler[int]):
-    """Give each rank its share of what is left of an epoch; like Horovod's.
+    """Samples each rank's shard of the rest of an epoch; like Horovod's.
 
-    Call `set_epoch` at the end of each epoch, and `record_batch` after each batch. What has been processed is skipped when
-    the sampler is reset or its state is loaded, for any number of ranks. Ranks get equally many samples: the last ones wrap
+    Call `set_epoch` at the end of each epoch, and `record_batch` after each batch. Processed samples are skipped when the
+    sampler is reset or its state is loaded, with any number of ranks. Ranks get equally many samples: the last ones wrap
     around.
 
     Args:
@@ -32,32 +32,32 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch: nothing of it is processed."""
+        """Begin an epoch without processed samples."""
         self.epoch = epoch
         self.processed_num = 0
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Every rank has processed a batch of so many samples."""
+        """Record that every rank has processed a batch of this many samples."""
         del batch_idx
         self.processed_num += batch_size * self.num_replicas
 
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
-        """Return the indices of this rank's batch number `batch_idx`."""
+        """Return the indices of this rank's batch `batch_idx`."""
         start = batch_idx * batch_size
         return self.indices[start:start + batch_size]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is needed to go on from here."""
+        """Return the state from which the epoch can be continued."""
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there, on as many ranks as there are now."""
+        """Continue from a state, with the current number of ranks."""
         self.epoch, self.processed_num = state_dict["epoch"], state_dict["processed_num"]
         self.reset()
 
     def reset(self) -> None:
-        """Share what is left among the ranks there are now."""
+        """Divide the remaining samples among the current ranks."""
         self.num_replicas, self.rank = api.size(), api.rank()
         order = list(range(len(self.dataset)))
         if self.shuffle:
@@ -76,5 +76,5 @@ class ElasticSampler(Sampler[int]):
         return iter(self.indices)
 
     def __len__(self) -> int:
-        """Return how many samples this rank gets."""
+        """Return the number of this rank's samples."""
         return self.num_samples

@@ -1,4 +1,4 @@
-"""Detection of optimizers that were made outside a scope for a module that was made inside it."""
+"""Detection of optimizers that were created outside a scope for a module that was created inside it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def refuse_foreign_optimizers(registry: ScopeRegistry) -> None:
 class _Guard:
     """A hook on the steps of all optimizers of the process, also those of other threads.
 
-    It looks at each optimizer once, and again when the optimizer has got parameters, or when hooks that reduced gradients
-    of its parameters are gone.
+    It examines each optimizer once, and again when the optimizer gets new parameters or when hooks that reduced gradients
+    of its parameters are removed.
     """
 
     def __init__(self, registry: ScopeRegistry) -> None:

@@ -87,6 +87,8 @@ def _sixteen_bits(array: Array) -> torch.Tensor:
     return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16 if array.dtype == BFLOAT16 else torch.float16)
 
 
+FEW = 64
+"""Elements; so many of a gradient tell most of the time that it is not all zeros."""
 MANY_KEPT = 4
 """Number of parameters with gradients kept over a round, from which all gradients are copied out of their buckets."""
 
@@ -106,6 +108,7 @@ class TorchGradients:
     """
 
     unseen_sparse_dims = 0
+    needs_notes = False
 
     def __init__(self, compression: type[Compressor], sparse_as_dense: bool, as_view: bool = True,
                  devices: DeviceAccess | None = None) -> None:
@@ -117,6 +120,9 @@ class TorchGradients:
         self._as_view = as_view and COUNTS
         self._copied: set[int] = set()  # parameters, by identity, whose gradients are copied out of their buckets
         self._sparse_dims_of: dict[int, int] = {}  # by parameter: of sparse gradients that were densified
+
+    def note(self, parameter: torch.Tensor) -> None:
+        return None
 
     def has_gradient(self, parameter: torch.Tensor) -> bool:
         if self.elsewhere and is_elsewhere(parameter, self.elsewhere):
@@ -249,6 +255,13 @@ class TorchGradients:
     def is_changed(self, parameter: torch.Tensor, mark: Mark) -> bool:
         gradient = get_grad(parameter)
         return gradient is not mark.tensor() or (gradient is not None and gradient._version != mark.version)
+
+    def is_zeroed(self, parameter: torch.Tensor, mark: Mark) -> bool:
+        gradient = get_grad(parameter)
+        if gradient is None or gradient is not mark.tensor() or gradient._version == mark.version or gradient.is_cuda:
+            return False
+        values = gradient._values() if gradient.layout is torch.sparse_coo else gradient
+        return not (values.flatten()[:FEW].any() or values.any())
 
     def renew(self, parameter: torch.Tensor, mark: Mark) -> None:
         if (gradient := mark.tensor()) is not None:

@@ -150,7 +150,7 @@ def check_hook(hook: Any) -> None:
 
 def reduce_round(hook: CommHook, exchange: Exchange, members: Sequence[tuple[str, torch.Tensor, bool]],
                  confirm: Callable[[], object]) -> list[tuple[torch.Tensor, Any]]:
-    """Let a hook average the gradients that some rank has; see `training.hooked_reducer`."""
+    """Let a hook average the gradients that some rank has; see `training.hook_round`."""
     reduced = []
     with torch.no_grad():
         for name, parameter, present in members:

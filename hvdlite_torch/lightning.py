@@ -39,12 +39,12 @@ class HvdliteEnvironment(ClusterEnvironment):
 
     @property
     def creates_processes_externally(self) -> bool:
-        """True: hvdrun starts the ranks."""
+        """True, because hvdrun starts the ranks."""
         return True
 
     @property
     def main_address(self) -> str:
-        """Not used: ranks find each other without it."""
+        """Not used: hvdlite has its own rendezvous."""
         return "127.0.0.1"
 
     @property
@@ -54,7 +54,7 @@ class HvdliteEnvironment(ClusterEnvironment):
 
     @staticmethod
     def detect() -> bool:
-        """Return False: it comes with the strategy."""
+        """Return False: this environment is part of the strategy."""
         return False
 
     def world_size(self) -> int:
@@ -72,11 +72,11 @@ class HvdliteEnvironment(ClusterEnvironment):
         """Nothing to do."""
 
     def local_rank(self) -> int:
-        """Return this rank among those of its host."""
+        """Return this process's local rank."""
         return hvd.local_rank()
 
     def node_rank(self) -> int:
-        """Return this host's number."""
+        """Return this host's index."""
         return hvd.cross_rank()
 
 
@@ -116,7 +116,7 @@ class HvdliteStrategy(ParallelStrategy):
         return {"num_replicas": hvd.size(), "rank": hvd.rank()}
 
     def setup(self, trainer: Any) -> None:
-        """Make every rank's model rank 0's, and wrap the optimizers."""
+        """Broadcast rank 0's model, and wrap the optimizers."""
         assert self.accelerator is not None and self.model is not None
         self.accelerator.setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING and self._layer_sync:
@@ -138,7 +138,7 @@ class HvdliteStrategy(ParallelStrategy):
         self.model.to(self.root_device)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Like the base class's, after broadcasting buffers when that is wanted."""
+        """Like the base class's, after broadcasting buffers if requested."""
         if self._buffers is not None:
             self._buffers()
         return super().training_step(*args, **kwargs)
@@ -172,12 +172,12 @@ class HvdliteStrategy(ParallelStrategy):
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""
-        if api.is_initialized():  # Lightning calls this when everything is over, too
+        if api.is_initialized():  # Lightning also calls this after shutdown
             hvd.barrier()
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Accumulate gradients locally inside."""
+        """Return a context in which gradients accumulate locally."""
         with contextlib.ExitStack() as stack:
             for optimizer in self.optimizers:
                 stack.enter_context(optimizer.no_sync())

@@ -14,9 +14,9 @@ from hvdlite_torch.framework import as_array, contiguous
 
 
 def synchronize_metrics(module: torch.nn.Module) -> None:
-    """Let the metrics of torchmetrics that a module is or holds gather their states from all of hvdlite's ranks.
+    """Make the torchmetrics metrics of a module, or a metric itself, gather their states from all of hvdlite's ranks.
 
-    Metrics with a `dist_sync_fn` of their own are left alone. All ranks call `compute()` together from then on. A metric's
+    Metrics with their own `dist_sync_fn` are unchanged. From then on, all ranks call `compute()` together. A metric's
     `process_group` may be a `ProcessSet`.
     """
     metric: Any

@@ -50,7 +50,7 @@ def synchronize(handle: TorchHandle) -> Any:
     """Wait for an asynchronous call and return its result, or raise its error; may be called again.
 
     Raises:
-        ValueError: for something that is no handle.
+        ValueError: for a value that is not a handle.
     """
     return _checked(handle).wait()
 
@@ -65,7 +65,7 @@ def _checked(handle: TorchHandle) -> TorchHandle:
 def allreduce_async_(tensor: torch.Tensor, average: bool | None = None, name: str | None = None,
                      op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                      process_set: ProcessSet = global_process_set) -> TorchHandle:
-    """Like `allreduce_`, returning a handle at once."""
+    """Like `allreduce_`, but return a handle immediately."""
     return apply_in_place(AllreduceCall(_name("allreduce", name, process_set), process_set, api.reduce_op(op, average),
                                         prescale_factor, postscale_factor), [tensor])
 
@@ -73,7 +73,7 @@ def allreduce_async_(tensor: torch.Tensor, average: bool | None = None, name: st
 def allreduce_async(tensor: torch.Tensor, average: bool | None = None, name: str | None = None,
                     op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                     process_set: ProcessSet = global_process_set) -> TorchHandle:
-    """Like `allreduce`, returning a handle at once; not differentiable."""
+    """Like `allreduce`, but return a handle immediately; not differentiable."""
     return collectives.allreduce(tensor, torch.empty_like(tensor), _name("allreduce", name, process_set),
                                  api.reduce_op(op, average), prescale_factor, postscale_factor, process_set)
 
@@ -106,7 +106,7 @@ def allreduce(tensor: torch.Tensor, average: bool | None = None, name: str | Non
 
     Raises:
         MismatchError: on all ranks, when they disagree about shape, dtype, op or factors.
-        PeerLostError: when a rank died (`PeerFailedError`: raised, `PeerLeftError`: left).
+        PeerLostError: if a rank died (`PeerFailedError`: it raised; `PeerLeftError`: it left).
         ValueError: at the call, for an unsupported tensor, or a name that is still being processed.
     """
     compressed, context = compression.compress(tensor)
@@ -118,7 +118,7 @@ def allreduce(tensor: torch.Tensor, average: bool | None = None, name: str | Non
 def grouped_allreduce_async_(tensors: Sequence[torch.Tensor], average: bool | None = None, name: str | None = None,
                              op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                              process_set: ProcessSet = global_process_set) -> TorchHandle:
-    """Like `grouped_allreduce_`, returning one handle at once."""
+    """Like `grouped_allreduce_`, but return one handle immediately."""
     call = AllreduceCall(_name("grouped_allreduce", name, process_set), process_set, api.reduce_op(op, average),
                          prescale_factor, postscale_factor, is_grouped=True)
     return apply_in_place(call, tensors)
@@ -127,7 +127,7 @@ def grouped_allreduce_async_(tensors: Sequence[torch.Tensor], average: bool | No
 def grouped_allreduce_async(tensors: Sequence[torch.Tensor], average: bool | None = None, name: str | None = None,
                             op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                             process_set: ProcessSet = global_process_set) -> TorchHandle:
-    """Like `grouped_allreduce`, returning one handle at once; not differentiable."""
+    """Like `grouped_allreduce`, but return one handle immediately; not differentiable."""
     outputs = [torch.empty_like(tensor) for tensor in tensors]
     return collectives.grouped_allreduce(tensors, outputs, _name("grouped_allreduce", name, process_set),
                                          api.reduce_op(op, average), prescale_factor, postscale_factor, process_set)
@@ -154,10 +154,10 @@ def grouped_allreduce(tensors: Sequence[torch.Tensor], average: bool | None = No
 
 def sparse_allreduce_async(tensor: torch.Tensor, name: str, op: ReduceOp = Average,
                            process_set: ProcessSet = global_process_set) -> Callable[[], torch.Tensor]:
-    """Begin to reduce a sparse COO tensor; call what is returned to wait for the result, a sparse tensor.
+    """Begin to reduce a sparse COO tensor; call the function that this returns, to wait for the result, a sparse tensor.
 
     Args:
-        tensor: the same shape and dtype on all ranks; each brings the elements it has.
+        tensor: the same shape and dtype on all ranks; each rank has its own elements.
         op: Average or Sum.
 
     Raises:
@@ -179,7 +179,7 @@ def sparse_allreduce_async(tensor: torch.Tensor, name: str, op: ReduceOp = Avera
 
 def allgather_async(tensor: torch.Tensor, name: str | None = None,
                     process_set: ProcessSet = global_process_set) -> TorchHandle:
-    """Like `allgather`, returning a handle at once; not differentiable."""
+    """Like `allgather`, but return a handle immediately; not differentiable."""
     return collectives.allgather(tensor, _name("allgather", name, process_set), process_set)
 
 
@@ -200,7 +200,7 @@ def allgather(tensor: torch.Tensor, name: str | None = None, process_set: Proces
 
 def grouped_allgather_async(tensors: Sequence[torch.Tensor], name: str | None = None,
                             process_set: ProcessSet = global_process_set) -> TorchHandle:
-    """Like `grouped_allgather`, returning one handle at once; not differentiable."""
+    """Like `grouped_allgather`, but return one handle immediately; not differentiable."""
     base = _name("grouped_allgather", name, process_set)
     members = api.member_names(base, len(tensors))
     return collectives.join_handles([collectives.allgather(tensor, member, process_set)
@@ -217,7 +217,7 @@ def grouped_allgather(tensors: Sequence[torch.Tensor], name: str | None = None,
 def reducescatter_async(tensor: torch.Tensor, name: str | None = None, op: ReduceOp = Average,
                         process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0,
                         postscale_factor: float = 1.0) -> TorchHandle:
-    """Like `reducescatter`, returning a handle at once; not differentiable."""
+    """Like `reducescatter`, but return a handle immediately; not differentiable."""
     return collectives.reducescatter(tensor, _name("reducescatter", name, process_set), op, prescale_factor,
                                      postscale_factor, process_set)
 
@@ -227,7 +227,7 @@ def reducescatter(tensor: torch.Tensor, name: str | None = None, compression: ty
                   postscale_factor: float = 1.0, horovod_gradient: bool = True) -> torch.Tensor:
     """Return this rank's rows of the reduction over all ranks. Differentiable.
 
-    Rows (the first dimension) are cut as evenly as possible; the first ranks get one more.
+    Rows (the first dimension) are divided as evenly as possible; the first ranks get one row more.
 
     Args:
         compression: dtype on the wire for float32 and float64.
@@ -248,7 +248,7 @@ def reducescatter(tensor: torch.Tensor, name: str | None = None, compression: ty
 def grouped_reducescatter_async(tensors: Sequence[torch.Tensor], name: str | None = None, op: ReduceOp = Average,
                                 process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0,
                                 postscale_factor: float = 1.0) -> TorchHandle:
-    """Like `grouped_reducescatter`, returning one handle at once; not differentiable."""
+    """Like `grouped_reducescatter`, but return one handle immediately; not differentiable."""
     base = _name("grouped_reducescatter", name, process_set)
     return collectives.join_handles([collectives.reducescatter(tensor, member, op, prescale_factor, postscale_factor,
                                                                process_set)
@@ -270,7 +270,7 @@ def grouped_reducescatter(tensors: Sequence[torch.Tensor], name: str | None = No
 
 def alltoall_async(tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | None = None, name: str | None = None,
                    process_set: ProcessSet = global_process_set) -> TorchHandle:
-    """Like `alltoall`, returning a handle at once; its result is always (tensor, rows received). Not differentiable."""
+    """Like `alltoall`, but return a handle immediately; its result is always (tensor, rows received). Not differentiable."""
     return collectives.alltoall(tensor, _split_list(splits), _name("alltoall", name, process_set), process_set)
 
 
@@ -280,13 +280,13 @@ def alltoall(tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | None =
 
     Args:
         tensor: at least 1-D; the rows for rank 0 first, then those for rank 1, and so on.
-        splits: how many rows go to each rank; rows beyond their sum stay here. Default: equal shares.
+        splits: the number of rows for each rank; rows beyond their sum are not sent. Default: equal parts.
 
     Returns:
         The tensor; with `splits`, the pair of it and an int32 tensor of the rows received from each rank.
 
     Raises:
-        UnsupportedError: for splits that do not fit, or rows that cannot be shared equally; otherwise like `allreduce`.
+        UnsupportedError: for splits that do not fit, or rows that cannot be divided equally; otherwise like `allreduce`.
         MismatchError: when the ranks' shapes differ after the first dimension.
     """
     call = AlltoallCall(_name("alltoall", name, process_set), process_set, _split_list(splits))
@@ -320,7 +320,7 @@ def scatter(tensor: torch.Tensor, root_rank: int, name: str | None = None,
             process_set: ProcessSet = global_process_set) -> torch.Tensor:
     """Return this rank's rows of rank `root_rank`'s tensor; all ranks pass one of the same shape and dtype.
 
-    Rows are cut as by `reducescatter`. Not differentiable.
+    Rows are divided as by `reducescatter`. Not differentiable.
     """
     name = _name("scatter", name, process_set)
     source = to_transportable(tensor, name, Collective.SCATTER)
@@ -331,13 +331,13 @@ def scatter(tensor: torch.Tensor, root_rank: int, name: str | None = None,
 
 def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = None,
                      process_set: ProcessSet = global_process_set) -> TorchHandle:
-    """Like `broadcast_`, returning a handle at once."""
+    """Like `broadcast_`, but return a handle immediately."""
     return apply_in_place(BroadcastCall(_name("broadcast", name, process_set), process_set, root_rank), [tensor])
 
 
 def broadcast_async(tensor: torch.Tensor, root_rank: int, name: str | None = None,
                     process_set: ProcessSet = global_process_set) -> TorchHandle:
-    """Like `broadcast`, returning a handle at once; not differentiable."""
+    """Like `broadcast`, but return a handle immediately; not differentiable."""
     return collectives.broadcast(tensor, torch.empty_like(tensor), root_rank, _name("broadcast", name, process_set),
                                  process_set)
 
@@ -361,7 +361,7 @@ def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None, pro
 
 
 def send_async(tensor: torch.Tensor, dst: int, name: str | None = None) -> TorchHandle:
-    """Like `send`, returning a handle at once; `tensor` must not be written until it is done."""
+    """Like `send`, but return a handle immediately; `tensor` must not be written until it is done."""
     name = api.transfer_name("torch", name, api.rank(), dst)
     source = to_transportable(tensor, name, Collective.SEND)
     return TorchHandle(api.runtime().send(name, as_runtime_array(source, name), dst), lambda _: None)
@@ -373,7 +373,7 @@ def send(tensor: torch.Tensor, dst: int, name: str | None = None) -> None:
 
 
 def recv_async(tensor: torch.Tensor, src: int, name: str | None = None) -> TorchHandle:
-    """Like `recv`, returning a handle at once; `tensor` must not be used until it is done."""
+    """Like `recv`, but return a handle immediately; `tensor` must not be used until it is done."""
     name = api.transfer_name("torch", name, src, api.rank())
     target = to_transportable(contiguous_like(tensor), name, Collective.SEND)
     mark_written(tensor)

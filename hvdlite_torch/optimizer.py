@@ -18,8 +18,8 @@ from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.arguments import WRAPPED, check_compression, check_passes, chosen_groups, factors
 from hvdlite.training.gradient_reducer import GradientReducer
 from hvdlite.training.groups import group_ids
-from hvdlite.training.hooked_reducer import HookedReducer
-from hvdlite.training.phases import WaitIn
+from hvdlite.training.hook_round import HookRounds
+from hvdlite.training.waiting import WaitIn
 from hvdlite_torch import cuda
 from hvdlite_torch.adasum_optimizer import DistributedAdasum, check_whole_job
 from hvdlite_torch.backward import BackwardHooks
@@ -55,7 +55,7 @@ def DistributedOptimizer(
     """Make `optimizer` average its gradients over all ranks; returns the same object.
 
     Each gradient is handed over by a hook as soon as it is accumulated, so communication overlaps `backward()`. When the
-    (outermost) `backward()` returns, gradients are final: clip, unscale and read them without ceremony. With
+    (outermost) `backward()` returns, gradients are final: you can clip, unscale and read them. With
     `wait_in="step"` they are final in `step()`, after `synchronize()`, or when one is read from Python, whichever comes
     first. A parameter without a gradient on some ranks counts as zeros there; without one on all ranks it keeps None. A
     parameter that is frozen when the optimizer is wrapped is reduced from the step in which it is trainable on all ranks.
@@ -78,14 +78,14 @@ def DistributedOptimizer(
         named_parameters: names for messages and matching; `model.named_parameters()`. Default: numbered.
         compression: `Compression.none`, `.fp16` or `.bf16`: dtype on the wire for float32 and float64 gradients.
         backward_passes_per_step: gradients accumulated (summed) locally before each reduction.
-        op: Average, Sum, Product, Min, Max or Adasum (which combines what each rank's step did, see `adasum_optimizer`).
+        op: Average, Sum, Product, Min, Max or Adasum (of the changes of the ranks' steps, see `adasum_optimizer`).
         gradient_predivide_factor: for Average: divide by this before the sum and by size/this after it, against overflow.
         num_groups: deprecated; use `groups`.
         groups: gradients that are reduced together: a number of groups, or a list of lists of parameters.
         sparse_as_dense: densify sparse gradients, instead of gathering their rows. Gathered ones are gathered again when
             backward passes accumulate.
         process_set: the ranks that share gradients; on other ranks the optimizer trains alone.
-        comm_hook: another way to average gradients, see `comm_hooks`; with op=Average and nothing else that changes what
+        comm_hook: a communication hook, see `comm_hooks`; with op=Average and no other argument that changes what
             travels.
         wait_in: "backward" or "step", Horovod's contract: where ranks wait for the reduced gradients, the same on all ranks:
             they make different numbers of reductions where passes compute different gradients. Default: the knob
@@ -123,23 +123,23 @@ def DistributedOptimizer(
                          "gradient_predivide_factor at their defaults")
     if comm_hook is not None:
         check_hook(comm_hook)
-    number = api.set_id(process_set)
-    label = _label if _label is not None else runtime.label("torch", number)
-    make: type[GradientReducer[torch.Tensor]] = GradientReducer if comm_hook is None else HookedReducer
+    process_set_id = api.set_id(process_set)
+    label = _label if _label is not None else runtime.label("torch", process_set_id)
+    rounds = None if comm_hook is None else HookRounds(
+        functools.partial(reduce_round, comm_hook, Exchange(runtime, f"{label}.hook", process_set_id)),
+        is_repeatable=getattr(comm_hook, "is_repeatable", False))
     unseen_sparse_dims = int(isinstance(optimizer, torch.optim.SparseAdam))  # it takes no dense gradients
     make_framework = functools.partial(framework_for, runtime, compression, sparse_as_dense, list(names), unseen_sparse_dims)
-    reducer = make(runtime, make_framework(), label, op=op, prescale=prescale, postscale=postscale,
-                   passes=backward_passes_per_step, process_set=number, wait_in=_chosen_wait(wait_in, runtime))
-    if comm_hook is not None and isinstance(reducer, HookedReducer):
-        reducer.use(functools.partial(reduce_round, comm_hook, Exchange(runtime, f"{label}.hook", number)),
-                    is_repeatable=getattr(comm_hook, "is_repeatable", False))
+    reducer: GradientReducer[torch.Tensor] = GradientReducer(
+        runtime, make_framework(), label, op=op, prescale=prescale, postscale=postscale, passes=backward_passes_per_step,
+        process_set=process_set_id, wait_in=_chosen_wait(wait_in, runtime), rounds=rounds)
     bases = (Distributed, base) if _mixin is None else (_mixin, Distributed, base)
     optimizer.__class__ = type(base.__name__, bases, {"__module__": base.__module__})
     assert isinstance(optimizer, Distributed)
     reducer.looks_for_own = True
     reducer.gradients.is_idempotent = op is ReduceOp.AVERAGE and (
         comm_hook is None or getattr(comm_hook, "is_idempotent", False))
-    optimizer._attach(runtime, reducer, names, ids, number)
+    optimizer._attach(runtime, reducer, names, ids, process_set_id)
     optimizer._hooks.on_moved = make_framework
     optimizer._loss_reduction = (f"{label}.loss", op) if isinstance(optimizer, torch.optim.LBFGS) else None
     return optimizer
@@ -193,6 +193,7 @@ class Distributed(PlainCopies, UnevenInputs):
         self._hooks = BackwardHooks(reducer)
         for parameter in itertools.chain.from_iterable(group["params"] for group in self.param_groups):
             self._watch(parameter)
+        self._hooks.retire_others()
         for register, hook in ((self.register_step_pre_hook, _before_step),  # type: ignore[attr-defined]
                                (self.register_step_post_hook, _after_step)):  # type: ignore[attr-defined]
             register(once_a_step(hook))
@@ -264,10 +265,15 @@ class Distributed(PlainCopies, UnevenInputs):
         for hooks in self._sources():
             hooks.finish_if_due(in_step=True)
 
-    def _expect_gradients(self) -> None:
-        """In a step: gradients are computed anew, so a round is due."""
+    def _begin_later_call(self) -> None:
+        """In a step: the closure is called again."""
         for hooks in self._sources():
-            hooks.reducer.expect_round()
+            hooks.reducer.begin_later_call()
+
+    def _end_later_call(self) -> None:
+        """In a step: what a later call of the closure computed is final."""
+        for hooks in self._sources():
+            hooks.reducer.end_later_call()
 
     def _loss_weight(self) -> float:
         """Return by what this rank's gradients are multiplied before they are averaged."""
@@ -291,8 +297,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
     if closure is None:
         optimizer._make_final()
         return None
-    return with_closure(args, kwargs, FinalClosure(closure, optimizer._expect_gradients, optimizer._make_final,
-                                                   optimizer._reduce_loss))
+    return with_closure(args, kwargs, FinalClosure(closure, optimizer))
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

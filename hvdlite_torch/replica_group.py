@@ -1,4 +1,4 @@
-"""The replicas of a strategy exchange tensors."""
+"""The replicas of a strategy on torch: exchange of tensors between them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rows of a batch: how a structure of tensors is cut into shards.
+"""The rows of a batch: division of a structure of tensors into shards.
 
 A batch is a tensor or an array, or a dict, list or tuple of them, at any depth. Each tensor has a row for each sample; one
 without dimensions has none, and stays whole. Lists and tuples of strings with as many entries as there are rows have an
@@ -16,11 +16,11 @@ import torch
 
 
 def rows_of(batch: Any) -> int:
-    """Return how many samples a batch has: the length of the first tensor or array in it.
+    """Return the number of samples of a batch: the length of the first tensor or array in it.
 
     Raises:
         TypeError: when there is none.
-        ValueError: for a list that may be one of images.
+        ValueError: for a list that may contain images.
     """
     _refuse_lists_of_images(batch)
     for leaf in leaves(batch):
@@ -32,7 +32,7 @@ def rows_of(batch: Any) -> int:
 
 
 def rows_taken(batch: Any, count: int, rows: slice) -> Any:
-    """Return some samples of a batch of `count`; values that are no tensors stay whole, and so do scalars.
+    """Return some samples of a batch of `count`; scalars and values that are not tensors stay whole.
 
     Raises:
         ValueError: for a tensor of another length.
@@ -56,7 +56,7 @@ def mapped(value: Any, change: Callable[[Any], Any], whole: Callable[[Any], Any]
     """Return a structure with every leaf changed.
 
     Args:
-        whole: is asked about every list and tuple first: what to put in its place, or None to go on inside.
+        whole: called first with every list and tuple; returns a replacement, or None to change its leaves.
     """
     if isinstance(value, Mapping):
         changed = {key: mapped(item, change, whole) for key, item in value.items()}
@@ -77,7 +77,7 @@ def mapped(value: Any, change: Callable[[Any], Any], whole: Callable[[Any], Any]
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """Yield what a structure of dicts, lists and tuples holds."""
+    """Yield the leaves of a structure of dicts, lists and tuples."""
     if isinstance(value, Mapping):
         for item in value.values():
             yield from leaves(item)
@@ -89,7 +89,7 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def _refuse_lists_of_images(value: Any) -> None:
-    """Raise `ValueError` for a list of which nobody can tell whether it has an entry for each sample."""
+    """Raise `ValueError` for a list that may or may not have an entry for each sample."""
     if isinstance(value, Mapping):
         for item in value.values():
             _refuse_lists_of_images(item)

@@ -1,4 +1,4 @@
-"""An optimizer that is made in a strategy's scope.
+"""Optimizers that are made in a strategy's scope.
 
 A parameter's gradient is reduced once a backward pass, by the first living optimizer of the scope that has it. Others that
 have it too share that reduction: their `step` waits for it, and their `zero_grad` clears it.

@@ -3,6 +3,10 @@
 Two optimizers that both reduced one gradient would take it from each other. So each shared parameter's gradients are reduced
 by the optimizer that was last wrapped, stepped or cleared with `zero_grad()`. For the others they count as missing, until
 that optimizer is gone, or another one comes to its step and finds that they are not reduced.
+
+An optimizer that the script has dropped lives until the garbage collector finds it, which is at different moments on
+different ranks. So when an optimizer is wrapped, others of its parameters that have made a step hand nothing over, not even
+gradients of other parameters, until they are used again.
 """
 
 from __future__ import annotations
@@ -26,17 +30,21 @@ class SharedParameters:
 
     Attributes:
         elsewhere: parameters, by identity, whose gradients another optimizer reduces now, which is referred to.
+        has_stepped: whether the optimizer has made a step.
     """
 
     def __init__(self, reducer: GradientReducer[torch.Tensor]) -> None:
         self._own: dict[int, torch.Tensor] = {}  # by identity
         self._sharers: weakref.WeakSet[SharedParameters] = weakref.WeakSet()
         self.elsewhere: dict[int, weakref.ref[Any]] = {}
+        self._resting: list[torch.Tensor] = []  # own parameters, of which nothing is handed over
+        self.has_stepped = False
         self._reducer = reducer
         self._tell(reducer.framework)
 
     def claim(self) -> None:
         """Reduce all gradients of the own parameters from now on."""
+        self.wake()
         self.elsewhere.clear()
         for other in self._sharers:
             shared = self._own.keys() & other._own.keys()
@@ -50,11 +58,34 @@ class SharedParameters:
             if other is not None:
                 other.finish()
         for key, reference in list(self.elsewhere.items()):
-            other, parameter = reference(), self._own[key]
-            if other is None or not other._reducer.is_current(parameter):
+            other = reference()
+            if other is None or self._reducer.take_over(self._own[key], other._reducer):
                 del self.elsewhere[key]
-                if other is not None and other._reducer.has_accumulated(parameter):
-                    self._reducer.note_accumulated(parameter)
+
+    def retire_others(self) -> None:
+        """The optimizer was wrapped: let others of its parameters that have stepped rest."""
+        for other in list(self._sharers):
+            if other.has_stepped:
+                other.rest()
+
+    def rest(self) -> None:
+        """Hand nothing over until the optimizer is used again."""
+        self._resting = self._resting or list(self._own.values())
+        self.unwatch()
+
+    def wake(self) -> None:
+        """The optimizer is used: hand over what no other one reduces."""
+        resting, self._resting = self._resting, []
+        for parameter in resting:
+            self.watch(parameter, claims=False)
+
+    def watch(self, parameter: torch.Tensor, *, claims: bool = True) -> None:
+        """Hand a parameter's gradients over."""
+        raise NotImplementedError
+
+    def unwatch(self) -> None:
+        """Hand nothing over any more."""
+        raise NotImplementedError
 
     def finish(self) -> None:
         """End the round that is under way, if there is one."""
@@ -65,14 +96,18 @@ class SharedParameters:
         if isinstance(framework, TorchGradients):
             framework.elsewhere = self.elsewhere
 
-    def _share(self, parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
-        """Register a hook of the own, which hands the parameter's gradients over from now on."""
-        self._own[id(parameter)] = parameter
+    def _share(self, parameter: torch.Tensor, hook: Callable[[torch.Tensor], None], *, claims: bool) -> RemovableHandle:
+        """Register a hook of the own, which hands the parameter's gradients over from now on if it `claims` them."""
+        key = id(parameter)
+        self._own[key] = parameter
         for other in owners(parameter):
             if other is not self:
                 self._sharers.add(other)
                 other._sharers.add(self)
-                other.elsewhere[id(parameter)] = weakref.ref(self)
+                if claims:
+                    other.elsewhere[key] = weakref.ref(self)
+                elif key not in other.elsewhere:
+                    self.elsewhere[key] = weakref.ref(other)
         setattr(hook, _OWNER, weakref.ref(self))
         return parameter.register_post_accumulate_grad_hook(hook)
 

@@ -51,7 +51,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
 
 def take_over(runtime: Runtime, optimizer: torch.optim.Optimizer, root_rank: int,
               models: Iterable[torch.nn.Module] = ()) -> None:
-    """Give every rank rank `root_rank`'s parameters and optimizer state, and the parameters and buffers of models."""
+    """Copy rank `root_rank`'s parameters, optimizer state, and models' parameters and buffers to every rank."""
     tensors = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
     for model in models:
         tensors.update((id(tensor), tensor) for tensor in (*model.parameters(), *model.buffers()))
@@ -165,10 +165,10 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
 
 
 class _Placeholder:
-    """Stands for a tensor in a structure that travels as an object.
+    """A placeholder for a tensor in a structure that is sent as an object.
 
-    Strides travel too: where an optimizer's state has other strides than its parameter, torch rounds 16-bit floats
-    differently, so replicas would drift apart.
+    Strides are sent too: if an optimizer's state has other strides than its parameter, torch rounds 16-bit floats
+    differently, and replicas would diverge.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -176,7 +176,7 @@ class _Placeholder:
         self.strides, self.device = dense_strides(tensor), tensor.device.type
 
     def room(self) -> torch.Tensor:
-        """Return memory for such a tensor."""
+        """Return memory for the tensor."""
         room = torch.zeros(self.shape, dtype=getattr(torch, self.dtype), device=self.device)
         return room.as_strided(self.shape, self.strides) if self.strides else room
 

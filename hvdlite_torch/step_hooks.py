@@ -1,8 +1,8 @@
-"""Hooks around an optimizer's `step` that run once a step.
+"""Hooks around an optimizer's `step` that run once per step.
 
-torch runs an instance's hooks in every `step` that it has prepared for hooks: in that of each class of which an optimizer
-was made in this process. A class whose `step` calls its base class's runs them twice, but only where a plain optimizer
-of the base class has been made too, which can be on some ranks only.
+torch runs an instance's hooks in every `step` that it has prepared for hooks: in the `step` of each class of which an
+optimizer was created in this process. A class whose `step` calls its base class's runs them twice if a plain optimizer of
+the base class was created too, which may be true on some ranks only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _HOOKED_STEP = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
 
 
 def once_a_step(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a step hook that does nothing in nested steps, and that a compiled step calls as an ordinary one does."""
+    """Return a step hook that does nothing in nested steps, and that compiled steps call too."""
     @functools.wraps(hook)
     def hook_of_the_outermost(optimizer: torch.optim.Optimizer, *arguments: Any) -> Any:
         return hook(optimizer, *arguments) if _step_depth(optimizer) <= 1 else None
@@ -29,7 +29,7 @@ def once_a_step(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _step_depth(optimizer: torch.optim.Optimizer) -> int:
-    """Return how many steps of this optimizer that run hooks are nested; a compiled one does not count."""
+    """Return the number of nested steps of this optimizer that run hooks; a compiled one does not count."""
     depth, frame = 0, sys._getframe(1)
     while frame is not None:
         depth += frame.f_code is _HOOKED_STEP and frame.f_locals.get("self") is optimizer

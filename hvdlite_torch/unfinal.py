@@ -7,6 +7,7 @@ optimizers, user code) goes through it. torch itself changes parameters' classes
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch
 
 _plain: Any = torch.Tensor.grad  # what torch itself reads and writes
 _classes: dict[type, type] = {}  # by a parameter's own class
-_FINISH = "_hvdlite_finish"
+_GUARD = "_hvdlite_guard"
+_changing = threading.Lock()  # held while classes are changed
 
 
 class UnfinalGradient:
@@ -46,9 +48,11 @@ class UnfinalGradient:
 
 def _finish(parameter: Any) -> None:
     """Wait until the gradient is final; from then on the parameter has its own class again."""
-    finish = parameter.__dict__.get(_FINISH)
-    if finish is not None:  # else its class came from elsewhere
-        finish()
+    guard = parameter.__dict__.get(_GUARD)
+    # Without a guard, its class came from elsewhere. torch.compile looks whether there is a gradient, and what it makes for
+    # the guarded class is used again only if the class stays.
+    if guard is not None and torch._guards.TracingContext.try_get() is None:
+        guard.finish()
 
 
 get_grad: Callable[[Any], torch.Tensor | None] = _plain.__get__
@@ -57,25 +61,36 @@ set_grad: Callable[[Any, torch.Tensor | None], None] = _plain.__set__
 """Set a parameter's gradient, final or not."""
 
 
-def guard(parameters: Iterable[torch.Tensor], finish: Callable[[], None]) -> None:
-    """Let whatever reads these parameters' gradients call `finish` first; it ends with `unguard`.
+class Guard:
+    """Lets whatever reads some parameters' gradients call `finish` first, until it is lifted. From any thread.
 
     Raises:
         TypeError: for a parameter whose class cannot be changed.
     """
-    for parameter in parameters:
-        kind = type(parameter)
-        if not issubclass(kind, UnfinalGradient):
-            parameter.__class__ = _classes.get(kind) or _unfinal(kind)
-        parameter.__dict__[_FINISH] = finish
+
+    def __init__(self, parameters: Iterable[torch.Tensor], finish: Callable[[], None]) -> None:
+        self.finish = finish
+        self._parameters = list(parameters)
+        with _changing:
+            for parameter in self._parameters:
+                kind = type(parameter)
+                if not issubclass(kind, UnfinalGradient):
+                    parameter.__class__ = _classes.get(kind) or _unfinal(kind)
+                parameter.__dict__[_GUARD] = self
+
+    def lift(self) -> None:
+        """The gradients are final, or another guard has these parameters."""
+        with _changing:
+            for parameter in self._parameters:
+                if parameter.__dict__.get(_GUARD) is self:
+                    parameter.__class__ = _own(parameter)
+                    del parameter.__dict__[_GUARD]
+            self._parameters = []
+            self.finish = _nothing  # which refers to this, so that it would be garbage
 
 
-def unguard(parameters: Iterable[torch.Tensor]) -> None:
-    """The gradients are final."""
-    for parameter in parameters:
-        if isinstance(parameter, UnfinalGradient):
-            parameter.__class__ = _own(parameter)
-            del parameter.__dict__[_FINISH]
+def _nothing() -> None:
+    pass
 
 
 def _unfinal(kind: type) -> type:

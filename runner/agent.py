@@ -1,9 +1,11 @@
 """The agent on another host: takes messages of the launcher on standard input, sends events on standard output.
 
 Rules
-- The launcher's end, a cut link (no order, not even a ping, for `SILENCE` seconds) and an `Stop` order all end the job here:
-  every process of it is killed, and its directory removed. Were the agent itself killed, its reaper would do that.
-- The agent never blocks on the link: while the launcher does not read, the ranks' output waits in their pipes.
+- The job on this host ends when the launcher ends, when the link is cut (no order, not even a ping,
+                                                                          for `SILENCE` seconds) and
+  on a `Stop` order: all its processes are killed and its directory is removed. If the agent itself is killed, its reaper
+  does this.
+- The agent never blocks on the link: while the launcher does not read, the ranks' output stays in their pipes.
 """
 
 from __future__ import annotations
@@ -50,11 +52,11 @@ from hvdlite_runner.shells import PROBLEM_CODE
 from hvdlite_runner.worker_group import POLL_WITHOUT_PIDFD, WorkerGroup
 
 _CHECK_SECONDS: Final = 1.0
-_FULL, _EMPTY = 4 << 20, 1 << 20  # bytes waiting for the launcher: stop listening to the ranks, go on
+_FULL, _EMPTY = 4 << 20, 1 << 20  # bytes waiting for the launcher: stop reading from the ranks, and resume
 
 
 class Agent:
-    """One agent.
+    """The agent: runs the ranks of one host on the launcher's orders.
 
     Args:
         orders: descriptor to read from.
@@ -76,7 +78,7 @@ class Agent:
         self._probe_server: host_probe.ProbeServer | None = None
 
     def run(self) -> None:
-        """Obey until the end."""
+        """Handle orders and the ranks' events until the job ends."""
         self._workers.prepare()
         self._wake_for_signals()
         try:
@@ -97,7 +99,7 @@ class Agent:
             self._push()
 
     def _wake_for_signals(self) -> None:
-        """An adopted orphan's end wakes the loop; being asked to end is the same as the launcher's end."""
+        """Install handlers: SIGCHLD wakes the loop for adopted orphans; signals to end count as the launcher's end."""
         reader, writer = os.pipe()
         os.set_blocking(reader, False)
         os.set_blocking(writer, False)
@@ -160,7 +162,7 @@ class Agent:
         self._push()
 
     def _push(self) -> None:
-        """Hand the launcher what it takes; when it takes no more, wait for it and let the ranks wait too."""
+        """Write events while the launcher reads; while it does not, stop reading from the ranks."""
         try:
             while self._unsent:
                 written = os.write(self._out, self._unsent[:1 << 16])
@@ -168,7 +170,7 @@ class Agent:
         except BlockingIOError:
             pass
         except OSError:
-            self._unsent.clear()  # nobody reads any more
+            self._unsent.clear()  # the launcher has closed its end
             self._ending = True
         waiting = self._out in self._selector.get_map()
         if self._unsent and not waiting:
@@ -182,7 +184,7 @@ class Agent:
 
 
 def main() -> None:
-    """Run an agent on this process's standard input and output; whatever else is written there goes to standard error."""
+    """Run an agent on this process's standard input and output; anything else written there goes to standard error."""
     orders, events = os.dup(0), os.dup(1)
     nowhere = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nowhere, 0)

@@ -1,8 +1,9 @@
 """The program that ssh starts on another host, with any Python: it checks versions and starts the agent.
 
-Sent as the argument of `python -c`, so it is short, needs nothing installed, and works with any Python 3. It reads a length
-(8 hexadecimal digits) and that many bytes of JSON from standard input: there, and not on a command line, the environment
-travels. A problem is one line on standard error that begins with "hvdlite: ", and exit code 96.
+The launcher sends it as the argument of `python -c`, so it is short, needs no installed package, and works with any Python
+3. It reads a length (8 hexadecimal digits) and that many bytes of JSON from standard input, which include the environment: a
+command line would be public. A problem is reported as one line on standard error that begins with "hvdlite: ", with exit
+code 96.
 """
 import json
 import os
@@ -10,25 +11,25 @@ import sys
 
 
 def stop(problem: str) -> None:
-    """Tell the launcher what is wrong here."""
+    """Report a problem of this host to the launcher, and exit."""
     sys.stderr.write("\nhvdlite: " + problem + "\n")
     sys.stderr.flush()
     os._exit(96)
 
 
 def read(count: int) -> bytes:
-    """Return so many bytes of standard input, and not one more."""
+    """Return exactly this many bytes of standard input."""
     content = b""
     while len(content) < count:
         piece = os.read(0, count - len(content))
         if not piece:
-            os._exit(0)  # the launcher has gone
+            os._exit(0)  # the launcher has ended
         content += piece
     return content
 
 
 def start_agent() -> None:
-    """Take the launcher's environment and directory on, and become the agent."""
+    """Adopt the launcher's environment and directory, and become the agent."""
     given = json.loads(read(int(read(8), 16)).decode())
     here = list(sys.version_info[:2])
     if here != given["python"]:

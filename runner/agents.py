@@ -18,22 +18,22 @@ from hvdlite_runner.shells import Shell
 Answer = TypeVar("Answer", bound=Event)
 ANSWER_SECONDS: Final = 60.0
 _DESCRIPTORS: Final = 3
-"""Of a link: its two directions and the file of its errors."""
+"""Descriptors of a link: its two directions, and the file with its errors."""
 _TURN: Final = 0.5
 
 
 class Stopped(Exception):
-    """Raised out of a wait when the user wants no more of it."""
+    """Raised by a wait when the user has ended the job."""
 
 
 class Agents:
-    """Some hosts with an agent on each.
+    """The agents of a job's other hosts.
 
     Args:
-        selector: whose `data` is what to call when the descriptor is ready.
-        take: takes (host's agent, event): what was not asked for.
-        lost: takes an agent whose link has ended, once all had been reached.
-        stopped: whether the user wants no more of it.
+        selector: its keys' `data` are functions to call when the descriptor is ready.
+        take: called with (agent, event) for events that are not answers.
+        lost: called with an agent whose link has ended after all hosts had been reached.
+        stopped: returns whether the user has ended the job.
     """
 
     def __init__(self, selector: selectors.BaseSelector, take: Callable[[RemoteAgent, Event], None],
@@ -45,10 +45,10 @@ class Agents:
         self._waiting: type[Any] | None = None
 
     def reach(self, hosts: Sequence[Host], shell: Shell, bootstrap_input: bytes, timeout: float) -> None:
-        """Start an agent on every host at a time.
+        """Start the agents of all hosts in parallel.
 
         Raises:
-            LaunchError: with one line for each host where that is not possible.
+            LaunchError: with one line for each host whose agent cannot be started.
         """
         try:
             with reserve_descriptors(_DESCRIPTORS * len(hosts), f"reaching {len(hosts)} hosts"):
@@ -56,7 +56,7 @@ class Agents:
                                             self._gone) for host in hosts]
         except OSError as error:
             raise LaunchError(f"cannot start {shell.program} to connect to other hosts: {error.strerror}") from None
-        self._pinger = Pinger(self.remotes)  # from now on: the first to be ready may wait long for the last
+        self._pinger = Pinger(self.remotes)  # from now on: the first agent may wait long for the last one
         self._await(self.remotes, AgentReady, timeout)
         problems = []
         for remote in self.remotes:
@@ -72,7 +72,7 @@ class Agents:
         """Send orders and return the answers.
 
         Raises:
-            LaunchError: with one line for each host that does not answer.
+            LaunchError: with one line for each host without an answer.
         """
         for remote, order in orders.items():
             remote.send(order)
@@ -85,18 +85,18 @@ class Agents:
         return answers
 
     def turn(self, timeout: float | None) -> None:
-        """Wait for something to happen anywhere, and handle it."""
+        """Wait for an event of any host, and handle it."""
         for key, _ in self._selector.select(timeout):
-            if key.fileobj in self._selector.get_map():  # not unregistered by one before it
+            if key.fileobj in self._selector.get_map():  # not unregistered by an earlier one of this round
                 key.data()
 
     def end(self, timeout: float) -> None:
-        """Order the end everywhere and wait for it; hosts that do not say so are given up."""
+        """Send `Stop` to all hosts and wait for their `AgentDone`; hosts without an answer count as lost."""
         if self._pinger is not None:
             self._pinger.stop()
         for remote in self.remotes:
             if remote.ready is None:
-                remote.close()  # it has nothing to end
+                remote.close()  # nothing was started there
             else:
                 remote.end()
         until = time.monotonic() + timeout
@@ -129,14 +129,14 @@ class Agents:
 def rendezvous_address(agents: Agents, first: RemoteAgent | None, others: Mapping[RemoteAgent | None, str],
                        interfaces: Sequence[str],
                        port: int) -> str:
-    """Find host:port where rank 0 can listen and every other host reaches it.
+    """Return a host:port where rank 0 can listen and that every other host can reach.
 
     Args:
-        first: where rank 0 will run; None is the launcher's own host.
-        others: the other hosts, and how rank 0's host may look for a way to them.
+        first: the host of rank 0; None for the launcher's own host.
+        others: the other hosts, with the route requests for rank 0's host.
 
     Raises:
-        LaunchError: naming the hosts between which there is no way.
+        LaunchError: with the names of hosts that cannot reach each other.
     """
     probe_server = None
     targets = [name for name in others.values() if name]
@@ -171,7 +171,7 @@ def rendezvous_address(agents: Agents, first: RemoteAgent | None, others: Mappin
 
 
 def unreachable(here: str, routed: RouteReply, found: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Return a line for each host that does not reach rank 0's host, at the address that most of them reach."""
+    """Return a line for each host that cannot reach rank 0's host at the address that most hosts can reach."""
     best = min(routed.addresses, key=lambda address: sum(bool(problems[address]) for problems in found.values()))
     where = f"rank 0 on {here} at {best}, port {routed.port}"
     return [f"{name if name == 'this host' else f'host {name}'} cannot reach {where}: {problems[best]}; "

@@ -21,13 +21,13 @@ class Allocation:
 
     scheduler: str
     hosts: list[Host]
-    shell: str = "ssh"  # how its hosts are reached
+    shell: str = "ssh"  # the way to reach its hosts
 
 
 @dataclasses.dataclass(frozen=True)
 class _Scheduler:
     name: str
-    variable: str  # the variable by which it is known
+    variable: str  # the environment variable that identifies it
     hosts: Callable[[Mapping[str, str], Read], list[Host]]
     shell: str = "ssh"
 
@@ -36,7 +36,7 @@ def find_allocation(environ: Mapping[str, str], read: Read) -> Allocation | None
     """Return the allocation that this process runs in, or None.
 
     Raises:
-        LaunchError: when the scheduler's variables make no sense.
+        LaunchError: when the scheduler's variables are invalid.
     """
     for scheduler in SCHEDULERS:
         if scheduler.variable in environ:
@@ -87,7 +87,7 @@ def repeat_counts(text: str, nodes: int) -> list[int]:
 
 
 def _lsf(environ: Mapping[str, str], read: Read) -> list[Host]:
-    """`LSB_MCPU_HOSTS` is "batch 1 node1 4 node2 4"; the first host only runs the script when it has one slot of many."""
+    """Return the hosts of `LSB_MCPU_HOSTS` ("batch 1 node1 4 node2 4"), without a first host that only runs the script."""
     words = environ["LSB_MCPU_HOSTS"].split()
     hosts = [Host(name, int(slots)) for name, slots in zip(words[::2], words[1::2], strict=True)]
     launches_only = len(hosts) > 1 and hosts[0].slots == 1 and all(host.slots > 1 for host in hosts[1:])

@@ -76,14 +76,14 @@ def _run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
 
 def job_settings(options: argparse.Namespace, environ: Mapping[str, str], size: int | None = None,
                  more: Sequence[str] = ()) -> JobSettings:
-    """Return what to run.
+    """Return the job that the options describe.
 
     Args:
-        size: the number of ranks, if the options are not to say it.
+        size: the number of ranks, instead of the options'.
         more: arguments after the command's own.
 
     Raises:
-        LaunchError: when there is nothing to run, or it does not fit the hosts.
+        LaunchError: when there is no command, or the hosts have too few slots.
         ConfigError: for an invalid knob, before any rank is started.
         CommandError: for a command that cannot be started.
     """
@@ -92,7 +92,7 @@ def job_settings(options: argparse.Namespace, environ: Mapping[str, str], size: 
     assignment = _assign_ranks(options, _rename_local(hosts, environ), size or options.np)
     settings = _environment(options, environ)
     if any(host_ranks.host.name == LOCAL for host_ranks in assignment):
-        resolve_command(command, environ.get("PATH"))  # each host does that again, for itself
+        resolve_command(command, environ.get("PATH"))  # each host repeats this check
     control = environment_name("control")
     notice = "".join(f"--{name} does nothing here: {why}\n" for name, (_, why) in MEANINGLESS_FLAGS.items()
                      if getattr(options, f"meaningless_{name}") is not None)
@@ -141,7 +141,7 @@ def _assign_ranks(options: argparse.Namespace, hosts: Sequence[Host], size: int 
 
 
 def _hosts(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[list[Host], Shell]:
-    """Return the hosts as they were named, none when nobody names any, and the way to them."""
+    """Return the hosts by the names that the user or scheduler gave, if any, and the way to reach them."""
     hosts: list[Host] = []
     program = options.remote_shell
     if options.hosts:
@@ -161,7 +161,7 @@ def _hosts(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[lis
 
 def _rename_local(hosts: Sequence[Host], environ: Mapping[str, str]) -> list[Host]:
     """Return the hosts with this machine called `LOCAL`."""
-    here = environ.get("SLURMD_NODENAME")  # a node's name in Slurm need not be one for the network
+    here = environ.get("SLURMD_NODENAME")  # a node's name in Slurm may not be a network name
     return placement.rename_local_hosts(hosts, lambda name: name == here or placement.is_local(name))
 
 
@@ -184,7 +184,7 @@ def _interfaces(options: argparse.Namespace) -> list[str]:
 
 
 def _environment(options: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what the options say to the ranks, checked."""
+    """Return the environment variables for the ranks that follow from the options, after checks."""
     settings = knob_environment(options)
     Config.from_environment({**environ, **settings})
     if options.horovod_compat:
@@ -197,20 +197,20 @@ def _environment(options: argparse.Namespace, environ: Mapping[str, str]) -> dic
 
 
 def knob_environment(options: argparse.Namespace) -> dict[str, str]:
-    """Return the variables that the knobs' flags stand for."""
+    """Return the environment variables of the knobs' flags."""
     given = {field.name: getattr(options, f"knob_{field.name}") for field in dataclasses.fields(Config)}
     for knob, metavar in HOROVOD_FLAGS.values():
         value = getattr(options, f"horovod_{knob}")
         if value is not None and given[knob] is None:
             given[knob] = f"{value}M" if metavar == "MB" else value
-    for name in file_knobs():  # the ranks may be elsewhere
+    for name in file_knobs():  # the ranks may be on other hosts
         if given[name]:
             given[name] = os.path.abspath(given[name])
     return {environment_name(name): value for name, value in given.items() if value is not None}
 
 
 def _compat_path() -> str:
-    """Return the folder whose `horovod` is hvdlite."""
+    """Return the folder that contains hvdlite's `horovod` package."""
     spec = importlib.util.find_spec("hvdlite")
     assert spec is not None and spec.origin is not None
     return str(Path(spec.origin).parent / "horovod_compat" / "path")

@@ -13,11 +13,11 @@ from hvdlite.core import launch_contract
 from hvdlite.core.world import World
 
 NOT_FOUND, NOT_EXECUTABLE = 127, 126
-"""Exit codes of shells for a command that does not exist or cannot be executed."""
+"""The shells' exit codes for a command that does not exist, and for one that cannot be executed."""
 
 
 class CommandError(Exception):
-    """Raised when the command cannot be started; carries the exit code a shell would give."""
+    """Raised when the command cannot be started; contains the exit code that a shell would return."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -25,14 +25,14 @@ class CommandError(Exception):
 
 
 def resolve_command(command: Sequence[str], path: str | None) -> list[str]:
-    """Return `command` as it is to be started: a script of the working directory is found without `./` too, and one in
-    Python that is not executable is run with this Python.
+    """Return the command line to start: a script in the working directory needs no `./`, and a Python script that is not
+    executable is run with this Python.
 
     Args:
-        path: the PATH to look the program up in.
+        path: the PATH in which the program is looked up.
 
     Raises:
-        CommandError: when it cannot be started; one line that says what to type instead.
+        CommandError: when it cannot be started; its one line says what to type instead.
     """
     program = command[0]
     if shutil.which(program, path=path) is None:
@@ -52,15 +52,15 @@ def resolve_command(command: Sequence[str], path: str | None) -> list[str]:
 
 
 def refused(command: Sequence[str], error: OSError) -> CommandError:
-    """Return what to tell the user when the system refused to start `command`."""
-    if isinstance(error, FileNotFoundError):  # the file is there, it has been looked up: its interpreter is not
+    """Return a message for the user after the system refused to start `command`."""
+    if isinstance(error, FileNotFoundError):  # the file exists (it was looked up), but its interpreter does not
         return CommandError(f"cannot start {command[0]!r}: the interpreter on its first line does not exist", NOT_FOUND)
     hint = "; does its first line name an interpreter (#!/bin/sh)?" if error.errno == errno.ENOEXEC else ""
     return CommandError(f"cannot start {command[0]!r}: {error.strerror}{hint}", NOT_EXECUTABLE)
 
 
 def _script(command: Sequence[str]) -> str | None:
-    """Return the script of a plain `python script.py ...`, None when it cannot be told."""
+    """Return the script of a plain `python script.py ...`, or None."""
     if not Path(command[0]).name.startswith("python") or len(command) < 2:
         return None
     return command[1] if command[1].endswith(".py") and not command[1].startswith("-") else None
@@ -68,7 +68,7 @@ def _script(command: Sequence[str]) -> str | None:
 
 def rank_environment(world: World, job_directory: str, inherited: Mapping[str, str],
                      settings: Mapping[str, str]) -> dict[str, str]:
-    """Return one rank's whole environment: what was inherited, without another job's marks, plus ours."""
+    """Return the complete environment of a rank: the inherited one without another job's variables, plus this job's."""
     ours = set(launch_contract.COORDINATES) | {launch_contract.JOB_DIRECTORY, launch_contract.COORDINATOR,
                                                launch_contract.SECRET}
     stale = ours | {name.replace("HVDLITE_", "HOROVOD_") for name in ours}
@@ -81,5 +81,5 @@ def rank_environment(world: World, job_directory: str, inherited: Mapping[str, s
 
 
 def cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -16,19 +16,19 @@ from hvdlite_runner.placement import LOCAL, Host
 from hvdlite_runner.remote_agent import RemoteAgent, bootstrap_input
 from hvdlite_runner.shells import CONNECT_SECONDS, Shell
 
-_FACTS_SECONDS: Final = 120.0  # importing frameworks from a cold disk
+_FACTS_SECONDS: Final = 120.0  # frameworks may be imported from a cold disk
 _SMALL: Final = {"files": (1024, "", "each rank opens some hundred files and sockets: ulimit -n 65536"),
                  "memlock": (1 << 26, "infiniband", "InfiniBand locks memory: ulimit -l unlimited"),
                  "shm": (1 << 30, "gpus", "NCCL shares memory between ranks: docker run --shm-size=4g")}
-"""Limits below which something is said, on hosts that have what, and what is said."""
+"""For each limit: the value below which to warn, the library it matters to, and the advice."""
 
 
 def run_doctor(hosts: Sequence[Host], shell: Shell, directory: str, environ: Mapping[str, str], scheduler: str,
                as_json: bool) -> int:
-    """Print what is known of the hosts and the ways between them; return 0, or 1 when something is wrong.
+    """Print the problems and facts of the hosts and of the connections between them; return 1 if there are problems, else 0.
 
     Args:
-        scheduler: whose allocation this is in; "" for none.
+        scheduler: the name of the scheduler whose allocation this process is in; "" for none.
     """
     found = {"scheduler": scheduler, **probe_hosts(hosts, shell, directory, environ)}
     found["problems"] = list(problems(found))
@@ -37,7 +37,7 @@ def run_doctor(hosts: Sequence[Host], shell: Shell, directory: str, environ: Map
 
 
 def probe_hosts(hosts: Sequence[Host], shell: Shell, directory: str, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return {"hosts": facts by name, "unreachable": lines, "pairs": speeds}; hosts that fail do not stop the others."""
+    """Return {"hosts": facts by name, "unreachable": lines, "pairs": speeds}; a failing host does not stop the others."""
     found: dict[str, Any] = {"hosts": {}, "unreachable": [], "pairs": []}
     with selectors.DefaultSelector() as selector:
         agents = Agents(selector, _ignore, lambda remote: None)
@@ -62,11 +62,11 @@ def probe_hosts(hosts: Sequence[Host], shell: Shell, directory: str, environ: Ma
 
 
 def _ignore(remote: RemoteAgent, event: Event) -> None:
-    """Nothing comes that was not asked for."""
+    """Ignore events that are not answers: there are none."""
 
 
 def _pair(agents: Agents, first: RemoteAgent | None, second: RemoteAgent | None) -> dict[str, Any]:
-    """Measure between two hosts; the first may be the launcher's own (None)."""
+    """Measure latency and bandwidth between two hosts; None as the first is the launcher's own."""
     assert second is not None
     pair = {"from": second.host.name, "to": first.host.name if first is not None else LOCAL}
     probe_server = None
@@ -88,7 +88,7 @@ def _pair(agents: Agents, first: RemoteAgent | None, second: RemoteAgent | None)
 
 
 def problems(found: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong, a line each, naming hosts."""
+    """Yield one line for each problem, with the host's name."""
     yield from found["unreachable"]
     for pair in found["pairs"]:
         if "problem" in pair:
@@ -107,7 +107,7 @@ def problems(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def hints(facts: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what may become a problem on a host."""
+    """Yield the possible problems of a host."""
     for name, (least, needed_by, advice) in _SMALL.items():
         value = facts["limits"].get(name, -1)
         if 0 <= value < least and (not needed_by or facts[needed_by]):
@@ -122,7 +122,7 @@ def _version(facts: Mapping[str, Any], what: str) -> str:
 
 
 def text(found: Mapping[str, Any]) -> list[str]:
-    """Return everything for people: problems first."""
+    """Return the text of the report: problems first."""
     lines = [f"problem: {problem}" for problem in found["problems"]] or ["no problem found"]
     if found["scheduler"]:
         lines.append(f"inside an allocation of {found['scheduler']}")

@@ -15,16 +15,16 @@ class Exit:
 
     rank: int
     code: int  # negative: killed by that signal
-    ended_by_us: bool = False  # after the launcher had asked it to end
+    ended_by_us: bool = False  # after the launcher had told it to end
 
     @property
     def failed(self) -> bool:
-        """Whether it ended otherwise than normally."""
+        """Whether it failed."""
         return self.code != 0
 
     @property
     def shell_code(self) -> int:
-        """The exit code as a shell gives it: 128 + n for signal n."""
+        """The exit code as a shell reports it: 128 + n for signal n."""
         return 128 - self.code if self.code < 0 else self.code
 
     def __str__(self) -> str:
@@ -45,10 +45,10 @@ class Cause:
     consequences: tuple[int, ...]
 
     def describe(self, host: str = "") -> list[str]:
-        """Return the lines that tell the user.
+        """Return the lines that report this failure to the user.
 
         Args:
-            host: where the rank was, if that is worth telling.
+            host: the rank's host, if the message should name it.
         """
         who = f"rank {self.exit.rank} on {host}" if host else f"rank {self.exit.rank}"
         if self.record is not None:
@@ -63,9 +63,9 @@ class Cause:
 
 
 def root_cause(exits: Sequence[Exit], records: Mapping[int, FailureRecord]) -> Cause | None:
-    """Return the first cause, or None when no rank failed.
+    """Return the first failure, or None when no rank failed.
 
-    A record that names another rank as origin is a consequence, whoever exited first; the named rank may name a third.
+    A record that names another rank as its origin is a consequence, even if its rank exited first. Origins may form a chain.
     Among ranks that failed by themselves, the earliest recorded failure wins over the earliest exit.
     """
     failed = {exit.rank: exit for exit in exits if exit.failed}
@@ -81,7 +81,7 @@ def root_cause(exits: Sequence[Exit], records: Mapping[int, FailureRecord]) -> C
 
 
 def _origin(rank: int, records: Mapping[int, FailureRecord]) -> int:
-    """Follow the records from `rank` to the rank they blame in the end (two may blame each other: then one of them)."""
+    """Follow the records' origins from `rank` to the last rank; of two ranks that name each other, return one."""
     passed = {rank}
     while rank in records and records[rank].origin not in passed:
         rank = records[rank].origin

@@ -1,6 +1,6 @@
 """Measurements on a host: addresses, routes, reachable ports, bandwidth, limits.
 
-Addresses follow from routes, never from names of interfaces: which of ours would the kernel use to reach that host?
+Addresses are derived from routes, never from interface names: the kernel's source address towards a host is the one to use.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _PROBE, _ECHO, _SINK = b"?", b"e", b"s"
 
 
 def interfaces() -> dict[str, list[str]]:
-    """Return the addresses of every network interface, IPv4 first (Linux; elsewhere none)."""
+    """Return the addresses of every network interface, IPv4 first; only Linux has any."""
     found: dict[str, list[str]] = {}
     if not sys.platform.startswith("linux"):
         return found
-    import fcntl  # not there on every system
+    import fcntl  # does not exist on every system
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
             found[name] = []
@@ -54,7 +54,7 @@ def interfaces() -> dict[str, list[str]]:
 
 
 def route_to(host: str) -> str | None:
-    """Return the address from which the kernel would reach a host, or None when it would not.
+    """Return the source address that the kernel uses towards a host, or None when there is no route.
 
     Raises:
         OSError: when the name cannot be resolved.
@@ -67,10 +67,10 @@ def route_to(host: str) -> str | None:
 
 
 def own_addresses(hosts: Sequence[str], only: Sequence[str]) -> list[str]:
-    """Return the addresses under which these hosts may reach this one: routes first, the commonest one before others.
+    """Return this host's addresses that the given hosts may reach: those of routes first, by frequency.
 
     Args:
-        only: names of interfaces to choose from; any when there are none.
+        only: names of interfaces to choose from; empty for all.
     """
     known = interfaces()
     allowed = [address for name in only for address in known.get(name, [])]
@@ -88,7 +88,7 @@ def own_addresses(hosts: Sequence[str], only: Sequence[str]) -> list[str]:
 class ProbeServer:
     """Listens on a port of every address and answers probes and measurements, until it is closed.
 
-    Whoever connects can make it echo and swallow bytes, and nothing else.
+    A client can make it echo and discard bytes, and nothing else.
     """
 
     def __init__(self, port: int = 0) -> None:
@@ -129,7 +129,7 @@ class ProbeServer:
 
 
 def probe(addresses: Sequence[str], port: int) -> dict[str, str]:
-    """Return, by address, what is wrong with the way to a `ProbeServer`; "" when nothing is. All are tried at a time."""
+    """Try all addresses of a `ProbeServer` in parallel; return the problem of each address, "" for none."""
     def attempt(address: str) -> str:
         try:
             _connected(address, port, _PROBE).close()
@@ -144,7 +144,7 @@ def probe(addresses: Sequence[str], port: int) -> dict[str, str]:
 
 
 def speed(addresses: Sequence[str], port: int) -> tuple[float, float]:
-    """Return the median seconds of a one-byte round trip to a `ProbeServer`, and bytes a second over one TCP connection.
+    """Return the median seconds of a one-byte round trip to a `ProbeServer`, and the bytes per second of one TCP connection.
 
     Raises:
         OSError: when no address answers.
@@ -184,7 +184,7 @@ def _connected(address: str, port: int, mode: bytes) -> socket.socket:
 
 
 def host_info(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return what is installed and configured on this host; only strings, numbers, lists and dictionaries."""
+    """Return facts about this host's software and configuration: only strings, numbers, lists and dictionaries."""
     found: dict[str, Any] = {
         "hostname": socket.gethostname(), "python": platform.python_version(), "executable": sys.executable,
         "cores": cores(),
@@ -202,7 +202,7 @@ def host_info(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def limits() -> dict[str, int]:
-    """Return what often is too small, in bytes or numbers; -1 for no limit."""
+    """Return limits that are often too small, in bytes or numbers; -1 for no limit."""
     named: dict[str, Callable[[], int]] = {
         "memlock": lambda: resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         "files": lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[0],

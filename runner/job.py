@@ -1,7 +1,7 @@
 """The run of a job: start the ranks, show their output, notice their end, and end the others.
 
-One loop over the pipes and pidfds of this host's ranks and the links to other hosts; nothing polls while nothing happens.
-How ranks are ended after a failure or the user's signal: `termination.py`.
+One loop waits for the pipes and pidfds of this host's ranks and for the links to other hosts; it does not poll.
+`termination.py` schedules the signals that end ranks after a failure or the user's signal.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ from hvdlite_runner.shells import Shell
 from hvdlite_runner.termination import GRACE, GRACE_AFTER_LOSS, Termination
 from hvdlite_runner.worker_group import KILL_SECONDS, POLL_WITHOUT_PIDFD, WorkerGroup
 
-_CHECK_SECONDS = 1.0  # seconds between looks at silent hosts, and between samples of the ranks' progress
+_CHECK_SECONDS = 1.0  # seconds between checks for silent hosts, and between samples of the ranks' progress
 
 
 @dataclasses.dataclass(frozen=True)
 class JobSettings:
     """The command of a job, its ranks, and how to show their output."""
 
-    hosts: Sequence[HostRanks]  # one a host, in rank order; the launcher's own host is called `LOCAL`
+    hosts: Sequence[HostRanks]  # one for each host, in rank order; the launcher's own host is called `LOCAL`
     command: Sequence[str]
-    environment: Mapping[str, str]  # on top of what is inherited
+    environment: Mapping[str, str]  # added to the inherited environment
     shell: Shell = dataclasses.field(default_factory=Shell)
     working_directory: str = ""  # on other hosts; "" for the launcher's
     start_timeout: float = 60.0
     interfaces: Sequence[str] = ()
     coordinator_port: int = 0  # 0 for any
-    over_tcp: bool = False  # whether ranks of one host meet over TCP too
+    over_tcp: bool = False  # whether ranks of one host use TCP among themselves too
     share_cores: bool = True  # whether to set OMP_NUM_THREADS to each rank's share of its host's cores
     output_directory: str | None = None
     prefix: bool = True
@@ -68,8 +68,8 @@ class JobSettings:
     fold: bool = False
     bind: bool = False
     verbose: bool = False
-    task_directory: str | None = None  # of `hvdlite.run`: a function to hand to the ranks, and where its results go
-    notice: str = ""  # what the user should know; said once, when the ranks are started
+    task_directory: str | None = None  # of `hvdlite.run`: a function for the ranks, and the folder for its results
+    notice: str = ""  # notes for the user; printed once, when the ranks are started
 
     @property
     def ranks(self) -> list[int]:
@@ -80,13 +80,13 @@ class JobSettings:
 def run_job(settings: JobSettings, inherited: Mapping[str, str], observer: monitor.ProgressObserver | None = None) -> int:
     """Run a job to its end and return the launcher's exit code: 0, or the first failure's.
 
-    Takes the process over meanwhile: its signal handlers, and the orphans of its descendants.
+    Meanwhile the process's signal handlers are replaced, and it adopts the orphans of its descendants.
 
     Args:
-        observer: is shown the ranks' progress every second.
+        observer: called with the ranks' progress every second.
 
     Raises:
-        LaunchError: when the output cannot be written, or hosts cannot be reached: a line for each of them.
+        LaunchError: when the output cannot be written or hosts cannot be reached; one line for each host.
         CommandError: when a system refuses to start the command.
     """
     job = _Job(settings, inherited, observer)
@@ -121,20 +121,20 @@ class _Job:
         self._running: set[int] = set()
         self._exits: list[Exit] = []
         self._records: dict[int, FailureRecord] = {}
-        self._lost: list[str] = []  # why, for each host, in order
+        self._lost: list[str] = []  # the reason, by host, in order
         self._refused: commands.CommandError | None = None
         self._last_check = 0.0
-        self._abandoned = False  # whoever called `hvdlite.run` has ended
+        self._abandoned = False  # the caller of `hvdlite.run` has ended
 
     def handles_signals(self) -> AbstractContextManager[None]:
         """Return a context in which the user's signals end the job."""
         return self._termination.handlers(self._selector)
 
     def open_files(self) -> None:
-        """Make the files for the ranks' output, when they are asked for.
+        """Create the files for the ranks' output, if requested.
 
         Raises:
-            LaunchError: when that is not possible.
+            LaunchError: when they cannot be created.
         """
         if self._settings.output_directory is None:
             return
@@ -150,14 +150,14 @@ class _Job:
                               f"{error.filename}: {error.strerror}") from None
 
     def connect_hosts(self) -> None:
-        """Reach all hosts at a time, and check that they can take part."""
+        """Start the agents of all hosts in parallel, and check that the hosts can participate."""
         self._workers.prepare()
-        if self._settings.task_directory is not None:  # standard input ends with whoever called `hvdlite.run`
+        if self._settings.task_directory is not None:  # standard input ends when the caller of `hvdlite.run` does
             self._selector.register(0, selectors.EVENT_READ, self._on_caller_exit)
         others = [host_ranks.host for host_ranks in self._settings.hosts if host_ranks.host.name != LOCAL]
         directory = self._settings.working_directory or os.getcwd()
         if others:
-            signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # a stopped launcher would look like a cut link
+            signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # a stopped launcher could not be told from a cut link
         self._agents.reach(others, self._settings.shell, bootstrap_input(directory, self._inherited),
                            self._settings.start_timeout)
         for remote in self._agents.remotes:
@@ -201,7 +201,7 @@ class _Job:
             raise self._refused
 
     def end(self) -> None:
-        """End everything on all hosts, and show the last of their output."""
+        """End all processes of the job on all hosts, and show their last output."""
         self._termination.is_over = True
         for remote in self._agents.remotes:
             remote.end()
@@ -214,10 +214,10 @@ class _Job:
         if self._observer is not None:
             self._observer.finish()
         if self._abandoned and self._settings.task_directory is not None:
-            shutil.rmtree(self._settings.task_directory, ignore_errors=True)  # nobody else will
+            shutil.rmtree(self._settings.task_directory, ignore_errors=True)  # only the launcher can remove it
 
     def report(self) -> int:
-        """Say what failed first; return the exit code."""
+        """Print the first failure; return the exit code."""
         if self._termination.user_signal:
             self._note(f"ended by {signal.Signals(self._termination.user_signal).name}")
             return 128 + self._termination.user_signal
@@ -247,7 +247,7 @@ class _Job:
             self._termination.interrupt(signal.SIGTERM)
 
     def _rendezvous_variables(self) -> dict[str, str]:
-        """Return the variables by which the ranks of several hosts meet, and know each other."""
+        """Return the variables with which the ranks of several hosts find and authenticate each other."""
         key = secrets.token_hex()
         if self._settings.task_directory is not None:
             key = (Path(self._settings.task_directory) / launch_contract.KEY_FILE).read_text(encoding="ascii")
@@ -300,7 +300,7 @@ class _Job:
             self._termination.schedule(GRACE)
 
     def _on_host_lost(self, remote: RemoteAgent) -> None:
-        """The link to a host has ended: its ranks count as gone, and end by themselves."""
+        """Handle the end of a link: the host's ranks count as lost, and end by themselves."""
         ranks = self._ranks_of(remote.host.name)
         if self._termination.is_over or not self._running & ranks:
             return
@@ -326,7 +326,7 @@ class _Job:
         return min(waits, default=None)
 
     def _check_hosts(self) -> None:
-        """Give silent hosts up, and ask for the ranks' progress."""
+        """Count silent hosts as lost, and request the ranks' progress."""
         now = time.monotonic()
         if now - self._last_check < _CHECK_SECONDS:
             return
@@ -368,7 +368,7 @@ class _Job:
         _write(name, text)
 
     def _write_cause(self, rank: int, text: str) -> None:
-        """Tell the caller of `hvdlite.run` what failed first."""
+        """Write the first failure for the caller of `hvdlite.run`."""
         if self._settings.task_directory is not None:
             path = Path(self._settings.task_directory) / launch_contract.CAUSE_FILE
             path.write_text(json.dumps({"rank": rank, "text": text}), encoding="utf-8")
@@ -387,7 +387,7 @@ def _free_port() -> int:
 
 
 def _write(name: str, text: str) -> None:
-    """Write to the launcher's own stream; a reader that has gone, or lacks a character, does not end the job."""
+    """Write to the launcher's own stream; a closed reader or a missing character does not end the job."""
     stream = sys.stdout if name == "stdout" else sys.stderr
     try:
         stream.write(text.encode(stream.encoding, "replace").decode(stream.encoding))

@@ -2,8 +2,8 @@
 
     MAGIC | frame | frame | ...        a frame: length (4 bytes) | MessagePack
 
-Before `MAGIC`, which the agent writes once, anything may come: greetings of login shells. The remote shell (ssh, srun)
-authenticates both sides; nothing here is ever unpickled.
+Login shells may write greetings before `MAGIC`, which the agent writes once. The remote shell (ssh, srun) authenticates both
+sides; no message is ever unpickled.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ MAGIC = b"\0hvdlite agent\0"
 PING_SECONDS = 1.0
 """Seconds between pings of the launcher while it sends no other message."""
 SILENCE = 5.0
-"""Seconds without a sign of life after which either side counts the other as lost."""
+"""Seconds without a message after which either side counts the other as lost."""
 FRAME_LIMIT = 1 << 30
-"""Longest frame, in bytes: a function's arguments or results."""
+"""Longest frame, in bytes; the longest are a function's arguments or results."""
 _LENGTH = struct.Struct("!I")
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Anything said."""
+    """Base class of all messages."""
 
 
 # --- orders: launcher to worker group ----------------------------------------------------------------------------------
@@ -37,9 +37,9 @@ class Start(Message, frozen=True):
 
     worlds: list[tuple[int, int, int, int, int, int]]  # the fields of each `World`
     command: list[str]
-    environment: dict[str, str]  # on top of what the worker group inherits; may hold the job's key
+    environment: dict[str, str]  # added to the worker group's environment; may contain the job's key
     bind: bool = False
-    task_payload: bytes = b""  # what every rank finds in the job's directory, as `task`
+    task_payload: bytes = b""  # the content of the file `task` in the job's directory
 
 
 class Signal(Message, frozen=True):
@@ -49,34 +49,34 @@ class Signal(Message, frozen=True):
 
 
 class Stop(Message, frozen=True):
-    """Kill what is left, clean up, and say `AgentDone`."""
+    """Kill the remaining processes, clean up, and reply `AgentDone`."""
 
 
 class Ping(Message, frozen=True):
-    """The launcher is still there."""
+    """The launcher is alive."""
 
 
 class RouteRequest(Message, frozen=True):
-    """From which of your addresses are these hosts reached? Listen there for their probes."""
+    """Find the addresses from which this host reaches the given hosts, and listen there for their probes."""
 
     hosts: list[str]
-    interfaces: list[str]  # only addresses of these, when there are any
+    interfaces: list[str]  # if not empty, use only addresses of these
     port: int = 0  # 0: any
 
 
 class ProbeRequest(Message, frozen=True):
-    """Can you reach this port at any of these addresses?"""
+    """Try to reach this port at each of these addresses."""
 
     addresses: list[str]
     port: int
 
 
 class HostInfoRequest(Message, frozen=True):
-    """Say what is installed and configured on your host."""
+    """Report the host's software and configuration."""
 
 
 class SpeedRequest(Message, frozen=True):
-    """Measure latency and bandwidth to whoever listens there."""
+    """Measure latency and bandwidth to a `ProbeServer`."""
 
     addresses: list[str]
     port: int
@@ -114,11 +114,11 @@ class StartRefused(Message, frozen=True):
     """The ranks cannot be started."""
 
     reason: str
-    code: int  # as a shell gives it
+    code: int  # as a shell reports it
 
 
 class Output(Message, frozen=True):
-    """A rank wrote something; nothing when the stream has ended."""
+    """Output of a rank; empty when the stream has ended."""
 
     rank: int
     stream: str
@@ -130,9 +130,9 @@ class Exited(Message, frozen=True):
 
     rank: int
     code: int  # negative: by that signal
-    by_us: bool  # after it had been asked to
-    record: dict[str, Any] | None  # the fields of the `FailureRecord` it left
-    progress: dict[str, Any]  # the last of it; see `monitor.reading_of`
+    by_us: bool  # after it had been told to
+    record: dict[str, Any] | None  # the fields of its `FailureRecord`
+    progress: dict[str, Any]  # the last part; see `monitor.reading_of`
 
 
 class Result(Message, frozen=True):
@@ -143,7 +143,7 @@ class Result(Message, frozen=True):
 
 
 class AgentDone(Message, frozen=True):
-    """Nothing is left on this host."""
+    """All processes of the job on this host have ended."""
 
 
 class RouteReply(Message, frozen=True):
@@ -155,7 +155,7 @@ class RouteReply(Message, frozen=True):
 
 
 class ProbeReply(Message, frozen=True):
-    """The answer to `ProbeRequest`: by address what is wrong, "" when nothing is."""
+    """The answer to `ProbeRequest`: the problem of each address, "" for none."""
 
     problems: dict[str, str]
 
@@ -170,7 +170,7 @@ class SpeedReply(Message, frozen=True):
     """The answer to `SpeedRequest`."""
 
     seconds: float  # of a round trip
-    bandwidth: float  # bytes a second
+    bandwidth: float  # bytes per second
     problem: str = ""
 
 
@@ -178,7 +178,7 @@ class ProgressReply(Message, frozen=True):
     """The answer to `ProgressRequest`: by rank; see `monitor.sample`."""
 
     ranks: dict[int, dict[str, Any]]
-    waits: str = ""  # who waits for whom, where rank 0 is asked
+    waits: str = ""  # which ranks wait for which, from rank 0's host
 
 
 Order = Start | Signal | Stop | Ping | RouteRequest | ProbeRequest | HostInfoRequest | SpeedRequest | ProgressRequest
@@ -189,10 +189,10 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 def frame(message: Message) -> bytes:
-    """Return a message as it travels.
+    """Return a message as a frame.
 
     Raises:
-        ProtocolError: when it is too long.
+        ProtocolError: when the frame is too long.
     """
     body = _ENCODER.encode(message)
     if len(body) > FRAME_LIMIT:
@@ -204,7 +204,7 @@ class Frames:
     """Cuts a stream of bytes into messages.
 
     Args:
-        events: whether this is the launcher's side, which waits for `MAGIC` and receives events.
+        events: True on the launcher's side, which expects `MAGIC` and then events.
     """
 
     def __init__(self, *, events: bool) -> None:
@@ -213,10 +213,10 @@ class Frames:
         self._unread = bytearray()
 
     def feed(self, content: bytes) -> list[Any]:
-        """Return the messages that are complete with `content`.
+        """Add bytes, and return the messages that they complete.
 
         Raises:
-            ProtocolError: for something that is no message.
+            ProtocolError: for a frame that is not a message.
         """
         self._unread += content
         if not self._begun:

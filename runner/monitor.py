@@ -21,7 +21,7 @@ from hvdlite_runner.placement import LOCAL
 from hvdlite_runner.report import ask
 
 STALL_SECONDS: Final = 2.0
-"""Seconds without a step after which rank 0 is asked who waits for whom."""
+"""Seconds without a step after which rank 0 is asked which ranks wait for which."""
 _ASK_SECONDS: Final = 0.5
 _GPU_SECONDS: Final = 2.0
 
@@ -50,7 +50,7 @@ class ProgressObserver(Protocol):
 
 
 def sample(workers: WorkerGroupLike) -> tuple[dict[int, dict[str, Any]], str]:
-    """Return what is known of the ranks of a host, and who waits for whom where rank 0 is here and some rank waits."""
+    """Return the readings of a host's ranks, and, on rank 0's host while a rank waits, which ranks wait for which."""
     pids = {rank: process.pid for rank, process in workers.running.items()}
     loads = _gpu_loads(pids)
     ranks = {}
@@ -69,21 +69,21 @@ def reading_of(directory: str, rank: int) -> dict[str, Any]:
 
 
 def resident(pid: int) -> int:
-    """Return the bytes of memory that a process has in use (Linux; elsewhere 0)."""
+    """Return the bytes of memory that a process uses; 0 on systems other than Linux."""
     with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
 
 
 def _stall_summary(path: Path) -> str:
-    """Ask rank 0; "" when it has no answer at once."""
+    """Ask rank 0; return "" when it does not answer immediately."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         return "\n".join(stall_lines(ask(path, _ASK_SECONDS)["report"]))
     return ""
 
 
 def stall_lines(report: Mapping[str, Any]) -> list[str]:
-    """Return a line for the longest wait of a stall report, and what is the matter."""
+    """Return a line with the longest wait of a stall report and its reason."""
     if not report["stalls"]:
         return []
     stall = max(report["stalls"], key=lambda each: float(each["waited_seconds"]))
@@ -92,9 +92,9 @@ def stall_lines(report: Mapping[str, Any]) -> list[str]:
 
 
 def _gpu_loads(pids: Mapping[int, int]) -> dict[int, str]:
-    """Return "load memory" of the GPU that each process uses, by process id; nothing where there is no nvidia-smi.
+    """Return "load memory" of the GPU that each process uses, by process id; empty without nvidia-smi.
 
-    Inside a container nvidia-smi may know the processes by other numbers; then the i-th rank has the i-th GPU.
+    In a container nvidia-smi may report other process ids; then the i-th rank is assumed to use the i-th GPU.
     """
     if shutil.which("nvidia-smi") is None:
         return {}
@@ -122,8 +122,8 @@ class Row:
 
     rank: int
     host: str
-    steps: float  # a second
-    samples: float  # a second; 0.0 when the script does not count them
+    steps: float  # per second
+    samples: float  # per second; 0.0 when the script does not count them
     blocked: float  # share of the time in waits for collectives, 0..1
     idle: float  # seconds since its last step; negative before the first
     memory: int
@@ -132,7 +132,7 @@ class Row:
 
 def rows(before: Mapping[int, dict[str, Any]], now: Mapping[int, dict[str, Any]], rank_hosts: Mapping[int, str],
          seconds: float) -> list[Row]:
-    """Return the table's rows from two looks at the ranks, `seconds` apart."""
+    """Return the table's rows from two samples of the ranks' progress, `seconds` apart."""
     table = []
     for rank, each in sorted(now.items()):
         old = before.get(rank, each)
@@ -162,10 +162,10 @@ def text(table: list[Row], waits: str) -> list[str]:
 
 
 class Monitor:
-    """Shows the table: on a terminal in place, below the ranks' output; elsewhere one table after the other.
+    """Shows the table: in place on a terminal, below the ranks' output; elsewhere one table after the other.
 
     Args:
-        write: takes text for the terminal.
+        write: writes text to the terminal.
         rank_hosts: each rank's host.
         in_place: whether the table may be overwritten.
     """
@@ -180,7 +180,7 @@ class Monitor:
         self._drawn = 0
 
     def take(self, host: str, event: ProgressReply) -> None:
-        """Take in what a host's ranks have done; the launcher's own host comes last in each round."""
+        """Add the progress of a host's ranks; the launcher's own host is the last one of each round."""
         self._now |= event.ranks
         self._waits = event.waits or self._waits
         if host != LOCAL:
@@ -194,35 +194,35 @@ class Monitor:
             self._before, self._when, self._waits = dict(self._now), now, ""
 
     def clear_table(self) -> None:
-        """Remove the table from the terminal; it comes back below what is written next."""
+        """Remove the table from the terminal; the next update writes it again, below other output."""
         if self._in_place and self._drawn:
             self._write(f"\x1b[{self._drawn}F\x1b[J")
         self._drawn = 0
 
     def ended(self, rank: int, reading: dict[str, Any]) -> None:
-        """A rank that has ended has no row."""
+        """Remove the row of a rank that has ended."""
         self._now.pop(rank, None)
 
     def finish(self) -> None:
-        """The last table stays."""
+        """Leave the last table on the terminal."""
         self._drawn = 0
 
 
 class ThroughputRecorder:
-    """Remembers how fast the ranks were: what `--scaling` needs."""
+    """Records the ranks' throughput for `--scaling`."""
 
     def __init__(self) -> None:
         self.ranks: dict[int, dict[str, Any]] = {}
 
     def take(self, host: str, event: ProgressReply) -> None:
-        """Only the end counts."""
+        """Ignore progress: only the last readings count."""
 
     def ended(self, rank: int, reading: dict[str, Any]) -> None:
-        """Keep a rank's last reading."""
+        """Record a rank's last reading."""
         self.ranks[rank] = reading
 
     def clear_table(self) -> None:
         """Write nothing."""
 
     def finish(self) -> None:
-        """Nothing more is to come."""
+        """Do nothing: all readings are recorded."""

@@ -1,6 +1,6 @@
 """`hvdrun --mpi`: the command line of an MPI library's launcher. Pure, except `flavour_of`.
 
-Values never stand on its command line, only names of variables: Open MPI and MPICH forward those themselves.
+The command line contains only the names of variables, never their values, which Open MPI and MPICH forward themselves.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from hvdlite_runner.shells import forwarded
 
 OPEN_MPI, MPICH, INTEL = "Open MPI", "MPICH", "Intel MPI"
 _LARGE: Final = 64
-"""Hosts from which on Open MPI should start them without a tree."""
+"""The number of hosts from which Open MPI should start its daemons without a tree."""
 
 
 def flavour_of(program: str) -> str:
-    """Return which MPI a launcher belongs to.
+    """Return the MPI library that a launcher belongs to.
 
     Raises:
-        LaunchError: when it is not there, or is of none that is known.
+        LaunchError: when the launcher does not exist, or its library is unknown.
     """
     try:
         asked = subprocess.run([program, "--version"], capture_output=True, text=True, check=False, timeout=20)
@@ -45,12 +45,12 @@ def mpirun_command(flavour: str, program: str, size: int, hosts: Sequence[Host],
     """Return the command line of an MPI launcher.
 
     Args:
-        hosts: none for this host alone.
-        environ: of the ranks; only the names of what is to be forwarded are used.
-        arguments: the user's, after ours.
-        binding: in place of our binding (none).
+        hosts: empty for this host only.
+        environ: the ranks' environment; only the names of variables to forward are used.
+        arguments: the user's; they follow hvdlite's own.
+        binding: arguments for binding, instead of hvdlite's (none).
         ssh: arguments for ssh.
-        root: whether this is the superuser, whom Open MPI wants to hear it from.
+        root: whether the user is root, which Open MPI only allows with an option.
     """
     build = _open_mpi if flavour == OPEN_MPI else _hydra
     return [program, *build(size, hosts, sorted(forwarded(environ)), binding, ssh, interfaces, root, output_directory,
@@ -65,7 +65,7 @@ def _open_mpi(size: int, hosts: Sequence[Host], names: Sequence[str], binding: S
     if hosts:
         words += ["-H", ",".join(f"{host.name}:{host.slots}" for host in hosts)]
     else:
-        words += ["--oversubscribe"]  # more ranks than cores are the user's business here, as without --mpi
+        words += ["--oversubscribe"]  # more ranks than cores are allowed, as without --mpi
     words += list(binding) or ["-bind-to", "none", "-map-by", "slot"]
     if len(hosts) >= _LARGE:
         words += ["-mca", "plm_rsh_no_tree_spawn", "true", "-mca", "plm_rsh_num_concurrent", str(len(hosts))]

@@ -19,7 +19,7 @@ HOROVOD_FLAGS: Final = {
     "stall-check-shutdown-time-seconds": ("stall_shutdown_time_seconds", "S"),
     "autotune-bayes-opt-max-samples": ("autotune_max_samples", "N"), "gloo-timeout-seconds": ("gloo_timeout", "S"),
 }
-"""Horovod's flags that mean a knob under another name."""
+"""Horovod's flags for knobs that have other names here."""
 _ELASTIC: Final = "elastic training is not implemented"
 _PLANE: Final = "the plane chooses the algorithm"
 MEANINGLESS_FLAGS: Final = {
@@ -40,11 +40,11 @@ MEANINGLESS_FLAGS: Final = {
     "slots-per-host": ("N", "--host-discovery-script prints the slots"), "elastic-timeout": ("S", _ELASTIC),
     "reset-limit": ("N", _ELASTIC), "blacklist-cooldown-range": ("LO HI", "hvdrun has no blacklist of hosts"),
 }
-"""Horovod's flags that are accepted and do nothing, and why."""
+"""Horovod's flags that are accepted without effect, with the reason."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that prints an error as one line, without the usage."""
+    """A parser that prints errors as one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         unknown = [word.partition("=")[0] for word in message.partition("unrecognized arguments: ")[2].split()]

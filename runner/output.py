@@ -13,7 +13,7 @@ _PIECE: Final = re.compile(r"[^\r\n]*(?:\r\n|\r(?!$)|\n)|[^\r\n]*\r(?=$)")
 FOLD_SECONDS: Final = 0.3
 """Seconds that a line waits for the same line of other ranks, when lines are folded."""
 WITHHELD: Final = 40
-"""Lines kept of a stream that is not shown, for when its rank fails."""
+"""The number of last lines that are kept of a hidden stream, to show them if its rank fails."""
 
 Key = tuple[int, str]
 """A rank and the name of one of its streams, "stdout" or "stderr"."""
@@ -40,16 +40,15 @@ class _Folded:
 class Console:
     """Merges streams.
 
-    A line is written when it is complete. A segment that ends in a carriage return (a progress bar) is written with it,
-    so that it is overwritten in place as long as its own stream goes on; when another stream comes between, the bar is
-    left standing and a new line begins.
+    A line is written when it is complete. A segment that ends in a carriage return (a progress bar) is written with it, so
+    that the next segment of the same stream overwrites it; output of another stream begins on a new line instead.
 
     Args:
-        write: takes a stream's name ("stdout" or "stderr") and text for it.
-        prefix: returns what stands before each line of (ranks, stream name).
-        shown: whether a stream is shown; the last lines of others are kept for `reveal`.
+        write: called with a stream's name ("stdout" or "stderr") and text for it.
+        prefix: returns the prefix of each line of (ranks, stream name).
+        shown: returns whether a stream is shown; the last lines of hidden ones are kept for `reveal`.
         fold: the number of ranks whose identical lines become one; 0 does not fold.
-        clock: seconds, for folding.
+        clock: returns seconds, for folding.
     """
 
     def __init__(self, write: Callable[[str, str], None], prefix: Callable[[str, str], str], *,
@@ -58,12 +57,12 @@ class Console:
         self._write, self._prefix, self._shown = write, prefix, shown
         self._fold, self._clock = fold, clock
         self._streams: dict[Key, _Stream] = {}
-        self._bar_of: Key | None = None  # whose progress bar the cursor stands on
+        self._bar_of: Key | None = None  # the stream whose progress bar the cursor is on
         self._waiting: deque[_Folded] = deque()
         self._withheld: dict[Key, deque[str]] = {}
 
     def feed(self, rank: int, name: str, content: bytes) -> None:
-        """Take in what a rank wrote; empty means that the stream has ended."""
+        """Add output of a rank; empty when the stream has ended."""
         key = (rank, name)
         stream = self._streams.setdefault(key, _Stream(codecs.getincrementaldecoder("utf-8")("replace")))
         text = stream.unfinished + stream.decoder.decode(content, final=not content)
@@ -79,7 +78,7 @@ class Console:
             stream.unfinished = ""
 
     def finish(self) -> None:
-        """Write what is unfinished, and leave the cursor at the beginning of a line."""
+        """Write unfinished lines, and end with the cursor at the beginning of a line."""
         for rank, name in list(self._streams):
             self.feed(rank, name, b"")
         self._unfold(everything=True)
@@ -92,13 +91,13 @@ class Console:
         self._write("stderr", text + "\n")
 
     def reveal(self, rank: int) -> None:
-        """Write the last lines that a rank wrote and that were not shown."""
+        """Write the last lines of a rank's hidden output."""
         for name in ("stdout", "stderr"):
             for body in self._withheld.pop((rank, name), ()):
                 self._line(name, str(rank), body)
 
     def flush_due(self) -> float | None:
-        """Write lines that have waited long enough; return in how many seconds to call this again, None for never."""
+        """Write lines that have waited long enough; return the seconds until the next call, None if none is needed."""
         self._unfold()
         return max(0.0, self._waiting[0].until - self._clock()) if self._waiting else None
 
@@ -106,7 +105,7 @@ class Console:
         rank, name = key
         body, bar = piece.rstrip("\r\n"), piece.endswith("\r") and not piece.endswith("\n")
         if bar and not body:
-            return  # a bare return before the bar's first text
+            return  # only a carriage return, before the bar's first text
         if not self._shown(rank, name):
             if not bar:
                 self._withheld.setdefault(key, deque(maxlen=WITHHELD)).append(body)
@@ -152,7 +151,7 @@ class Console:
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Return ranks as people write them: 0-3,5."""
+    """Return ranks as ranges: 0-3,5."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
         if spans and rank == spans[-1][1] + 1:

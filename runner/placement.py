@@ -17,9 +17,9 @@ LOCAL_NAMES = frozenset({LOCAL, "127.0.0.1", "::1"})
 
 @dataclasses.dataclass(frozen=True)
 class Host:
-    """A machine and how many ranks it takes."""
+    """A machine and its number of slots for ranks."""
 
-    name: str  # as ssh takes it: perhaps user@name; an IPv6 address stands without brackets
+    name: str  # as for ssh: user@name is possible, and an IPv6 address has no brackets
     slots: int = 1
 
     @property
@@ -37,12 +37,12 @@ class HostRanks:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Their numbers, ascending."""
+        """The ids of its ranks, ascending."""
         return tuple(world.rank for world in self.worlds)
 
 
 def parse_hosts(text: str) -> list[Host]:
-    """Return the hosts of `a:2,user@b:4,[fd00::2]:1`; one without a number has one slot, a repeated one the sum.
+    """Return the hosts of `a:2,user@b:4,[fd00::2]:1`; the default is one slot, and a repeated host has the sum.
 
     Raises:
         LaunchError: for an empty list or a number of slots that is not positive.
@@ -57,7 +57,7 @@ def parse_hostfile(text: str, path: str) -> list[Host]:
     """Return the hosts of a file: a line each, `name slots=2` (Open MPI, Horovod), `name:2` (MPICH) or `name`; # comments.
 
     Raises:
-        LaunchError: naming the line that is something else.
+        LaunchError: with the line that has another form.
     """
     hosts = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -97,7 +97,7 @@ def _host(text: str) -> Host:
 
 
 def assign_ranks(size: int | None, hosts: Sequence[Host]) -> list[HostRanks]:
-    """Fill the hosts' slots in order; hosts that get no rank are left out.
+    """Fill the hosts' slots in order; leave out hosts without a rank.
 
     Args:
         size: the number of ranks; None for one on each slot.
@@ -120,15 +120,15 @@ def rename_local_hosts(hosts: Sequence[Host], local: Callable[[str], bool]) -> l
 
 
 def is_local(name: str) -> bool:
-    """Return whether a name or address is this machine's: whether one can listen there."""
+    """Return whether a name or address is this machine's: whether a socket can listen there."""
     if "@" in name:
-        return False  # another user's processes; that needs a shell
+        return False  # another user's processes need a remote shell
     if name in LOCAL_NAMES or name == socket.gethostname():
         return True
     try:
         found = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
     except OSError:
-        return False  # the remote shell may know it, and will say so if it does not
+        return False  # the remote shell may know the name, and reports an error otherwise
     for family, kind, protocol, _, address in found:
         try:
             with socket.socket(family, kind, protocol) as probe:

@@ -1,7 +1,7 @@
 """The process of a rank: started in its own session, and ended with all its descendants.
 
-A rank is not reaped before the job is over: until then its process id names it, its group and its session, and cannot
-become somebody else's.
+A rank is not reaped before the end of the job: until then its process id identifies it, its group and its session, and the
+system cannot reuse it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 class RankProcess:
-    """One rank, with its output as two pipes."""
+    """The process of one rank, with two pipes for its output."""
 
     def __init__(self, rank: int, command: Sequence[str], environment: Mapping[str, str], cores: Sequence[int]) -> None:
         self.rank = rank
@@ -38,11 +38,11 @@ class RankProcess:
 
     @property
     def pid(self) -> int:
-        """The process id, also of its session and group."""
+        """The id of the process, its session and its group."""
         return self._process.pid
 
     def exit_code(self) -> int | None:
-        """Return how it ended (negative: by that signal), or None while it runs."""
+        """Return the exit code (negative: killed by that signal), or None while it runs."""
         ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is None:
             return None
@@ -53,7 +53,7 @@ class RankProcess:
         try:
             os.killpg(self._process.pid, signum)
         except (ProcessLookupError, PermissionError):
-            pass  # ended, and nobody of its group is left
+            pass  # it and all processes of its group have ended
 
     def close(self) -> None:
         """Reap the process and close its descriptors."""
@@ -66,12 +66,12 @@ class RankProcess:
 
 
 class Reaper:
-    """The process that ends the job if the launcher cannot (`reaper.py`), and what the launcher itself ends it with."""
+    """The reaper process, which ends the job if the launcher is killed (`reaper.py`), and the launcher's own use of it."""
 
     def __init__(self, job_directory: str) -> None:
         self._mark = mark(job_directory)
         self._ranks: set[int] = set()
-        self._excluded = _children()  # whoever became the launcher by exec may have had children
+        self._excluded = _children()  # the program that became the launcher by exec may have had children
         self._subreaper = os.getpid() if _adopt_orphans() else 0
         environment = {name: value for name, value in os.environ.items() if name != launch_contract.JOB_DIRECTORY}
         self._process = subprocess.Popen(
@@ -81,24 +81,24 @@ class Reaper:
         self._excluded.add(self._process.pid)
 
     def watch(self, pid: int, *, rank: bool = False) -> None:
-        """Add a process to those that end with the job; the launcher itself ends only ranks that way."""
+        """Add a process that the reaper kills with the job; the launcher itself kills only ranks."""
         (self._ranks if rank else self._excluded).add(pid)
         self._tell(b"rank %d\n" % pid)
 
     def end_job(self, timeout: float) -> None:
-        """Kill whatever is left of the job, in whatever session."""
+        """Kill all remaining processes of the job, in any session."""
         reaper.kill_job(self._mark.encode(), self._ranks, timeout, self._subreaper, self._excluded)
         self.reap()
 
     def reap(self) -> None:
-        """Release the orphans that were adopted and have ended."""
+        """Reap adopted orphans that have ended."""
         table = reaper.process_table() if self._subreaper else {}
         for pid, process in table.items():
             if process.parent == self._subreaper and process.state == "Z" and pid not in self._ranks | self._excluded:
                 os.waitpid(pid, os.WNOHANG)
 
     def stop(self) -> None:
-        """End the reaper: the launcher has cleaned up itself."""
+        """End the reaper after the launcher has cleaned up."""
         self._tell(b"done\n")
         try:
             self._process.communicate(timeout=5)
@@ -111,11 +111,11 @@ class Reaper:
         try:
             self._process.stdin.write(line)
         except BrokenPipeError:
-            pass  # somebody killed the reaper; the job does not depend on it
+            pass  # the reaper was killed; the job does not depend on it
 
 
 def _watch(pid: int) -> int:
-    """Return a descriptor that becomes readable when the process ends, or -1 where there is none."""
+    """Return a descriptor that becomes readable when the process ends, or -1 if the system has none."""
     try:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):
@@ -127,7 +127,7 @@ def _children() -> set[int]:
 
 
 def _adopt_orphans() -> bool:
-    """Become the parent of descendants whose own parent ends (Linux), so that they can be found; return whether."""
+    """Adopt descendants whose parent ends (Linux), so that they can be found; return whether this is possible."""
     if not sys.platform.startswith("linux"):
         return False
     return bool(ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0)
@@ -139,6 +139,6 @@ def mark(job_directory: str) -> str:
 
 
 def kill(processes: Sequence[RankProcess]) -> None:
-    """Kill ranks with their groups."""
+    """Kill ranks and their process groups."""
     for process in processes:
         process.send(signal.SIGKILL)

@@ -2,13 +2,13 @@
 
     python reaper.py JOB_DIRECTORY MARK
 
-It reads its standard input, whose other end only the launcher holds: a line "rank PID" for each rank that is started,
-and "done". Its end without "done" means that the launcher is gone: all processes of the job are killed, and the job's
-directory removed.
+It reads its standard input, whose other end only the launcher has open: a line "rank PID" for each rank that is started,
+and "done". An end without "done" means that the launcher was killed: the reaper kills all processes of the job, and removes
+the job's directory.
 
-A process is of the job when it has MARK in its environment, is in the session or group of a rank, or descends from one
-that is. Each of the three alone can be shaken off: by a cleaned environment (or a rewritten title, which lies in the
-same memory), by setsid, by a parent that has ended.
+A process belongs to the job when it has MARK in its environment, is in the session or group of a rank, or descends from such
+a process. Each criterion alone can fail: by a cleaned environment (or a rewritten title, which uses the same memory), by
+setsid, by a parent that has ended.
 """
 
 import os
@@ -19,7 +19,7 @@ import time
 from typing import NamedTuple
 
 TIMEOUT_SECONDS = 8.0
-"""Seconds to go on killing; a process that forks faster than that is not ours to outrun."""
+"""Seconds to go on killing; a process that keeps forking faster is given up."""
 
 
 class Process(NamedTuple):
@@ -28,18 +28,18 @@ class Process(NamedTuple):
     parent: int
     group: int
     session: int
-    state: str  # Z and X: has ended, and nobody can kill it
+    state: str  # Z and X: has ended, and cannot be killed
 
 
 def process_table() -> dict[int, Process]:
-    """Return all processes by id (Linux; elsewhere none)."""
+    """Return all processes by id; none on systems other than Linux."""
     table = {}
     for name in os.listdir("/proc") if os.path.isdir("/proc") else []:
         if not name.isdigit():
             continue
         try:
             with open(f"/proc/{name}/stat", "rb") as file:
-                state, parent, group, session = file.read().rpartition(b")")[2].split()[:4]  # a name may hold anything
+                state, parent, group, session = file.read().rpartition(b")")[2].split()[:4]  # names contain any character
         except (OSError, ValueError):
             continue  # gone
         table[int(name)] = Process(int(parent), int(group), int(session), state.decode())
@@ -53,7 +53,7 @@ def members(table: dict[int, Process], ranks: set[int], marked: set[int] | None 
     Args:
         ranks: process ids of the ranks, also of those that have ended.
         marked: processes known by their environment.
-        subreaper: the launcher, when it adopts the job's orphans: its children are of the job, except `excluded`.
+        subreaper: the launcher, if it adopts the job's orphans: its children belong to the job, except `excluded`.
     """
     excluded = {os.getpid(), subreaper} | (excluded or set())
     found = (marked or set()) | {pid for pid, process in table.items()
@@ -68,7 +68,7 @@ def members(table: dict[int, Process], ranks: set[int], marked: set[int] | None 
 
 
 def marked_processes(mark: bytes) -> list[int]:
-    """Return the ids of all live processes with `mark` in their environment (Linux; elsewhere none)."""
+    """Return the ids of all live processes with `mark` in their environment; none on systems other than Linux."""
     found = []
     for name in os.listdir("/proc") if os.path.isdir("/proc") else []:
         if not name.isdigit() or int(name) == os.getpid():
@@ -84,7 +84,7 @@ def marked_processes(mark: bytes) -> list[int]:
 
 def kill_job(mark: bytes, ranks: set[int], timeout: float = TIMEOUT_SECONDS, subreaper: int = 0,
              excluded: set[int] | None = None) -> None:
-    """Kill every process of a job, until there is none; arguments like `members`."""
+    """Kill the processes of a job until none is left; the arguments are those of `members`."""
     until = time.monotonic() + timeout
     while time.monotonic() < until:
         alive = members(process_table(), ranks, set(marked_processes(mark)), subreaper, excluded)
@@ -94,12 +94,12 @@ def kill_job(mark: bytes, ranks: set[int], timeout: float = TIMEOUT_SECONDS, sub
             try:
                 os.kill(pid, signal.SIGKILL)
             except (ProcessLookupError, PermissionError):
-                pass  # gone, or it has become another user's
+                pass  # ended, or it runs as another user now
         time.sleep(0.02)
 
 
 def main() -> None:
-    """Wait for the launcher's end."""
+    """Wait for the end of the launcher."""
     directory, mark = sys.argv[1], sys.argv[2].encode()
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)  # a terminal's Ctrl-C is for the launcher

@@ -33,23 +33,23 @@ from hvdlite_runner.messages import (
 from hvdlite_runner.placement import Host
 from hvdlite_runner.shells import Shell, explain, forwarded
 
-_CLOSE_SECONDS: Final = 2.0  # for a remote shell whose agent has ended: srun tells its controller
+_CLOSE_SECONDS: Final = 2.0  # for a remote shell whose agent has ended: srun informs its controller
 
 
 class RemoteAgent:
     """An agent on another host.
 
     Args:
-        selector: whose `data` is what to call when the descriptor is ready.
-        tell: takes (this, event).
-        lost: takes this when the link has ended without `AgentDone`.
+        selector: its keys' `data` are functions to call when the descriptor is ready.
+        tell: called with (this, event).
+        lost: called with this when the link has ended without `AgentDone`.
     """
 
     def __init__(self, host: Host, shell: Shell, bootstrap_input: bytes, selector: selectors.BaseSelector,
                  tell: Callable[[RemoteAgent, Event], None], lost: Callable[[RemoteAgent], None]) -> None:
         self.host, self.shell = host, shell
         self.ready: AgentReady | None = None
-        self.over = False  # everything has ended there, or the link
+        self.over = False  # all processes there have ended, or the link has
         self._selector, self._tell, self._lost = selector, tell, lost
         self._frames = Frames(events=True)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
@@ -69,7 +69,7 @@ class RemoteAgent:
         return self._process.pid
 
     def send(self, order: Order) -> None:
-        """Send an order; to a host that is lost, nothing."""
+        """Send an order, unless the host is lost."""
         if not self.over:
             self._write(frame(order))
 
@@ -82,7 +82,7 @@ class RemoteAgent:
         self.send(Signal(signum))
 
     def ping(self) -> None:
-        """Say that the launcher is still there, unless it is saying something else; called by another thread."""
+        """Send a ping, unless another order is being sent; called by another thread."""
         if not self.over and self._lock.acquire(blocking=False):
             try:
                 self._put(frame(Ping()))
@@ -90,11 +90,11 @@ class RemoteAgent:
                 self._lock.release()
 
     def end(self) -> None:
-        """Order the end of everything there."""
+        """Send `Stop`: end all processes of the job there."""
         self.send(Stop())
 
     def timed_out(self, now: float) -> bool:
-        """Whether nothing has been last_heard for too long; ask after reading."""
+        """Whether the last message is too old; check after reading."""
         return not self.over and self.ready is not None and now - self.last_heard > SILENCE
 
     def mark_lost(self, reason: str) -> None:
@@ -103,7 +103,7 @@ class RemoteAgent:
         self.close()
 
     def failure_reason(self) -> str:
-        """Say why the link has ended."""
+        """Return the reason for the end of the link."""
         if self._reason:
             return f"host {self.host.name} {self._reason}"
         code = self._process.wait()
@@ -116,7 +116,7 @@ class RemoteAgent:
         return f"host {self.host.name} was lost: {self.shell.name} ended with code {code}{last}"
 
     def close(self) -> None:
-        """End the remote shell; the agent behind it ends by itself when it notices."""
+        """End the remote shell; its agent then ends by itself."""
         if self._process.stdin is None or self._process.stdin.closed:
             return
         orderly, self.over = self.over and not self._reason, True
@@ -143,7 +143,7 @@ class RemoteAgent:
             while view:
                 view = view[self._process.stdin.write(view):]
         except (OSError, ValueError):
-            pass  # its end is seen where we read
+            pass  # the reader notices its end
 
     def _receive(self) -> None:
         assert self._process.stdout is not None
@@ -160,7 +160,7 @@ class RemoteAgent:
                 self.ready = event
             self.over |= isinstance(event, AgentDone)
             self._tell(self, event)
-        self.last_heard = time.monotonic()  # now: telling may have taken long, when the terminal does not take more
+        self.last_heard = time.monotonic()  # the current time: `tell` may have blocked on the terminal
         if not content:
             self._selector.unregister(self._process.stdout)
             if not self.over:
@@ -169,15 +169,15 @@ class RemoteAgent:
 
 
 def bootstrap_input(directory: str, environ: Mapping[str, str]) -> bytes:
-    """Return what an agent bootstrap reads first: its own source, and what it needs before it knows hvdlite."""
+    """Return the first input of an agent bootstrap: its own source, and its settings before it can import hvdlite."""
     given = json.dumps({"python": list(sys.version_info[:2]), "version": __version__, "directory": directory,
                         "environment": forwarded(environ)}).encode()
-    source = Path(__file__).with_name("agent_bootstrap.py").read_text(encoding="utf-8")  # not imported: it acts when it is
+    source = Path(__file__).with_name("agent_bootstrap.py").read_text(encoding="utf-8")  # not imported: importing runs it
     return repr(source).encode() + b"\n" + b"%08x" % len(given) + given
 
 
 class Pinger:
-    """Pings agents from a thread of its own: the launcher may be blocked in a write to its terminal."""
+    """Pings agents in a thread of its own, because the launcher may block in a write to its terminal."""
 
     def __init__(self, remotes: Sequence[RemoteAgent]) -> None:
         self._stopped = threading.Event()
@@ -185,7 +185,7 @@ class Pinger:
             threading.Thread(target=self._run, args=(list(remotes),), name="hvdrun-ping", daemon=True).start()
 
     def stop(self) -> None:
-        """Ping no more."""
+        """Stop pinging."""
         self._stopped.set()
 
     def _run(self, remotes: Sequence[RemoteAgent]) -> None:

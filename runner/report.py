@@ -15,13 +15,13 @@ from hvdlite.core.socket_paths import short_socket_path
 from hvdlite.diagnostics.process_probe import ProcessProbe
 
 TIMEOUT_SECONDS = 8.0
-"""Seconds to wait for rank 0, which itself gives the ranks some to answer."""
+"""Seconds to wait for rank 0, which itself waits for the ranks' answers."""
 
 
 def show_report(job: str, *, as_json: bool = False) -> int:
     """Print the report of a job; return the exit code: 0, or 1 when rank 0 did not answer.
 
-    Then what the kernel and the C level know of each rank is printed instead.
+    Without an answer, print each rank's state as the kernel and the C level report it.
 
     Args:
         job: the launcher's process id, or the job's directory; "" when there is only one job.
@@ -65,11 +65,11 @@ def find_job(job: str) -> Path:
 
 
 def ask(path: Path, timeout: float) -> dict[str, Any]:
-    """Return what rank 0 answers at its socket: the "text" and the "report".
+    """Return rank 0's answer at its socket: the "text" and the "report".
 
     Raises:
-        OSError: when there is no answer within so many seconds.
-        ValueError: when it is none.
+        OSError: when there is no answer in time.
+        ValueError: when the answer is invalid.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(timeout)

@@ -1,7 +1,7 @@
 """`hvdrun --scaling` and `--sweep`: runs with several numbers of ranks, or several values of an option, compared.
 
-Throughput is what the ranks themselves count (`hvd.record_step(samples)`, else optimizer steps), summed over ranks, in
-undisturbed steps: without the first few, and without pauses for evaluation or checkpoints.
+Throughput is counted by the ranks themselves (`hvd.record_step(samples)`, else optimizer steps) and summed over ranks. The
+first few steps and pauses for evaluation or checkpoints do not count.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from hvdlite_runner.job import JobSettings, run_job
 from hvdlite_runner.monitor import ThroughputRecorder
 
 SATURATED: Final = 0.9
-"""The smallest value that reaches this share of the best throughput is where it saturates."""
+"""Throughput saturates at the smallest value that reaches this share of the best one."""
 
 Jobs = Sequence[tuple[str, JobSettings]]
-"""Each run's value, and what to run."""
+"""Each run's value and job."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Throughput:
         """Add up the ranks' rates.
 
         Raises:
-            LaunchError: when there is nothing to add up.
+            LaunchError: when no rank has a rate.
         """
         rates = [reading["rate"] for reading in readings.values()]
         if not rates or not all(rates):
@@ -49,10 +49,10 @@ class Throughput:
 def compare_sizes(jobs: Jobs, environ: Mapping[str, str], results: str) -> int:
     """Run each job and print ranks, throughput, speedup and scaling efficiency; write `results`.csv and .png.
 
-    Efficiency is throughput(N) / (N x throughput(1)); without a run at 1, the smallest size stands for it.
+    Efficiency is throughput(N) / (N x throughput(1)); without a run at 1, the smallest size is the reference.
 
     Returns:
-        0, or the exit code of the first job that failed; then nothing more is run.
+        0, or the exit code of the first job that failed, which ends the comparison.
     """
     rows: list[tuple[int, Throughput]] = []
     for size, settings in sorted(jobs, key=lambda job: int(job[0])):
@@ -81,7 +81,7 @@ def parse_sweep(text: str) -> tuple[str, list[str]]:
     """Return the option and the values of `batch-size=32,64,128`.
 
     Raises:
-        LaunchError: when it is something else.
+        LaunchError: when the text has another form.
     """
     name, equals, values = text.partition("=")
     chosen = [value.strip() for value in values.split(",") if value.strip()]
@@ -91,7 +91,7 @@ def parse_sweep(text: str) -> tuple[str, list[str]]:
 
 
 def sweep(name: str, jobs: Jobs, environ: Mapping[str, str], results: str) -> int:
-    """Run each job and print its throughput, and where that saturates; write and return like `compare_sizes`."""
+    """Run each job, and print its throughput and the value where it saturates; write and return like `compare_sizes`."""
     rows: list[tuple[str, Throughput]] = []
     for value, settings in jobs:
         code, readings = _measured(f"--{name} {value}", settings, environ)

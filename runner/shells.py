@@ -15,9 +15,9 @@ from typing import Final
 
 CONNECT_SECONDS: Final = 10
 BOOTSTRAP: Final = "import sys; exec(eval(sys.stdin.buffer.raw.readline()))"
-"""Reads one line, unbuffered, that holds a program as a Python string."""
+"""A program that reads one line, unbuffered, which contains another program as a Python string."""
 PROBLEM_CODE: Final = 96
-"""With which the agent bootstrap ends when it has said what is wrong."""
+"""The exit code of an agent bootstrap that has reported a problem."""
 
 _NOT_FORWARDED: Final = re.compile(
     r"HOME|USER|LOGNAME|SHELL|HOSTNAME|PWD|OLDPWD|SHLVL|_|TERM|COLUMNS|LINES|DISPLAY|XAUTHORITY|LS_COLORS|MAIL|TMPDIR"
@@ -37,7 +37,7 @@ class Shell:
     program: str = "ssh"
     port: int | None = None
     identity: str | None = None
-    arguments: tuple[str, ...] = ()  # the user's, before ours: ssh takes the first value it sees
+    arguments: tuple[str, ...] = ()  # the user's options come first: ssh uses the first value of an option
     python: str = "python3"
 
     @property
@@ -62,9 +62,9 @@ class Shell:
 
 
 def ssh_command(host: str, arguments: Sequence[str], words: Sequence[str], program: str = "ssh") -> list[str]:
-    """Return a command line for ssh that asks nothing and notices a cut link.
+    """Return a command line for ssh that asks no questions and notices a cut link.
 
-    A host that is not known yet is remembered; one whose key has changed is refused.
+    An unknown host is added to the known hosts; a host whose key has changed is refused.
     """
     options = ["BatchMode=yes", f"ConnectTimeout={CONNECT_SECONDS}", "StrictHostKeyChecking=accept-new", "LogLevel=ERROR",
                "ServerAliveInterval=2", "ServerAliveCountMax=2"]
@@ -73,9 +73,9 @@ def ssh_command(host: str, arguments: Sequence[str], words: Sequence[str], progr
 
 
 def srun_command(host: str, arguments: Sequence[str], words: Sequence[str], program: str = "srun") -> list[str]:
-    """Return a command line for one task on a node of this allocation, with all the job has there.
+    """Return a command line for one task on a node of this allocation, with all the job's resources there.
 
-    `--overlap`: the step shares the allocation with the batch script's own; ranks are bound to cores by us, if at all.
+    `--overlap`: the step shares the allocation with the batch script's own. Only hvdlite binds ranks to cores.
     """
     return [program, "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", "--mem=0", "--cpu-bind=none",
             "--mpi=none", "--quiet", "--unbuffered", *arguments, *words]
@@ -87,11 +87,11 @@ def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def explain(shell: Shell, host: str, code: int, errors: str) -> str:
-    """Say in one line why a host could not be reached, and what to do.
+    """Return one line with the reason why a host could not be reached, and advice.
 
     Args:
         code: the remote shell's exit code.
-        errors: what it wrote on standard error.
+        errors: its output on standard error.
     """
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     ours = [line.removeprefix("hvdlite: ") for line in lines if line.startswith("hvdlite: ")]

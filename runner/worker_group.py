@@ -1,7 +1,7 @@
 """The ranks of one host: started, read and ended together.
 
 The launcher has one for its own host; on every other host an agent (`agent.py`) has one. Neither polls: the owner's
-selector wakes for the ranks' pipes and pidfds, and what happens is told as events (`messages.py`).
+selector waits for the ranks' pipes and pidfds, and the group reports events (`messages.py`).
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from hvdlite_runner.placement import cores_for
 from hvdlite_runner.processes import RankProcess, Reaper, kill
 
 KILL_SECONDS: Final = 5.0
-"""Seconds to go on killing what is left."""
+"""Seconds to go on killing remaining processes."""
 DRAIN: Final = 1.0
-"""Seconds to read what ended ranks wrote, should a stray process hold their pipes open."""
+"""Seconds to read the last output of ended ranks when a stray process has their pipes open."""
 POLL_WITHOUT_PIDFD: Final = 0.05
 _READ_BYTES: Final = 1 << 16
 _DESCRIPTORS: Final = 3
-"""Of a rank: its two streams and its process."""
+"""Descriptors of a rank: its two streams and its process."""
 
 
 class WorkerGroup:
     """The ranks of one host.
 
     Args:
-        selector: whose `data` is what to call when the descriptor is ready.
-        tell: takes events, in order.
-        inherited: the environment that ranks start from.
+        selector: its keys' `data` are functions to call when the descriptor is ready.
+        tell: called with events, in order.
+        inherited: the environment to which the ranks' variables are added.
     """
 
     def __init__(self, selector: selectors.BaseSelector, tell: Callable[[Event], None],
@@ -53,20 +53,20 @@ class WorkerGroup:
         self._processes: dict[int, RankProcess] = {}
         self._open: dict[tuple[int, str], int] = {}  # descriptors of streams that have not ended
         self._paused = False
-        self._asked = False  # whether the ranks have been asked to end
+        self._asked = False  # whether the ranks have been told to end
 
     def prepare(self) -> None:
-        """Make the job's directory, by whose name this process is known, and its reaper."""
+        """Create the job's directory, whose name contains this process's id, and start the reaper."""
         self.directory = tempfile.mkdtemp(prefix=f"{DIRECTORY_PREFIX}{os.getpid()}-")  # mode 0700
         self._reaper = Reaper(self.directory)
 
     def watch(self, pid: int) -> None:
-        """Let the reaper end another process with the job."""
+        """Tell the reaper to end another process with the job."""
         assert self._reaper is not None
         self._reaper.watch(pid)
 
     def start(self, order: Start, stop: Callable[[], bool] = lambda: False) -> None:
-        """Start ranks, or tell why they cannot be started; `stop` is asked before each one."""
+        """Start ranks, or report why they cannot be started; `stop` is called before each one."""
         worlds = [World(*each) for each in order.worlds]
         if order.task_payload:
             write_private_file(Path(self.directory) / TASK_FILE, order.task_payload)
@@ -113,7 +113,7 @@ class WorkerGroup:
             process.send(signum)
 
     def notice(self) -> None:
-        """Tell of ranks that have ended since the last time, and collect adopted orphans."""
+        """Report the ranks that have ended since the last call, and reap adopted orphans."""
         for rank, process in list(self.running.items()):
             code = process.exit_code()
             if code is None:
@@ -128,11 +128,11 @@ class WorkerGroup:
             self._reaper.reap()
 
     def needs_polling(self) -> bool:
-        """Whether some rank's end is only seen by calling `notice`."""
+        """Whether the end of some rank is only noticed by calling `notice`."""
         return any(process.pidfd < 0 for process in self.running.values())
 
     def pause(self, paused: bool) -> None:
-        """Stop listening to the ranks, whose writes then block, or go on."""
+        """Stop reading from the ranks, whose writes then block, or resume."""
         if paused == self._paused:
             return
         self._paused = paused
@@ -143,7 +143,7 @@ class WorkerGroup:
                 self._listen(rank, name)
 
     def end(self) -> None:
-        """Kill everything of the job, tell what was left to tell, and remove the directory. Again is fine."""
+        """Kill all processes of the job, report the last events, and remove the directory. May be called again."""
         reaper, self._reaper = self._reaper, None
         if reaper is None:
             return
@@ -175,7 +175,7 @@ class WorkerGroup:
         self._tell(Output(rank, name, content))
 
     def _drain(self) -> None:
-        """Read what is left in the pipes."""
+        """Read the rest of the pipes."""
         until = time.monotonic() + DRAIN
         with selectors.DefaultSelector() as waiting:
             for key, descriptor in self._open.items():

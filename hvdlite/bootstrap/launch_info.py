@@ -17,15 +17,15 @@ from hvdlite.planes import mpi
 
 
 def resolve_launch(comm: object, environ: Mapping[str, str], parent: int, config: Config) -> LaunchInfo:
-    """Return this process's place.
+    """Return this process's launch information.
 
     Args:
         comm: as for `api.init`.
         parent: as for `read_launch_info`.
 
     Raises:
-        LaunchError: when the place cannot be found out.
-        UnsupportedError: for a `comm` that is none, or a rank that is not in it.
+        LaunchError: when rank or size cannot be determined.
+        UnsupportedError: for an invalid `comm`, or one without this rank.
     """
     if hasattr(comm, "Get_group"):
         return _by_communicator(comm)
@@ -46,7 +46,7 @@ def _by_communicator(comm: Any) -> LaunchInfo:
 
 
 def _over_mpi(info: LaunchInfo, config: Config) -> LaunchInfo:
-    """Complete a place over MPI, where that is needed and possible."""
+    """Complete launch information over MPI, if needed and possible."""
     needs_key = info.on_several_hosts and not (info.key and info.coordinator)
     across = info.on_several_hosts and config.cpu_operations == "auto"
     wanted = config.cpu_operations == "mpi" or (info.is_mpi and (across or config.cpu_operations == "hierarchical"))
@@ -68,7 +68,7 @@ def _over_mpi(info: LaunchInfo, config: Config) -> LaunchInfo:
 
 
 def _by_ranks(info: LaunchInfo, ranks: list[int]) -> LaunchInfo:
-    """Return this rank's place in a job of some ranks only."""
+    """Return this rank's launch information in a job of some ranks only."""
     world = info.world
     if not ranks or len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(world.size)):
         raise UnsupportedError(f"comm={ranks} must contain ranks from 0..{world.size - 1}, each once")

@@ -1,10 +1,11 @@
-"""The interface of the control plane: small messages between rank 0 and the other ranks, and one blocking wait.
+"""The control plane's contract: small messages between rank 0 and the others, and one place to wait.
 
-On several hosts the first rank of each, its leader, speaks with rank 0, and the others of that host with their leader.
+The connections form a tree. On one host all ranks are children of rank 0. On several hosts the first rank of each, its
+leader, is a child of rank 0, and the others of the host are children of their leader.
 
-A rank has exactly one place where its runtime thread blocks: `wait`. It returns when a message arrived, when a peer was
-lost, or when this rank was woken (a user thread with work, or a peer that arrived at a barrier). So a wait
-in the middle of a collective notices a dead peer like any other wait.
+The background thread of a rank blocks in one place only: `wait`. It returns when a message arrived, when a peer was lost, or
+when this rank was woken (by a user thread with work, or by a peer that arrived at a barrier). So a wait in the middle of a
+collective notices a dead peer like any other wait.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from typing import Protocol
 from hvdlite.negotiation.messages import Decision, DirectMessage, HostReport, Report
 
 yield_processor = ctypes.CDLL(None).sched_yield
-"""Let another thread run, the script's above all; unlike `os.sched_yield` before Python 3.13 it releases the GIL."""
+"""Let another thread run, such as the script's. It releases the GIL, which `os.sched_yield` does since Python 3.13 only."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ReportReceived:
-    """A rank told the coordinator something (only on rank 0)."""
+    """A rank's report arrived (on rank 0 only)."""
 
     rank: int
     report: Report
@@ -30,7 +31,7 @@ class ReportReceived:
 
 @dataclasses.dataclass(frozen=True)
 class HostReportReceived:
-    """The leader of the host of `ranks` told the coordinator something (only on rank 0)."""
+    """A report of the leader of the host of `ranks` arrived (on rank 0 only)."""
 
     ranks: tuple[int, ...]
     report: HostReport
@@ -38,21 +39,21 @@ class HostReportReceived:
 
 @dataclasses.dataclass(frozen=True)
 class DecisionReceived:
-    """The coordinator decided something (never on rank 0, which decides itself)."""
+    """A decision arrived (never on rank 0, which decides itself)."""
 
     decision: Decision
 
 
 @dataclasses.dataclass(frozen=True)
 class DirectMessageReceived:
-    """The coordinator told this rank something (never on rank 0)."""
+    """A direct message arrived (never on rank 0)."""
 
     message: DirectMessage
 
 
 @dataclasses.dataclass(frozen=True)
 class PeerLost:
-    """A rank is gone; `reason` says what was seen."""
+    """A rank is gone; `reason` describes how that was seen."""
 
     rank: int
     reason: str
@@ -62,11 +63,11 @@ Event = ReportReceived | HostReportReceived | DecisionReceived | DirectMessageRe
 
 
 class ControlPlane(Protocol):
-    """A star around rank 0. All methods but `wake` belong to the runtime thread.
+    """A rank's connections to its parent and its children. Only `wake` may be called outside the background thread.
 
     Attributes:
-        parent: the rank through which this one speaks with rank 0: its host's leader, or rank 0 itself.
-        children: the ranks that speak with rank 0 through this one. They need it until they have left.
+        parent: the rank that relays to and from rank 0: this host's leader, or rank 0 itself.
+        children: the ranks for which this rank relays. They need it until they have left.
     """
 
     @property
@@ -82,13 +83,13 @@ class ControlPlane(Protocol):
         """Send to all other ranks; never blocks. Only called on rank 0."""
 
     def send_direct_messages(self, messages: Sequence[DirectMessage]) -> None:
-        """Send each other rank its own; they arrive before decisions that are sent later. Like `send_decision`."""
+        """Send messages to single ranks; they arrive before decisions that are sent later. Like `send_decision`."""
 
     def wait(self, timeout: float | None, spin: float = 0.0) -> list[Event]:
-        """Block until something happened or `timeout` seconds passed; return what did (nothing for a doorbell).
+        """Block until something happened or `timeout` seconds passed; return the events (none for a wake-up).
 
         Args:
-            spin: seconds to look without sleeping first; waking up costs more than most messages take.
+            spin: seconds to poll before sleeping; waking up costs more time than most messages take.
         """
 
     def wake(self) -> None:
@@ -100,7 +101,7 @@ class ControlPlane(Protocol):
     def flush(self, timeout: float) -> None:
         """Block until everything sent has been handed to the operating system, or `timeout` seconds passed."""
 
-    def forget(self) -> None:
+    def close_in_child(self) -> None:
         """In a forked child: close its copies of the descriptors, leaving the parent's connections alone."""
 
     def close(self) -> None:

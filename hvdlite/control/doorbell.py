@@ -1,4 +1,4 @@
-"""A doorbell between threads or processes: an eventfd where there is one, else a pipe."""
+"""A doorbell between threads or processes: an eventfd where the system has it, else a pipe."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import threading
 from collections.abc import Sequence
 
 FORKED_SECONDS = 0.1
-"""A ring takes microseconds; only in a forked child can the lock be held for ever, by a thread that is not there."""
+"""A ring takes microseconds. In a forked child the lock may stay locked by a thread that does not exist there."""
 
 
 class Doorbell:
-    """Ringing makes the descriptor readable until it is cleared; rings do not add up.
+    """A descriptor that a ring makes readable until it is cleared; several rings count as one.
 
-    Its descriptors can be sent to another process (`descriptors`, then `Doorbell(received)`), which can then ring it.
+    To ring it from another process, send its `descriptors` there and make `Doorbell(received)`.
     """
 
     def __init__(self, descriptors: Sequence[int] = ()) -> None:
@@ -30,13 +30,13 @@ class Doorbell:
 
     def ring(self) -> None:
         """Make the descriptor readable; never blocks, safe in a signal handler."""
-        with self._lock:  # a descriptor that was closed may be another file by now
+        with self._lock:  # the number of a closed descriptor may be reused for another file
             if not self.descriptors:
-                return  # closed: nobody waits any more
+                return  # closed
             try:
                 os.write(self.descriptors[-1], (1).to_bytes(8, "little"))
             except BlockingIOError:
-                pass  # the pipe is full: it has been rung and not cleared
+                pass  # the pipe is full: rung and not cleared yet
 
     def clear(self) -> None:
         """Forget past rings."""

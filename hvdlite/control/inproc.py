@@ -11,19 +11,19 @@ from hvdlite.control.base import DecisionReceived, DirectMessageReceived, Event,
 from hvdlite.negotiation.messages import Decision, DirectMessage, Report
 
 
-class _Mailbox:
+class _EventQueue:
     """One rank's incoming events and wake-ups (None), in a queue into which a finalizer may put in the middle of a put."""
 
     def __init__(self) -> None:
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
 
-    def post(self, event: Event) -> None:
+    def put(self, event: Event) -> None:
         self._events.put(event)
 
     def wake(self) -> None:
         self._events.put(None)
 
-    def take(self, timeout: float | None) -> list[Event]:
+    def get_all(self, timeout: float | None) -> list[Event]:
         taken: list[Event | None] = []
         with contextlib.suppress(queue.Empty):
             taken.append(self._events.get(timeout=timeout) if timeout != 0 else self._events.get_nowait())
@@ -38,50 +38,50 @@ class InprocControl:
     parent = 0
     children: frozenset[int] = frozenset()
 
-    def __init__(self, rank: int, mailboxes: Sequence[_Mailbox]) -> None:
+    def __init__(self, rank: int, queues: Sequence[_EventQueue]) -> None:
         self._rank = rank
-        self._mailboxes = mailboxes
+        self._queues = queues
         self._closed = False
 
     @classmethod
     def star(cls, size: int) -> list[InprocControl]:
         """Return the connected control planes of `size` ranks."""
-        mailboxes = [_Mailbox() for _ in range(size)]
-        return [cls(rank, mailboxes) for rank in range(size)]
+        queues = [_EventQueue() for _ in range(size)]
+        return [cls(rank, queues) for rank in range(size)]
 
     def send_report(self, report: Report) -> None:
-        self._mailboxes[0].post(ReportReceived(self._rank, report))
+        self._queues[0].put(ReportReceived(self._rank, report))
 
     def send_decision(self, decision: Decision) -> None:
-        for mailbox in self._mailboxes[1:]:
-            mailbox.post(DecisionReceived(decision))
+        for other in self._queues[1:]:
+            other.put(DecisionReceived(decision))
 
     def send_direct_messages(self, messages: Sequence[DirectMessage]) -> None:
         for message in messages:
             if message.rank:
-                self._mailboxes[message.rank].post(DirectMessageReceived(message))
+                self._queues[message.rank].put(DirectMessageReceived(message))
 
     def wait(self, timeout: float | None, spin: float = 0.0) -> list[Event]:
         del spin  # the others need this process's GIL
-        return self._mailboxes[self._rank].take(timeout)
+        return self._queues[self._rank].get_all(timeout)
 
     def wake(self) -> None:
-        self._mailboxes[self._rank].wake()
+        self._queues[self._rank].wake()
 
     def wake_rank(self, rank: int) -> None:
-        self._mailboxes[rank].wake()
+        self._queues[rank].wake()
 
     def flush(self, timeout: float) -> None:
-        del timeout  # a post is delivered at once
+        del timeout  # an event is delivered immediately
 
-    def forget(self) -> None:
+    def close_in_child(self) -> None:
         self._closed = True
 
     def close(self) -> None:
         self._closed = True
 
     def sever(self, reason: str = "severed by a test") -> None:
-        """Let every other rank see this one die (fault injection)."""
-        for rank, mailbox in enumerate(self._mailboxes):
+        """Let all other ranks see this one die (fault injection)."""
+        for rank, other in enumerate(self._queues):
             if rank != self._rank:
-                mailbox.post(PeerLost(self._rank, f"{reason} at {time.time():.3f}"))
+                other.put(PeerLost(self._rank, f"{reason} at {time.time():.3f}"))

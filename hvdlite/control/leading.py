@@ -1,12 +1,12 @@
-"""The end of the star of a host's leader: it speaks with rank 0 for the ranks of its host.
+"""The control plane of a host's leader, which relays between rank 0 and the ranks of its host.
 
-Reports of the host's ranks, its own included, are merged by `negotiation.leader` and go up as one; decisions go down as they
-come. Both happen while this rank's runtime thread waits, in the middle of a plan too, and are no events to it.
+It merges the reports of the host's ranks, its own included (`negotiation.leader`), and forwards decisions unchanged. Both
+happen while the background thread waits, also in the middle of a collective, and are no events to this rank.
 
 How a failure travels (docs/protocol.md#leaders, #first-failure)
-- The end of a rank of this host goes up, and comes back as rank 0's decision, like what rank 0 saw itself.
-- When this rank is the first to know of a failure, because rank 0 itself is lost for instance, it tells its host: nobody
-  else can.
+- The leader reports the end of a rank of its host to rank 0, and forwards the decision that follows, like any other.
+- When the leader is the first to know of a failure, for instance because rank 0 is lost, it tells the ranks of its host
+  itself.
 """
 
 from __future__ import annotations
@@ -35,41 +35,41 @@ class LeaderControl(StarControl):
         self._leader = leader
         self.children = frozenset(others)
         super().__init__(rank, connections, doorbells, pids, heartbeat_timeout=heartbeat_timeout)
-        self._pass_up()
+        self._send_up()
 
     def send_report(self, report: Report) -> None:
         self._leader.receive(self._rank, report)
-        self._pass_up()
+        self._send_up()
         if report.failure is not None:
-            self._pass_down(Decision(epoch=report.epoch, sequence=0, failure=report.failure))
+            self._send_down(Decision(epoch=report.epoch, sequence=0, failure=report.failure))
 
     def _handle(self, ready: Iterable[tuple[int, int]]) -> None:
         super()._handle(ready)
-        self._pass_up()
+        self._send_up()
 
-    def _heard_from(self, peer: int, message: Message) -> list[Event]:
+    def _events_of(self, peer: int, message: Message) -> list[Event]:
         match message:
             case Report() if peer in self.children:
                 self._leader.receive(peer, message)
                 return []
             case Decision() if peer == self.parent:
-                self._leader.watch(message)
-                self._pass_down(message)
+                self._leader.observe(message)
+                self._send_down(message)
             case DirectMessages(messages) if peer == self.parent:
                 self.send_direct_messages([message for message in messages if message.rank in self.children])
-        return super()._heard_from(peer, message)
+        return super()._events_of(peer, message)
 
     def _suspect(self, peer: int, reason: str) -> None:
         if peer in self.children:
             self._leader.lose(peer, reason)
         super()._suspect(peer, reason)
 
-    def _pass_up(self) -> None:
-        report = self._leader.report()
+    def _send_up(self) -> None:
+        report = self._leader.take_report()
         if report is not None:
             self._send(self.parent, report)
 
-    def _pass_down(self, decision: Decision) -> None:
+    def _send_down(self, decision: Decision) -> None:
         encoded = encode(decision)
         for peer in self.children:
             self._send(peer, encoded)

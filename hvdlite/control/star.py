@@ -1,15 +1,16 @@
-"""The control plane between processes: a star of stream sockets around rank 0, one doorbell a rank, one pidfd a peer.
+"""The control plane between processes: stream sockets to rank 0 or to a leader, one doorbell a rank, one pidfd a peer.
 
-On one host all ranks are connected to rank 0. On several, each host's leader is, and the host's others to their leader;
-see `control/leading.py`.
+On one host all ranks are connected to rank 0. On several hosts, each host's leader is connected to rank 0, and the host's
+other ranks to their leader; see `control/leading.py`.
 
-How a death is seen (docs/protocol.md#detection, #first-failure)
-- On one host by pidfd: the kernel says so at once, even when a forked worker still holds the socket. Elsewhere by the
-  end of the connection or by silence (heartbeats travel on TCP connections only, so an idle local job uses no CPU).
-- Rank 0 reports what it sees to everybody. Another rank that sees a peer die waits for rank 0's word first, because
-  only that names the origin, and declares the death itself after `GRACE` seconds; at once where the word would have come
-  through the dead one.
-- A peer is only declared dead when its socket has been read empty: its last message may explain it.
+How a death is detected (docs/protocol.md#detection, #first-failure)
+- On the same host by a pidfd: the kernel reports the end of a process immediately, even when a forked worker still holds the
+  socket. On other hosts by the end of the connection, or by missing heartbeats. Heartbeats travel on TCP connections only,
+  so an idle job on one host uses no CPU.
+- Rank 0 reports what it sees to all ranks. Another rank that sees a peer die waits for rank 0's report first, because only
+  that names the origin. It declares the death itself after `GRACE_SECONDS`, or immediately, if the dead peer would have
+  relayed rank 0's report.
+- A peer is declared dead only when its socket has been read empty, because its last message may explain the death.
 """
 
 from __future__ import annotations
@@ -36,21 +37,21 @@ from hvdlite.core.errors import ProtocolError
 from hvdlite.core.file_limit import OUT_OF_DESCRIPTORS
 from hvdlite.negotiation.messages import Decision, DirectMessage, DirectMessages, HostReport, Message, Report
 
-GRACE = 0.5
-"""Seconds a rank waits for rank 0's report of a death that it has seen itself."""
-HEARTBEAT_INTERVAL = 1.0
+GRACE_SECONDS = 0.5
+"""Seconds that a rank waits for rank 0's report of a death that it has seen itself."""
+HEARTBEAT_SECONDS = 1.0
 """Seconds between heartbeats on TCP."""
 
 
 class StarControl:
-    """One rank's end of the star.
+    """One rank's control plane.
 
     Args:
-        connections: on rank 0 one for each rank that speaks with it; elsewhere one to its parent.
-        doorbells: the doorbells of the ranks on this host, by rank, this rank's included.
+        connections: on rank 0 one for each child; elsewhere one to its parent.
+        doorbells: the doorbells of all ranks on this host, by rank.
         pids: process ids of the other ranks on this host.
         parent: see `ControlPlane`.
-        hosts: on rank 0: the ranks for which a leader speaks, its own included, by leader.
+        hosts: on rank 0: the ranks of each host with a leader, by leader.
     """
 
     children: frozenset[int] = frozenset()
@@ -61,18 +62,19 @@ class StarControl:
         self.parent = parent
         self._rank = rank
         self._hosts = dict(hosts or {})
-        self._way = {rank: leader for leader, ranks in self._hosts.items() for rank in ranks}  # else a rank itself
+        # Of other ranks: the rank itself
+        self._route = {rank: leader for leader, ranks in self._hosts.items() for rank in ranks}
         self._connections = dict(connections)
         self._doorbells = dict(doorbells)
         self._doorbell = doorbells[rank]
-        self._silence_limit = heartbeat_timeout
-        self._unsent: set[int] = set()  # peers whose sockets we watch for room
+        self._heartbeat_timeout = heartbeat_timeout
+        self._unsent: set[int] = set()  # peers whose sockets are polled for writability
         self._lost: set[int] = set()
         self._suspects: dict[int, float] = {}  # rank -> when to declare it dead
         self._tcp = {peer for peer, link in connections.items() if link.authenticated_by_key}
-        self._heard = dict.fromkeys(self._tcp, time.monotonic())
-        self._next_heartbeat = time.monotonic() + HEARTBEAT_INTERVAL
-        self._events: list[Event] = []  # losses noticed while sending
+        self._last_received = dict.fromkeys(self._tcp, time.monotonic())
+        self._next_heartbeat = time.monotonic() + HEARTBEAT_SECONDS
+        self._events: list[Event] = []  # to be returned by the next `wait`
         self._poller = select.poll()
         self._poller.register(self._doorbell, select.POLLIN)
         self._peer_of = {connection.fileno(): peer for peer, connection in self._connections.items()}
@@ -82,7 +84,7 @@ class StarControl:
         self._closed = False
         for peer, connection in list(self._connections.items()):
             connection.start()
-            self._read(peer)  # a decision may have come right behind the welcome
+            self._read(peer)  # a decision may have arrived right after the welcome
 
     def send_report(self, report: Report) -> None:
         self._send(self.parent, report)
@@ -95,7 +97,7 @@ class StarControl:
     def send_direct_messages(self, messages: Sequence[DirectMessage]) -> None:
         by_peer: defaultdict[int, list[DirectMessage]] = defaultdict(list)
         for message in messages:
-            by_peer[self._way.get(message.rank, message.rank)].append(message)
+            by_peer[self._route.get(message.rank, message.rank)].append(message)
         for peer, theirs in by_peer.items():
             self._send(peer, DirectMessages(tuple(theirs)))
 
@@ -103,12 +105,12 @@ class StarControl:
         if not self._events:
             self._handle(self._ready(timeout, spin))
             if self._suspects or self._tcp:
-                self._keep_time()
+                self._check_timers()
         events, self._events = self._events, []
         return events
 
     def _ready(self, timeout: float | None, spin: float) -> list[tuple[int, int]]:
-        """Return the descriptors that have news."""
+        """Return the descriptors that are ready, with their flags."""
         if spin and timeout != 0:
             until = time.perf_counter() + spin
             while time.perf_counter() < until:
@@ -134,14 +136,14 @@ class StarControl:
     def close(self) -> None:
         for connection in self._connections.values():
             connection.close()
-        self.forget()
+        self.close_in_child()
 
-    def forget(self) -> None:
+    def close_in_child(self) -> None:
         if self._closed:
             return
         self._closed = True
         for connection in self._connections.values():
-            connection.forget()
+            connection.close_in_child()
         for doorbell in self._doorbells.values():
             doorbell.close()
         for descriptor in self._pidfds:
@@ -175,7 +177,7 @@ class StarControl:
             elif descriptor in self._pidfds:
                 ended.append(descriptor)
             elif descriptor in self._peer_of:
-                self._serve(self._peer_of[descriptor], flags)
+                self._handle_socket(self._peer_of[descriptor], flags)
         for descriptor in ended:  # after all sockets: a last message may say why
             peer = self._pidfds.pop(descriptor)
             self._poller.unregister(descriptor)
@@ -183,12 +185,12 @@ class StarControl:
             self._read(peer)
             self._suspect(peer, "its process ended without leaving the job (killed or crashed)")
 
-    def _serve(self, peer: int, flags: int) -> None:
+    def _handle_socket(self, peer: int, flags: int) -> None:
         if flags & select.POLLOUT:
             try:
                 self._connections[peer].push()
             except OSError as error:
-                self._drop_read_empty(peer, f"connection broken: {error}")
+                self._drop_after_reading(peer, f"connection broken: {error}")
                 return
             self._watch_writes(peer)
         if flags & ~select.POLLOUT:
@@ -206,16 +208,16 @@ class StarControl:
         except ProtocolError as error:
             self._drop(peer, f"its connection is corrupt: {error}")
             return
-        self._take(peer, messages)
+        self._receive(peer, messages)
 
-    def _take(self, peer: int, messages: Sequence[Message]) -> None:
+    def _receive(self, peer: int, messages: Sequence[Message]) -> None:
         if peer in self._tcp:
-            self._heard[peer] = time.monotonic()
+            self._last_received[peer] = time.monotonic()
         for message in messages:
-            self._events.extend(self._heard_from(peer, message))
+            self._events.extend(self._events_of(peer, message))
 
-    def _heard_from(self, peer: int, message: Message) -> list[Event]:
-        """Return what a peer's message means for this rank."""
+    def _events_of(self, peer: int, message: Message) -> list[Event]:
+        """Return the events of a peer's message."""
         from_parent = self._rank != 0 and peer == self.parent
         match message:
             case Heartbeat():
@@ -237,7 +239,7 @@ class StarControl:
         try:
             connection.send(message)
         except OSError as error:
-            self._drop_read_empty(peer, f"connection broken: {error}")
+            self._drop_after_reading(peer, f"connection broken: {error}")
             return
         if connection.wants_to_send or peer in self._unsent:
             self._watch_writes(peer)
@@ -251,11 +253,11 @@ class StarControl:
             self._unsent.discard(peer)
             self._poller.modify(connection.fileno(), select.POLLIN)
 
-    def _drop_read_empty(self, peer: int, reason: str) -> None:
-        """Drop a peer that does not take what we send; what it sent before may say why."""
+    def _drop_after_reading(self, peer: int, reason: str) -> None:
+        """Drop a peer to which sending failed, after its last messages, which may say why."""
         try:
             while messages := self._connections[peer].receive():
-                self._take(peer, messages)
+                self._receive(peer, messages)
         except (EOFError, OSError, ProtocolError):
             pass  # `reason` came first
         self._drop(peer, reason)
@@ -269,33 +271,33 @@ class StarControl:
         self._suspect(peer, reason)
 
     def _suspect(self, peer: int, reason: str) -> None:
-        """Declare a death: at once where nobody knows better, else after the grace for rank 0's word."""
+        """Declare a death immediately when no rank 0 can report it, else after the grace period."""
         if self._rank == 0 or peer == self.parent:
-            self._declare(peer, reason)
+            self._declare_lost(peer, reason)
         else:
-            self._suspects.setdefault(peer, time.monotonic() + GRACE)
+            self._suspects.setdefault(peer, time.monotonic() + GRACE_SECONDS)
 
-    def _declare(self, peer: int, reason: str) -> None:
+    def _declare_lost(self, peer: int, reason: str) -> None:
         if peer not in self._lost:
             self._lost.add(peer)
             self._events.append(PeerLost(peer, reason))
 
-    def _keep_time(self) -> None:
+    def _check_timers(self) -> None:
         now = time.monotonic()
         for peer in [peer for peer, when in self._suspects.items() if now >= when]:
             del self._suspects[peer]
-            self._declare(peer, "its process ended, and rank 0 did not say why")
+            self._declare_lost(peer, "its process ended, and rank 0 did not say why")
         if now >= self._next_heartbeat:
-            self._next_heartbeat = now + HEARTBEAT_INTERVAL
+            self._next_heartbeat = now + HEARTBEAT_SECONDS
             for peer in list(self._tcp):
                 self._send(peer, Heartbeat())
         for peer in list(self._tcp):
-            silent = now - self._heard[peer]
-            if silent > self._silence_limit:
+            silent = now - self._last_received[peer]
+            if silent > self._heartbeat_timeout:
                 self._drop(peer, f"it has been silent for {silent:.0f} s (HVDLITE_HEARTBEAT_TIMEOUT)")
 
     def _deadline(self, timeout: float | None) -> float:
-        """Return when to look at the clock again, while there are suspects or heartbeats."""
+        """Return when a timer expires next; there are suspects or heartbeats."""
         times = list(self._suspects.values())
         if timeout is not None:
             times.append(time.monotonic() + timeout)

@@ -118,9 +118,9 @@ class Connection:
             self.receive()  # unread bytes would turn TCP's close into a reset, which destroys what is under way
         except (EOFError, OSError, ProtocolError):
             pass
-        self.forget()
+        self.close_in_child()
 
-    def forget(self) -> None:
+    def close_in_child(self) -> None:
         """Close this process's descriptor only; the connection lives on in the process it was forked from."""
         self.socket.close()
 

@@ -46,11 +46,11 @@ class ReportServer:
         """Stop answering."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        self.forget()
+        self.close_in_child()
         with contextlib.suppress(OSError):
             os.unlink(self._path)
 
-    def forget(self) -> None:
+    def close_in_child(self) -> None:
         """In a forked child: close the copy of the descriptor."""
         self._listener.close()
 

@@ -1,4 +1,4 @@
-"""Puts a rank's background thread together."""
+"""The construction of a rank's background thread from its parts."""
 
 from __future__ import annotations
 

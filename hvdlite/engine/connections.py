@@ -1,4 +1,4 @@
-"""What a rank's background thread is given to work with."""
+"""The connections of a rank's background thread: control plane, planes, out-of-band channel, clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a rank's background thread speaks with the coordinator: over the control plane, or in its own process on rank 0."""
+"""The link from a rank's background thread to the coordinator: the control plane, or a call within rank 0."""
 
 from __future__ import annotations
 

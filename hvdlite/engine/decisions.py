@@ -1,4 +1,4 @@
-"""The one interpreter of decisions on a rank: what counts on arrival, and what is applied in order."""
+"""The one interpreter of decisions on a rank: some fields count on arrival, the others are applied in order."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ class Decisions:
         return bool(self._queue)
 
     def accept(self, decision: Decision) -> None:
-        """Receive a decision.
+        """Receive a decision: follow the fields that count on arrival, and queue it.
 
         Raises:
-            JobFailed: when it says so.
+            JobFailed: when the decision ends the job.
         """
         if decision.failure is not None:
             raise JobFailed(decision.failure)
         if self._rank in decision.status_requests:
-            self._controller.say(SideMessage(status=self._status()))
+            self._controller.send_side_message(SideMessage(status=self._status()))
         if decision.left:
             self.departed.update(decision.left)
         if self._rank in decision.deferred:
@@ -64,16 +64,16 @@ class Decisions:
         self._queue.append(decision)
 
     def apply_next(self) -> None:
-        """Apply the oldest decision that has been received and not applied."""
+        """Follow the fields of the oldest queued decision that count in order."""
         decision = self._queue.popleft()
         if decision.timeline is not None:
             self._recorder.trace(decision.timeline)
-            self._controller.say(SideMessage(trace=self._recorder.take_trace()))
+            self._controller.send_side_message(SideMessage(trace=self._recorder.take_trace()))
             self._coordinator.tracing_changed(decision.timeline)
         self._recorder.cycle(decision.sequence)
         if decision.tuned:
             self._execution.tune(dict(decision.tuned))
         self._execution.open_pairs(decision.responses)
-        self._execution.carry_out(self._controller.apply(decision), self.departed)
+        self._execution.carry_out(self._controller.apply(decision), self.departed)  # `learned` to `responses`
         if self._rank in decision.left:
             self.has_left = True

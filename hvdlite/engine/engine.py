@@ -1,4 +1,4 @@
-"""One rank's background thread: it negotiates what user threads hand in, and moves tensors.
+"""The background thread of a rank: negotiate the work in the inbox, apply decisions, move tensors.
 
 Theory of operation
 - The thread turns the inbox into a report, handles received messages, and applies decisions strictly in order.
@@ -63,7 +63,7 @@ class Engine:
         self._decisions = Decisions(controller, coordinator, self._execution, self._waiters, recorder, self._status)
         self._health = HealthCheck(watchdog, coordinator, self._execution, self._clock, look_seconds,
                                    send=self._send_side_message, lost=self._lose_parent, decide=self._decide)
-        connections.oob.connect(controller.say, self._inbox.post)
+        connections.oob.connect(controller.send_side_message, self._inbox.post)
         self._listened = self._clock()  # when messages were last handled
         self._leaving = False
         self._thread = threading.Thread(target=self._run, name=f"hvdlite-rank-{self._rank}", daemon=True)
@@ -105,7 +105,7 @@ class Engine:
 
     def request_report(self) -> None:
         """Let rank 0 report which tensors wait for which ranks."""
-        self._controller.say(SideMessage(requests_report=True))
+        self._controller.send_side_message(SideMessage(requests_report=True))
 
     # --- the loop --------------------------------------------------------------------------------------------------
 
@@ -159,7 +159,7 @@ class Engine:
             self._take(items.popleft())
         untold = self._recorder.untold
         if untold and (self._controller.has_news or untold >= TRACE_BATCH or self._leaving):
-            self._controller.say(SideMessage(trace=self._recorder.take_trace()))
+            self._controller.send_side_message(SideMessage(trace=self._recorder.take_trace()))
         report = self._controller.report()
         if report is not None:
             self._coordinator.send_report(report)
@@ -220,7 +220,7 @@ class Engine:
         self._health.look()
 
     def _send_side_message(self, message: SideMessage) -> None:
-        self._controller.say(message)
+        self._controller.send_side_message(message)
         self._send_report()
 
     def _lose_parent(self, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""Detecting, on every rank, that something has stalled: when to look, and what follows from it."""
+"""The health check on every rank: when to look for stalls, and what follows from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rank 0's duties: the coordinator, and what observes and tunes the whole job beside it."""
+"""The duties of rank 0: the coordinator, stall reports, the timeline and autotune."""
 
 from __future__ import annotations
 

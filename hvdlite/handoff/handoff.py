@@ -1,4 +1,4 @@
-"""Everything that a rank's user threads and its background thread share."""
+"""The handoff: everything that a rank's user threads and its background thread share."""
 
 from __future__ import annotations
 

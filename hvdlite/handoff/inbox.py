@@ -1,4 +1,4 @@
-"""The inbox: how user threads hand work to the background thread."""
+"""The inbox: the queue of work from user threads to the background thread."""
 
 from __future__ import annotations
 

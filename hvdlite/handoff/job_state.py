@@ -1,4 +1,4 @@
-"""What the background thread tells user threads about the job."""
+"""The state of the job, written by the background thread and read by user threads."""
 
 from __future__ import annotations
 

@@ -12,13 +12,13 @@ from hvdlite.negotiation.requests import first_of, grouped
 
 Aspect = tuple[str, Callable[[Request], object]]
 STEPS = "number of optimizer steps before the reduction"
-_WAY_OUT = {STEPS: "The ranks made different numbers of backward passes between two steps, or some of them replaced "
-                   "gradients after their reduction, so one rank's gradients met another's of the next step. Do the same on "
-                   "all ranks. For passes over different parameters, DistributedOptimizer(wait_in=\"step\") reduces once a "
-                   "step"}
+_HINTS = {STEPS: "The ranks made different numbers of backward passes between two steps, or some of them replaced "
+                 "gradients after their reduction, so one rank's gradients met another's of the next step. Do the same on "
+                 "all ranks. For passes over different parameters, DistributedOptimizer(wait_in=\"step\") reduces once a "
+                 "step"}
 _SPARSE = ("One rank's gradient is sparse (gathered row by row), another's is dense. Pass sparse_as_dense=True to the "
            "optimizer or tape")
-_ANY_WAY_OUT = "Nothing was changed on any rank; call it with the same value everywhere, or use different names"
+_GENERAL_HINT = "Nothing was changed on any rank; call it with the same value everywhere, or use different names"
 
 _COMMON: tuple[Aspect, ...] = (
     ("operation", lambda request: request.collective.name.lower()),
@@ -58,7 +58,7 @@ _SPECIFIC: dict[Collective, tuple[Aspect, ...]] = {
 
 
 def reconciled(requests: Mapping[int, Request]) -> Mapping[int, Request]:
-    """Let ranks without a gradient follow those that have a sparse one, of which they could not know.
+    """Turn requests without a gradient into sparse ones when another rank's gradient is sparse.
 
     Args:
         requests: each rank's request for one member of a gradient set; a sparse gradient is gathered row by row.
@@ -86,20 +86,20 @@ def disagreement(requests: Mapping[int, Request]) -> str | None:
             groups.setdefault(str(value_of(requests[rank])), []).append(rank)
         if len(groups) > 1:
             told = "; ".join(f"{named_ranks(ranks)}: {value}" for value, ranks in groups.items())
-            way_out = _SPARSE if what == "operation" and first.label else _WAY_OUT.get(what, _ANY_WAY_OUT)
-            return f"ranks disagree about the {what} of '{first.name}': {told}. {way_out}"
+            hint = _SPARSE if what == "operation" and first.label else _HINTS.get(what, _GENERAL_HINT)
+            return f"ranks disagree about the {what} of '{first.name}': {told}. {hint}"
     return None
 
 
 def _signature(request: Request) -> tuple[object, ...]:
-    """Return what is enough to agree; for some collectives less is."""
+    """Return a key; requests with equal keys agree. Some collectives need less."""
     return (request.collective, request.dtype, request.shape, request.op, request.root_rank, request.prescale,
             request.postscale, request.process_set_id, request.device, request.group, request.members, request.group_id,
             request.step)
 
 
 def _members(first: Request, requests: Mapping[int, Request]) -> tuple[Aspect, ...]:
-    """Return the shape of the first member of a group that is not the same everywhere."""
+    """Return an aspect for the first tensor of a group whose shape differs between ranks."""
     for index, shape in enumerate(first.group):
         if any(request.group[index:index + 1] != (shape,) for request in requests.values()):
             return ((f"shape of tensor {index} of the group", lambda request, at=index: list(request.group[at])),)
@@ -107,7 +107,7 @@ def _members(first: Request, requests: Mapping[int, Request]) -> tuple[Aspect, .
 
 
 def named_ranks(ranks: Sequence[int]) -> str:
-    """Return "rank 3", or "ranks 0, 1, 5", at most eight."""
+    """Return "rank 3" or "ranks 0, 1, 5"; at most eight ranks are named."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")

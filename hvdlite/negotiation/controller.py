@@ -1,9 +1,9 @@
-"""The controller, every rank's role: collect this rank's requests into reports, and check decisions. Pure.
+"""The controller, every rank's role: collect ready tensors into reports and turn decisions into instructions. Pure.
 
 Rules (docs/protocol.md#decisions)
-- Decisions are applied in sequence; a gap or a repetition is an error, never skipped.
-- The bucket table changes only in `apply`.
-- A response to a name this rank has not submitted is ignored: it is a refusal for ranks that have (a rank that left).
+- Decisions are applied in sequence. A gap or a repetition is an error, never skipped.
+- The table of buckets changes only in `apply`.
+- A response to a name that this rank has not submitted is ignored: it refuses the tensor on ranks that have submitted it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from hvdlite.negotiation.messages import (
 
 @dataclasses.dataclass(frozen=True)
 class SplitBucket:
-    """A bucket that this rank reported is answered member by member: its layout was evicted or suspended."""
+    """Continue with the members of a bucket that this rank reported: its layout was evicted or suspended."""
 
     bucket_id: int
     requests: tuple[Request, ...]
@@ -46,21 +46,21 @@ class SplitBucket:
 
 @dataclasses.dataclass(frozen=True)
 class EvictLayout:
-    """A layout ends; no bucket of it is waited for any more."""
+    """Remove a layout; none of its buckets is pending."""
 
     layout: Layout
 
 
 @dataclasses.dataclass(frozen=True)
 class SuspendLayout:
-    """A layout is not used until all ranks have joined; no bucket of it is waited for."""
+    """Do not use a layout until all ranks have joined; none of its buckets is pending."""
 
     layout: Layout
 
 
 @dataclasses.dataclass(frozen=True)
 class ParticipateWithoutData:
-    """This rank has joined: it does its share of the work, if it is in the process set, but has no tensor in it."""
+    """Participate in a collective without contributing data: this rank has joined. Other process sets' are skipped."""
 
     response: Response
 
@@ -70,7 +70,7 @@ Instruction = ParticipateWithoutData | Layout | BucketRelease | SplitBucket | Su
 
 
 class Controller:
-    """The negotiating half of one rank."""
+    """One rank's side of the negotiation."""
 
     def __init__(self, rank: int, *, epoch: int = 0) -> None:
         self.rank = rank
@@ -82,28 +82,29 @@ class Controller:
         self._first_round = first_round(0)  # since then
         self._reported: dict[int, BucketReady] = {}  # buckets reported and not answered
         self._unanswered: set[Key] = set()
-        self._items: list[ReportItem] = []  # not told yet; likewise below
-        self._side_message: SideMessage | None = None
         self._joined = False
+        # For the next report:
+        self._items: list[ReportItem] = []
+        self._side_message: SideMessage | None = None
         self._blocked: Blocked | None = None
         self._leaving = False
         self._failure: FailureNotice | None = None
-        self._unsaid = False
+        self._has_news = False
 
     def submit(self, request: Request) -> None:
-        """A tensor is ready here. Its name must not be unanswered (the runtime refuses that at the call)."""
+        """Report a tensor that is ready here. Its name must not be pending (the runtime refuses that at the call)."""
         assert request.key not in self._unanswered, f"'{request.name}' is still being processed"
         self._unanswered.add(request.key)
         self._joined = self._joined or request.collective is Collective.JOIN
         self._items.append(request)
-        self._unsaid = True
+        self._has_news = True
 
     def submit_bucket(self, bucket: Bucket, ready: BucketReady) -> SplitBucket | None:
-        """All members of a learned bucket are in their places here.
+        """Report a learned bucket whose slices are all filled here.
 
-        Return its members' requests when its layout has been evicted or suspended meanwhile; they are then submitted.
+        When its layout has been evicted or suspended meanwhile, submit its members' requests instead and return them.
         """
-        self._unsaid = True
+        self._has_news = True
         if ready.bucket_id in self._buckets and ready.round_id >= self._first_round:
             assert ready.bucket_id not in self._reported, f"bucket {ready.bucket_id} is still being processed"
             self._reported[ready.bucket_id] = ready
@@ -117,23 +118,23 @@ class Controller:
         return SplitBucket(ready.bucket_id, requests)
 
     def round_done(self, message: RoundDone) -> None:
-        """Everything that this rank has of a gradient set's round is submitted."""
+        """Report that this rank has submitted all its members of a round."""
         self._items.append(message)
-        self._unsaid = True
+        self._has_news = True
 
-    def mark_stale(self, layout: int) -> None:
-        """A layout does not describe this rank's set any more."""
-        if layout in self._layouts:
-            self._items.append(LayoutStale(layout))
-            self._unsaid = True
+    def mark_stale(self, layout_id: int) -> None:
+        """Report that a layout does not describe this rank's set any more."""
+        if layout_id in self._layouts:
+            self._items.append(LayoutStale(layout_id))
+            self._has_news = True
 
     def retire(self, retired: Retired) -> None:
-        """This rank takes part in no further round of a gradient set."""
+        """Report that this rank has dropped a gradient set."""
         self._items.append(retired)
-        self._unsaid = True
+        self._has_news = True
 
-    def say(self, side_message: SideMessage) -> None:
-        """Something beside the tensors; what was said before and not told yet stays, unless it is said anew."""
+    def send_side_message(self, side_message: SideMessage) -> None:
+        """Report something beside tensors; it is merged with what is not sent yet, where the newer value counts."""
         if self._side_message is not None:
             before = self._side_message
             changed = {field: value for field, value in msgspec.structs.asdict(side_message).items()
@@ -141,39 +142,41 @@ class Controller:
             for field in ("trace", "oob_messages", "oob_requests", "oob_withdrawn"):
                 changed[field] = getattr(before, field) + getattr(side_message, field)
             side_message = msgspec.structs.replace(before, **changed)
-        self._side_message, self._unsaid = side_message, True
+        self._side_message, self._has_news = side_message, True
 
     def block(self, blocked: Blocked) -> None:
-        """Threads of this rank have been blocked for long."""
-        self._blocked, self._unsaid = blocked, True
+        """Report that threads of this rank have been blocked for long."""
+        self._blocked, self._has_news = blocked, True
 
     def leave(self) -> None:
-        """This rank will submit nothing more."""
-        self._leaving = self._unsaid = True
+        """Report that this rank will submit nothing more."""
+        self._leaving = self._has_news = True
 
     def fail(self, failure: FailureNotice) -> None:
-        """This rank cannot go on."""
+        """Report that this rank has failed."""
         if self._failure is None:
-            self._failure, self._unsaid = failure, True
+            self._failure, self._has_news = failure, True
 
     @property
     def has_news(self) -> bool:
         """Whether there is something to report."""
-        return self._unsaid
+        return self._has_news
 
     def report(self) -> Report | None:
-        """Return what has not been told yet, or None."""
-        if not self._unsaid:
+        """Return what has not been reported yet, or None."""
+        if not self._has_news:
             return None
         report = Report(epoch=self.epoch, applied=self.applied, items=tuple(self._items), side_message=self._side_message,
                         leaving=self._leaving, failure=self._failure, blocked=self._blocked)
         self._items.clear()
         self._side_message = self._blocked = None
-        self._unsaid = False
+        self._has_news = False
         return report
 
     def apply(self, decision: Decision) -> list[Instruction]:
-        """Return what to do, in order; every rank that submitted the same tensors gets the same list.
+        """Return what the fields from `learned` to `responses` mean for this rank, as instructions in their order.
+
+        Every rank that submitted the same tensors gets the same list.
 
         Raises:
             ProtocolError: when a decision is missing or repeated.
@@ -191,11 +194,13 @@ class Controller:
         for release in decision.released:
             if self._reported.pop(release.bucket_id, None) is not None:  # else another process set's
                 instructions.append(release)
-        for number in decision.suspended:
-            instructions.extend((*self._withdraw(self._layouts[number]), SuspendLayout(self._layouts[number])))
-        for number in decision.evicted:
-            ended = self._layouts.pop(number)
-            self._items = [item for item in self._items if not (isinstance(item, LayoutStale) and item.layout_id == number)]
+        for layout_id in decision.suspended:
+            layout = self._layouts[layout_id]
+            instructions.extend((*self._withdraw(layout), SuspendLayout(layout)))
+        for layout_id in decision.evicted:
+            ended = self._layouts.pop(layout_id)
+            self._items = [item for item in self._items
+                           if not (isinstance(item, LayoutStale) and item.layout_id == layout_id)]
             instructions.extend((*self._withdraw(ended), EvictLayout(ended)))
         for response in decision.responses:
             keys = [(response.process_set_id, name, response.round_id) for name in response.names]
@@ -208,17 +213,17 @@ class Controller:
                 instructions.append(ParticipateWithoutData(response))
         return instructions
 
-    def bucket(self, number: int) -> Bucket:
+    def bucket(self, bucket_id: int) -> Bucket:
         """Return a bucket of a layout in use."""
-        return self._buckets[number]
+        return self._buckets[bucket_id]
 
     def unanswered(self) -> frozenset[str]:
-        """The names submitted and not answered yet, those of reported buckets included."""
+        """Return the names of pending tensors, including the members of pending buckets."""
         return frozenset(name for _, name, _ in self._unanswered).union(
-            *(self._buckets[number].response.names for number in self._reported))
+            *(self._buckets[bucket_id].response.names for bucket_id in self._reported))
 
     def _end_join(self, response: Response) -> None:
-        """Take part again; when all ranks have joined, with the layouts learned before."""
+        """Take part again. When all ranks have joined, use the suspended layouts again."""
         self._joined = False
         if response.error is ErrorKind.NONE:
             self._joins += 1
@@ -227,7 +232,7 @@ class Controller:
                 self._buckets.update((bucket.bucket_id, bucket) for bucket in layout.buckets)
 
     def _withdraw(self, layout: Layout) -> list[Instruction]:
-        """Do not report a layout's buckets any more; return how those that this rank has reported are answered."""
+        """Do not report a layout's buckets any more; return instructions for those that this rank has reported."""
         instructions: list[Instruction] = []
         for bucket in layout.buckets:
             self._buckets.pop(bucket.bucket_id, None)
@@ -237,7 +242,7 @@ class Controller:
             requests = tuple(requests_of(bucket, ready))
             self._unanswered.update(request.key for request in requests)
             instructions.append(SplitBucket(bucket.bucket_id, requests))
-            if ready in self._items:  # not told yet: nobody may name the bucket in a report that says it knows its end
+            if ready in self._items:  # not sent yet: a report that acknowledges the eviction must not name the bucket
                 at = self._items.index(ready)
                 done = RoundDone(layout.label, ready.round_id, bucket.response.process_set_id)
                 self._items[at:at + 1] = (*requests, done) if ready.ends_round else requests

@@ -1,9 +1,9 @@
 """Detection of ranks that wait for each other in a circle (docs/protocol.md#circular-waits). Pure.
 
-A rank whose threads are all blocked goes on when one of its waits ends, and a wait ends when every rank has handed in what
-it is for. So a rank is stuck when each of its waits needs a rank that is stuck. Ranks tell of their long waits (`Blocked`).
-The coordinator knows who has handed in what. This is deadlock detection in the AND-OR model (Knapp, "Deadlock Detection in
-Distributed Databases", ACM Computing Surveys 19(4), 1987), on one rank.
+A rank whose threads are all blocked continues when one of its waits ends, and a wait ends when every rank has submitted the
+tensor. So a rank is stuck when each of its waits needs a rank that is stuck. Ranks report their long waits (`Blocked`); the
+coordinator knows which ranks have submitted which tensor. This is deadlock detection in the AND-OR model (Knapp, "Deadlock
+Detection in Distributed Databases", ACM Computing Surveys 19(4), 1987), on one rank.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hvdlite.negotiation.agreement import named_ranks
 from hvdlite.negotiation.messages import Blocked, Wait
 
 Missing = Callable[[int, Wait], Collection[int] | None]
-"""For which ranks a rank's wait waits; None when it has been answered."""
+"""Returns the ranks for which a wait of a rank waits; None when it is over."""
 _HELP = ("Call the same collectives in the same order on all ranks. Between backward() and step(), call "
          "optimizer.synchronize() on all ranks before collectives and before gradients are read, also on a rank without a "
          "backward(). Let the steps of several optimizers come in the same order everywhere, and all ranks wait for "
@@ -22,10 +22,10 @@ _HELP = ("Call the same collectives in the same order on all ranks. Between back
 
 
 def stuck_ranks(needs: Mapping[int, Sequence[Collection[int]]]) -> frozenset[int]:
-    """Return the ranks that can never go on.
+    """Return the ranks that can never continue.
 
     Args:
-        needs: for each blocked rank and each of its waits: the ranks that it waits for. Ranks not listed can go on.
+        needs: for each blocked rank and each of its waits: the ranks that it waits for. Other ranks can continue.
     """
     waiting = dict(needs)
     while True:
@@ -37,10 +37,10 @@ def stuck_ranks(needs: Mapping[int, Sequence[Collection[int]]]) -> frozenset[int
 
 
 class BlockedRanks:
-    """The ranks that have told of long waits, and what these need.
+    """The ranks that have reported long waits, and the ranks that these waits need.
 
     Args:
-        missing: tells what a wait needs.
+        missing: returns the ranks that a wait needs.
     """
 
     def __init__(self, missing: Missing) -> None:
@@ -49,19 +49,19 @@ class BlockedRanks:
         self._is_new = False  # since `to_defer` was last asked
 
     def update(self, rank: int, blocked: Blocked) -> None:
-        """Take in what a rank says; it replaces what the rank said before."""
+        """Record what a rank reports; it replaces the rank's earlier report."""
         self._blocked[rank] = blocked
         self._is_new = True
 
     def answered(self, process_set_id: int, names: Collection[str]) -> None:
-        """Tensors are answered: a wait for one of them is over, and the name may be used again."""
+        """End the waits for tensors that have been answered; their names may be used again."""
         for rank, blocked in list(self._blocked.items()):
             if any(not wait.round_id and wait.process_set_id == process_set_id and wait.name in names
                    for wait in blocked.waits):
                 del self._blocked[rank]
 
     def to_defer(self) -> list[int]:
-        """Return the stuck ranks that have a deferrable wait; they count as going on from now on."""
+        """Return the stuck ranks that have a deferrable wait; from now on they count as not blocked."""
         if not self._is_new:
             return []
         self._is_new = False
@@ -71,15 +71,15 @@ class BlockedRanks:
         return found
 
     def deadlock(self, *, certain: bool = True) -> tuple[frozenset[int], str]:
-        """Return the ranks that wait for each other, and a text that says so; nobody and "" when there are none.
+        """Return the ranks that wait for each other in a circle, and a description; no ranks and "" when there is no circle.
 
         Args:
-            certain: leave out ranks with other threads, one of which might let others go on.
+            certain: leave out ranks with other threads, one of which could call what the others wait for.
         """
-        stuck = self._stuck(entirely=certain)
+        stuck = self._stuck(all_threads=certain)
         if not stuck:
             return stuck, ""
-        lines = [f"  rank {rank} waits for {_told(wait)}, which {named_ranks(sorted(self._missing(rank, wait) or ()))} "
+        lines = [f"  rank {rank} waits for {_described(wait)}, which {named_ranks(sorted(self._missing(rank, wait) or ()))} "
                  f"{'has' if len(self._missing(rank, wait) or ()) == 1 else 'have'} not handed in"
                  for rank in sorted(stuck) for wait in self._blocked[rank].waits]
         more = [f"  and {len(lines) - 16} more"] if len(lines) > 16 else []
@@ -89,16 +89,16 @@ class BlockedRanks:
     def __bool__(self) -> bool:
         return bool(self._blocked)
 
-    def _stuck(self, *, entirely: bool = False) -> frozenset[int]:
+    def _stuck(self, *, all_threads: bool = False) -> frozenset[int]:
         needs: dict[int, list[Collection[int]]] = {}
         for rank, blocked in list(self._blocked.items()):
             missing = [self._missing(rank, wait) for wait in blocked.waits]
             if not missing or any(needed is None for needed in missing):
-                del self._blocked[rank]  # it goes on
-            elif blocked.entirely or not entirely:
+                del self._blocked[rank]  # it is not blocked any more
+            elif blocked.all_threads or not all_threads:
                 needs[rank] = [needed for needed in missing if needed is not None]
         return stuck_ranks(needs)
 
 
-def _told(wait: Wait) -> str:
+def _described(wait: Wait) -> str:
     return f"the gradients of '{wait.name}' (round {wait.round_id})" if wait.round_id else f"'{wait.name}'"

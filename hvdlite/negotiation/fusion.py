@@ -1,4 +1,4 @@
-"""Fusion: which ready tensors travel together. Pure: requests in, responses out, the same for the same input."""
+"""Fusion: which ready tensors are moved together. Pure: the same requests always give the same responses."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _ranks_in_step(requests: Mapping[int, Request]) -> tuple[int, ...]:
 
 
 def receive_splits(requests: Mapping[int, Request], members: Sequence[int]) -> list[ReceiveSplits]:
-    """Return what each rank of the set gets in an alltoall on which all agree; see `response_to`."""
+    """Return the rows that each rank of the set receives in an alltoall on which all agree; see `response_to`."""
     first = first_of(requests)
     table = _table(requests, members)
     starts = table.cumsum(axis=1) - table
@@ -58,7 +58,7 @@ def receive_splits(requests: Mapping[int, Request], members: Sequence[int]) -> l
 
 
 def ranks_in_step(in_step: Mapping[int, bool]) -> tuple[int, ...]:
-    """Return the ranks that take part in a round from within their optimizer's step, unless all do.
+    """Return the ranks that report a round from within their optimizer's step, unless all do.
 
     Args:
         in_step: by rank.
@@ -68,7 +68,7 @@ def ranks_in_step(in_step: Mapping[int, bool]) -> tuple[int, ...]:
 
 
 def even_rows(rows: int, parts: int) -> tuple[int, ...]:
-    """Return how many rows each part gets: as equal as possible, the first ones one more."""
+    """Return the rows of each part: as equal as possible, one more in the first parts."""
     return tuple(rows // parts + (part < rows % parts) for part in range(parts))
 
 
@@ -87,7 +87,7 @@ def _rows(requests: Mapping[int, Request], members: Sequence[int]) -> tuple[int,
 
 
 def _table(requests: Mapping[int, Request], members: Sequence[int]) -> Array:
-    """Return every rank's `splits` as a row; those of ranks that have joined are zeros."""
+    """Return a row of `splits` for each rank; zeros for a rank that has joined."""
     nothing = (0,) * len(members)
     return np.array([requests[rank].splits if rank in requests else nothing for rank in members], np.int64)
 
@@ -97,12 +97,12 @@ def fuse(ready: Iterable[tuple[Response, int]], threshold: int) -> list[Response
 
     Args:
         ready: single-tensor responses with their number of bytes, in the order they became ready.
-        threshold: largest merged response in bytes; a tensor larger than it travels alone.
+        threshold: largest merged response in bytes; a larger tensor is not merged.
     """
     groups: list[list[Response]] = []
     open_groups: dict[tuple[object, ...], tuple[list[Response], int]] = {}
     for response, nbytes in ready:
-        if response.result is not None:  # it has travelled already
+        if response.result is not None:  # the decision carries its result
             groups.append([response])
             continue
         key = fusion_key(response)
@@ -121,7 +121,7 @@ def payload_bytes(request: Request) -> int:
 
 
 def fusion_key(response: Response) -> tuple[object, ...]:
-    """Return what must be equal for two responses to be executed as one."""
+    """Return a key that is equal for responses that can be executed as one."""
     return (response.collective, response.dtype, response.op, response.root_rank, response.prescale,
             response.postscale, response.process_set_id, response.round_id, response.divisor, response.contributors,
             response.device, response.ranks_in_step)

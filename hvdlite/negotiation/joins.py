@@ -1,4 +1,4 @@
-"""Which ranks have joined: they have no more data and wait until all ranks have called `join()`. Pure."""
+"""The ranks that have joined: they have no more data and wait until all ranks have called `join()`. Pure."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """The messages between ranks. These structures *are* the protocol; the control plane only carries them.
 
-A rank sends a `Report` when it has something to say; the coordinator answers with `Decision`s, which every rank applies
+A rank sends a `Report` when it has something to report. The coordinator answers with `Decision`s, which every rank applies
 in the same order. Everything that changes shared state travels in a decision.
 
-A *gradient set* is the gradients of one wrapped optimizer (or tape): every rank reports each of its members exactly once
-a *round*. A round in which they were reported one by one teaches the coordinator a *layout*: a fixed cut of the set into
-*buckets*. From then on a rank reports one id when all members of a bucket are ready; see `negotiation/gradient_sets.py`.
+A *gradient set* is the gradients of one wrapped optimizer (or tape). Every rank reports each member exactly once a *round*.
+From a round whose members were reported one by one the coordinator learns a *layout*, which cuts the set into *buckets*.
+Then a rank reports one id when all members of a bucket are ready; see `negotiation/gradient_sets.py`.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ class Request(Message, frozen=True, tag=1):
     device: str = "cpu"
     splits: tuple[int, ...] = ()  # alltoall: rows for each rank of the set, which may differ between ranks
     members: tuple[int, ...] = ()  # ADD_PROCESS_SET: the ranks of the new set
-    absent: bool = False  # this rank takes part but contributes nothing (a parameter without a gradient)
-    group: tuple[tuple[int, ...], ...] = ()  # shapes of the members of a group, which is answered as one
-    payload: bytes | None = None  # eager lane: an offer; the sender keeps its tensor
+    absent: bool = False  # this rank participates without contributing data (a parameter without a gradient)
+    group: tuple[tuple[int, ...], ...] = ()  # shapes of the tensors of a group, which is answered as one
+    payload: bytes | None = None  # eager lane: the tensor itself; the coordinator may ignore it
     label: str = ""  # the gradient set it belongs to, or ""
     round_id: int = 0  # of that set, counted from 1
     strides: tuple[int, ...] = ()  # how this rank lays out a member of a gradient set, in elements; () is row-major
     group_id: int = 0  # members of a gradient set with the same one, from 1, share a bucket
-    step: int = 0  # of a gradient set: how many steps its optimizer has made, since all ranks have last joined
-    in_step: bool = False  # of a gradient set: this rank takes part from within its optimizer's step
+    step: int = 0  # of a gradient set: steps of its optimizer since all ranks have last joined
+    in_step: bool = False  # of a gradient set: this rank reports it from within its optimizer's step
 
     @property
     def key(self) -> Key:
@@ -69,18 +69,18 @@ class RoundDone(Message, frozen=True, tag=3):
 
 
 class BucketReady(Message, frozen=True, kw_only=True, tag=2):
-    """All members of a learned bucket are in their places on this rank."""
+    """All slices of a learned bucket are filled on this rank."""
 
     bucket_id: int
     round_id: int  # of the gradient set, as in `Request`
-    unused: tuple[int, ...] = ()  # indices of members without a gradient here; their places hold the op's identity
+    unused: tuple[int, ...] = ()  # indices of members without a gradient here; their slices hold the op's identity element
     ends_round: bool = False  # it was the set's last bucket of the round on this rank
-    step: int = 0  # likewise
-    in_step: bool = False  # likewise
+    step: int = 0  # as in `Request`
+    in_step: bool = False  # as in `Request`
 
 
 class Wait(Message, frozen=True):
-    """What a thread of a rank has been blocked on for long: one tensor, or a round of a gradient set."""
+    """The tensor, or the round of a gradient set, on which a thread has been blocked for long."""
 
     process_set_id: int
     name: str  # the tensor's, or the set's label
@@ -106,28 +106,28 @@ ReportItem = Request | BucketReady | RoundDone | LayoutStale | Retired
 
 
 class FailureNotice(Message, frozen=True):
-    """Why the job ends: where it began and what was seen there."""
+    """Why the job ends: the rank where the failure began, and the error there."""
 
-    origin: int  # the rank where it began, never one that passed it on
+    origin: int  # the rank where the failure began, never one that passed it on
     kind: str  # "lost", or the type of the exception that rank raised
     message: str
     traceback: str = ""
 
 
 class RankStatus(Message, frozen=True, kw_only=True):
-    """What a rank says of itself when others wait for it."""
+    """The state of a rank, for a stall report."""
 
     location: str  # where its script is: function, file and line
     stack: str
     recent: tuple[str, ...]  # names of its last collectives, oldest first
     first_number: int  # the number of the first of them, counted from 1
-    waiting: tuple[str, ...]  # names of what it has submitted and not got back
+    waiting: tuple[str, ...]  # names of its pending collectives
 
 
 class TraceEvent(Message, frozen=True):
     """One event of the timeline, as in Chrome's trace format."""
 
-    phase: str  # B: a span begins, E: the innermost one ends, i: an instant; "end": this rank traces no more
+    phase: str  # B: a span begins, E: the innermost span ends, i: an instant; "end": the rank's last event
     when: float  # microseconds on the clock that all ranks of the job share
     lane: str  # the tensor
     name: str
@@ -151,12 +151,12 @@ class OobKey(Message, frozen=True):
 
 
 class SideMessage(Message, frozen=True, kw_only=True):
-    """What a rank says that has nothing to do with one tensor."""
+    """The part of a report that is not about tensors. It passes by the coordinator: other parts of rank 0 handle it."""
 
     status: RankStatus | None = None  # the answer to a status request
-    ping: bool = False  # is rank 0 there? It is to answer with a decision
-    slow_peers: tuple[int, ...] = ()  # with these it has long been in the middle of a collective
-    requests_report: bool = False  # its user asks who waits for whom
+    ping: bool = False  # rank 0 is to answer with a decision
+    slow_peers: tuple[int, ...] = ()  # the other ranks of a collective that has been under way for long
+    requests_report: bool = False  # its user requests a stall report
     trace: tuple[TraceEvent, ...] = ()  # while there is a timeline
     oob_messages: tuple[OobMessage, ...] = ()
     oob_requests: tuple[OobKey, ...] = ()  # messages of other ranks that it fetches
@@ -164,22 +164,22 @@ class SideMessage(Message, frozen=True, kw_only=True):
 
 
 class Blocked(Message, frozen=True):
-    """A rank's threads have been blocked in waits for long. An answer to what they wait for makes that void."""
+    """The waits in which a rank's threads have been blocked for long. It is void once one of them is over."""
 
     waits: tuple[Wait, ...]  # one for each blocked thread; empty when a wait was interrupted
-    entirely: bool = True  # the rank has no other Python thread, which might call something that lets others go on
+    all_threads: bool = True  # no other Python thread of the rank could still call a collective
 
 
 class Report(Message, frozen=True, kw_only=True):
-    """What one rank tells the coordinator."""
+    """One rank's report to rank 0."""
 
     epoch: int  # membership epoch; a report of another epoch is dropped
     applied: int  # the last decision this rank has applied
     items: tuple[ReportItem, ...] = ()  # in the order in which they happened on this rank
     side_message: SideMessage | None = None
-    leaving: bool = False  # this rank will submit nothing more, after what it says here
+    leaving: bool = False  # this rank submits nothing after these items
     failure: FailureNotice | None = None
-    blocked: Blocked | None = None  # replaces what it said of this before; after everything else
+    blocked: Blocked | None = None  # replaces the one reported before; takes effect after the items
 
 
 class RankReport(Message, frozen=True, tag=5):
@@ -197,13 +197,13 @@ class MergedRequests(Message, frozen=True, tag=7):
 
 
 class HostReport(Message, frozen=True, kw_only=True):
-    """What the leader of a host passes on: what all its ranks said alike as one, the rest rank by rank."""
+    """The reports of a host's ranks, merged by their leader."""
 
-    applied: int  # the least of its ranks
-    # In the order in which it was said; what several ranks said stands where the last of them said it. A bucket or a
-    # finished round is of all ranks of the host in the process set; a bucket's `unused` is what is unused on all of them.
+    applied: int  # the lowest of its ranks
+    # In the order of the ranks' reports; a merged item stands where the last rank reported it. A bucket or a finished round
+    # is of all ranks of the host in the process set; a bucket's `unused` lists the members that are unused on all of them.
     items: tuple[RankReport | MergedRequests | BucketReady | RoundDone, ...] = ()
-    lost: tuple[tuple[int, str], ...] = ()  # ranks whose end it has seen, and what it saw
+    lost: tuple[tuple[int, str], ...] = ()  # ranks whose end the leader has seen, and how
 
 
 class ErrorKind(enum.IntEnum):
@@ -226,11 +226,11 @@ class Response(Message, frozen=True, kw_only=True):
     postscale: float = 1.0
     process_set_id: int = GLOBAL_PROCESS_SET_ID
     round_id: int = 0  # as in the requests; equal for all tensors of one response
-    elements: int = 0  # of all tensors together, where all ranks have the same: so a joined rank can do its share
+    elements: int = 0  # of all tensors together, where it is the same on all ranks; for ranks without data
     divisor: int = 0  # what Average divides by; 0 is the number of ranks in the process set
     contributors: tuple[int, ...] = ()  # ranks of the job, ascending; one not listed is skipped by the reduction
-    # Gathers: what each rank of the set has; scatters: what it gets; alltoall: the most that a rank sends, and gets. Adasum:
-    # the elements of each tensor. ADD_PROCESS_SET: the set's id. JOIN: the last rank.
+    # Gathers: the rows of each rank; scatters: the rows that each rank gets; alltoall: the most that a rank sends, and
+    # receives. Adasum: the elements of each tensor. ADD_PROCESS_SET: the set's id. JOIN: the last rank.
     rows: tuple[int, ...] = ()
     row_elements: int = 0  # of those rows
     members: tuple[int, ...] = ()  # ADD_PROCESS_SET: as in the requests
@@ -238,56 +238,64 @@ class Response(Message, frozen=True, kw_only=True):
     error_text: str = ""
     result: bytes | None = None  # eager lane: the result itself
     device: str = "cpu"  # where the tensors are, as in the requests
-    # Of a gradient set: ranks that took part from within their step, when others did not
-    ranks_in_step: tuple[int, ...] = ()
+    ranks_in_step: tuple[int, ...] = ()  # of a gradient set: ranks that reported it from within their step; () when all did
 
 
 class Bucket(Message, frozen=True, kw_only=True):
-    """Members of a gradient set that travel together, and where each lies in the bucket."""
+    """Members of a gradient set that are reduced together, and their slices of the bucket."""
 
     bucket_id: int  # never used again, even after eviction
-    members: tuple[Request, ...]  # as they were agreed on: equal on all ranks
+    members: tuple[Request, ...]  # as all ranks agreed on them
     offsets: tuple[int, ...]  # in elements
     elements: int  # of the whole bucket, padding included
-    response: Response  # what its release means
+    response: Response  # to carry out when the bucket is released
 
 
 class Layout(Message, frozen=True, kw_only=True):
-    """A gradient set's cut into buckets."""
+    """How a gradient set is cut into buckets."""
 
     layout_id: int  # never used again
     label: str
     first_round: int  # the set's first round that is reported by bucket
     buckets: tuple[Bucket, ...]
-    unbucketed: tuple[str, ...] = ()  # members that always go by themselves: they were sparse once, on some rank
+    unbucketed: tuple[str, ...] = ()  # members that are never put into a bucket: they were sparse once, on some rank
 
 
 class BucketRelease(Message, frozen=True, kw_only=True):
     """All ranks reported a bucket: reduce it."""
 
     bucket_id: int
-    globally_unused: tuple[int, ...] = ()  # members to which no rank contributed; they keep what they have
+    globally_unused: tuple[int, ...] = ()  # indices of members without a gradient on any rank; they are not written
     ranks_in_step: tuple[int, ...] = ()  # as in `Response`
 
 
 class Decision(Message, frozen=True, kw_only=True):
-    """What the coordinator orders; all ranks apply the same decisions in the same order, and each from top to bottom."""
+    """The orders of the coordinator to all ranks.
+
+    Every rank applies the same decisions in the same order. Some fields take effect when the decision arrives, even in the
+    middle of a collective; the others when the rank has applied all earlier decisions. The fields are declared in the order
+    in which they take effect; `engine/decisions.py` applies them.
+    """
 
     epoch: int
     sequence: int  # 1, 2, 3, ...: a gap is a lost decision, which ends the job
+
+    # On arrival:
+    failure: FailureNotice | None = None  # the job ends; nothing else of the decision counts
+    status_requests: tuple[int, ...] = ()  # ranks that are to report their status
+    left: tuple[int, ...] = ()  # ranks whose leaving is hereby accepted; such a rank ends when it has applied the decision
+    deferred: tuple[int, ...] = ()  # ranks whose deferrable waits end here, unfinished
+    pong: tuple[int, ...] = ()  # ranks that asked whether rank 0 is there: the arrival is the answer
+
+    # In order. All planes open the process set of two ranks before `learned`, when it is first needed in `responses`.
+    timeline: bool | None = None  # from here on every rank traces, or does not; None: as before
+    tuned: tuple[tuple[str, int], ...] = ()  # knobs that have these values from here on
     learned: tuple[Layout, ...] = ()
     released: tuple[BucketRelease, ...] = ()
     # Layouts that are not used until all ranks have joined; what was reported of them is answered member by member.
     suspended: tuple[int, ...] = ()
     evicted: tuple[int, ...] = ()  # layouts that end here; likewise
     responses: tuple[Response, ...] = ()
-    status_requests: tuple[int, ...] = ()  # ranks that are to report their status
-    left: tuple[int, ...] = ()  # ranks whose leaving is hereby accepted
-    pong: tuple[int, ...] = ()  # ranks that asked whether rank 0 is there
-    timeline: bool | None = None  # from here on every rank traces, or does not; None: as before
-    tuned: tuple[tuple[str, int], ...] = ()  # knobs that have these values from here on, before anything else
-    failure: FailureNotice | None = None
-    deferred: tuple[int, ...] = ()  # ranks whose deferrable waits end here, unfinished
 
 
 class ReceiveSplits(Message, frozen=True):
@@ -300,7 +308,7 @@ class ReceiveSplits(Message, frozen=True):
 
 
 class DirectMessage(Message, frozen=True, kw_only=True):
-    """What the coordinator tells one rank alone. It comes before the decision to which it belongs, if it belongs to one."""
+    """A message of rank 0 to one rank alone. It arrives before the decision to which it belongs, if any."""
 
     rank: int
     receive_splits: tuple[ReceiveSplits, ...] = ()  # in the order of their decisions
@@ -308,6 +316,6 @@ class DirectMessage(Message, frozen=True, kw_only=True):
 
 
 class DirectMessages(Message, frozen=True):
-    """Direct messages to ranks that are reached by the same way."""
+    """Direct messages to ranks with the same route."""
 
     messages: tuple[DirectMessage, ...]

@@ -1,4 +1,4 @@
-"""Decides about tensors: which are ready everywhere, whether the ranks agree, and what all ranks do with them. Pure.
+"""The negotiation of tensors: which are ready on all ranks, whether ranks agree, and what they do. Pure.
 
 `Coordinator` hands it what ranks report, item by item, and sends its outcome with the next decision.
 

@@ -1,7 +1,7 @@
 """The table of process sets, which every rank has and which changes by decisions only. Pure.
 
-Any two ranks are a set of their own from the beginning, for what one sends the other; its id is negative and follows from
-the ranks, so nobody has to be told.
+Any two ranks are a process set from the beginning, for sends between them. Its negative id is computed from the two ranks,
+so it need not be announced.
 """
 
 from __future__ import annotations
@@ -11,53 +11,53 @@ from collections.abc import Sequence
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 
 
-def pair(one: int, other: int, size: int) -> int:
+def pair_set_id(one: int, other: int, size: int) -> int:
     """Return the id of the set of two ranks of a job of `size` ranks."""
     return -(1 + min(one, other) * size + max(one, other))
 
 
 class ProcessSetTable:
-    """The members of each set, ascending; id 0 is all ranks. Ids are never used again. Pairs are not listed."""
+    """The ascending ranks of each process set, by id. Set 0 is all ranks. Ids are never used again; pairs are not listed."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._ranks: dict[int, tuple[int, ...]] = {GLOBAL_PROCESS_SET_ID: tuple(range(size))}
         self._next = 1
 
-    def __getitem__(self, number: int) -> tuple[int, ...]:
-        return self._pair(number) if number < 0 else self._ranks[number]
+    def __getitem__(self, process_set_id: int) -> tuple[int, ...]:
+        return self._pair(process_set_id) if process_set_id < 0 else self._ranks[process_set_id]
 
-    def __contains__(self, number: object) -> bool:
-        return number in self._ranks or (isinstance(number, int) and -self._size ** 2 <= number < 0)
+    def __contains__(self, process_set_id: object) -> bool:
+        return process_set_id in self._ranks or (isinstance(process_set_id, int) and -self._size ** 2 <= process_set_id < 0)
 
-    def includes(self, number: int, rank: int) -> bool:
+    def includes(self, process_set_id: int, rank: int) -> bool:
         """Return whether a rank of the job is in a set."""
-        return number == GLOBAL_PROCESS_SET_ID or rank in self[number]
+        return process_set_id == GLOBAL_PROCESS_SET_ID or rank in self[process_set_id]
 
-    def among(self, number: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
+    def among(self, process_set_id: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
         """Return those of `ranks` that are in a set."""
-        if number == GLOBAL_PROCESS_SET_ID:
+        if process_set_id == GLOBAL_PROCESS_SET_ID:
             return ranks  # the common case; a search for each would cost ranks x ranks
-        members = self[number]
+        members = self[process_set_id]
         return tuple(rank for rank in ranks if rank in members)
 
     def find(self, ranks: Sequence[int]) -> int | None:
         """Return the id of the set with these members, or None."""
         wanted = tuple(sorted(ranks))
-        return next((number for number, members in self._ranks.items() if members == wanted), None)
+        return next((process_set_id for process_set_id, members in self._ranks.items() if members == wanted), None)
 
     def add(self, ranks: Sequence[int]) -> int:
         """Add a set and return its id."""
-        number = self._next
+        process_set_id = self._next
         self._next += 1
-        self._ranks[number] = tuple(sorted(ranks))
-        return number
+        self._ranks[process_set_id] = tuple(sorted(ranks))
+        return process_set_id
 
-    def remove(self, number: int) -> None:
+    def remove(self, process_set_id: int) -> None:
         """Forget a set."""
-        assert number != GLOBAL_PROCESS_SET_ID, "all ranks are a set for ever"
-        del self._ranks[number]
+        assert process_set_id != GLOBAL_PROCESS_SET_ID, "all ranks are a set for ever"
+        del self._ranks[process_set_id]
 
-    def _pair(self, number: int) -> tuple[int, ...]:
-        return divmod(-1 - number, self._size)
+    def _pair(self, process_set_id: int) -> tuple[int, ...]:
+        return divmod(-1 - process_set_id, self._size)
 

@@ -23,7 +23,7 @@ class PendingTensor:
 
 
 class ReadinessTable:
-    """Collects requests by key until every member of their process set has sent its own. Nobody waits for joined ranks.
+    """Collects requests by key until every rank of their process set has made its own, except ranks that have joined.
 
     Args:
         process_sets: who belongs to which process set.
@@ -36,7 +36,7 @@ class ReadinessTable:
         self._pending: dict[Key, PendingTensor] = {}
 
     def add(self, ranks: Ranks, request: Request, now: float) -> Requests | None:
-        """Record what some ranks request; return all requests when these were the last.
+        """Record a request of some ranks; return the requests of all ranks when these were the last.
 
         Raises:
             ProtocolError: when one of `ranks` reports a name again before it was answered.
@@ -56,7 +56,7 @@ class ReadinessTable:
         return self._pending.pop(key).requests
 
     def join(self, rank: int) -> list[Requests]:
-        """Do not wait for `rank` any more; remove and return what is complete without it."""
+        """Stop waiting for a rank that has joined; remove and return the tensors that are complete by that."""
         complete = []
         for key, pending in list(self._pending.items()):
             first = first_of(pending.requests)
@@ -68,21 +68,21 @@ class ReadinessTable:
         return complete
 
     def recount(self) -> None:
-        """Nobody has joined any more."""
+        """Wait for all ranks again: none has joined any more."""
         for key, pending in self._pending.items():
             pending.missing_count = len(self.missing(key))
 
     def missing(self, key: Key) -> list[int]:
-        """Return the ranks for which an incomplete tensor waits, ascending."""
+        """Return the ranks that have not reported an incomplete tensor, ascending."""
         requests = self._pending[key].requests
         return [rank for rank in self._expected(first_of(requests)) if rank not in requests]
 
     def take(self, key: Key) -> Requests:
-        """Remove and return what waits under a key."""
+        """Remove an incomplete tensor; return its requests."""
         return self._pending.pop(key).requests
 
     def take_if(self, condition: Callable[[Request], bool]) -> list[Requests]:
-        """Remove and return everything of which one request meets a condition that is the same for all ranks' requests."""
+        """Remove the tensors that meet a condition, which must be equal for all ranks' requests; return their requests."""
         keys = [key for key, pending in self._pending.items() if condition(first_of(pending.requests))]
         return [self.take(key) for key in keys]
 

@@ -11,10 +11,10 @@ Ranks = tuple[int, ...]
 
 
 class Requests(Mapping[int, Request]):
-    """Requests by rank; a table of all ranks is made only when somebody looks one up.
+    """Requests by rank. The table of all ranks is built when a request is looked up first.
 
     Attributes:
-        groups: the same, as they came: ranks that said the same together.
+        groups: the requests with the ranks that made them together, in order of arrival.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class Requests(Mapping[int, Request]):
         self._by_rank: dict[int, Request] = {}
 
     def add(self, ranks: Ranks, request: Request) -> bool:
-        """Take in what some ranks say; return False when one of them has said something before, which must not be."""
+        """Add a request of some ranks; return False when one of them has made a request before."""
         before = len(self._ranks)
         self.groups.append((ranks, request))
         self._ranks.update(ranks)
@@ -45,7 +45,7 @@ class Requests(Mapping[int, Request]):
 
 
 def grouped(requests: Mapping[int, Request]) -> Sequence[tuple[Ranks, Request]]:
-    """Return requests with the ranks that made them; much fewer than ranks, where leaders have merged them."""
+    """Return each request with the ranks that made it; with leaders, these are fewer than ranks."""
     if isinstance(requests, Requests):
         return requests.groups
     return [((rank,), request) for rank, request in requests.items()]

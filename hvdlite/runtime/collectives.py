@@ -1,4 +1,4 @@
-"""The collectives: calls are checked where they are made, and become entries in the inbox."""
+"""The collectives of the runtime: each call is checked, and becomes an entry in the inbox."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hvdlite.handoff.entry import Entry
 from hvdlite.handoff.handle import Handle, Handles
 from hvdlite.handoff.handoff import Handoff
 from hvdlite.negotiation.messages import Request
-from hvdlite.negotiation.process_sets import pair
+from hvdlite.negotiation.process_sets import pair_set_id
 
 
 class Collectives:
@@ -231,7 +231,7 @@ class Collectives:
                                    f"0..{self._world.size - 1}, not with {other}")
         request = self.request(name, Collective.SEND, _checked(name, array), array.shape, root_rank=sender,
                                payload=None if output is array else self._payload(array),
-                               process_set=pair(sender, receiver, self._world.size), device=device_of(array))
+                               process_set=pair_set_id(sender, receiver, self._world.size), device=device_of(array))
         return self._inbox.submit(Entry(request, [array], [output], output, self._waiters))
 
     def barrier(self, name: str, *, process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:

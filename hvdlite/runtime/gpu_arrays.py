@@ -1,6 +1,6 @@
 """CuPy arrays as arrays of the runtime, for `hvdlite.ops` and for adapters of frameworks that support DLPack.
 
-CuPy is not imported here: whoever has one of its arrays has imported it.
+This module does not import CuPy: a caller with a CuPy array has imported it.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ def cupy() -> Any:
 
 
 def is_on_gpu(array: object) -> bool:
-    """Return whether `array` is one of CuPy's."""
+    """Return whether `array` is a CuPy array."""
     module = cupy()
     return module is not None and isinstance(array, module.ndarray)
 
 
 def wrap(array: Any, name: str, devices: DeviceAccess | None, collective: Collective, op: ReduceOp | None = None, *,
          in_place: bool = False) -> DeviceArray:
-    """Describe a CuPy array to the plane for GPUs, ready after what CuPy's current stream has been given.
+    """Describe a CuPy array to the GPU plane; it is ready after the work on CuPy's current stream so far.
 
     Args:
-        in_place: the result is to be in this very array.
+        in_place: whether the result must be in this array.
 
     Raises:
-        UnsupportedError: without a plane for GPUs, for what NCCL cannot do, and for an array that is not C-contiguous where
-            it must be.
+        UnsupportedError: without a GPU plane, for operations that NCCL does not have, and for an array in place that is not
+            C-contiguous.
     """
     missing = "this job has no plane for GPUs" if devices is None else devices.unavailable_reason()
     if missing or devices is None:
@@ -61,7 +61,7 @@ def empty_like(like: DeviceArray) -> DeviceArray:
 
 def _wrapped(array: Any, devices: DeviceAccess, stream: Any) -> DeviceArray:
     def empty(shape: tuple[int, ...]) -> DeviceArray:
-        with array.device, stream:  # CuPy gives memory back in the order of a stream: the one that the caller works on
+        with array.device, stream:  # CuPy reuses memory in the order of a stream: the caller's
             made = cupy().empty(shape, array.dtype)
         return _wrapped(made, devices, stream)
     return devices.wrap(int(array.data.ptr), tuple(array.shape), array.dtype, int(array.device.id),
@@ -71,7 +71,7 @@ def _wrapped(array: Any, devices: DeviceAccess, stream: Any) -> DeviceArray:
 class GpuHandle:
     """A collective on CuPy arrays in flight, like `Handle`: done means launched.
 
-    `wait` makes CuPy's current stream come after the result.
+    `wait` makes CuPy's current stream wait for the result.
     """
 
     __slots__ = ("_handle",)
@@ -92,7 +92,7 @@ class GpuHandle:
 
 
 def in_flight(handle: Handle | Handles, given: AnyArray | Sequence[AnyArray]) -> Any:
-    """Return what the caller of a collective on `given` gets: the handle itself, unless something is on a GPU."""
+    """Return the caller's handle for a collective on `given`: the handle itself, unless an array is on a GPU."""
     arrays = given if isinstance(given, (list, tuple)) else [given]
     return GpuHandle(handle) if any(type(array) is DeviceArray for array in arrays) else handle
 

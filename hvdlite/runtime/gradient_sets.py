@@ -1,4 +1,4 @@
-"""Gradient sets: rounds of reductions, member by member or in learned buckets."""
+"""The calls of gradient reducers: rounds of gradient sets, member by member or in learned buckets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank's runtime: what user threads call.
+"""The runtime of a rank: the interface for user threads.
 
 Theory of operation
 - A call makes an `Entry`, appends it to the inbox and wakes the background thread if that may be asleep. It never blocks,
@@ -132,8 +132,8 @@ class Runtime:
         What is shared with the parent is left as it is: its pages (`memory.shared`), its connections, what it published.
         """
         if self._rank_zero is not None and self._rank_zero.report_server is not None:
-            self._rank_zero.report_server.forget()
-        self._connections.control.forget()
+            self._rank_zero.report_server.close_in_child()
+        self._connections.control.close_in_child()
         self._connections.plane.close()
         self.progress.withdraw()
 

@@ -34,13 +34,13 @@ def check_passes(backward_passes_per_step: object) -> None:
 
 
 def check_compression(compression: Any) -> None:
-    """Raise `ValueError` unless this can compress."""
+    """Raise `ValueError` for an object that is not a compressor."""
     if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
         raise ValueError(f"compression must be hvd.Compression.none, .fp16 or .bf16, not {compression!r}")
 
 
 def chosen_groups(groups: Any, num_groups: int) -> Any:
-    """Return `groups`, which `num_groups` was called once."""
+    """Return `groups`, or its deprecated alias `num_groups`."""
     if num_groups:
         warnings.warn("num_groups is deprecated; use groups", DeprecationWarning, stacklevel=3)
     return groups if groups is not None else num_groups or None

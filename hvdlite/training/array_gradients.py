@@ -45,7 +45,7 @@ class Slot:
         shape: of its gradient; None while that is unknown.
         dtype: of the gradient on the wire: the last one's, or the one to expect when there was none yet.
         is_expected: whether a round has been about the variable, maybe the one to come.
-        gradient: given or reduced; None when there is none.
+        gradient: this rank's or the reduced one; None when there is none.
     """
 
     shape: tuple[int, ...] | None
@@ -70,6 +70,11 @@ class BucketView:
 
 class ArrayGradients:
     """The gradients of slots, for `GradientReducer`. Results are new arrays: what was handed out is not written again."""
+
+    needs_notes = False
+
+    def note(self, parameter: Slot) -> None:
+        return None
 
     def has_gradient(self, parameter: Slot) -> bool:
         return parameter.gradient is not None
@@ -158,7 +163,7 @@ class ArrayGradients:
         return None
 
     def install_views(self, pairs: Sequence[tuple[Slot, BucketView]]) -> Sequence[Any]:
-        """See `Framework`. All gradients share one new block, which lasts as long as any of them: ten times as fast."""
+        """See `Framework`. All gradients share one new block: ten times as fast; it lasts as long as any of them."""
         if pairs:
             begin = min(view.address for _, view in pairs)
             length = max(view.address + view.array.nbytes for _, view in pairs) - begin
@@ -176,6 +181,9 @@ class ArrayGradients:
     def is_changed(self, parameter: Slot, mark: Any) -> bool:
         return False
 
+    def is_zeroed(self, parameter: Slot, mark: Any) -> bool:
+        return False
+
     def renew(self, parameter: Slot, mark: Any) -> None:
         return None
 
@@ -183,7 +191,7 @@ class ArrayGradients:
         return False  # arrays are not written to
 
     def take(self, parameter: Slot) -> Any:
-        raise NotImplementedError  # a slot is handed over once a round
+        raise NotImplementedError  # a slot is submitted once per round
 
     def accumulate(self, parameter: Slot, gradient: Any) -> None:
         raise NotImplementedError
@@ -225,16 +233,16 @@ class ArrayReducer:
             return len(self._slots) - 1
 
     def expect(self, slots: Collection[int]) -> None:
-        """Say which slots the round is about, before the first `give`. Once expected, a slot is part of every round."""
+        """Add slots to the round, before the first `give`. Once expected, a slot is part of every round."""
         if all(self._slots[slot].is_expected for slot in slots):
             return
         with self._lock:
             for slot in slots:
                 self._slots[slot].is_expected = True
-            self._reducer.admit()
+            self._reducer.sequence.admit()
 
     def give(self, slot: int, gradient: Gradient) -> None:
-        """Hand over one gradient.
+        """Submit one gradient.
 
         Args:
             gradient: C-contiguous. One of up to `bucket_round.SMALL` bytes is not to be changed before `finish` returns; a
@@ -248,7 +256,7 @@ class ArrayReducer:
         self._reducer.hand_over(given)
 
     def finish(self) -> dict[int, Gradient]:
-        """Return the reductions by slot; a slot for which no rank gave a gradient has none.
+        """Return the reduced gradients by slot, without slots that have no gradient on any rank.
 
         Raises:
             HorovodInternalError: when a reduction failed.
@@ -256,7 +264,7 @@ class ArrayReducer:
         """
         try:
             if self._reducer.end_backward():
-                self._reducer.wait()
+                self._reducer.sequence.wait()
             return {index: slot.gradient for index, slot in enumerate(self._slots) if slot.gradient is not None}
         finally:
             try:

@@ -92,23 +92,25 @@ class BucketRound(Generic[Parameter]):
     """Fills the buckets of one round.
 
     Args:
-        number: of the round.
+        round_id: of the round.
         step: how many steps the optimizer has made.
         closes: whether the round is over when all buckets are reported: no member goes by itself.
 
     Attributes:
         detached: parameters whose reduced gradient was moved out of its place, because they are missing, and new marks.
         gathered: after `wait`: members for which another rank had a sparse gradient, and all ranks' rows.
+        contributors: after `wait`: members that were answered one by one, and the ranks that contributed to each.
         behind: after `wait`: ranks that reported a bucket from within their step, while others had not.
     """
 
-    def __init__(self, runtime: Runtime, framework: Framework[Parameter], bucket_views: BucketViews[Parameter], number: int,
-                 step: int, *, closes: bool) -> None:
+    def __init__(self, runtime: Runtime, framework: Framework[Parameter], bucket_views: BucketViews[Parameter],
+                 round_id: int, step: int, *, closes: bool) -> None:
         self.gathered: list[tuple[Parameter, Array]] = []
+        self.contributors: list[tuple[Parameter, Sequence[int]]] = []
         self.detached: list[tuple[Parameter, Any]] = []
         self.behind: set[int] = set()
         self._step, self._closes = step, closes
-        self._runtime, self._framework, self._bucket_views, self._number = runtime, framework, bucket_views, number
+        self._runtime, self._framework, self._bucket_views, self._round_id = runtime, framework, bucket_views, round_id
         self._where = bucket_views.where
         self._fillings = [_Filling(bucket) for bucket in bucket_views.learned.buckets]
         self._reported = itertools.count(1)
@@ -144,6 +146,7 @@ class BucketRound(Generic[Parameter]):
             WaitDeferred: when that is allowed; may be called again then.
         """
         self.gathered.clear()
+        self.contributors.clear()
         for filling, members in zip(self._fillings, self._bucket_views.members, strict=True):
             if filling.handle is None:
                 continue
@@ -176,7 +179,7 @@ class BucketRound(Generic[Parameter]):
         closes = next(self._reported) == len(self._fillings) and self._closes
         filling.handle = self._runtime.submit_bucket(
             filling.bucket,
-            BucketReady(bucket_id=filling.bucket.definition.bucket_id, round_id=self._number,
+            BucketReady(bucket_id=filling.bucket.definition.bucket_id, round_id=self._round_id,
                         unused=tuple(sorted(filling.missing)), ends_round=closes, step=self._step, in_step=in_step),
             self._framework.filled(filling.bucket.memory))
         return ()
@@ -205,6 +208,7 @@ class BucketRound(Generic[Parameter]):
                 errors.append(error)
                 continue
             self.behind.update(part.behind)
+            self.contributors.append((members[index][0], part.contributors))
             if part.completion is not None:
                 self._framework.follow(part.completion)
             if result.dtype.name != filling.bucket.definition.members[index].dtype:

@@ -1,4 +1,4 @@
-"""What the gradient reducer needs of a framework."""
+"""The interface between the gradient reducer and a framework."""
 
 from __future__ import annotations
 
@@ -39,7 +39,15 @@ class Framework(Protocol[Parameter]):
     """Gradients of one framework, as memory.
 
     A *view* is the framework's tensor over a place in a learned bucket, made by `bucket_view` and kept by the reducer.
+
+    Attributes:
+        needs_notes: whether `note` is to be called for each gradient that is made.
     """
+
+    needs_notes: bool
+
+    def note(self, parameter: Parameter) -> None:
+        """The parameter's gradient was made on the stream that is current on this thread."""
 
     def has_gradient(self, parameter: Parameter) -> bool:
         """Return whether the parameter has a gradient."""
@@ -115,6 +123,12 @@ class Framework(Protocol[Parameter]):
 
     def is_changed(self, parameter: Parameter, mark: Any) -> bool:
         """Return whether the gradient that `mark` identified has been replaced or written to since."""
+
+    def is_zeroed(self, parameter: Parameter, mark: Any) -> bool:
+        """Return whether the gradient that `mark` identified has been written to since and is all zeros.
+
+        Return False where only waiting for a GPU could tell.
+        """
 
     def renew(self, parameter: Parameter, mark: Any) -> None:
         """Let what was written so far to the gradient that `mark` identifies not count as a change."""

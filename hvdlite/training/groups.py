@@ -10,7 +10,7 @@ def group_ids(groups: object, parameters: Sequence[Any]) -> dict[int, int]:
     """Return the id, from 1, of the group of each parameter that is in one; by the parameter's `id`.
 
     Args:
-        groups: None; how many groups of about equally many neighbours to make; or a list of lists of parameters.
+        groups: None; the number of groups of about equally many neighbours; or a list of lists of parameters.
         parameters: all of them, in the order of the model.
 
     Raises:

@@ -58,6 +58,19 @@ def computed_again_without(name: str, others: Collection[int]) -> GradientOrderE
         f"the reduced gradient (joined, or cleared it): their shares would be missing. Instead, {_FEWER_PASSES}")
 
 
+def accumulated_alone(rank: int, accumulates: bool) -> GradientOrderError:
+    """Return the error for a closure whose later call accumulates on some ranks, and does nothing on others.
+
+    Args:
+        accumulates: whether rank `rank` is one of those that accumulate.
+    """
+    here = ("accumulated gradients onto those that an earlier call left, and other ranks neither cleared theirs nor did so"
+            if accumulates else "neither cleared the gradients of an earlier call nor accumulated onto them, and others did")
+    return GradientOrderError(f"the closure of optimizer.step() was called again, and on rank {rank} it {here}: this rank's "
+                              "part of the averages would be wrong. Call optimizer.zero_grad() at the beginning of the "
+                              "closure, on all ranks")
+
+
 def changed_alone(name: str, behind: Collection[int]) -> GradientOrderError:
     """Return the error for a gradient that was changed where ranks `behind` could not change it."""
     return GradientOrderError(

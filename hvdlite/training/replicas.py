@@ -56,7 +56,7 @@ def _digest(head: bytes, array: Array | None = None) -> int:
 
 
 def _groups(ranks: Sequence[int], values: Sequence[str]) -> str:
-    """Return who has which value."""
+    """Return a text with the ranks of each value."""
     who: dict[str, list[int]] = {}
     for rank, value in zip(ranks, values, strict=True):
         who.setdefault(value, []).append(rank)

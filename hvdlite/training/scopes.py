@@ -45,7 +45,7 @@ class Scopes(Generic[Scope]):
 
     @contextmanager
     def entered(self, scope: Scope) -> Iterator[None]:
-        """Be inside a scope.
+        """Return the context of a scope.
 
         Raises:
             RuntimeError: inside another one, or when another thread is inside this one.

@@ -8,7 +8,7 @@ from hvdlite.training.replica_group import ReplicaGroup
 
 
 def shard(rows: int, rank: int, size: int) -> slice:
-    """Return which rows of a global batch a rank takes.
+    """Return a rank's rows of a global batch.
 
     Shards are contiguous, in rank order, and differ by one row at most; the first ranks have the longer ones. A batch with
     fewer rows than there are ranks goes to all ranks whole: then every rank computes the same, and none is idle.
@@ -20,7 +20,7 @@ def shard(rows: int, rank: int, size: int) -> slice:
 
 
 def disjoint_shard(rows: int, rank: int, size: int) -> slice:
-    """Return which rows a rank takes when every row is taken by exactly one rank.
+    """Return a rank's rows, so that every row belongs to exactly one rank.
 
     Like `shard`, but of a batch with fewer rows than there are ranks, the first ranks take one row each, the others none.
     """
@@ -59,11 +59,11 @@ class CurrentBatch:
         return bool(self._loops) and self._loops[-1][1] < self._replicas.size
 
     def reached(self, loop: object, rows: int) -> None:
-        """A loop has come to its next batch."""
+        """Record that a loop has reached its next batch."""
         self._loops = [entry for entry in self._loops if entry[0] is not loop] + [(loop, rows)]
         self._set_weight(self.weight)
 
     def over(self, loop: object) -> None:
-        """A loop has ended; others go on where they were."""
+        """Record that a loop has ended; the batch of the enclosing loop is current again."""
         self._loops = [entry for entry in self._loops if entry[0] is not loop]
         self._set_weight(self.weight)

@@ -16,7 +16,7 @@ class LaunchableStrategy:
     """Base of strategies.
 
     Args:
-        devices: how many ranks `launch` starts when no launcher has; a number, or as many as the list is long.
+        devices: the number of ranks for `launch` without a launcher; a list of devices stands for its length.
 
     Attributes:
         devices: that number, or None.

@@ -1,4 +1,4 @@
-"""Replica 0's sampler decides the order of samples on all ranks.
+"""The order of samples on all ranks, which replica 0's sampler decides.
 
 Replica 0 broadcasts its indices in chunks, ahead of what the workers of any rank ask for. So any sampler can be used, and
 samples are shuffled as in one process. The other ranks' samplers advance too, so that their generators stay in step.

@@ -40,10 +40,10 @@ _install_sync_batch_norm()
 def broadcast_variables(variables: Any, root_rank: int) -> None:
     """Overwrite Keras variables (`model.variables`) with rank `root_rank`'s.
 
-    The random states of layers (Dropout) are moved on, so that no two ranks draw the same numbers.
+    The random states of layers (Dropout) are advanced, so that no two ranks draw the same numbers.
 
     Raises:
-        ValueError: for what is no variable.
+        ValueError: for a value that is not a variable.
     """
     given = list(variables) if isinstance(variables, _Iterable) else [variables]
     for variable in given:
@@ -54,10 +54,10 @@ def broadcast_variables(variables: Any, root_rank: int) -> None:
 
 
 def broadcast_global_variables(root_rank: int) -> None:
-    """Keras 3 has no global variables.
+    """Raise an error: Keras 3 has no global variables.
 
     Raises:
-        RuntimeError: always, saying what to use.
+        RuntimeError: always; the message names the replacement.
     """
     raise RuntimeError("Keras 3 has no global variables; use hvd.callbacks.BroadcastGlobalVariablesCallback, or "
                        f"hvd.broadcast_variables(model.variables, root_rank={root_rank})")

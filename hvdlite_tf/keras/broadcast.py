@@ -1,6 +1,6 @@
 """Broadcast of a model's variables; random states differ between ranks.
 
-Small variables travel together: each collective has a cost of its own.
+Small variables share a broadcast, because each collective has a fixed cost.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from hvdlite.core.errors import MismatchError
 from hvdlite_tf.random_states import is_random_state, moved_on
 
 _SMALL = 1 << 16
-"""Bytes of the largest variable that travels with others."""
+"""Bytes of the largest variable that shares a broadcast."""
 _DIGEST = 16
-"""Bytes of the digest that goes before them."""
+"""Bytes of the digest in front of the variables."""
 
 
 def broadcast_variables(variables: Sequence[Any], root_rank: int, name: str = "keras.variables") -> None:
     """Overwrite Keras variables with rank `root_rank`'s, outside of any compiled function.
 
-    The random states of layers are moved on, so that no two ranks draw the same numbers.
+    The random states of layers are advanced by the rank, so that no two ranks draw the same numbers.
 
     Raises:
         MismatchError: when a shape or dtype differs between ranks.
@@ -55,13 +55,13 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int, name: str = "k
 
 
 def array_of(variable: Any) -> Array:
-    """Return a copy of a variable's value, be it Keras' or TensorFlow's."""
+    """Return a copy of the value of a Keras or TensorFlow variable."""
     value = getattr(variable, "_value", variable)  # in its own dtype: `value` is cast where Keras casts automatically
     return np.array(keras.ops.convert_to_numpy(value), order="C")
 
 
 def _packed(arrays: Sequence[Array]) -> Array:
-    """Return the bytes of all arrays, behind a digest of their shapes and dtypes."""
+    """Return the bytes of all arrays, after a digest of their shapes and dtypes."""
     described = repr([(array.shape, array.dtype.name) for array in arrays])
     digest = hashlib.blake2b(described.encode(), digest_size=_DIGEST).digest()
     return np.concatenate([np.frombuffer(digest, np.uint8), *(array.reshape(-1).view(np.uint8) for array in arrays)])

@@ -19,25 +19,25 @@ __all__ = ["BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "LearningR
 
 
 def _read_back(model: Any) -> None:
-    """On the JAX backend: let variables have their values, and let what is assigned to them count."""
+    """On the JAX backend, write values to the variables, and make assignments to them effective."""
     if hasattr(model, "jax_state_sync"):
         model.jax_state_sync()
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Start training from one rank's model and optimizers.
+    """Broadcasts one rank's model and optimizers at the beginning of training.
 
-    They are broadcast at the first batch, or after it for what it builds, as in Horovod: on TensorFlow that is a model
-    without an `Input`. There ranks compute the first gradients from weights of their own, unless they have the same seed.
+    As in Horovod, the broadcast happens at the first batch, or after it for variables that the first batch creates (on
+    TensorFlow, a model without an `Input`): then the first gradients are computed from each rank's own weights.
 
-    Optimizers are the model's own and those that it holds as attributes.
+    The optimizers are the model's own and those in its attributes.
 
-    The random states of layers such as Dropout are taken over too, but moved on by another distance on every rank.
+    The random states of layers such as Dropout are broadcast too, but advanced by a different distance on every rank.
 
     Args:
-        root_rank: whose state everybody takes.
-        device: accepted for Horovod's sake.
-        local_variables: variables that stay what they are.
+        root_rank: the rank whose state all ranks take.
+        device: accepted for compatibility with Horovod.
+        local_variables: variables that are not broadcast.
     """
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Sequence[Any] = ()) -> None:
@@ -48,7 +48,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._done = False
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Every training starts anew.
+        """Start a new training.
 
         Raises:
             ValueError: on all ranks, when they have different numbers of steps in an epoch.
@@ -57,7 +57,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         refuse_uneven_steps(self)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Broadcast, if everything is built."""
+        """Broadcast, if the model is built."""
         own = self.model.optimizer
         if not self._done and self.model.built and optimizers_of(self.model):
             if own is not None and not own.built:
@@ -65,7 +65,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Broadcast what the first batch has built."""
+        """Broadcast the variables that the first batch has created."""
         if not self._done:
             self._broadcast()
 
@@ -79,7 +79,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
-    """Average what an epoch's logs hold over all ranks; put it before callbacks that read logs."""
+    """Average the values of an epoch's logs over all ranks; put it before callbacks that read logs."""
 
     def __init__(self, device: str = "") -> None:
         super().__init__()
@@ -97,20 +97,20 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):
-    """Set the learning rate to a multiple of the initial one.
+    """Sets the learning rate to a multiple of the initial one.
 
     Args:
-        initial_lr: what is multiplied.
+        initial_lr: the rate that is multiplied.
         multiplier: a function of the epoch, or a number that is raised to the epochs since `start_epoch`.
-        start_epoch: first epoch in which it acts; `end_epoch` is the first one in which it does not any more.
-        staircase: change once an epoch; else with every batch, by fractions of an epoch. Several batches in one call
-            (`steps_per_execution`) have the rate of the first one; the epoch ends with that of its last one.
+        start_epoch, end_epoch: the first epoch in which it acts, and the first one in which it does not any more.
+        staircase: change the rate once per epoch, else with every batch, by fractions of an epoch. Several batches in one
+            call (`steps_per_execution`) use the rate of the first one; the epoch ends with the rate of its last batch.
         momentum_correction: scale momentum by the change of the rate for one batch (Goyal et al., "Accurate, Large Minibatch
             SGD", 2017), where the optimizer has a momentum that can be set.
         steps_per_epoch: needed without `staircase` where Keras does not know it.
 
     Raises:
-        ValueError: without `initial_lr`, or when the number of steps cannot be found out.
+        ValueError: without `initial_lr`, or if the number of steps cannot be determined.
     """
 
     def __init__(self, initial_lr: float, multiplier: float | Callable[[float], float], start_epoch: int = 0,
@@ -133,14 +133,14 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             self.multiplier = lambda epoch: base ** (epoch - start_epoch)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Find out how many steps an epoch has, if that matters."""
+        """Determine the number of steps of an epoch, if it is needed."""
         if not self.staircase and not self.steps_per_epoch:
             self.steps_per_epoch = self.params.get("steps")
             if not self.steps_per_epoch:
                 raise ValueError("steps_per_epoch is needed: Keras does not know how many steps an epoch has")
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Note the epoch."""
+        """Record the epoch."""
         self.current_epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -154,14 +154,14 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             self._adjust(self.current_epoch + batch / self.steps_per_epoch)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Give momentum back its value."""
+        """Restore the value of momentum."""
         if self._restore is not None:
             self._optimizer().momentum = self._restore
             self._restore = None
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Log the rate, which is that of the epoch's last batch."""
-        if not self.staircase and self._acts():  # the last batch may have begun within an execution of several
+        """Log the rate of the epoch's last batch."""
+        if not self.staircase and self._acts():  # the last batch may be part of an execution of several batches
             assert self.steps_per_epoch is not None
             self._adjust(epoch + (self.steps_per_epoch - 1) / self.steps_per_epoch, corrects_momentum=False)
         if logs is not None:
@@ -189,25 +189,25 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """Raise the learning rate from initial_lr / size to initial_lr, linearly, batch by batch (Goyal et al., 2017).
+    """Increases the learning rate linearly from initial_lr / size to initial_lr, batch by batch (Goyal et al., 2017).
 
     Args:
         initial_lr: the rate for all ranks together, usually the rate for one times `size()`.
-        warmup_epochs: how long that takes.
+        warmup_epochs: the number of epochs that this takes.
         momentum_correction, steps_per_epoch: as in `LearningRateScheduleCallback`.
-        verbose: above 0, rank 0 says when it is over.
+        verbose: above 0, rank 0 prints when the warm-up is over.
     """
 
     def __init__(self, initial_lr: float, warmup_epochs: int = 5, momentum_correction: bool = True,
                  steps_per_epoch: int | None = None, verbose: int = 0) -> None:
         def multiplier(epoch: float) -> float:
-            epoch += 1.0 / (self.steps_per_epoch or 1)  # the last batch of the last epoch reaches the whole rate
+            epoch += 1.0 / (self.steps_per_epoch or 1)  # the last batch of the last epoch has the full rate
             return 1.0 / api.size() * (min(epoch, warmup_epochs) * (api.size() - 1) / warmup_epochs + 1)
         super().__init__(initial_lr, multiplier, 0, warmup_epochs, False, momentum_correction, steps_per_epoch)
         self.verbose = verbose
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Log the rate, and say when the warm-up is over."""
+        """Log the rate, and report the end of the warm-up."""
         super().on_epoch_end(epoch, logs)
         if self.end_epoch is not None and epoch == self.end_epoch - 1 and self.verbose > 0 and api.rank() == 0:
             rate = float(keras.ops.convert_to_numpy(self._optimizer().learning_rate))
@@ -215,11 +215,11 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
-    """Keras' checkpoint of the best model only; its `filepath` is set before training.
+    """Saves only the best model, like Keras' `ModelCheckpoint` with `save_best_only`.
 
     Args:
         monitor, verbose, mode, save_freq, save_weights_only: as in `keras.callbacks.ModelCheckpoint`.
-        filepath: where to; may be given later, as an attribute.
+        filepath: the file; may be set later, as an attribute.
     """
 
     def __init__(self, monitor: str = "val_loss", verbose: int = 0, mode: str = "auto", save_freq: Any = "epoch",

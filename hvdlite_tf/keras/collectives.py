@@ -19,7 +19,7 @@ from hvdlite_tf.compression import Compression, Compressor
 def allreduce(value: Any, name: str | None = None, average: bool | None = None, prescale_factor: float = 1.0,
               postscale_factor: float = 1.0, op: ReduceOp | None = None,
               compression: type[Compressor] = Compression.none) -> Any:
-    """Return the reduction over all ranks of a tensor, or of what Keras makes one of, as a tensor of the same dtype."""
+    """Return the reduction over all ranks of a tensor, or of a value that Keras can convert to one, with the same dtype."""
     tensor = keras.ops.convert_to_tensor(value)
     if keras.backend.backend() == "tensorflow":
         from hvdlite_tf import ops as tf_ops

@@ -1,6 +1,6 @@
 """A model compiled in the scope: `fit`, `evaluate` and `predict` take global batches and give global results.
 
-The model's own methods are wrapped, on this model only: its class and all other models stay what they are.
+Methods are wrapped on this model only: its class and all other models are unchanged.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from hvdlite_tf.keras.variable_mirror import optimizers_of
 WRITERS = tuple(getattr(keras.callbacks, name) for name in (
     "ModelCheckpoint", "CSVLogger", "TensorBoard", "RemoteMonitor", "BackupAndRestore", "ProgbarLogger", "OrbaxCheckpoint")
                 if hasattr(keras.callbacks, name))
-"""Callbacks that only rank 0 has."""
+"""Callbacks that only rank 0 runs."""
 METHODS = ("fit", "evaluate", "predict", "train_step", "test_step", "train_on_batch", "test_on_batch", "make_train_function",
            "make_test_function", "make_predict_function", "_get_metrics_result_or_logs")
-"""Methods of a model that `DistributedModel` stands in for, by a method of the same name."""
+"""Methods of a model that `DistributedModel` replaces by methods of the same names."""
 _DEFAULT_BATCH = 32
 _HELD_OUT = (np.zeros((1, 1), "float32"),)
-"""A placeholder for validation data in Keras' `fit`, which calls this model's `evaluate`, which has the data."""
+"""A placeholder for validation data in Keras' `fit`, which calls this model's `evaluate`; that uses the real data."""
 
 
 def distribute_model(strategy: BaseStrategy, model: Any) -> None:
-    """Make a compiled model one of the scope; again is fine. With one replica it stays what it is."""
+    """Distribute a compiled model; may be called again. With one replica the model is unchanged."""
     if strategy.num_replicas_in_sync == 1:
         return
     if vars(model).get("_hvdlite_strategy") is strategy:
-        model._hvdlite_mirrored.is_trained = False  # its optimizer is another one
+        model._hvdlite_mirrored.is_trained = False  # it has another optimizer
         return
     mirrored = DistributedModel(strategy, model)
     for name in METHODS:
@@ -56,7 +56,7 @@ class DistributedModel:
 
     Attributes:
         original: the model's own methods, by name.
-        is_trained: whether `train_on_batch` goes on with a training that began with rank 0's values.
+        is_trained: whether `train_on_batch` continues a training that began with rank 0's values.
     """
 
     def __init__(self, strategy: BaseStrategy, model: Any) -> None:
@@ -64,15 +64,15 @@ class DistributedModel:
         self.original: dict[str, Callable[..., Any]] = {
             name: getattr(model, name) for name in METHODS}
         self._fitting = False
-        self._preparing: ExitStack | None = None  # what is ended when the model is built and has rank 0's values
+        self._preparing: ExitStack | None = None  # closed when the model is built and has rank 0's values
         self.is_trained = False
         self._applying_shares = False
         self._fits = 0
-        self._held_out: EvaluationData | None = None  # validation data of the training that goes on
-        self._applied: EvaluationData | None = None  # what the model is being applied to
+        self._held_out: EvaluationData | None = None  # validation data of the current training
+        self._applied: EvaluationData | None = None  # the data of the current evaluation or prediction
 
     def fit(self, *arguments: Any, **named: Any) -> Any:
-        """Like the model's, of a global batch of which each rank takes its share."""
+        """Train like the model's method, on this rank's shard of a global batch."""
         given = self._bound("fit", arguments, named)
         x, arrays = self._data(given, "x", "y", "sample_weight")
         held_out = given["validation_data"]
@@ -103,7 +103,7 @@ class DistributedModel:
             self._fitting, self._held_out = False, before
 
     def evaluate(self, *arguments: Any, **named: Any) -> Any:
-        """Like the model's, of data of which each rank takes its share; all ranks return the same."""
+        """Evaluate like the model's method; each rank computes its part, and all ranks return the same results."""
         if self._held_out is not None and named.get("_use_cached_eval_dataset"):  # Keras' own call, after an epoch
             given = {"callbacks": named["callbacks"], "return_dict": True}
             return self._apply("evaluate", self._held_out, given)
@@ -114,19 +114,19 @@ class DistributedModel:
         return self._apply("evaluate", applied, given)
 
     def predict(self, *arguments: Any, **named: Any) -> Any:
-        """Like the model's, of data of which each rank takes its share; all ranks return all predictions, in order."""
+        """Predict like the model's method; each rank computes its part, and all ranks return all predictions, in order."""
         given = self._bound("predict", arguments, named)
         x, arrays = self._data(given, "x")
         applied = EvaluationData(x, arrays, given["batch_size"] or _DEFAULT_BATCH, given["steps"], self._strategy)
         return applied.joined(self._apply("predict", applied, given))
 
     def _apply(self, name: str, applied: EvaluationData, given: dict[str, Any]) -> Any:
-        """Let Keras evaluate or predict this rank's part."""
+        """Run Keras' `evaluate` or `predict` on this rank's part."""
         alone: dict[str, Any] = {argument: None for argument in ("y", "sample_weight", "batch_size") if argument in given}
         data, steps = applied.begin()
         before, self._applied = self._applied, applied
         if self._fitting:
-            self._mirror_if_different(self._model.non_trainable_variables)  # trainable ones are trained alike
+            self._mirror_if_different(self._model.non_trainable_variables)  # trainable ones have equal updates on all ranks
         try:
             with _local_input(self._strategy), without_warnings(self._strategy.rank), \
                     self._strategy.variable_mirror.applying_model(), nullcontext() if self._fitting else self._prepared():
@@ -137,12 +137,12 @@ class DistributedModel:
             applied.end()
 
     def train_step(self, *arguments: Any, **named: Any) -> Any:
-        """Like the model's; inside Keras sees one replica, and this rank counts by its samples."""
+        """Run the model's method; inside, Keras sees one replica, and this rank is weighted by its samples."""
         with step.one_replica(_data_of(arguments, named)):
             return self.original["train_step"](*arguments, **named)
 
     def test_step(self, *arguments: Any, **named: Any) -> Any:
-        """Like the model's; inside Keras sees one replica. Losses are of this rank's batch, which may be a share of one."""
+        """Run the model's method; inside, Keras sees one replica. Losses belong to this rank's batch or shard."""
         is_part = self._applied is not None and not self._applied.is_whole
         with step.one_replica(_data_of(arguments, named), self._applying_shares, is_part):
             return self.original["test_step"](*arguments, **named)
@@ -167,9 +167,9 @@ class DistributedModel:
         return self.original["make_predict_function"](*arguments, **named)
 
     def _renew(self, name: str) -> None:
-        """Give the model another function for a method: JAX compiles the same function once, with the constants of its time.
+        """Use a new function for a method, because JAX compiles each function once, with its constants.
 
-        After `compile` these are other ones: a schedule, a loss, options of the optimizer.
+        `compile` changes these constants: a schedule, a loss, options of the optimizer.
         """
         object.__setattr__(self._model, name, _standing_in(self.original[name], getattr(self, name)))
 
@@ -182,7 +182,7 @@ class DistributedModel:
         return self._on_batch("test_on_batch", arguments, named)
 
     def _get_metrics_result_or_logs(self, logs: Any) -> Any:
-        """Like the model's, of all ranks' metrics; logs of a custom step are averaged over ranks."""
+        """Return the results of all ranks' metrics; the logs of a custom step are averaged over ranks."""
         counts = self._applied is None or not self._applied.is_spare
         if not counts:
             self._forget_metrics()
@@ -209,14 +209,14 @@ class DistributedModel:
 
     def _forget_metrics(self) -> None:
         """Reset this rank's part of the metrics."""
-        if keras.backend.backend() == "tensorflow":  # outside of a replica an assignment also reads, which all ranks must do
+        if keras.backend.backend() == "tensorflow":  # outside of a replica an assignment also reads, which is collective
             self._strategy.extended.call_for_each_replica(self._model.reset_metrics)  # type: ignore[attr-defined]
         else:
             self._model.reset_metrics()
 
     @contextmanager
     def _prepared(self) -> Iterator[None]:
-        """Build the model without a thought of ranks' values, until Keras makes the function that uses them."""
+        """Build the model without mirroring, until Keras creates the function that uses the variables."""
         with ExitStack() as self._preparing:
             self._preparing.enter_context(self._strategy.variable_mirror.deferred())
             try:
@@ -225,18 +225,18 @@ class DistributedModel:
                 self._preparing = None
 
     def _distribute_optimizers(self) -> None:
-        """Make optimizers that the model holds as attributes (GANs have two) ones of the scope."""
+        """Distribute the optimizers in the model's attributes (GANs have two)."""
         for optimizer in optimizers_of(self._model):
             distribute_optimizer(self._strategy, optimizer)
 
     def mirror_training(self) -> None:
-        """Give the model and its optimizers rank 0's values."""
+        """Copy rank 0's values to the model and its optimizers."""
         model, own = self._model, self._model.optimizer
         if own is not None and not own.built:
             with self._strategy.scope():
                 own.build(model.trainable_variables)
         state = [variable for optimizer in optimizers_of(model) for variable in optimizer.variables]
-        if self.is_trained:  # what has been accumulated since the last update is every rank's own
+        if self.is_trained:  # gradients accumulated since the last update are each rank's own
             state = [variable for variable in state if "gradient_accumulator" not in variable.path]
         self._strategy.variable_mirror.mirror([*model.variables, *state])
         self.is_trained = True
@@ -247,13 +247,13 @@ class DistributedModel:
             self._preparing.close()
 
     def _mirror_if_different(self, variables: Sequence[Any]) -> None:
-        """Give variables rank 0's values if ranks differ: weights were set on one only, or moving averages are their own."""
+        """Copy rank 0's values to variables that differ: weights that one rank has set, or each rank's moving averages."""
         if not self._strategy.variable_mirror.are_equal_everywhere(variables):
             self._strategy.variable_mirror.mirror(variables)
 
     @contextmanager
     def _summed_metrics(self) -> Iterator[None]:
-        """Let metrics hold the sums of all ranks' states, for a while. On TensorFlow they are summed when they are read."""
+        """Replace metrics by the sums over all ranks in this context. On TensorFlow they are summed on read."""
         if keras.backend.backend() == "tensorflow" or self._strategy.num_replicas_in_sync == 1:
             yield
             return
@@ -273,7 +273,7 @@ class DistributedModel:
                 variable.assign(array)
 
     def _bound(self, name: str, arguments: Any, named: Any) -> dict[str, Any]:
-        """Return all arguments by name; a user's own method may take them any way."""
+        """Return all arguments by name: a user's own method may have other positions."""
         bound = inspect.signature(getattr(keras.Model, name)).bind(self._model, *arguments, **named)
         bound.apply_defaults()
         given = dict(bound.arguments)
@@ -303,14 +303,14 @@ class DistributedModel:
 
 
 class _Beginning(keras.callbacks.Callback):
-    """Every training begins with rank 0's model, optimizers and epoch; only random layers differ."""
+    """Begins each training with rank 0's model, optimizers and epoch; only random layers differ."""
 
     def __init__(self, mirrored: DistributedModel) -> None:
         super().__init__()
         self._mirrored, self._done = mirrored, False
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Take over from rank 0 the epoch that a backup was taken in."""
+        """Copy rank 0's epoch, which a backup may have restored."""
         self._done = False
         runtime = api.runtime()
         epoch = broadcast_object(runtime, getattr(self.model, "_initial_epoch", None), 0,
@@ -319,10 +319,10 @@ class _Beginning(keras.callbacks.Callback):
             self.model._initial_epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Give the model and its optimizers rank 0's values; Keras has built the model."""
+        """Copy rank 0's values to the model, which Keras has built, and its optimizers."""
         if not self._done:
             self._done = True
-            if hasattr(self.model, "jax_state_sync"):  # what a callback has restored is there already
+            if hasattr(self.model, "jax_state_sync"):  # callbacks have restored their state already
                 self.model.jax_state_sync()
             self._mirrored.mirror_training()
 
@@ -335,7 +335,7 @@ def _standing_in(original: Callable[..., Any], method: Callable[..., Any]) -> Ca
 
 
 def _data_of(arguments: Sequence[Any], named: dict[str, Any]) -> Any:
-    """Return the data of a step; with JAX it comes after the state."""
+    """Return the data of a step, which on JAX is the argument after the state."""
     return named.get("data", arguments[-1] if arguments else None)
 
 

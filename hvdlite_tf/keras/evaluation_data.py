@@ -1,17 +1,17 @@
 """Each rank's part of the global batches in `evaluate`, `predict` and validation.
 
-Every row is computed by exactly one rank, so that sums over ranks are sums over samples. Steps count global batches.
+Every row is computed by exactly one rank, so sums over ranks are sums over samples. Steps count global batches.
 
-| data | a rank takes |
+| data | part of a rank |
 |---|---|
-| arrays, tf.data.Dataset, torch DataLoader, generator | its rows of every global batch; no batch of which it has none |
-| PyDataset | every so-manieth batch, whole, which others do not load; its rows of those that are left over |
-| a tf.data.Dataset that is distributed already | all of it: its rows of every global batch |
+| arrays, tf.data.Dataset, torch DataLoader, generator | its rows of every global batch; batches without any are skipped |
+| PyDataset | every size-th batch, whole, which other ranks do not load; its rows of the last, left-over batches |
+| a tf.data.Dataset that is already distributed | all of it: its rows of every global batch |
 
-For losses that divide by something else than samples (`step.py`), each rank takes every so-manieth batch, whole; not of a
-DataLoader, nor of a dataset that is distributed already.
+For losses with another divisor than the number of samples (`step.py`), each rank takes every size-th batch, whole; except of
+a DataLoader and of a dataset that is already distributed.
 
-A rank without any row computes a batch that does not count: its model is built, and it takes part in what ranks do together.
+A rank without rows computes a batch that does not count: so its model is built, and it participates in collectives.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ class TakenBatch(NamedTuple):
     """The part of one global batch that this rank computes."""
 
     batch_index: int
-    """Of the global batch, from 0."""
+    """Index of the global batch."""
     rows: int
     """The number of samples that this rank computes."""
     counts: bool
-    """Whether they are this rank's."""
+    """Whether they count, because they are this rank's."""
 
 
 class EvaluationData:
     """Data that a model is applied to, once or (validation) after every epoch.
 
     Args:
-        x: what the user gave.
-        arrays: the same, with targets and weights, when it is arrays.
+        x: the user's argument.
+        arrays: `x` with targets and weights, if it consists of arrays.
         batch_size: global, for arrays.
-        steps: global batches to take at most; None for all.
-        is_whole: whether ranks are to take whole batches.
+        steps: the maximum number of global batches; None for all.
+        is_whole: whether ranks should take whole batches.
 
     Attributes:
-        is_whole: whether they do.
+        is_whole: whether ranks take whole batches.
 
     Raises:
-        ValueError: for data that cannot be shared out.
-        MismatchError: for a tf.data.Dataset or DataLoader that is another one on another rank.
+        ValueError: for data that cannot be divided among ranks.
+        MismatchError: for a tf.data.Dataset or DataLoader that differs between ranks.
     """
 
     def __init__(self, x: Any, arrays: tuple[Any, ...] | None, batch_size: int, steps: int | None,
@@ -67,7 +67,7 @@ class EvaluationData:
         is_distributed = shards.is_tf_dataset(x) and shards.is_distributed(x)
         self.is_whole = is_whole and not shards.is_loader(x) and not is_distributed
         self._rank, self._size, self._steps = strategy.rank, strategy.num_replicas_in_sync, steps
-        self._taken: dict[int, TakenBatch] = {}  # by index; a pass that is begun again takes the same
+        self._taken: dict[int, TakenBatch] = {}  # by index; a restarted pass takes the same batches
         self._rounds: _Rounds | None = None
         self._x, self._arrays, self._batch = x, arrays, batch_size
         self._dataset: Any = None
@@ -85,7 +85,7 @@ class EvaluationData:
             self._first = list(itertools.islice(x, first))  # every pass has them, as in Keras
 
     def begin(self) -> tuple[Any, int | None]:
-        """Return what Keras takes in one pass, and in how many steps where they must be told."""
+        """Return the data for one pass of Keras, and the number of steps if Keras cannot know it."""
         self._taken.clear()
         if self._dataset is not None:
             return self._dataset, self._steps if self._rank == 0 else None
@@ -106,13 +106,13 @@ class EvaluationData:
         return self._noted(self._split(generated)), self._steps if self._rank == 0 else None
 
     def end(self) -> None:
-        """Be done with one pass."""
+        """End one pass."""
         if isinstance(self._x, keras.utils.PyDataset):
             shards.end_epoch(self._x)
 
     @property
     def is_spare(self) -> bool:
-        """Whether nothing that this rank has computed counts."""
+        """Whether none of this rank's computed rows count."""
         return not any(each.counts for each in self._all_taken())
 
     def joined(self, predictions: Any) -> Any:
@@ -148,15 +148,15 @@ class EvaluationData:
         for rows, batch in itertools.islice(self._begin_loader(), self._steps):
             if rows >= self._size:
                 yield batch, shards.rows_of(batch)
-            else:  # every rank has the batch whole
+            else:  # every rank has the whole batch
                 mine = disjoint_shard(rows, self._rank, self._size)
                 yield (shards.select_rows(batch, mine), 1) if mine.stop > mine.start else (batch, 0)
 
     def _noted(self, batches: Iterator[tuple[Any, int]]) -> Iterator[Any]:
-        """Yield batches of which this rank has rows; the first one when it has rows of none.
+        """Yield this rank's rows of the batches; without any rows, the first batch.
 
         Args:
-            batches: this rank's rows, and how many there are; a whole batch when there are none.
+            batches: this rank's rows and their number; with 0 rows, the whole batch.
         """
         spare: Any = None
         for batch_index, (batch, rows) in enumerate(batches):
@@ -216,11 +216,10 @@ class EvaluationData:
 class _Rounds(keras.utils.PyDataset):
     """This rank's part of a PyDataset.
 
-    As long as there is a batch for every rank, each takes one. Of the last ones, which are fewer than ranks, it takes its
-    rows.
+    In each round every rank takes one batch. If fewer batches than ranks are left over, every rank takes its rows of each.
 
     Args:
-        count: of the global batches.
+        count: the number of global batches.
     """
 
     def __init__(self, dataset: Any, count: int, rank: int, size: int, is_whole: bool) -> None:
@@ -252,13 +251,13 @@ class _Rounds(keras.utils.PyDataset):
         self._loading.stop()
 
     def taken(self) -> list[TakenBatch]:
-        """Return what this rank has computed."""
+        """Return the batches that this rank has computed."""
         return [*(self._taken[index] for index in sorted(self._taken)), *(taken for taken, _ in self._left)]
 
 
 @contextmanager
 def without_warnings(rank: int) -> Iterator[None]:
-    """Let ranks that cannot know how many batches they have rows of come to their end without Keras' warning."""
+    """Suppress Keras' warning at the end of data whose number of batches with rows of this rank is unknown."""
     with warnings.catch_warnings():
         if rank > 0:
             warnings.filterwarnings("ignore", message=".*ran out of data")
@@ -266,14 +265,14 @@ def without_warnings(rank: int) -> Iterator[None]:
 
 
 def _rows_of_one(batch_index: int, rows: int, rank: int, size: int, is_whole: bool) -> slice:
-    """Return which rows of a global batch a rank takes."""
+    """Return a rank's rows of a global batch."""
     if is_whole:
         return slice(0, rows if batch_index % size == rank else 0)
     return disjoint_shard(rows, rank, size)
 
 
 def _as_tuple(batch: Any) -> Any:
-    """Return a batch as Keras takes it from a generator."""
+    """Return a batch in the form that Keras expects from a generator."""
     return tuple(batch) if isinstance(batch, list) else batch if isinstance(batch, tuple) else (batch,)
 
 

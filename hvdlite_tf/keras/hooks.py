@@ -1,10 +1,10 @@
 """Changes of Keras for distributed optimizers and losses, made once, when this package is imported.
 
-- `Trainer.compile`: TensorFlow's XLA cannot call Python, so with a distributed optimizer "auto" means no. In the scope of a
-  `MirroredStrategy`, what is compiled becomes the strategy's.
-- `Trainer.make_train_function`: a compiled step that was made before the optimizer was wrapped is made anew.
-- `LossScaleOptimizer`: it tests gradients that are reduced, which are the same on all ranks, so that an overflow on one rank
-  skips the step on all of them. Where they are not (accumulation, local variables), all ranks' tests count.
+- `Trainer.compile`: TensorFlow's XLA cannot call Python, so with a distributed optimizer "auto" is off. A model that is
+  compiled in the scope of a `MirroredStrategy` is distributed.
+- `Trainer.make_train_function`: a training step that was compiled before the optimizer was wrapped is compiled again.
+- `LossScaleOptimizer`: it tests reduced gradients, which are equal on all ranks, so an overflow on one rank skips the step
+  on all ranks. If they differ (accumulation, local variables), the ranks combine their tests.
 - The reduction of losses; see `step.py`.
 """
 
@@ -28,7 +28,7 @@ _MARK = "_hvdlite_original"
 
 
 def install() -> None:
-    """Install all hooks; again is fine."""
+    """Install all hooks; may be called again."""
     for name, hook in (("compile", _compiling), ("make_train_function", _making)):
         _replace(next(owner for owner in keras.Model.__mro__ if name in vars(owner)), name, hook)
     scaler = keras.optimizers.LossScaleOptimizer
@@ -63,7 +63,7 @@ def _compiling(original: Any) -> Any:
             if wanted == "auto":
                 _log.info("jit_compile is off: XLA cannot call hvdlite's collectives")
                 bound.arguments["jit_compile"] = False
-        if strategy is not None and getattr(self, "_distribute_strategy", strategy) is None:  # made before the scope
+        if strategy is not None and getattr(self, "_distribute_strategy", strategy) is None:  # created before the scope
             self._distribute_strategy = strategy
         if strategy is None:
             return original(*bound.args, **bound.kwargs)
@@ -123,6 +123,6 @@ def _checking(original: Any) -> Any:
 
 
 def _strategy_of(model: Any) -> scope.BaseStrategy | None:
-    """Return the strategy in whose scope a TensorFlow model was made."""
+    """Return the strategy of the scope in which a TensorFlow model was created."""
     strategy = getattr(model, "_distribute_strategy", None)
     return strategy if isinstance(strategy, scope.BaseStrategy) else None

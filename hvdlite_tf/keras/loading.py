@@ -1,8 +1,8 @@
 """Batches of a PyDataset, loaded ahead of time by the workers that it asks for.
 
-Keras' own loader hands what is left over from one iteration to the next one. In a scope, Keras begins an iteration to build
-the model and drops it after one batch; what is left over then depends on time, and ranks would get different batches. Here a
-batch belongs to its index: an iteration that was dropped cannot change what another one gets.
+Keras' own loader passes preloaded batches from one iteration to the next. In a scope, Keras begins an iteration to build the
+model and drops it after one batch; the preloaded batches then depend on timing, and ranks would get different ones. Here
+batches are identified by index, so a dropped iteration has no effect on others.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPool
 from typing import Any
 
 ENDLESS = range(sys.maxsize)
-"""Numbers of the batches of a PyDataset without a length."""
-_in_worker: Any = None  # the dataset, in a process that loads
+"""Indices of the batches of a PyDataset without a length."""
+_in_worker: Any = None  # the dataset, in a worker process
 
 
 class Loading:
     """Loads the batches of one PyDataset.
 
     Args:
-        dataset: its `workers`, `use_multiprocessing` and `max_queue_size` mean what they mean in Keras.
+        dataset: its `workers`, `use_multiprocessing` and `max_queue_size` have Keras' meaning.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -32,14 +32,14 @@ class Loading:
         self._lock = threading.Lock()
         self._executor: Executor | None = None
         self._asked: dict[int, Future[Any]] = {}  # by position
-        self._next = 0  # position to ask for
+        self._next = 0  # next position to load
 
     def batch(self, position: int, batch_indices: Sequence[int]) -> Any:
-        """Return one batch; those at the following positions are loaded meanwhile.
+        """Return one batch, and load those at the following positions in the background.
 
         Args:
-            position: in `batch_indices`.
-            batch_indices: of batches, in the order in which they are needed.
+            position: the batch's, in `batch_indices`.
+            batch_indices: in the order in which batches are needed.
         """
         if self._workers == 0:
             return self._dataset[int(batch_indices[position])]
@@ -54,7 +54,7 @@ class Loading:
         return future.result()
 
     def stop(self) -> None:
-        """Forget what was loaded ahead: the dataset changes, or nothing more is needed."""
+        """Discard preloaded batches: the dataset changes, or no more batches are needed."""
         with self._lock:
             self._stop()
 

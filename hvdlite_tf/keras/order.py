@@ -1,14 +1,14 @@
 """The order of samples, which rank 0 determines for all ranks.
 
-Ranks take rows of the same global batches, so whatever decides which samples a batch holds must decide alike on all ranks:
+Ranks take rows of the same global batches, so the choice of each batch's samples must be equal on all ranks:
 
 - arrays and the batches of a PyDataset: the seed of their order comes from rank 0;
-- Python's and NumPy's global random numbers, which datasets and generators shuffle with: ranks take over rank 0's state when
-  a strategy is made, when `fit` begins, and before a PyDataset's `on_epoch_begin` and `on_epoch_end`;
-- TensorFlow's global seed: ranks take over rank 0's when a strategy is made, for datasets that are made later;
+- Python's and NumPy's global random numbers, with which datasets and generators shuffle: ranks copy rank 0's state when a
+  strategy is created, when `fit` begins, and before a PyDataset's `on_epoch_begin` and `on_epoch_end`;
+- TensorFlow's global seed: ranks copy rank 0's when a strategy is created, for datasets that are created later;
 - the sampler of a torch DataLoader: rank 0's indices are broadcast.
 
-The seeds of a tf.data shuffle are fixed when it is made. They are compared when the dataset is used.
+The seeds of a tf.data shuffle are fixed when it is created, and compared when the dataset is used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hvdlite.training.objects import allgather_object, broadcast_object
 
 
 def sync_random_state() -> None:
-    """Take over the state of rank 0's Python and NumPy global random numbers."""
+    """Copy the state of rank 0's global random numbers in Python and NumPy."""
     runtime = api.runtime()
     if runtime.world.size == 1:
         return
@@ -36,12 +36,12 @@ def sync_random_state() -> None:
 
 
 def order_seed(count: int) -> list[int]:
-    """Return a seed that depends on Python's global random numbers but does not use any up.
+    """Return a seed that depends on Python's global random numbers, without drawing any.
 
-    The script's own draws stay what they are in one process. Call it after `sync_random_state`.
+    So the script draws the same numbers as in one process. Call it after `sync_random_state`.
 
     Args:
-        count: how many seeds have been taken; makes this one another.
+        count: the number of seeds so far, which makes this one different.
     """
     probe = random.Random()
     probe.setstate(random.getstate())
@@ -52,7 +52,7 @@ def check_shuffles(dataset: Any) -> None:
     """Compare the seeds of a tf.data.Dataset's shuffles between ranks.
 
     Raises:
-        MismatchError: on all ranks, when a shuffle has no seed, or other seeds on other ranks.
+        MismatchError: on all ranks, when a shuffle has no seed or different seeds.
     """
     runtime = api.runtime()
     if runtime.world.size == 1:
@@ -72,7 +72,7 @@ def check_shuffles(dataset: Any) -> None:
 
 
 def lineage(dataset: Any) -> Iterator[Any]:
-    """Yield a tf.data.Dataset and all those that it was made from."""
+    """Yield a tf.data.Dataset and all its inputs, recursively."""
     waiting, seen = [dataset], set()
     while waiting:
         each = waiting.pop()

@@ -1,7 +1,7 @@
 """The scope of a `MirroredStrategy`: models and optimizers that are made or compiled inside are distributed.
 
-Keras' optimizer, layer and variable classes are changed while some thread is inside a scope, and as they were afterwards; on
-threads that are not, they behave as always.
+Keras' optimizer, layer and variable classes are patched while some thread is inside a scope, and restored afterwards; on
+other threads they behave as usual.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from hvdlite_tf.keras.variable_mirror import VariableMirror
 
 
 class BaseStrategy(LaunchableStrategy):
-    """The common part of the strategies of all backends: what the scope and the models need of one.
+    """The common base of the strategies of all backends: the interface for the scope and the models.
 
     Args:
-        adapter: names the strategies of a backend.
+        adapter: the part of the strategies' names that identifies a backend.
         scale_learning_rate: whether to multiply learning rates by the number of replicas.
 
     Attributes:
-        rank: this rank's number.
+        rank: this rank.
         scales_learning_rate: as above.
-        replicas: gives the scope's variables rank 0's values.
-        has_local_input: whether datasets hold this rank's share only, at the moment.
+        replicas: mirrors the scope's variables.
+        has_local_input: whether datasets currently contain only this rank's shard.
         scope: returns the context of the strategy.
     """
 
@@ -61,7 +61,7 @@ class BaseStrategy(LaunchableStrategy):
         return self._size if step.current() is None else 1
 
     def making(self) -> AbstractContextManager[Any]:
-        """Return a context in which the variables that are made get rank 0's values at once."""
+        """Return a context in which new variables get rank 0's values immediately."""
         return nullcontext()
 
     def building(self) -> AbstractContextManager[Any]:
@@ -69,20 +69,20 @@ class BaseStrategy(LaunchableStrategy):
         return nullcontext()
 
     def check_applies(self) -> None:
-        """Raise where gradients cannot be applied."""
+        """Raise an error where gradients cannot be applied."""
 
 
 def current() -> BaseStrategy | None:
-    """Return the strategy in whose scope this thread is."""
+    """Return the strategy whose scope this thread is in."""
     return _scopes.current()
 
 
 @contextmanager
 def entered(strategy: BaseStrategy) -> Iterator[None]:
-    """Be in the scope of a strategy; again in the same one is fine. What was made has rank 0's values when it is left.
+    """Return the context of a strategy's scope; nested ones are allowed. At its end, new variables are mirrored.
 
     Raises:
-        RuntimeError: inside another strategy's scope, or when another thread is in this one's.
+        RuntimeError: inside another strategy's scope, or while another thread is in this one's.
     """
     is_outermost = _scopes.current() is None
     with _scopes.entered(strategy):
@@ -93,13 +93,13 @@ def entered(strategy: BaseStrategy) -> Iterator[None]:
 
 @contextmanager
 def making(strategy: BaseStrategy) -> Iterator[None]:
-    """Be in the scope of a strategy where all ranks are in step: what is made gets rank 0's values at once."""
+    """Return a strategy's scope for ranks that are in step: new variables get rank 0's values immediately."""
     with _scopes.entered(strategy), strategy.variable_mirror.immediately(), strategy.making():
         yield
 
 
 def distribute_optimizer(strategy: BaseStrategy, optimizer: Any) -> None:
-    """Make an optimizer one of the scope; again is fine.
+    """Distribute an optimizer; may be called again.
 
     Raises:
         ValueError: for one that `DistributedOptimizer` has wrapped.
@@ -127,12 +127,12 @@ def distribute_optimizer(strategy: BaseStrategy, optimizer: Any) -> None:
 
 
 def _constructed(strategy: BaseStrategy, optimizer: Any) -> None:
-    if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):  # which has its inner one not yet
+    if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):  # which does not have its inner optimizer yet
         distribute_optimizer(strategy, optimizer)
 
 
 def _applying(optimizer: Any) -> Callable[..., Any]:
-    """Return an optimizer's `apply`, with what only optimizers of a scope need."""
+    """Return an optimizer's `apply`, extended for optimizers of a scope."""
     original = optimizer.apply
 
     @functools.wraps(original)
@@ -154,7 +154,7 @@ def _building(optimizer: Any) -> Callable[..., Any]:
 
 
 def _builds_in_step(strategy: BaseStrategy, layer: Any) -> None:
-    """Let a layer of the scope give its variables rank 0's values when it is built outside of it."""
+    """Mirror the variables of a layer of the scope that is built outside of the scope."""
     original = layer.build
 
     @functools.wraps(original)
@@ -173,6 +173,6 @@ def _takes_note(strategy: BaseStrategy, variable: Any) -> None:
 
 _made: dict[type, Callable[[BaseStrategy, Any], None]] = {keras.optimizers.Optimizer: _constructed,
                                                           keras.layers.Layer: _builds_in_step}
-if keras.backend.backend() != "tensorflow":  # which tells its strategies of variables
+if keras.backend.backend() != "tensorflow":  # which reports variables to its strategies
     _made[keras.Variable] = _takes_note
 _scopes: Scopes[BaseStrategy] = Scopes(_made, "MirroredStrategy")

@@ -1,7 +1,7 @@
 """Each rank's rows of the global batches in `fit`; see `evaluation_data.py` for `evaluate` and `predict`.
 
-Every rank takes a step for every global batch. How many batches there are, and what `steps_per_epoch` counts, is what it is
-in one process.
+Every rank takes one step for each global batch. The number of batches and the meaning of `steps_per_epoch` are those of a
+single process.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ Batch = Any
 
 
 def rows_of(batch: Batch) -> int:
-    """Return how many samples a batch has."""
+    """Return the number of samples of a batch."""
     return int(next(leaf for leaf in keras.tree.flatten(batch) if leaf is not None).shape[0])
 
 
 def select_rows(batch: Batch, rows: Any) -> Batch:
-    """Return some samples of a batch."""
+    """Return the selected samples of a batch."""
     return keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[rows], batch)
 
 
 def is_arrays(x: Any) -> bool:
-    """Return whether `x` is data by itself, and nothing that makes it."""
+    """Return whether `x` consists of arrays, and is not a dataset or generator."""
     return not (is_tf_dataset(x) or isinstance(x, keras.utils.PyDataset) or is_loader(x) or hasattr(x, "__next__"))
 
 
@@ -44,12 +44,13 @@ def as_arrays(*structures: Any) -> tuple[Any, ...]:
     """Return data as NumPy arrays, without the trailing structures that are None.
 
     Raises:
-        ValueError: when there are none, or they do not have equally many samples.
+        ValueError: when there are none, or their numbers of samples differ.
     """
     if all(structure is None for structure in structures):
         raise ValueError("there is no data: give arrays")
     given = structures[:max(index for index, structure in enumerate(structures) if structure is not None) + 1]
-    arrays = keras.tree.lists_to_tuples(keras.tree.map_structure(_as_array, tuple(given)))  # lists are arrays to tf.data
+    arrays = keras.tree.lists_to_tuples(keras.tree.map_structure(_as_array,
+                                                                 tuple(given)))  # tf.data interprets lists as arrays
     lengths = {len(leaf) for leaf in keras.tree.flatten(arrays) if leaf is not None}
     if len(lengths) != 1:
         raise ValueError(f"arrays must have equally many samples, not {sorted(lengths)}")
@@ -58,18 +59,18 @@ def as_arrays(*structures: Any) -> tuple[Any, ...]:
 
 def training_batches(x: Any, arrays: tuple[Any, ...] | None, batch_size: int, seed: Sequence[int] | None,
                      strategy: BaseStrategy) -> Any:
-    """Return what Keras trains on: this rank's rows of every global batch.
+    """Return the data for Keras' training: this rank's rows of every global batch.
 
     Args:
-        x: what the user gave.
-        arrays: the same, with targets and weights, when it is arrays.
+        x: the user's argument.
+        arrays: `x` with targets and weights, if it consists of arrays.
         batch_size: global, for arrays.
-        seed: of a new order of arrays in every epoch, and of the batches of a PyDataset; the same on all ranks. None to keep
+        seed: for a new order of arrays, and of the batches of a PyDataset, in every epoch; equal on all ranks. None keeps
             their order.
 
     Raises:
-        ValueError: for data that cannot be shared out.
-        MismatchError: for a tf.data.Dataset or DataLoader that is another one on another rank.
+        ValueError: for data that cannot be divided among ranks.
+        MismatchError: for a tf.data.Dataset or DataLoader that differs between ranks.
     """
     rank, size = strategy.rank, strategy.num_replicas_in_sync
     if arrays is not None:
@@ -113,10 +114,10 @@ def is_loader(x: Any) -> bool:
 
 
 class Order:
-    """A new order of samples for every pass over them.
+    """Generates a new order of samples for every pass.
 
     Args:
-        count: of the samples.
+        count: the number of samples.
         seed: of all orders.
     """
 
@@ -130,7 +131,7 @@ class Order:
 
 
 class _ArrayShards(keras.utils.PyDataset):
-    """This rank's rows of every global batch of arrays. Keras asks for batches one after the other."""
+    """A PyDataset with this rank's rows of every global batch of arrays. Keras loads batches one after the other."""
 
     def __init__(self, arrays: tuple[Any, ...], batch_size: int, seed: Sequence[int] | None, rank: int, size: int) -> None:
         super().__init__()
@@ -149,7 +150,7 @@ class _ArrayShards(keras.utils.PyDataset):
 
 
 class _BatchShards(keras.utils.PyDataset):
-    """This rank's rows of every batch of another dataset. Keras asks for batches one after the other."""
+    """A PyDataset with this rank's rows of every batch of another one. Keras loads batches one after the other."""
 
     def __init__(self, dataset: Any, seed: Sequence[int] | None, rank: int, size: int) -> None:
         super().__init__()
@@ -180,7 +181,7 @@ class _BatchShards(keras.utils.PyDataset):
 
 
 def begin_epoch(dataset: Any) -> None:
-    """Call a PyDataset's hook, which may shuffle: with rank 0's random numbers."""
+    """Call a PyDataset's hook with rank 0's random numbers, because it may shuffle."""
     _call_hook(dataset, "on_epoch_begin")
 
 
@@ -196,13 +197,13 @@ def _call_hook(dataset: Any, name: str) -> None:
 
 
 def loaded_shards(loader: Any) -> Callable[[], Iterator[tuple[int, Any]]]:
-    """Return what begins an epoch of a torch DataLoader: the rows of each global batch, and this rank's share of it.
+    """Return a function that begins an epoch of a torch DataLoader: it returns the rows and this rank's shard of each batch.
 
-    Of a map-style dataset a rank loads its own samples, in the order of rank 0's sampler.
+    Each rank loads only its own samples of a map-style dataset, in the order of rank 0's sampler.
 
     Raises:
         MismatchError: on all ranks, when they have different data.
-        ValueError: when the loader's sampler shares samples out already.
+        ValueError: when the loader's sampler already divides samples among ranks.
     """
     from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
     from hvdlite_torch.distributed_loader import source_of
@@ -237,7 +238,7 @@ def array_dataset(arrays: tuple[Any, ...], batch_size: int, order: Order | None,
 
     Args:
         order: of the rows; None for their own.
-        mine: takes the indices of a global batch's rows, returns those to keep.
+        mine: returns this rank's part of the indices of a global batch's rows.
     """
     import tensorflow as tf
     tensors = keras.tree.map_structure(lambda leaf: None if leaf is None else tf.convert_to_tensor(leaf), arrays)
@@ -265,36 +266,36 @@ def sharded_dataset(dataset: Any, strategy: BaseStrategy) -> Any:
 
 
 def distributed_dataset(dataset: Any, strategy: BaseStrategy) -> Any:
-    """Return what `experimental_distribute_dataset` does; given to `fit` and the like, it stands for the dataset itself."""
+    """Return the result of `experimental_distribute_dataset`; `fit`, `evaluate` and `predict` use the original dataset."""
     shared = sharded_dataset(checked(dataset), strategy)
     shared._hvdlite_global = dataset
     return shared
 
 
 def local_dataset(dataset: Any) -> Any:
-    """Return a dataset of which `fit` and the like know that it holds this rank's part of every global batch."""
+    """Mark a dataset as this rank's part of every global batch, for `fit`, `evaluate` and `predict`."""
     import tensorflow as tf
-    local = dataset.with_options(tf.data.Options())  # another object: the user's stays what it is
+    local = dataset.with_options(tf.data.Options())  # a new object: the user's is unchanged
     local._hvdlite_global = None
     return local
 
 
 def global_dataset(x: Any) -> Any:
-    """Return the dataset that was distributed, when `x` is what `experimental_distribute_dataset` made of it."""
+    """Return the original dataset of a result of `experimental_distribute_dataset`."""
     whole = getattr(x, "_hvdlite_global", None)
     return x if whole is None else whole
 
 
 def is_distributed(dataset: Any) -> bool:
-    """Return whether a tf.data.Dataset was made from one that holds this rank's part only."""
+    """Return whether a tf.data.Dataset was derived from one with only this rank's part."""
     return any(hasattr(each, "_hvdlite_global") for each in lineage(dataset))
 
 
 def checked(dataset: Any) -> Any:
-    """Return a tf.data.Dataset whose shuffles are alike on all ranks.
+    """Return a tf.data.Dataset after checking that its shuffles are equal on all ranks.
 
     Raises:
-        MismatchError: when they are not.
+        MismatchError: when they differ.
     """
     check_shuffles(dataset)
     return dataset
@@ -304,7 +305,7 @@ def graph_rows(leaf: Any, rank: int, size: int, *, is_exclusive: bool = False) -
     """Return this rank's rows of a batch whose length is known when the graph runs.
 
     Args:
-        is_exclusive: as `disjoint_shard` of `training.shards` has it, and not as `shard`.
+        is_exclusive: whether to use `disjoint_shard` of `training.shards` instead of `shard`.
     """
     import tensorflow as tf
     rows = tf.shape(leaf)[0]

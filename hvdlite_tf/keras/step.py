@@ -1,11 +1,11 @@
 """The meaning of a training step's losses and gradients, which decides how the ranks' gradients are combined.
 
-- Inside `train_step` of a model of the scope Keras sees one replica. This rank's loss is a mean over its share, and
-  gradients are averaged, weighted by samples. The same holds in loops that `strategy.run` knows nothing of.
+- Inside `train_step` of a model of the scope Keras sees one replica. This rank's loss is a mean over its shard, and
+  gradients are averaged, weighted by samples. The same holds in loops outside of `strategy.run`.
 - Inside `strategy.run` on TensorFlow the contract of `tf.distribute` holds: losses are parts of the global batch's loss, and
   gradients are summed.
 
-Keras' losses can divide by something else than samples: by valid tokens, by the sum of sample weights, or by nothing. Inside
+Keras' losses can have another divisor than the number of samples: valid tokens, the sum of sample weights, or none. Inside
 `train_step` such a loss is multiplied by a correction that makes the average over samples the global batch's loss. With n
 samples and the divisor D on this rank, and N and T over all ranks, it is (D / n) * (N / T); for a sum, N / n.
 """
@@ -37,10 +37,10 @@ class Step:
     """One step of a model on this rank.
 
     Args:
-        data: what Keras gave the step, a structure of tensors.
-        is_share: whether that is this rank's share of a global batch of which every rank has one, as in training; else
-            losses stay what they are.
-        is_part: whether it is a part of a global batch all the same.
+        data: the step's data from Keras, a structure of tensors.
+        is_share: whether the data is this rank's shard of a global batch, as in training; otherwise losses are not
+        corrected.
+        is_part: whether the data is part of a global batch in spite of that.
     """
 
     def __init__(self, data: Any, is_share: bool, is_part: bool) -> None:
@@ -55,10 +55,10 @@ class Step:
         return keras.ops.shape(self._leaves[0])[0]
 
     def correction(self, divisor: Any | None) -> Any:
-        """Return by what to multiply a loss, so that the average over samples is the loss of the global batch.
+        """Return a factor for a loss that makes the average over samples the loss of the global batch.
 
         Args:
-            divisor: what the sum of this rank's losses was divided by; None for nothing.
+            divisor: the divisor of the sum of this rank's losses; None for none.
         """
         if divisor is None:
             return self._samples_everywhere() / keras.ops.cast(self.samples, "float32")
@@ -67,13 +67,13 @@ class Step:
         return keras.ops.divide_no_nan(own * samples, keras.ops.cast(self.samples, "float32") * divisors)
 
     def share_of_sum(self, gradients: Sequence[Any]) -> Any:
-        """Return what this rank's gradients count in a plain average of all ranks'; 1 if all have equally many samples."""
+        """Return the weight of this rank's gradients in a plain average; 1 if all ranks have equally many samples."""
         samples, _ = self._together(lambda own: own.sum(0), self.samples, 0.0,
                                     after=[gradient for gradient in gradients if gradient is not None])
         return keras.ops.cast(self.samples, "float32") * api.size() / samples
 
     def _samples_everywhere(self) -> Any:
-        """Return how many samples the global batch has. One with fewer samples than ranks is computed by all of them."""
+        """Return the number of samples of the global batch. All ranks compute a batch that has fewer samples than ranks."""
         size = api.size()
 
         def counted(own: Array) -> Array:
@@ -89,10 +89,10 @@ class Step:
         return results
 
     def _together(self, function: Callable[[Array], Array], *amounts: Any, after: Sequence[Any]) -> list[Any]:
-        """Return what a function makes of all ranks' scalars, a row each; all ranks call this in the same order in a step.
+        """Apply a function to all ranks' scalars, one row for each rank; all ranks call this in the same order in a step.
 
         Args:
-            after: tensors that come before: JAX calls Python in any order that leaves its arguments there.
+            after: tensors that must be computed before: JAX calls Python in any order that the arguments allow.
         """
         name = f"keras.step.{next(self._ordinals)}"
 
@@ -116,13 +116,13 @@ _sums: ContextVar[bool] = ContextVar("hvdlite_sums", default=False)
 
 
 def current() -> Step | None:
-    """Return the step that this thread is in."""
+    """Return the current step of this thread."""
     return _current.get()
 
 
 @contextmanager
 def one_replica(data: Any, is_share: bool = True, is_part: bool = False) -> Iterator[None]:
-    """Be in a step; see `Step`."""
+    """Return the context of a step; see `Step`."""
     step = Step(data, is_share, is_part)
     token = _current.set(step)
     try:
@@ -134,7 +134,7 @@ def one_replica(data: Any, is_share: bool = True, is_part: bool = False) -> Iter
 
 @contextmanager
 def summing() -> Iterator[None]:
-    """Be inside `strategy.run` on TensorFlow."""
+    """Return the context of `strategy.run` on TensorFlow."""
     token = _sums.set(True)
     try:
         yield
@@ -143,11 +143,11 @@ def summing() -> Iterator[None]:
 
 
 def prepared(gradients: Sequence[Any], accumulates: bool) -> list[Any]:
-    """Return this rank's gradients such that their average over ranks, as `StepReducer` makes it, is what is to be applied.
+    """Return this rank's gradients, scaled so that their average over ranks by `StepReducer` is the gradient to apply.
 
     Args:
-        accumulates: whether the optimizer adds up gradients before they are reduced; then all ranks' count alike, and
-            samples are weighed here.
+        accumulates: whether the optimizer adds up gradients before they are reduced; then all ranks have the same weight in
+            the reduction, and this function applies the weights by samples.
     """
     step, size = _current.get(), api.size()
     if size == 1:
@@ -161,7 +161,7 @@ def prepared(gradients: Sequence[Any], accumulates: bool) -> list[Any]:
 
 
 def needs_whole_batches(model: Any) -> bool:
-    """Return whether a loss of a model could divide by something else than samples, which no part of a batch knows."""
+    """Return whether a loss of a model could have another divisor than samples, which a part of a batch cannot know."""
     losses = keras.tree.flatten(getattr(getattr(model, "_compile_loss", None), "_user_loss", None))
     if any(getattr(loss, "reduction", None) in ("sum", "mean_with_sample_weight") for loss in losses):
         return True
@@ -171,8 +171,8 @@ def needs_whole_batches(model: Any) -> bool:
 
 
 def install() -> None:
-    """Let Keras' losses be corrected inside a step; again is fine."""
-    from keras.src.losses import loss  # all of Keras' losses reduce their values by one function of this module
+    """Install the correction of Keras' losses inside a step; may be called again."""
+    from keras.src.losses import loss  # all of Keras' losses use one function of this module for the reduction
     if not hasattr(loss.reduce_weighted_values, _MARK):
         loss.reduce_weighted_values = _correcting(loss.reduce_weighted_values, loss.apply_mask)
 
@@ -211,7 +211,7 @@ def _correcting(original: Any, apply_mask: Any) -> Any:
         given = bound.arguments
         values, weights, mask = given["values"], given["sample_weight"], given["mask"]
         reduction = given["reduction"]
-        if reduction in (None, "none") or not len(values.shape):  # nothing that Keras has divided
+        if reduction in (None, "none") or not len(values.shape):  # not divided by Keras
             return reduced
         if reduction == "sum":
             divisor = None

@@ -1,7 +1,7 @@
 """Agreement on the end of training, so that all ranks stop in the same batch.
 
-A rank that leaves the loop alone makes the others wait for its gradients for ever. `model.stop_training` is a rank's own: a
-callback may set it because of something that only this rank sees, such as the loss of its share of a batch.
+If only one rank leaves the loop, the others wait for its gradients forever. Each rank has its own `model.stop_training`: a
+callback may set it for a reason that only this rank sees, such as the loss of its shard of a batch.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from hvdlite.training.objects import allgather_object
 _NEVER_STOPS = tuple(getattr(keras.callbacks, name) for name in (
     "BackupAndRestore", "CSVLogger", "EarlyStopping", "History", "LearningRateScheduler", "ModelCheckpoint",
     "OrbaxCheckpoint", "ProgbarLogger", "ReduceLROnPlateau", "RemoteMonitor", "SwapEMAWeights", "TensorBoard")
-    if hasattr(keras.callbacks, name))
+                     if hasattr(keras.callbacks, name))
 """Keras' callbacks that do not set `stop_training` in a batch."""
 _BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
 
 
 class StopTogetherCallback(keras.callbacks.Callback):
-    """Stop training on all ranks as soon as one rank stops, and end epochs together. Put it last, on all ranks.
+    """Stops training on all ranks as soon as one rank stops, and ends epochs together. Put it last, on all ranks.
 
     When one rank's `model.stop_training` is set at the end of a batch, or at the beginning or end of an epoch, it is set on
     all ranks. When ranks have different numbers of steps in an epoch, each epoch ends after the smallest number. Where Keras
     does not know the number of steps, give `fit` the same `steps_per_epoch` on all ranks.
 
     Args:
-        every_batch: ask all ranks after every batch, which costs one reduction of a few bytes; else only at the beginning
-            and end of an epoch. One rank's True is enough.
+        every_batch: check after every batch, which costs one reduction of a few bytes; otherwise only at the beginning and
+            end of an epoch. One rank's True is enough.
     """
 
     def __init__(self, every_batch: bool = True) -> None:
         super().__init__()
         self._wants_every_batch = every_batch
         self._every_batch = every_batch
-        self._own: int | None = None  # steps that this rank has in an epoch
-        self._last: int | None = None  # steps after which an epoch ends, when that is fewer on some rank
+        self._own: int | None = None  # this rank's steps per epoch
+        self._last: int | None = None  # steps after which epochs end, if some rank has fewer
         self._are_steps_known = True
 
     def set_model(self, model: Any) -> None:
-        """Note in the model that ranks end epochs together."""
+        """Record in the model that ranks end epochs together."""
         super().set_model(model)
         object.__setattr__(model, "_hvdlite_stops_together", True)
 
@@ -74,7 +74,7 @@ class StopTogetherCallback(keras.callbacks.Callback):
                               stacklevel=2)
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Be done with the model."""
+        """Remove the record from the model."""
         object.__setattr__(self.model, "_hvdlite_stops_together", False)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -82,12 +82,12 @@ class StopTogetherCallback(keras.callbacks.Callback):
         self._agree()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Find out whether all ranks have another batch, where Keras does not know it."""
+        """Determine whether all ranks have another batch, if Keras does not know it."""
         if not self._are_steps_known:
             self._check_data(has_ended=False)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Agree, and train no more in this epoch after the agreed number of steps."""
+        """Agree, and skip the rest of the epoch after the agreed number of steps."""
         if self._last is not None and batch >= self._last:
             return  # other ranks' epochs have ended
         if self._every_batch:
@@ -102,7 +102,7 @@ class StopTogetherCallback(keras.callbacks.Callback):
         self._agree()
 
     def _idle(self, logs: Any) -> None:
-        """Let this rank's other batches of the epoch pass: Keras has no way to end an epoch and go on training."""
+        """Skip this rank's other batches of the epoch: Keras cannot end an epoch early and go on training."""
         assert self._own is not None and self._last is not None
         model, trained = self.model, self.model.train_function
         left = -(-(self._own - self._last) // getattr(model, "steps_per_execution", 1))
@@ -112,7 +112,7 @@ class StopTogetherCallback(keras.callbacks.Callback):
             left -= 1
             if left == 0:
                 model.train_function = trained
-            return (logs, arguments[0]) if len(arguments) == 2 else logs  # JAX' takes the state, and returns it
+            return (logs, arguments[0]) if len(arguments) == 2 else logs  # JAX' function takes and returns the state
         if left > 0:
             model.train_function = idle
 
@@ -130,10 +130,10 @@ class StopTogetherCallback(keras.callbacks.Callback):
 
 
 def refuse_uneven_steps(callback: Any) -> None:
-    """Compare between ranks how many steps an epoch has; call it on all ranks from a callback's `on_train_begin`.
+    """Compare the ranks' numbers of steps per epoch; call it on all ranks from a callback's `on_train_begin`.
 
     Raises:
-        ValueError: on all ranks, when they differ and nothing makes epochs end together.
+        ValueError: on all ranks, when they differ and epochs do not end together.
     """
     runtime = api.runtime()
     own = (callback.params.get("steps"), bool(getattr(callback.model, "_hvdlite_stops_together", False)))
@@ -147,7 +147,7 @@ def refuse_uneven_steps(callback: Any) -> None:
 
 
 def may_stop(callback: Any) -> bool:
-    """Return whether a callback could set `stop_training` in a batch."""
+    """Return whether a callback may set `stop_training` in a batch."""
     if type(callback) in _NEVER_STOPS or type(callback).__module__.startswith("hvdlite_tf."):
         return False
     return any(hook in vars(callback) or getattr(type(callback), hook, None) is not getattr(keras.callbacks.Callback, hook)
@@ -158,7 +158,7 @@ def averaged(logs: dict[str, Any], counts: bool) -> dict[str, Any]:
     """Return logs with the means of their numbers over ranks.
 
     Args:
-        counts: whether this rank's numbers do.
+        counts: whether this rank's numbers count.
     """
     runtime = api.runtime()
     numbers = {name: np.asarray(keras.ops.convert_to_numpy(value), np.float64) for name, value in logs.items()
@@ -173,7 +173,7 @@ def averaged(logs: dict[str, Any], counts: bool) -> dict[str, Any]:
 
 
 def _sum(name: str, flag: bool) -> int:
-    """Return on how many ranks something holds."""
+    """Return the number of ranks on which a condition holds."""
     runtime = api.runtime()
     if runtime.world.size == 1:
         return int(flag)

@@ -17,11 +17,11 @@ from hvdlite_tf.keras import scope
 
 
 class MirroredStrategy(scope.BaseStrategy):
-    """One replica of the model per rank, in step: `with strategy.scope():` around what makes and compiles it.
+    """Trains one replica of the model on each rank, in step: create and compile the model in `with strategy.scope():`.
 
-    Batches given to `fit`, `evaluate` and `predict` are global, and so are their results. Without a launcher there is one
-    replica. Optimizers made or compiled in the scope average gradients, by samples in `fit`. Training begins with rank 0's
-    variables. BatchNormalization normalises each rank's share by itself.
+    The batches of `fit`, `evaluate` and `predict` are global, and so are the results. Without a launcher there is one
+    replica. Optimizers that are created or compiled in the scope average gradients, weighted by samples in `fit`. Training
+    begins with rank 0's variables. BatchNormalization normalizes each rank's shard separately.
 
     Args:
         devices: how many ranks `launch` starts when no launcher has; a number, or as many as the list is long.
@@ -36,12 +36,12 @@ class MirroredStrategy(scope.BaseStrategy):
 
     @contextmanager
     def scope(self) -> Iterator[MirroredStrategy]:
-        """Be where models, optimizers and datasets are made and compiled."""
+        """Return the context in which to create and compile models, optimizers and datasets."""
         with scope.entered(self):
             yield self
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Return what `fn` returns on this rank. What it makes gets rank 0's values."""
+        """Call `fn` on this rank and return its result. Variables that it creates get rank 0's values."""
         self.variable_mirror.mirror_pending(must_match=True)
         with scope.making(self):
             return fn(*args, **(kwargs or {}))

@@ -1,8 +1,8 @@
 """`tf.distribute.Strategy` on hvdlite: one replica per rank.
 
-It is TensorFlow's own kind of strategy: Keras' trainer, `tf.nn.compute_average_loss`, `tf.distribute.get_replica_context()`
-and the like find it where they look. TensorFlow lets others write strategies, but does not promise the methods that they
-must have: `tests/tf/test_mirrored.py` says with which versions this one works.
+It is a subclass of TensorFlow's strategy, so Keras' trainer, `tf.nn.compute_average_loss` and
+`tf.distribute.get_replica_context()` recognize it. TensorFlow allows other packages to write strategies, but does not
+guarantee the interface: `tests/tf/test_mirrored.py` lists the versions with which this one works.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from hvdlite_tf.random_states import RANDOM_STATE
 
 
 class MirroredStrategy(scope.BaseStrategy, tf.distribute.Strategy):  # type: ignore[misc]
-    """One replica of the model per rank, in step: `with strategy.scope():` around what makes and compiles it.
+    """Trains one replica of the model on each rank, in step: create and compile the model in `with strategy.scope():`.
 
-    Batches are global: each rank takes its share of what is given to `fit` and of what `experimental_distribute_dataset`
-    distributes. Started without a launcher there is one replica, and everything runs as it would without a strategy.
+    Batches are global: each rank takes its shard of the data for `fit` and of datasets that
+    `experimental_distribute_dataset` distributes. Without a launcher there is one replica, as without a strategy.
 
-    Optimizers made or compiled in the scope reduce gradients. In `fit` and `train_on_batch` Keras sees one replica, and
-    gradients are averaged by samples; in `run` gradients are summed, and losses are to be divided by the global batch
-    (`tf.nn.compute_average_loss`); in loops outside of both they are averaged. Variables start as rank 0's. Metrics are
-    summed over ranks when they are read outside of `run`, which all ranks must do. BatchNormalization normalises each rank's
-    share by itself, and its moving averages stay each rank's own, of which rank 0's are saved; `hvd.SyncBatchNormalization`
-    normalises the global batch.
+    Optimizers that are created or compiled in the scope reduce gradients. In `fit` and `train_on_batch` Keras sees one
+    replica, and gradients are averaged, weighted by samples. In `run` gradients are summed: divide losses by the global
+    batch size (`tf.nn.compute_average_loss`). In other loops they are averaged. Variables start with rank 0's values.
+    Metrics are summed over ranks when they are read outside of `run`; all ranks must read them. BatchNormalization
+    normalizes each rank's shard separately, each rank has its own moving averages, and rank 0's are saved;
+    `hvd.SyncBatchNormalization` normalizes the global batch.
 
-    Random operations of TensorFlow get a seed that all ranks share, rank 0's if the script has set one, so that datasets
-    shuffle alike; make datasets after the strategy.
+    Random operations of TensorFlow get the same seed on all ranks, rank 0's if the script has set one, so that datasets
+    shuffle equally; create datasets after the strategy.
 
     Args:
         devices: how many ranks `launch` starts when no launcher has; a number, or as many as the list is long.
@@ -55,7 +55,7 @@ class MirroredStrategy(scope.BaseStrategy, tf.distribute.Strategy):  # type: ign
         tf.distribute.Strategy.__init__(self, _Extended(self, own_device(api.local_rank())))
         from tensorflow.python.eager import context
         seeds = allgather_object(api.runtime(), context.global_seed(), api.runtime().unnamed("tf", "global_seed"))
-        if seeds[0] is None or seeds != seeds[:1] * len(seeds):  # setting it begins the sequence of operations' seeds anew
+        if seeds[0] is None or seeds != seeds[:1] * len(seeds):  # setting it restarts the sequence of operations' seeds
             tf.random.set_seed(self._seed if seeds[0] is None else seeds[0])
 
     @contextmanager
@@ -65,22 +65,22 @@ class MirroredStrategy(scope.BaseStrategy, tf.distribute.Strategy):  # type: ign
             yield self
 
     def scope(self) -> Any:
-        """Return the context in which models, optimizers and datasets are made and compiled."""
+        """Return the context in which to create and compile models, optimizers and datasets."""
         return self._entered()
 
     def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
-        """Return what `fn` returns on this rank. Variables have rank 0's values, also those that it makes."""
+        """Call `fn` on this rank and return its result. Variables have rank 0's values, also those that it creates."""
         self.variable_mirror.mirror_pending(must_match=True)
         with nullcontext() if self.variable_mirror.is_deferred else scope.making(self), step.summing():
             return super().run(fn, args, kwargs, options)
 
     def making(self) -> AbstractContextManager[Any]:
-        """Return a context in which the variables that are made get rank 0's values at once."""
+        """Return a context in which new variables get rank 0's values immediately."""
         return tf.variable_creator_scope(self._extended.create_broadcast)  # type: ignore[no-any-return]
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """Return a context in which an optimizer of the scope can be built: TensorFlow wants to be in the strategy's."""
+        """Return a context in which an optimizer of the scope can be built: TensorFlow requires the strategy's scope."""
         if tf.distribute.get_strategy() is self:
             yield
             return
@@ -99,7 +99,7 @@ class MirroredStrategy(scope.BaseStrategy, tf.distribute.Strategy):  # type: ign
                                "strategy.run(step, args=...), or outside of the scope")
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
-        """Return the sum or mean of a value over all ranks, and over a dimension of it where `axis` says so."""
+        """Return the sum or mean of a value over all ranks, and over the dimension `axis` unless it is None."""
         return super().reduce(reduce_op, value, axis)
 
 
@@ -114,7 +114,7 @@ class _ReplicaContext(tf.distribute.ReplicaContext):  # type: ignore[misc]
 
 
 class _Extended(OneDeviceExtended):  # type: ignore[misc]
-    """One device in this process, and other ranks with one each."""
+    """The strategy's implementation: one device in this process, and one on each other rank."""
 
     def __init__(self, strategy: MirroredStrategy, device: str) -> None:
         super().__init__(strategy, device)
@@ -143,7 +143,7 @@ class _Extended(OneDeviceExtended):  # type: ignore[misc]
                 or kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
             return next_creator(**kwargs)
         is_seed = str(kwargs.get("name")).endswith(RANDOM_STATE)
-        if not callable(initial) and not hasattr(initial, "numpy"):  # a tensor of the function that is being traced
+        if not callable(initial) and not hasattr(initial, "numpy"):  # a tensor of the traced function
             kwargs["initial_value"] = ops.broadcast(tf.convert_to_tensor(initial, kwargs.get("dtype")), 0)
             return next_creator(**kwargs)
         with tf.init_scope():
@@ -157,7 +157,7 @@ class _Extended(OneDeviceExtended):  # type: ignore[misc]
         return self._mirrored._size
 
     def variable_created_in_scope(self, v: Any) -> bool:
-        """All variables of this process can be used in the scope, wherever they were made."""
+        """Return True: all variables of this process can be used in the scope, wherever they were created."""
         return True
 
     def _validate_colocate_with_variable(self, colocate_with_variable: Any) -> None:
@@ -215,7 +215,7 @@ class _Extended(OneDeviceExtended):  # type: ignore[misc]
         return value_fn(tf.distribute.experimental.ValueContext(self._mirrored.rank, self._num_replicas_in_sync))
 
     def read_var(self, replica_local_var: Any) -> Any:
-        """Return the value of a variable of the scope, over all ranks when it is one that is summed when it is read."""
+        """Return the value of a variable of the scope; the sum over all ranks for a variable that is summed on read."""
         if isinstance(replica_local_var, values.SyncOnReadVariable):
             return replica_local_var._get_cross_replica()
         return super().read_var(replica_local_var)
@@ -233,18 +233,18 @@ class _Extended(OneDeviceExtended):  # type: ignore[misc]
 
 
 def own_device(local_rank: int) -> str:
-    """Return the device that a rank computes on. Of several GPUs TensorFlow takes memory of this one only, if it can."""
+    """Return the device of a rank; if possible make only this GPU visible, so that TensorFlow reserves no other memory."""
     visible = tf.config.get_visible_devices("GPU")
     if len(visible) > 1:
         try:
             tf.config.set_visible_devices(visible[local_rank % len(visible)], "GPU")
-        except RuntimeError:  # TensorFlow has taken all of them already
+        except RuntimeError:  # TensorFlow has initialized all of them already
             return str(tf.config.list_logical_devices("GPU")[local_rank % len(visible)].name)
     return "/device:GPU:0" if visible else "/device:CPU:0"
 
 
 def _ready(reduce_op: Any, value: Any) -> Any:
-    """Return a value as a tensor or slices; one of integers that are to be averaged as floats, as in TensorFlow."""
+    """Return a value as a tensor or slices; integers to be averaged become floats, as in TensorFlow."""
     if isinstance(value, tf.IndexedSlices):
         return value
     tensor = tf.convert_to_tensor(value)

@@ -1,10 +1,11 @@
 """Mirroring: every variable of a `MirroredStrategy` has rank 0's value before it is used.
 
-When a variable gets it:
-- Made inside the scope: when the scope is left. Ranks may make different ones there (one rank loads a model, the others
-  build it); then `fit` and its kin, which know the model, give rank 0's values.
-- Made inside `strategy.run`, or by a layer of the scope that is built later: at once. All ranks are in step there.
-- Made by `fit`, `evaluate` and their kin: with all of the model's variables, before the first step.
+Time of mirroring:
+- Variables that are created in the scope: at the end of the scope. If ranks create different ones there (one rank loads a
+  model, the others build it), `fit`, `evaluate` and `predict` mirror the model's variables.
+- Variables that are created in `strategy.run`, or by a layer of the scope that is built later: immediately. All ranks are in
+  step there.
+- Variables that are created by `fit`, `evaluate` or `predict`: with all of the model's variables, before the first step.
 
 States of random generators are rank 0's plus the rank, so that every rank draws its own masks.
 """
@@ -43,7 +44,7 @@ _mode: ContextVar[_Mode] = ContextVar("hvdlite_replicas", default=_Mode.AFTER_SC
 
 
 class _CreatedVariable(NamedTuple):
-    """A variable that was made."""
+    """A variable that was created."""
 
     variable: weakref.ref[Any]
     description: tuple[str, tuple[int, ...], str]
@@ -51,28 +52,28 @@ class _CreatedVariable(NamedTuple):
 
 
 class VariableMirror:
-    """The variables of one strategy that have not rank 0's values yet.
+    """The variables of one strategy that do not have rank 0's values yet.
 
     Args:
-        rank, size: this rank among how many.
+        rank, size: this rank, and the number of ranks.
     """
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
         self._made: list[_CreatedVariable] = []
-        self._unmatched: list[_CreatedVariable] = []  # made in a scope, and not the same ones on all ranks
+        self._unmatched: list[_CreatedVariable] = []  # created in a scope, and different on the ranks
         self._was_unmatched = False  # the same on all ranks
         self._applies_model = False
         self._created_immediately = 0
 
     @property
     def mirrors_immediately(self) -> bool:
-        """Whether a variable that is made now gets rank 0's value now."""
+        """Whether a variable gets rank 0's value as soon as it is created."""
         return self._size > 1 and _mode.get() is _Mode.IMMEDIATELY
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Leave what is made inside to `mirror`."""
+        """Return a context whose new variables are left to `mirror`."""
         before, self._made = self._made, []
         try:
             with _in_mode(_Mode.DEFERRED):
@@ -81,12 +82,12 @@ class VariableMirror:
             self._made = before
 
     def immediately(self) -> AbstractContextManager[None]:
-        """Give what is made inside rank 0's value at once."""
+        """Return a context whose new variables get rank 0's values immediately."""
         return _in_mode(_Mode.IMMEDIATELY)
 
     @contextmanager
     def applying_model(self) -> Iterator[None]:
-        """Let Keras' loops use a model that has rank 0's values, whatever else only some ranks have made."""
+        """Allow Keras' loops to use a model with rank 0's values, even if some ranks have created other variables."""
         before, self._applies_model = self._applies_model, True
         try:
             yield
@@ -95,11 +96,11 @@ class VariableMirror:
 
     @property
     def is_deferred(self) -> bool:
-        """Whether somebody inside of `deferred` is going to mirror the whole model."""
+        """Whether the code inside `deferred` is going to mirror the whole model."""
         return _mode.get() is _Mode.DEFERRED
 
     def created(self, variable: Any) -> None:
-        """Take note of a variable that was made; it is a metric's when it is summed when it is read."""
+        """Record a new variable; it belongs to a metric if it is summed on read."""
         if self._size == 1:
             return
         if self.mirrors_immediately and getattr(variable, "_value", variable) is not None:
@@ -108,20 +109,20 @@ class VariableMirror:
             self._made.append(_CreatedVariable(weakref.ref(variable), _described(variable)))
 
     def broadcast_value(self, array: Array, is_seed: bool) -> Array:
-        """Return rank 0's value of the variable that all ranks make now."""
+        """Return rank 0's value of a variable that all ranks are creating."""
         array = np.array(array, order="C")
         self._created_immediately += 1
         api.runtime().broadcast(f"scope.variable.{self._created_immediately}", array, 0).wait()
         return moved_on(array, self._rank, 0) if is_seed else array
 
     def mirror_pending(self, must_match: bool = False) -> None:
-        """Give the variables that were made rank 0's values; all ranks call this.
+        """Copy rank 0's values to the recorded variables; all ranks call this.
 
         Args:
-            must_match: whether it is an error that ranks have made different variables.
+            must_match: whether different variables on the ranks are an error.
 
         Raises:
-            MismatchError: when they have.
+            MismatchError: when they are different and must match.
         """
         if self._size == 1 or self.is_deferred:
             return
@@ -141,10 +142,10 @@ class VariableMirror:
                 _log.info("left to the model's first use: %s", error)
 
     def mirror(self, variables: Sequence[Any]) -> None:
-        """Give variables rank 0's values; all ranks call this with the same ones, in the same order.
+        """Copy rank 0's values to variables; all ranks call this with the same variables, in the same order.
 
         Raises:
-            MismatchError: on all ranks, when theirs differ.
+            MismatchError: on all ranks, when the variables differ.
         """
         if self._size == 1:
             return
@@ -155,7 +156,7 @@ class VariableMirror:
                                        for made in (self._made, self._unmatched))
 
     def _mirror(self, made: Sequence[_CreatedVariable]) -> None:
-        """Mirror what all ranks still have. (When a rank drops what nobody uses is up to its garbage collector.)"""
+        """Mirror the variables that all ranks still have: the garbage collector decides when a rank drops unused ones."""
         with _eagerly():
             runtime = api.runtime()
             variables = [each.variable() for each in made]
@@ -168,7 +169,7 @@ class VariableMirror:
             broadcast_variables(kept, 0, runtime.unnamed("keras", "mirror"))
 
     def are_equal_everywhere(self, variables: Sequence[Any]) -> bool:
-        """Return whether all ranks have the same values, random generators aside; all ranks call this.
+        """Return whether all ranks have the same values, except for random generators; all ranks call this.
 
         Costs a pass over the values and one small collective.
         """
@@ -188,7 +189,7 @@ class VariableMirror:
 
 
 def optimizers_of(model: Any) -> list[Any]:
-    """Return the optimizers that a model has, its own and those that it or a model in it holds as attributes."""
+    """Return a model's optimizers: its own, and those in attributes of it and of the models in it."""
     found: dict[int, Any] = {}
 
     def visit(value: Any) -> None:

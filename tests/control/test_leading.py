@@ -10,7 +10,7 @@ import pytest
 from hvdlite.control.base import DecisionReceived, DirectMessageReceived, PeerLost
 from hvdlite.control.doorbell import Doorbell
 from hvdlite.control.leading import LeaderControl
-from hvdlite.control.star import GRACE
+from hvdlite.control.star import GRACE_SECONDS
 from hvdlite.control.wire import Connection
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.leader import Leader
@@ -109,7 +109,7 @@ def test_a_death_about_which_rank_0_says_nothing_is_declared_after_the_grace(hos
     host.rank_3.close()
     events = host.control.wait(5.0)
     while not events:
-        events = host.control.wait(10 * GRACE)
+        events = host.control.wait(10 * GRACE_SECONDS)
     (event,) = events
     assert isinstance(event, PeerLost) and event.rank == 3
 

@@ -58,7 +58,7 @@ def test_a_forked_childs_copy_can_be_forgotten_without_ending_the_connection() -
     ours, theirs = socket.socketpair()
     copy = Connection(ours.dup())
     control, far = pair(ours, theirs)
-    copy.forget()
+    copy.close_in_child()
     far.send(Decision(epoch=0, sequence=1))
     assert control.wait(5.0) == [DecisionReceived(Decision(epoch=0, sequence=1))]
     control.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,27 @@ class Clock:
         return self.now
 
 
+class Recorded(Coordinator):
+    """A coordinator whose progress the test makes, and whose settings it sees."""
+
+    rounds = reduced_bytes = 0  # type: ignore[assignment]
+
+    def __init__(self, size: int, policy: Policy) -> None:
+        super().__init__(size, policy)
+        self.told: list[dict[str, int]] = []
+
+    def tune(self, settings: Mapping[str, int], now: float) -> None:
+        self.told.append(dict(settings))
+        super().tune(settings, now)
+
+
 def test_the_best_setting_stays_and_what_the_user_set_is_left_alone(tmp_path: Path) -> None:
     log = tmp_path / "tuning.csv"
     config = Config(autotune=True, autotune_log_file=str(log), autotune_max_samples=12, autotune_steps_per_sample=2,
                     autotune_warmup_samples=1, shm_chunk=1 << 19 | 1, shm_direct=1)
     assert "shm_chunk" not in tunable(config) and "bucket_size" in tunable(config)
-    coordinator, clock = Coordinator(2, Policy(bucket_sizes=BucketSizes(4 << 20, 25 << 20))), Clock()
-    told: list[dict[str, int]] = []
-    tune = coordinator.tune
-    coordinator.tune = lambda settings, now: (told.append(dict(settings)), tune(settings, now))  # type: ignore
+    coordinator, clock = Recorded(2, Policy(bucket_sizes=BucketSizes(4 << 20, 25 << 20))), Clock()
+    told = coordinator.told
     tuner = Autotuner(config, coordinator, clock)
     for _ in range(12 * (SAMPLES * 2 + SETTLING_ROUNDS + 4)):
         size = told[-1]["bucket_size"] if told else 25 << 20

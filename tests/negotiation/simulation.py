@@ -65,7 +65,7 @@ class Simulation:
 
     def _lead(self, leader: Leader) -> None:
         leader.check_invariants()
-        merged = leader.report()
+        merged = leader.take_report()
         if merged is not None:
             self.host_up[self.leaders.index(leader)].append(msgspec.msgpack.decode(_encode(merged), type=HostReport))
 
@@ -100,7 +100,7 @@ class Simulation:
             leader = self.leader_of[rank]
             queue = self.host_down[self.leaders.index(leader)]
             if queue:
-                leader.watch(queue[0])
+                leader.observe(queue[0])
                 self._lead(leader)
                 for other in leader.ranks:
                     self.down[other].append(queue[0])

@@ -39,6 +39,7 @@ def test_broadcast_roots_must_agree() -> None:
     assert "root rank" in str(disagreement(roots))
 
 
+# docs/protocol.md#contributors
 def test_absent_ranks_agree_but_do_not_contribute() -> None:
     requests = {0: REQUEST, 1: msgspec.structs.replace(REQUEST, absent=True)}
     assert disagreement(requests) is None

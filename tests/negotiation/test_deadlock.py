@@ -17,8 +17,8 @@ def tensor(name: str, label: str = "", round_id: int = 0) -> Request:
     return Request(name, Collective.ALLREDUCE, "float32", (4,), op=ReduceOp.SUM, label=label, round_id=round_id)
 
 
-def waits_for(name: str, round_id: int = 0, *, deferrable: bool = False, entirely: bool = True) -> Blocked:
-    return Blocked((Wait(0, name, round_id, deferrable),), entirely)
+def waits_for(name: str, round_id: int = 0, *, deferrable: bool = False, all_threads: bool = True) -> Blocked:
+    return Blocked((Wait(0, name, round_id, deferrable),), all_threads)
 
 
 def finish_round(sim: Simulation, rank: int, label: str, round_id: int = 1) -> None:
@@ -102,7 +102,7 @@ def test_nobody_is_stuck_behind_a_rank_that_has_another_thread() -> None:
     sim, _ = world()
     for rank, name in enumerate("xy"):
         call(sim, rank, name)
-        block(sim, rank, waits_for(name, entirely=rank == 0))
+        block(sim, rank, waits_for(name, all_threads=rank == 0))
     sim.settle()
     assert not sim.coordinator.blocked.deadlock()[0]
 

@@ -36,7 +36,7 @@ def a_leader() -> Leader:
     leader = Leader((2, 3), 4)
     bucket = Bucket(bucket_id=7, members=(MEMBER,), offsets=(0,), elements=8, response=RESPONSE)
     layout = Layout(layout_id=1, label="net", first_round=2, buckets=(bucket,))
-    leader.watch(Decision(epoch=0, sequence=1, learned=(layout,)))
+    leader.observe(Decision(epoch=0, sequence=1, learned=(layout,)))
     return leader
 
 
@@ -48,28 +48,28 @@ def ready(round_id: int) -> Report:
 def test_what_all_say_goes_up_once() -> None:
     leader = a_leader()
     leader.receive(2, ready(2))
-    assert leader.report() is None
+    assert leader.take_report() is None
     leader.receive(3, ready(2))
-    assert leader.report() == HostReport(applied=1, items=(BucketReady(bucket_id=7, round_id=2),))
+    assert leader.take_report() == HostReport(applied=1, items=(BucketReady(bucket_id=7, round_id=2),))
 
 
 @pytest.mark.parametrize("asked", [2, 3])
 def test_when_one_is_asked_for_an_account_the_coordinator_learns_who_is_missing(asked: int) -> None:
     leader = a_leader()
     leader.receive(2, ready(2))
-    leader.watch(Decision(epoch=0, sequence=2, status_requests=(0,)))
-    assert leader.report() is None
-    leader.watch(Decision(epoch=0, sequence=3, status_requests=(asked,)))
+    leader.observe(Decision(epoch=0, sequence=2, status_requests=(0,)))
+    assert leader.take_report() is None
+    leader.observe(Decision(epoch=0, sequence=3, status_requests=(asked,)))
     leader.check_invariants()
-    report = leader.report()
+    report = leader.take_report()
     assert report is not None and report.items == (RankReport(2, ready(2)),)
     leader.receive(3, ready(2))
-    report = leader.report()
+    report = leader.take_report()
     assert report is not None and report.items == (RankReport(3, ready(2)),), "what goes up rank by rank does so to its end"
     for rank in (2, 3):
         leader.receive(rank, ready(3))
     leader.check_invariants()
-    assert leader.report() == HostReport(applied=1, items=(BucketReady(bucket_id=7, round_id=3),))
+    assert leader.take_report() == HostReport(applied=1, items=(BucketReady(bucket_id=7, round_id=3),))
 
 
 def test_the_end_of_a_rank_goes_up_behind_what_it_said() -> None:
@@ -77,19 +77,19 @@ def test_the_end_of_a_rank_goes_up_behind_what_it_said() -> None:
     leaving = Report(epoch=0, applied=1, leaving=True)
     leader.receive(3, leaving)
     leader.lose(3, "its process ended")
-    report = leader.report()
+    report = leader.take_report()
     assert report is not None and report.items == (RankReport(3, leaving),) and report.lost == ((3, "its process ended"),)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(report), type=HostReport) == report
-    assert leader.report() is None
+    assert leader.take_report() is None
 
 
 def test_what_a_rank_says_after_a_closing_goes_up_after_it() -> None:
     leader = a_leader()
     done, later = RoundDone("net", 1), Request("remove", Collective.REMOVE_PROCESS_SET, "uint8", (0,), members=(1,))
     leader.receive(2, Report(epoch=0, applied=1, items=(MEMBER, done, later)))
-    assert leader.report() == HostReport(applied=0, items=(RankReport(2, Report(epoch=0, applied=1, items=(later,))),))
+    assert leader.take_report() == HostReport(applied=0, items=(RankReport(2, Report(epoch=0, applied=1, items=(later,))),))
     leader.receive(3, Report(epoch=0, applied=1, items=(MEMBER, done, later)))
-    assert leader.report() == HostReport(applied=1, items=(MergedRequests((2, 3), (MEMBER,)), done,
+    assert leader.take_report() == HostReport(applied=1, items=(MergedRequests((2, 3), (MEMBER,)), done,
                                                            RankReport(3, Report(epoch=0, applied=1, items=(later,)))))
 
 
@@ -98,23 +98,23 @@ def test_one_rank_that_finishes_a_round_twice_does_not_finish_it_for_another() -
     done = Report(epoch=0, applied=1, items=(RoundDone("net", 1),))
     leader.receive(2, done)
     leader.receive(2, done)
-    assert leader.report() is None
+    assert leader.take_report() is None
     leader.receive(3, done)
-    assert leader.report() == HostReport(applied=1, items=done.items)
+    assert leader.take_report() == HostReport(applied=1, items=done.items)
     leader.receive(3, done)
     leader.receive(2, done)
     leader.check_invariants()
-    assert leader.report() is None
+    assert leader.take_report() is None
 
 
 def test_a_rank_that_is_asked_for_an_account_is_known_to_have_closed_its_round() -> None:
     leader = a_leader()
     done = Report(epoch=0, applied=1, items=(RoundDone("net", 1),))
     leader.receive(2, done)
-    leader.watch(Decision(epoch=0, sequence=2, status_requests=(2,)))
-    assert leader.report() == HostReport(applied=0, items=(RankReport(2, done),))
+    leader.observe(Decision(epoch=0, sequence=2, status_requests=(2,)))
+    assert leader.take_report() == HostReport(applied=0, items=(RankReport(2, done),))
     leader.receive(3, done)
-    assert leader.report() == HostReport(applied=1, items=done.items)
+    assert leader.take_report() == HostReport(applied=1, items=done.items)
 
 
 def report_of(*items: Request | RoundDone, **rest: Any) -> Report:
@@ -123,7 +123,7 @@ def report_of(*items: Request | RoundDone, **rest: Any) -> Report:
 
 def told(leader: Leader) -> tuple[object, ...]:
     leader.check_invariants()
-    report = leader.report()
+    report = leader.take_report()
     return () if report is None else report.items
 
 
@@ -157,7 +157,7 @@ def test_a_request_with_its_tensor_waits_for_nobody_and_lets_nobody_wait() -> No
     leader.receive(2, report_of(X))
     leader.receive(3, report_of(eager))
     assert told(leader) == (MergedRequests((2,), (X,)), RankReport(3, report_of(eager)))
-    leader.watch(Decision(epoch=0, sequence=2,
+    leader.observe(Decision(epoch=0, sequence=2,
                           responses=(Response(names=("x",), collective=Collective.ALLREDUCE, dtype="float32"),)))
     leader.receive(3, report_of(X))
     assert told(leader) == (), "the tensor was answered: its name begins anew"
@@ -167,7 +167,7 @@ def test_a_request_with_its_tensor_waits_for_nobody_and_lets_nobody_wait() -> No
 def test_when_one_is_asked_for_an_account_requests_go_up_with_their_ranks(asked: int) -> None:
     leader = a_leader()
     leader.receive(2, report_of(X))
-    leader.watch(Decision(epoch=0, sequence=2, status_requests=(asked,)))
+    leader.observe(Decision(epoch=0, sequence=2, status_requests=(asked,)))
     assert told(leader) == (MergedRequests((2,), (X,)),)
     leader.receive(3, report_of(X))
     assert told(leader) == (MergedRequests((3,), (X,)),)
@@ -185,7 +185,7 @@ def test_before_a_rank_joins_or_leaves_or_is_blocked_everything_goes_up(last: Re
 def test_nobody_waits_for_a_rank_that_has_joined() -> None:
     leader = a_leader()
     leader.receive(3, report_of(Request("join", Collective.JOIN, "uint8", (0,))))
-    leader.report()
+    leader.take_report()
     leader.receive(2, report_of(X))
     assert told(leader) == (RankReport(2, report_of(X)),)
 
@@ -210,12 +210,12 @@ def test_requests_in_a_process_set_that_ends_go_up() -> None:
     leader = a_leader()
     added = Response(names=("add",), collective=Collective.ADD_PROCESS_SET, dtype="uint8", members=(2, 3))
     removed = Response(names=("remove",), collective=Collective.REMOVE_PROCESS_SET, dtype="uint8", rows=(1,))
-    leader.watch(Decision(epoch=0, sequence=2, responses=(added,)))
+    leader.observe(Decision(epoch=0, sequence=2, responses=(added,)))
     inside = msgspec.structs.replace(X, process_set_id=1)
     remove = Request("remove", Collective.REMOVE_PROCESS_SET, "uint8", (0,), members=(1,))
     leader.receive(2, report_of(inside, remove))
     assert told(leader) == (MergedRequests((2,), (inside,)), RankReport(2, report_of(remove)))
-    leader.watch(Decision(epoch=0, sequence=3, responses=(removed,)))
+    leader.observe(Decision(epoch=0, sequence=3, responses=(removed,)))
     leader.receive(3, report_of(inside))
     assert told(leader) == (RankReport(3, report_of(inside)),)
 
@@ -224,7 +224,7 @@ def test_a_request_that_was_refused_before_the_host_had_made_it_does_not_stay() 
     leader = a_leader()
     leader.receive(2, report_of(X))
     refused = Response(names=("x",), collective=Collective.ALLREDUCE, dtype="float32", error=ErrorKind.LEFT)
-    leader.watch(Decision(epoch=0, sequence=2, left=(0,), responses=(refused,)))
+    leader.observe(Decision(epoch=0, sequence=2, left=(0,), responses=(refused,)))
     assert told(leader) == (MergedRequests((2,), (X,)),)
     leader.receive(3, report_of(X))
     assert told(leader) == (RankReport(3, report_of(X)),)

@@ -15,7 +15,7 @@ from hvdlite.negotiation.controller import Controller
 from hvdlite.negotiation.coordinator import Coordinator
 from hvdlite.negotiation.messages import BucketReady, Decision, ErrorKind, FailureNotice, Report, Request
 from hvdlite.negotiation.negotiator import Policy
-from hvdlite.negotiation.process_sets import pair
+from hvdlite.negotiation.process_sets import pair_set_id
 from tests.negotiation.simulation import Simulation
 
 
@@ -43,7 +43,7 @@ def worlds(draw: st.DrawFn) -> tuple[int, list[list[Request]], list[int], int]:
     for index in range(draw(st.integers(0, 2)) if size > 1 else 0):
         sender, receiver = draw(st.permutations(range(size)))[:2]
         base.append(Request(f"s{index}", Collective.SEND, "int64", (draw(st.integers(0, 5)),), root_rank=sender,
-                            process_set_id=pair(sender, receiver, size)))
+                            process_set_id=pair_set_id(sender, receiver, size)))
     base = list({request.key: request for request in base}.values())
     orders = []
     for rank in range(size):

@@ -1,7 +1,6 @@
 """One suite for all planes: ranks as threads, inputs whose result is a closed form or a NumPy model.
 
-Over MPI the ranks are processes: tests/planes/test_mpi.py starts this file under mpiexec, and each process runs its rank's
-steps of every test.
+Over MPI the ranks are processes: tests/planes/test_mpi.py starts this file under mpiexec, one process a rank.
 """
 
 from __future__ import annotations
@@ -129,7 +128,6 @@ def test_fusion_does_not_change_a_bit(make_planes: Any, size: int) -> None:
 
 
 @pytest.mark.parametrize("count", [10, 50_000])
-# docs/protocol.md#contributors
 def test_only_contributors_count_but_average_divides_by_all(make_planes: Any, count: int) -> None:
     def step(rank: int, execute: Any) -> None:
         out = np.zeros(count, np.float32)
@@ -237,8 +235,8 @@ def test_averages_of_integers_are_exact_where_their_sum_overflows(make_planes: A
                         memory = buffer.own[65_536:131_072].view(kind)
                         memory[:total], memory[total:] = mine, 0
                         execute.barrier()
-                        execute(allreduce(dtype, ReduceOp.AVERAGE, size), [memory], [memory],
-                                BufferSlice(buffer, 65_536, 131_072))
+                        piece = BufferSlice(buffer, 65_536, 131_072)
+                        execute(allreduce(dtype, ReduceOp.AVERAGE, size), [memory], [memory], piece)
                         assert np.array_equal(memory[:total], expected), "a bucket"
         return len(found)
     run_cases(make_planes, size, step)
@@ -430,8 +428,8 @@ def test_process_sets_that_overlap_do_not_disturb_each_other(make_planes: Any) -
             if rank not in members:
                 continue
             mine = np.full(count, turn + rank, np.int64)
-            one = msgspec.structs.replace(allreduce("int64", ReduceOp.SUM, 3), process_set_id=process_set_id,
-                                          contributors=members)
+            request = allreduce("int64", ReduceOp.SUM, 3)
+            one = msgspec.structs.replace(request, process_set_id=process_set_id, contributors=members)
             execute(one, [mine], [mine], ranks=members)
             assert (mine == len(members) * turn + sum(members)).all(), turn
         for process_set_id in (1, 2):
@@ -526,7 +524,6 @@ def test_adasum_without_a_rank_that_joined(make_planes: Any) -> None:
     run(make_planes, 3, step)
 
 
-# docs/protocol.md#pairs
 def test_send(make_planes: Any) -> None:
     def step(rank: int, execute: Any) -> None:
         execute.plane.add_process_set(-1, (0, 2))
@@ -536,10 +533,9 @@ def test_send(make_planes: Any) -> None:
             for number, (sender, receiver) in enumerate([(0, 2), (2, 0), (0, 2)]):
                 mine = np.arange(count, dtype=np.int32) + number
                 out = np.empty_like(mine) if rank == receiver else None
-                execute(Response(names=("x",), collective=Collective.SEND, dtype="int32", process_set_id=-1,
-                                 root_rank=sender,
-                                 elements=count, contributors=(0, 2)), [mine if rank == sender else np.zeros_like(mine)],
-                        [out], ranks=(0, 2))
+                sent = Response(names=("x",), collective=Collective.SEND, dtype="int32", process_set_id=-1, root_rank=sender,
+                                elements=count, contributors=(0, 2))
+                execute(sent, [mine if rank == sender else np.zeros_like(mine)], [out], ranks=(0, 2))
                 with case(count, f"from {sender}"):
                     assert out is None or np.array_equal(out, mine)
     run(make_planes, 3, step)

@@ -13,6 +13,7 @@ from tests.worlds import processes, threads
 
 
 @pytest.mark.parametrize("count", [0, 4, 50_000])
+# docs/protocol.md#pairs
 def test_a_ring_and_everybody_with_everybody(count: int) -> None:
     size = 4
 

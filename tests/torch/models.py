@@ -61,7 +61,7 @@ def by_bucket(optimizer: Any) -> bool:
 
 def has_learned(optimizer: Any) -> bool:
     """Return whether the set's buckets have been learned."""
-    return reducer_of(optimizer)._bucket_views is not None
+    return reducer_of(optimizer).sequence.rounds.bucket_views is not None
 
 
 def settle(runtime: Runtime, model: Any, optimizer: Any) -> None:

@@ -187,7 +187,7 @@ def test_a_broken_bucket_keeps_what_it_held() -> None:
                     parameter.data = parameter.data.double()
                 parameter.grad = torch.full((10,), float(index + 1 + turn + 2 * runtime.world.rank), dtype=parameter.dtype)
                 reducer_of(optimizer).hand_over(parameter)
-            reducer_of(optimizer).finish()
+            reducer_of(optimizer).sequence.finish()
             assert [parameter.grad.unique().tolist() for parameter in parameters] == [[turn + 2], [turn + 3], [turn + 4]]
             optimizer.step()
     threads(2, step)
@@ -207,7 +207,7 @@ def test_hooks_from_two_threads() -> None:
                 hook.start()
             for hook in hooks:
                 hook.join()
-            reducer_of(optimizer).finish()
+            reducer_of(optimizer).sequence.finish()
             for index, parameter in enumerate(parameters):
                 assert (parameter.grad == index + turn + 1).all()
             optimizer.step()

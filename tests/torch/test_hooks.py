@@ -228,3 +228,66 @@ def test_a_second_optimizer_reduces_what_was_added_to_a_tensor_of_the_first_ones
                   lambda turn: sum((model(x) - turn).square().mean() for x in batches) * scale)
     for got, wanted in zip(one, alone, strict=True):
         torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_an_optimizer_of_an_earlier_phase_hands_nothing_over_on_any_rank(keeps: bool) -> None:
+    """Although the script keeps it on one rank, or the garbage collector finds it on one rank only."""
+    def step(runtime: Runtime) -> list[Any]:
+        model, x = model_and_batch(runtime.world.rank)
+        model = torch.nn.Sequential(model, torch.nn.Linear(128, 3, bias=False))
+        torch.nn.init.constant_(model[1].weight, 0.01)
+        kept: list[Any] = []
+
+        def phase(parameters: Any) -> None:
+            optimizer = DistributedOptimizer(torch.optim.SGD(parameters, lr=0.01), _runtime=runtime)
+            torch.optim.lr_scheduler.StepLR(optimizer, 1)  # a cycle, which only the garbage collector frees
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+            if (runtime.world.rank == 0) == keeps:
+                kept.append(optimizer)
+        phase(model.parameters())
+        if not keeps:
+            kept.clear()
+        phase(model[1].parameters())
+        if keeps and runtime.world.rank == 0:
+            assert len(kept) == 2
+        return [parameter.detach() for parameter in model.parameters()]
+    one, other = threads(2, step)
+    assert all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("op", [ReduceOp.AVERAGE, ReduceOp.SUM])
+def test_an_optimizer_is_used_again_after_another_one_of_its_parameters_was_wrapped(op: ReduceOp) -> None:
+    """It reduces its other parameters, and shared ones once, also without zero_grad()."""
+    def train(model: Any, wrap: Callable[[Any], Any], loss: Callable[[], Any]) -> list[Any]:
+        first = wrap(torch.optim.SGD(model.parameters(), lr=0.5))
+        for turn in range(4):
+            loss().backward()
+            first.step()
+            model.zero_grad()
+            if turn == 1:
+                second = wrap(torch.optim.SGD([model.bias], lr=0.25))
+                for _ in range(2):
+                    loss().backward()
+                    second.step()
+                    model.zero_grad()
+                loss().backward()
+                second.step()
+                first.step()
+                model.zero_grad()
+        return [parameter.detach() for parameter in model.parameters()]
+
+    def step(runtime: Runtime) -> list[Any]:
+        model, x = model_and_batch(runtime.world.rank)
+        return train(model, lambda plain: DistributedOptimizer(plain, op=op, _runtime=runtime),
+                     lambda: model(x).square().mean())
+    one, other = threads(2, step)
+    assert all(map(torch.equal, one, other))
+    model, batches = model_and_batch(0)[0], [model_and_batch(rank)[1] for rank in range(2)]
+    scale = 0.5 if op is ReduceOp.AVERAGE else 1.0
+    alone = train(model, lambda plain: plain, lambda: sum(model(x).square().mean() for x in batches) * scale)
+    for got, wanted in zip(one, alone, strict=True):
+        torch.testing.assert_close(got, wanted)

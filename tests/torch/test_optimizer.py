@@ -368,7 +368,7 @@ def test_after_a_mismatch_the_optimizer_goes_on() -> None:
     ({"compression": "fp16"}, ValueError, "hvd.Compression.none, .fp16 or .bf16, not 'fp16'"),
     ({"compression": Compression}, ValueError, "hvd.Compression.none"),
     ({"comm_hook": comm_hooks.AllReduce}, ValueError, r"such as AllReduce\(\)"),
-    ({"process_set": [0, 1]}, ValueError, "what hvd.add_process_set returns"),
+    ({"process_set": [0, 1]}, ValueError, "as hvd.add_process_set returns"),
     ({"named_parameters": net().named_parameters}, ValueError, "pairs"),
     ({"named_parameters": net().named_parameters()}, ValueError, "of the very model"),
     ({"gradient_predivide_factor": 2.0, "op": ReduceOp.SUM}, ValueError, "needs op=Average"),

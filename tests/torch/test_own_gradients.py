@@ -145,9 +145,9 @@ def test_what_is_changed_in_place_after_the_reduction_is_not_reduced_again() -> 
             optimizer.zero_grad()
             (parameter * (runtime.world.rank + 1)).sum().backward()
             parameter.grad /= 2
-            rounds = reducer_of(optimizer)._number
+            rounds = reducer_of(optimizer).round_id
             optimizer.step()
-            assert reducer_of(optimizer)._number == rounds
+            assert reducer_of(optimizer).round_id == rounds
         return parameter.detach().tolist()
     assert threads(2, step) == [[-7.5] * 3] * 2
 
@@ -161,7 +161,7 @@ def test_unused_parameters_cost_no_round(to_none: bool) -> None:
             optimizer.zero_grad(set_to_none=to_none)
             model[turn > 2](torch.ones(1, 6)).sum().backward()
             optimizer.step()
-            assert reducer_of(optimizer)._number == turn + 1
+            assert reducer_of(optimizer).round_id == turn + 1
     threads(2, step)
 
 

@@ -26,7 +26,7 @@ def create_step_reducer(**arguments: Any) -> JaxStepReducer:
 
 
 def call(function: Callable[[Sequence[Array]], Sequence[Array]], tensors: Sequence[Any]) -> list[Any]:
-    """See the package. Callbacks block, so they are ordered: in different orders, two ranks would wait for each other."""
+    """See the package. Callbacks block, so they are ordered: with different orders, two ranks would wait for each other."""
     shapes = [jax.ShapeDtypeStruct(tensor.shape, tensor.dtype) for tensor in tensors]
     return list(io_callback(lambda *arrays: list(function([np.asarray(each, order="C") for each in arrays])), shapes,
                             *tensors, ordered=True))

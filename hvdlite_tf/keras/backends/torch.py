@@ -27,8 +27,8 @@ _watchers: Any = WeakTensorKeyDictionary()
 class TorchStepReducer(StepReducer):
     """Reduces the gradients of `backward()` before it returns, and all other gradients when they are applied.
 
-    Keras passes the variables' `.grad` of a backward pass, which is reduced already. Other gradients (from
-    `torch.autograd.grad`, accumulated ones, and those of the first step) are recognised because they are not the reduced
+    Keras passes the variables' `.grad` of a backward pass, which are reduced already. Other gradients (from
+    `torch.autograd.grad`, accumulated ones, and those of the first step) are recognized because they are not the reduced
     tensors, and are reduced in a separate round. With Average, it is harmless to reduce gradients that a script has derived
     from reduced ones.
     """
@@ -38,7 +38,7 @@ class TorchStepReducer(StepReducer):
         self._tensors: dict[int, torch.Tensor] = {}  # by identity: the values of variables that take part
         self._hooks: BackwardHooks | None = None  # made for the first variables
         self._is_watching = False
-        self._count = torch.zeros(1)  # its "gradient" is this rank's weight; trainable as soon as ranks have one
+        self._count = torch.zeros(1)  # its "gradient" is this rank's weight; trainable once ranks have weights
 
     def watch(self, variables: Sequence[Any]) -> None:
         if not self.is_shared:
@@ -75,7 +75,7 @@ class TorchStepReducer(StepReducer):
         return results
 
     def _member(self, variables: Sequence[Any]) -> BackwardHooks:
-        """Let variables take part; return the hooks."""
+        """Add variables to the reduction; return the hooks."""
         new = [(variable, group_id) for variable, group_id in zip(variables, self._group_ids_of(variables), strict=True)
                if id(variable.value) not in self._tensors]
         if self._hooks is None:
@@ -85,7 +85,7 @@ class TorchStepReducer(StepReducer):
             reducer: GradientReducer[torch.Tensor] = GradientReducer(
                 self._runtime, framework, self.label, op=self._op, prescale=self._prescale, postscale=self._postscale,
                 passes=1, process_set=self.process_set)
-            reducer.on_reduced = self._divide_by_weights
+            reducer.sequence.on_reduced = self._divide_by_weights
             self._hooks = BackwardHooks(reducer)
             self._hooks.on_begin = self._begin_backward
             reducer.add(self._count, "count")
@@ -98,7 +98,7 @@ class TorchStepReducer(StepReducer):
         return self._hooks
 
     def _hook(self, hooks: BackwardHooks, tensor: torch.Tensor) -> None:
-        """Watch a tensor, which no other exchange watches from now on."""
+        """Install the hook of a tensor, and remove any other step reducer's."""
         if not tensor.is_leaf:
             return
         other = _watchers.get(tensor, lambda: None)()
@@ -108,7 +108,7 @@ class TorchStepReducer(StepReducer):
         hooks.watch(tensor)
 
     def _release(self) -> None:
-        """Watch nothing any more, until gradients are applied again: another optimizer has some of the variables now."""
+        """Remove all hooks until gradients are applied again: another optimizer uses some of the variables now."""
         assert self._hooks is not None
         self._is_watching = False
         self._hooks.unwatch()
@@ -116,15 +116,15 @@ class TorchStepReducer(StepReducer):
             self._hooks.cleared()
 
     def _begin_backward(self) -> bool:
-        """Begin a round with a backward pass's first gradient; return whether it is to be reduced."""
-        if not self.is_current:  # of a job that has ended; the optimizer gets another exchange in its next step
+        """Begin a round with a backward pass's first gradient; return whether to reduce it."""
+        if not self.is_current:  # of a job that has ended; the optimizer's next step creates another step reducer
             self._release()
             return False
         self._begin_round()
         return True
 
     def _begin_round(self) -> None:
-        """Find this rank's weight, and reduce it along with the gradients."""
+        """Compute this rank's weight, and reduce it with the gradients."""
         assert self._hooks is not None
         count = current_samples()
         self._hooks.weight = 1.0 if count is None else self._weight(float(count))
@@ -135,30 +135,30 @@ class TorchStepReducer(StepReducer):
             self._hooks.reducer.hand_over(self._count)
 
     def _divide_by_weights(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Divide what was reduced in a round by the mean of all ranks' weights."""
+        """Divide a round's reduced gradients by the mean of all ranks' weights."""
         if not any(tensor is self._count for tensor in tensors):
             return
         factor = self._unweight(float(self._count.grad))  # type: ignore[arg-type]
         if abs(factor - 1.0) > 1e-6:
             for tensor in tensors:
                 if tensor is not self._count and (gradient := get_grad(tensor)) is not None:
-                    gradient.data.mul_(factor)  # part of the reduction: it does not count as a change by the script
+                    gradient.data.mul_(factor)  # part of the reduction, not a change by the script
 
     def _hand_over(self, hooks: BackwardHooks, tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
-        """Hand over a gradient that no watched backward pass computed."""
+        """Submit a gradient that was not computed by a backward pass with hooks."""
         if gradient is get_grad(tensor) and hooks.reducer.is_reduced(tensor):
             return
         if gradient is not None and gradient is not get_grad(tensor):
-            gradient = gradient.to(tensor.dtype, copy=True)  # it is the caller's, and may be reduced in place
+            gradient = gradient.to(tensor.dtype, copy=True)  # it belongs to the caller, and may be reduced in place
         set_grad(tensor, gradient)
         if gradient is not None:
             hooks.hand_over(tensor)
 
     def _check_not_summed(self, hooks: BackwardHooks, gradients: Sequence[Any], tensors: Sequence[torch.Tensor]) -> None:
-        """Refuse gradients that may have been made of summed ones.
+        """Raise an error for gradients that may have been computed from summed ones.
 
         Raises:
-            UnsupportedError: with op=Sum, when a variable has a reduced gradient and another one is given for it.
+            UnsupportedError: with op=Sum, when a variable has a reduced gradient and another one is submitted for it.
         """
         if self._op is ReduceOp.SUM and any(
                 gradient is not None and gradient is not get_grad(tensor) and hooks.reducer.is_reduced(tensor)

@@ -13,7 +13,7 @@ def compiled_models_and_steps_train_like_plain_ones() -> None:
     hvd.init()
     torch.set_num_threads(1)
 
-    def run(compiles: bool, step_too: bool = False, wait_in: str = "backward") -> Any:
+    def run(compiles: bool, step_too: bool = False, wait_in: str = "backward", passes: int = 1) -> Any:
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
         optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.01), model.named_parameters(),
@@ -23,7 +23,8 @@ def compiled_models_and_steps_train_like_plain_ones() -> None:
         torch.manual_seed(hvd.rank() + 1)
         for _ in range(6):
             optimizer.zero_grad()
-            forward(torch.randn(8, 6)).square().mean().backward()
+            for _ in range(passes):
+                forward(torch.randn(8, 6)).square().mean().backward()
             step()
         return [parameter.detach().clone() for parameter in model.parameters()]
 
@@ -31,3 +32,8 @@ def compiled_models_and_steps_train_like_plain_ones() -> None:
     for compiled in (run(True), run(True, step_too=True), run(True, True, "step")):
         for mine, theirs in zip(compiled, plain, strict=True):
             torch.testing.assert_close(mine, theirs)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for mine, theirs in zip(run(True, wait_in="step", passes=2), run(False, passes=2), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2, "one for gradients that are not final"
