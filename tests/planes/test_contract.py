@@ -73,17 +73,17 @@ assert {dtype for family in FAMILIES.values() for dtype in family} == set(SUPPOR
 
 
 def reductions(execute: Any, family: str, size: int) -> Iterator[tuple[str, ReduceOp]]:
-    """Yield the dtypes of a family with what can be made of them, as far as the plane carries it."""
+    """Yield the dtypes of a family with what can be made of them, as far as the plane supports it."""
     for dtype in FAMILIES[family]:
         for op in ops_for(SUPPORTED_DTYPES[dtype]):
-            if execute.carries(allreduce(dtype, op, size)):
+            if execute.supports(allreduce(dtype, op, size)):
                 yield dtype, op
 
 
 def run_cases(make_planes: Any, size: int, step: Callable[[int, Any], int]) -> None:
     """Run a step that returns how many cases there were; without any there was nothing to test."""
     if 0 in run(make_planes, size, step):
-        pytest.skip(f"{make_planes.__name__} carries none of them")
+        pytest.skip(f"{make_planes.__name__} supports none of them")
 
 
 def allreduce(dtype: str, op: ReduceOp, size: int, **fields: Any) -> Response:
@@ -319,7 +319,7 @@ def test_reducescatter_gives_each_rank_its_rows(make_planes: Any, size: int, dty
             for op in (ReduceOp.SUM, ReduceOp.AVERAGE):
                 out = np.empty(split[rank] * 3, kind)
                 one = response(Collective.REDUCESCATTER, size, list(split), dtype=dtype, op=op)
-                if not execute.carries(one):
+                if not execute.supports(one):
                     continue
                 execute(one, [mine], [out])
                 begin = sum(split[:rank]) * 3
