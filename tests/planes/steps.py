@@ -63,5 +63,5 @@ def executor(rank: int, size: int, plane: Plane, wait_until: WaitUntil, barrier:
 
     execute.wait_until, execute.barrier = wait_until, barrier  # type: ignore[attr-defined]
     execute.fusion_buffer, execute.plane = plane.fusion_buffer, plane  # type: ignore[attr-defined]
-    execute.carries = getattr(plane, "carries", lambda response: True)  # type: ignore[attr-defined]
+    execute.supports = getattr(plane, "supports", lambda response: True)  # type: ignore[attr-defined]
     return execute

@@ -6,7 +6,6 @@ Over MPI the ranks are processes: tests/planes/test_mpi.py starts this file unde
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,6 +22,7 @@ from hvdlite.negotiation.messages import Request, Response
 from hvdlite.planes.base import AlltoallSplits, BufferSlice, Plan, Plane
 from tests.planes import under_mpi
 from tests.planes.makers import gloo, hierarchical, hierarchical_mpi, loopback, mpi, shm, shm_fenced
+from tests.planes.models import drawn, mean_near_limits, modelled, near_limits, values
 from tests.planes.nccl_double import nccl
 from tests.planes.steps import run
 
@@ -43,52 +43,6 @@ def case(*what: object) -> Iterator[None]:
         yield
     except Exception as error:
         raise AssertionError(f"in the case of {', '.join(map(str, what))}: {error}") from error
-
-
-def values(rank: int, count: int, dtype: np.dtype[Any]) -> Array:
-    return drawn(rank, count, dtype).copy()
-
-
-@functools.cache
-def drawn(rank: int, count: int, dtype: np.dtype[Any]) -> Array:
-    generator = np.random.default_rng([rank, count])
-    if dtype.kind == "b":
-        return generator.integers(0, 2, count).astype(bool)
-    if dtype.kind in "iu":
-        return generator.integers(0 if dtype.kind == "u" else -60, 60, count).astype(dtype)
-    if dtype.kind == "c":
-        return (generator.normal(size=count) + 1j * generator.normal(size=count)).astype(dtype)
-    return generator.normal(size=count).astype(dtype)
-
-
-def model(op: ReduceOp, inputs: list[Array], size: int) -> Array:
-    """The naive twin: NumPy, in rank order, in a wider type where the runtime accumulates wider."""
-    dtype = inputs[0].dtype
-    wide = [array.astype(np.float32) if dtype.itemsize == 2 and dtype.kind not in "iu" else array for array in inputs]
-    total = wide[0].copy()
-    for term in wide[1:]:
-        total = {ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum}.get(op, np.add)(total, term)
-    if op is ReduceOp.AVERAGE and dtype.kind in "iu":
-        return mean(inputs, size)
-    if op is ReduceOp.AVERAGE:
-        total = total / total.dtype.type(size)
-    return total.astype(dtype)
-
-
-@functools.cache
-def modelled(op: ReduceOp, count: int, dtype: np.dtype[Any], size: int) -> Array:
-    """Return the model's result for the `values` of all ranks; every rank of every plane compares with it."""
-    result = model(op, [drawn(rank, count, dtype) for rank in range(size)], size)
-    result.flags.writeable = False
-    return result
-
-
-def mean(inputs: list[Array], size: int) -> Array:
-    """The mean of integers, truncated toward zero: no sum of them overflows."""
-    wide = np.int64 if inputs[0].itemsize < 8 else object
-    total = sum(array.astype(wide) for array in inputs)
-    down = np.array(total // size, wide)
-    return (down + ((down < 0) & (down * size != total))).astype(inputs[0].dtype)
 
 
 def in_any_order(make_planes: Any, size: int) -> bool:
@@ -119,17 +73,17 @@ assert {dtype for family in FAMILIES.values() for dtype in family} == set(SUPPOR
 
 
 def reductions(execute: Any, family: str, size: int) -> Iterator[tuple[str, ReduceOp]]:
-    """Yield the dtypes of a family with what can be made of them, as far as the plane carries it."""
+    """Yield the dtypes of a family with what can be made of them, as far as the plane supports it."""
     for dtype in FAMILIES[family]:
         for op in ops_for(SUPPORTED_DTYPES[dtype]):
-            if execute.carries(allreduce(dtype, op, size)):
+            if execute.supports(allreduce(dtype, op, size)):
                 yield dtype, op
 
 
 def run_cases(make_planes: Any, size: int, step: Callable[[int, Any], int]) -> None:
     """Run a step that returns how many cases there were; without any there was nothing to test."""
     if 0 in run(make_planes, size, step):
-        pytest.skip(f"{make_planes.__name__} carries none of them")
+        pytest.skip(f"{make_planes.__name__} supports none of them")
 
 
 def allreduce(dtype: str, op: ReduceOp, size: int, **fields: Any) -> Response:
@@ -246,17 +200,6 @@ def test_the_identity_changes_no_bit(make_planes: Any, family: str) -> None:
                 assert np.array_equal(*results)
         return len(found)
     run_cases(make_planes, 2, step)
-
-
-def near_limits(rank: int, size: int, count: int, dtype: str) -> Array:
-    limits = np.iinfo(dtype)
-    near = [limits.min, limits.min + 1, limits.max - 1, limits.max]
-    return np.array([near[0], near[3], near[rank % 4], near[-rank % 4], rank], SUPPORTED_DTYPES[dtype]).repeat(count)
-
-
-@functools.cache
-def mean_near_limits(size: int, count: int, dtype: str) -> Array:
-    return mean([near_limits(rank, size, count, dtype) for rank in range(size)], size)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -376,7 +319,7 @@ def test_reducescatter_gives_each_rank_its_rows(make_planes: Any, size: int, dty
             for op in (ReduceOp.SUM, ReduceOp.AVERAGE):
                 out = np.empty(split[rank] * 3, kind)
                 one = response(Collective.REDUCESCATTER, size, list(split), dtype=dtype, op=op)
-                if not execute.carries(one):
+                if not execute.supports(one):
                     continue
                 execute(one, [mine], [out])
                 begin = sum(split[:rank]) * 3
