@@ -18,7 +18,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     """Put doubles behind the torch adapter and behind worlds of threads, for one test."""
     gpus = install_gpus(monkeypatch)
 
-    def memory(array: DeviceArray) -> torch.Tensor:
+    def bytes_tensor(array: DeviceArray) -> torch.Tensor:
         tensor = torch.from_numpy(view(array.pointer, array.nbytes, np.dtype(np.uint8)))
         tensor.keeps = array.owner  # type: ignore[attr-defined]
         return tensor
@@ -29,9 +29,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Gpus:
         return copy
 
     monkeypatch.setattr(cuda, "is_on_gpu", lambda tensor: not getattr(tensor, "is_on_host", False))
-    monkeypatch.setattr(cuda, "index_of", lambda tensor: 0)
+    monkeypatch.setattr(cuda, "cuda_index", lambda tensor: 0)
     monkeypatch.setattr(cuda, "current_stream", lambda index: 0)
-    monkeypatch.setattr(cuda, "memory", memory)
+    monkeypatch.setattr(cuda, "bytes_tensor", bytes_tensor)
     monkeypatch.setattr(cuda, "memory_device", lambda array: torch.device("cpu"))
     monkeypatch.setattr(cuda, "allocating", lambda index, stream: contextlib.nullcontext())
     monkeypatch.setattr(cuda, "to_host", to_host)
