@@ -1,4 +1,4 @@
-"""The choice of the first failure. Pure: exit codes and the ranks' own records in, one cause out."""
+"""Finds the failure that ended a job, from the exit codes and the failure records of its ranks. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The control plane between processes: stream sockets to rank 0 or to a leader, one doorbell a rank, one pidfd a peer.
+"""The control plane between processes: stream sockets to rank 0 or to a leader, a doorbell per rank, a pidfd per peer.
 
 On one host all ranks are connected to rank 0. On several hosts, each host's leader is connected to rank 0, and the host's
 other ranks to their leader; see `control/leading.py`.

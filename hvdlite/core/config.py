@@ -124,8 +124,8 @@ class Config:
     """The settings of one runtime; equal on all ranks except `log_level`."""
 
     fusion_threshold: int = knob(
-        64 * MIB, _size, "largest fused response, in bytes; 0 turns fusion off", tunable=(MIB, 256 * MIB),
-        FUSION_THRESHOLD=_same)
+        64 * MIB, _size, "largest total size of tensors that are reduced as one, in bytes; 0 turns fusion off",
+        tunable=(MIB, 256 * MIB), FUSION_THRESHOLD=_same)
     bucket_size: int = knob(
         25 * MIB, _size, "largest learned bucket of gradients, in bytes; 0 turns learning off", tunable=(MIB, 128 * MIB))
     bucket_edge: int = knob(
@@ -175,7 +175,8 @@ class Config:
     start_timeout: float = knob(
         60.0, _seconds, "seconds after which init() fails if a rank is missing; 0 is never", START_TIMEOUT=_same)
     shutdown_timeout: float = knob(
-        60.0, _seconds, "seconds for which rank 0 waits in shutdown() for the other ranks to leave; 0 is never")
+        60.0, _seconds, "seconds for which rank 0, and the leader of a host for its ranks, wait in shutdown() for other "
+        "ranks to leave; 0 is never")
     stall_check_time_seconds: float = knob(
         60.0, _seconds, "report a tensor that has waited for other ranks for this many seconds; 0 is never",
         STALL_CHECK_DISABLE=_off, STALL_CHECK_TIME_SECONDS=_same)
@@ -191,14 +192,16 @@ class Config:
         _TRACEBACK_SIGNAL, _signal, "signal that rank 0 sends to a rank that does not answer, to get its stacks; 0 turns "
         "it off")
     timeline: str = knob("", _file, "file for a timeline of all ranks, in Chrome's trace format", TIMELINE=_unless_dynamic)
-    timeline_mark_cycles: bool = knob(False, _flag, "show decisions in the timeline", TIMELINE_MARK_CYCLES=_same)
+    timeline_mark_cycles: bool = knob(
+        False, _flag, "also show in the timeline when decisions are applied", TIMELINE_MARK_CYCLES=_same)
     deterministic: bool = knob(
         False, _flag, "make a repeated run give the same bits on every plane: fusion and buckets depend on names, not on "
-        "timing")
+        "the times at which tensors become ready")
     replica_check_steps: int = knob(
         0, _at_least(0), "compare the parameters of all ranks after every this many steps of an optimizer; 0 is never")
     autotune: bool = knob(
-        False, _flag, "search for the best sizes of fused responses and buckets while training", AUTOTUNE=_same)
+        False, _flag, "search for the best fusion threshold, bucket sizes and sizes of the shm plane while training",
+        AUTOTUNE=_same)
     autotune_log_file: str = knob(
         "", _file, "file to which rank 0 writes the settings it has tried, as CSV", AUTOTUNE_LOG=_same)
     autotune_warmup_samples: int = knob(

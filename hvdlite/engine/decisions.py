@@ -1,4 +1,4 @@
-"""The one interpreter of decisions on a rank: some fields count on arrival, the others are applied in order."""
+"""Applies decisions on a rank: some fields take effect when a decision arrives, the others in the order of decisions."""
 
 from __future__ import annotations
 

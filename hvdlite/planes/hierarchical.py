@@ -1,4 +1,4 @@
-"""Two levels: shared memory within a host, MPI or Gloo between hosts, so that each byte crosses the network once a host.
+"""Two levels: shared memory within a host, MPI or Gloo between hosts, so each byte crosses the network once per host.
 
 An allreduce is cut into as many slices as the smallest host has ranks in the process set. On every host, rank i
 

@@ -1,4 +1,4 @@
-"""Scopes: while a thread is inside one, classes tell it what they construct.
+"""The scopes of strategies: while a thread is inside a scope, the scope is called for each new object of some classes.
 
 Rules
 - A scope belongs to the thread that entered it. Instances that other threads make are not affected.

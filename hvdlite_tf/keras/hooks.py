@@ -1,4 +1,4 @@
-"""Changes of Keras for distributed optimizers and losses, made once, when this package is imported.
+"""Patches of Keras for distributed optimizers and losses; they are applied once, when this package is imported.
 
 - `Trainer.compile`: TensorFlow's XLA cannot call Python, so with a distributed optimizer "auto" is off. A model that is
   compiled in the scope of a `MirroredStrategy` is distributed.

@@ -1,4 +1,4 @@
-"""The meaning of a training step's losses and gradients, which decides how the ranks' gradients are combined.
+"""The combination of all ranks' gradients in a training step: an average weighted by samples, or a sum.
 
 - Inside `train_step` of a model of the scope Keras sees one replica. This rank's loss is a mean over its shard, and
   gradients are averaged, weighted by samples. The same holds in loops outside of `strategy.run`.
