@@ -121,7 +121,7 @@ _TRACEBACK_SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else 0  #
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The settings of one runtime; equal on all ranks except `log_level`."""
+    """The settings of one runtime. Ranks compare those with `must_match` when they connect; set the others alike, too."""
 
     fusion_threshold: int = knob(
         64 * MIB, _size, "largest total size of tensors that are reduced as one, in bytes; 0 turns fusion off",
