@@ -4,8 +4,8 @@ There are three families.
 
 - A *call* error (bad argument, duplicate name) is raised by the call, before anything is enqueued.
 - An *agreement* error (`MismatchError`) is raised on every rank when ranks disagree about one tensor; the job goes on.
-- A *job* error (`PeerLostError` and its subclasses) ends the runtime: every pending and later call raises it. `PeerLeftError` is
-  different: only work that needs the rank that left raises it, and the job goes on.
+- A *job* error (`PeerLostError` and its subclasses) ends the runtime: every pending and later call raises it. But
+  `PeerLeftError` is raised only by work that needs the rank that left, and the job goes on.
 
 `HorovodInternalError` is the base of agreement and job errors, and of those call errors that depend on the state of the job
 (`NotInitializedError`, `ForkedProcessError`). It has Horovod's name because elastic training scripts catch it by that name.
