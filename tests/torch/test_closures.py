@@ -128,3 +128,29 @@ def test_a_later_call_that_accumulates_on_one_rank_and_does_nothing_on_another_i
             optimizer.step(closure)
         optimizer.step(optimizer.zero_grad)
     threads(2, step)
+
+
+def test_after_a_later_call_that_raised_rounds_raise_their_own_errors() -> None:
+    def step(runtime: Runtime) -> None:
+        model = net()
+        optimizer = DistributedOptimizer(Twice(model.parameters(), lr=0.1), _runtime=runtime)
+        calls: list[int] = []
+
+        def closure() -> None:
+            calls.append(len(calls))
+            if len(calls) == 2:
+                raise KeyError
+            optimizer.zero_grad()
+            model(torch.ones(1, 6)).sum().backward()
+        with pytest.raises(KeyError):
+            optimizer.step(closure)
+        optimizer.zero_grad()
+        model(torch.ones(1, 6)).sum().backward()
+        first, *_, last = model.parameters()
+        if runtime.world.rank == 0:
+            with pytest.raises(GradientOrderError, match="rank 1 took part without the reduced gradient"):
+                model(torch.ones(1, 6)).sum().backward()
+        else:
+            first.grad = None
+            last.sum().backward()
+    threads(2, step, bucket_size=0)
