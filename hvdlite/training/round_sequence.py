@@ -76,8 +76,7 @@ class RoundSequence(Generic[Parameter]):
                     current.give(member, self._set.gradients.is_present(member))
             current.close()
             self.closed += 1
-            if not current.is_of_failed_pass:
-                self.passes.reduce()
+            self.passes.reduce(of_failed_pass=current.is_of_failed_pass)
             self.is_touched = False
 
     def wait(self, *, deferrable: bool = False) -> bool:
