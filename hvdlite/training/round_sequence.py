@@ -105,7 +105,7 @@ class RoundSequence(Generic[Parameter]):
                 raise
             self._end(current)
             if self.later_call is not None:
-                self.later_call.incomplete = current.incomplete
+                self.later_call.incomplete = self.later_call.incomplete or current.incomplete
             elif current.incomplete is not None:
                 errors.append(current.incomplete)
             if self.on_reduced is not None and not errors:
