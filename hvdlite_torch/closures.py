@@ -20,6 +20,9 @@ class Closing(Protocol):
     def _end_later_call(self) -> None:
         """After that, in each call but the first one."""
 
+    def _abandon_later_call(self) -> None:
+        """An exception ends the call."""
+
     def _reduce_loss(self, loss: Any) -> Any:
         """Return what the closure returned, the same on all ranks, where it decides how the optimizer goes on."""
 
@@ -40,10 +43,15 @@ class FinalClosure:
         is_later, self._was_called = self._was_called, True
         if is_later:
             self._optimizer._begin_later_call()
-        loss = self._closure()
-        self._optimizer._make_final()
-        if is_later:
-            self._optimizer._end_later_call()
+        try:
+            loss = self._closure()
+            self._optimizer._make_final()
+            if is_later:
+                self._optimizer._end_later_call()
+        except BaseException:
+            if is_later:
+                self._optimizer._abandon_later_call()
+            raise
         return self._optimizer._reduce_loss(loss)
 
 

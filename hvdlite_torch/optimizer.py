@@ -275,6 +275,11 @@ class Distributed(PlainCopies, UnevenInputs):
         for hooks in self._sources():
             hooks.reducer.end_later_call()
 
+    def _abandon_later_call(self) -> None:
+        """In a step: an exception has ended a later call of the closure."""
+        for hooks in self._sources():
+            hooks.reducer.abandon_later_call()
+
     def _loss_weight(self) -> float:
         """Return by what this rank's gradients are multiplied before they are averaged."""
         return 1.0

@@ -118,7 +118,8 @@ class Processes:
                 **launch_contract.rank_environment(
                     groups.world(rank), self._directories[groups.ranks_by_host.index(groups.local_ranks(rank))]), **meeting,
                 "PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1",
-                "HVDLITE_START_TIMEOUT": "30", "PYTHONUNBUFFERED": "1", **(environment or {}),
+                # The first ranks of a framework wait until it is imported, one importer after the other on a busy machine.
+                "HVDLITE_START_TIMEOUT": "120" if imported else "30", "PYTHONUNBUFFERED": "1", **(environment or {}),
             }
             words = [] if callable(program) else [str(each) for each in arguments]
             if isinstance(program, Path):

@@ -240,6 +240,10 @@ class GradientReducer(Generic[Parameter]):
         if call is not None:
             call.check(self._set)
 
+    def abandon_later_call(self) -> None:
+        """An exception has ended the call: rounds that follow are no part of it, and raise their own errors."""
+        self.sequence.later_call = None
+
     def unseen(self) -> list[Parameter]:
         """Return the parameters whose gradients the script has set, and that are reduced with the next round."""
         if self._passes.is_suspended:

@@ -21,7 +21,7 @@ class LaterCall(Generic[Parameter]):
     if it had cleared them. That is wrong where another rank accumulates, so ranks compare what they did.
 
     Attributes:
-        incomplete: the error of the last round of this call; raised at its end, when all ranks have compared.
+        incomplete: the first error of this call's rounds; raised at its end, when all ranks have compared.
     """
 
     __slots__ = ("_accumulates", "_is_decided", "_leaves_out", "incomplete")

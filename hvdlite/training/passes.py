@@ -17,11 +17,11 @@ class PassCounter:
         pending: passes that ended and that no round was closed for.
     """
 
-    __slots__ = ("_is_late", "is_suspended", "pending", "per_round")
+    __slots__ = ("_is_late", "_were_late", "is_suspended", "pending", "per_round")
 
     def __init__(self, per_round: int) -> None:
         self.per_round = per_round
-        self.is_suspended = self._is_late = False
+        self.is_suspended = self._is_late = self._were_late = False
         self.pending = 0
 
     @property
@@ -41,13 +41,21 @@ class PassCounter:
         """
         if self._is_late or not joins_round or not self.are_due:
             self.pending += 1
+        self._were_late = self._were_late or self._is_late
         self._is_late = False
 
-    def reduce(self) -> None:
-        """A round is closed."""
-        self.pending = max(0, self.pending - self.per_round)
+    def reduce(self, *, of_failed_pass: bool) -> None:
+        """A round is closed.
+
+        Args:
+            of_failed_pass: whether a pass that failed began it. When a pass has computed a gradient of it again since, what
+                that pass has computed is still to be reduced.
+        """
+        if not (of_failed_pass and self._were_late):
+            self.pending = max(0, self.pending - self.per_round)
+        self._were_late = False
 
     def clear(self) -> None:
         """What was computed so far does not count."""
-        self._is_late = False
+        self._is_late = self._were_late = False
         self.pending = 0

@@ -76,8 +76,7 @@ class RoundSequence(Generic[Parameter]):
                     current.give(member, self._set.gradients.is_present(member))
             current.close()
             self.closed += 1
-            if not current.is_of_failed_pass:
-                self.passes.reduce()
+            self.passes.reduce(of_failed_pass=current.is_of_failed_pass)
             self.is_touched = False
 
     def wait(self, *, deferrable: bool = False) -> bool:
@@ -106,7 +105,7 @@ class RoundSequence(Generic[Parameter]):
                 raise
             self._end(current)
             if self.later_call is not None:
-                self.later_call.incomplete = current.incomplete
+                self.later_call.incomplete = self.later_call.incomplete or current.incomplete
             elif current.incomplete is not None:
                 errors.append(current.incomplete)
             if self.on_reduced is not None and not errors:

@@ -128,3 +128,55 @@ def test_a_later_call_that_accumulates_on_one_rank_and_does_nothing_on_another_i
             optimizer.step(closure)
         optimizer.step(optimizer.zero_grad)
     threads(2, step)
+
+
+def test_after_a_later_call_that_raised_rounds_raise_their_own_errors() -> None:
+    def step(runtime: Runtime) -> None:
+        model = net()
+        optimizer = DistributedOptimizer(Twice(model.parameters(), lr=0.1), _runtime=runtime)
+        calls: list[int] = []
+
+        def closure() -> None:
+            calls.append(len(calls))
+            if len(calls) == 2:
+                raise KeyError
+            optimizer.zero_grad()
+            model(torch.ones(1, 6)).sum().backward()
+        with pytest.raises(KeyError):
+            optimizer.step(closure)
+        optimizer.zero_grad()
+        model(torch.ones(1, 6)).sum().backward()
+        first, *_, last = model.parameters()
+        if runtime.world.rank == 0:
+            with pytest.raises(GradientOrderError, match="rank 1 took part without the reduced gradient"):
+                model(torch.ones(1, 6)).sum().backward()
+        else:
+            first.grad = None
+            last.sum().backward()
+    threads(2, step, bucket_size=0)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_later_call_raises_the_error_of_each_of_its_rounds(passes: int) -> None:
+    """Rank 1 alone clears a gradient that rank 0 computes again, in the first of its passes."""
+    def step(runtime: Runtime) -> None:
+        model = net()
+        optimizer = DistributedOptimizer(Twice(model.parameters(), lr=0.1), _runtime=runtime)
+        first, *_, last = model.parameters()
+        calls: list[int] = []
+
+        def closure() -> None:
+            calls.append(len(calls))
+            if len(calls) == 1:
+                model(torch.ones(1, 6)).sum().backward()
+                return
+            if runtime.world.rank == 1:
+                first.grad = None
+            for _ in range(passes):
+                (last if runtime.world.rank == 1 else model(torch.ones(1, 6))).sum().backward()
+        if runtime.world.rank == 0:
+            with pytest.raises(GradientOrderError, match="rank 1 took part without the reduced gradient"):
+                optimizer.step(closure)
+        else:
+            optimizer.step(closure)
+    threads(2, step, bucket_size=0)

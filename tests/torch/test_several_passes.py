@@ -508,3 +508,24 @@ def test_a_gradient_that_is_accumulated_into_while_it_is_reduced_is_an_error() -
         layer(torch.ones(1, 3)).sum().backward()
         optimizer.step()
     threads(2, step)
+
+
+@pytest.mark.parametrize("wait_in", ["backward", "step"])
+def test_a_pass_that_fails_on_some_ranks_only_after_a_gradient_makes_no_round_of_its_own(wait_in: str) -> None:
+    """The pass that follows is over other layers, and ends the round that the failed one began."""
+    def step(runtime: Runtime) -> None:
+        first, second = torch.nn.Linear(3, 1), torch.nn.Linear(3, 1)
+        optimizer = DistributedOptimizer(torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1),
+                                         _runtime=runtime, wait_in=wait_in)
+        for turn in range(TURNS):
+            optimizer.zero_grad()
+            (first(torch.ones(1, 3)) + second(torch.ones(1, 3))).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            output = first(Failing.apply(torch.ones(1, 3, requires_grad=True)))
+            with pytest.raises(ValueError, match="out of memory"):
+                (output if runtime.world.rank == 0 else Failing.apply(output)).sum().backward()
+            (second(torch.full((1, 3), 1.0 + runtime.world.rank + turn))).sum().backward()
+            assert second.bias.grad.item() == 1.0 and second.weight.grad[0, 0].item() == turn + 1.5
+            optimizer.step()
+    threads(2, step)
