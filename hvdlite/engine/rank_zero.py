@@ -89,9 +89,11 @@ class RankZero:
             self.timeline.started()
 
     def close(self, trace: Sequence[TraceEvent], error: Exception) -> None:
-        if self.report_server is not None:
-            self.report_server.close()
-        self.timeline.close(trace, error)
+        try:
+            if self.report_server is not None:
+                self.report_server.close()
+        finally:  # user threads may wait for the timeline
+            self.timeline.close(trace, error)
 
     def _receive_report(self, rank: int, report: Report) -> None:
         """Handle what a rank, rank 0 included, reports."""

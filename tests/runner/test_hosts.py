@@ -202,7 +202,7 @@ def mpirun(network: Hosts) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plane", ["gloo", "mpi"])
+@pytest.mark.parametrize("plane", ["gloo", pytest.param("mpi", marks=pytest.mark.long)])
 def test_training_across_uneven_hosts(network: Hosts, small: Path, plane: str) -> None:
     pytest.importorskip("torch")
     launcher = mpirun(network) if plane == "mpi" else []

@@ -22,7 +22,8 @@ from tests.worlds import HVDRUN, shared_memory
 pytest.importorskip("torch")
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(int(os.environ.get("KILL_TRIES", "4"))))
+@pytest.mark.parametrize("seed", [each if each < 2 else pytest.param(each, marks=pytest.mark.long)
+                                  for each in range(int(os.environ.get("KILL_TRIES", "4")))])
 def test_a_rank_killed_at_any_moment(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chance = random.Random(seed)
     size, tag = chance.choice([2, 3]), f"kill-{os.getpid()}-{seed}"

@@ -93,7 +93,7 @@ def test_srun_with_an_interface_for_mpi_counts_as_srun(slurm: Slurm) -> None:
 
 
 @needs_torch
-@pytest.mark.parametrize("flavour", ["Open MPI", "MPICH"])
+@pytest.mark.parametrize("flavour", ["Open MPI", pytest.param("MPICH", marks=pytest.mark.long)])
 def test_the_example_under_mpirun(flavour: str, small: Path) -> None:
     ended = run(*launcher(flavour), *EXAMPLE, str(small))
     assert ended.returncode == 0 and "on 2 ranks" in ended.stdout, ended.stderr

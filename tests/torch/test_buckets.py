@@ -53,7 +53,7 @@ def test_the_same_bits_as_without_buckets(kind: str, size: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_the_same_bits_in_shared_memory(size: int) -> None:
     outputs = []
     for bucket_size in ("0", "25M"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 
-SHARES = {"torch": 0.85, "tensorflow": 0.1, "jax": 0.05}
+SHARES = {"torch": 0.9, "tensorflow": 0.06, "jax": 0.04}
 """Of all draws, by backend; most on torch, where no function is compiled."""
 BACKENDS = tuple(SHARES)
 MODELS = ("dense", "deep", "embedding", "two inputs", "two outputs", "shared layer", "regularized", "frozen", "convolution",
