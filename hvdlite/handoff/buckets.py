@@ -27,14 +27,16 @@ class BucketHandle(Handle):
     Attributes:
         parts: after completion, its members' own handles when they are answered one by one, else empty.
         globally_unused: after completion, the indices of members to which no rank contributed.
+        partly_unused: after completion, the indices of members to which some ranks contributed, and others did not.
     """
 
-    __slots__ = ("globally_unused", "parts")
+    __slots__ = ("globally_unused", "partly_unused", "parts")
 
     def __init__(self, name: str, waiters: BlockedWaiters, waits_for: Wait) -> None:
         super().__init__(name, waiters, waits_for)
         self.parts: tuple[Handle, ...] = ()
         self.globally_unused: frozenset[int] = frozenset()
+        self.partly_unused: tuple[int, ...] = ()
 
 
 class LearnedBucket:
@@ -124,7 +126,8 @@ class BucketEntry:
 
     def complete(self, release: BucketRelease, completion: Completion | None) -> None:
         """The bucket is reduced; on a GPU, after `completion`."""
-        self.handle.globally_unused, self.handle.behind = frozenset(release.globally_unused), release.ranks_in_step
+        self.handle.globally_unused, self.handle.partly_unused = frozenset(release.globally_unused), release.partly_unused
+        self.handle.behind = release.ranks_in_step
         if completion is not None:
             completion = completion.for_entry(self.bucket)
         if not self._abandoned:

@@ -47,6 +47,7 @@ from hvdlite.negotiation.messages import (
     Retired,
     RoundDone,
 )
+from hvdlite.negotiation.pending_buckets import unused_members
 from hvdlite.negotiation.process_sets import ProcessSetTable
 
 HostReportItem = RankReport | MergedRequests | BucketReady | RoundDone
@@ -279,8 +280,8 @@ class Leader:
         del self._held[ready.bucket_id]
         if any((other.step, other.in_step) != (ready.step, ready.in_step) for other in held.values()):
             return [self._rank_report(each, [_without_end(other)]) for each, other in held.items()]
-        unused = set(ready.unused).intersection(*(other.unused for other in held.values())) if ready.unused else ()
-        return (msgspec.structs.replace(ready, unused=tuple(sorted(unused)), ends_round=False),)
+        everywhere, somewhere = unused_members(list(held.values()))
+        return (msgspec.structs.replace(ready, unused=everywhere, unused_somewhere=somewhere, ends_round=False),)
 
     def _count(self, process_set_id: int) -> int:
         """Return the number of the host's ranks that belong to a process set."""

@@ -74,6 +74,7 @@ class BucketReady(Message, frozen=True, kw_only=True, tag=2):
     bucket_id: int
     round_id: int  # of the gradient set, as in `Request`
     unused: tuple[int, ...] = ()  # indices of members without a gradient here; their slices hold the op's identity element
+    unused_somewhere: tuple[int, ...] = ()  # from a leader: indices that are unused on some of its ranks, not all
     ends_round: bool = False  # it was the set's last bucket of the round on this rank
     step: int = 0  # as in `Request`
     in_step: bool = False  # as in `Request`
@@ -266,6 +267,7 @@ class BucketRelease(Message, frozen=True, kw_only=True):
 
     bucket_id: int
     globally_unused: tuple[int, ...] = ()  # indices of members without a gradient on any rank; they are not written
+    partly_unused: tuple[int, ...] = ()  # indices of members that some ranks have a gradient for, and others not
     ranks_in_step: tuple[int, ...] = ()  # as in `Response`
 
 

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from hvdlite.core.errors import ProtocolError
 from hvdlite.negotiation.fusion import ranks_in_step
 from hvdlite.negotiation.layouts import requests_of
 from hvdlite.negotiation.messages import Bucket, BucketReady, BucketRelease, Layout, Request
 from hvdlite.negotiation.requests import Ranks
+
+
+def unused_members(reports: Sequence[BucketReady]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the indices of members that are unused in all of the reports, and of those that are in some, but not in all."""
+    if not any(ready.unused or ready.unused_somewhere for ready in reports):
+        return (), ()
+    everywhere = set.intersection(*(set(ready.unused) for ready in reports))
+    anywhere = set().union(*(ready.unused for ready in reports), *(ready.unused_somewhere for ready in reports))
+    return tuple(sorted(everywhere)), tuple(sorted(anywhere - everywhere))
 
 
 @dataclasses.dataclass
@@ -35,11 +44,9 @@ class PendingBucket:
         in_step: tuple[int, ...] = ()
         if self.in_step:
             in_step = ranks_in_step({rank: ready.in_step for ranks, ready in self.reported.items() for rank in ranks})
-        first, *others = reports
-        unused: tuple[int, ...] = ()
-        if first.unused:
-            unused = tuple(sorted(set(first.unused).intersection(*(ready.unused for ready in others))))
-        return BucketRelease(bucket_id=self.bucket.bucket_id, globally_unused=unused, ranks_in_step=in_step)
+        everywhere, somewhere = unused_members(list(reports))
+        return BucketRelease(bucket_id=self.bucket.bucket_id, globally_unused=everywhere, partly_unused=somewhere,
+                             ranks_in_step=in_step)
 
 
 class PendingBuckets:

@@ -100,6 +100,7 @@ class BucketRound(Generic[Parameter]):
         detached: parameters whose reduced gradient was moved out of its place, because they are missing, and new marks.
         gathered: after `wait`: members for which another rank had a sparse gradient, and all ranks' rows.
         contributors: after `wait`: members that were answered one by one, and the ranks that contributed to each.
+        partly_unused: after `wait`: members of whole buckets to which some ranks did not contribute.
         behind: after `wait`: ranks that reported a bucket from within their step, while others had not.
     """
 
@@ -107,6 +108,7 @@ class BucketRound(Generic[Parameter]):
                  round_id: int, step: int, *, closes: bool) -> None:
         self.gathered: list[tuple[Parameter, Array]] = []
         self.contributors: list[tuple[Parameter, Sequence[int]]] = []
+        self.partly_unused: list[Parameter] = []
         self.detached: list[tuple[Parameter, Any]] = []
         self.behind: set[int] = set()
         self._step, self._closes = step, closes
@@ -147,6 +149,7 @@ class BucketRound(Generic[Parameter]):
         """
         self.gathered.clear()
         self.contributors.clear()
+        self.partly_unused.clear()
         for filling, members in zip(self._fillings, self._bucket_views.members, strict=True):
             if filling.handle is None:
                 continue
@@ -198,6 +201,7 @@ class BucketRound(Generic[Parameter]):
         """Return the members of a finished bucket that somebody contributed to, and their bucket views."""
         assert filling.handle is not None
         if not filling.handle.parts:
+            self.partly_unused += [members[index][0] for index in filling.handle.partly_unused]
             unused = filling.handle.globally_unused
             return members if not unused else [member for index, member in enumerate(members) if index not in unused]
         reduced = []

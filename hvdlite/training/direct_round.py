@@ -99,6 +99,8 @@ class DirectRound(Round[Parameter]):
                 self._mark_all([by_key[id(parameter)] for parameter, _ in reduced], marks)
             for parameter, contributors in self.buckets.contributors:
                 self._check_again(by_key[id(parameter)], contributors)
+            for parameter in self.buckets.partly_unused:
+                self._check_again(by_key[id(parameter)], None)
             for parameter, rows in self.buckets.gathered:
                 self._take_rows(by_key[id(parameter)], rows, errors)
             self.behind.update(self.buckets.behind)

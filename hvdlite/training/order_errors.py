@@ -52,9 +52,14 @@ def replaced(name: str, rank: int, reduction: str) -> GradientOrderError:
 
 
 def computed_again_without(name: str, others: Collection[int]) -> GradientOrderError:
-    """Return the error for a reduced gradient that was accumulated onto, when some ranks' reduced parts are missing."""
+    """Return the error for a reduced gradient that was accumulated onto, when some ranks' reduced parts are missing.
+
+    Args:
+        others: those ranks; empty when they are not known.
+    """
+    told = named_ranks(sorted(others)) if others else "another rank"
     return GradientOrderError(
-        f"'{name}' was computed again after its reduction in this step, but {named_ranks(sorted(others))} took part without "
+        f"'{name}' was computed again after its reduction in this step, but {told} took part without "
         f"the reduced gradient (joined, or cleared it): their shares would be missing. Instead, {_FEWER_PASSES}")
 
 

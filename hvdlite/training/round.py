@@ -92,11 +92,16 @@ class Round(Generic[Parameter]):
         """Return the members whose gradients are reduced in memory of their own."""
         return ()
 
-    def _check_again(self, member: Member[Parameter], contributors: Collection[int]) -> None:
-        """Without some ranks' reduced gradients, an average of reduced gradients is too small."""
+    def _check_again(self, member: Member[Parameter], contributors: Collection[int] | None) -> None:
+        """Without some ranks' reduced gradients, an average of reduced gradients is too small.
+
+        Args:
+            contributors: None: not all ranks, but it is not known which.
+        """
         if member.again == self.round_id:
-            others = set(self._set.runtime.members(self._set.process_set_id)) - set(contributors)
-            if others:
+            ranks = self._set.runtime.members(self._set.process_set_id)
+            others = () if contributors is None else set(ranks).difference(contributors)
+            if others or contributors is None:
                 self.incomplete = computed_again_without(member.name, others)
 
     def _mark_all(self, members: Sequence[Member[Parameter]], marks: Sequence[Any]) -> None:

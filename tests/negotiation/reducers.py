@@ -41,6 +41,7 @@ class Reducer:
         answers: each round's answers by member, likewise.
         by_bucket: the numbers of the rounds that began with a layout, likewise.
         last: the numbers of the last rounds before a join, likewise.
+        partly_unused: by round and member of a whole bucket: whether some ranks, not all, lack its gradient, as released.
     """
 
     def __init__(self, simulation: Simulation, rank: int, rounds: Sequence[Round], rng: random.Random, *,
@@ -58,6 +59,7 @@ class Reducer:
         self.answers: dict[int, dict[str, Answer]] = {}
         self.by_bucket: set[int] = set()
         self.last: set[int] = set()
+        self.partly_unused: dict[tuple[int, str], bool] = {}
         self.to_give: list[str] | None = None  # None: between rounds
         self.layout: Layout | None = None
         self.suspended: Layout | None = None
@@ -114,6 +116,7 @@ class Reducer:
             case BucketRelease(bucket_id=bucket, globally_unused=unused) if bucket in self.definitions:
                 response = self.definitions[bucket].response
                 for index, name in enumerate(response.names):
+                    self.partly_unused[self.number, name] = index in instruction.partly_unused
                     self._answered(name, (ErrorKind.NONE, () if index in unused else response.contributors))
             case Response(collective=Collective.JOIN):
                 self._go_on()
@@ -246,6 +249,8 @@ def check(simulation: Simulation, reducers: Sequence[Reducer]) -> None:
                 assert error is wanted, (number, name)
                 if error is ErrorKind.NONE:  # a bucket's place holds the identity where a member is missing
                     assert bool(contributors) == bool(present) and present <= set(contributors)
+                    partly = reducer.partly_unused.get((number, name))
+                    assert partly is None or partly == (0 < len(present) < len(contributors))
                     assert all(other.answers[number][name][1] == contributors for other in reducers
                                if name in other.answers.get(number, ()))
     done = [[told for told in map(_done, plan) if told is not None] for plan in simulation.plans]
@@ -258,7 +263,7 @@ def _done(instruction: Instruction) -> object:
     """Return what identifies an instruction that moves bytes, on every rank alike; None for others."""
     match instruction:
         case BucketRelease(bucket_id=bucket):
-            return "bucket", bucket, instruction.globally_unused
+            return "bucket", bucket, instruction.globally_unused, instruction.partly_unused
         case Response(error=ErrorKind.NONE) | ParticipateWithoutData(Response()):
             response = instruction.response if isinstance(instruction, ParticipateWithoutData) else instruction
             return response.names, response.round_id

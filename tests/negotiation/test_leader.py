@@ -26,6 +26,7 @@ from hvdlite.negotiation.messages import (
     RoundDone,
 )
 from hvdlite.negotiation.negotiator import Policy
+from hvdlite.negotiation.pending_buckets import unused_members
 
 RESPONSE = Response(names=("a",), collective=Collective.ALLREDUCE, dtype="float32", contributors=(0, 1, 2, 3))
 MEMBER = Request("a", Collective.ALLREDUCE, "float32", (8,), label="net")
@@ -51,6 +52,17 @@ def test_what_all_say_goes_up_once() -> None:
     assert leader.take_report() is None
     leader.receive(3, ready(2))
     assert leader.take_report() == HostReport(applied=1, items=(BucketReady(bucket_id=7, round_id=2),))
+
+
+def test_what_only_some_ranks_of_the_host_lack_is_told_apart() -> None:
+    leader = a_leader()
+    for rank, unused in ((2, (0, 3)), (3, (0, 1))):
+        leader.receive(rank, Report(epoch=0, applied=1, items=(BucketReady(bucket_id=7, round_id=2, unused=unused),)))
+    merged = BucketReady(bucket_id=7, round_id=2, unused=(0,), unused_somewhere=(1, 3))
+    assert leader.take_report() == HostReport(applied=1, items=(merged,))
+    other_host = BucketReady(bucket_id=7, round_id=2, unused=(0, 3))
+    assert unused_members([merged, other_host]) == ((0,), (1, 3))
+    assert unused_members([BucketReady(bucket_id=7, round_id=2)] * 2) == ((), ())
 
 
 @pytest.mark.parametrize("asked", [2, 3])

@@ -214,6 +214,30 @@ def test_different_numbers_of_passes_over_the_same_parameters_are_an_error_on_al
     threads(2, step)
 
 
+@pytest.mark.parametrize("by_bucket", [False, True])
+def test_a_gradient_that_one_rank_alone_clears_between_two_passes_is_an_error(by_bucket: bool) -> None:
+    """The average would be too small: rank 1's part of the first pass is missing."""
+    def step(runtime: Runtime) -> None:
+        model = net()
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), _runtime=runtime)
+        first, *_, last = model.parameters()
+        for _ in range(4 if by_bucket else 0):
+            optimizer.zero_grad()
+            model(torch.ones(1, 6)).sum().backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        model(torch.ones(1, 6)).sum().backward()
+        assert reducer_of(optimizer).by_bucket == by_bucket
+        if runtime.world.rank == 0:
+            told = "another rank" if by_bucket else "rank 1"
+            with pytest.raises(GradientOrderError, match=rf"{told} took part without the reduced gradient"):
+                model(torch.ones(1, 6)).sum().backward()
+        else:
+            first.grad = None
+            last.sum().backward()
+    threads(2, step)
+
+
 def test_a_second_pass_is_an_error_while_ranks_have_joined() -> None:
     """Their reduced gradients would be missing."""
     def step(runtime: Runtime) -> None:
