@@ -111,6 +111,9 @@ class Processes:
         assert ends[-1] == size
         meeting = {name: value for name, value in over_tcp().items() if hosts and name != "HVDLITE_CONTROL"}
         self._files = tempfile.TemporaryDirectory(prefix="hvdlite-out-")
+        if isinstance(program, str):  # one file for all ranks: collectives are named after their line
+            source, program = program, Path(self._files.name) / "script.py"
+            program.write_text(textwrap.dedent(source), encoding="utf-8")
         self.ranks: list[subprocess.Popen[bytes] | warm.Rank] = []
         for rank in range(size):
             env = {
@@ -124,9 +127,6 @@ class Processes:
             words = [] if callable(program) else [str(each) for each in arguments]
             if isinstance(program, Path):
                 script = program
-            elif isinstance(program, str):
-                script = Path(self._files.name) / "script.py"  # the same for all: collectives are named after their line
-                script.write_text(textwrap.dedent(program), encoding="utf-8")
             else:
                 script = self._path(rank, "py")
                 script.write_text(_calling(program, arguments, self._path(rank, "result")), encoding="utf-8")
@@ -226,11 +226,11 @@ def free_port() -> int:
 def processes(size: int, program: Program | Path | str, *arguments: object, timeout: float = 60.0,
               environment: dict[str, str] | None = None, hosts: Sequence[int] = (),
               imported: Sequence[str] = ()) -> list[Ended]:
-    """Run a program on `size` ranks and return how each ended; a rank that failed fails the test, shown first."""
+    """Run a program on `size` ranks and return how each ended; a rank that failed fails the test, which shows them all."""
     with Processes(size, program, *arguments, environment=environment, hosts=hosts, imported=imported) as world:
         ended = world.wait(timeout)
-    for rank in ended:
-        assert rank.code == 0, f"rank {rank.rank} ended with {rank.code}\n{rank.stdout}\n{rank.stderr}"
+    assert not any(rank.code for rank in ended), "\n".join(
+        f"rank {rank.rank} ended with {rank.code}\n{rank.stdout}\n{rank.stderr}" for rank in ended)
     return ended
 
 
