@@ -200,6 +200,7 @@ class MergedRequests(Message, frozen=True, tag=7):
 class HostReport(Message, frozen=True, kw_only=True):
     """The reports of a host's ranks, merged by their leader."""
 
+    epoch: int  # as in `Report`
     applied: int  # the lowest of its ranks
     # In the order of the ranks' reports; a merged item stands where the last rank reported it. A bucket or a finished round
     # is of all ranks of the host in the process set; a bucket's `unused` lists the members that are unused on all of them.
