@@ -98,6 +98,10 @@ class AgentReady(Message, frozen=True):
     cores: int
     pid: int
 
+    def describe(self) -> str:
+        """Return a line for the user."""
+        return f"{self.hostname}: {self.cores} cores, Python {self.python}, agent {self.pid}"
+
 
 class Pong(Message, frozen=True):
     """The answer to `Ping`."""

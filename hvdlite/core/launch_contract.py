@@ -62,6 +62,8 @@ KEY_FILE = "key"
 """Beside a task, on the caller's side only: the job's key."""
 CAUSE_FILE = "cause"
 """Beside a task, on the caller's side only: the rank that failed first, and the reason."""
+MEMBERS_FILE = "members"
+"""Beside a task of an elastic job, on the caller's side only: the members of the last world, by rank."""
 
 COORDINATES = {
     RANK: "rank", SIZE: "size", LOCAL_RANK: "local_rank", LOCAL_SIZE: "local_size",

@@ -71,10 +71,15 @@ class Listening(Message, frozen=True):
 
 
 class MeetingFailed(Message, frozen=True):
-    """The member could not meet the others of world `epoch`."""
+    """The member could not meet the others of world `epoch`; it says `MemberIdle` next.
+
+    Attributes:
+        missing: from rank 0: the ranks that have not reached it. Empty from others: they have not reached rank 0.
+    """
 
     epoch: int
     reason: str
+    missing: tuple[int, ...] = ()
 
 
 class Met(Message, frozen=True):
