@@ -31,15 +31,17 @@ class JobWorkers:
         take: called with the name of a machine and its event.
         lost: called with an agent whose link has ended.
         observer: called with the progress of each machine's processes every second, if any.
+        unreached: called with an agent whose link has ended before its host was reached.
     """
 
     def __init__(self, inherited: Mapping[str, str], take: Callable[[str, Event], None], lost: Callable[[RemoteAgent], None],
-                 observer: Callable[[str, ProgressReply], None] | None) -> None:
+                 observer: Callable[[str, ProgressReply], None] | None,
+                 unreached: Callable[[RemoteAgent], None] = lambda remote: None) -> None:
         self.selector = selectors.DefaultSelector()
         self.termination = Termination()
         self.local = WorkerGroup(self.selector, lambda event: take(LOCAL, event), inherited)
         self.agents = Agents(self.selector, lambda remote, event: take(remote.host.name, event), self._on_lost,
-                             self.user_has_ended_job)
+                             self.user_has_ended_job, unreached)
         self._lost, self._observer = lost, observer
         self._last_check = 0.0
 

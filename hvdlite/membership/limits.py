@@ -15,8 +15,8 @@ class Limits:
         max_np: the greatest size of a world; None: every slot is used.
         reset_limit: worlds after the first one; None: as many as are needed. When it is reached, the world does not grow any
             more, and the next failure ends the job.
-        elastic_timeout: how long the job waits for `start_np` slots at the start, and for `min_np` members later, in seconds.
-        quiesce_timeout: how long a member may take to stop, or to exit when it is dismissed, before it is killed, in seconds.
+        elastic_timeout: seconds for which the job waits for `start_np` slots at the start, and for `min_np` members later.
+        quiesce_timeout: seconds that a member may take to stop, or to exit when it is dismissed, before it is killed.
         cooldown: seconds after which a failed slot or a barred host is used again: (10, 60) for 10, 20, 40, 60, 60 ... after
             the first, second ... time. None: never, unless discovery loses the host or slot and finds it again.
         whole_host: a single failure bars the host and ends its members, as in Horovod. Else it costs the slot, and several
