@@ -1,19 +1,17 @@
 """The run of an elastic job: it goes on when members end, and when hosts come and go.
 
-`membership.authority` decides; this loop tells it what happens and does what it commands. Members are processes with ids that
-are never used again; messages about processes carry a member's id where those of other jobs carry a rank.
+`membership.authority` decides; this loop tells it what happens and does what it commands. Members are processes with ids
+that are never used again; messages about processes carry a member's id where those of other jobs carry a rank.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
-from hvdlite.core import launch_contract
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.launch_contract import FailureRecord
 from hvdlite.membership import messages as members
@@ -33,7 +31,7 @@ from hvdlite.membership.events import (
     WorldBegun,
 )
 from hvdlite.membership.events import Event as MembershipEvent
-from hvdlite_runner import commands, failures, monitor, placement
+from hvdlite_runner import commands, failures, monitor
 from hvdlite_runner import messages as orders
 from hvdlite_runner.agents import Stopped
 from hvdlite_runner.discovery import Discovery, DiscoveryScript, FixedHosts
@@ -335,22 +333,10 @@ class _ElasticJob:
 
     def _names(self, some: Iterable[int]) -> str:
         """Return how members are called in the prefix of their output: by rank, or +id before they have one."""
-        ranked, others = [], []
-        for member in some:
-            rank = self._rank_of(member)
-            (others if rank < 0 else ranked).append(member if rank < 0 else rank)
-        return ",".join([*([format_ranks(ranked)] if ranked else []), *(f"+{member}" for member in sorted(others))])
+        ranks = {member: self._rank_of(member) for member in sorted(some)}
+        ranked = format_ranks(rank for rank in ranks.values() if rank >= 0)
+        return ",".join(filter(None, [ranked, *(f"+{member}" for member, rank in ranks.items() if rank < 0)]))
 
     def _who(self, member: int) -> str:
         rank = self._rank_of(member)
-        return f"member {member}" if rank in (-1, member) and rank < 0 else f"rank {rank}"
-
-
-def settings_of(settings: JobSettings) -> dict[str, object]:
-    """Return the settings as a dictionary."""
-    return dataclasses.asdict(settings)
-
-
-def is_local_name(node_name: str, name: str) -> bool:
-    """Return whether a name means this machine; a scheduler's name of it may not be a network name."""
-    return name == node_name or placement.is_local(name)
+        return f"rank {rank}" if rank >= 0 else f"new process {member}"
