@@ -6,6 +6,7 @@ that are never used again; messages about processes carry a member's id where th
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -38,6 +39,7 @@ from hvdlite_runner.discovery import Discovery, DiscoveryScript, FixedHosts
 from hvdlite_runner.elastic_hosts import HostPool, Link
 from hvdlite_runner.elastic_options import ElasticSettings
 from hvdlite_runner.failures import Exit
+from hvdlite_runner.host_probe import own_addresses, route_to
 from hvdlite_runner.job import JobSettings
 from hvdlite_runner.job_output import JobOutput
 from hvdlite_runner.job_workers import JobWorkers
@@ -103,7 +105,7 @@ class _ElasticJob:
         self._records: dict[int, FailureRecord] = {}
         self._refused: commands.CommandError | None = None
         self._end: EndJob | None = None
-        self._told_waiting = False
+        self._listening: dict[str, tuple[int, members.Listening]] = {}  # rank 0, while its machine's addresses are asked for
 
     def begin(self) -> None:
         """Prepare this host, and tell the user what follows from the options."""
@@ -250,6 +252,8 @@ class _ElasticJob:
             if self._settings.verbose:
                 where = "" if machine == LOCAL else f" on {machine}"
                 self._output.note(f"member {event.rank} is process {event.pid}{where}")
+        elif isinstance(event, orders.RouteReply):
+            self._take_route(machine, event)
         elif isinstance(event, Result):
             self._task.write_result(event.rank, event.content)
         elif isinstance(event, StartRefused):
@@ -263,7 +267,32 @@ class _ElasticJob:
             self._send(event.member, orders.KillMember(event.member))
             return
         for message in members.Frames(orders=False).feed(event.content):
-            self._events.append(MemberSaid(event.member, message))
+            if isinstance(message, members.Listening):
+                self._take_listening(event.member, message)
+            else:
+                self._events.append(MemberSaid(event.member, message))
+
+    def _take_listening(self, member: int, message: members.Listening) -> None:
+        """Find the addresses at which other hosts reach rank 0: its host's agent knows how they are reached from here."""
+        machine = self._running.get(member, LOCAL)
+        remote = self.workers.remote(machine)
+        others = dict.fromkeys(self._running.values())
+        here = ""
+        if remote is not None:
+            with contextlib.suppress(OSError):  # only the remote shell knows the name
+                here = route_to(remote.host.address) or ""
+        hosts = [here if other == LOCAL else Host(other).address for other in others if other != machine]
+        if remote is None:
+            addresses = own_addresses(hosts, self._settings.interfaces)
+            self._events.append(MemberSaid(member, _at(message, addresses)))
+        else:
+            self._listening[machine] = (member, message)
+            remote.send(orders.RouteRequest(hosts, list(self._settings.interfaces), listen=False))
+
+    def _take_route(self, machine: str, event: orders.RouteReply) -> None:
+        if machine in self._listening:
+            member, message = self._listening.pop(machine)
+            self._events.append(MemberSaid(member, _at(message, event.addresses)))
 
     def _take_exit(self, event: Exited) -> None:
         if self._running.pop(event.rank, None) is None:
@@ -340,3 +369,7 @@ class _ElasticJob:
     def _who(self, member: int) -> str:
         rank = self._rank_of(member)
         return f"rank {rank}" if rank >= 0 else f"new process {member}"
+
+
+def _at(message: members.Listening, addresses: Sequence[str]) -> members.Listening:
+    return members.Listening(message.epoch, tuple(addresses) or message.addresses, message.port)

@@ -86,6 +86,7 @@ class RouteRequest(Message, frozen=True):
     hosts: list[str]
     interfaces: list[str]  # if not empty, use only addresses of these
     port: int = 0  # 0: any
+    listen: bool = True
 
 
 class ProbeRequest(Message, frozen=True):
