@@ -31,6 +31,7 @@ from hvdlite.negotiation.messages import Message
 
 HALF_OPEN_LIMIT = 64
 """Connections that may be in their handshake at once; more wait in the kernel's queue."""
+BACKLOG = 1024
 HANDSHAKE_SECONDS = 10.0
 CONNECT_SECONDS = 5.0
 """A host that is not up yet may swallow the first attempt."""
@@ -43,7 +44,7 @@ _log = logging.getLogger("hvdlite.control")
 
 @dataclasses.dataclass(frozen=True)
 class Address:
-    """Rank 0's address: a Unix socket's path, or host and port with the job's key."""
+    """Rank 0's address: a Unix socket's path, or host and port with the job's key; to listen on all addresses, no host."""
 
     path: str = ""
     host: str = ""
@@ -78,6 +79,10 @@ def listen(address: Address) -> socket.socket:
     if address.path:
         Path(address.path).unlink(missing_ok=True)  # left by a job that was killed while its ranks met
     try:
+        if not address.path and not address.host:
+            dual = socket.has_dualstack_ipv6()
+            return socket.create_server(("", address.port), family=socket.AF_INET6 if dual else socket.AF_INET,
+                                        backlog=BACKLOG, dualstack_ipv6=dual)
         family, target = address.resolved()
     except OSError as error:
         raise LaunchError(f"rank 0 cannot listen at {address}: {error}") from error
@@ -86,7 +91,7 @@ def listen(address: Address) -> socket.socket:
         if not address.path:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         _bind(listener, address, target)
-        listener.listen(1024)
+        listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         raise LaunchError(f"rank 0 cannot listen at {address}: {error}") from error

@@ -56,7 +56,10 @@ class MemberIdle(Message, frozen=True):
 
 
 class BoundaryTold(Message, frozen=True):
-    """The answer to `PrepareStop`: how many boundaries the member has passed; it waits at the next one for `StopAt`."""
+    """The answer to `PrepareStop`: the boundaries that the member has passed in this world; it waits at the next one.
+
+    The count begins at 0 in every world, because joiners have passed none of the earlier ones.
+    """
 
     change: int
     boundary: int
@@ -111,7 +114,7 @@ class PrepareStop(Message, frozen=True):
 
 
 class StopAt(Message, frozen=True):
-    """Stop at this boundary, at which all members stop; those that wait before it go on."""
+    """Stop at this boundary of the world, counted from 1, at which all members stop; those that wait before it go on."""
 
     change: int
     boundary: int

@@ -111,14 +111,12 @@ class Leader:
             elif isinstance(item, RoundDone):
                 together = self._round_done(rank, item)
             elif isinstance(item, Request) and item.collective is Collective.JOIN:
-                if alone:
-                    self._forward(rank, alone)
+                self._forward(rank, alone)
                 self._release_all()
                 alone = [item]
                 together = self._join(rank)
             elif isinstance(item, Retired):
-                if alone:
-                    self._forward(rank, alone)
+                self._forward(rank, alone)
                 self._release_all()
                 self._release_rounds()
                 self._retire(rank, item)
@@ -130,9 +128,8 @@ class Leader:
                     self._outgoing.extend(self._stop_holding(item))
                 alone.append(item)
             if together:
-                if alone:
-                    self._forward(rank, alone)
-                    alone = []
+                self._forward(rank, alone)
+                alone = []
                 self._outgoing.extend(together)
         if report.blocked is not None or report.leaving:
             self._release_all()
@@ -193,7 +190,8 @@ class Leader:
         self._requests.check_invariants()
 
     def _forward(self, rank: int, items: Sequence[ReportItem]) -> None:
-        self._outgoing.append(self._rank_report(rank, items))
+        if items:
+            self._outgoing.append(self._rank_report(rank, items))
 
     def _rank_report(self, rank: int, items: Sequence[ReportItem]) -> RankReport:
         return RankReport(rank, Report(epoch=self.epoch, applied=self._applied[rank], items=tuple(items)))

@@ -109,8 +109,8 @@ ReportItem = Request | BucketReady | RoundDone | LayoutStale | Retired
 class FailureNotice(Message, frozen=True):
     """Why the job ends: the rank where the failure began, and the error there."""
 
-    origin: int  # the rank where the failure began, never one that passed it on
-    kind: str  # "lost", or the type of the exception that rank raised
+    origin: int  # the rank where the failure began, never one that passed it on; -1: none, the world is stopped
+    kind: str  # "lost", "stopped", or the type of the exception that rank raised
     message: str
     traceback: str = ""
 
