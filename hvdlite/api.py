@@ -230,6 +230,10 @@ def offer_casts(widen: Callable[[Array, Array], object], narrow: Callable[[Array
     _casts.widen, _casts.narrow = widen, narrow
 
 
+def boundary() -> None:
+    """Stub."""
+
+
 def is_initialized() -> bool:
     """Return whether the runtime is running: `init()` has been called, and the last `shutdown()` has not."""
     return _runtime is not None

@@ -56,7 +56,10 @@ class MemberIdle(Message, frozen=True):
 
 
 class BoundaryTold(Message, frozen=True):
-    """The answer to `PrepareStop`: how many boundaries the member has passed; it waits at the next one for `StopAt`."""
+    """The answer to `PrepareStop`: the boundaries that the member has passed in this world; it waits at the next one.
+
+    The count begins at 0 in every world, because joiners have passed none of the earlier ones.
+    """
 
     change: int
     boundary: int
@@ -71,10 +74,15 @@ class Listening(Message, frozen=True):
 
 
 class MeetingFailed(Message, frozen=True):
-    """The member could not meet the others of world `epoch`."""
+    """The member could not meet the others of world `epoch`; it says `MemberIdle` next.
+
+    Attributes:
+        missing: from rank 0: the ranks that have not reached it. Empty from others: they have not reached rank 0.
+    """
 
     epoch: int
     reason: str
+    missing: tuple[int, ...] = ()
 
 
 class Met(Message, frozen=True):
@@ -106,7 +114,7 @@ class PrepareStop(Message, frozen=True):
 
 
 class StopAt(Message, frozen=True):
-    """Stop at this boundary, at which all members stop; those that wait before it go on."""
+    """Stop at this boundary of the world, counted from 1, at which all members stop; those that wait before it go on."""
 
     change: int
     boundary: int

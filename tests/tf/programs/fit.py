@@ -86,8 +86,10 @@ def _wrong_options_are_refused() -> None:
     raises(ValueError, "Keras 3 optimizer", lambda: hvd.DistributedOptimizer("sgd"))
     wrong: Any = ("sum", "fp16", 1.5)
     raises(ValueError, "not 'sum'", lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(), op=wrong[0]))
-    raises(ValueError, "hvd.Compression.none", lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(), compression=wrong[1]))
-    raises(ValueError, "not 1.5", lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(), backward_passes_per_step=wrong[2]))
+    raises(ValueError, "hvd.Compression.none",
+           lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(), compression=wrong[1]))
+    raises(ValueError, "not 1.5",
+           lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(), backward_passes_per_step=wrong[2]))
     raises(ValueError, "no Sequential", lambda: hvd.broadcast_variables(make(1), 0))
     raises(ValueError, "no ndarray", lambda: hvd.broadcast_variables([np.ones(2)], 0))
     raises(RuntimeError, "BroadcastGlobalVariablesCallback", lambda: hvd.broadcast_global_variables(0))
