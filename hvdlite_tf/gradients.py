@@ -212,7 +212,7 @@ class TensorFlowStepReducer(ArrayStepReducer):
         """
         if self._agreed(own) != traced:
             raise MismatchError(f"rank {api.rank()}: the ranks have gradients for other variables than when the tf.function "
-                                f"was traced, in an earlier world of this elastic job ('{self.label}'); make the function in "
+                                f"was traced, in an earlier world of this elastic job ('{self.label}'); make it inside of "
                                 "the function that hvd.elastic.run calls, so that each world traces it")
 
     def _submitted(self, batch: dict[int, tf.Tensor], slots: list[int], counted: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -50,9 +50,9 @@ def current_samples() -> Any:
 class StepReducer:
     """Reduces lists of gradients of the same variables, step after step, in one world after the other.
 
-    A compiled function of the script keeps its step reducer. So this outlives a world: it leaves one that has ended, and takes
-    part in the next one with its first gradients there. Ranks use their reducers in the same order, but may have made them in
-    different orders: some ranks did so in an earlier world.
+    Compiled functions of the script keep their step reducer. So this outlives a world: it leaves one that has ended, and
+    takes part in the next one with its first gradients there. It is numbered by that, because ranks use their reducers in
+    the same order, but may have made them in different ones: some ranks did so in an earlier world.
 
     Args:
         frontend: the first part of the label.
@@ -205,7 +205,8 @@ class ArrayStepReducer(StepReducer):
 
     def __init__(self, frontend: str, **arguments: Any) -> None:
         self._slots: dict[int, tuple[weakref.ref[Any], int]] = {}  # by a variable's identity
-        self._slot_kinds: list[tuple[tuple[int, ...] | None, str, int]] = [((1,), "float32", 0)]  # as `ArrayReducer.add` has it
+        # By slot, the arguments of `ArrayReducer.add`.
+        self._slot_kinds: list[tuple[tuple[int, ...] | None, str, int]] = [((1,), "float32", 0)]
         self._reducer: ArrayReducer | None = None  # of this world
         self._alone: dict[int, Gradient] = {}  # of this rank, where no other one takes part
         super().__init__(frontend, **arguments)
