@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import selectors
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.file_limit import reserve_descriptors
 from hvdlite_runner import host_probe
-from hvdlite_runner.messages import AgentReady, Event, Order, ProbeReply, ProbeRequest, RouteReply, RouteRequest
+from hvdlite_runner.messages import AgentReady, Event, Order, ProbeReply, ProbeRequest, RouteReply, RouteRequest, Stop
 from hvdlite_runner.placement import Host
-from hvdlite_runner.remote_agent import Pinger, RemoteAgent
+from hvdlite_runner.remote_agent import RemoteAgent, ping_until
 from hvdlite_runner.shells import Shell
 
 Answer = TypeVar("Answer", bound=Event)
@@ -39,7 +41,7 @@ class Agents:
     def __init__(self, selector: selectors.BaseSelector, take: Callable[[RemoteAgent, Event], None],
                  lost: Callable[[RemoteAgent], None], stopped: Callable[[], bool] = lambda: False) -> None:
         self.remotes: list[RemoteAgent] = []
-        self._pinger: Pinger | None = None
+        self._pings_end = threading.Event()
         self._selector, self._take, self._lost, self._stopped = selector, take, lost, stopped
         self._answers: dict[RemoteAgent, Event] = {}
         self._waiting: type[Any] | None = None
@@ -56,7 +58,9 @@ class Agents:
                                             self._gone) for host in hosts]
         except OSError as error:
             raise LaunchError(f"cannot start {shell.program} to connect to other hosts: {error.strerror}") from None
-        self._pinger = Pinger(self.remotes)  # from now on: the first agent may wait long for the last one
+        if self.remotes:  # from now on: the first agent may wait long for the last one
+            threading.Thread(target=ping_until, args=(self._pings_end, self.remotes), name="hvdrun-ping",
+                             daemon=True).start()
         self._await(self.remotes, AgentReady, timeout)
         problems = []
         for remote in self.remotes:
@@ -92,13 +96,12 @@ class Agents:
 
     def end(self, timeout: float) -> None:
         """Send `Stop` to all hosts and wait for their `AgentDone`; hosts without an answer count as lost."""
-        if self._pinger is not None:
-            self._pinger.stop()
+        self._pings_end.set()
         for remote in self.remotes:
             if remote.ready is None:
                 remote.close()  # nothing was started there
             else:
-                remote.end()
+                remote.send(Stop())
         until = time.monotonic() + timeout
         while any(not remote.over for remote in self.remotes) and time.monotonic() < until:
             self.turn(_TURN)
@@ -126,9 +129,30 @@ class Agents:
             self._lost(remote)
 
 
+@contextlib.contextmanager
+def probed(agents: Agents, first: RemoteAgent | None, hosts: Sequence[str], interfaces: Sequence[str] = (),
+           port: int = 0) -> Iterator[RouteReply]:
+    """Return a context with a host's addresses for `hosts`, and a port of it that answers probes.
+
+    Args:
+        first: the host; None for the launcher's own.
+
+    Raises:
+        LaunchError: when the launcher's host cannot listen on the port.
+    """
+    if first is not None:
+        yield agents.ask({first: RouteRequest(list(hosts), list(interfaces), port)}, RouteReply)[first]
+        return
+    try:
+        server = host_probe.ProbeServer(port)
+    except OSError as error:
+        raise LaunchError(f"cannot listen on port {port} of this host: {error.strerror}") from None
+    with contextlib.closing(server):
+        yield RouteReply(host_probe.own_addresses(hosts, interfaces), server.port)
+
+
 def rendezvous_address(agents: Agents, first: RemoteAgent | None, others: Mapping[RemoteAgent | None, str],
-                       interfaces: Sequence[str],
-                       port: int) -> str:
+                       interfaces: Sequence[str], port: int) -> str:
     """Return a host:port where rank 0 can listen and that every other host can reach.
 
     Args:
@@ -138,17 +162,8 @@ def rendezvous_address(agents: Agents, first: RemoteAgent | None, others: Mappin
     Raises:
         LaunchError: with the names of hosts that cannot reach each other.
     """
-    probe_server = None
     targets = [name for name in others.values() if name]
-    try:
-        if first is None:
-            try:
-                probe_server = host_probe.ProbeServer(port)
-            except OSError as error:
-                raise LaunchError(f"cannot listen on port {port} of this host: {error.strerror}") from None
-            routed = RouteReply(host_probe.own_addresses(targets, interfaces), probe_server.port)
-        else:
-            routed = agents.ask({first: RouteRequest(targets, list(interfaces), port)}, RouteReply)[first]
+    with probed(agents, first, targets, interfaces, port) as routed:
         here = "this host" if first is None else f"host {first.host.name}"
         if routed.problem:
             raise LaunchError(f"{here}: {routed.problem}")
@@ -161,9 +176,6 @@ def rendezvous_address(agents: Agents, first: RemoteAgent | None, others: Mappin
             {remote: ask for remote in others if remote is not None}, ProbeReply).items()}
         if None in others:
             found["this host"] = host_probe.probe(routed.addresses, routed.port)
-    finally:
-        if probe_server is not None:
-            probe_server.close()
     for address in routed.addresses:
         if not any(problems[address] for problems in found.values()):
             return f"[{address}]:{routed.port}" if ":" in address else f"{address}:{routed.port}"

@@ -50,8 +50,7 @@ def _run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         hosts, shell = _hosts(options, environ)
         allocation = allocations.find_allocation(environ, _read)
         return run_doctor(_rename_local(hosts, environ) or [Host(LOCAL)], shell, options.working_directory or os.getcwd(),
-                          environ,
-                          allocation.scheduler if allocation else "", options.json)
+                          environ, allocation.scheduler if allocation else "", options.json)
     if options.scaling is not None and options.sweep is not None:
         raise LaunchError("give either --scaling or --sweep")
     if options.scaling is not None:

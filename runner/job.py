@@ -33,9 +33,11 @@ from hvdlite_runner.messages import (
     ProgressReply,
     ProgressRequest,
     Result,
+    Signal,
     Start,
     Started,
     StartRefused,
+    Stop,
 )
 from hvdlite_runner.output import Console, format_ranks
 from hvdlite_runner.placement import LOCAL, HostRanks
@@ -186,7 +188,7 @@ class _Job:
             if remote is None:
                 self._workers.start(order, stop=lambda: bool(self._termination.user_signal))
             else:
-                remote.start(order)
+                remote.send(order)
         if self._termination.user_signal:
             self._running &= set(self._workers.running) | {rank for remote in self._agents.remotes
                                                            for rank in self._ranks_of(remote.host.name)}
@@ -204,7 +206,7 @@ class _Job:
         """End all processes of the job on all hosts, and show their last output."""
         self._termination.is_over = True
         for remote in self._agents.remotes:
-            remote.end()
+            remote.send(Stop())
         self._workers.end()
         self._agents.end(KILL_SECONDS + GRACE)
         self._console.finish()
@@ -312,7 +314,7 @@ class _Job:
         for signum in self._termination.due():
             self._workers.signal(signum)
             for remote in self._agents.remotes:
-                remote.signal(signum)
+                remote.send(Signal(signum))
 
     def _timeout(self) -> float | None:
         waits = self._termination.waits()

@@ -22,28 +22,28 @@ _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 class RankProcess:
-    """The process of one rank, with two pipes for its output."""
+    """The process of one rank, with two pipes for its output.
+
+    Attributes:
+        pid: the id of the process, its session and its group.
+    """
 
     def __init__(self, rank: int, command: Sequence[str], environment: Mapping[str, str], cores: Sequence[int]) -> None:
         self.rank = rank
         self._process = subprocess.Popen(command, env=dict(environment), stdin=subprocess.DEVNULL,
                                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+        self.pid = self._process.pid
         assert self._process.stdout is not None and self._process.stderr is not None
         self.streams: dict[str, IO[bytes]] = {"stdout": self._process.stdout, "stderr": self._process.stderr}
         for stream in self.streams.values():
             os.set_blocking(stream.fileno(), False)
         if cores:
-            os.sched_setaffinity(self._process.pid, cores)
-        self.pidfd = _watch(self._process.pid)
-
-    @property
-    def pid(self) -> int:
-        """The id of the process, its session and its group."""
-        return self._process.pid
+            os.sched_setaffinity(self.pid, cores)
+        self.pidfd = _watch(self.pid)
 
     def exit_code(self) -> int | None:
         """Return the exit code (negative: killed by that signal), or None while it runs."""
-        ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is None:
             return None
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
@@ -51,7 +51,7 @@ class RankProcess:
     def send(self, signum: int) -> None:
         """Send a signal to the rank and the processes of its group."""
         try:
-            os.killpg(self._process.pid, signum)
+            os.killpg(self.pid, signum)
         except (ProcessLookupError, PermissionError):
             pass  # it and all processes of its group have ended
 
@@ -69,7 +69,7 @@ class Reaper:
     """The reaper process, which ends the job if the launcher is killed (`reaper.py`), and the launcher's own use of it."""
 
     def __init__(self, job_directory: str) -> None:
-        self._mark = mark(job_directory)
+        self._mark = f"{launch_contract.JOB_DIRECTORY}={job_directory}"
         self._ranks: set[int] = set()
         self._excluded = _children()  # the program that became the launcher by exec may have had children
         self._subreaper = os.getpid() if _adopt_orphans() else 0
@@ -131,11 +131,6 @@ def _adopt_orphans() -> bool:
     if not sys.platform.startswith("linux"):
         return False
     return bool(ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0)
-
-
-def mark(job_directory: str) -> str:
-    """Return the entry of the environment that all processes of a job inherit."""
-    return f"{launch_contract.JOB_DIRECTORY}={job_directory}"
 
 
 def kill(processes: Sequence[RankProcess]) -> None:
