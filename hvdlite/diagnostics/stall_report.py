@@ -42,11 +42,9 @@ def rank_status(thread: int, recent: Sequence[str], first_number: int, waiting: 
     """
     frames = sys._current_frames()
     frame = frames.get(thread) or frames.get(threading.main_thread().ident or 0)
-    if frame is None:
-        return RankStatus(location="nowhere: the thread that called collectives has ended", stack="", recent=tuple(recent),
-                          first_number=first_number, waiting=tuple(waiting))
-    return RankStatus(location=location_of(frame), stack="".join(traceback.format_stack(frame)), recent=tuple(recent),
-                      first_number=first_number, waiting=tuple(waiting))
+    location = location_of(frame) if frame else "nowhere: the thread that called collectives has ended"
+    return RankStatus(location=location, stack="".join(traceback.format_stack(frame)) if frame else "",
+                      recent=tuple(recent), first_number=first_number, waiting=tuple(waiting))
 
 
 def location_of(frame: FrameType) -> str:
@@ -139,20 +137,20 @@ class StallReport:
         return "\n".join(lines)
 
     def _rank_lines(self, rank: int) -> list[str]:
-        rank_state = self.rank_states.get(rank)
-        status = None if rank_state is None else rank_state.status
+        rank_state = self.rank_states.get(rank, RankState(rank, "unknown", None))
+        status = rank_state.status
         if rank in self.missing:
             lines = [f"  {self.diagnosis(rank)}"]
         elif self.stalls and len(self.rank_states) < 2 * len(self.missing) + 2:
             return []  # asked only for comparison
         else:
-            location = status.location if status else location_in_dump(rank_state.stacks) if rank_state else "?"
-            lines = [f"  rank {rank} ({'unknown' if rank_state is None else rank_state.state}) is in {location}"]
+            location = status.location if status else location_in_dump(rank_state.stacks)
+            lines = [f"  rank {rank} ({rank_state.state}) is in {location}"]
         if difference := self.difference(rank) if rank in self.missing else "":
             lines.append(f"    {difference}")
         if status is not None:
             lines.append(f"    its last collectives: {', '.join(status.recent[-SHOWN:]) or 'none'}")
-        stack = status.stack if status is not None else rank_state.stacks if rank_state is not None else ""
+        stack = status.stack if status is not None else rank_state.stacks
         return lines + [f"    {line}" for line in stack.rstrip().splitlines()]
 
     def deliver(self, path: str) -> None:
