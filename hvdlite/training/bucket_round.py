@@ -38,8 +38,7 @@ class BucketViews(Generic[Parameter]):
         small: by bucket: those of them whose gradients are copied together.
     """
 
-    def __init__(self, learned: LearnedLayout, framework: Framework[Parameter],
-                 parameters: Mapping[str, Parameter]) -> None:
+    def __init__(self, learned: LearnedLayout, framework: Framework[Parameter], parameters: Mapping[str, Parameter]) -> None:
         self.learned = learned
         self.where: dict[int, tuple[int, int, Any, bool]] = {}
         self.members: list[Sequence[tuple[Parameter, Any]]] = []
