@@ -33,6 +33,7 @@ from hvdlite_runner.messages import (
     Frames,
     HostInfoReply,
     HostInfoRequest,
+    KillMember,
     Ping,
     Pong,
     ProbeReply,
@@ -45,7 +46,9 @@ from hvdlite_runner.messages import (
     SpeedReply,
     SpeedRequest,
     Start,
+    StartMember,
     Stop,
+    ToMember,
     frame,
 )
 from hvdlite_runner.shells import PROBLEM_CODE
@@ -129,6 +132,8 @@ class Agent:
             if self._probe_server is not None:
                 self._probe_server.close()  # rank 0 will listen there
             self._workers.start(order)
+        elif isinstance(order, (StartMember, KillMember, ToMember)):
+            self._workers.obey(order)
         elif isinstance(order, Signal):
             self._workers.signal(order.signum)
         elif isinstance(order, Stop):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import selectors
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
@@ -14,7 +13,7 @@ from hvdlite.core.file_limit import reserve_descriptors
 from hvdlite_runner import host_probe
 from hvdlite_runner.messages import AgentReady, Event, Order, ProbeReply, ProbeRequest, RouteReply, RouteRequest, Stop
 from hvdlite_runner.placement import Host
-from hvdlite_runner.remote_agent import RemoteAgent, ping_until
+from hvdlite_runner.remote_agent import Pinger, RemoteAgent
 from hvdlite_runner.shells import Shell
 
 Answer = TypeVar("Answer", bound=Event)
@@ -34,15 +33,18 @@ class Agents:
     Args:
         selector: its keys' `data` are functions to call when the descriptor is ready.
         take: called with (agent, event) for events that are not answers.
-        lost: called with an agent whose link has ended after all hosts had been reached.
+        lost: called with an agent whose link has ended after its host had been reached.
         stopped: returns whether the user has ended the job.
+        unreached: called with an agent whose link has ended before.
     """
 
     def __init__(self, selector: selectors.BaseSelector, take: Callable[[RemoteAgent, Event], None],
-                 lost: Callable[[RemoteAgent], None], stopped: Callable[[], bool] = lambda: False) -> None:
+                 lost: Callable[[RemoteAgent], None], stopped: Callable[[], bool] = lambda: False,
+                 unreached: Callable[[RemoteAgent], None] = lambda remote: None) -> None:
         self.remotes: list[RemoteAgent] = []
-        self._pings_end = threading.Event()
+        self._pinger: Pinger | None = None
         self._selector, self._take, self._lost, self._stopped = selector, take, lost, stopped
+        self._unreached = unreached
         self._answers: dict[RemoteAgent, Event] = {}
         self._waiting: type[Any] | None = None
 
@@ -52,15 +54,15 @@ class Agents:
         Raises:
             LaunchError: with one line for each host whose agent cannot be started.
         """
+        if not hosts:
+            return
         try:
             with reserve_descriptors(_DESCRIPTORS * len(hosts), f"reaching {len(hosts)} hosts"):
                 self.remotes = [RemoteAgent(host, shell, bootstrap_input, self._selector, self._tell,
                                             self._gone) for host in hosts]
         except OSError as error:
             raise LaunchError(f"cannot start {shell.program} to connect to other hosts: {error.strerror}") from None
-        if self.remotes:  # from now on: the first agent may wait long for the last one
-            threading.Thread(target=ping_until, args=(self._pings_end, self.remotes), name="hvdrun-ping",
-                             daemon=True).start()
+        self._start_pinger()  # from now on: the first agent may wait long for the last one
         self._await(self.remotes, AgentReady, timeout)
         problems = []
         for remote in self.remotes:
@@ -70,6 +72,27 @@ class Agents:
                 problems.append(remote.failure_reason())
         if problems:
             raise LaunchError("\n".join(problems))
+
+    def add(self, host: Host, shell: Shell, bootstrap_input: bytes) -> RemoteAgent:
+        """Start the agent of one more host, and do not wait for its `AgentReady`.
+
+        Raises:
+            LaunchError: when the remote shell cannot be started.
+        """
+        try:
+            with reserve_descriptors(_DESCRIPTORS, f"reaching host {host.name}"):
+                remote = RemoteAgent(host, shell, bootstrap_input, self._selector, self._tell, self._gone)
+        except OSError as error:
+            raise LaunchError(f"cannot start {shell.program} to connect to other hosts: {error.strerror}") from None
+        self.remotes = [*self.remotes, remote]
+        self._start_pinger()
+        return remote
+
+    def discard(self, remote: RemoteAgent) -> None:
+        """Close the link to a host; its agent ends all processes there."""
+        self.remotes = [each for each in self.remotes if each is not remote]
+        self._start_pinger()
+        remote.close()
 
     def ask(self, orders: Mapping[RemoteAgent, Order], kind: type[Answer],
             timeout: float = ANSWER_SECONDS) -> dict[RemoteAgent, Answer]:
@@ -96,7 +119,8 @@ class Agents:
 
     def end(self, timeout: float) -> None:
         """Send `Stop` to all hosts and wait for their `AgentDone`; hosts without an answer count as lost."""
-        self._pings_end.set()
+        if self._pinger is not None:
+            self._pinger.stop()
         for remote in self.remotes:
             if remote.ready is None:
                 remote.close()  # nothing was started there
@@ -107,6 +131,11 @@ class Agents:
             self.turn(_TURN)
         for remote in self.remotes:
             remote.close()
+
+    def _start_pinger(self) -> None:
+        if self._pinger is None:
+            self._pinger = Pinger()
+        self._pinger.remotes = self.remotes
 
     def _await(self, remotes: Sequence[RemoteAgent], kind: type[Any], timeout: float) -> dict[RemoteAgent, Any]:
         self._answers, self._waiting = {}, kind
@@ -127,6 +156,8 @@ class Agents:
     def _gone(self, remote: RemoteAgent) -> None:
         if remote.ready is not None:
             self._lost(remote)
+        else:
+            self._unreached(remote)
 
 
 @contextlib.contextmanager

@@ -69,7 +69,7 @@ class Reaper:
     """The reaper process, which ends the job if the launcher is killed (`reaper.py`), and the launcher's own use of it."""
 
     def __init__(self, job_directory: str) -> None:
-        self._mark = f"{launch_contract.JOB_DIRECTORY}={job_directory}"
+        self._mark = mark(job_directory)
         self._ranks: set[int] = set()
         self._excluded = _children()  # the program that became the launcher by exec may have had children
         self._subreaper = os.getpid() if _adopt_orphans() else 0
@@ -84,6 +84,12 @@ class Reaper:
         """Add a process that the reaper kills with the job; the launcher itself kills only ranks."""
         (self._ranks if rank else self._excluded).add(pid)
         self._tell(b"rank %d\n" % pid)
+
+    def forget(self, pid: int) -> None:
+        """Remove a process that has been reaped: the system may use its id again."""
+        self._ranks.discard(pid)
+        self._excluded.discard(pid)
+        self._tell(b"gone %d\n" % pid)
 
     def end_job(self, timeout: float) -> None:
         """Kill all remaining processes of the job, in any session."""
@@ -133,7 +139,18 @@ def _adopt_orphans() -> bool:
     return bool(ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0)
 
 
+def mark(job_directory: str) -> str:
+    """Return the entry of the environment that all processes of a job inherit."""
+    return f"{launch_contract.JOB_DIRECTORY}={job_directory}"
+
+
 def kill(processes: Sequence[RankProcess]) -> None:
     """Kill ranks and their process groups."""
     for process in processes:
         process.send(signal.SIGKILL)
+
+
+def kill_descendants(job_directory: str, process: RankProcess) -> bool:
+    """Kill what is left of a member of an elastic job after its end, in any session; return whether nothing was found."""
+    member = f"{launch_contract.MEMBER}={process.rank}"
+    return reaper.kill_rank([mark(job_directory).encode(), member.encode()], process.pid)

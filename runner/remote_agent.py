@@ -160,8 +160,23 @@ def bootstrap_input(directory: str, environ: Mapping[str, str]) -> bytes:
     return repr(source).encode() + b"\n" + b"%08x" % len(given) + given
 
 
-def ping_until(stopped: threading.Event, remotes: Sequence[RemoteAgent]) -> None:
-    """Ping agents; in a thread of its own, because the launcher may block in a write to its terminal."""
-    while not stopped.wait(PING_SECONDS):
-        for remote in remotes:
-            remote.ping()
+class Pinger:
+    """Pings agents in a thread of its own, because the launcher may block in a write to its terminal.
+
+    Attributes:
+        remotes: the agents; the list is replaced, and never changed.
+    """
+
+    def __init__(self) -> None:
+        self.remotes: Sequence[RemoteAgent] = ()
+        self._stopped = threading.Event()
+        threading.Thread(target=self._run, name="hvdrun-ping", daemon=True).start()
+
+    def stop(self) -> None:
+        """Stop pinging."""
+        self._stopped.set()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(PING_SECONDS):
+            for remote in self.remotes:
+                remote.ping()

@@ -86,6 +86,8 @@ class Coordinator:
 
     def receive_host(self, ranks: Ranks, report: HostReport, now: float) -> None:
         """Handle a report of the leader of the host of `ranks`; a host has a leader from the beginning, or never."""
+        if report.epoch != self.epoch:
+            return
         self._note_applied(ranks, report.applied)
         self._receive_items(ranks, report.items, now)
         for rank, reason in report.lost:

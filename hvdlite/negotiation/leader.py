@@ -94,6 +94,8 @@ class Leader:
 
     def receive(self, rank: int, report: Report) -> None:
         """Handle a report of a rank of the host."""
+        if report.epoch != self.epoch:
+            return
         self._applied[rank] = report.applied
         alone: list[ReportItem] = []
         for item in report.items:
@@ -142,6 +144,8 @@ class Leader:
 
     def observe(self, decision: Decision) -> None:
         """Follow a decision before the host's ranks receive it."""
+        if decision.epoch != self.epoch:
+            return
         if decision.left or not set(self.ranks).isdisjoint(decision.status_requests):
             self._release_all()
         self._some_left |= bool(decision.left)
@@ -171,8 +175,8 @@ class Leader:
         self._release_rounds()
         if not (self._outgoing or self._lost):
             return None
-        report = HostReport(applied=min(self._applied.values()), items=tuple(_merged_runs(self._outgoing)),
-                            lost=tuple(self._lost))
+        report = HostReport(epoch=self.epoch, applied=min(self._applied.values()),
+                            items=tuple(_merged_runs(self._outgoing)), lost=tuple(self._lost))
         self._outgoing.clear()
         self._lost.clear()
         return report
