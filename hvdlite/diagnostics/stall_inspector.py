@@ -157,7 +157,7 @@ class StallInspector:
         if ends:
             found = self._coordinator.pending(now)
         missing = {rank for stall in found for rank in stall.missing}
-        reference = min((rank for stall in found for rank in stall.submitted), default=0)  # for comparison
+        reference = min((rank for stall in found for rank in stall.enqueued), default=0)  # for comparison
         return self._begin(found, missing | {reference}, now, [self._deliver], ends_job=ends)
 
     def _find_silence(self, now: float) -> bool:
@@ -263,7 +263,7 @@ class CoordinatorWatchdog:
         """Return what is to be told to rank 0, if anything.
 
         Args:
-            waits: whether this rank has submitted something and not got it back.
+            waits: whether this rank has enqueued something and not got it back.
             partners: the ranks of the collective that it is in the middle of, since `partners_since`.
         """
         if not waits:

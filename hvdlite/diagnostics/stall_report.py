@@ -38,7 +38,7 @@ def rank_status(thread: int, recent: Sequence[str], first_number: int, waiting: 
     Args:
         thread: identifies the thread that last called a collective; its stack is told, or the main thread's if it has ended.
         recent: the last collectives, oldest first; the first of them was this rank's collective number `first_number`.
-        waiting: what it has submitted and not got back.
+        waiting: what it has enqueued and not got back.
     """
     frames = sys._current_frames()
     frame = frames.get(thread) or frames.get(threading.main_thread().ident or 0)
@@ -104,10 +104,10 @@ class StallReport:
         status = rank_state.status
         if status is None:
             where = location_in_dump(rank_state.stacks)
-            return (f"rank {rank} never submitted {told} and does not answer: {rank_state.state}"
+            return (f"rank {rank} never enqueued {told} and does not answer: {rank_state.state}"
                     f"{f'; it is in {where}' if where else ''}")
         doing = f"waits for '{status.waiting[0]}'" if status.waiting else "is"
-        return f"rank {rank} never submitted {told}: it {doing} in {status.location}"
+        return f"rank {rank} never enqueued {told}: it {doing} in {status.location}"
 
     def difference(self, rank: int) -> str:
         """Say where a rank's collectives first differ from those of one that is not missing; "" when that is not known."""
@@ -178,7 +178,7 @@ class StallReport:
                     "last_collectives": list(status.recent[-SHOWN:]) if status else [],
                     "waiting_for": list(status.waiting) if status else [],
                     "first_difference": self.difference(rank) if rank in self.missing else ""}
-        return {"stalls": [{"name": stall.name, "waited_seconds": round(stall.waited, 3), "submitted": list(stall.submitted),
+        return {"stalls": [{"name": stall.name, "waited_seconds": round(stall.waited, 3), "submitted": list(stall.enqueued),
                             "missing": list(stall.missing)} for stall in self.stalls],
                 "diagnosis": [self.diagnosis(rank) for rank in self.missing],
                 "ranks": {str(rank): of(rank, rank_state) for rank, rank_state in sorted(self.rank_states.items())},

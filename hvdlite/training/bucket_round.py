@@ -179,7 +179,7 @@ class BucketRound(Generic[Parameter]):
             if not all(self._framework.fill_with(*members[index], neutral) for index in filling.missing):
                 return self._break(bucket_index)
         closes = next(self._reported) == len(self._fillings) and self._closes
-        filling.handle = self._runtime.submit_bucket(
+        filling.handle = self._runtime.enqueue_bucket(
             filling.bucket,
             BucketReady(bucket_id=filling.bucket.definition.bucket_id, round_id=self._round_id,
                         unused=tuple(sorted(filling.missing)), ends_round=closes, step=self._step, in_step=in_step),
