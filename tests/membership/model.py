@@ -148,8 +148,10 @@ class Job:
         self.events += 1
         if isinstance(event, MemberGone):
             self.gone.add(event.member)
+            self.used.add((self.processes[event.member].host, self.processes[event.member].start.slot))
         elif isinstance(event, HostLost):
             self.gone |= {process.id for process in self.processes.values() if process.host == event.host}
+            self.used |= {(event.host, slot) for slot in range(9)}
         elif isinstance(event, MemberSaid) and isinstance(event.message, MemberIdle):
             self.standings[event.member] = (event.message.epoch, event.message.standing)
         for command in self.authority.handle(event, self.now):
@@ -438,7 +440,7 @@ class Job:
         draw = self.random
         alive = [process for process in self.processes.values() if process.is_alive]
         kind = draw.choices(
-            ["die", "freeze", "host lost", "hosts", "error", "cut"], [8, 2, 0.5, 3, 2, 0.7])[0]
+            ["die", "freeze", "host lost", "hosts", "error", "cut"], [8, 2, 0.5, 3, 2, 1.5])[0]
         if kind == "hosts":
             name = draw.choice("abcde")
             count = draw.randint(0, 3)
@@ -462,7 +464,7 @@ class Job:
             self.lose_world(process, process.epoch, "a broken plane")
         else:
             self.has_cut = True
-            self.cut ^= {frozenset((draw.choice(alive).host, draw.choice("abcde")))}
+            self.cut ^= {frozenset(draw.sample("abcde", 2))}
 
     # --- a whole job -------------------------------------------------------------------------------------------------------
 
