@@ -6,7 +6,6 @@ that are never used again; messages about processes carry a member's id where th
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import time
@@ -39,7 +38,7 @@ from hvdlite_runner.discovery import Discovery, DiscoveryScript, FixedHosts
 from hvdlite_runner.elastic_hosts import HostPool, Link
 from hvdlite_runner.elastic_options import ElasticSettings
 from hvdlite_runner.failures import Exit
-from hvdlite_runner.host_probe import own_addresses, route_to
+from hvdlite_runner.host_probe import own_addresses
 from hvdlite_runner.job import JobSettings
 from hvdlite_runner.job_output import JobOutput
 from hvdlite_runner.job_workers import JobWorkers
@@ -277,10 +276,7 @@ class _ElasticJob:
         machine = self._running.get(member, LOCAL)
         remote = self.workers.remote(machine)
         others = dict.fromkeys(self._running.values())
-        here = ""
-        if remote is not None:
-            with contextlib.suppress(OSError):  # only the remote shell knows the name
-                here = route_to(remote.host.address) or ""
+        here = "" if remote is None else self.workers.address_for(remote)
         hosts = [here if other == LOCAL else Host(other).address for other in others if other != machine]
         if remote is None:
             addresses = own_addresses(hosts, self._settings.interfaces)
