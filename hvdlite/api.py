@@ -90,6 +90,7 @@ def init(comm: object = None, process_sets: Sequence[ProcessSet | Sequence[int]]
         if _runtime is None:
             _runtime, _users = _started(comm), 0
             global_process_set.set_members(_runtime.world.size, _runtime.world.rank)
+            _world_began()
         _users += 1
     try:
         for process_set in () if process_sets is None or isinstance(process_sets, str) else process_sets:
@@ -167,11 +168,13 @@ def _world_ended() -> None:
     """Let followers go of a runtime that has ended; its memory is unmapped when this returns."""
     for follower in list(_followers.values()):
         follower.world_ended()
-    gc.collect()  # what is left of the runtime is in cycles; and dropped followers must be gone on all ranks alike
+    gc.collect()  # what is left of the runtime is in cycles
 
 
 def _world_began() -> None:
-    """Let the followers that live take part in the world of the present runtime."""
+    """Let the followers that live take part in the world of the present runtime; nothing is left of another one."""
+    if _followers:
+        _world_ended()  # which a mere shutdown() does not; and followers that were dropped are gone on all ranks alike
     for follower in list(_followers.values()):
         follower.world_began(runtime())
 
