@@ -142,7 +142,8 @@ class _ElasticJob:
     def report(self) -> int:
         """Print the summary and the first failure; return the exit code."""
         user_signal = self.workers.termination.user_signal
-        if self._authority.epoch > 1 or (self._end is not None and self._end.code):
+        went_on = self._authority.epoch > 1  # else it has ended like any other job
+        if went_on:
             for line in self._authority.summary():
                 self._output.note(line)
         if user_signal:
@@ -152,9 +153,10 @@ class _ElasticJob:
         self._task.write_members(self._authority.members)
         if self._end.code == 0:
             return 0
-        if self._end.reason:
-            self._output.note(self._end.reason)
         cause = failures.root_cause(self._exits, self._records)
+        is_its_code = cause is not None and self._end.code in {ended.shell_code for ended in self._exits}
+        if went_on or not is_its_code:
+            self._output.note(self._end.reason)
         if cause is None:
             self._task.write_cause(-1, self._end.reason)
             return self._end.code
@@ -162,7 +164,6 @@ class _ElasticJob:
         for line in lines:
             self._output.note(line)
         self._task.write_cause(cause.exit.rank, lines[0])
-        is_its_code = self._end.code in {ended.shell_code for ended in self._exits}
         return cause.exit.shell_code if is_its_code else self._end.code
 
     # --- what happens ------------------------------------------------------------------------------------------------------
