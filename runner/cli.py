@@ -122,7 +122,7 @@ def elastic_job_settings(options: argparse.Namespace, environ: Mapping[str, str]
     command = _command(options)
     hosts, shell = _hosts(options, environ)
     elastic = elastic_settings(options, {**environ, **_environment(options, environ)}, hosts)
-    if any(placement.is_local(name) for name in elastic.slots):
+    if any(elastic.is_local(name) for name in elastic.slots):
         resolve_command(command, environ.get("PATH"))
     return _settings(options, environ, (), command, shell, ""), elastic
 

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from hvdlite.core import launch_contract
 from hvdlite.core.world import Hosts, World
 from hvdlite.membership.events import StartMember
-from hvdlite_runner import host_probe
-from hvdlite_runner import messages as orders
+from hvdlite_runner import host_probe, messages
 from hvdlite_runner.agents import rendezvous_address
 from hvdlite_runner.elastic_hosts import HostPool
+from hvdlite_runner.job import JobSettings
 from hvdlite_runner.job_workers import JobWorkers
 from hvdlite_runner.placement import Host
 from hvdlite_runner.remote_agent import RemoteAgent
-
-if TYPE_CHECKING:
-    from hvdlite_runner.job import JobSettings
 
 
 class MemberStarts:
@@ -36,7 +32,7 @@ class MemberStarts:
         self._settings, self._max_np, self._workers, self._hosts, self._key = settings, max_np, workers, hosts, key
         self.notice = ""
 
-    def orders(self, starting: Sequence[StartMember], task_payload: bytes) -> list[tuple[str, orders.StartMember]]:
+    def orders(self, starting: Sequence[StartMember], task_payload: bytes) -> list[tuple[str, messages.StartMember]]:
         """Return the machine of each member and the order that starts it.
 
         Raises:
@@ -46,8 +42,6 @@ class MemberStarts:
         machines = [self._hosts.machine_of(each.host) for each in founders]
         layout = Hosts.of(machines)
         rendezvous = {launch_contract.SECRET: self._key}
-        if self._settings.coordinator_port:
-            rendezvous[launch_contract.COORDINATOR_PORT] = str(self._settings.coordinator_port)
         if len(layout.ranks_by_host) > 1:
             rendezvous[launch_contract.COORDINATOR] = self._meeting_point(list(dict.fromkeys(machines)))
         if founders and self._settings.share_cores:
@@ -61,7 +55,7 @@ class MemberStarts:
         return made
 
     def _order(self, each: StartMember, world: World, rendezvous: dict[str, str],
-               task_payload: bytes) -> tuple[str, orders.StartMember]:
+               task_payload: bytes) -> tuple[str, messages.StartMember]:
         machine = self._hosts.machine_of(each.host)
         own = {launch_contract.MEMBER: str(each.member), launch_contract.SLOT: str(each.slot),
                launch_contract.HOSTNAME: each.host, launch_contract.ELASTIC: "1"}
@@ -73,12 +67,12 @@ class MemberStarts:
             slots = self._hosts.slots_of(machine)
             place = sum(count for name, count in list(slots.items())[:list(slots).index(each.host)]) + each.slot
             share = (place, max(place + 1, sum(slots.values())))
-        return machine, orders.StartMember(each.member, dataclasses.astuple(world)[:6], list(self._settings.command),
+        return machine, messages.StartMember(each.member, dataclasses.astuple(world), list(self._settings.command),
                                            {**threads, **self._settings.environment, **rendezvous, **own}, share,
                                            task_payload)
 
     def _provisional(self, each: StartMember) -> World:
-        """Return a joiner's coordinates before it is admitted; its local rank is its slot, by which a script chooses a GPU."""
+        """Return a joiner's first coordinates; its local rank, by which scripts choose a GPU, is its slot."""
         return World(each.rank, max(each.size, each.slot + 1), each.slot, each.slot + 1)
 
     def _threads(self, machine: str) -> int:

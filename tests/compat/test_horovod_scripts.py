@@ -60,5 +60,9 @@ def test_process_sets_samplers_loaders_and_helpers() -> None:
     run("sets_and_samplers.py")
 
 
+def test_an_elastic_script_without_an_elastic_launcher() -> None:
+    run("elastic.py")
+
+
 def test_the_names_are_the_same_modules() -> None:
     subprocess.run([sys.executable, str(Path(__file__).parent / "programs/same_modules.py")], check=True, cwd=ROOT)

@@ -75,7 +75,8 @@ def test_a_killed_rank_is_named() -> None:
 def test_what_cannot_be_started_or_makes_no_sense() -> None:
     with pytest.raises(LaunchError, match="2 slots"):
         hvdlite.run(len, ("x",), np=3, hosts="localhost:2")
-    for arguments in ({"hosts": "a", "hostfile": "b"}, {"use_gloo": True, "use_mpi": True}, {"min_np": 2}):
+    for arguments in ({"hosts": "a", "hostfile": "b"}, {"use_gloo": True, "use_mpi": True}, {"slots": 2},
+                      {"min_np": 1, "cooldown_range": (1,)}, {"hosts": "a", "host_discovery_script": "b"}):
         with pytest.raises(ValueError):
             hvdlite.run(len, ("x",), **arguments)  # type: ignore[arg-type]
 
