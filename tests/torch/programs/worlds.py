@@ -48,5 +48,6 @@ def many_worlds(count: int) -> list[dict[str, Any]]:
         if world in (1, count - 1):
             states.append(held())
         hvd.shutdown()
-    api._world_ended()
+    api.worlds().followers.world_ended()
+    api.worlds().followers.collect()
     return [*states, held()]
