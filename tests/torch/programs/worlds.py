@@ -50,5 +50,6 @@ def many_worlds(count: int) -> list[dict[str, Any]]:
         hvd.shutdown()
     for thread in set(threading.enumerate()) - {threading.current_thread()}:
         thread.join(30)  # the server of reports ends by itself
-    api._world_ended()
+    api.worlds().followers.world_ended()
+    api.worlds().followers.collect()
     return [*states, held()]
