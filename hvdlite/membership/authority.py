@@ -68,7 +68,7 @@ class Authority:
         elif isinstance(event, MemberSaid):
             self._said(event.member, event.message)
         elif isinstance(event, MemberGone):
-            self._gone(event.member, event.code, event.cause)
+            self._gone(event)
         elif isinstance(event, HostLost):
             self._lost(event.host, event.reason)
         else:
@@ -156,21 +156,24 @@ class Authority:
 
     # --- members that end --------------------------------------------------------------------------------------------------
 
-    def _gone(self, sender: int, code: int | None, cause: str) -> None:
-        member = self._roster.get(sender)
+    def _gone(self, event: MemberGone) -> None:
+        member, code = self._roster.get(event.member), event.code
         if member is None or member.phase is Phase.GONE:
             return
         before, member.phase, member.deadline = member.phase, Phase.GONE, math.inf
         in_world = member.id in self.members
-        who = self._roster.who(member)
-        failure = Failure(member.id, who, code, cause, member.fault, self.epoch, in_world and before is not Phase.IDLE)
+        failure = Failure(member.id, self._roster.who(member), code, event.cause, member.fault, self.epoch,
+                          in_training=in_world and before is not Phase.IDLE and not event.is_consequence)
         if before is Phase.DISMISSED or (before is Phase.KILLED and not member.fault):
             return
         if self._worlds.stage is Stage.FINISHED:
             if in_world and code != 0:
-                self._worlds.failure_at_end = self._worlds.failure_at_end or failure
-        elif in_world and not member.is_ready and self._worlds.stage is Stage.ENDING:
-            self._worlds.changes.left(who, "it ended because its world was lost before it entered elastic.run")
+                self._failed_at_end(failure)
+        elif in_world and not member.is_ready and (event.is_consequence or self._worlds.stage is Stage.ENDING):
+            if code and not event.is_consequence and not member.fault and self._worlds.failures.blamed is None:
+                self._failed(failure)  # it was the first; its consequence has been seen earlier
+            else:
+                self._worlds.left(member, "its world was lost before it entered elastic.run")
         elif not self._roster.is_placed(member):
             self._worlds.left(member, "its host was removed")
         elif code == 0 and not member.fault:
@@ -189,6 +192,12 @@ class Authority:
             self._worlds.changes.left(failure.who, failure.why, failed=True)
             self._worlds.end_world(str(failure))
 
+    def _failed_at_end(self, failure: Failure) -> None:
+        """A member has failed after `elastic.run` has returned everywhere; the others go on to their ends."""
+        self._worlds.failures.add(failure)
+        self._worlds.note(str(failure))
+        self._worlds.failure_at_end = self._worlds.failure_at_end or failure
+
     def _lost(self, host: str, reason: str) -> None:
         """All members of a host are gone; this counts as one failure of the host, and as none of the training."""
         barred = self._hosts.lose(host, self._roster.now)
@@ -198,9 +207,9 @@ class Authority:
         for member in lost:
             member.phase, member.deadline = Phase.GONE, math.inf
         for member in failed:
-            failure = Failure(member.id, self._roster.who(member), None, "", reason, self.epoch, False)
+            failure = Failure(member.id, self._roster.who(member), None, "", reason, self.epoch, in_training=False)
             if self._worlds.stage is Stage.FINISHED:
-                self._worlds.failure_at_end = self._worlds.failure_at_end or failure
+                self._failed_at_end(failure)
             else:
                 self._failed(failure)
         if barred:

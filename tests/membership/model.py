@@ -1,7 +1,7 @@
-"""A model of an elastic job around a real `Authority`: processes that answer orders late, freeze, and die at any moment.
+"""A model of an elastic job around a real `Authority`: processes that answer late, freeze, and die at any moment.
 
-Time is simulated. A process trains in steps, each with a collective that completes when all members of its world have arrived
-at it. What must always be true is asserted wherever it could become false.
+Time is simulated. A process trains in steps, each with a collective that completes when all members of its world have
+arrived at it. What must always be true is asserted wherever it could become false.
 """
 
 from __future__ import annotations
