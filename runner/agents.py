@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import selectors
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.file_limit import reserve_descriptors
 from hvdlite_runner import host_probe
-from hvdlite_runner.messages import AgentReady, Event, Order, ProbeReply, ProbeRequest, RouteReply, RouteRequest
+from hvdlite_runner.messages import AgentReady, Event, Order, ProbeReply, ProbeRequest, RouteReply, RouteRequest, Stop
 from hvdlite_runner.placement import Host
 from hvdlite_runner.remote_agent import Pinger, RemoteAgent
 from hvdlite_runner.shells import Shell
@@ -32,15 +33,18 @@ class Agents:
     Args:
         selector: its keys' `data` are functions to call when the descriptor is ready.
         take: called with (agent, event) for events that are not answers.
-        lost: called with an agent whose link has ended after all hosts had been reached.
+        lost: called with an agent whose link has ended after its host had been reached.
         stopped: returns whether the user has ended the job.
+        unreached: called with an agent whose link has ended before.
     """
 
     def __init__(self, selector: selectors.BaseSelector, take: Callable[[RemoteAgent, Event], None],
-                 lost: Callable[[RemoteAgent], None], stopped: Callable[[], bool] = lambda: False) -> None:
+                 lost: Callable[[RemoteAgent], None], stopped: Callable[[], bool] = lambda: False,
+                 unreached: Callable[[RemoteAgent], None] = lambda remote: None) -> None:
         self.remotes: list[RemoteAgent] = []
         self._pinger: Pinger | None = None
         self._selector, self._take, self._lost, self._stopped = selector, take, lost, stopped
+        self._unreached = unreached
         self._answers: dict[RemoteAgent, Event] = {}
         self._waiting: type[Any] | None = None
 
@@ -50,13 +54,15 @@ class Agents:
         Raises:
             LaunchError: with one line for each host whose agent cannot be started.
         """
+        if not hosts:
+            return
         try:
             with reserve_descriptors(_DESCRIPTORS * len(hosts), f"reaching {len(hosts)} hosts"):
                 self.remotes = [RemoteAgent(host, shell, bootstrap_input, self._selector, self._tell,
                                             self._gone) for host in hosts]
         except OSError as error:
             raise LaunchError(f"cannot start {shell.program} to connect to other hosts: {error.strerror}") from None
-        self._pinger = Pinger(self.remotes)  # from now on: the first agent may wait long for the last one
+        self._start_pinger()  # from now on: the first agent may wait long for the last one
         self._await(self.remotes, AgentReady, timeout)
         problems = []
         for remote in self.remotes:
@@ -66,6 +72,27 @@ class Agents:
                 problems.append(remote.failure_reason())
         if problems:
             raise LaunchError("\n".join(problems))
+
+    def add(self, host: Host, shell: Shell, bootstrap_input: bytes) -> RemoteAgent:
+        """Start the agent of one more host, and do not wait for its `AgentReady`.
+
+        Raises:
+            LaunchError: when the remote shell cannot be started.
+        """
+        try:
+            with reserve_descriptors(_DESCRIPTORS, f"reaching host {host.name}"):
+                remote = RemoteAgent(host, shell, bootstrap_input, self._selector, self._tell, self._gone)
+        except OSError as error:
+            raise LaunchError(f"cannot start {shell.program} to connect to other hosts: {error.strerror}") from None
+        self.remotes = [*self.remotes, remote]
+        self._start_pinger()
+        return remote
+
+    def discard(self, remote: RemoteAgent) -> None:
+        """Close the link to a host; its agent ends all processes there."""
+        self.remotes = [each for each in self.remotes if each is not remote]
+        self._start_pinger()
+        remote.close()
 
     def ask(self, orders: Mapping[RemoteAgent, Order], kind: type[Answer],
             timeout: float = ANSWER_SECONDS) -> dict[RemoteAgent, Answer]:
@@ -98,12 +125,17 @@ class Agents:
             if remote.ready is None:
                 remote.close()  # nothing was started there
             else:
-                remote.end()
+                remote.send(Stop())
         until = time.monotonic() + timeout
         while any(not remote.over for remote in self.remotes) and time.monotonic() < until:
             self.turn(_TURN)
         for remote in self.remotes:
             remote.close()
+
+    def _start_pinger(self) -> None:
+        if self._pinger is None:
+            self._pinger = Pinger()
+        self._pinger.remotes = self.remotes
 
     def _await(self, remotes: Sequence[RemoteAgent], kind: type[Any], timeout: float) -> dict[RemoteAgent, Any]:
         self._answers, self._waiting = {}, kind
@@ -124,11 +156,34 @@ class Agents:
     def _gone(self, remote: RemoteAgent) -> None:
         if remote.ready is not None:
             self._lost(remote)
+        else:
+            self._unreached(remote)
+
+
+@contextlib.contextmanager
+def probed(agents: Agents, first: RemoteAgent | None, hosts: Sequence[str], interfaces: Sequence[str] = (),
+           port: int = 0) -> Iterator[RouteReply]:
+    """Return a context with a host's addresses for `hosts`, and a port of it that answers probes.
+
+    Args:
+        first: the host; None for the launcher's own.
+
+    Raises:
+        LaunchError: when the launcher's host cannot listen on the port.
+    """
+    if first is not None:
+        yield agents.ask({first: RouteRequest(list(hosts), list(interfaces), port)}, RouteReply)[first]
+        return
+    try:
+        server = host_probe.ProbeServer(port)
+    except OSError as error:
+        raise LaunchError(f"cannot listen on port {port} of this host: {error.strerror}") from None
+    with contextlib.closing(server):
+        yield RouteReply(host_probe.own_addresses(hosts, interfaces), server.port)
 
 
 def rendezvous_address(agents: Agents, first: RemoteAgent | None, others: Mapping[RemoteAgent | None, str],
-                       interfaces: Sequence[str],
-                       port: int) -> str:
+                       interfaces: Sequence[str], port: int) -> str:
     """Return a host:port where rank 0 can listen and that every other host can reach.
 
     Args:
@@ -138,17 +193,8 @@ def rendezvous_address(agents: Agents, first: RemoteAgent | None, others: Mappin
     Raises:
         LaunchError: with the names of hosts that cannot reach each other.
     """
-    probe_server = None
     targets = [name for name in others.values() if name]
-    try:
-        if first is None:
-            try:
-                probe_server = host_probe.ProbeServer(port)
-            except OSError as error:
-                raise LaunchError(f"cannot listen on port {port} of this host: {error.strerror}") from None
-            routed = RouteReply(host_probe.own_addresses(targets, interfaces), probe_server.port)
-        else:
-            routed = agents.ask({first: RouteRequest(targets, list(interfaces), port)}, RouteReply)[first]
+    with probed(agents, first, targets, interfaces, port) as routed:
         here = "this host" if first is None else f"host {first.host.name}"
         if routed.problem:
             raise LaunchError(f"{here}: {routed.problem}")
@@ -161,9 +207,6 @@ def rendezvous_address(agents: Agents, first: RemoteAgent | None, others: Mappin
             {remote: ask for remote in others if remote is not None}, ProbeReply).items()}
         if None in others:
             found["this host"] = host_probe.probe(routed.addresses, routed.port)
-    finally:
-        if probe_server is not None:
-            probe_server.close()
     for address in routed.addresses:
         if not any(problems[address] for problems in found.values()):
             return f"[{address}]:{routed.port}" if ":" in address else f"{address}:{routed.port}"

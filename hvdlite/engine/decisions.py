@@ -48,17 +48,18 @@ class Decisions:
         return bool(self._queue)
 
     def accept(self, decision: Decision) -> None:
-        """Receive a decision: follow the fields that count on arrival, and queue it.
+        """Receive a decision: follow the fields that count on arrival, and queue it. One of another world is dropped.
 
         Raises:
             JobFailed: when the decision ends the job.
         """
+        if decision.epoch != self._controller.epoch:
+            return
         if decision.failure is not None:
             raise JobFailed(decision.failure)
         if self._rank in decision.status_requests:
             self._controller.send_side_message(SideMessage(status=self._status()))
-        if decision.left:
-            self.departed.update(decision.left)
+        self.departed.update(decision.left)
         if self._rank in decision.deferred:
             self._waiters.defer()
         self._queue.append(decision)

@@ -74,8 +74,8 @@ class Engine:
         """Start the thread."""
         self._thread.start()
 
-    def join(self, timeout: float) -> None:
-        """Wait until the thread has ended, at most `timeout` seconds."""
+    def join(self, timeout: float | None) -> None:
+        """Wait until the thread has ended, at most `timeout` seconds; without one as long as it takes."""
         self._thread.join(timeout)
 
     def awaited(self) -> str:
@@ -103,6 +103,16 @@ class Engine:
         self._coordinator.fail(notice)
         raise JobFailed(notice)
 
+    def stop(self, reason: str) -> NoReturn:
+        """The world of an elastic job ends: the launcher, or this rank's script, says so.
+
+        The others are told the reason, so that they do not take this rank for lost.
+
+        Raises:
+            JobFailed: always.
+        """
+        self.fail(FailureNotice(-1, "stopped", reason))
+
     def request_report(self) -> None:
         """Let rank 0 report which tensors wait for which ranks."""
         self._controller.send_side_message(SideMessage(requests_report=True))
@@ -114,7 +124,7 @@ class Engine:
             self._serve()
         except JobFailed as failed:
             self._state.failure = failure_error(failed.notice, self._rank)
-            if failed.notice.origin != self._rank:
+            if failed.notice.origin not in (self._rank, -1):
                 _log.error("rank %d: %s", self._rank, str(self._state.failure).splitlines()[0])
         finally:
             self._close()
@@ -153,7 +163,7 @@ class Engine:
         self._decide()
 
     def _send_report(self) -> None:
-        """Turn what user threads handed in into a report."""
+        """Turn what user threads enqueued into a report."""
         items = self._inbox.items
         while items:
             self._take(items.popleft())
@@ -169,11 +179,11 @@ class Engine:
             case Entry(request=request):
                 self._history.add(request.name)
                 self._execution.add(item)
-                self._controller.submit(request)
+                self._controller.enqueue(request)
             case BucketEntry(bucket=bucket, ready=ready):
                 self._history.add(item.handle.name)
                 self._execution.add_bucket(item)
-                expanded = self._controller.submit_bucket(bucket.definition, ready)
+                expanded = self._controller.enqueue_bucket(bucket.definition, ready)
                 if expanded is not None:
                     self._execution.split(expanded)
             case RoundDone():

@@ -15,17 +15,17 @@ class Stall:
 
     name: str
     waited: float  # seconds
-    submitted: tuple[int, ...]
+    enqueued: tuple[int, ...]
     missing: tuple[int, ...]
 
     def __str__(self) -> str:
-        return (f"'{self.name}' has waited {self.waited:.0f} s: submitted by ranks {list(self.submitted)}, "
+        return (f"'{self.name}' has waited {self.waited:.0f} s: enqueued by ranks {list(self.enqueued)}, "
                 f"not yet by ranks {list(self.missing)}")
 
 
 def tensor_stall(table: ReadinessTable, key: Key, now: float) -> Stall:
     """Describe an incomplete tensor."""
-    tensor = table.pending()[key]
+    tensor = table.pending[key]
     return Stall(key[1], now - tensor.since, tuple(sorted(tensor.requests)), tuple(table.missing(key)))
 
 

@@ -75,7 +75,8 @@ class Runtime:
         self.gather, self.scatter = collectives.gather, collectives.scatter
         self.send, self.receive = collectives.send, collectives.receive
         self.barrier, self.join = collectives.barrier, collectives.join
-        self.declare, self.declare_rows, self.submit_bucket = sets.declare, sets.declare_rows, sets.submit_bucket
+        self.enqueue_gradient, self.enqueue_rows = sets.enqueue_gradient, sets.enqueue_rows
+        self.enqueue_bucket = sets.enqueue_bucket
         self.layout, self.is_suspended, self.mark_stale = sets.layout, sets.is_suspended, sets.mark_stale
         self.close_round, self.retire = sets.close_round, sets.retire
         self.unnamed, self.label = names.unnamed, names.label
@@ -105,6 +106,15 @@ class Runtime:
         notice = FailureNotice(self.world.rank if origin is None else origin, kind, message, traceback)
         self._inbox.post(Task(lambda: self._engine.fail(notice)))
         self._state.ended.wait(FLUSH_SECONDS)
+
+    def stop(self, reason: str) -> None:
+        """Let the world end at once, in the middle of anything; callable from any thread. Does not wait."""
+        self._inbox.post(Task(lambda: self._engine.stop(reason)))
+
+    def end(self, reason: str) -> None:
+        """Let the world end at once, unless it has, and wait for it: the background thread has ended, and all is closed."""
+        self.stop(reason)
+        self._engine.join(None)
 
     def shutdown(self) -> None:
         """Leave the job: pending handles fail, work already agreed on is finished for the others' sake.
