@@ -140,6 +140,7 @@ def test_names_of_one_machine_are_apart_for_discovery_and_together_for_planes() 
 
 
 def test_rule_28_all_stop_at_the_same_boundary() -> None:
+    """docs/protocol.md#boundaries"""
     talk = founded(3, slots={"a": 2, "b": 1})
     assert talk.hosts(a=2).told(PrepareStop).keys() == {0, 1, 2}
     assert not talk.boundary(m0=4, m1=5).commands
