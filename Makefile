@@ -32,13 +32,15 @@ test:
 long: ready
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m long
 
-# Random training loops and trainings against plain torch, and random Keras trainings against one process; more than the tests run.
+# Random training loops and trainings against plain torch, random Keras trainings against one process, and random faults of elastic
+# jobs; more than the tests run.
 # More than an hour.
 fuzz: $(VENV)/installed
 	$(BIN)/python -m tests.torch.fuzz --seeds 0:200 --ranks 2
 	$(BIN)/python -m tests.torch.fuzz --seeds 0:50 --ranks 4
 	$(BIN)/python -m tests.torch.trainings --seeds 0:1000
 	$(BIN)/python -m tests.tf.fuzz --seeds 0:1000
+	$(BIN)/python -m tests.membership
 
 # A few minutes; `python -m benchmarks.run` takes longer and also runs 4 ranks.
 bench: $(VENV)/installed data

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from hvdlite.membership.authority import TOO_FEW, Authority
-from hvdlite.membership.events import HostsSeen, MemberSaid, WorldBegun
+from hvdlite.membership.authority import Authority
+from hvdlite.membership.events import HostsSeen, MemberSaid, StartMember, WorldBegun
 from hvdlite.membership.limits import Limits
 from hvdlite.membership.messages import AllFinished, CoordinatorAt, Dismissed, Listening, PrepareStop
+from hvdlite.membership.worlds import TOO_FEW
 from tests.membership.talk import Talk, founded
 
 
@@ -112,7 +113,7 @@ def test_rule_6_the_world_grows_up_to_the_maximum() -> None:
 def test_rule_7_provisional_ranks_and_nobody_waits_for_an_import() -> None:
     talk = Talk(Limits(2), a=4)
     talk.met().ready(0)
-    starts = [command for command in talk.commands if hasattr(command, "is_joiner")]
+    starts = [command for command in talk.commands if isinstance(command, StartMember)]
     assert [(start.rank, start.size, start.is_joiner) for start in starts] == [(2, 3, True), (3, 4, True)]
     assert talk.ready(3).told(PrepareStop) == {}, "a founder is not in elastic.run yet"
     assert talk.ready(1).told(PrepareStop).keys() == {0, 1}
@@ -139,6 +140,7 @@ def test_names_of_one_machine_are_apart_for_discovery_and_together_for_planes() 
 
 
 def test_rule_28_all_stop_at_the_same_boundary() -> None:
+    """docs/protocol.md#boundaries"""
     talk = founded(3, slots={"a": 2, "b": 1})
     assert talk.hosts(a=2).told(PrepareStop).keys() == {0, 1, 2}
     assert not talk.boundary(m0=4, m1=5).commands
