@@ -53,8 +53,7 @@ def _run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         hosts, shell = _hosts(options, environ)
         allocation = allocations.find_allocation(environ, _read)
         return run_doctor(_rename_local(hosts, environ) or [Host(LOCAL)], shell, options.working_directory or os.getcwd(),
-                          environ,
-                          allocation.scheduler if allocation else "", options.json)
+                          environ, allocation.scheduler if allocation else "", options.json)
     if is_elastic(options):
         return _run_elastic(options, environ)
     if options.scaling is not None and options.sweep is not None:
@@ -122,7 +121,7 @@ def elastic_job_settings(options: argparse.Namespace, environ: Mapping[str, str]
     command = _command(options)
     hosts, shell = _hosts(options, environ)
     elastic = elastic_settings(options, {**environ, **_environment(options, environ)}, hosts)
-    if any(placement.is_local(name) for name in elastic.slots):
+    if any(elastic.is_local(name) for name in elastic.slots):
         resolve_command(command, environ.get("PATH"))
     return _settings(options, environ, (), command, shell, ""), elastic
 

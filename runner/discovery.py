@@ -25,6 +25,7 @@ LIMIT_SECONDS: Final = 10.0
 """Seconds that the program may run."""
 _QUOTED: Final = 2000
 """Characters of the program's output that an error quotes."""
+_SAID: Final = "; it said:"
 
 
 def parse_discovered(text: str, slots: int) -> dict[str, int]:
@@ -134,7 +135,8 @@ class DiscoveryScript:
                 raise LaunchError(reason) from None
             if reason not in self._told:
                 self._told.add(reason)
-                self._warn(f"{reason}; the hosts stay as they were")
+                first, said, quoted = reason.partition(_SAID)
+                self._warn(f"{first}; the hosts stay as they were{said}{quoted}")
             return None
         if self._known is not None and list(found.items()) == list(self._known.items()):
             return None
@@ -174,15 +176,16 @@ class DiscoveryScript:
         run.errors.seek(0)
         output, errors = (file.read().decode(errors="replace") for file in (run.output, run.errors))
         self._end(run)  # the process is reaped last: until then its session keeps its number
-        said = "".join(f"\n  {line}" for line in (output + errors)[-_QUOTED:].splitlines())
+        lines = (output + errors)[-_QUOTED:].splitlines()
+        said = _SAID + "".join(f"\n  {line}" for line in lines) if lines else ""
         if late:
-            raise LaunchError(f"did not end within {LIMIT_SECONDS:.0f} s{said and f'; it said:{said}'}")
+            raise LaunchError(f"did not end within {LIMIT_SECONDS:.0f} s{said}")
         if run.process.returncode:
-            raise LaunchError(f"failed with code {run.process.returncode}{said and f'; it said:{said}'}")
+            raise LaunchError(f"failed with code {run.process.returncode}{said}")
         try:
             return parse_discovered(output, self._slots)
         except LaunchError as error:
-            raise LaunchError(f"did not print a list of hosts: {error}; it said:{said}") from None
+            raise LaunchError(f"did not print a list of hosts: {error}{said}") from None
 
     def _end(self, run: _Run) -> None:
         self._run = None

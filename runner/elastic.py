@@ -1,19 +1,17 @@
 """The run of an elastic job: it goes on when members end, and when hosts come and go.
 
-`membership.authority` decides; this loop tells it what happens and does what it commands. Members are processes with ids that
-are never used again; messages about processes carry a member's id where those of other jobs carry a rank.
+`membership.authority` decides; this loop tells it what happens and does what it commands. Members are processes with ids
+that are never used again; messages about processes carry a member's id where those of other jobs carry a rank.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
-from hvdlite.core import launch_contract
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.launch_contract import FailureRecord
 from hvdlite.membership import messages as members
@@ -33,13 +31,14 @@ from hvdlite.membership.events import (
     WorldBegun,
 )
 from hvdlite.membership.events import Event as MembershipEvent
-from hvdlite_runner import commands, failures, monitor, placement
+from hvdlite_runner import commands, failures, monitor
 from hvdlite_runner import messages as orders
 from hvdlite_runner.agents import Stopped
 from hvdlite_runner.discovery import Discovery, DiscoveryScript, FixedHosts
 from hvdlite_runner.elastic_hosts import HostPool, Link
 from hvdlite_runner.elastic_options import ElasticSettings
 from hvdlite_runner.failures import Exit
+from hvdlite_runner.host_probe import own_addresses
 from hvdlite_runner.job import JobSettings
 from hvdlite_runner.job_output import JobOutput
 from hvdlite_runner.job_workers import JobWorkers
@@ -105,7 +104,7 @@ class _ElasticJob:
         self._records: dict[int, FailureRecord] = {}
         self._refused: commands.CommandError | None = None
         self._end: EndJob | None = None
-        self._told_waiting = False
+        self._listening: dict[str, tuple[int, members.Listening]] = {}  # rank 0, while its machine's addresses are asked for
 
     def begin(self) -> None:
         """Prepare this host, and tell the user what follows from the options."""
@@ -143,7 +142,8 @@ class _ElasticJob:
     def report(self) -> int:
         """Print the summary and the first failure; return the exit code."""
         user_signal = self.workers.termination.user_signal
-        if self._authority.epoch > 1 or (self._end is not None and self._end.code):
+        went_on = self._authority.epoch > 1  # else it has ended like any other job
+        if went_on:
             for line in self._authority.summary():
                 self._output.note(line)
         if user_signal:
@@ -153,9 +153,10 @@ class _ElasticJob:
         self._task.write_members(self._authority.members)
         if self._end.code == 0:
             return 0
-        if self._end.reason:
-            self._output.note(self._end.reason)
         cause = failures.root_cause(self._exits, self._records)
+        is_its_code = cause is not None and self._end.code in {ended.shell_code for ended in self._exits}
+        if went_on or not is_its_code:
+            self._output.note(self._end.reason)
         if cause is None:
             self._task.write_cause(-1, self._end.reason)
             return self._end.code
@@ -163,7 +164,6 @@ class _ElasticJob:
         for line in lines:
             self._output.note(line)
         self._task.write_cause(cause.exit.rank, lines[0])
-        is_its_code = self._end.code in {ended.shell_code for ended in self._exits}
         return cause.exit.shell_code if is_its_code else self._end.code
 
     # --- what happens ------------------------------------------------------------------------------------------------------
@@ -252,6 +252,8 @@ class _ElasticJob:
             if self._settings.verbose:
                 where = "" if machine == LOCAL else f" on {machine}"
                 self._output.note(f"member {event.rank} is process {event.pid}{where}")
+        elif isinstance(event, orders.RouteReply):
+            self._take_route(machine, event)
         elif isinstance(event, Result):
             self._task.write_result(event.rank, event.content)
         elif isinstance(event, StartRefused):
@@ -265,7 +267,29 @@ class _ElasticJob:
             self._send(event.member, orders.KillMember(event.member))
             return
         for message in members.Frames(orders=False).feed(event.content):
-            self._events.append(MemberSaid(event.member, message))
+            if isinstance(message, members.Listening):
+                self._take_listening(event.member, message)
+            else:
+                self._events.append(MemberSaid(event.member, message))
+
+    def _take_listening(self, member: int, message: members.Listening) -> None:
+        """Find the addresses at which other hosts reach rank 0: its host's agent knows how they are reached from here."""
+        machine = self._running.get(member, LOCAL)
+        remote = self.workers.remote(machine)
+        others = dict.fromkeys(self._running.values())
+        here = "" if remote is None else self.workers.address_for(remote)
+        hosts = [here if other == LOCAL else Host(other).address for other in others if other != machine]
+        if remote is None:
+            addresses = own_addresses(hosts, self._settings.interfaces)
+            self._events.append(MemberSaid(member, _at(message, addresses)))
+        else:
+            self._listening[machine] = (member, message)
+            remote.send(orders.RouteRequest(hosts, list(self._settings.interfaces), listen=False))
+
+    def _take_route(self, machine: str, event: orders.RouteReply) -> None:
+        if machine in self._listening:
+            member, message = self._listening.pop(machine)
+            self._events.append(MemberSaid(member, _at(message, event.addresses)))
 
     def _take_exit(self, event: Exited) -> None:
         if self._running.pop(event.rank, None) is None:
@@ -335,22 +359,14 @@ class _ElasticJob:
 
     def _names(self, some: Iterable[int]) -> str:
         """Return how members are called in the prefix of their output: by rank, or +id before they have one."""
-        ranked, others = [], []
-        for member in some:
-            rank = self._rank_of(member)
-            (others if rank < 0 else ranked).append(member if rank < 0 else rank)
-        return ",".join([*([format_ranks(ranked)] if ranked else []), *(f"+{member}" for member in sorted(others))])
+        ranks = {member: self._rank_of(member) for member in sorted(some)}
+        ranked = format_ranks(rank for rank in ranks.values() if rank >= 0)
+        return ",".join(filter(None, [ranked, *(f"+{member}" for member, rank in ranks.items() if rank < 0)]))
 
     def _who(self, member: int) -> str:
         rank = self._rank_of(member)
-        return f"member {member}" if rank in (-1, member) and rank < 0 else f"rank {rank}"
+        return f"rank {rank}" if rank >= 0 else f"new process {member}"
 
 
-def settings_of(settings: JobSettings) -> dict[str, object]:
-    """Return the settings as a dictionary."""
-    return dataclasses.asdict(settings)
-
-
-def is_local_name(node_name: str, name: str) -> bool:
-    """Return whether a name means this machine; a scheduler's name of it may not be a network name."""
-    return name == node_name or placement.is_local(name)
+def _at(message: members.Listening, addresses: Sequence[str]) -> members.Listening:
+    return members.Listening(message.epoch, tuple(addresses) or message.addresses, message.port)

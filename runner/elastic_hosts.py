@@ -67,6 +67,7 @@ class HostPool:
         self._selector, self._is_local, self._reach, self._leave = selector, is_local, reach, leave
         self._note, self._start_timeout = note, start_timeout
         self._slots: dict[str, int] = {}
+        self._has_slots = False
         self._hosts: dict[str, _Known] = {}
         self._told: dict[str, int] | None = None
         self._resolved: queue.SimpleQueue[tuple[str, bool]] = queue.SimpleQueue()
@@ -75,7 +76,7 @@ class HostPool:
 
     def set_slots(self, slots: Mapping[str, int]) -> None:
         """Take in what discovery has found."""
-        self._slots = dict(slots)
+        self._slots, self._has_slots = dict(slots), True
         for name in slots:
             if name not in self._hosts:
                 self._hosts[name] = _Known()
@@ -99,7 +100,7 @@ class HostPool:
                 self._try(name, host, now)
             elif name not in self._slots and host.link is not None and not in_use(name):
                 self._forget(host)
-        if self._told is None and not all(self._hosts[name].was_tried for name in self._slots):
+        if not self._has_slots or (self._told is None and not all(self._hosts[name].was_tried for name in self._slots)):
             return None
         usable = {name: count for name, count in self._slots.items() if self._hosts[name].is_ready}
         if self._told is not None and list(usable.items()) == list(self._told.items()):

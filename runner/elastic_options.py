@@ -10,7 +10,7 @@ from hvdlite.core.config import Config
 from hvdlite.core.errors import LaunchError
 from hvdlite.membership.limits import Limits
 from hvdlite_runner.discovery import discover_once
-from hvdlite_runner.placement import LOCAL, Host
+from hvdlite_runner.placement import LOCAL, Host, is_local
 
 ELASTIC_ONLY = ("slots_per_host", "elastic_timeout", "reset_limit", "blacklist", "blacklist_cooldown_range")
 """Options that have an effect in elastic jobs only."""
@@ -24,6 +24,11 @@ class ElasticSettings:
     slots: Mapping[str, int]  # the user's hosts; empty with a script
     script: str | None = None  # the program that discovers hosts
     slots_per_host: int = 1  # of a host for which the program prints none
+    node_name: str = ""  # the scheduler's name of this machine, which may not be a network name
+
+    def is_local(self, name: str) -> bool:
+        """Return whether the name of a host means this machine; asks the resolver."""
+        return name == self.node_name or is_local(name)
 
 
 def is_elastic(options: argparse.Namespace) -> bool:
@@ -68,7 +73,7 @@ def elastic_settings(options: argparse.Namespace, environ: Mapping[str, str], ho
     limits = Limits(size, least, options.max_np, options.reset_limit, timeout,
                     cooldown=None if cooldown is None else tuple(cooldown), whole_host=rule == "host",
                     hosts_are_fixed=not script)
-    return ElasticSettings(limits, slots, script, options.slots_per_host or 1)
+    return ElasticSettings(limits, slots, script, options.slots_per_host or 1, environ.get("SLURMD_NODENAME", ""))
 
 
 def _refuse(options: argparse.Namespace, environ: Mapping[str, str]) -> None:

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from hvdlite.core import launch_contract
 from hvdlite.core.world import Hosts, World
 from hvdlite.membership.events import StartMember
-from hvdlite_runner import host_probe
-from hvdlite_runner import messages as orders
-from hvdlite_runner.agents import rendezvous_address
+from hvdlite_runner import messages
 from hvdlite_runner.elastic_hosts import HostPool
+from hvdlite_runner.job import JobSettings
 from hvdlite_runner.job_workers import JobWorkers
 from hvdlite_runner.placement import Host
-from hvdlite_runner.remote_agent import RemoteAgent
-
-if TYPE_CHECKING:
-    from hvdlite_runner.job import JobSettings
 
 
 class MemberStarts:
@@ -36,7 +30,7 @@ class MemberStarts:
         self._settings, self._max_np, self._workers, self._hosts, self._key = settings, max_np, workers, hosts, key
         self.notice = ""
 
-    def orders(self, starting: Sequence[StartMember], task_payload: bytes) -> list[tuple[str, orders.StartMember]]:
+    def orders(self, starting: Sequence[StartMember], task_payload: bytes) -> list[tuple[str, messages.StartMember]]:
         """Return the machine of each member and the order that starts it.
 
         Raises:
@@ -49,7 +43,9 @@ class MemberStarts:
         if self._settings.coordinator_port:
             rendezvous[launch_contract.COORDINATOR_PORT] = str(self._settings.coordinator_port)
         if len(layout.ranks_by_host) > 1:
-            rendezvous[launch_contract.COORDINATOR] = self._meeting_point(list(dict.fromkeys(machines)))
+            rendezvous[launch_contract.COORDINATOR] = self._workers.rendezvous_address(
+                [Host(machine) for machine in dict.fromkeys(machines)], self._settings.interfaces,
+                self._settings.coordinator_port)
         if founders and self._settings.share_cores:
             threads = {machine: self._threads(machine) for machine in dict.fromkeys(machines)}
             each = ", ".join(f"{count} on {machine}" for machine, count in threads.items())
@@ -61,7 +57,7 @@ class MemberStarts:
         return made
 
     def _order(self, each: StartMember, world: World, rendezvous: dict[str, str],
-               task_payload: bytes) -> tuple[str, orders.StartMember]:
+               task_payload: bytes) -> tuple[str, messages.StartMember]:
         machine = self._hosts.machine_of(each.host)
         own = {launch_contract.MEMBER: str(each.member), launch_contract.SLOT: str(each.slot),
                launch_contract.HOSTNAME: each.host, launch_contract.ELASTIC: "1"}
@@ -73,25 +69,15 @@ class MemberStarts:
             slots = self._hosts.slots_of(machine)
             place = sum(count for name, count in list(slots.items())[:list(slots).index(each.host)]) + each.slot
             share = (place, max(place + 1, sum(slots.values())))
-        return machine, orders.StartMember(each.member, dataclasses.astuple(world)[:6], list(self._settings.command),
+        return machine, messages.StartMember(each.member, dataclasses.astuple(world), list(self._settings.command),
                                            {**threads, **self._settings.environment, **rendezvous, **own}, share,
                                            task_payload)
 
     def _provisional(self, each: StartMember) -> World:
-        """Return a joiner's coordinates before it is admitted; its local rank is its slot, by which a script chooses a GPU."""
+        """Return a joiner's first coordinates; its local rank, by which scripts choose a GPU, is its slot."""
         return World(each.rank, max(each.size, each.slot + 1), each.slot, each.slot + 1)
 
     def _threads(self, machine: str) -> int:
         """Return the cores for each of the processes that may run on a machine."""
         slots = sum(self._hosts.slots_of(machine).values())
         return max(1, self._workers.cores(machine) // max(1, min(slots, self._max_np or slots)))
-
-    def _meeting_point(self, machines: Sequence[str]) -> str:
-        """Return where rank 0 of the first world listens; its machine is the first one."""
-        first = self._workers.remote(machines[0])
-        others: dict[RemoteAgent | None, str] = {
-            self._workers.remote(machine): Host(machine).address for machine in machines[1:]}
-        if None in others and first is not None:
-            others[None] = host_probe.route_to(first.host.address) or ""
-        return rendezvous_address(self._workers.agents, first, others, self._settings.interfaces,
-                                  self._settings.coordinator_port)

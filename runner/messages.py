@@ -35,7 +35,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 class Start(Message, frozen=True):
     """Start these ranks."""
 
-    worlds: list[tuple[int, int, int, int, int, int]]  # the fields of each `World`
+    worlds: list[tuple[int, ...]]  # the fields of each `World`
     command: list[str]
     environment: dict[str, str]  # added to the worker group's environment; may contain the job's key
     bind: bool = False
@@ -46,7 +46,7 @@ class StartMember(Message, frozen=True):
     """Start a member of an elastic job; its events carry its id where those of other jobs carry a rank."""
 
     member: int
-    world: tuple[int, int, int, int, int, int]  # the fields of its first `World`
+    world: tuple[int, ...]  # the fields of its first `World`
     command: list[str]
     environment: dict[str, str]  # like that of `Start`, with the member's own variables
     core_share: tuple[int, int] | None = None  # (i, n): bind it to the i-th of n parts of the host's cores
@@ -86,6 +86,7 @@ class RouteRequest(Message, frozen=True):
     hosts: list[str]
     interfaces: list[str]  # if not empty, use only addresses of these
     port: int = 0  # 0: any
+    listen: bool = True
 
 
 class ProbeRequest(Message, frozen=True):

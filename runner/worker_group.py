@@ -85,6 +85,11 @@ class WorkerGroup:
         assert self._reaper is not None
         self._reaper.watch(pid)
 
+    def forget(self, pid: int) -> None:
+        """Take back `watch` for a process that has been reaped."""
+        if self._reaper is not None:
+            self._reaper.forget(pid)
+
     def start(self, order: Start, stop: Callable[[], bool] = lambda: False) -> None:
         """Start ranks, or report why they cannot be started; `stop` is called before each one."""
         worlds = [World(*each) for each in order.worlds]

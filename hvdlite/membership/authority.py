@@ -250,15 +250,16 @@ class Authority:
         """All members of a host are gone; this counts as one failure of the host, and as none of the training."""
         barred = self._hosts.lose(host, self._roster.now)
         self._note(f"host {host} was lost: {reason}")
-        for member in self._roster.alive():
-            if member.host == host:
-                before, member.phase, member.deadline = member.phase, Phase.GONE, math.inf
-                failure = Failure(member.id, self._roster.who(member), None, "", reason, self.epoch, False)
-                if before not in (Phase.DISMISSED, *JOINING) and member.id in self.members:
-                    if self._stage is _Stage.FINISHED:
-                        self._failure_at_end = self._failure_at_end or failure
-                    else:
-                        self._failed(failure)
+        lost = [member for member in self._roster.alive() if member.host == host]
+        failed = [member for member in lost if member.phase is not Phase.DISMISSED and member.id in self.members]
+        for member in lost:
+            member.phase, member.deadline = Phase.GONE, math.inf
+        for member in failed:
+            failure = Failure(member.id, self._roster.who(member), None, "", reason, self.epoch, False)
+            if self._stage is _Stage.FINISHED:
+                self._failure_at_end = self._failure_at_end or failure
+            else:
+                self._failed(failure)
         if barred:
             self._barred(host)
 
@@ -408,8 +409,8 @@ class Authority:
             why = why or f"the ranks cannot meet: {self._meetings.reason}"
             self._end_job(first.shell_code if first else 1, f"{why}; the first failure: {first}" if first else why)
             return
-        self._leave_out(planned)
         if len(planned.members) >= self._limits.min_np:
+            self._leave_out(planned)
             self._changes.joined([self._roster[member].host for member in planned.members if member not in self.members])
             self._order = self._roster.order(planned, self._changes.reason(), self._machine_of)
             self._stage, self._has_met, self._gives_up_at = _Stage.RUNNING, False, math.inf

@@ -19,7 +19,8 @@ from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite_torch import DistributedOptimizer, comm_hooks  # noqa: E402
 from tests.raising import raises  # noqa: E402
 from tests.torch.models import by_bucket, net, weights  # noqa: E402
-from tests.worlds import threads  # noqa: E402
+from tests.torch.programs import worlds as programs  # noqa: E402
+from tests.worlds import TORCH, processes, threads  # noqa: E402
 
 STEPS = 4
 """In each world: enough for learned buckets."""
@@ -251,3 +252,11 @@ def test_a_world_of_one_rank_grows_by_an_optimizer_that_was_made_before_its_worl
     after = threads(2, together, [old, joiner], False)
     torch.testing.assert_close(after, threads(2, together, fresh, True), rtol=0, atol=0)
     torch.testing.assert_close(after[0], after[1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("worlds", [5, pytest.param(50, marks=pytest.mark.long)])
+def test_many_worlds_leave_as_much_as_one(worlds: int) -> None:
+    for rank in processes(2, programs.many_worlds, worlds, imported=TORCH):
+        second, last, after = rank.result
+        assert last == second
+        assert after["runtimes"] == after["shared"] == 0
