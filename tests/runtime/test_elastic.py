@@ -36,3 +36,30 @@ def test_survivors_go_on_from_the_last_commit_in_the_same_processes(tmp_path: Pa
     for rank, member in enumerate(order.members):
         assert results[member]["worlds"] == [(member, 3), (rank, 2)]
         assert results[member]["environment"] == (rank, 2)
+
+
+def test_hosts_come_and_go_and_rank_0_dies(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    with ElasticJob(train, str(gate), slots={"a": 2, "b": 1}, min_np=1) as job:
+        for member in range(3):
+            job.until_printed(member, "step 10 of 1\n")
+        job.kill(0)  # over TCP: another rank listens
+        order = job.until_world(2)
+        assert sorted(order.members) == [1, 2] and order.restore
+        for member in (1, 2):
+            job.until_printed(member, "of 2\n")
+        job.see({"a": 2, "b": 2})  # the slot of member 0 is not used again
+        order = job.until_world(3)
+        assert sorted(order.members) == [1, 2, 3] and not order.restore and order.members[2] == 3
+        for member in order.members:
+            job.until_printed(member, "of 1\n" if member == 3 else "of 3\n")
+        job.see({"b": 2})
+        order = job.until_world(4)
+        assert sorted(order.members) == [2, 3] and not order.restore
+        for member in order.members:
+            job.until_printed(member, f"of {2 if member == 3 else 4}\n")
+        assert job.processes[1].wait(30) == 0
+        gate.touch()
+        results = job.finish()
+    agree(results)
+    assert sorted(results) == [2, 3] and len({result["steps"] for result in results.values()}) == 1
