@@ -59,6 +59,11 @@ def test_every_collective_eager_and_in_a_graph() -> None:
             assert gradient(lambda x: hvd.broadcast(x, 0) * weight * (rank + 1)) == [[1.5, 3, 4.5, 6], [0] * 4][rank]
             assert gradient(lambda x: hvd.reducescatter(x, op=hvd.Sum) * (rank + 1.0)) == [2, 2, 4, 4]
             assert gradient(lambda x: hvd.alltoall(x) * (rank + 1.0)) == [1, 1, 2, 2]
+            exact = {"horovod_gradient": False}
+            assert gradient(lambda x: hvd.grouped_allgather([x], **exact)[0] * (rank + 1.0)) == [3, 3, 3, 3]
+            assert gradient(lambda x: hvd.broadcast(x, 0, **exact) * (rank + 1.0)) == [[3] * 4, [0] * 4][rank]
+            assert gradient(lambda x: hvd.grouped_reducescatter([x], op=hvd.Sum, **exact)[0] * (rank + 1.0)) == [1, 1, 2, 2]
+            assert gradient(lambda x: hvd.reducescatter(x, **exact) * (rank + 1.0)) == [0.5, 0.5, 1, 1]
         own = hvd.add_process_set([1])
         if rank:
             assert hvd.allreduce(tf.constant(7.0), process_set=own).numpy() == 7
@@ -67,6 +72,13 @@ def test_every_collective_eager_and_in_a_graph() -> None:
         raises(tf.errors.UnknownError, "disagree about the shape of 'allreduce.uneven'",
                lambda: tf.function(lambda x: hvd.allreduce(x, name="uneven"))(tf.ones(2 + rank)))
         raises(NotImplementedError, "IndexedSlices", lambda: hvd.allreduce(slices, op=hvd.Max))
+        with tf.GradientTape() as outer:
+            outer.watch(x)
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                squares = tf.square(hvd.allreduce(x, name="twice"))
+            first = inner.gradient(squares, x)
+        raises(hvd.UnsupportedError, "the gradient of 'allreduce.twice' has no gradient", lambda: outer.gradient(first, x))
         raises(RuntimeError, "broadcast_variables", lambda: hvd.broadcast_global_variables(0))
         for wrong, told in ((variable.numpy(), "no float"), ([variable, np.ones(2)], "no ndarray"), ([x], "Tensor")):
             raises(ValueError, told, lambda: hvd.broadcast_variables(wrong, 0))
