@@ -132,8 +132,8 @@ def weight_of_this_pass(name: str) -> float:
     where = f"'{name}': rank {api.runtime().world.rank} differentiates this collective"
     if transforms_active():
         raise UnsupportedError(f"{where} with torch.func in a batch whose shards may differ between ranks, and hvdlite "
-                               "cannot know whether the gradients will be weighted; use torch.autograd.grad or backward(), or "
-                               "batches that divide evenly (drop_last=True)")
+                               "cannot know whether the gradients will be weighted; use torch.autograd.grad or "
+                               "backward(), or batches that divide evenly (drop_last=True)")
     values = {each.value for each in uneven if each.is_in_this_pass()}
     if not values and _accumulates_activations():
         values = {each.value for each in uneven}

@@ -26,6 +26,8 @@ from hvdlite.negotiation.messages import Message
 
 HALF_OPEN_LIMIT = 64
 """Connections that may be in their handshake at once; more wait in the kernel's queue."""
+LOGGED_REFUSALS = 100
+"""Peers and reasons of refused connections that are logged in one rendezvous; more are only counted."""
 HANDSHAKE_SECONDS = 10.0
 CONNECT_SECONDS = 5.0
 """A host that is not up yet may swallow the first attempt."""
@@ -149,6 +151,8 @@ def _welcomed(admission: _Admission, listener: socket.socket, own: RankInfo, tim
             admission.admit_all(listener, timeout)
     except LaunchError as error:
         admission.refusal = str(error)
+    finally:
+        admission.refused.log_rest()
     welcome = admission.welcome()
     for connection in admission.connections.values():
         connection.send(welcome)
@@ -181,12 +185,44 @@ def connect_to_rank_0(address: Address, own: RankInfo, *, timeout: float, frame_
     return connection, message
 
 
+class RefusedConnections:
+    """Logs each reason once per peer, and counts the other refusals: nobody can fill the log by connecting again and again.
+
+    Args:
+        address: of rank 0.
+    """
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        self._logged: set[tuple[str, str]] = set()  # peers and reasons
+        self._rest = 0
+        self._lock = threading.Lock()  # each handshake has a thread
+
+    def note(self, peer: str, error: Exception) -> None:
+        """A connection was refused."""
+        refusal = peer, str(error)
+        with self._lock:
+            if refusal in self._logged or len(self._logged) >= LOGGED_REFUSALS:
+                self._rest += 1
+                return
+            self._logged.add(refusal)
+        _log.warning("a connection from %s to %s was refused: %s", peer, self._address, error)
+
+    def log_rest(self) -> None:
+        """The rendezvous is over: log how many refusals were not logged."""
+        with self._lock:
+            rest, self._rest = self._rest, 0
+        if rest:
+            _log.warning("%d more connections to %s were refused", rest, self._address)
+
+
 class _Admission:
     """Admits ranks; each handshake runs in a short-lived thread, so a silent stranger delays nobody."""
 
     def __init__(self, own: RankInfo, address: Address, frame_limit: int, use_leaders: bool) -> None:
         self.connections: dict[int, Connection] = {}
         self.refusal = ""
+        self.refused = RefusedConnections(address)
         self._own = own
         self._address = address
         self._frame_limit = frame_limit
@@ -207,14 +243,14 @@ class _Admission:
                                 "(HVDLITE_START_TIMEOUT); did their processes start, and do they call init()?")
                 break
             try:
-                sock, _ = listener.accept()
+                sock, peer = listener.accept()
             except (TimeoutError, BlockingIOError):
                 continue
-            self._admit(sock)
+            self._admit(sock, peer[0] if peer else "this host")
 
-    def _admit(self, sock: socket.socket) -> None:
+    def _admit(self, sock: socket.socket, peer: str) -> None:
         self._handshake_slots.acquire()
-        threading.Thread(target=self._handshake, args=(sock,), name="hvdlite-handshake", daemon=True).start()
+        threading.Thread(target=self._handshake, args=(sock, peer), name="hvdlite-handshake", daemon=True).start()
 
     def welcome(self) -> Welcome:
         with self._lock:
@@ -228,7 +264,7 @@ class _Admission:
             unavailable=_unavailable_somewhere(ranks),
             use_leaders=self._use_leaders and len({info.host for info in ranks}) > 1, epoch=self._own.epoch)
 
-    def _handshake(self, sock: socket.socket) -> None:
+    def _handshake(self, sock: socket.socket, peer: str) -> None:
         try:
             sock.settimeout(HANDSHAKE_SECONDS)
             connection = self._authenticated(sock)
@@ -238,7 +274,7 @@ class _Admission:
             self._register(info, connection)
         except (OSError, EOFError, HvdliteError) as error:
             sock.close()
-            _log.warning("a connection to %s was refused: %s", self._address, error)
+            self.refused.note(peer, error)
         finally:
             self._handshake_slots.release()
 

@@ -122,8 +122,8 @@ class RoundSequence(Generic[Parameter]):
         """End the round: report what is missing, and wait until every gradient is final; then make the rounds that are due.
 
         Raises:
-            HorovodInternalError: when a reduction failed; all others, and the rounds that are due, are completed first: other
-                ranks, where nothing may have failed, make them too.
+            HorovodInternalError: when a reduction failed; all others are completed first, and the rounds that are due are
+                made, as on other ranks, where perhaps nothing has failed.
         """
         with self.lock:
             self.close()

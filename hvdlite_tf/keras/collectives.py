@@ -1,7 +1,7 @@
 """Collectives on tensors of Keras' backend, as in `horovod.keras`.
 
-On TensorFlow they are those of `hvdlite_tf`, which also work inside `tf.function`, on torch those of `hvdlite_torch`: both are
-differentiable. On JAX they are for values outside of compiled functions and derivatives.
+On TensorFlow they are those of `hvdlite_tf`, which also work inside `tf.function`, and on torch those of `hvdlite_torch`.
+Both are differentiable. On JAX collectives take values, outside of compiled functions and derivatives.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _called(function: Callable[[Array], Array], tensor: Any, name: str | None) -
     try:
         array = keras.ops.convert_to_numpy(tensor)
     except TypeError as error:  # JAX's for a tracer
-        raise UnsupportedError(f"'{name or 'unnamed'}': a collective on the {keras.backend.backend()} backend takes a value, "
-                               "not a tensor of a compiled or differentiated function such as a loss in fit; use "
+        raise UnsupportedError(f"'{name or 'unnamed'}': a collective on the {keras.backend.backend()} backend takes a "
+                               "value, not a tensor of a compiled or differentiated function such as a loss in fit; use "
                                "KERAS_BACKEND=tensorflow or torch for collectives in a loss") from error
     return keras.ops.convert_to_tensor(function(array), dtype=keras.backend.standardize_dtype(tensor.dtype))

@@ -1,4 +1,4 @@
-"""Collectives inside a loss of `fit` in a scope: with unequal shards, gradients from other ranks have those ranks' weights."""
+"""Collectives inside a loss of `fit` in a scope: in unequal shards, gradients from other ranks have those ranks' weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def among_ranks(_, output):
 def alone(_, output):
     own = ops.tanh(output)
     half = ops.cast(ops.cast(ops.sum(own, 0), "float16"), "float32")
-    return loss(own, own, ops.sum(own, 0) + half, ops.transpose(own) @ own, own[:1]) + ops.sum(ops.square(own - 1)) / len(own)
+    return loss(own, own, ops.sum(own, 0) + half, ops.transpose(own) @ own, own[:1]) \\
+        + ops.sum(ops.square(own - 1)) / len(own)
 
 def loss(own, everywhere, total, product, first):
     return ops.mean(ops.logsumexp(own @ ops.transpose(everywhere), 1)) + ops.mean(ops.square(own * total)) \\
