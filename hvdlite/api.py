@@ -7,6 +7,8 @@ end it properly (docs/protocol.md#one-runtime).
 from __future__ import annotations
 
 import atexit
+import gc
+import itertools
 import logging
 import os
 import signal
@@ -15,9 +17,10 @@ import threading
 import time
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -47,6 +50,19 @@ _stack_dump: StackDumpTarget | None = None  # where this process writes its stac
 _casts = Casts.of_numpy()
 _defaults: dict[str, str] = {}  # environment variables of knobs, as if they were set when they are not
 _process_sets: set[ProcessSet] = set()  # registered with the runtime, and meaningless after it
+_awaits_world = False  # this process has joined a running elastic job, and has no world yet
+_followers: weakref.WeakValueDictionary[int, Follower] = weakref.WeakValueDictionary()  # in order of construction
+_follower_ids = itertools.count()
+
+
+class Follower(Protocol):
+    """An object of the script that lives longer than a world, such as an optimizer."""
+
+    def world_ended(self) -> None:
+        """Let go of the runtime, which has ended, and of all that belongs to it. May be called again."""
+
+    def world_began(self, runtime: Runtime) -> None:
+        """Take part in the world of a runtime, which has started."""
 
 
 def init(comm: object = None, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None) -> None:
@@ -74,6 +90,7 @@ def init(comm: object = None, process_sets: Sequence[ProcessSet | Sequence[int]]
         if _runtime is None:
             _runtime, _users = _started(comm), 0
             global_process_set.set_members(_runtime.world.size, _runtime.world.rank)
+            _world_began()
         _users += 1
     try:
         for process_set in () if process_sets is None or isinstance(process_sets, str) else process_sets:
@@ -137,6 +154,31 @@ def runtime() -> Runtime:
     return _runtime
 
 
+def attached_runtime() -> Runtime | None:
+    """Like `runtime`; None in a process that has joined an elastic job and has no world yet: followers get it then."""
+    return None if _awaits_world else runtime()
+
+
+def follow(follower: Follower) -> None:
+    """Tell an object of the ends and beginnings of worlds, as long as it lives: objects in order of construction."""
+    _followers[next(_follower_ids)] = follower
+
+
+def _world_ended() -> None:
+    """Let followers go of a runtime that has ended; its memory is unmapped when this returns."""
+    for follower in list(_followers.values()):
+        follower.world_ended()
+    gc.collect()  # what is left of the runtime is in cycles
+
+
+def _world_began() -> None:
+    """Let the followers that live take part in the world of the present runtime; nothing is left of another one."""
+    if _followers:
+        _world_ended()  # which a mere shutdown() does not; and followers that were dropped are gone on all ranks alike
+    for follower in list(_followers.values()):
+        follower.world_began(runtime())
+
+
 def story(name: str) -> str:
     """Return the last events of a tensor on this rank, one per line, oldest first; "" if there are none.
 
@@ -186,6 +228,10 @@ def stop_timeline() -> None:
 def offer_casts(widen: Callable[[Array, Array], object], narrow: Callable[[Array, Array], object]) -> None:
     """Let reductions of 16-bit floats use a framework's vectorised conversions; see `planes.arithmetic.Casts`."""
     _casts.widen, _casts.narrow = widen, narrow
+
+
+def boundary() -> None:
+    """Stub."""
 
 
 def is_initialized() -> bool:

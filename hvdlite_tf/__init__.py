@@ -23,6 +23,7 @@ _HOMES = {
     "keras.tf_strategy": ["MirroredStrategy"],
     "keras.optimizer": ["DistributedOptimizer", "PartialDistributedOptimizer"],
     "sync_batch_norm": ["SyncBatchNormalization"],
+    "elastic": ["elastic"],
     "keras": ["keras"],
 }
 """Modules of the names that need TensorFlow or Keras, imported at the first use of a name."""
@@ -32,7 +33,7 @@ __all__ = [
     "Compression", "DistributedGradientTape", "DistributedOptimizer", "MirroredStrategy",
     "PartialDistributedGradientTape", "PartialDistributedOptimizer", "SyncBatchNormalization", "allgather",
     "allgather_object", "allreduce", "alltoall", "broadcast", "broadcast_", "broadcast_global_variables",
-    "broadcast_object", "broadcast_object_fn", "broadcast_variables", "gpu_available", "grouped_allgather",
+    "broadcast_object", "broadcast_object_fn", "broadcast_variables", "elastic", "gpu_available", "grouped_allgather",
     "grouped_allreduce", "grouped_reducescatter", "join", "keras", "local_rank_op", "local_size_op",
     "process_set_included_op", "rank_op", "reducescatter", "size_op",
 ]
@@ -63,4 +64,4 @@ def __getattr__(name: str) -> Any:
             raise ImportError(f"hvdlite_tf.{name} needs {error.name}: pip install 'hvdlite[tensorflow]'") from None
         raise
     _synchronise_keras()
-    return module if name == "keras" else getattr(module, name)
+    return module if name in ("elastic", "keras") else getattr(module, name)

@@ -53,7 +53,7 @@ def broadcast_global_variables(root_rank: int) -> None:
 def broadcast_object(obj: Any, root_rank: int = 0, session: Any = None, name: str | None = None,
                      process_set: ProcessSet = global_process_set) -> Any:
     """Return rank `root_rank`'s picklable object on every rank."""
-    _no_session(session)
+    refuse_session(session)
     name = api.negotiated_name("tf", "broadcast_object", name, process_set)
     return objects.broadcast_object(api.runtime(), obj, root_rank, name, api.set_id(process_set))
 
@@ -67,7 +67,7 @@ def broadcast_object_fn(root_rank: int = 0, session: Any = None, name: str | Non
 def allgather_object(obj: Any, session: Any = None, name: str | None = None,
                      process_set: ProcessSet = global_process_set) -> list[Any]:
     """Return every rank's picklable object, in rank order."""
-    _no_session(session)
+    refuse_session(session)
     name = api.negotiated_name("tf", "allgather_object", name, process_set)
     return objects.allgather_object(api.runtime(), obj, name, api.set_id(process_set))
 
@@ -82,6 +82,6 @@ def gpu_available(ext_base_name: str = "tensorflow", verbose: bool = False) -> b
     return bool(tf.config.list_physical_devices("GPU"))
 
 
-def _no_session(session: Any) -> None:
+def refuse_session(session: Any) -> None:
     if session is not None:
         raise NotImplementedError("sessions are TensorFlow 1's; leave the session out")

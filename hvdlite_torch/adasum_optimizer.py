@@ -24,7 +24,8 @@ from typing import Any
 
 import torch
 
-from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
+from hvdlite import api
+from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID, ProcessSet
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.arguments import check_passes
@@ -32,25 +33,25 @@ from hvdlite.training.replicas import check_replicas
 from hvdlite_torch import cuda
 from hvdlite_torch.compression import Compressor
 from hvdlite_torch.copying import PlainCopies
+from hvdlite_torch.follows_worlds import FollowsWorlds
 from hvdlite_torch.framework import as_array, as_runtime_array, contiguous, on_host
 from hvdlite_torch.step_hooks import once_a_step
 from hvdlite_torch.uneven_inputs import UnevenInputs
 
 
-class DistributedAdasum(PlainCopies, UnevenInputs):
+class DistributedAdasum(FollowsWorlds, PlainCopies, UnevenInputs):
     """Mixed into the user's optimizer class."""
 
     param_groups: list[dict[str, Any]]
+    _process_set = GLOBAL_PROCESS_SET_ID
 
-    def _attach(self, runtime: Runtime, names: dict[torch.Tensor, str], label: str, compression: type[Compressor]) -> None:
-        self._runtime, self._process_set, self._active = runtime, GLOBAL_PROCESS_SET_ID, True
-        self._name, self._compression = f"adasum.{label}", compression
-        self._parameter_names = dict(names)
+    def _prepare(self, names: dict[torch.Tensor, str], process_set: ProcessSet, compression: type[Compressor]) -> None:
+        """Become a distributed optimizer, which takes part in no world yet."""
+        self._process_set_given, self._compression = process_set, compression
+        self._parameter_names = names
         self._changes: _Changes | None = None
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []  # gradients that the step is not to see
-        self._steps, self._check_every = 0, runtime.config.replica_check_steps
         self._base_unscales = getattr(self, "_step_supports_amp_scaling", False)  # fused optimizers
-        self._step_supports_amp_scaling = True
         assert isinstance(self, torch.optim.Optimizer)
         for hooks, register, hook in (
                 (self._optimizer_step_pre_hooks, self.register_step_pre_hook, _before_step),
@@ -58,13 +59,30 @@ class DistributedAdasum(PlainCopies, UnevenInputs):
             handle = register(once_a_step(hook))
             hooks.move_to_end(handle.id, last=False)  # type: ignore[union-attr]
 
+    def _attach(self, runtime: Runtime, label: str | None = None) -> None:
+        """Take part in a runtime's world; ranks attach their optimizers in the same order.
+
+        Args:
+            label: makes names unique, equal on all ranks; by default the next one.
+        """
+        if runtime.world.size > 1:
+            check_whole_job(self._process_set_given)
+        self._name = f"adasum.{runtime.label('torch') if label is None else label}"
+        self._runtime, self._active = runtime, runtime.world.size > 1
+        self._step_supports_amp_scaling = self._active or self._base_unscales
+        self._steps, self._check_every = 0, runtime.config.replica_check_steps
+
+    def _detach(self) -> None:
+        self._changes, self._hidden = None, []
+
     def synchronize(self) -> None:
         """Nothing to do: gradients are not reduced."""
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Not possible with Adasum, as in Horovod."""
-        raise AssertionError("skip_synchronize() is not supported with op=Adasum: what step() did is reduced in step()")
+        if self._active:
+            raise AssertionError("skip_synchronize() is not supported with op=Adasum: what step() did is reduced in step()")
         yield
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -205,16 +223,19 @@ class _Changes:
 
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     assert isinstance(optimizer, DistributedAdasum)
-    optimizer._begin()
+    optimizer._take_part()
+    if optimizer._active:
+        optimizer._begin()
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     assert isinstance(optimizer, DistributedAdasum)
-    optimizer._combine()
+    if optimizer._active:
+        optimizer._combine()
 
 
-def check_whole_job(process_set: int) -> None:
+def check_whole_job(process_set: ProcessSet) -> None:
     """Raise Horovod's error for Adasum on some of the ranks."""
-    if process_set != GLOBAL_PROCESS_SET_ID:
+    if api.set_id(process_set) != GLOBAL_PROCESS_SET_ID:
         raise NotImplementedError("DistributedOptimizer with op=Adasum works on all ranks only, as in Horovod; leave "
                                   "process_set out, or use hvd.allreduce(..., op=Adasum, process_set=...)")

@@ -92,6 +92,15 @@ class BackwardHooks(SharedParameters):
         _remove(self._hooks)
         self._unshare()
 
+    def abandon(self) -> None:
+        """The runtime has ended, maybe in the middle of a backward pass: end here too, without waiting for anything."""
+        self._reducer.sequence.abandon()
+        self._task = -1
+        self._forget_pass()
+        self._unguard()
+        self._resting = []
+        self.unwatch()
+
     def finish_if_due(self, *, in_step: bool = False) -> None:
         """Like the reducer's."""
         self.wake()

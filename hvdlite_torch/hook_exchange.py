@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from hvdlite.core.errors import HvdliteError
+from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.handoff.handle import Handle, Handles
 from hvdlite.runtime.runtime import Runtime
@@ -42,23 +43,40 @@ class Exchange:
     Attributes:
         size: how many ranks these are.
         rank: this rank's number in the job.
-        joins: how often all ranks have joined. Ranks that joined early missed calls of `reduce` until then.
+        joins: changes when all ranks have joined, and when a world of an elastic job begins. Until then, ranks that joined
+            early or were not there missed calls of `reduce`.
         parameters: of the gradients that are being reduced, in their order.
     """
 
-    def __init__(self, runtime: Runtime, label: str, process_set: int) -> None:
-        self.size = len(runtime.members(process_set))
-        self.rank = runtime.world.rank
+    _runtime: Runtime  # of this world
+    size: int
+    rank: int
+
+    def __init__(self) -> None:
         self.parameters: Sequence[torch.Tensor] = ()
-        self._runtime, self._label, self._process_set = runtime, label, process_set
+        self._joins_before = 0  # this world
+        self._label, self._process_set = "", GLOBAL_PROCESS_SET_ID
         self._confirm: Callable[[], object] = _nothing
         self._is_confirming = False
         # By name: collectives that were started and not waited for, and the tensors that they write to.
         self._started: dict[str, tuple[Handle | Handles, Sequence[torch.Tensor]]] = {}
 
+    def attach(self, runtime: Runtime, label: str, process_set: int) -> None:
+        """Use the collectives of a runtime from now on."""
+        self._runtime, self._label, self._process_set = runtime, label, process_set
+        self.size, self.rank = len(runtime.members(process_set)), runtime.world.rank
+
+    def detach(self) -> None:
+        """The runtime has ended, maybe in the middle of a round."""
+        self._joins_before = self.joins + 1
+        del self._runtime
+        self.end()
+        self._is_confirming = False
+        self._started.clear()
+
     @property
     def joins(self) -> int:
-        return self._runtime.joins
+        return self._joins_before + self._runtime.joins
 
     def average(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
         """Average tensors in place, as one group."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -18,17 +17,15 @@ from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.arguments import WRAPPED, check_compression, check_passes, chosen_groups, factors
 from hvdlite.training.gradient_reducer import GradientReducer
 from hvdlite.training.groups import group_ids
-from hvdlite.training.hook_round import HookRounds
-from hvdlite.training.waiting import WaitIn
-from hvdlite_torch import cuda
 from hvdlite_torch.adasum_optimizer import DistributedAdasum, check_whole_job
 from hvdlite_torch.backward import BackwardHooks
 from hvdlite_torch.closures import FinalClosure, closure_of, with_closure
 from hvdlite_torch.compression import Compression, Compressor
 from hvdlite_torch.copying import PlainCopies
-from hvdlite_torch.cuda_gradients import CudaGradients
-from hvdlite_torch.framework import TorchGradients, on_host
-from hvdlite_torch.hook_exchange import CommHook, Exchange, check_hook, reduce_round
+from hvdlite_torch.follows_worlds import FollowsWorlds
+from hvdlite_torch.framework import on_host
+from hvdlite_torch.hook_exchange import CommHook, check_hook
+from hvdlite_torch.reduction import ReductionSettings, chosen_wait
 from hvdlite_torch.step_hooks import once_a_step
 from hvdlite_torch.uneven_inputs import UnevenInputs
 
@@ -98,7 +95,7 @@ def DistributedOptimizer(
         NotImplementedError: for Adasum on some of the ranks.
         NotInitializedError: before `init()`.
     """
-    runtime = _runtime if _runtime is not None else api.runtime()
+    runtime = _runtime if _runtime is not None else api.attached_runtime()
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(f"DistributedOptimizer takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
     if is_distributed(optimizer):
@@ -111,61 +108,34 @@ def DistributedOptimizer(
     names = _names(optimizer, named_parameters)
     ids = group_ids(groups, list(names))
     base = type(optimizer)
-    if op is ReduceOp.ADASUM and runtime.world.size > 1 and comm_hook is None:
-        check_whole_job(api.set_id(process_set))
-        optimizer.__class__ = type(base.__name__, (DistributedAdasum, base), {"__module__": base.__module__})
-        assert isinstance(optimizer, DistributedAdasum)
-        optimizer._attach(runtime, names, runtime.label("torch"), compression)
-        return optimizer
     if comm_hook is not None and (op is not ReduceOp.AVERAGE or compression is not Compression.none or groups is not None
                                   or gradient_predivide_factor != 1.0):
         raise ValueError("comm_hook decides itself how gradients are averaged: leave op, compression, groups and "
                          "gradient_predivide_factor at their defaults")
     if comm_hook is not None:
         check_hook(comm_hook)
-    process_set_id = api.set_id(process_set)
-    label = _label if _label is not None else runtime.label("torch", process_set_id)
-    rounds = None if comm_hook is None else HookRounds(
-        functools.partial(reduce_round, comm_hook, Exchange(runtime, f"{label}.hook", process_set_id)),
-        is_repeatable=getattr(comm_hook, "is_repeatable", False))
-    unseen_sparse_dims = int(isinstance(optimizer, torch.optim.SparseAdam))  # it takes no dense gradients
-    make_framework = functools.partial(framework_for, runtime, compression, sparse_as_dense, list(names), unseen_sparse_dims)
-    reducer: GradientReducer[torch.Tensor] = GradientReducer(
-        runtime, make_framework(), label, op=op, prescale=prescale, postscale=postscale, passes=backward_passes_per_step,
-        process_set=process_set_id, wait_in=_chosen_wait(wait_in, runtime), rounds=rounds)
-    bases = (Distributed, base) if _mixin is None else (_mixin, Distributed, base)
-    optimizer.__class__ = type(base.__name__, bases, {"__module__": base.__module__})
-    assert isinstance(optimizer, Distributed)
-    reducer.looks_for_own = True
-    reducer.gradients.is_idempotent = op is ReduceOp.AVERAGE and (
-        comm_hook is None or getattr(comm_hook, "is_idempotent", False))
-    optimizer._attach(runtime, reducer, names, ids, process_set_id)
-    optimizer._hooks.on_moved = make_framework
-    optimizer._loss_reduction = (f"{label}.loss", op) if isinstance(optimizer, torch.optim.LBFGS) else None
-    return optimizer
-
-
-def framework_for(runtime: Runtime, compression: type[Compressor], sparse_as_dense: bool,
-                  parameters: Iterable[torch.Tensor], unseen_sparse_dims: int = 0) -> TorchGradients:
-    """Return the gradients' keeper: that for GPUs where there is a parameter on one, and a plane for it.
-
-    Args:
-        unseen_sparse_dims: see `TorchGradients`.
-    """
-    devices, as_view = runtime.devices, runtime.config.gradient_as_bucket_view
-    if devices is None or devices.unavailable_reason() or not any(map(cuda.is_on_gpu, parameters)):
-        framework = TorchGradients(compression, sparse_as_dense, as_view)
+    waiting = chosen_wait(wait_in)
+    if runtime is not None:
+        api.set_id(process_set)  # raises before anything is changed
+    if op is ReduceOp.ADASUM:
+        if runtime is not None and runtime.world.size > 1:
+            check_whole_job(process_set)
+        optimizer.__class__ = type(base.__name__, (DistributedAdasum, base), {"__module__": base.__module__})
+        assert isinstance(optimizer, DistributedAdasum)
+        optimizer._prepare(names, process_set, compression)
     else:
-        framework = CudaGradients(compression, sparse_as_dense, as_view, devices)
-    framework.unseen_sparse_dims = unseen_sparse_dims
-    return framework
-
-
-def _chosen_wait(wait_in: str | None, runtime: Runtime) -> WaitIn:
-    try:
-        return WaitIn(runtime.config.wait_in if wait_in is None else wait_in)
-    except ValueError:
-        raise ValueError(f"wait_in must be \"backward\" or \"step\", not {wait_in!r}") from None
+        bases = (Distributed, base) if _mixin is None else (_mixin, Distributed, base)
+        optimizer.__class__ = type(base.__name__, bases, {"__module__": base.__module__})
+        assert isinstance(optimizer, Distributed)
+        optimizer._prepare(ReductionSettings(
+            names, ids, op, prescale, postscale, compression, backward_passes_per_step, sparse_as_dense, process_set,
+            waiting, comm_hook,
+            unseen_sparse_dims=int(isinstance(optimizer, torch.optim.SparseAdam))))  # it takes no dense gradients
+    if runtime is not None:
+        optimizer._attach(runtime, _label)
+    if _runtime is None:
+        api.follow(optimizer)
+    return optimizer
 
 
 def is_distributed(optimizer: torch.optim.Optimizer) -> bool:
@@ -173,34 +143,53 @@ def is_distributed(optimizer: torch.optim.Optimizer) -> bool:
     return isinstance(optimizer, (Distributed, DistributedAdasum))
 
 
-class Distributed(PlainCopies, UnevenInputs):
+class Distributed(FollowsWorlds, PlainCopies, UnevenInputs):
     """Mixed into the user's optimizer class. Only translates between torch's events and the reducer."""
 
     param_groups: list[dict[str, Any]]
-    _loss_reduction: tuple[str, ReduceOp] | None  # name and op, where losses steer the optimizer
+    _hooks: BackwardHooks  # of this world
+    _reducer: GradientReducer[torch.Tensor]
+    _loss_reduction: tuple[str, ReduceOp] | None = None  # name and op, where losses steer the optimizer
 
-    def _attach(self, runtime: Runtime, reducer: GradientReducer[torch.Tensor], names: dict[torch.Tensor, str],
-                group_ids: dict[int, int], process_set: int) -> None:
-        self._group_ids = group_ids
-        self._runtime = runtime
-        self._process_set = process_set
-        self._reducer = reducer
-        self._active = reducer.is_shared
-        self._parameter_names = dict(names)
+    def _prepare(self, settings: ReductionSettings) -> None:
+        """Become a distributed optimizer, which takes part in no world yet."""
+        self._settings, self._process_set_given = settings, settings.process_set
+        self._parameter_names = settings.names
         self._synchronizes = True
-        self._check_every = runtime.config.replica_check_steps
         self._steps = 0
-        self._hooks = BackwardHooks(reducer)
-        for parameter in itertools.chain.from_iterable(group["params"] for group in self.param_groups):
-            self._watch(parameter)
-        self._hooks.retire_others()
         for register, hook in ((self.register_step_pre_hook, _before_step),  # type: ignore[attr-defined]
                                (self.register_step_post_hook, _after_step)):  # type: ignore[attr-defined]
             register(once_a_step(hook))
 
+    def _attach(self, runtime: Runtime, label: str | None = None) -> None:
+        """Take part in a runtime's world; ranks attach their optimizers in the same order.
+
+        Args:
+            label: of the gradient set, equal on all ranks; by default the next one.
+        """
+        settings = self._settings
+        self._process_set = api.set_id(settings.process_set)
+        label = runtime.label("torch", self._process_set) if label is None else label
+        self._hooks = settings.make_hooks(runtime, label)
+        self._reducer = self._hooks.reducer
+        self._runtime, self._active = runtime, self._reducer.is_shared
+        self._loss_reduction = (f"{label}.loss", settings.op) if isinstance(self, torch.optim.LBFGS) else None
+        self._check_every = runtime.config.replica_check_steps
+        self._steps = 0
+        for parameter in itertools.chain.from_iterable(group["params"] for group in self.param_groups):
+            self._watch(parameter)
+        self._hooks.retire_others()
+
+    def _detach(self) -> None:
+        self._hooks.abandon()
+        self._settings.detach()
+        del self._hooks, self._reducer
+        self._loss_reduction = None
+
     def _watch(self, parameter: torch.Tensor) -> None:
         if self._active:
-            self._reducer.add(parameter, self._parameter_names[parameter], self._group_ids.get(id(parameter), 0))
+            self._reducer.add(parameter, self._parameter_names[parameter],
+                              self._settings.group_ids.get(id(parameter), 0))
             self._hooks.watch(parameter)
 
     def _check_replicas(self) -> None:
@@ -229,6 +218,7 @@ class Distributed(PlainCopies, UnevenInputs):
 
     def synchronize(self) -> None:
         """Make gradients final now. Only needed where `backward()` does not already (see `DistributedOptimizer`)."""
+        self._take_part()
         if self._active:
             self._hooks.finish_if_due()
 
@@ -243,12 +233,15 @@ class Distributed(PlainCopies, UnevenInputs):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients locally; the first backward pass after it reduces the sums."""
+        self._take_part()
         return self._reducer.suspended()
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change how many backward passes are accumulated before each reduction."""
         check_passes(passes)
-        self._reducer.set_passes(passes)
+        self._settings.passes = passes
+        if self._is_attached:
+            self._reducer.set_passes(passes)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Like the base class's; reductions under way are completed and counts start anew."""
@@ -296,6 +289,7 @@ class Distributed(PlainCopies, UnevenInputs):
 
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     assert isinstance(optimizer, Distributed)
+    optimizer._take_part()
     if not optimizer._synchronizes:
         return None
     closure = closure_of(args, kwargs)

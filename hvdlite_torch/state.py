@@ -104,10 +104,10 @@ def broadcast_structure(runtime: Runtime, value: Any, root_rank: int, name: str,
         if not isinstance(leaf, torch.Tensor):
             return leaf
         tensors.append(leaf)
-        return _Placeholder(leaf)
+        return Placeholder(leaf)
 
     def put_in(leaf: Any) -> Any:
-        if not isinstance(leaf, _Placeholder):
+        if not isinstance(leaf, Placeholder):
             return leaf
         tensors.append(leaf.room())
         return tensors[-1]
@@ -164,7 +164,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     return objects.allgather_object(api.runtime(), obj, name, api.set_id(process_set))
 
 
-class _Placeholder:
+class Placeholder:
     """A placeholder for a tensor in a structure that is sent as an object.
 
     Strides are sent too: if an optimizer's state has other strides than its parameter, torch rounds 16-bit floats
@@ -174,6 +174,11 @@ class _Placeholder:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape, self.dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
         self.strides, self.device = dense_strides(tensor), tensor.device.type
+
+    def fits(self, room: torch.Tensor) -> bool:
+        """Return whether the tensor can be received in the memory of another one."""
+        return (room.layout is torch.strided and tuple(room.shape) == self.shape and room.device.type == self.device
+                and str(room.dtype).removeprefix("torch.") == self.dtype and dense_strides(room) == self.strides)
 
     def room(self) -> torch.Tensor:
         """Return memory for the tensor."""

@@ -33,6 +33,7 @@ from hvdlite_runner.messages import (
     Frames,
     HostInfoReply,
     HostInfoRequest,
+    KillMember,
     Ping,
     Pong,
     ProbeReply,
@@ -45,7 +46,9 @@ from hvdlite_runner.messages import (
     SpeedReply,
     SpeedRequest,
     Start,
+    StartMember,
     Stop,
+    ToMember,
     frame,
 )
 from hvdlite_runner.shells import PROBLEM_CODE
@@ -126,9 +129,11 @@ class Agent:
 
     def _obey(self, order: object) -> None:
         if isinstance(order, Start):
-            if self._probe_server is not None:
-                self._probe_server.close()  # rank 0 will listen there
+            self._free_port()
             self._workers.start(order)
+        elif isinstance(order, (StartMember, KillMember, ToMember)):
+            self._free_port()
+            self._workers.obey(order)
         elif isinstance(order, Signal):
             self._workers.signal(order.signum)
         elif isinstance(order, Stop):
@@ -149,7 +154,15 @@ class Agent:
         elif isinstance(order, ProgressRequest):
             self._tell(ProgressReply(*monitor.sample(self._workers)))
 
+    def _free_port(self) -> None:
+        """Stop listening for probes: rank 0 will listen there."""
+        if self._probe_server is not None:
+            self._probe_server.close()
+            self._probe_server = None
+
     def _route(self, order: RouteRequest) -> RouteReply:
+        if not order.listen:
+            return RouteReply(host_probe.own_addresses(order.hosts, order.interfaces), 0)
         if self._probe_server is None:
             try:
                 self._probe_server = host_probe.ProbeServer(order.port)

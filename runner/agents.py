@@ -32,15 +32,18 @@ class Agents:
     Args:
         selector: its keys' `data` are functions to call when the descriptor is ready.
         take: called with (agent, event) for events that are not answers.
-        lost: called with an agent whose link has ended after all hosts had been reached.
+        lost: called with an agent whose link has ended after its host had been reached.
         stopped: returns whether the user has ended the job.
+        unreached: called with an agent whose link has ended before.
     """
 
     def __init__(self, selector: selectors.BaseSelector, take: Callable[[RemoteAgent, Event], None],
-                 lost: Callable[[RemoteAgent], None], stopped: Callable[[], bool] = lambda: False) -> None:
+                 lost: Callable[[RemoteAgent], None], stopped: Callable[[], bool] = lambda: False,
+                 unreached: Callable[[RemoteAgent], None] = lambda remote: None) -> None:
         self.remotes: list[RemoteAgent] = []
         self._pinger: Pinger | None = None
         self._selector, self._take, self._lost, self._stopped = selector, take, lost, stopped
+        self._unreached = unreached
         self._answers: dict[RemoteAgent, Event] = {}
         self._waiting: type[Any] | None = None
 
@@ -50,13 +53,15 @@ class Agents:
         Raises:
             LaunchError: with one line for each host whose agent cannot be started.
         """
+        if not hosts:
+            return
         try:
             with reserve_descriptors(_DESCRIPTORS * len(hosts), f"reaching {len(hosts)} hosts"):
                 self.remotes = [RemoteAgent(host, shell, bootstrap_input, self._selector, self._tell,
                                             self._gone) for host in hosts]
         except OSError as error:
             raise LaunchError(f"cannot start {shell.program} to connect to other hosts: {error.strerror}") from None
-        self._pinger = Pinger(self.remotes)  # from now on: the first agent may wait long for the last one
+        self._start_pinger()  # from now on: the first agent may wait long for the last one
         self._await(self.remotes, AgentReady, timeout)
         problems = []
         for remote in self.remotes:
@@ -66,6 +71,27 @@ class Agents:
                 problems.append(remote.failure_reason())
         if problems:
             raise LaunchError("\n".join(problems))
+
+    def add(self, host: Host, shell: Shell, bootstrap_input: bytes) -> RemoteAgent:
+        """Start the agent of one more host, and do not wait for its `AgentReady`.
+
+        Raises:
+            LaunchError: when the remote shell cannot be started.
+        """
+        try:
+            with reserve_descriptors(_DESCRIPTORS, f"reaching host {host.name}"):
+                remote = RemoteAgent(host, shell, bootstrap_input, self._selector, self._tell, self._gone)
+        except OSError as error:
+            raise LaunchError(f"cannot start {shell.program} to connect to other hosts: {error.strerror}") from None
+        self.remotes = [*self.remotes, remote]
+        self._start_pinger()
+        return remote
+
+    def discard(self, remote: RemoteAgent) -> None:
+        """Close the link to a host; its agent ends all processes there."""
+        self.remotes = [each for each in self.remotes if each is not remote]
+        self._start_pinger()
+        remote.close()
 
     def ask(self, orders: Mapping[RemoteAgent, Order], kind: type[Answer],
             timeout: float = ANSWER_SECONDS) -> dict[RemoteAgent, Answer]:
@@ -105,6 +131,11 @@ class Agents:
         for remote in self.remotes:
             remote.close()
 
+    def _start_pinger(self) -> None:
+        if self._pinger is None:
+            self._pinger = Pinger()
+        self._pinger.remotes = self.remotes
+
     def _await(self, remotes: Sequence[RemoteAgent], kind: type[Any], timeout: float) -> dict[RemoteAgent, Any]:
         self._answers, self._waiting = {}, kind
         until = time.monotonic() + timeout
@@ -124,6 +155,8 @@ class Agents:
     def _gone(self, remote: RemoteAgent) -> None:
         if remote.ready is not None:
             self._lost(remote)
+        else:
+            self._unreached(remote)
 
 
 def rendezvous_address(agents: Agents, first: RemoteAgent | None, others: Mapping[RemoteAgent | None, str],

@@ -17,7 +17,10 @@ from hvdlite.core.config import Config, environment_name, file_knobs, timeout_or
 from hvdlite.core.errors import ConfigError, LaunchError
 from hvdlite_runner import allocations, mpirun, placement, scaling
 from hvdlite_runner.commands import CommandError, resolve_command
+from hvdlite_runner.discovery import discover_once
 from hvdlite_runner.doctor import run_doctor
+from hvdlite_runner.elastic import run_elastic_job
+from hvdlite_runner.elastic_options import ELASTIC_ONLY, ElasticSettings, elastic_settings, is_elastic
 from hvdlite_runner.job import JobSettings, run_job
 from hvdlite_runner.monitor import Monitor
 from hvdlite_runner.options import HOROVOD_FLAGS, MEANINGLESS_FLAGS, USAGE_ERROR, parser
@@ -52,6 +55,8 @@ def _run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         return run_doctor(_rename_local(hosts, environ) or [Host(LOCAL)], shell, options.working_directory or os.getcwd(),
                           environ,
                           allocation.scheduler if allocation else "", options.json)
+    if is_elastic(options):
+        return _run_elastic(options, environ)
     if options.scaling is not None and options.sweep is not None:
         raise LaunchError("give either --scaling or --sweep")
     if options.scaling is not None:
@@ -67,11 +72,20 @@ def _run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
             print(f"hvdrun: {shlex.join(command)}", file=sys.stderr)
         os.execvpe(command[0], command, {**environ, "PYTHONUNBUFFERED": "1", **_environment(options, environ)})
     settings = job_settings(options, environ)
-    monitor = None
-    if options.monitor:
-        rank_hosts = {rank: host_ranks.host.name for host_ranks in settings.hosts for rank in host_ranks.ranks}
-        monitor = Monitor(lambda text: print(text, end="", file=sys.stderr, flush=True), rank_hosts, sys.stderr.isatty())
-    return run_job(settings, environ, monitor)
+    rank_hosts = {rank: host_ranks.host.name for host_ranks in settings.hosts for rank in host_ranks.ranks}
+    return run_job(settings, environ, _monitor(options, rank_hosts))
+
+
+def _run_elastic(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    settings, elastic = elastic_job_settings(options, environ)
+    rank_hosts: dict[int, str] = {}
+    return run_elastic_job(settings, elastic, environ, _monitor(options, rank_hosts), rank_hosts)
+
+
+def _monitor(options: argparse.Namespace, rank_hosts: Mapping[int, str]) -> Monitor | None:
+    if not options.monitor:
+        return None
+    return Monitor(lambda text: print(text, end="", file=sys.stderr, flush=True), rank_hosts, sys.stderr.isatty())
 
 
 def job_settings(options: argparse.Namespace, environ: Mapping[str, str], size: int | None = None,
@@ -90,11 +104,34 @@ def job_settings(options: argparse.Namespace, environ: Mapping[str, str], size: 
     command = [*_command(options), *more]
     hosts, shell = _hosts(options, environ)
     assignment = _assign_ranks(options, _rename_local(hosts, environ), size or options.np)
-    settings = _environment(options, environ)
     if any(host_ranks.host.name == LOCAL for host_ranks in assignment):
         resolve_command(command, environ.get("PATH"))  # each host repeats this check
+    notice = "".join(f"--{name.replace('_', '-')} does nothing in a job that is not elastic: give --min-np too\n"
+                     for name in ELASTIC_ONLY if getattr(options, name) is not None)
+    return _settings(options, environ, assignment, command, shell, notice)
+
+
+def elastic_job_settings(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[JobSettings, ElasticSettings]:
+    """Return the elastic job that the options describe. Its hosts are not those of the `JobSettings`.
+
+    Raises:
+        LaunchError: when there is no command, or for options that contradict each other.
+        ConfigError: for an invalid knob, before any rank is started.
+        CommandError: for a command that this host cannot start, if the job is one of this host.
+    """
+    command = _command(options)
+    hosts, shell = _hosts(options, environ)
+    elastic = elastic_settings(options, {**environ, **_environment(options, environ)}, hosts)
+    if any(elastic.is_local(name) for name in elastic.slots):
+        resolve_command(command, environ.get("PATH"))
+    return _settings(options, environ, (), command, shell, ""), elastic
+
+
+def _settings(options: argparse.Namespace, environ: Mapping[str, str], assignment: Sequence[placement.HostRanks],
+              command: Sequence[str], shell: Shell, notice: str) -> JobSettings:
+    settings = _environment(options, environ)
     control = environment_name("control")
-    notice = "".join(f"--{name} does nothing here: {why}\n" for name, (_, why) in MEANINGLESS_FLAGS.items()
+    notice += "".join(f"--{name} does nothing here: {why}\n" for name, (_, why) in MEANINGLESS_FLAGS.items()
                      if getattr(options, f"meaningless_{name}") is not None)
     notice += "".join(f"--{name} does nothing without --mpi\n" for name in ("mpi-args", "binding-args")
                       if getattr(options, name.replace("-", "_")))
@@ -148,8 +185,8 @@ def _hosts(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[lis
         hosts = placement.parse_hosts(options.hosts)
     elif options.hostfile:
         hosts = placement.parse_hostfile(_read(options.hostfile), options.hostfile)
-    elif options.host_discovery_script:
-        hosts = placement.parse_hosts(",".join(_discovered(options.host_discovery_script).split()))
+    elif options.host_discovery_script and options.doctor:
+        hosts = [Host(*each) for each in discover_once(options.host_discovery_script, options.slots_per_host or 1).items()]
     allocation = allocations.find_allocation(environ, _read)
     if allocation is not None:
         hosts = hosts or allocation.hosts
@@ -170,13 +207,6 @@ def _read(path: str) -> str:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise LaunchError(f"cannot read the list of hosts {path}: {error.strerror}") from None
-
-
-def _discovered(path: str) -> str:
-    try:
-        return subprocess.run([os.path.abspath(path)], stdout=subprocess.PIPE, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise LaunchError(f"--host-discovery-script {path}: {error}") from None
 
 
 def _interfaces(options: argparse.Namespace) -> list[str]:

@@ -69,8 +69,7 @@ def _script(command: Sequence[str]) -> str | None:
 def rank_environment(world: World, job_directory: str, inherited: Mapping[str, str],
                      settings: Mapping[str, str]) -> dict[str, str]:
     """Return the complete environment of a rank: the inherited one without another job's variables, plus this job's."""
-    ours = set(launch_contract.COORDINATES) | {launch_contract.JOB_DIRECTORY, launch_contract.COORDINATOR,
-                                               launch_contract.SECRET}
+    ours = launch_contract.CONTRACT_VARIABLES | {launch_contract.HOSTNAME, launch_contract.ELASTIC}
     stale = ours | {name.replace("HVDLITE_", "HOROVOD_") for name in ours}
     return {
         **{name: value for name, value in inherited.items() if name not in stale},

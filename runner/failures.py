@@ -44,13 +44,15 @@ class Cause:
     record: FailureRecord | None
     consequences: tuple[int, ...]
 
-    def describe(self, host: str = "") -> list[str]:
+    def describe(self, host: str = "", name: str = "") -> list[str]:
         """Return the lines that report this failure to the user.
 
         Args:
             host: the rank's host, if the message should name it.
+            name: how the process is called; default: by its rank.
         """
-        who = f"rank {self.exit.rank} on {host}" if host else f"rank {self.exit.rank}"
+        who = name or f"rank {self.exit.rank}"
+        who += f" on {host}" if host else ""
         if self.record is not None:
             lines = [f"{who} failed first: {self.record.kind}: {self.record.message} ({self.exit})",
                      *self.record.traceback.rstrip().splitlines()]

@@ -1,6 +1,6 @@
 """Measurements on a host: addresses, routes, reachable ports, bandwidth, limits.
 
-Addresses are derived from routes, never from interface names: the kernel's source address towards a host is the one to use.
+Addresses are derived from routes, never from interface names (`core.addresses`).
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
+from hvdlite.core.addresses import route_to as route_to
+from hvdlite.core.addresses import routes_to
 from hvdlite_runner.commands import cores
 
 PROBE_SECONDS: Final = 3.0
 """Seconds that a port has to answer."""
-_ANY_PORT: Final = 9  # of a datagram that is never sent: only the route is wanted
 _ROUND_TRIPS: Final = 200
 _STREAM_SECONDS: Final = 0.5
 _CHUNK: Final = bytes(1 << 18)
@@ -53,19 +54,6 @@ def interfaces() -> dict[str, list[str]]:
     return found
 
 
-def route_to(host: str) -> str | None:
-    """Return the source address that the kernel uses towards a host, or None when there is no route.
-
-    Raises:
-        OSError: when the name cannot be resolved.
-    """
-    for family, kind, protocol, _, address in socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM):
-        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as sock:
-            sock.connect(address)
-            return str(sock.getsockname()[0])
-    return None
-
-
 def own_addresses(hosts: Sequence[str], only: Sequence[str]) -> list[str]:
     """Return this host's addresses that the given hosts may reach: those of routes first, by frequency.
 
@@ -76,11 +64,7 @@ def own_addresses(hosts: Sequence[str], only: Sequence[str]) -> list[str]:
     allowed = [address for name in only for address in known.get(name, [])]
     if only:
         return allowed
-    routes = []
-    for host in hosts:
-        with contextlib.suppress(OSError):
-            routes.append(route_to(host))
-    ranked = sorted({route for route in routes if route}, key=lambda route: (-routes.count(route), route))
+    ranked = routes_to(hosts)
     rest = [address for addresses in known.values() for address in addresses if address not in ranked]
     return [address for address in ranked + rest if not address.startswith("127.") and address != "::1"]
 

@@ -35,11 +35,35 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 class Start(Message, frozen=True):
     """Start these ranks."""
 
-    worlds: list[tuple[int, int, int, int, int, int]]  # the fields of each `World`
+    worlds: list[tuple[int, ...]]  # the fields of each `World`
     command: list[str]
     environment: dict[str, str]  # added to the worker group's environment; may contain the job's key
     bind: bool = False
     task_payload: bytes = b""  # the content of the file `task` in the job's directory
+
+
+class StartMember(Message, frozen=True):
+    """Start a member of an elastic job; its events carry its id where those of other jobs carry a rank."""
+
+    member: int
+    world: tuple[int, ...]  # the fields of its first `World`
+    command: list[str]
+    environment: dict[str, str]  # like that of `Start`, with the member's own variables
+    core_share: tuple[int, int] | None = None  # (i, n): bind it to the i-th of n parts of the host's cores
+    task_payload: bytes = b""
+
+
+class KillMember(Message, frozen=True):
+    """Kill a member of an elastic job and its descendants; `Exited` follows when all are dead."""
+
+    member: int
+
+
+class ToMember(Message, frozen=True):
+    """Pass an order on to a member."""
+
+    member: int
+    content: bytes  # a frame of `membership.messages`
 
 
 class Signal(Message, frozen=True):
@@ -62,6 +86,7 @@ class RouteRequest(Message, frozen=True):
     hosts: list[str]
     interfaces: list[str]  # if not empty, use only addresses of these
     port: int = 0  # 0: any
+    listen: bool = True
 
 
 class ProbeRequest(Message, frozen=True):
@@ -98,6 +123,10 @@ class AgentReady(Message, frozen=True):
     cores: int
     pid: int
 
+    def describe(self) -> str:
+        """Return a line for the user."""
+        return f"{self.hostname}: {self.cores} cores, Python {self.python}, agent {self.pid}"
+
 
 class Pong(Message, frozen=True):
     """The answer to `Ping`."""
@@ -115,6 +144,7 @@ class StartRefused(Message, frozen=True):
 
     reason: str
     code: int  # as a shell reports it
+    member: int = -1  # of an elastic job: which one cannot be started
 
 
 class Output(Message, frozen=True):
@@ -133,6 +163,13 @@ class Exited(Message, frozen=True):
     by_us: bool  # after it had been told to
     record: dict[str, Any] | None  # the fields of its `FailureRecord`
     progress: dict[str, Any]  # the last part; see `monitor.reading_of`
+
+
+class FromMember(Message, frozen=True):
+    """A message of a member of an elastic job."""
+
+    member: int
+    content: bytes  # a frame of `membership.messages`; empty: it sent something else, and is not heard any more
 
 
 class Result(Message, frozen=True):
@@ -181,9 +218,10 @@ class ProgressReply(Message, frozen=True):
     waits: str = ""  # which ranks wait for which, from rank 0's host
 
 
-Order = Start | Signal | Stop | Ping | RouteRequest | ProbeRequest | HostInfoRequest | SpeedRequest | ProgressRequest
-Event = (AgentReady | Pong | Started | StartRefused | Output | Exited | Result | AgentDone | RouteReply | ProbeReply
-         | HostInfoReply | SpeedReply | ProgressReply)
+Order = (Start | StartMember | KillMember | ToMember | Signal | Stop | Ping | RouteRequest | ProbeRequest
+         | HostInfoRequest | SpeedRequest | ProgressRequest)
+Event = (AgentReady | Pong | Started | StartRefused | Output | Exited | FromMember | Result | AgentDone | RouteReply
+         | ProbeReply | HostInfoReply | SpeedReply | ProgressReply)
 _ORDERS, _EVENTS = msgspec.msgpack.Decoder(Order), msgspec.msgpack.Decoder(Event)
 _ENCODER = msgspec.msgpack.Encoder()
 

@@ -20,7 +20,6 @@ HOROVOD_FLAGS: Final = {
     "autotune-bayes-opt-max-samples": ("autotune_max_samples", "N"), "gloo-timeout-seconds": ("gloo_timeout", "S"),
 }
 """Horovod's flags for knobs that have other names here."""
-_ELASTIC: Final = "elastic training is not implemented"
 _PLANE: Final = "the plane chooses the algorithm"
 MEANINGLESS_FLAGS: Final = {
     "cycle-time-ms": ("MS", "hvdlite does not work in cycles"),
@@ -36,9 +35,6 @@ MEANINGLESS_FLAGS: Final = {
     "log-with-timestamp": ("", "this is the default"), "no-log-hide-timestamp": ("", "this is the default"),
     "log-without-timestamp": ("", "use --log-hide-time"), "log-hide-timestamp": ("", "use --log-hide-time"),
     "tcp": ("", "it applies to Spectrum MPI only"), "jsrun": ("", "start the script with jsrun instead of hvdrun"),
-    "min-np": ("N", _ELASTIC), "min-num-proc": ("N", _ELASTIC), "max-np": ("N", _ELASTIC), "max-num-proc": ("N", _ELASTIC),
-    "slots-per-host": ("N", "--host-discovery-script prints the slots"), "elastic-timeout": ("S", _ELASTIC),
-    "reset-limit": ("N", _ELASTIC), "blacklist-cooldown-range": ("LO HI", "hvdrun has no blacklist of hosts"),
 }
 """Horovod's flags that are accepted without effect, with the reason."""
 
@@ -67,6 +63,8 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--task-directory", help=argparse.SUPPRESS)  # of hvdlite.run
     _add_instead(result.add_argument_group("instead of one job"))
     _add_hosts(result.add_argument_group("hosts", "default: the allocation of the scheduler, or this host"))
+    _add_elastic(result.add_argument_group("elastic training", "with --min-np, --max-np or --host-discovery-script, a job "
+                                           "goes on when ranks end or hosts come and go"))
     _add_output(result.add_argument_group("output"))
     _add_mpi(result.add_argument_group("data plane"))
     _add_horovods(result)
@@ -100,8 +98,8 @@ def _add_hosts(group: argparse._ArgumentGroup) -> None:
     which.add_argument("-H", "--hosts", metavar="HOST:SLOTS,...", help="hosts and their slots, filled in order; IPv6: "
                        "[address]:slots")
     which.add_argument("-hostfile", "--hostfile", metavar="FILE", help="read hosts from a file, one per line: host slots=4")
-    which.add_argument("--host-discovery-script", metavar="FILE", help="run a program once and read hosts from its "
-                       "output: host:4")
+    which.add_argument("--host-discovery-script", metavar="PROGRAM", help="run a program every second and read "
+                       "hosts from its output, one per line: host:4 (elastic)")
     group.add_argument("-p", "--ssh-port", type=_positive, metavar="PORT", help="port of ssh on the other hosts")
     group.add_argument("-i", "--ssh-identity-file", metavar="FILE", help="private key for ssh")
     group.add_argument("--ssh-args", metavar="'ARGS'", default="", help="more options for ssh, such as: '-J gateway'")
@@ -115,6 +113,24 @@ def _add_hosts(group: argparse._ArgumentGroup) -> None:
                        metavar="NAME,...", default=[], help="network interfaces to use (default: chosen by route)")
     group.add_argument("--coordinator-port", type=_positive, metavar="PORT", default=0, help="port on which rank 0 "
                        "listens for the other hosts (default: any free port)")
+
+
+def _add_elastic(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--min-np", "--min-num-proc", dest="min_np", type=_positive, metavar="N", help="number of ranks with "
+                       "which training goes on (default: -np); with fewer it waits for others")
+    group.add_argument("--max-np", "--max-num-proc", dest="max_np", type=_positive, metavar="N", help="greatest number of "
+                       "ranks (default: the number of slots)")
+    group.add_argument("--slots-per-host", type=_positive, metavar="N", help="slots of a host for which the discovery "
+                       "program prints none (default: 1)")
+    group.add_argument("--elastic-timeout", type=_seconds, metavar="S", help="seconds to wait for enough slots, at the "
+                       "start and later (default: 600)")
+    group.add_argument("--reset-limit", type=_count, metavar="N", help="number of times that the ranks of a running job may "
+                       "change (default: any)")
+    group.add_argument("--blacklist", choices=["slot", "host"], help="what is not used any more after a failure: the slot "
+                       "of the rank, and the host after three failures in ten minutes; or the host at once, as in Horovod "
+                       "(default: slot; host with --horovod-compat)")
+    group.add_argument("--blacklist-cooldown-range", type=_seconds, nargs=2, metavar=("LO", "HI"), help="use a slot or host "
+                       "again LO seconds after a failure, then 2 LO, 4 LO, ... up to HI (default: never)")
 
 
 def _add_output(group: argparse._ArgumentGroup) -> None:
@@ -178,6 +194,20 @@ def _positive(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
     if value < 1:
         raise argparse.ArgumentTypeError(f"the number must be at least 1, not {value}")
+    return value
+
+
+def _count(text: str) -> int:
+    return 0 if text.strip() == "0" else _positive(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds") from None
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"the number of seconds must be above 0, not {text}")
     return value
 
 

@@ -49,13 +49,16 @@ class Console:
         shown: returns whether a stream is shown; the last lines of hidden ones are kept for `reveal`.
         fold: the number of ranks whose identical lines become one; 0 does not fold.
         clock: returns seconds, for folding.
+        names: returns how ranks are called in prefixes.
     """
 
     def __init__(self, write: Callable[[str, str], None], prefix: Callable[[str, str], str], *,
                  shown: Callable[[int, str], bool] = lambda rank, name: True, fold: int = 0,
-                 clock: Callable[[], float] = lambda: 0.0) -> None:
+                 clock: Callable[[], float] = lambda: 0.0,
+                 names: Callable[[Iterable[int]], str] = lambda ranks: format_ranks(ranks)) -> None:
+        self.fold = fold
         self._write, self._prefix, self._shown = write, prefix, shown
-        self._fold, self._clock = fold, clock
+        self._clock, self._names = clock, names
         self._streams: dict[Key, _Stream] = {}
         self._bar_of: Key | None = None  # the stream whose progress bar the cursor is on
         self._waiting: deque[_Folded] = deque()
@@ -94,7 +97,7 @@ class Console:
         """Write the last lines of a rank's hidden output."""
         for name in ("stdout", "stderr"):
             for body in self._withheld.pop((rank, name), ()):
-                self._line(name, str(rank), body)
+                self._line(name, self._names([rank]), body)
 
     def flush_due(self) -> float | None:
         """Write lines that have waited long enough; return the seconds until the next call, None if none is needed."""
@@ -109,7 +112,7 @@ class Console:
         if not self._shown(rank, name):
             if not bar:
                 self._withheld.setdefault(key, deque(maxlen=WITHHELD)).append(body)
-        elif self._fold > 1 and not bar:
+        elif self.fold > 1 and not bar:
             self._hold(rank, name, body)
         else:
             self._unfold(everything=True)
@@ -128,11 +131,11 @@ class Console:
     def _unfold(self, *, everything: bool = False) -> None:
         while self._waiting:
             line = self._waiting[0]
-            if not everything and len(line.ranks) < self._fold and line.until > self._clock():
+            if not everything and len(line.ranks) < self.fold and line.until > self._clock():
                 return
             self._waiting.popleft()
             times = f" (x{len(line.ranks)})" if len(line.ranks) > 1 else ""
-            self._line(line.name, format_ranks(line.ranks), line.body + times)
+            self._line(line.name, self._names(line.ranks), line.body + times)
 
     def _line(self, name: str, ranks: str, body: str) -> None:
         self._leave_bar()
@@ -141,7 +144,7 @@ class Console:
     def _emit(self, key: Key, body: str, bar: bool) -> None:
         if self._bar_of is not None and self._bar_of != key:
             self._leave_bar()
-        self._write(key[1], f"{self._prefix(str(key[0]), key[1])}{body}{chr(13) if bar else chr(10)}")
+        self._write(key[1], f"{self._prefix(self._names([key[0]]), key[1])}{body}{chr(13) if bar else chr(10)}")
         self._bar_of = key if bar else None
 
     def _leave_bar(self) -> None:

@@ -87,13 +87,25 @@ def merged(hosts: Iterable[Host]) -> list[Host]:
 
 
 def _host(text: str) -> Host:
+    name, slots = parse_host(text)
+    if slots == 0:
+        raise LaunchError(f"{text!r} has no slots")
+    return Host(name, 1 if slots is None else slots)
+
+
+def parse_host(text: str) -> tuple[str, int | None]:
+    """Return the name of a host and its slots, None if `text` has none.
+
+    Raises:
+        LaunchError: for another form.
+    """
     match = re.fullmatch(r"(?P<user>[\w.-]+@)?(?:\[(?P<quoted>[^][\s]+)\]|(?P<name>[^][:\s@]+))(?::(?P<slots>\d+))?", text)
-    if match is None or int(match["slots"] or 1) == 0:
+    if match is None:
         raise LaunchError(f"{text!r} is not host:slots (such as localhost:4, or [fd00::2]:4 for an IPv6 address)")
     name = (match["user"] or "") + (match["quoted"] or match["name"])
     if name.startswith("-"):
         raise LaunchError(f"{text!r} is not the name of a host")
-    return Host(name, int(match["slots"] or 1))
+    return name, None if match["slots"] is None else int(match["slots"])
 
 
 def assign_ranks(size: int | None, hosts: Sequence[Host]) -> list[HostRanks]:

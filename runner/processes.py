@@ -85,6 +85,12 @@ class Reaper:
         (self._ranks if rank else self._excluded).add(pid)
         self._tell(b"rank %d\n" % pid)
 
+    def forget(self, pid: int) -> None:
+        """Remove a process that has been reaped: the system may use its id again."""
+        self._ranks.discard(pid)
+        self._excluded.discard(pid)
+        self._tell(b"gone %d\n" % pid)
+
     def end_job(self, timeout: float) -> None:
         """Kill all remaining processes of the job, in any session."""
         reaper.kill_job(self._mark.encode(), self._ranks, timeout, self._subreaper, self._excluded)
@@ -142,3 +148,9 @@ def kill(processes: Sequence[RankProcess]) -> None:
     """Kill ranks and their process groups."""
     for process in processes:
         process.send(signal.SIGKILL)
+
+
+def kill_descendants(job_directory: str, process: RankProcess) -> bool:
+    """Kill what is left of a member of an elastic job after its end, in any session; return whether nothing was found."""
+    member = f"{launch_contract.MEMBER}={process.rank}"
+    return reaper.kill_rank([mark(job_directory).encode(), member.encode()], process.pid)

@@ -3,8 +3,8 @@
     python reaper.py JOB_DIRECTORY MARK
 
 It reads its standard input, whose other end only the launcher has open: a line "rank PID" for each rank that is started,
-and "done". An end without "done" means that the launcher was killed: the reaper kills all processes of the job, and removes
-the job's directory.
+"gone PID" for one whose process id the system may use again, and "done". An end without "done" means that the launcher was
+killed: the reaper kills all processes of the job, and removes the job's directory.
 
 A process belongs to the job when it has MARK in its environment, is in the session or group of a rank, or descends from such
 a process. Each criterion alone can fail: by a cleaned environment (or a rewritten title, which uses the same memory), by
@@ -16,6 +16,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from typing import NamedTuple
 
 TIMEOUT_SECONDS = 8.0
@@ -67,15 +68,15 @@ def members(table: dict[int, Process], ranks: set[int], marked: set[int] | None 
     return {pid for pid in found if pid in table and table[pid].state not in "ZX"}
 
 
-def marked_processes(mark: bytes) -> list[int]:
-    """Return the ids of all live processes with `mark` in their environment; none on systems other than Linux."""
+def marked_processes(*marks: bytes) -> list[int]:
+    """Return the ids of all live processes with all marks in their environment; none on systems other than Linux."""
     found = []
     for name in os.listdir("/proc") if os.path.isdir("/proc") else []:
         if not name.isdigit() or int(name) == os.getpid():
             continue
         try:
             with open(f"/proc/{name}/environ", "rb") as file:
-                if mark in file.read().split(b"\0"):
+                if set(marks) <= set(file.read().split(b"\0")):
                     found.append(int(name))
         except OSError:
             continue  # gone, or somebody else's
@@ -90,12 +91,29 @@ def kill_job(mark: bytes, ranks: set[int], timeout: float = TIMEOUT_SECONDS, sub
         alive = members(process_table(), ranks, set(marked_processes(mark)), subreaper, excluded)
         if not alive:
             return
-        for pid in alive:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):
-                pass  # ended, or it runs as another user now
+        kill_all(alive)
         time.sleep(0.02)
+
+
+def kill_rank(marks: Iterable[bytes], rank: int) -> bool:
+    """Kill the processes of one rank, as far as they are found now; return whether there was none.
+
+    Args:
+        marks: entries of the environment that together tell its processes from those of other ranks.
+        rank: its process id, which must not have been reaped.
+    """
+    alive = members(process_table(), {rank}, set(marked_processes(*marks)))
+    kill_all(alive)
+    return not alive
+
+
+def kill_all(processes: Iterable[int]) -> None:
+    """Kill processes by id."""
+    for pid in processes:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            pass  # ended, or it runs as another user now
 
 
 def main() -> None:
@@ -105,7 +123,13 @@ def main() -> None:
         signal.signal(signum, signal.SIG_IGN)  # a terminal's Ctrl-C is for the launcher
     told = sys.stdin.buffer.read().splitlines()
     if b"done" not in told:
-        kill_job(mark, {int(line[5:]) for line in told if line.startswith(b"rank ")})
+        ranks: set[int] = set()
+        for line in told:
+            if line.startswith(b"rank "):
+                ranks.add(int(line[5:]))
+            elif line.startswith(b"gone "):
+                ranks.discard(int(line[5:]))
+        kill_job(mark, ranks)
         shutil.rmtree(directory, ignore_errors=True)
 
 

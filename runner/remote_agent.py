@@ -177,18 +177,22 @@ def bootstrap_input(directory: str, environ: Mapping[str, str]) -> bytes:
 
 
 class Pinger:
-    """Pings agents in a thread of its own, because the launcher may block in a write to its terminal."""
+    """Pings agents in a thread of its own, because the launcher may block in a write to its terminal.
 
-    def __init__(self, remotes: Sequence[RemoteAgent]) -> None:
+    Attributes:
+        remotes: the agents; the list is replaced, and never changed.
+    """
+
+    def __init__(self) -> None:
+        self.remotes: Sequence[RemoteAgent] = ()
         self._stopped = threading.Event()
-        if remotes:
-            threading.Thread(target=self._run, args=(list(remotes),), name="hvdrun-ping", daemon=True).start()
+        threading.Thread(target=self._run, name="hvdrun-ping", daemon=True).start()
 
     def stop(self) -> None:
         """Stop pinging."""
         self._stopped.set()
 
-    def _run(self, remotes: Sequence[RemoteAgent]) -> None:
+    def _run(self) -> None:
         while not self._stopped.wait(PING_SECONDS):
-            for remote in remotes:
+            for remote in self.remotes:
                 remote.ping()

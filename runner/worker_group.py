@@ -10,6 +10,7 @@ import dataclasses
 import os
 import selectors
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,9 +22,22 @@ from hvdlite.core.file_limit import OUT_OF_DESCRIPTORS, reserve_descriptors
 from hvdlite.core.launch_contract import DIRECTORY_PREFIX, RESULT_FILE, TASK_FILE, FailureRecord, write_private_file
 from hvdlite.core.world import World
 from hvdlite_runner import commands, monitor
-from hvdlite_runner.messages import Event, Exited, Output, Result, Start, Started, StartRefused
+from hvdlite_runner.member_server import MemberServer
+from hvdlite_runner.messages import (
+    Event,
+    Exited,
+    FromMember,
+    KillMember,
+    Output,
+    Result,
+    Start,
+    Started,
+    StartMember,
+    StartRefused,
+    ToMember,
+)
 from hvdlite_runner.placement import cores_for
-from hvdlite_runner.processes import RankProcess, Reaper, kill
+from hvdlite_runner.processes import RankProcess, Reaper, kill, kill_descendants
 
 KILL_SECONDS: Final = 5.0
 """Seconds to go on killing remaining processes."""
@@ -37,6 +51,9 @@ _DESCRIPTORS: Final = 3
 
 class WorkerGroup:
     """The ranks of one host.
+
+    Processes have keys: ranks their numbers, members of an elastic job their ids. A rank that has ended is reaped at the end
+    of the job. The end of a member is reported when its descendants are dead, too, and then it is reaped.
 
     Args:
         selector: its keys' `data` are functions to call when the descriptor is ready.
@@ -54,6 +71,9 @@ class WorkerGroup:
         self._open: dict[tuple[int, str], int] = {}  # descriptors of streams that have not ended
         self._paused = False
         self._asked = False  # whether the ranks have been told to end
+        self._members: MemberServer | None = None  # of an elastic job
+        self._killed: set[int] = set()  # members that were killed on an order
+        self._dying: dict[int, float] = {}  # members that have ended: until when to wait for the end of their descendants
 
     def prepare(self) -> None:
         """Create the job's directory, whose name contains this process's id, and start the reaper."""
@@ -64,6 +84,11 @@ class WorkerGroup:
         """Tell the reaper to end another process with the job."""
         assert self._reaper is not None
         self._reaper.watch(pid)
+
+    def forget(self, pid: int) -> None:
+        """Take back `watch` for a process that has been reaped."""
+        if self._reaper is not None:
+            self._reaper.forget(pid)
 
     def start(self, order: Start, stop: Callable[[], bool] = lambda: False) -> None:
         """Start ranks, or report why they cannot be started; `stop` is called before each one."""
@@ -81,19 +106,52 @@ class WorkerGroup:
         for world in worlds:
             if stop():
                 return
-            environment = commands.rank_environment(world, self.directory, self._inherited, order.environment)
             mine = cores_for(world.local_rank, world.local_size, cores) if cores else []
-            try:
-                command = commands.resolve_command(order.command, environment.get("PATH"))
-                process = RankProcess(world.rank, command, environment, mine)
-            except OSError as error:
-                if error.errno in OUT_OF_DESCRIPTORS:
-                    raise
-                refused = commands.refused(order.command, error)
-                return self._tell(StartRefused(str(refused), refused.code))
-            except commands.CommandError as error:
-                return self._tell(StartRefused(str(error), error.code))
-            self._adopt(process)
+            if not self._start_process(world.rank, world, order, mine):
+                return
+
+    def obey(self, order: StartMember | KillMember | ToMember) -> None:
+        """Carry out an order about a member of an elastic job."""
+        if self._members is None:
+            self._members = MemberServer(self._selector, self.directory,
+                                         lambda member, content: self._tell(FromMember(member, content)))
+        if isinstance(order, StartMember):
+            self._start_member(order)
+        elif isinstance(order, ToMember):
+            self._members.send(order.member, order.content)
+        elif order.member in self.running:
+            self._killed.add(order.member)
+            self.running[order.member].send(signal.SIGKILL)
+
+    def _start_member(self, order: StartMember) -> None:
+        path = Path(self.directory) / TASK_FILE
+        if order.task_payload and not path.exists():
+            write_private_file(path, order.task_payload)
+        cores: list[int] = []
+        if order.core_share is not None and hasattr(os, "sched_getaffinity"):
+            cores = cores_for(*order.core_share, sorted(os.sched_getaffinity(0)))
+        try:
+            with reserve_descriptors(_DESCRIPTORS, "starting a member of the job"):
+                self._start_process(order.member, World(*order.world), order, cores, member=order.member)
+        except LaunchError as error:
+            self._tell(StartRefused(str(error), commands.NOT_EXECUTABLE, order.member))
+
+    def _start_process(self, key: int, world: World, order: Start | StartMember, cores: list[int],
+                       member: int = -1) -> bool:
+        environment = commands.rank_environment(world, self.directory, self._inherited, order.environment)
+        try:
+            command = commands.resolve_command(order.command, environment.get("PATH"))
+            self._adopt(RankProcess(key, command, environment, cores))
+        except OSError as error:
+            if error.errno in OUT_OF_DESCRIPTORS:
+                raise
+            refused = commands.refused(order.command, error)
+            self._tell(StartRefused(str(refused), refused.code, member))
+            return False
+        except commands.CommandError as error:
+            self._tell(StartRefused(str(error), error.code, member))
+            return False
+        return True
 
     def _adopt(self, process: RankProcess) -> None:
         assert self._reaper is not None
@@ -118,18 +176,46 @@ class WorkerGroup:
             code = process.exit_code()
             if code is None:
                 continue
-            del self.running[rank]
-            if process.pidfd >= 0:
+            if process.pidfd >= 0 and process.pidfd in self._selector.get_map():
                 self._selector.unregister(process.pidfd)
+            if self._members is not None and self._kill_descendants(process):
+                continue
+            del self.running[rank]
+            if self._members is not None:
+                self._members.forget(rank)
+                self._read_rest([key for key in self._open if key[0] == rank])
             record = FailureRecord.read(self.directory, rank)
-            self._tell(Exited(rank, code, self._asked, None if record is None else dataclasses.asdict(record),
+            self._tell(Exited(rank, code, self._asked or rank in self._killed,
+                              None if record is None else dataclasses.asdict(record),
                               monitor.reading_of(self.directory, rank)))
+            if self._members is not None:
+                self._collect(process)
         if self._reaper is not None:
             self._reaper.reap()
 
     def needs_polling(self) -> bool:
         """Whether the end of some rank is only noticed by calling `notice`."""
-        return any(process.pidfd < 0 for process in self.running.values())
+        return bool(self._dying) or any(process.pidfd < 0 for process in self.running.values())
+
+    def _kill_descendants(self, process: RankProcess) -> bool:
+        """Kill what is left of a member that has ended; return whether there was something, which may still be alive."""
+        until = self._dying.setdefault(process.rank, time.monotonic() + KILL_SECONDS)
+        if not kill_descendants(self.directory, process) and time.monotonic() < until:
+            return True
+        del self._dying[process.rank]
+        return False
+
+    def _collect(self, process: RankProcess) -> None:
+        """Forget a member that has ended, so that a long job does not keep a process for each."""
+        assert self._reaper is not None
+        for key in [key for key in self._open if key[0] == process.rank]:
+            if not self._paused:
+                self._selector.unregister(self._open[key])
+            del self._open[key]
+        self._send_result(process.rank)
+        del self._processes[process.rank]
+        process.close()
+        self._reaper.forget(process.pid)
 
     def pause(self, paused: bool) -> None:
         """Stop reading from the ranks, whose writes then block, or resume."""
@@ -148,12 +234,16 @@ class WorkerGroup:
         if reaper is None:
             return
         self.pause(True)
+        if self._members is not None:
+            self._members.close()
+            self._members = None
         try:
             kill(list(self.running.values()))
             reaper.end_job(KILL_SECONDS)
             self._drain()
             self.notice()
-            self._send_results()
+            for rank in self._processes:
+                self._send_result(rank)
         finally:
             for process in self._processes.values():
                 process.close()
@@ -163,16 +253,18 @@ class WorkerGroup:
     def _listen(self, rank: int, name: str) -> None:
         self._selector.register(self._open[rank, name], selectors.EVENT_READ, lambda: self._read(rank, name))
 
-    def _read(self, rank: int, name: str) -> None:
+    def _read(self, rank: int, name: str) -> bool:
+        """Report output of a rank; return whether there was any."""
         try:
             content = os.read(self._open[rank, name], _READ_BYTES)
         except BlockingIOError:
-            return
+            return False
         if not content:
             if not self._paused:
                 self._selector.unregister(self._open[rank, name])
             del self._open[rank, name]
         self._tell(Output(rank, name, content))
+        return bool(content)
 
     def _drain(self) -> None:
         """Read the rest of the pipes."""
@@ -186,8 +278,13 @@ class WorkerGroup:
                     if ready.data not in self._open:
                         waiting.unregister(ready.fd)
 
-    def _send_results(self) -> None:
-        for rank in self._processes:
-            path = Path(self.directory) / f"{RESULT_FILE}.{rank}"
-            if path.exists():
-                self._tell(Result(rank, path.read_bytes()))
+    def _read_rest(self, streams: Sequence[tuple[int, str]]) -> None:
+        """Read what is in pipes whose writers have ended."""
+        for key in streams:
+            while key in self._open and self._read(*key):
+                pass
+
+    def _send_result(self, rank: int) -> None:
+        path = Path(self.directory) / f"{RESULT_FILE}.{rank}"
+        if path.exists():
+            self._tell(Result(rank, path.read_bytes()))

@@ -3,7 +3,8 @@
 Ranks run a function of a module: `threads` calls `step(runtime)` in this process; the ranks of `processes` import the
 function's module and call it, with their runtime if its first parameter is `runtime`, so that the same function runs as
 both. Programs of processes are in modules of their own, tests/**/programs/*.py: a rank imports neither pytest nor a
-framework that its program does not use.
+framework that its program does not use. A test whose process is not to import such a framework either names the function:
+"module:function".
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import textwrap
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -87,21 +87,22 @@ class Ended:
     """What the program returned."""
 
 
-Program = Callable[..., object]
+Program = Callable[..., object] | str
+"""A function of a module, or where it is: "module:function"."""
 
 
 class Processes:
     """A world of processes, each running the same program; leaves nothing behind.
 
     Args:
-        program: a function of a module, which the ranks import by its name; a script; or the source of a script.
+        program: a function of a module, or its name ("module:function"), by which the ranks import it; or a script.
         arguments: of the function, literals; or of the script, strings. What the function returns is a literal too.
         hosts: how many ranks each of several hosts has; they are hosts to the ranks, because each has a job directory of its
             own. Without it there is one.
         imported: modules that the ranks begin with (tests/warm.py); without any they are started as by a launcher.
     """
 
-    def __init__(self, size: int, program: Program | Path | str, *arguments: object,
+    def __init__(self, size: int, program: Program | Path, *arguments: object,
                  environment: dict[str, str] | None = None,
                  hosts: Sequence[int] = (), imported: Sequence[str] = ()) -> None:
         self.directory = tempfile.mkdtemp(prefix="hvdlite-test-")
@@ -111,9 +112,6 @@ class Processes:
         assert ends[-1] == size
         meeting = {name: value for name, value in over_tcp().items() if hosts and name != "HVDLITE_CONTROL"}
         self._files = tempfile.TemporaryDirectory(prefix="hvdlite-out-")
-        if isinstance(program, str):  # one file for all ranks: collectives are named after their line
-            source, program = program, Path(self._files.name) / "script.py"
-            program.write_text(textwrap.dedent(source), encoding="utf-8")
         self.ranks: list[subprocess.Popen[bytes] | warm.Rank] = []
         for rank in range(size):
             env = {
@@ -124,7 +122,7 @@ class Processes:
                 # The first ranks of a framework wait until it is imported, one importer after the other on a busy machine.
                 "HVDLITE_START_TIMEOUT": "120" if imported else "30", "PYTHONUNBUFFERED": "1", **(environment or {}),
             }
-            words = [] if callable(program) else [str(each) for each in arguments]
+            words = [str(each) for each in arguments] if isinstance(program, Path) else []
             if isinstance(program, Path):
                 script = program
             else:
@@ -197,10 +195,11 @@ class Processes:
 def _calling(program: Program, arguments: Sequence[object], result: Path) -> str:
     """Return a script that calls a function and writes down what it returns."""
     assert ast.literal_eval(repr(arguments)) == arguments, f"ranks get literals as arguments, not {arguments}"
+    module, name = program.split(":") if isinstance(program, str) else (program.__module__, program.__name__)
     call = f"result = program(*{arguments!r})\n"
-    if next(iter(inspect.signature(program).parameters), "") == "runtime":
+    if callable(program) and next(iter(inspect.signature(program).parameters), "") == "runtime":
         call = f"from hvdlite import api\napi.init()\nresult = program(api.runtime(), *{arguments!r})\napi.shutdown()\n"
-    return (f"from {program.__module__} import {program.__name__} as program\n{call}"
+    return (f"from {module} import {name} as program\n{call}"
             f"if result is not None:\n    with open({str(result)!r}, 'w', encoding='utf-8') as file:\n"
             f"        file.write(repr(result))\n")
 
@@ -223,7 +222,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def processes(size: int, program: Program | Path | str, *arguments: object, timeout: float = 60.0,
+def processes(size: int, program: Program | Path, *arguments: object, timeout: float = 60.0,
               environment: dict[str, str] | None = None, hosts: Sequence[int] = (),
               imported: Sequence[str] = ()) -> list[Ended]:
     """Run a program on `size` ranks and return how each ended; a rank that failed fails the test, which shows them all."""

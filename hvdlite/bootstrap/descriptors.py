@@ -13,26 +13,31 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from hvdlite.bootstrap.cancellation import Cancellation
 from hvdlite.core.config import socket_timeout
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.socket_paths import short_socket_path
 
 RETRY_SECONDS = 0.01
+FIRST_RETRY_SECONDS = 0.001
 _LIMIT = 250  # descriptors in one message (the kernel's limit is 253)
 _NUMBER_BYTES = 4
 
 
-def send_fds(path: str, shared: Sequence[int], own: Sequence[Sequence[int]], timeout: float) -> None:
+def send_fds(path: str, shared: Sequence[int], own: Sequence[Sequence[int]], timeout: float,
+             cancellation: Cancellation | None = None) -> None:
     """Send descriptors to processes that call `recv_fds(path, index)`; the socket is removed afterwards.
 
     Args:
         shared: the descriptors that every receiver gets.
         own: by receiver index, the further descriptors of that receiver; its length is the number of receivers.
+        cancellation: may end this from another thread.
 
     Raises:
         LaunchError: when a receiver does not connect within `timeout` seconds, or ends before it has received everything.
     """
     receivers = len(own)
+    cancellation = cancellation or Cancellation()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         Path(path).unlink(missing_ok=True)  # left by a job that was killed during its rendezvous
         with short_socket_path(path) as short:
@@ -40,39 +45,50 @@ def send_fds(path: str, shared: Sequence[int], own: Sequence[Sequence[int]], tim
         try:
             listener.listen(receivers)
             listener.settimeout(socket_timeout(timeout))
-            for _ in range(receivers):
-                sock, _ = listener.accept()
-                with sock:
-                    sock.settimeout(socket_timeout(timeout))
-                    index = int.from_bytes(sock.recv(_NUMBER_BYTES, socket.MSG_WAITALL), "little")
-                    _send(sock, [*shared, *own[index]])
+            with cancellation.watch(listener):
+                for _ in range(receivers):
+                    sock, _ = listener.accept()
+                    with sock, cancellation.watch(sock):
+                        sock.settimeout(socket_timeout(timeout))
+                        _send(sock, [*shared, *own[_number(sock, "another rank of this host")]])
         except TimeoutError:
             raise LaunchError(f"not all {receivers} other ranks of this host asked for the shared memory within "
                               f"{timeout:.0f} s") from None
+        except OSError:
+            cancellation.check()
+            raise
         finally:
             Path(path).unlink(missing_ok=True)
 
 
-def recv_fds(path: str, index: int, timeout: float) -> list[int]:
+def recv_fds(path: str, index: int, timeout: float, cancellation: Cancellation | None = None) -> list[int]:
     """Receive the descriptors that the first rank of this host sends at `path` to the receiver with this index.
+
+    Args:
+        cancellation: may end this from another thread.
 
     Raises:
         LaunchError: when the sender does not answer within `timeout` seconds.
         OSError: when this process may not open so many descriptors.
     """
     deadline = time.monotonic() + timeout
+    cancellation = cancellation or Cancellation()
+    pause = FIRST_RETRY_SECONDS
     while True:
+        cancellation.check()
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.settimeout(socket_timeout(timeout))
             try:
                 with short_socket_path(path) as short:
                     sock.connect(short)
-                sock.sendall(index.to_bytes(_NUMBER_BYTES, "little"))
-                return _receive(sock)
+                with cancellation.watch(sock):
+                    sock.sendall(index.to_bytes(_NUMBER_BYTES, "little"))
+                    return _receive(sock)
             except (FileNotFoundError, ConnectionRefusedError) as error:
                 if time.monotonic() > deadline:
                     raise LaunchError(f"the first rank of this host does not share its memory at {path}: {error}") from error
-        time.sleep(RETRY_SECONDS)
+        time.sleep(pause)
+        pause = min(2 * pause, RETRY_SECONDS)
 
 
 def _send(sock: socket.socket, descriptors: Sequence[int]) -> None:
@@ -84,7 +100,7 @@ def _send(sock: socket.socket, descriptors: Sequence[int]) -> None:
 
 
 def _receive(sock: socket.socket) -> list[int]:
-    count = int.from_bytes(sock.recv(_NUMBER_BYTES, socket.MSG_WAITALL), "little")
+    count = _number(sock, "the first rank of this host")
     received: list[int] = []
     try:
         while len(received) < count:
@@ -102,3 +118,10 @@ def _receive(sock: socket.socket) -> list[int]:
             os.close(descriptor)
         raise
     return received
+
+
+def _number(sock: socket.socket, sender: str) -> int:
+    content = sock.recv(_NUMBER_BYTES, socket.MSG_WAITALL)
+    if len(content) < _NUMBER_BYTES:
+        raise LaunchError(f"{sender} ended while the shared memory was passed on")
+    return int.from_bytes(content, "little")

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import hmac
 import os
 import re
 import tempfile
@@ -69,12 +70,13 @@ class LaunchInfo:
     environment: str
     world: World
     job_directory: str = ""  # the rendezvous directory of this host's ranks; empty for size 1
-    coordinator: tuple[str, int] | None = None  # host and port where rank 0 listens
+    coordinator: tuple[str, int] | None = None  # host and port where rank 0 of the first world listens
     key: bytes = dataclasses.field(default=b"", repr=False)
     owns_directory: bool = False  # this process removes the job directory
     is_mpi: bool = False  # an MPI launcher started the rank
     knows_local_ranks: bool = True  # false: the ranks of this host must be determined over MPI
     communicator: Any = dataclasses.field(default=None, repr=False)  # an MPI communicator of all ranks, owned by the job
+    coordinator_port: int = 0  # elastic jobs: where rank 0 of later worlds listens; 0: at any free port
     mpi_problem: str = ""  # why there is no communicator, although one was wanted
 
     @property
@@ -136,11 +138,14 @@ def _launch_info(environment: Environment, environ: Mapping[str, str], parent: i
         environment = dataclasses.replace(environment, local_rank="SLURM_LOCALID", local_size="SLURM_STEP_TASKS_PER_NODE")
     world = _world(environment, environ)
     key = _key(environ)
+    if world.epoch and key:
+        key = epoch_key(key, world.epoch)
     coordinator = _host_and_port(environ[contract.COORDINATOR]) if contract.COORDINATOR in environ else None
     if world.size == 1:
         return LaunchInfo(environment.name, world, environ.get(contract.JOB_DIRECTORY, ""), is_mpi=is_mpi)
     if world.local_size < world.size and not environment.is_mpi:
-        coordinator = coordinator or _likely_coordinator(environment, environ)
+        if world.epoch <= 1:
+            coordinator = coordinator or _likely_coordinator(environment, environ)
         if not key:
             raise LaunchError(f"{environment.name}: {world.size} ranks on several hosts ({world.local_size} here) need the "
                               f"job's key, so that no other program can connect to them: set {contract.SECRET} (or "
@@ -148,7 +153,8 @@ def _launch_info(environment: Environment, environ: Mapping[str, str], parent: i
     given = environ.get(contract.JOB_DIRECTORY)
     directory = given or _agreed_directory(environment, environ, parent)
     return LaunchInfo(environment.name, world, directory, coordinator, key, not given, is_mpi,
-                      not is_mpi or environment.local_rank in environ)
+                      not is_mpi or environment.local_rank in environ,
+                      coordinator_port=_number(environ, contract.COORDINATOR_PORT, environment, default=0))
 
 
 def _world(environment: Environment, environ: Mapping[str, str]) -> World:
@@ -159,7 +165,8 @@ def _world(environment: Environment, environ: Mapping[str, str]) -> World:
     cross = contract if environment.name == "hvdlite" else None
     return World(rank, size, local_rank, local_size,
                  _number(environ, cross.CROSS_RANK, environment, default=0) if cross else 0,
-                 _number(environ, cross.CROSS_SIZE, environment, default=1) if cross else 1)
+                 _number(environ, cross.CROSS_SIZE, environment, default=1) if cross else 1,
+                 _number(environ, contract.EPOCH, environment, default=1) if contract.MEMBER in environ else 0)
 
 
 def _number(environ: Mapping[str, str], variable: str, environment: Environment, default: int | None = None) -> int:
@@ -182,6 +189,11 @@ def tasks_of_node(text: str, node: str) -> str:
         count, _, repeat = entry.rstrip(")").partition("(x")
         counts += [count] * int(repeat or 1)
     return counts[int(node)] if int(node) < len(counts) else counts[0]
+
+
+def epoch_key(key: bytes, epoch: int) -> bytes:
+    """Return the key of one world of an elastic job: a frame of another world is not authentic in it."""
+    return hmac.digest(key, f"epoch {epoch}".encode(), "sha256")
 
 
 def _key(environ: Mapping[str, str]) -> bytes:

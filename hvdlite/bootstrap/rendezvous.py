@@ -1,14 +1,16 @@
 """The rendezvous: rank 0 listens, the other ranks connect and authenticate, and no other process gets in.
 
-It is also the job's first barrier: it ends when all ranks have sent their RankInfo, or fails and names those that have not.
+It is also the first barrier of a world: it ends when all ranks have sent their RankInfo, or fails and names those that have
+not. Another thread can cancel it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import errno
-import logging
+import math
 import os
+import select
 import socket
 import threading
 import time
@@ -16,7 +18,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from hvdlite.bootstrap.cancellation import Cancellation
+from hvdlite.bootstrap.refused_connections import RefusedConnections
 from hvdlite.control.codec import RankInfo, Welcome
+from hvdlite.control.doorbell import Doorbell
 from hvdlite.control.wire import Connection, challenge_as_client, challenge_as_server
 from hvdlite.core.config import socket_timeout
 from hvdlite.core.errors import HvdliteError, LaunchError, ProtocolError
@@ -26,19 +31,18 @@ from hvdlite.negotiation.messages import Message
 
 HALF_OPEN_LIMIT = 64
 """Connections that may be in their handshake at once; more wait in the kernel's queue."""
-LOGGED_REFUSALS = 100
-"""Peers and reasons of refused connections that are logged in one rendezvous; more are only counted."""
+BACKLOG = 1024
 HANDSHAKE_SECONDS = 10.0
 CONNECT_SECONDS = 5.0
 """A host that is not up yet may swallow the first attempt."""
 RETRY_SECONDS = 0.02
-
-_log = logging.getLogger("hvdlite.control")
+"""The longest pause between two attempts; the first ones follow each other faster."""
+FIRST_RETRY_SECONDS = 0.001
 
 
 @dataclasses.dataclass(frozen=True)
 class Address:
-    """Rank 0's address: a Unix socket's path, or host and port with the job's key."""
+    """Rank 0's address: a Unix socket's path, or host and port with the job's key; to listen on all addresses, no host."""
 
     path: str = ""
     host: str = ""
@@ -73,6 +77,10 @@ def listen(address: Address) -> socket.socket:
     if address.path:
         Path(address.path).unlink(missing_ok=True)  # left by a job that was killed while its ranks met
     try:
+        if not address.path and not address.host:
+            dual = socket.has_dualstack_ipv6()
+            return socket.create_server(("", address.port), family=socket.AF_INET6 if dual else socket.AF_INET,
+                                        backlog=BACKLOG, dualstack_ipv6=dual)
         family, target = address.resolved()
     except OSError as error:
         raise LaunchError(f"rank 0 cannot listen at {address}: {error}") from error
@@ -81,7 +89,7 @@ def listen(address: Address) -> socket.socket:
         if not address.path:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         _bind(listener, address, target)
-        listener.listen(1024)
+        listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         raise LaunchError(f"rank 0 cannot listen at {address}: {error}") from error
@@ -126,23 +134,27 @@ def advertised_address(connections: Iterable[Connection]) -> str:
 
 
 def accept_ranks(listener: socket.socket, address: Address, own: RankInfo, *, timeout: float, frame_limit: int,
-                  use_leaders: bool = False) -> tuple[dict[int, Connection], Welcome]:
+                  use_leaders: bool = False,
+                  cancellation: Cancellation | None = None) -> tuple[dict[int, Connection], Welcome]:
     """On rank 0: wait for all other ranks and welcome them.
 
     Args:
         use_leaders: whether hosts are to have leaders, when there are several.
+        cancellation: may end this from another thread.
 
     Raises:
         LaunchError: when some have not come within `timeout` seconds, naming them, one does not fit, or this process may
             not have as many connections.
     """
-    admission = _Admission(own, address, frame_limit, use_leaders)
+    admission = _Admission(own, address, frame_limit, use_leaders, cancellation or Cancellation())
     try:
         return admission.connections, _welcomed(admission, listener, own, timeout)
     except BaseException:
-        for connection in admission.connections.values():
-            connection.close()
+        admission.dismiss()
         raise
+    finally:
+        admission.end()
+        admission.refused.log_rest()
 
 
 def _welcomed(admission: _Admission, listener: socket.socket, own: RankInfo, timeout: float) -> Welcome:
@@ -151,8 +163,6 @@ def _welcomed(admission: _Admission, listener: socket.socket, own: RankInfo, tim
             admission.admit_all(listener, timeout)
     except LaunchError as error:
         admission.refusal = str(error)
-    finally:
-        admission.refused.log_rest()
     welcome = admission.welcome()
     for connection in admission.connections.values():
         connection.send(welcome)
@@ -161,65 +171,53 @@ def _welcomed(admission: _Admission, listener: socket.socket, own: RankInfo, tim
     return welcome
 
 
-def connect_to_rank_0(address: Address, own: RankInfo, *, timeout: float, frame_limit: int) -> tuple[Connection, Welcome]:
+def connect_to_rank_0(address: Address, own: RankInfo, *, timeout: float, frame_limit: int,
+                      cancellation: Cancellation | None = None) -> tuple[Connection, Welcome]:
     """On every other rank: connect to rank 0, send its RankInfo, and wait for its welcome.
+
+    Args:
+        cancellation: may end this from another thread.
 
     Raises:
         LaunchError: when rank 0 cannot be reached within `timeout` seconds, or refuses.
     """
+    cancellation = cancellation or Cancellation()
     deadline = time.monotonic() + timeout
-    sock = _connected(address, deadline)
-    sock.settimeout(HANDSHAKE_SECONDS)
+    sock = _connected(address, deadline, cancellation)
     try:
-        connection = (Connection(sock, frame_limit=frame_limit) if address.path
-                      else challenge_as_client(sock, address.key, frame_limit))
-        connection.send(own)
-        sock.settimeout(socket_timeout(max(0.1, deadline + HANDSHAKE_SECONDS - time.monotonic())))
-        message = _one_message(connection)
+        with cancellation.watch(sock):
+            sock.settimeout(HANDSHAKE_SECONDS)
+            connection = (Connection(sock, frame_limit=frame_limit) if address.path
+                          else challenge_as_client(sock, address.key, frame_limit))
+            connection.send(own)
+            sock.settimeout(socket_timeout(max(0.1, deadline + HANDSHAKE_SECONDS - time.monotonic())))
+            message = _one_message(connection)
+        return connection, _checked(message, address, own)
     except (OSError, EOFError, ProtocolError) as error:
         sock.close()
+        cancellation.check()
         raise LaunchError(f"rank {own.rank} could not join the job at {address}: {error}") from error
-    if not isinstance(message, Welcome) or message.refusal:
+    except BaseException:
         sock.close()
-        raise LaunchError(message.refusal if isinstance(message, Welcome) else f"{address} is not a coordinator")
-    return connection, message
+        raise
 
 
-class RefusedConnections:
-    """Logs each reason once per peer, and counts the other refusals: nobody can fill the log by connecting again and again.
-
-    Args:
-        address: of rank 0.
-    """
-
-    def __init__(self, address: Address) -> None:
-        self._address = address
-        self._logged: set[tuple[str, str]] = set()  # peers and reasons
-        self._rest = 0
-        self._lock = threading.Lock()  # each handshake has a thread
-
-    def note(self, peer: str, error: Exception) -> None:
-        """A connection was refused."""
-        refusal = peer, str(error)
-        with self._lock:
-            if refusal in self._logged or len(self._logged) >= LOGGED_REFUSALS:
-                self._rest += 1
-                return
-            self._logged.add(refusal)
-        _log.warning("a connection from %s to %s was refused: %s", peer, self._address, error)
-
-    def log_rest(self) -> None:
-        """The rendezvous is over: log how many refusals were not logged."""
-        with self._lock:
-            rest, self._rest = self._rest, 0
-        if rest:
-            _log.warning("%d more connections to %s were refused", rest, self._address)
+def _checked(message: Message, address: Address, own: RankInfo) -> Welcome:
+    """Return rank 0's answer, when it is a welcome to the world that this rank belongs to."""
+    if not isinstance(message, Welcome):
+        raise LaunchError(f"{address} is not a coordinator")
+    if message.refusal:
+        raise LaunchError(message.refusal)
+    if message.epoch != own.epoch:
+        raise LaunchError(f"rank 0 at {address} belongs to membership epoch {message.epoch}, this rank to {own.epoch}")
+    return message
 
 
 class _Admission:
     """Admits ranks; each handshake runs in a short-lived thread, so a silent stranger delays nobody."""
 
-    def __init__(self, own: RankInfo, address: Address, frame_limit: int, use_leaders: bool) -> None:
+    def __init__(self, own: RankInfo, address: Address, frame_limit: int, use_leaders: bool,
+                 cancellation: Cancellation) -> None:
         self.connections: dict[int, Connection] = {}
         self.refusal = ""
         self.refused = RefusedConnections(address)
@@ -227,7 +225,10 @@ class _Admission:
         self._address = address
         self._frame_limit = frame_limit
         self._use_leaders = use_leaders
+        self._cancellation = cancellation
         self._infos = {own.rank: own}
+        self._settled = Doorbell()  # a handshake has ended
+        self._ended = False
         self._lock = threading.Lock()
         self._handshake_slots = threading.BoundedSemaphore(HALF_OPEN_LIMIT)
 
@@ -235,18 +236,39 @@ class _Admission:
         """Return when all ranks are there, or there is a reason to refuse them."""
         deadline = time.monotonic() + timeout
         size = self._own.size
-        while len(self.connections) < size - 1 and not self.refusal:
-            listener.settimeout(max(0.0, min(0.1, deadline - time.monotonic())))
-            if time.monotonic() >= deadline:
-                missing = sorted(set(range(1, size)) - set(self.connections))
-                self.refusal = (f"ranks {missing} did not connect to {self._address} within {timeout:.0f} s "
-                                "(HVDLITE_START_TIMEOUT); did their processes start, and do they call init()?")
-                break
-            try:
-                sock, peer = listener.accept()
-            except (TimeoutError, BlockingIOError):
-                continue
-            self._admit(sock, peer[0] if peer else "this host")
+        listener.setblocking(False)
+        poller = select.poll()
+        poller.register(listener, select.POLLIN)
+        poller.register(self._settled, select.POLLIN)
+        with self._cancellation.watch(listener):
+            while len(self.connections) < size - 1 and not self.refusal:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    missing = sorted(set(range(1, size)) - set(self.connections))
+                    self.refusal = (f"ranks {missing} did not connect to {self._address} within {timeout:.0f} s "
+                                    "(HVDLITE_START_TIMEOUT); did their processes start, and do they call init()?")
+                    break
+                poller.poll(None if left == math.inf else math.ceil(1000 * left))
+                self._cancellation.check()
+                self._settled.clear()
+                try:
+                    sock, peer = listener.accept()
+                except BlockingIOError:
+                    continue
+                self._admit(sock, peer[0] if peer else "this host")
+
+    def dismiss(self) -> None:
+        """Close the connections: there will be no world."""
+        with self._lock:
+            self._ended = True
+            for connection in self.connections.values():
+                connection.close()
+
+    def end(self) -> None:
+        """Nobody is admitted any more."""
+        with self._lock:
+            self._ended = True
+            self._settled.close()
 
     def _admit(self, sock: socket.socket, peer: str) -> None:
         self._handshake_slots.acquire()
@@ -266,15 +288,17 @@ class _Admission:
 
     def _handshake(self, sock: socket.socket, peer: str) -> None:
         try:
-            sock.settimeout(HANDSHAKE_SECONDS)
-            connection = self._authenticated(sock)
-            info = _one_message(connection)
+            with self._cancellation.watch(sock):
+                sock.settimeout(HANDSHAKE_SECONDS)
+                connection = self._authenticated(sock)
+                info = _one_message(connection)
             if not isinstance(info, RankInfo):
                 raise ProtocolError(f"expected a RankInfo, got a {type(info).__name__}")
             self._register(info, connection)
         except (OSError, EOFError, HvdliteError) as error:
             sock.close()
-            self.refused.note(peer, error)
+            if not self._cancellation.reason:
+                self.refused.note(peer, error)
         finally:
             self._handshake_slots.release()
 
@@ -287,6 +311,8 @@ class _Admission:
 
     def _register(self, info: RankInfo, connection: Connection) -> None:
         with self._lock:
+            if self._ended:
+                raise ProtocolError("it came after the ranks had met, or had given up")
             if info.size != self._own.size or not 0 < info.rank < self._own.size:
                 self.refusal = (f"a process calls itself rank {info.rank} of {info.size}, but rank 0 was started as "
                                 f"one of {self._own.size}; check the launch environment")
@@ -304,6 +330,7 @@ class _Admission:
                 self.refusal = f"rank {info.rank} has {name}={theirs}, rank 0 {ours}; set the same everywhere"
             self._infos[info.rank] = info
             self.connections[info.rank] = connection
+            self._settled.ring()
 
 
 def _unavailable_somewhere(infos: Sequence[RankInfo]) -> tuple[tuple[str, str], ...]:
@@ -331,8 +358,10 @@ def host_identity() -> str:
     return ":".join((socket.gethostname(), read(boot_id), read(lambda: os.readlink("/proc/self/ns/pid"))))
 
 
-def _connected(address: Address, deadline: float) -> socket.socket:
+def _connected(address: Address, deadline: float, cancellation: Cancellation) -> socket.socket:
+    pause = FIRST_RETRY_SECONDS
     while True:
+        cancellation.check()
         try:
             family, target = address.resolved()
             sock = socket.socket(family, socket.SOCK_STREAM)
@@ -348,7 +377,8 @@ def _connected(address: Address, deadline: float) -> socket.socket:
         except OSError as error:
             if time.monotonic() >= deadline:
                 raise LaunchError(f"cannot reach rank 0 at {address}: {error}; has its process started?") from error
-        time.sleep(RETRY_SECONDS)
+        time.sleep(pause)
+        pause = min(2 * pause, RETRY_SECONDS)
 
 
 def _one_message(connection: Connection) -> Message:

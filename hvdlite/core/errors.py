@@ -9,6 +9,8 @@ There are three families.
 
 `HorovodInternalError` is the base of agreement and job errors, and of those call errors that depend on the state of the job
 (`NotInitializedError`, `ForkedProcessError`). It has Horovod's name because elastic training scripts catch it by that name.
+
+`HostsUpdatedInterrupt` is no error: elastic training ends a world with it at a boundary on which all ranks agree.
 """
 
 from __future__ import annotations
@@ -83,3 +85,15 @@ class LaunchError(HvdliteError, RuntimeError):
 
 class ProtocolError(HvdliteError, RuntimeError):
     """Raised inside the control plane for a frame that is too long, out of order, or not authentic."""
+
+
+class HostsUpdatedInterrupt(RuntimeError):
+    """Raised by `state.commit()` and `state.check_host_updates()` on all ranks at the same boundary: members come or go.
+
+    Attributes:
+        skip_sync: accepted for Horovod's sake; whose state counts is decided for each new world.
+    """
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__("members of the job come or go; hvd.elastic.run goes on in the next world")
+        self.skip_sync = skip_sync

@@ -32,6 +32,23 @@ SECRET_FILE = "HVDLITE_SECRET_FILE"
 COORDINATOR = "HVDLITE_COORDINATOR"
 """host:port where rank 0 listens; not set if all ranks are on one host."""
 
+MEMBER = "HVDLITE_MEMBER"
+"""The member's id in an elastic job: never used again, whatever its rank becomes. Set in elastic jobs only."""
+JOINER = "HVDLITE_JOINER"
+"""1 for a member of an elastic job that is started later: its rank and size are provisional until it is admitted."""
+EPOCH = "HVDLITE_EPOCH"
+"""The number of the world to which a member's coordinates belong; members set it themselves, and founders begin with 1."""
+COORDINATOR_PORT = "HVDLITE_COORDINATOR_PORT"
+"""The port on which rank 0 of any world of an elastic job listens; not set: any free port."""
+SLOT = "HVDLITE_SLOT"
+"""The slot of its host that a member of an elastic job has for its whole life."""
+HOSTNAME = "HOROVOD_HOSTNAME"
+"""The name by which a member's host was given or discovered."""
+ELASTIC = "HOROVOD_ELASTIC"
+"""1 in elastic jobs, as in Horovod."""
+
+MEMBER_SOCKET = "member.sock"
+"""In the job directory of an elastic job: the socket at which the launcher, or its agent, serves this host's members."""
 REPORT_SOCKET = "report.sock"
 """In the job directory: the socket at which rank 0 serves stall reports."""
 PROCESSES_FILE = "processes.json"
@@ -47,12 +64,15 @@ KEY_FILE = "key"
 """Beside a task, on the caller's side only: the job's key."""
 CAUSE_FILE = "cause"
 """Beside a task, on the caller's side only: the rank that failed first, and the reason."""
+MEMBERS_FILE = "members"
+"""Beside a task of an elastic job, on the caller's side only: the members of the last world, by rank."""
 
 COORDINATES = {
     RANK: "rank", SIZE: "size", LOCAL_RANK: "local_rank", LOCAL_SIZE: "local_size",
     CROSS_RANK: "cross_rank", CROSS_SIZE: "cross_size",
 }
-CONTRACT_VARIABLES = frozenset(COORDINATES) | {JOB_DIRECTORY, SECRET, SECRET_FILE, COORDINATOR}
+CONTRACT_VARIABLES = frozenset(COORDINATES) | {
+    JOB_DIRECTORY, SECRET, SECRET_FILE, COORDINATOR, COORDINATOR_PORT, MEMBER, JOINER, EPOCH, SLOT}
 
 
 def write_private_file(path: Path, content: bytes) -> None:

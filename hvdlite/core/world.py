@@ -13,6 +13,9 @@ class World:
     """A rank's coordinates, fixed for one membership epoch.
 
     `local_*` refer to the ranks of one host; `cross_*` to the hosts that have a rank with this local rank.
+
+    Attributes:
+        epoch: in an elastic job, the number of this world: 1, 2, 3, ...; 0 in other jobs.
     """
 
     rank: int = 0
@@ -21,6 +24,7 @@ class World:
     local_size: int = 1
     cross_rank: int = 0
     cross_size: int = 1
+    epoch: int = 0
 
     def __post_init__(self) -> None:
         for part in ("", "local_", "cross_"):
@@ -59,12 +63,13 @@ class Hosts:
         return Hosts(tuple(kept for group in self.ranks_by_host
                            if (kept := tuple(rank for rank in group if rank in members))))
 
-    def world(self, rank: int) -> World:
+    def world(self, rank: int, epoch: int = 0) -> World:
         """Return a rank's coordinates."""
         local_ranks = self.local_ranks(rank)
         local_rank = local_ranks.index(rank)
         peers = [group[local_rank] for group in self.ranks_by_host if len(group) > local_rank]
-        return World(rank, sum(map(len, self.ranks_by_host)), local_rank, len(local_ranks), peers.index(rank), len(peers))
+        return World(rank, sum(map(len, self.ranks_by_host)), local_rank, len(local_ranks), peers.index(rank), len(peers),
+                     epoch)
 
     @property
     def is_homogeneous(self) -> bool:

@@ -127,7 +127,7 @@ class StallInspector:
         acted = self._find_deadlock(now)
         if self._wanted:
             wanted, self._wanted = self._wanted, []
-            everybody = set(range(coordinator.size)) - coordinator.left
+            everybody = set(range(coordinator.size)) - coordinator.negotiator.left
             acted = self._begin(coordinator.pending(now), everybody, now, wanted)
         if self._next_look == math.inf:
             self._next_look = now + (0.0 if self._suspects else self._times.look)

@@ -31,7 +31,7 @@ def build_engine(world: World, config: Config, connections: Connections, coordin
     control, clock, probe = connections.control, connections.clock, connections.probe
     times = Times(config.stall_check_time_seconds, config.stall_shutdown_time_seconds, config.silence_check_seconds,
                   config.heartbeat_timeout)
-    controller = Controller(world.rank)
+    controller = Controller(world.rank, epoch=world.epoch)
     rank_zero = None
     if coordinator is not None:
         deliver = functools.partial(StallReport.deliver, path=config.stall_report_file)

@@ -48,11 +48,13 @@ class Decisions:
         return bool(self._queue)
 
     def accept(self, decision: Decision) -> None:
-        """Receive a decision: follow the fields that count on arrival, and queue it.
+        """Receive a decision: follow the fields that count on arrival, and queue it. One of another world is dropped.
 
         Raises:
             JobFailed: when the decision ends the job.
         """
+        if decision.epoch != self._controller.epoch:
+            return
         if decision.failure is not None:
             raise JobFailed(decision.failure)
         if self._rank in decision.status_requests:

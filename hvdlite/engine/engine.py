@@ -74,8 +74,8 @@ class Engine:
         """Start the thread."""
         self._thread.start()
 
-    def join(self, timeout: float) -> None:
-        """Wait until the thread has ended, at most `timeout` seconds."""
+    def join(self, timeout: float | None) -> None:
+        """Wait until the thread has ended, at most `timeout` seconds; without one as long as it takes."""
         self._thread.join(timeout)
 
     def awaited(self) -> str:
@@ -103,6 +103,16 @@ class Engine:
         self._coordinator.fail(notice)
         raise JobFailed(notice)
 
+    def stop(self, reason: str) -> NoReturn:
+        """The world of an elastic job ends: the launcher, or this rank's script, says so.
+
+        The others are told the reason, so that they do not take this rank for lost.
+
+        Raises:
+            JobFailed: always.
+        """
+        self.fail(FailureNotice(-1, "stopped", reason))
+
     def request_report(self) -> None:
         """Let rank 0 report which tensors wait for which ranks."""
         self._controller.send_side_message(SideMessage(requests_report=True))
@@ -114,7 +124,7 @@ class Engine:
             self._serve()
         except JobFailed as failed:
             self._state.failure = failure_error(failed.notice, self._rank)
-            if failed.notice.origin != self._rank:
+            if failed.notice.origin not in (self._rank, -1):
                 _log.error("rank %d: %s", self._rank, str(self._state.failure).splitlines()[0])
         finally:
             self._close()

@@ -24,6 +24,8 @@ def failure_error(notice: FailureNotice, rank: int) -> HorovodInternalError:
     if notice.kind == PeerLeftError.__name__:
         return PeerLeftError(f"rank {notice.origin} left the job while others still needed it: {notice.message}",
                              notice.origin)
+    if notice.kind == "stopped":
+        return PeerLostError(notice.message, notice.origin)
     if notice.kind == "lost":
         return PeerLostError(f"rank {notice.origin} was lost: {notice.message}", notice.origin)
     cause = f"\n\nrank {notice.origin}'s traceback:\n{notice.traceback.rstrip()}" if notice.traceback else ""

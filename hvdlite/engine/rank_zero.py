@@ -102,6 +102,8 @@ class RankZero:
 
     def _receive_host_report(self, ranks: tuple[int, ...], merged: HostReport) -> None:
         """Handle what a leader passes on."""
+        if merged.epoch != self._coordinator.epoch:
+            return
         self._coordinator.receive_host(ranks, merged, self._clock())
         for item in merged.items:
             if isinstance(item, RankReport):

@@ -1,20 +1,8 @@
 """`horovod.common.exceptions`."""
 
-from hvdlite.core.errors import HorovodInternalError
+from hvdlite.core.errors import HorovodInternalError, HostsUpdatedInterrupt
 
 __all__ = ["HorovodInternalError", "HorovodVersionMismatchError", "HostsUpdatedInterrupt", "get_version_mismatch_message"]
-
-
-class HostsUpdatedInterrupt(RuntimeError):
-    """Raised in elastic training when hosts came or went (which this version does not do).
-
-    Attributes:
-        skip_sync: whether the state need not be synchronised.
-    """
-
-    def __init__(self, skip_sync: bool = False) -> None:
-        super().__init__()
-        self.skip_sync = skip_sync
 
 
 class HorovodVersionMismatchError(ImportError):

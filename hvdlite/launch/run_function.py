@@ -25,7 +25,7 @@ from typing import IO, Any, Final, TextIO
 import cloudpickle
 
 from hvdlite.core.errors import LaunchError, PeerLostError, ProtocolError
-from hvdlite.core.launch_contract import CAUSE_FILE, KEY_FILE, RESULT_FILE, TASK_FILE, write_private_file
+from hvdlite.core.launch_contract import CAUSE_FILE, KEY_FILE, MEMBERS_FILE, RESULT_FILE, TASK_FILE, write_private_file
 
 _DIGEST: Final = hashlib.sha256
 _MAC_BYTES: Final = 32
@@ -37,24 +37,35 @@ class RankTraceback(Exception):
 
 
 def run(func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None,
-        num_proc: int | None = None, *, np: int | None = None, hosts: str | None = None, hostfile: str | None = None,
-        start_timeout: float | None = None, ssh_port: int | None = None, ssh_identity_file: str | None = None,
-        output_filename: str | None = None, verbose: bool | None = None, use_gloo: bool | None = None,
-        use_mpi: bool | None = None, network_interfaces: Sequence[str] | str | None = None, executable: str | None = None,
+        num_proc: int | None = None, min_num_proc: int | None = None, max_num_proc: int | None = None,
+        slots: int | None = None, reset_limit: int | None = None, cooldown_range: Sequence[float] | None = None, *,
+        np: int | None = None, min_np: int | None = None, max_np: int | None = None, hosts: str | None = None,
+        hostfile: str | None = None, host_discovery_script: str | None = None, start_timeout: float | None = None,
+        ssh_port: int | None = None, ssh_identity_file: str | None = None, output_filename: str | None = None,
+        verbose: bool | None = None, use_gloo: bool | None = None, use_mpi: bool | None = None,
+        network_interfaces: Sequence[str] | str | None = None, executable: str | None = None,
         env: Mapping[str, str] | None = None, options: Sequence[str] = (), **horovods: Any) -> list[Any]:
     """Call `func(*args, **kwargs)` on every rank of a new job; return the results in rank order.
+
+    The job is elastic with `min_np`, `max_np` or `host_discovery_script` (docs/elastic.md); the results are those of the
+    ranks with which it ended.
 
     The function calls `hvd.init()` itself if it needs to. A function of a notebook or of `__main__` is pickled by value
     (cloudpickle); a function of a module is pickled by reference, and every host must have the module.
 
     Args:
         np: number of ranks (Horovod: `num_proc`); default: one on each slot of `hosts`, else 1.
+        min_np, max_np: the least and the greatest number of ranks of an elastic job (Horovod: `min_num_proc`, `max_num_proc`).
+        slots: slots of a discovered host that names none.
+        reset_limit: how often the ranks of an elastic job may change.
+        cooldown_range: for how many seconds at least and at most what has failed is not used; default: for ever.
+        host_discovery_script: a program that prints the hosts, one a line: host:slots.
         hosts: as `hvdrun -H`: "a:2,b:4"; default: this host, or the scheduler's allocation.
         output_filename: keep each rank's output under this directory.
         executable: Python for the ranks; default: this one.
         env: variables on top of this process's environment.
         options: further options of hvdrun, such as `["--bind", "--fold"]`.
-        horovods: Horovod's other arguments; elastic and unsupported ones must be None.
+        horovods: Horovod's other arguments; unsupported ones must be None.
 
     Raises:
         ValueError: for arguments that exclude each other or are not supported.
@@ -66,20 +77,31 @@ def run(func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str,
     if refused:
         raise ValueError(f"run() has no use for {', '.join(refused)} in this version")
     size = np if np is not None else num_proc
-    if hosts is not None and hostfile is not None:
-        raise ValueError("give either hosts or hostfile")
+    least, most = (min_np if min_np is not None else min_num_proc), (max_np if max_np is not None else max_num_proc)
+    if sum(given is not None for given in (hosts, hostfile, host_discovery_script)) > 1:
+        raise ValueError("give one of hosts, hostfile and host_discovery_script")
+    is_elastic = any(given is not None for given in (least, most, host_discovery_script))
+    if not is_elastic and any(given is not None for given in (slots, reset_limit, cooldown_range)):
+        raise ValueError("slots, reset_limit and cooldown_range are for elastic jobs: give min_np, max_np or "
+                         "host_discovery_script, too")
+    if cooldown_range is not None and len(cooldown_range) != 2:
+        raise ValueError(f"cooldown_range is a pair of seconds, the least and the greatest, not {cooldown_range!r}")
     if use_gloo and use_mpi:
         raise ValueError("give either use_gloo or use_mpi")
     if use_mpi:
         raise ValueError("functions are started by hvdrun itself, not by mpirun: leave use_mpi out, and choose the plane of "
                          "tensors with env or options")
-    if size is None and hosts is None and hostfile is None:
+    if size is None and hosts is None and hostfile is None and not is_elastic:
         size = 1
-    flags = {"-np": size, "-H": hosts, "--hostfile": hostfile, "--start-timeout": start_timeout, "--ssh-port": ssh_port,
+    flags = {"-np": size, "--min-np": least, "--max-np": most, "--slots-per-host": slots, "--reset-limit": reset_limit,
+             "--host-discovery-script": host_discovery_script,
+             "-H": hosts, "--hostfile": hostfile, "--start-timeout": start_timeout, "--ssh-port": ssh_port,
              "--ssh-identity-file": ssh_identity_file, "--output-filename": output_filename,
              "--network-interface": network_interfaces if network_interfaces is None or isinstance(network_interfaces, str)
              else ",".join(network_interfaces)}
     arguments = [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
+    if cooldown_range is not None:
+        arguments += ["--blacklist-cooldown-range", *map(str, cooldown_range)]
     arguments += ["--verbose"] if verbose else []
     with tempfile.TemporaryDirectory(prefix="hvdlite-run-") as directory:  # mode 0700
         key = secrets.token_hex()
@@ -91,8 +113,7 @@ def run(func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str,
         code, messages = _launch(command, {**os.environ, **(env or {})})
         if code != 0:
             _raise_root_error(Path(directory), bytes.fromhex(key), code, messages)
-        ranks = sorted(int(path.suffix[1:]) for path in Path(directory).glob(f"{RESULT_FILE}.*"))
-        return [_result(Path(directory), rank, bytes.fromhex(key))[1] for rank in ranks]
+        return [_result(Path(directory), sender, bytes.fromhex(key))[1] for sender in _senders(Path(directory))]
 
 
 _IGNORED: Final = frozenset({"disable_cache"})
@@ -156,9 +177,17 @@ def _forward(source: IO[bytes], target: TextIO, messages: list[str]) -> None:
         target.flush()
 
 
-def _result(directory: Path, rank: int, key: bytes) -> tuple[bool, Any]:
-    """Return whether the rank raised an exception, and its result or the exception."""
-    failed, value = cloudpickle.loads(verified((directory / f"{RESULT_FILE}.{rank}").read_bytes(), key, f"result {rank}"))
+def _senders(directory: Path) -> list[int]:
+    """Return whose results there are, in rank order: ranks, or the members of an elastic job's last world."""
+    sent = {int(path.suffix[1:]) for path in directory.glob(f"{RESULT_FILE}.*")}
+    members = directory / MEMBERS_FILE
+    order = json.loads(members.read_text(encoding="utf-8")) if members.exists() else sorted(sent)
+    return [sender for sender in order if sender in sent]
+
+
+def _result(directory: Path, sender: int, key: bytes) -> tuple[bool, Any]:
+    """Return whether a rank or member raised an exception, and its result or the exception."""
+    failed, value = cloudpickle.loads(verified((directory / f"{RESULT_FILE}.{sender}").read_bytes(), key, f"result {sender}"))
     return failed, value
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import cloudpickle
 
-from hvdlite.core.launch_contract import JOB_DIRECTORY, RANK, RESULT_FILE, SECRET, TASK_FILE, write_private_file
+from hvdlite.core.launch_contract import JOB_DIRECTORY, MEMBER, RANK, RESULT_FILE, SECRET, TASK_FILE, write_private_file
 from hvdlite.launch.run_function import sign, verified
 
 
@@ -21,13 +21,14 @@ def main(environ: Mapping[str, str]) -> None:
         ProtocolError: when the task is not signed with the job's key.
         Exception: the function's exception.
     """
-    directory, rank, key = Path(environ[JOB_DIRECTORY]), int(environ[RANK]), bytes.fromhex(environ[SECRET])
+    directory, key = Path(environ[JOB_DIRECTORY]), bytes.fromhex(environ[SECRET])
+    sender = int(environ.get(MEMBER, environ[RANK]))  # ranks of an elastic job change
     paths, call = cloudpickle.loads(verified((directory / TASK_FILE).read_bytes(), key, "task"))
     sys.path += [path for path in paths if path not in sys.path]
 
     def write_result(failed: bool, value: object) -> None:
-        content = sign(cloudpickle.dumps((failed, value)), key, f"result {rank}")
-        write_private_file(directory / f"{RESULT_FILE}.{rank}", content)
+        content = sign(cloudpickle.dumps((failed, value)), key, f"result {sender}")
+        write_private_file(directory / f"{RESULT_FILE}.{sender}", content)
 
     try:
         func, args, kwargs = cloudpickle.loads(call)

@@ -89,7 +89,7 @@ class Controller:
         self._blocked: Blocked | None = None
         self._leaving = False
         self._failure: FailureNotice | None = None
-        self._has_news = False
+        self.has_news = False
 
     def submit(self, request: Request) -> None:
         """Report a tensor that is ready here. Its name must not be pending (the runtime refuses that at the call)."""
@@ -97,14 +97,14 @@ class Controller:
         self._unanswered.add(request.key)
         self._joined = self._joined or request.collective is Collective.JOIN
         self._items.append(request)
-        self._has_news = True
+        self.has_news = True
 
     def submit_bucket(self, bucket: Bucket, ready: BucketReady) -> SplitBucket | None:
         """Report a learned bucket whose slices are all filled here.
 
         When its layout has been evicted or suspended meanwhile, submit its members' requests instead and return them.
         """
-        self._has_news = True
+        self.has_news = True
         if ready.bucket_id in self._buckets and ready.round_id >= self._first_round:
             assert ready.bucket_id not in self._reported, f"bucket {ready.bucket_id} is still being processed"
             self._reported[ready.bucket_id] = ready
@@ -120,18 +120,18 @@ class Controller:
     def round_done(self, message: RoundDone) -> None:
         """Report that this rank has submitted all its members of a round."""
         self._items.append(message)
-        self._has_news = True
+        self.has_news = True
 
     def mark_stale(self, layout_id: int) -> None:
         """Report that a layout does not describe this rank's set any more."""
         if layout_id in self._layouts:
             self._items.append(LayoutStale(layout_id))
-            self._has_news = True
+            self.has_news = True
 
     def retire(self, retired: Retired) -> None:
         """Report that this rank has dropped a gradient set."""
         self._items.append(retired)
-        self._has_news = True
+        self.has_news = True
 
     def send_side_message(self, side_message: SideMessage) -> None:
         """Report something beside tensors; it is merged with what is not sent yet, where the newer value counts."""
@@ -142,35 +142,30 @@ class Controller:
             for field in ("trace", "oob_messages", "oob_requests", "oob_withdrawn"):
                 changed[field] = getattr(before, field) + getattr(side_message, field)
             side_message = msgspec.structs.replace(before, **changed)
-        self._side_message, self._has_news = side_message, True
+        self._side_message, self.has_news = side_message, True
 
     def block(self, blocked: Blocked) -> None:
         """Report that threads of this rank have been blocked for long."""
-        self._blocked, self._has_news = blocked, True
+        self._blocked, self.has_news = blocked, True
 
     def leave(self) -> None:
         """Report that this rank will submit nothing more."""
-        self._leaving = self._has_news = True
+        self._leaving = self.has_news = True
 
     def fail(self, failure: FailureNotice) -> None:
         """Report that this rank has failed."""
         if self._failure is None:
-            self._failure, self._has_news = failure, True
-
-    @property
-    def has_news(self) -> bool:
-        """Whether there is something to report."""
-        return self._has_news
+            self._failure, self.has_news = failure, True
 
     def report(self) -> Report | None:
         """Return what has not been reported yet, or None."""
-        if not self._has_news:
+        if not self.has_news:
             return None
         report = Report(epoch=self.epoch, applied=self.applied, items=tuple(self._items), side_message=self._side_message,
                         leaving=self._leaving, failure=self._failure, blocked=self._blocked)
         self._items.clear()
         self._side_message = self._blocked = None
-        self._has_news = False
+        self.has_news = False
         return report
 
     def apply(self, decision: Decision) -> list[Instruction]:

@@ -57,6 +57,7 @@ class Coordinator:
 
     Attributes:
         blocked: the ranks that have reported long waits; detects deadlocks.
+        negotiator: decides about tensors; for reading.
 
     Args:
         reduce_eagerly: executes allreduces of the eager lane; None when no rank sends payloads.
@@ -65,8 +66,8 @@ class Coordinator:
     def __init__(self, size: int, policy: Policy, reduce_eagerly: ReduceEagerly | None = None, *, epoch: int = 0) -> None:
         self.size = size
         self.epoch = epoch
-        self._negotiator = Negotiator(size, policy, reduce_eagerly)
-        self.blocked = BlockedRanks(self._negotiator.missing_for)
+        self.negotiator = Negotiator(size, policy, reduce_eagerly)
+        self.blocked = BlockedRanks(self.negotiator.missing_for)
         self._sequence = 0
         self._applied: dict[Ranks, int] = {(rank,): 0 for rank in range(size)}
         self._orders = _Orders()
@@ -85,6 +86,8 @@ class Coordinator:
 
     def receive_host(self, ranks: Ranks, report: HostReport, now: float) -> None:
         """Handle a report of the leader of the host of `ranks`; a host has a leader from the beginning, or never."""
+        if report.epoch != self.epoch:
+            return
         self._note_applied(ranks, report.applied)
         self._receive_items(ranks, report.items, now)
         for rank, reason in report.lost:
@@ -97,7 +100,7 @@ class Coordinator:
 
     def lose(self, rank: int, reason: str) -> None:
         """End the job because a rank is gone, unless it had left."""
-        if rank not in self._negotiator.left:
+        if rank not in self.negotiator.left:
             self.fail(FailureNotice(rank, "lost", reason))
 
     # --- what is ordered ---------------------------------------------------------------------------------------------
@@ -112,10 +115,10 @@ class Coordinator:
     def tune(self, settings: Mapping[str, int], now: float) -> None:
         """Change knobs on all ranks with the next decision; layouts are learned again when the sizes of buckets change."""
         self._orders.tuned.extend(settings.items())
-        policy = self._negotiator.policy
+        policy = self.negotiator.policy
         sizes = BucketSizes(settings.get("bucket_edge", policy.bucket_sizes.edge),
                             settings.get("bucket_size", policy.bucket_sizes.middle))
-        self._negotiator.change_policy(dataclasses.replace(
+        self.negotiator.change_policy(dataclasses.replace(
             policy, bucket_sizes=sizes, fusion_threshold=settings.get("fusion_threshold", policy.fusion_threshold)), now)
 
     # --- what is decided ---------------------------------------------------------------------------------------------
@@ -124,10 +127,10 @@ class Coordinator:
         """Return the next decision, or None when there is nothing to say."""
         failure = None if self._failure_sent else self._failure
         deferred = tuple(self.blocked.to_defer())
-        if not (self._negotiator.outcome or self._orders or failure or deferred):
+        if not (self.negotiator.outcome or self._orders or failure or deferred):
             return None
         self._sequence += 1
-        outcome, orders, policy = self._negotiator.take_outcome(), self._orders, self._negotiator.policy
+        outcome, orders, policy = self.negotiator.take_outcome(), self._orders, self.negotiator.policy
         responses = (*outcome.refused, *fuse(outcome.ready, 0 if policy.deterministic else policy.fusion_threshold))
         if self.blocked:
             for response in responses:
@@ -144,30 +147,30 @@ class Coordinator:
     def take_direct_messages(self) -> tuple[DirectMessage, ...]:
         """Return what single ranks must know to apply the decision that was returned last; send it before the decision."""
         return tuple(DirectMessage(rank=rank, receive_splits=tuple(splits))
-                     for rank, splits in sorted(self._negotiator.take_receive_splits().items()))
+                     for rank, splits in sorted(self.negotiator.take_receive_splits().items()))
 
     # --- what is pending ---------------------------------------------------------------------------------------------
 
     @property
     def is_anything_pending(self) -> bool:
         """Whether a tensor or a bucket waits for some ranks."""
-        return bool(self._negotiator.table.pending() or self._negotiator.gradient_sets.pending())
+        return bool(self.negotiator.table.pending or self.negotiator.gradient_sets.pending)
 
     def pending(self, now: float) -> list[Stall]:
         """Return every tensor and bucket that waits for some ranks, however short."""
-        table, gradient_sets = self._negotiator.table, self._negotiator.gradient_sets
-        return [tensor_stall(table, key, now) for key in table.pending()] + [
-            bucket_stall(bucket, now) for bucket in gradient_sets.pending()]
+        table, gradient_sets = self.negotiator.table, self.negotiator.gradient_sets
+        return [tensor_stall(table, key, now) for key in table.pending] + [
+            bucket_stall(bucket, now) for bucket in gradient_sets.pending.values()]
 
     def new_stalls(self, now: float, after: float) -> list[Stall]:
         """Return what has waited at least `after` seconds and was not returned before."""
         found = []
-        table = self._negotiator.table
-        for key, tensor in table.pending().items():
+        table = self.negotiator.table
+        for key, tensor in table.pending.items():
             if now - tensor.since >= after and not tensor.warned:
                 tensor.warned = True
                 found.append(tensor_stall(table, key, now))
-        for bucket in self._negotiator.gradient_sets.pending():
+        for bucket in self.negotiator.gradient_sets.pending.values():
             if now - bucket.since >= after and not bucket.warned:
                 bucket.warned = True
                 found.append(bucket_stall(bucket, now))
@@ -177,44 +180,21 @@ class Coordinator:
         """Return the ranks for which something has waited at least `after` seconds."""
         return {rank for stall in self.pending(now) if stall.waited >= after for rank in stall.missing}
 
-    def ranks_done_with(self, label: str, round_id: int) -> frozenset[int]:
-        """See `GradientSetTable.ranks_done_with`."""
-        return self._negotiator.gradient_sets.ranks_done_with(label, round_id)
-
     # --- facts -------------------------------------------------------------------------------------------------------
-
-    @property
-    def left(self) -> frozenset[int]:
-        """The ranks that have left."""
-        return frozenset(self._negotiator.left)
 
     def state(self, rank: int) -> str:
         """Return "alive", "joined" or "left"."""
-        return "left" if rank in self._negotiator.left else "joined" if rank in self._negotiator.joins.ranks else "alive"
-
-    @property
-    def gradient_sets(self) -> frozenset[str]:
-        """The labels of the gradient sets that are remembered."""
-        return self._negotiator.gradient_sets.labels
+        return "left" if rank in self.negotiator.left else "joined" if rank in self.negotiator.joins.ranks else "alive"
 
     @property
     def rounds(self) -> int:
         """Rounds of gradient sets that are over on all ranks."""
-        return self._negotiator.rounds
+        return self.negotiator.rounds
 
     @property
     def reduced_bytes(self) -> int:
         """Bytes reduced on each rank since the beginning."""
-        return self._negotiator.reduced_bytes
-
-    @property
-    def policy(self) -> Policy:
-        """How it decides now."""
-        return self._negotiator.policy
-
-    def check_invariants(self) -> None:
-        """Fail when the state contradicts the rules."""
-        self._negotiator.check_invariants()
+        return self.negotiator.reduced_bytes
 
     # -----------------------------------------------------------------------------------------------------------------
 
@@ -224,13 +204,13 @@ class Coordinator:
         self._receive_items((rank,), report.items, now)
         if report.blocked is not None:
             self.blocked.update(rank, report.blocked)
-        if report.leaving and rank not in self._negotiator.left:
+        if report.leaving and rank not in self.negotiator.left:
             self._orders.left.append(rank)
-            self._negotiator.leave(rank, now)
+            self.negotiator.leave(rank, now)
 
     def _receive_items(self, ranks: Ranks, items: Iterable[ReportItem | MergedRequests | RankReport], now: float) -> None:
         """Handle the items of a report in order; a host's are of all its ranks, unless they say otherwise."""
-        negotiator = self._negotiator
+        negotiator = self.negotiator
         try:
             for item in items:
                 if isinstance(item, BucketReady):
@@ -257,5 +237,5 @@ class Coordinator:
             for rank in ranks:
                 del self._applied[(rank,)]
         self._applied[ranks] = applied
-        if self._negotiator.gradient_sets.has_tombstones:
-            self._negotiator.gradient_sets.forget_evicted(min(self._applied.values()))
+        if self.negotiator.gradient_sets.has_tombstones:
+            self.negotiator.gradient_sets.forget_evicted(min(self._applied.values()))

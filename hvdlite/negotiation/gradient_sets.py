@@ -38,7 +38,7 @@ from hvdlite.core.errors import ProtocolError
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.layouts import BucketSizes, first_round, plan_buckets, requests_of
 from hvdlite.negotiation.messages import Bucket, BucketReady, BucketRelease, Layout, Request, Response, Retired, RoundDone
-from hvdlite.negotiation.pending_buckets import PendingBucket, PendingBuckets
+from hvdlite.negotiation.pending_buckets import PendingBuckets
 from hvdlite.negotiation.process_sets import ProcessSetTable
 from hvdlite.negotiation.requests import Ranks, first_of
 
@@ -83,14 +83,15 @@ class GradientSetTable:
 
     Attributes:
         first_round: the least number of a round since all ranks have last joined.
+        pending: the incomplete buckets; for reading and for marking as warned.
     """
 
     def __init__(self, process_sets: ProcessSetTable, joined: Collection[int], limits: BucketSizes, capacity: int) -> None:
-        self._process_sets, self._joined, self._limits, self._capacity = process_sets, joined, limits, capacity
+        self._process_sets, self._joined, self.limits, self._capacity = process_sets, joined, limits, capacity
         self._gradient_sets: dict[str, _GradientSet] = {}
         self._layouts: dict[int, Layout] = {}  # least recently used first
         self._buckets: dict[int, tuple[Bucket, int]] = {}  # every readable bucket and its layout
-        self._pending = PendingBuckets()
+        self.pending = PendingBuckets()
         self._tombstones: dict[int, _Tombstone] = {}
         self._suspended: set[int] = set()  # layouts
         self.first_round = first_round(0)
@@ -164,7 +165,7 @@ class GradientSetTable:
         ready, incomplete = gradient_set.ready, gradient_set.invalid or gradient_set.last_bucket_round >= round_id
         gradient_set.ready, gradient_set.invalid = {}, False
         gradient_set.rounds_in_use += 1
-        if gradient_set.layout is not None or gradient_set.retired or incomplete or not ready or not self._limits.middle:
+        if gradient_set.layout is not None or gradient_set.retired or incomplete or not ready or not self.limits.middle:
             return None, []
         if self._joined and any(rank in self._joined for rank in ranks):
             return None, []
@@ -174,13 +175,13 @@ class GradientSetTable:
         order = gradient_set.order
         members = sorted(ready.values(), key=lambda requests: order.get(first_of(requests).name, 0))
         gradient_set.order = {}
-        buckets = plan_buckets(members, ranks, self._limits, self._next_bucket)
+        buckets = plan_buckets(members, ranks, self.limits, self._next_bucket)
         layout = Layout(layout_id=self._next_layout, label=label, first_round=round_id + 2, buckets=buckets,
                         unbucketed=tuple(sorted(gradient_set.sparse)))
         self._next_layout += 1
         self._next_bucket += len(buckets)
         idle = [layout_id for layout_id, other in self._layouts.items()
-                if not any(bucket.bucket_id in self._pending for bucket in other.buckets)]
+                if not any(bucket.bucket_id in self.pending for bucket in other.buckets)]
         evicted = idle[:max(0, len(self._layouts) + 1 - self._capacity)]
         gradient_set.layout = self._layouts[layout.layout_id] = layout
         gradient_set.members, gradient_set.rounds_in_use = frozenset(ready), 0
@@ -208,7 +209,7 @@ class GradientSetTable:
             ranks = self._among(bucket.response, ranks)
         if evicted is not None or layout_id in self._suspended or ready.round_id < self.first_round:
             return None, list(requests_of(bucket, ready)), ranks, done
-        release = self._pending.add(ranks, ready, bucket, now)
+        release = self.pending.add(ranks, ready, bucket, now)
         if release is not None:
             self._layouts[layout_id] = self._layouts.pop(layout_id)  # used most recently
             self._gradient_sets[layout.label].last_bucket_round = ready.round_id
@@ -216,7 +217,7 @@ class GradientSetTable:
 
     def out_of_step(self, ready: BucketReady) -> int | None:
         """Return the layout of a bucket that other ranks have reported at another optimizer step, or None."""
-        pending = self._pending.get(ready.bucket_id)
+        pending = self.pending.get(ready.bucket_id)
         if pending is None or pending.step == ready.step:
             return None
         return self._buckets[ready.bucket_id][1]
@@ -240,7 +241,7 @@ class GradientSetTable:
             gradient_set.evictions = 0
         gradient_set.evictions += back_off
         gradient_set.backoff_rounds = min(1 << max(0, gradient_set.evictions - 1), MAX_BACKOFF_ROUNDS)
-        return self._pending.withdraw(layout)
+        return self.pending.withdraw(layout)
 
     def suspend(self, layout_id: int) -> list[tuple[Ranks, Request]] | None:
         """Do not use a layout until all ranks have joined; return what ranks have reported of it, as (ranks, request).
@@ -250,7 +251,7 @@ class GradientSetTable:
         if layout_id in self._suspended:
             return None
         self._suspended.add(layout_id)
-        return self._pending.withdraw(self._layouts[layout_id])
+        return self.pending.withdraw(self._layouts[layout_id])
 
     def forget_evicted(self, applied: int) -> None:
         """Forget the layouts that were evicted up to decision `applied`, which every rank has applied."""
@@ -312,10 +313,6 @@ class GradientSetTable:
         """The sets that are remembered."""
         return frozenset(self._gradient_sets)
 
-    def retune(self, limits: BucketSizes) -> None:
-        """Cut sets differently from now on; layouts in use stay as they are."""
-        self._limits = limits
-
     def nbytes(self, bucket_id: int) -> int:
         """Return the size of a learned bucket, padding included."""
         bucket = self._buckets[bucket_id][0]
@@ -336,14 +333,10 @@ class GradientSetTable:
         return [layout_id for layout_id, layout in self._layouts.items()
                 if not wanted.isdisjoint(layout.buckets[0].response.contributors)]
 
-    def pending(self) -> Collection[PendingBucket]:
-        """Return the incomplete buckets, oldest first."""
-        return self._pending.values()
-
     def check_invariants(self) -> None:
         """Fail when the tables contradict each other."""
-        self._pending.check_invariants()
-        for pending in self._pending.values():
+        self.pending.check_invariants()
+        for pending in self.pending.values():
             assert self._buckets[pending.bucket.bucket_id][1] in self._layouts, "an evicted bucket is pending"
         for label, gradient_set in self._gradient_sets.items():
             assert gradient_set.layout is None or self._layouts[gradient_set.layout.layout_id].label == label

@@ -94,6 +94,8 @@ class Leader:
 
     def receive(self, rank: int, report: Report) -> None:
         """Handle a report of a rank of the host."""
+        if report.epoch != self.epoch:
+            return
         self._applied[rank] = report.applied
         alone: list[ReportItem] = []
         for item in report.items:
@@ -109,14 +111,12 @@ class Leader:
             elif isinstance(item, RoundDone):
                 together = self._round_done(rank, item)
             elif isinstance(item, Request) and item.collective is Collective.JOIN:
-                if alone:
-                    self._forward(rank, alone)
+                self._forward(rank, alone)
                 self._release_all()
                 alone = [item]
                 together = self._join(rank)
             elif isinstance(item, Retired):
-                if alone:
-                    self._forward(rank, alone)
+                self._forward(rank, alone)
                 self._release_all()
                 self._release_rounds()
                 self._retire(rank, item)
@@ -128,9 +128,8 @@ class Leader:
                     self._outgoing.extend(self._stop_holding(item))
                 alone.append(item)
             if together:
-                if alone:
-                    self._forward(rank, alone)
-                    alone = []
+                self._forward(rank, alone)
+                alone = []
                 self._outgoing.extend(together)
         if report.blocked is not None or report.leaving:
             self._release_all()
@@ -145,6 +144,8 @@ class Leader:
 
     def observe(self, decision: Decision) -> None:
         """Follow a decision before the host's ranks receive it."""
+        if decision.epoch != self.epoch:
+            return
         if decision.left or not set(self.ranks).isdisjoint(decision.status_requests):
             self._release_all()
         self._some_left |= bool(decision.left)
@@ -174,8 +175,8 @@ class Leader:
         self._release_rounds()
         if not (self._outgoing or self._lost):
             return None
-        report = HostReport(applied=min(self._applied.values()), items=tuple(_merged_runs(self._outgoing)),
-                            lost=tuple(self._lost))
+        report = HostReport(epoch=self.epoch, applied=min(self._applied.values()),
+                            items=tuple(_merged_runs(self._outgoing)), lost=tuple(self._lost))
         self._outgoing.clear()
         self._lost.clear()
         return report
@@ -189,7 +190,8 @@ class Leader:
         self._requests.check_invariants()
 
     def _forward(self, rank: int, items: Sequence[ReportItem]) -> None:
-        self._outgoing.append(self._rank_report(rank, items))
+        if items:
+            self._outgoing.append(self._rank_report(rank, items))
 
     def _rank_report(self, rank: int, items: Sequence[ReportItem]) -> RankReport:
         return RankReport(rank, Report(epoch=self.epoch, applied=self._applied[rank], items=tuple(items)))

@@ -109,8 +109,8 @@ ReportItem = Request | BucketReady | RoundDone | LayoutStale | Retired
 class FailureNotice(Message, frozen=True):
     """Why the job ends: the rank where the failure began, and the error there."""
 
-    origin: int  # the rank where the failure began, never one that passed it on
-    kind: str  # "lost", or the type of the exception that rank raised
+    origin: int  # the rank where the failure began, never one that passed it on; -1: none, the world is stopped
+    kind: str  # "lost", "stopped", or the type of the exception that rank raised
     message: str
     traceback: str = ""
 
@@ -200,6 +200,7 @@ class MergedRequests(Message, frozen=True, tag=7):
 class HostReport(Message, frozen=True, kw_only=True):
     """The reports of a host's ranks, merged by their leader."""
 
+    epoch: int  # as in `Report`
     applied: int  # the lowest of its ranks
     # In the order of the ranks' reports; a merged item stands where the last rank reported it. A bucket or a finished round
     # is of all ranks of the host in the process set; a bucket's `unused` lists the members that are unused on all of them.

@@ -106,17 +106,12 @@ class Negotiator:
         self._size = size
         self._reduce_eagerly = reduce_eagerly
         self._sequence = 1  # of the decision that will carry the outcome
-        self._outcome = Outcome()
+        self.outcome = Outcome()
         self._receive_splits: defaultdict[int, list[ReceiveSplits]] = defaultdict(list)  # by rank, not taken yet
-
-    @property
-    def outcome(self) -> Outcome:
-        """What has been decided since `take_outcome`."""
-        return self._outcome
 
     def take_outcome(self) -> Outcome:
         """Return what has been decided, for the next decision; called once for every decision."""
-        outcome, self._outcome = self._outcome, Outcome()
+        outcome, self.outcome = self.outcome, Outcome()
         self._sequence += 1
         return outcome
 
@@ -160,7 +155,7 @@ class Negotiator:
             self.evict(layout_id, now)  # its members are answered one by one: with an error
         release, requests, ranks, done = self.gradient_sets.bucket_ready(ranks, ready, now)
         if release is not None:
-            self._outcome.released.append(release)
+            self.outcome.released.append(release)
             self.reduced_bytes += self.gradient_sets.nbytes(release.bucket_id)
         for request in requests:
             self.receive_request(ranks, request, now)
@@ -194,17 +189,13 @@ class Negotiator:
         """Continue with another policy; all layouts are learned again when the sizes of buckets change."""
         old, self.policy = self.policy, policy
         if policy.bucket_sizes != old.bucket_sizes:
-            self.gradient_sets.retune(policy.bucket_sizes)
+            self.gradient_sets.limits = policy.bucket_sizes
             for layout_id in self.gradient_sets.layouts():
                 self.evict(layout_id, now, back_off=False)
 
     def evict(self, layout_id: int, now: float, *, back_off: bool = True) -> None:
         """End a layout; what ranks have reported of it is handled member by member."""
-        reported = self.gradient_sets.evict(layout_id, self._sequence, back_off=back_off)
-        if reported is None:
-            return
-        self._outcome.evicted.append(layout_id)
-        for ranks, request in reported:
+        for ranks, request in self._end_layout(layout_id, back_off=back_off):
             self.receive_request(ranks, request, now)
 
     def missing_for(self, rank: int, wait: Wait) -> frozenset[int] | None:
@@ -216,7 +207,7 @@ class Negotiator:
             members = frozenset(self._process_sets[wait.process_set_id])
             return members.difference(done, self.joins.ranks) if rank in done else None
         key = (wait.process_set_id, wait.name, wait.round_id)
-        tensor = self.table.pending().get(key)
+        tensor = self.table.pending.get(key)
         if tensor is None or rank not in tensor.requests:
             return None
         return frozenset(self.table.missing(key))
@@ -225,9 +216,9 @@ class Negotiator:
         """Fail when the state contradicts the rules at the top of this file."""
         self.table.check_invariants()
         self.gradient_sets.check_invariants()
-        for process_set_id, name, _ in self.table.pending():
+        for process_set_id, name, _ in self.table.pending:
             assert not self.left & set(self._process_sets[process_set_id]), f"'{name}' waits for a rank that left"
-        for pending in self.gradient_sets.pending():
+        for pending in self.gradient_sets.pending.values():
             assert not self.left & set(pending.bucket.response.contributors), "a bucket waits for a rank that left"
 
     def _complete(self, requests: Mapping[int, Request], now: float) -> None:
@@ -255,7 +246,7 @@ class Negotiator:
             for rank, splits in zip(members, receive_splits(requests, members), strict=True):
                 self._receive_splits[rank].append(splits)
         nbytes = payload_bytes(request)
-        self._outcome.ready.append((self._with_result(response, requests), nbytes))
+        self.outcome.ready.append((self._with_result(response, requests), nbytes))
         if request.collective is Collective.ALLREDUCE:
             self.reduced_bytes += nbytes
         if request.collective is Collective.JOIN:
@@ -289,6 +280,14 @@ class Negotiator:
                 result = self._reduce_eagerly(response, payloads, len(self._process_sets[response.process_set_id]))
         return response if result is None else msgspec.structs.replace(response, result=result)
 
+    def _end_layout(self, layout_id: int, *, back_off: bool = True) -> list[tuple[Ranks, Request]]:
+        """End a layout; return what ranks have reported of it."""
+        reported = self.gradient_sets.evict(layout_id, self._sequence, back_off=back_off)
+        if reported is None:
+            return []
+        self.outcome.evicted.append(layout_id)
+        return reported
+
     def _end_round(self, done: RoundDone) -> None:
         """Every rank that has not joined has finished a round: refuse what only some have, and learn a layout."""
         self.rounds += 1
@@ -297,10 +296,9 @@ class Negotiator:
             self._refuse_not_shared(requests)
         layout, evicted = self.gradient_sets.learn(done.label, done.round_id)
         for layout_id in evicted:
-            self.gradient_sets.evict(layout_id, self._sequence, back_off=False)
-            self._outcome.evicted.append(layout_id)
+            self._end_layout(layout_id, back_off=False)
         if layout is not None:
-            self._outcome.learned.append(layout)
+            self.outcome.learned.append(layout)
 
     def _join(self, rank: int, now: float) -> None:
         """Do not wait for a rank any more."""
@@ -317,7 +315,7 @@ class Negotiator:
         reported = self.gradient_sets.suspend(layout_id)
         if reported is None:
             return
-        self._outcome.suspended.append(layout_id)
+        self.outcome.suspended.append(layout_id)
         for ranks, request in reported:
             self.receive_request(ranks, request, now)
 
@@ -326,8 +324,7 @@ class Negotiator:
         self.joins.ranks.clear()
         self.table.recount()
         for layout_id in self.gradient_sets.suspended:  # ranks have made different numbers of rounds
-            self.gradient_sets.evict(layout_id, self._sequence)
-            self._outcome.evicted.append(layout_id)
+            self._end_layout(layout_id)
 
     def _remove_set(self, process_set_id: int, now: float) -> None:
         """Forget a process set; what is still pending in it never becomes complete."""
@@ -340,7 +337,7 @@ class Negotiator:
         self._process_sets.remove(process_set_id)
 
     def _refuse(self, request: Request, text: str, kind: ErrorKind = ErrorKind.MISMATCH) -> None:
-        self._outcome.refused.append(refusals.refusal(request, text, kind))
+        self.outcome.refused.append(refusals.refusal(request, text, kind))
         if request.collective is Collective.JOIN:
             self._abort_join()
         if request.label and request.process_set_id in self._process_sets:
@@ -356,8 +353,7 @@ class Negotiator:
     def _refuse_pending(self, now: float) -> None:
         """Refuse what waits for a rank that left; ranks that report it later get the same answer."""
         for layout_id in self.gradient_sets.layouts_of(self.left):
-            self._outcome.evicted.append(layout_id)
-            for ranks, request in self.gradient_sets.evict(layout_id, self._sequence) or ():
+            for ranks, request in self._end_layout(layout_id):
                 requests = self.table.add(ranks, request, now)
                 if requests is not None:
                     self._refuse_left(request)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from hvdlite.core.errors import ProtocolError
 from hvdlite.negotiation.fusion import ranks_in_step
@@ -40,31 +40,16 @@ class PendingBucket:
 
     def release(self) -> BucketRelease:
         """Return the release of the bucket, once all ranks have reported it."""
-        reports = self.reported.values()
         in_step: tuple[int, ...] = ()
         if self.in_step:
             in_step = ranks_in_step({rank: ready.in_step for ranks, ready in self.reported.items() for rank in ranks})
-        everywhere, somewhere = unused_members(list(reports))
+        everywhere, somewhere = unused_members(list(self.reported.values()))
         return BucketRelease(bucket_id=self.bucket.bucket_id, globally_unused=everywhere, partly_unused=somewhere,
                              ranks_in_step=in_step)
 
 
-class PendingBuckets:
-    """The incomplete buckets, by id."""
-
-    def __init__(self) -> None:
-        self._buckets: dict[int, PendingBucket] = {}
-
-    def __contains__(self, bucket_id: object) -> bool:
-        return bucket_id in self._buckets
-
-    def values(self) -> Collection[PendingBucket]:
-        """Return the incomplete buckets, oldest first."""
-        return self._buckets.values()
-
-    def get(self, bucket_id: int) -> PendingBucket | None:
-        """Return a bucket, or None when no rank has reported it."""
-        return self._buckets.get(bucket_id)
+class PendingBuckets(dict[int, PendingBucket]):
+    """The incomplete buckets, by id, oldest first."""
 
     def add(self, ranks: Ranks, ready: BucketReady, bucket: Bucket, now: float) -> BucketRelease | None:
         """Record that some ranks report a bucket; return its release when these were the last.
@@ -72,9 +57,9 @@ class PendingBuckets:
         Raises:
             ProtocolError: when they report it a second time before its release.
         """
-        pending = self._buckets.get(ready.bucket_id)
+        pending = self.get(ready.bucket_id)
         if pending is None:
-            pending = self._buckets[ready.bucket_id] = PendingBucket(now, bucket, ready.step)
+            pending = self[ready.bucket_id] = PendingBucket(now, bucket, ready.step)
         if ranks in pending.reported:
             raise ProtocolError(f"reported bucket {ready.bucket_id} of '{bucket.members[0].label}' twice before it was "
                                 "answered")
@@ -83,19 +68,19 @@ class PendingBuckets:
         pending.in_step = pending.in_step or ready.in_step
         if pending.count < len(bucket.response.contributors):
             return None
-        del self._buckets[ready.bucket_id]
+        del self[ready.bucket_id]
         return pending.release()
 
     def withdraw(self, layout: Layout) -> list[tuple[Ranks, Request]]:
         """Remove a layout's buckets; return the requests that their reports stand for, as (ranks, request)."""
         withdrawn: list[tuple[Ranks, Request]] = []
         for bucket in layout.buckets:
-            pending = self._buckets.pop(bucket.bucket_id, None)
+            pending = self.pop(bucket.bucket_id, None)
             for ranks, ready in pending.reported.items() if pending else ():
                 withdrawn.extend((ranks, request) for request in requests_of(bucket, ready))
         return withdrawn
 
     def check_invariants(self) -> None:
         """Fail when an entry is empty or complete."""
-        for pending in self._buckets.values():
+        for pending in self.values():
             assert 0 < pending.count == len(pending.ranks) < len(pending.bucket.response.contributors), pending

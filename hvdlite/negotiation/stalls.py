@@ -25,7 +25,7 @@ class Stall:
 
 def tensor_stall(table: ReadinessTable, key: Key, now: float) -> Stall:
     """Describe an incomplete tensor."""
-    tensor = table.pending()[key]
+    tensor = table.pending[key]
     return Stall(key[1], now - tensor.since, tuple(sorted(tensor.requests)), tuple(table.missing(key)))
 
 

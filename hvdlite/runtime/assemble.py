@@ -5,28 +5,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import os
 import shutil
-import socket
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-import msgspec
-
-from hvdlite._version import __version__
-from hvdlite.bootstrap.descriptors import recv_fds, send_fds
+from hvdlite.bootstrap.cancellation import Cancellation
 from hvdlite.bootstrap.environments import LaunchInfo, check_directory
-from hvdlite.bootstrap.rendezvous import Address, accept_ranks, advertised_address, connect_to_rank_0, host_identity, listen
-from hvdlite.control.codec import RankInfo, Welcome
+from hvdlite.bootstrap.member import Member
+from hvdlite.bootstrap.rendezvous import host_identity
 from hvdlite.control.doorbell import Doorbell
 from hvdlite.control.inproc import InprocControl
 from hvdlite.control.leading import LeaderControl
 from hvdlite.control.star import StarControl
 from hvdlite.control.wire import Connection
-from hvdlite.core.config import Config, matching_knobs, timeout_or_inf
-from hvdlite.core.errors import LaunchError
+from hvdlite.core.config import Config, timeout_or_inf
 from hvdlite.core.file_limit import reserve_descriptors
 from hvdlite.core.launch_contract import PROCESSES_FILE
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
@@ -35,8 +28,7 @@ from hvdlite.core.world import Hosts, World
 from hvdlite.diagnostics.process_probe import ProcessProbe
 from hvdlite.engine.connections import Connections
 from hvdlite.engine.oob import OobChannel
-from hvdlite.memory import fence
-from hvdlite.memory.shared import SharedMemory, anonymous_file
+from hvdlite.memory.shared import SharedMemory
 from hvdlite.negotiation.coordinator import Coordinator
 from hvdlite.negotiation.layouts import BucketSizes
 from hvdlite.negotiation.leader import Leader
@@ -45,21 +37,19 @@ from hvdlite.planes.arithmetic import Casts
 from hvdlite.planes.base import DevicePlane, Plane
 from hvdlite.planes.eager import reduce_payloads
 from hvdlite.planes.gloo import gloo_plane
-from hvdlite.planes.gloo import unavailable_reason as gloo_unavailable_reason
 from hvdlite.planes.hierarchical import HierarchicalPlane
 from hvdlite.planes.loopback import LoopbackHub, LoopbackPlane
 from hvdlite.planes.mpi import mpi_plane
 from hvdlite.planes.nccl.plane import create_nccl_plane
 from hvdlite.planes.selection import PlaneChoice, choose_plane
 from hvdlite.planes.shm import ShmPlane
+from hvdlite.runtime.meeting import Meeting, address_for_others, checked_world, common_clock
 from hvdlite.runtime.runtime import Runtime
 
 PlaneWrapper = Callable[[int, Plane], Plane]
 DevicePlaneMaker = Callable[[int, OobChannel, Callable[[], None]], DevicePlane]
 """Make the plane for GPUs of a rank, with what lets it meet the others, and what wakes its background thread."""
 
-SAME_CLOCK_SECONDS: Final = 0.05
-"""Two clocks that differ by less when the ranks meet are one: what is seen is how long the welcome took."""
 _log = logging.getLogger("hvdlite")
 
 
@@ -69,17 +59,18 @@ def coordinator_for(world: World, config: Config) -> Coordinator | None:
         return None
     policy = Policy(config.fusion_threshold, BucketSizes(config.bucket_edge, config.bucket_size), config.bucket_layouts,
                     config.join_divides_by_active, config.deterministic)
-    return Coordinator(world.size, policy, reduce_payloads)
+    return Coordinator(world.size, policy, reduce_payloads, epoch=world.epoch)
 
 
 def assemble_threads(size: int, config: Config, wrap: PlaneWrapper = lambda rank, plane: plane,
-                     casts: Casts | None = None, devices: DevicePlaneMaker | None = None) -> list[Runtime]:
+                     casts: Casts | None = None, devices: DevicePlaneMaker | None = None, *,
+                     epoch: int = 0) -> list[Runtime]:
     """Return the runtimes of `size` ranks that live in this process, not yet started; `wrap` may inject faults."""
     hub = LoopbackHub()
     casts = casts or Casts.of_numpy()
     runtimes = []
     for rank, control in enumerate(InprocControl.star(size)):
-        world = World(rank, size, rank, size)
+        world = World(rank, size, rank, size, epoch=epoch)
         plane = wrap(rank, LoopbackPlane(rank, hub, control.wake_rank, casts))
         oob = OobChannel(rank)
         gpu_plane = None if devices is None else devices(rank, oob, control.wake)
@@ -95,46 +86,52 @@ def gpus(info: LaunchInfo, config: Config, environment: Mapping[str, str]) -> De
 
 
 def assemble(info: LaunchInfo, config: Config, casts: Casts, stack_dump: StackDumpTarget = NO_STACK_DUMP,
-             environment: Mapping[str, str] | None = None) -> Runtime:
+             environment: Mapping[str, str] | None = None, member: Member | None = None,
+             cancellation: Cancellation | None = None) -> Runtime:
     """Meet the other ranks of this job and return this rank's runtime, not yet started.
 
     Args:
         stack_dump: where this process writes its stacks; see `diagnostics.process_probe`.
         environment: the process's, in which NCCL looks for its settings.
+        member: in an elastic job, the link with its launcher.
+        cancellation: may end the meeting from another thread.
 
     Raises:
         LaunchError: when the ranks cannot meet.
     """
     if info.world.size == 1:
-        return assemble_threads(1, config, casts=casts, devices=gpus(info, config, environment or {}))[0]
+        return assemble_threads(1, config, casts=casts, devices=gpus(info, config, environment or {}),
+                                epoch=info.world.epoch)[0]
+    meeting = Meeting(info, config, cancellation or Cancellation(), member)
     with contextlib.ExitStack() as made:
-        runtime = _assembled(info, config, casts, stack_dump, environment or {}, made)
+        runtime = _assembled(meeting, casts, stack_dump, environment or {}, made)
         made.pop_all()  # the runtime closes them
     return runtime
 
 
-def _assembled(info: LaunchInfo, config: Config, casts: Casts, stack_dump: StackDumpTarget, environment: Mapping[str, str],
+def _assembled(meeting: Meeting, casts: Casts, stack_dump: StackDumpTarget, environment: Mapping[str, str],
                made: contextlib.ExitStack) -> Runtime:
     """Like `assemble`, in a job of several ranks.
 
     Args:
         made: gets what must be closed when this fails half-way. All of it can be closed twice.
     """
+    info, config = meeting.info, meeting.config
     check_directory(info.job_directory, make=info.owns_directory)
     try:
-        direct, welcome = _meet(info, config, stack_dump)
+        direct, welcome = meeting.ranks(stack_dump)
         for connection in direct.values():
             made.callback(connection.close)
         hosts = Hosts.of(welcome.hosts)
-        world = _checked(info, hosts)
+        world = checked_world(info, hosts)
         local = hosts.local_ranks(world.rank)
-        address = config.gloo_interface or _address_for_others(direct, welcome)
+        address = config.gloo_interface or address_for_others(direct, welcome)
         pids = {rank: welcome.pids[rank] for rank in local}
         # For each rank of the host: a doorbell, a process to watch and, where this rank leads, a connection's two ends.
         leads = welcome.use_leaders and world.rank == local[0]
         with reserve_descriptors((4 if leads else 2) * len(local), f"rank {world.rank}, one of {len(local)} on its host,"):
-            doorbells, memory, inside = _shared(info, local, config, made, use_leaders=welcome.use_leaders)
-            control = _control(world.rank, hosts, direct, inside, doorbells, pids, config, use_leaders=welcome.use_leaders)
+            doorbells, memory, inside = meeting.shared(local, made, use_leaders=welcome.use_leaders)
+            control = _control(world, hosts, direct, inside, doorbells, pids, config, use_leaders=welcome.use_leaders)
             made.callback(control.close)
     finally:
         if info.owns_directory and info.world.local_rank == 0:
@@ -149,7 +146,7 @@ def _assembled(info: LaunchInfo, config: Config, casts: Casts, stack_dump: Stack
     plane.add_process_set(GLOBAL_PROCESS_SET_ID, tuple(range(world.size)))
     probe = ProcessProbe(pids, {rank: welcome.stack_dumps[rank] for rank in local})
     connections = Connections(control, plane, oob, gpus(info, config, environment)(world.rank, oob, control.wake), probe,
-                              _common_clock(welcome))
+                              common_clock(welcome))
     runtime = Runtime(world, config, connections, coordinator_for(world, config), hosts)
     if not info.owns_directory:
         if world.rank == local[0]:
@@ -201,107 +198,7 @@ class HostPlanes:
                           chunk=config.shm_chunk, casts=self.casts)
 
 
-def _meet(info: LaunchInfo, config: Config, stack_dump: StackDumpTarget) -> tuple[Mapping[int, Connection], Welcome]:
-    world = info.world
-    host = f"{host_identity()}:{info.job_directory}"
-    no_mpi = "" if info.communicator is not None else info.mpi_problem or "the job was not started with mpirun"
-    lacks = tuple((name, reason) for name, reason in {"mpi": no_mpi, "gloo": gloo_unavailable_reason()}.items() if reason)
-    own = RankInfo(rank=world.rank, size=world.size, pid=os.getpid(), host=host, version=__version__, stack_dump=stack_dump,
-                   settings=matching_knobs(config), unavailable=lacks)
-    address = _address(info, config)
-    if world.rank != 0:
-        connection, welcome = connect_to_rank_0(address, own, timeout=timeout_or_inf(config.start_timeout),
-                                   frame_limit=config.frame_limit)
-        return {0: connection}, msgspec.structs.replace(welcome, clock=welcome.clock - time.monotonic())
-    with contextlib.closing(listen(address)) as listener:
-        try:
-            connections, welcome = accept_ranks(listener, address, own, timeout=timeout_or_inf(config.start_timeout),
-                                                 frame_limit=config.frame_limit, use_leaders=config.control != "tcp")
-            return connections, msgspec.structs.replace(welcome, clock=0.0)
-        finally:
-            if address.path:
-                Path(address.path).unlink(missing_ok=True)
-
-
-def _address(info: LaunchInfo, config: Config) -> Address:
-    if config.control == "tcp" or info.on_several_hosts:
-        if config.control == "unix":
-            raise LaunchError("HVDLITE_CONTROL=unix is for one host, and the job has ranks on several")
-        if info.coordinator is None:
-            raise LaunchError("ranks that meet over TCP need HVDLITE_COORDINATOR=host:port, the same on all ranks")
-        return Address(host=info.coordinator[0], port=info.coordinator[1], key=info.key)
-    return Address(path=str(Path(info.job_directory) / "control.sock"))
-
-
-def _checked(info: LaunchInfo, hosts: Hosts) -> World:
-    """Return this rank's coordinates as the ranks have found them to be.
-
-    Raises:
-        LaunchError: when the launcher says otherwise.
-    """
-    told, found = info.world, hosts.world(info.world.rank)
-    if told.local_size != found.local_size:
-        raise LaunchError(f"rank {told.rank} was told that {told.local_size} ranks share its host, but it shares machine, "
-                          f"process table and job directory with ranks {list(hosts.local_ranks(told.rank))} only. Ranks in "
-                          f"different containers are on different hosts; check HVDLITE_LOCAL_SIZE ({info.environment})")
-    return found
-
-
-def _address_for_others(connections: Mapping[int, Connection], welcome: Welcome) -> str:
-    """Return the IP address of this host on the way to rank 0; on rank 0 and beside it, the one by which others come."""
-    own = advertised_address(connections.values())
-    return own or welcome.advertised_address or "127.0.0.1"
-
-
-def _common_clock(welcome: Welcome) -> Callable[[], float]:
-    """Return rank 0's clock, as far as it could be told when the ranks met; that of this host, where it is the same."""
-    offset = welcome.clock
-    if abs(offset) < SAME_CLOCK_SECONDS:
-        return time.monotonic
-    return lambda: time.monotonic() + offset
-
-
-def _shared(info: LaunchInfo, local: Sequence[int], config: Config, made: contextlib.ExitStack, *,
-            use_leaders: bool) -> tuple[dict[int, Doorbell], SharedMemory, dict[int, Connection]]:
-    """Make (the host's first rank) or receive (the others) the host's shared memory, one doorbell a rank and, when the
-    hosts have leaders, a connection between the first rank and each other one.
-
-    Args:
-        made: gets what must be closed when this fails, or what follows.
-    """
-    rank, (leader, *others) = info.world.rank, local
-    path = str(Path(info.job_directory) / "memory.sock")
-    fenced = fence.is_needed()
-    pairs = [socket.socketpair() for _ in others] if use_leaders and rank == leader else []
-    if rank == leader:
-        doorbells = [Doorbell() for _ in local]
-        file = anonymous_file()
-        fences = [fence.fence_file()] if fenced else []
-        memory = SharedMemory(file, rank, *map(fence.Fence, fences))
-        for close in (memory.close, *(doorbell.close for doorbell in doorbells), *(ours.close for ours, _ in pairs)):
-            made.callback(close)
-        with contextlib.ExitStack() as given:
-            for _, theirs in pairs:
-                given.callback(theirs.close)
-            if others:
-                rings = [descriptor for doorbell in doorbells for descriptor in doorbell.descriptors]
-                ends = [[theirs.fileno()] for _, theirs in pairs] if use_leaders else [[] for _ in others]
-                send_fds(path, [file, *fences, *rings], ends, timeout_or_inf(config.start_timeout))
-        inside = {other: Connection(ours, frame_limit=config.frame_limit)
-                  for other, (ours, _) in zip(others, pairs, strict=use_leaders)}
-        return dict(zip(local, doorbells, strict=True)), memory, inside
-    file, *rest = recv_fds(path, others.index(rank), timeout_or_inf(config.start_timeout))
-    memory = SharedMemory(file, rank, fence.Fence(rest.pop(0)) if fenced else None)
-    inside = {leader: Connection(socket.socket(fileno=rest.pop()), frame_limit=config.frame_limit)} if use_leaders else {}
-    each = len(rest) // len(local)
-    received = [Doorbell(rest[start:start + each]) for start in range(0, len(rest), each)]
-    for close in (memory.close, *(doorbell.close for doorbell in received),
-                  *(connection.close for connection in inside.values())):
-        made.callback(close)
-    return dict(zip(local, received, strict=True)), memory, inside
-
-
-def _control(rank: int, hosts: Hosts, direct: Mapping[int, Connection], inside: Mapping[int, Connection],
+def _control(world: World, hosts: Hosts, direct: Mapping[int, Connection], inside: Mapping[int, Connection],
              doorbells: Mapping[int, Doorbell], pids: Mapping[int, int], config: Config, *,
              use_leaders: bool) -> StarControl:
     """Return this rank's end of the star.
@@ -310,6 +207,7 @@ def _control(rank: int, hosts: Hosts, direct: Mapping[int, Connection], inside: 
         direct: connections between rank 0 and each other rank; those that are not needed are closed.
         inside: those between a host's leader and each other rank of it.
     """
+    rank = world.rank
     others = {other: pid for other, pid in pids.items() if other != rank}
     if not use_leaders:
         return StarControl(rank, direct, doorbells, others, heartbeat_timeout=timeout_or_inf(config.heartbeat_timeout))
@@ -321,7 +219,7 @@ def _control(rank: int, hosts: Hosts, direct: Mapping[int, Connection], inside: 
     local = hosts.local_ranks(rank)
     leads = rank in groups
     if rank and leads and others:
-        return LeaderControl(Leader(local, sum(map(len, hosts.ranks_by_host)), in_order=config.deterministic), links,
+        return LeaderControl(Leader(local, world.size, epoch=world.epoch, in_order=config.deterministic), links,
                              doorbells, others, heartbeat_timeout=timeout_or_inf(config.heartbeat_timeout))
     spoken_for = {} if rank else {leader: group for leader, group in groups.items() if leader and len(group) > 1}
     return StarControl(rank, links, doorbells, others, heartbeat_timeout=timeout_or_inf(config.heartbeat_timeout),

@@ -106,6 +106,15 @@ class Runtime:
         self._inbox.post(Task(lambda: self._engine.fail(notice)))
         self._state.ended.wait(FLUSH_SECONDS)
 
+    def stop(self, reason: str) -> None:
+        """Let the world end at once, in the middle of anything; callable from any thread. Does not wait."""
+        self._inbox.post(Task(lambda: self._engine.stop(reason)))
+
+    def end(self, reason: str) -> None:
+        """Let the world end at once, unless it has, and wait for it: the background thread has ended, and all is closed."""
+        self.stop(reason)
+        self._engine.join(None)
+
     def shutdown(self) -> None:
         """Leave the job: pending handles fail, work already agreed on is finished for the others' sake.
 

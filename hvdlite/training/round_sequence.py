@@ -156,6 +156,11 @@ class RoundSequence(Generic[Parameter]):
             if self.current is not None and only in (None, self.current):
                 self.finish()
 
+    def abandon(self) -> None:
+        """The runtime has ended: the round under way is over without results, and learned buckets are let go of."""
+        self.current = self.later_call = None
+        self.rounds.forget()
+
     def notice_late(self, current: Round[Parameter]) -> None:
         """Like the round's, if it is still under way."""
         with self.lock:

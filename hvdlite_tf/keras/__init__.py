@@ -12,7 +12,7 @@ from hvdlite import frontend, join
 from hvdlite.frontend import *
 from hvdlite.training import objects as _objects
 from hvdlite_tf.compression import Compression
-from hvdlite_tf.keras import callbacks
+from hvdlite_tf.keras import callbacks, elastic
 from hvdlite_tf.keras.broadcast import broadcast_variables as _broadcast_variables
 from hvdlite_tf.keras.collectives import allgather, allreduce, broadcast, reducescatter
 from hvdlite_tf.keras.hooks import install as _install
@@ -24,7 +24,7 @@ from hvdlite_tf.sync_batch_norm import install as _install_sync_batch_norm
 __all__ = [
     "Compression", "DistributedOptimizer", "MirroredStrategy", "PartialDistributedOptimizer", "SyncBatchNormalization",
     "allgather", "allgather_object", "allreduce", "broadcast", "broadcast_global_variables", "broadcast_object",
-    "broadcast_variables", "callbacks", "join", "load_model", "reducescatter",
+    "broadcast_variables", "callbacks", "elastic", "join", "load_model", "reducescatter",
 ]
 __all__ += frontend.__all__
 

@@ -29,8 +29,9 @@ class BaseStrategy(LaunchableStrategy):
     """The common base of the strategies of all backends: the interface for the scope and the models.
 
     Args:
-        adapter: the part of the strategies' names that identifies a backend.
-        scale_learning_rate: whether to multiply learning rates by the number of replicas.
+        devices: how many ranks `launch` starts when no launcher has; a number, or as many as the list is long.
+        cross_device_ops: accepted for TensorFlow's sake.
+        scale_learning_rate: multiply the learning rates of optimizers by the number of replicas.
 
     Attributes:
         rank: this rank.
@@ -42,7 +43,9 @@ class BaseStrategy(LaunchableStrategy):
 
     scope: Callable[[], Any]
 
-    def __init__(self, adapter: str, devices: int | Sequence[str] | None, scale_learning_rate: bool) -> None:
+    def __init__(self, devices: int | Sequence[str] | None = None, cross_device_ops: Any = None, *,
+                 scale_learning_rate: bool = False) -> None:
+        del cross_device_ops
         super().__init__(devices)
         if not api.is_initialized():
             api.init()
@@ -52,8 +55,12 @@ class BaseStrategy(LaunchableStrategy):
         self.variable_mirror = VariableMirror(self.rank, self._size)
         self.has_local_input = False
         self._seed = int(broadcast_object(runtime, int(np.random.default_rng().integers(1 << 30)), 0,
-                                          runtime.unnamed(adapter, "strategy_seed")))
+                                          runtime.unnamed("keras", "strategy_seed")))
         sync_random_state()
+        self._set_up()
+
+    def _set_up(self) -> None:
+        """Finish the constructor of a backend's strategy."""
 
     @property
     def num_replicas_in_sync(self) -> int:

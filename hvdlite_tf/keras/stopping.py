@@ -15,6 +15,7 @@ import numpy as np
 from hvdlite import api
 from hvdlite.core.types import ReduceOp
 from hvdlite.training.objects import allgather_object
+from hvdlite_tf.keras.elastic_callbacks import EPOCH_IS_OVER
 
 _NEVER_STOPS = tuple(getattr(keras.callbacks, name) for name in (
     "BackupAndRestore", "CSVLogger", "EarlyStopping", "History", "LearningRateScheduler", "ModelCheckpoint",
@@ -117,7 +118,8 @@ class StopTogetherCallback(keras.callbacks.Callback):
             model.train_function = idle
 
     def _agree(self) -> None:
-        if _sum("keras.stop", bool(self.model.stop_training)):
+        wants_to_stop = bool(self.model.stop_training) and self.model.stop_training is not EPOCH_IS_OVER
+        if _sum("keras.stop", wants_to_stop):
             self.model.stop_training = True
 
     def _check_data(self, has_ended: bool) -> None:

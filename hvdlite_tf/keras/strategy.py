@@ -23,16 +23,8 @@ class MirroredStrategy(scope.BaseStrategy):
     replica. Optimizers that are created or compiled in the scope average gradients, weighted by samples in `fit`. Training
     begins with rank 0's variables. BatchNormalization normalizes each rank's shard separately.
 
-    Args:
-        devices: how many ranks `launch` starts when no launcher has; a number, or as many as the list is long.
-        cross_device_ops: accepted for TensorFlow's sake.
-        scale_learning_rate: multiply the learning rates of optimizers by the number of replicas.
+    The arguments are those of `scope.BaseStrategy`.
     """
-
-    def __init__(self, devices: int | Sequence[str] | None = None, cross_device_ops: Any = None, *,
-                 scale_learning_rate: bool = False) -> None:
-        del cross_device_ops
-        super().__init__("keras", devices, scale_learning_rate)
 
     @contextmanager
     def scope(self) -> Iterator[MirroredStrategy]:

@@ -8,7 +8,7 @@ guarantee the interface: `tests/tf/test_mirrored.py` lists the versions with whi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -42,16 +42,10 @@ class MirroredStrategy(scope.BaseStrategy, tf.distribute.Strategy):  # type: ign
     Random operations of TensorFlow get the same seed on all ranks, rank 0's if the script has set one, so that datasets
     shuffle equally; create datasets after the strategy.
 
-    Args:
-        devices: how many ranks `launch` starts when no launcher has; a number, or as many as the list is long.
-        cross_device_ops: accepted for TensorFlow's sake.
-        scale_learning_rate: multiply the learning rates of optimizers by the number of replicas.
+    The arguments are those of `scope.BaseStrategy`.
     """
 
-    def __init__(self, devices: int | Sequence[str] | None = None, cross_device_ops: Any = None, *,
-                 scale_learning_rate: bool = False) -> None:
-        del cross_device_ops
-        scope.BaseStrategy.__init__(self, "tf", devices, scale_learning_rate)
+    def _set_up(self) -> None:
         tf.distribute.Strategy.__init__(self, _Extended(self, own_device(api.local_rank())))
         with tf.device("CPU:0"):
             self._samples = tf.Variable(1.0, trainable=False)

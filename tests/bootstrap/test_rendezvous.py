@@ -9,7 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hvdlite.bootstrap.rendezvous import LOGGED_REFUSALS, Address, RefusedConnections
+from hvdlite.bootstrap.refused_connections import LOGGED_REFUSALS, RefusedConnections
+from hvdlite.bootstrap.rendezvous import Address
 from hvdlite.control.codec import RankInfo
 from hvdlite.core.errors import LaunchError, ProtocolError
 from tests.bootstrap.meeting import SETTINGS, meet, rank_info

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.compat.running import run_for_horovod
 from tests.tf.support import ENVIRONMENT, imported
 from tests.worlds import HVDRUN, PYTHON_PATH, ROOT, TORCH, processes
 
@@ -22,8 +23,8 @@ PROGRAMS = Path(__file__).parent / "programs"
 def run(script: str, *arguments: str, keras: bool = False) -> str:
     """Run a script on two ranks that begin with its framework imported; return what they print."""
     imports, environment = (imported("tensorflow"), ENVIRONMENT) if keras else (TORCH, None)
-    source = f"import runpy, hvdlite.horovod_compat\nrunpy.run_path({str(PROGRAMS / script)!r}, run_name='__main__')\n"
-    ended = processes(2, source, *arguments, timeout=120, imported=imports, environment=environment)
+    ended = processes(2, run_for_horovod, str(PROGRAMS / script), *arguments, timeout=120, imported=imports,
+                      environment=environment)
     assert all(rank.stdout.count("done") == 1 for rank in ended), ended
     return "".join(rank.stdout for rank in ended)
 
@@ -57,6 +58,10 @@ def test_tensorflow_and_keras(script: str) -> None:
 
 def test_process_sets_samplers_loaders_and_helpers() -> None:
     run("sets_and_samplers.py")
+
+
+def test_an_elastic_script_without_an_elastic_launcher() -> None:
+    run("elastic.py")
 
 
 def test_the_names_are_the_same_modules() -> None:

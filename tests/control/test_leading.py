@@ -60,9 +60,9 @@ def host() -> Iterator[Host]:
 def test_reports_go_up_and_are_no_events(host: Host) -> None:
     host.rank_3.send(SAYS)
     assert host.control.wait(5.0) == []
-    assert host.sent(host.rank_0) == HostReport(applied=0, items=(RankReport(3, SAYS),))
+    assert host.sent(host.rank_0) == HostReport(epoch=0, applied=0, items=(RankReport(3, SAYS),))
     host.control.send_report(SAYS)
-    assert host.sent(host.rank_0) == HostReport(applied=0, items=(RankReport(2, SAYS),))
+    assert host.sent(host.rank_0) == HostReport(epoch=0, applied=0, items=(RankReport(2, SAYS),))
 
 
 def test_direct_messages_go_to_their_ranks_only_and_before_what_follows(host: Host) -> None:

@@ -64,7 +64,7 @@ def test_the_best_setting_stays_and_what_the_user_set_is_left_alone(tmp_path: Pa
     assert told[-1]["bucket_size"] == int(rows[-1]["bucket_size"]) and set(told[-1]) == set(tunable(config))
     decision = coordinator.decide()
     assert decision is not None and dict(decision.tuned)["bucket_size"] == told[-1]["bucket_size"]
-    assert coordinator.policy.bucket_sizes.middle == told[-1]["bucket_size"]
+    assert coordinator.negotiator.policy.bucket_sizes.middle == told[-1]["bucket_size"]
 
 
 def test_a_log_that_cannot_be_written_is_told_at_once(tmp_path: Path) -> None:

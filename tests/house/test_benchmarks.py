@@ -11,18 +11,10 @@ pytest.importorskip("torch")
 
 from benchmarks import control_scale, report
 from examples import fashion_mnist
+from tests.house.programs.small_benchmarks import run_small
 from tests.worlds import TORCH, free_port, processes
 
 SMALL = ["--rounds", "1", "--seconds", "0.001", "--short"]
-
-SMALLER = {
-    "collectives": "benchmark.SHORT = [4, 1 << 20]",
-    "gradients": "shapes = benchmark.resnet50_shapes()[:40]\nbenchmark.resnet50_shapes = lambda: shapes",
-    "hooks": "benchmark.STEPS = 1",
-    "planes": "benchmark.SHORT = [1 << 16, 1 << 20]",
-    "training": "benchmark.STEPS = 1",
-}
-"""What makes a benchmark smaller than its flags can."""
 
 
 @pytest.mark.slow
@@ -37,8 +29,7 @@ def test_it_runs_and_records(script: str, options: list[str], tmp_path: Path) ->
         except FileNotFoundError as error:
             pytest.skip(str(error))
     record = tmp_path / f"{script}.json"
-    source = f"from benchmarks import {script} as benchmark\n{SMALLER.get(script, '')}\nbenchmark.main()\n"
-    processes(2, source, *options, "--record", record, timeout=150, imported=TORCH,
+    processes(2, run_small, script, *options, "--record", str(record), timeout=150, imported=TORCH,
               environment={"BENCH_PORT": str(free_port())})
     rows = json.loads(record.read_text(encoding="utf-8"))["rows"]
     assert rows and report._TABLES[script](rows, 2)

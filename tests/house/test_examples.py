@@ -99,5 +99,5 @@ def test_missing_data_is_explained(tmp_path: Path) -> None:
         fashion_mnist.find(str(tmp_path))
     assert str(tmp_path) in str(caught.value)
     with pytest.raises(ValueError, match="not an IDX file"):
-        (tmp_path / "x.gz").write_bytes(gzip.compress(b"garbage"))
-        fashion_mnist._read(tmp_path / "x.gz")
+        (tmp_path / fashion_mnist.FILES["test"][0]).write_bytes(gzip.compress(b"garbage"))
+        fashion_mnist.load(tmp_path, "test")

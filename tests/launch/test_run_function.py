@@ -15,8 +15,9 @@ import pytest
 import hvdlite
 from hvdlite.core.errors import LaunchError, PeerLostError, ProtocolError
 from hvdlite.launch import run_task
-from hvdlite.launch.run_function import RankTraceback, sign, verified
+from hvdlite.launch.run_function import sign, verified
 from hvdlite_runner.reaper import marked_processes
+from tests.launch.failing import check_first_exception
 
 
 @pytest.fixture(autouse=True)
@@ -47,17 +48,7 @@ def test_results_come_in_rank_order(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_first_ranks_exception_is_raised_with_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
-    def fail() -> None:
-        import hvdlite as hvd
-        hvd.init()
-        if hvd.rank() == 1:
-            raise KeyError("bad batch")
-        hvd.barrier()
-
-    with pytest.raises(KeyError, match="bad batch") as caught:
-        hvdlite.run(fail, np=2)
-    assert isinstance(caught.value.__cause__, RankTraceback)
-    assert "on rank 1" in str(caught.value.__cause__) and 'raise KeyError("bad batch")' in str(caught.value.__cause__)
+    check_first_exception(lambda fail: hvdlite.run(fail, np=2))
     assert "rank 1 failed first: KeyError" in capsys.readouterr().err
 
 
@@ -84,7 +75,8 @@ def test_a_killed_rank_is_named() -> None:
 def test_what_cannot_be_started_or_makes_no_sense() -> None:
     with pytest.raises(LaunchError, match="2 slots"):
         hvdlite.run(len, ("x",), np=3, hosts="localhost:2")
-    for arguments in ({"hosts": "a", "hostfile": "b"}, {"use_gloo": True, "use_mpi": True}, {"min_np": 2}):
+    for arguments in ({"hosts": "a", "hostfile": "b"}, {"use_gloo": True, "use_mpi": True}, {"slots": 2},
+                      {"min_np": 1, "cooldown_range": (1,)}, {"hosts": "a", "host_discovery_script": "b"}):
         with pytest.raises(ValueError):
             hvdlite.run(len, ("x",), **arguments)  # type: ignore[arg-type]
 

@@ -14,7 +14,7 @@ pyspark = pytest.importorskip("pyspark")
 
 import hvdlite.spark  # noqa: E402
 from hvdlite.core.errors import LaunchError, PeerLostError  # noqa: E402
-from hvdlite.launch.run_function import RankTraceback  # noqa: E402
+from tests.launch.failing import check_first_exception  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(
     shutil.which("java") is None, reason="needs a Java runtime (make test as root installs it)")]
@@ -53,16 +53,7 @@ def test_results_in_rank_order_and_processes_that_can_be_used_again(spark: None)
 
 
 def test_the_first_exception_is_raised_once_with_its_traceback(spark: None) -> None:
-    def fail() -> None:
-        import hvdlite as hvd
-        hvd.init()
-        if hvd.rank() == 1:
-            raise KeyError("bad batch")
-        hvd.barrier()
-
-    with pytest.raises(KeyError, match="bad batch") as caught:
-        hvdlite.spark.run(fail)
-    assert isinstance(caught.value.__cause__, RankTraceback) and "on rank 1" in str(caught.value.__cause__)
+    check_first_exception(hvdlite.spark.run)
 
 
 def test_a_dead_rank_and_too_many_ranks(spark: None) -> None:

@@ -118,7 +118,7 @@ def test_a_file_without_a_range_left_is_no_memory_on_all_ranks_alike() -> None:
 def test_the_file_has_more_ranges_than_any_job_will_use() -> None:
     file, (memory,) = ranks(1)
     assert os.fstat(file).st_size == 1 << 62
-    memory._end = (1 << 62) - (4 << 20)
+    memory.window((1 << 62) - (4 << 20), (1,))  # another rank's
     before = allocated(file)
     (part,) = memory.window(2 << 20, (0,))
     part[...] = 3

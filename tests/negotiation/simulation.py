@@ -76,11 +76,11 @@ class Simulation:
             queue = self.host_up[self.leaders.index(leader)]
             if queue:
                 self.coordinator.receive_host(leader.ranks, queue.popleft(), self.now)
-                self.coordinator.check_invariants()
+                self.coordinator.negotiator.check_invariants()
                 return True
         elif self.up[rank]:
             self.coordinator.receive(rank, self.up[rank].popleft(), self.now)
-            self.coordinator.check_invariants()
+            self.coordinator.negotiator.check_invariants()
             return True
         return False
 

@@ -173,7 +173,7 @@ def test_a_set_that_ranks_drop_at_different_times_is_forgotten(story: tuple[Simu
     assert len(dropped) == size, "somebody waits for ever"
     simulation.settle()
     assert simulation.failures == [None] * size
-    assert not simulation.coordinator.gradient_sets and not simulation.coordinator.is_anything_pending
+    assert not simulation.coordinator.negotiator.gradient_sets.labels and not simulation.coordinator.is_anything_pending
     for plan in simulation.plans:
         learned = [instruction.layout_id for instruction in plan if isinstance(instruction, Layout)]
         assert [instruction.layout.layout_id for instruction in plan if isinstance(instruction, EvictLayout)] == learned
@@ -185,10 +185,10 @@ def test_a_layout_ends_with_the_first_rank_that_drops_its_set(hosts: list[tuple[
     simulation.controllers[1].retire(Retired(LABEL))
     simulation.settle()
     assert [isinstance(plan[-1], EvictLayout) for plan in simulation.plans] == [True, True]
-    assert simulation.coordinator.gradient_sets == {LABEL}, "rank 0 may still report something of it"
+    assert simulation.coordinator.negotiator.gradient_sets.labels == {LABEL}, "rank 0 may still report something of it"
     simulation.controllers[0].retire(Retired(LABEL))
     simulation.settle()
-    assert not simulation.coordinator.gradient_sets
+    assert not simulation.coordinator.negotiator.gradient_sets.labels
 
 
 def test_what_waits_in_a_set_that_all_ranks_have_dropped_is_answered() -> None:
@@ -199,7 +199,7 @@ def test_what_waits_in_a_set_that_all_ranks_have_dropped_is_answered() -> None:
         controller.retire(Retired(LABEL))
     simulation.settle()
     assert [response.error for response in simulation.plans[1] if isinstance(response, Response)] == [ErrorKind.MISMATCH]
-    assert not simulation.coordinator.is_anything_pending and not simulation.coordinator.gradient_sets
+    assert not simulation.coordinator.is_anything_pending and not simulation.coordinator.negotiator.gradient_sets.labels
 
 
 def test_a_set_of_a_process_set_that_is_gone_may_be_dropped() -> None:
@@ -211,7 +211,7 @@ def test_a_set_of_a_process_set_that_is_gone_may_be_dropped() -> None:
     for controller in simulation.controllers:
         controller.retire(Retired(LABEL, 1))
     simulation.settle()
-    assert simulation.failures == [None, None] and not simulation.coordinator.gradient_sets
+    assert simulation.failures == [None, None] and not simulation.coordinator.negotiator.gradient_sets.labels
 
 
 @given(strategies.integers(2, 4), strategies.integers(0, 1 << 30), strategies.sampled_from([0, 1, 2]), strategies.booleans())
@@ -244,4 +244,4 @@ def test_a_set_may_be_dropped_in_the_middle_of_a_round(size: int, seed: int, per
         learned = [instruction.layout_id for instruction in plan if isinstance(instruction, Layout)]
         assert [instruction.layout.layout_id for instruction in plan if isinstance(instruction, EvictLayout)] == learned
     assert not any(controller.unanswered() for controller in simulation.controllers), "somebody waits for ever"
-    assert not simulation.coordinator.is_anything_pending and not simulation.coordinator.gradient_sets
+    assert not simulation.coordinator.is_anything_pending and not simulation.coordinator.negotiator.gradient_sets.labels

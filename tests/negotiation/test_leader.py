@@ -51,7 +51,7 @@ def test_what_all_say_goes_up_once() -> None:
     leader.receive(2, ready(2))
     assert leader.take_report() is None
     leader.receive(3, ready(2))
-    assert leader.take_report() == HostReport(applied=1, items=(BucketReady(bucket_id=7, round_id=2),))
+    assert leader.take_report() == HostReport(epoch=0, applied=1, items=(BucketReady(bucket_id=7, round_id=2),))
 
 
 def test_what_only_some_ranks_of_the_host_lack_is_told_apart() -> None:
@@ -59,7 +59,7 @@ def test_what_only_some_ranks_of_the_host_lack_is_told_apart() -> None:
     for rank, unused in ((2, (0, 3)), (3, (0, 1))):
         leader.receive(rank, Report(epoch=0, applied=1, items=(BucketReady(bucket_id=7, round_id=2, unused=unused),)))
     merged = BucketReady(bucket_id=7, round_id=2, unused=(0,), unused_somewhere=(1, 3))
-    assert leader.take_report() == HostReport(applied=1, items=(merged,))
+    assert leader.take_report() == HostReport(epoch=0, applied=1, items=(merged,))
     other_host = BucketReady(bucket_id=7, round_id=2, unused=(0, 3))
     assert unused_members([merged, other_host]) == ((0,), (1, 3))
     assert unused_members([BucketReady(bucket_id=7, round_id=2)] * 2) == ((), ())
@@ -81,7 +81,7 @@ def test_when_one_is_asked_for_an_account_the_coordinator_learns_who_is_missing(
     for rank in (2, 3):
         leader.receive(rank, ready(3))
     leader.check_invariants()
-    assert leader.take_report() == HostReport(applied=1, items=(BucketReady(bucket_id=7, round_id=3),))
+    assert leader.take_report() == HostReport(epoch=0, applied=1, items=(BucketReady(bucket_id=7, round_id=3),))
 
 
 def test_the_end_of_a_rank_goes_up_behind_what_it_said() -> None:
@@ -99,9 +99,9 @@ def test_what_a_rank_says_after_a_closing_goes_up_after_it() -> None:
     leader = a_leader()
     done, later = RoundDone("net", 1), Request("remove", Collective.REMOVE_PROCESS_SET, "uint8", (0,), members=(1,))
     leader.receive(2, Report(epoch=0, applied=1, items=(MEMBER, done, later)))
-    assert leader.take_report() == HostReport(applied=0, items=(RankReport(2, Report(epoch=0, applied=1, items=(later,))),))
+    assert leader.take_report() == HostReport(epoch=0, applied=0, items=(RankReport(2, Report(epoch=0, applied=1, items=(later,))),))
     leader.receive(3, Report(epoch=0, applied=1, items=(MEMBER, done, later)))
-    assert leader.take_report() == HostReport(applied=1, items=(MergedRequests((2, 3), (MEMBER,)), done,
+    assert leader.take_report() == HostReport(epoch=0, applied=1, items=(MergedRequests((2, 3), (MEMBER,)), done,
                                                            RankReport(3, Report(epoch=0, applied=1, items=(later,)))))
 
 
@@ -112,7 +112,7 @@ def test_one_rank_that_finishes_a_round_twice_does_not_finish_it_for_another() -
     leader.receive(2, done)
     assert leader.take_report() is None
     leader.receive(3, done)
-    assert leader.take_report() == HostReport(applied=1, items=done.items)
+    assert leader.take_report() == HostReport(epoch=0, applied=1, items=done.items)
     leader.receive(3, done)
     leader.receive(2, done)
     leader.check_invariants()
@@ -124,9 +124,9 @@ def test_a_rank_that_is_asked_for_an_account_is_known_to_have_closed_its_round()
     done = Report(epoch=0, applied=1, items=(RoundDone("net", 1),))
     leader.receive(2, done)
     leader.observe(Decision(epoch=0, sequence=2, status_requests=(2,)))
-    assert leader.take_report() == HostReport(applied=0, items=(RankReport(2, done),))
+    assert leader.take_report() == HostReport(epoch=0, applied=0, items=(RankReport(2, done),))
     leader.receive(3, done)
-    assert leader.take_report() == HostReport(applied=1, items=done.items)
+    assert leader.take_report() == HostReport(epoch=0, applied=1, items=done.items)
 
 
 def report_of(*items: Request | RoundDone, **rest: Any) -> Report:
@@ -254,17 +254,17 @@ def test_the_coordinator_takes_what_a_host_says_alike_and_names_every_rank() -> 
     coordinator = Coordinator(4, Policy())
     for rank in (0, 1):
         coordinator.receive(rank, Report(epoch=0, applied=0, items=(X,)), 0.0)
-    coordinator.receive_host((2, 3), HostReport(applied=0, items=(MergedRequests((2,), (X,)),)), 1.0)
+    coordinator.receive_host((2, 3), HostReport(epoch=0, applied=0, items=(MergedRequests((2,), (X,)),)), 1.0)
     (stall,) = coordinator.new_stalls(10.0, 5.0)
     assert stall.submitted == (0, 1, 2) and stall.missing == (3,)
-    coordinator.receive_host((2, 3), HostReport(applied=0, items=(
+    coordinator.receive_host((2, 3), HostReport(epoch=0, applied=0, items=(
         MergedRequests((3,), (msgspec.structs.replace(X, dtype="int32"),)),)), 2.0)
     decision = coordinator.decide()
     assert decision is not None
     assert "ranks 0, 1, 2: float32; rank 3: int32" in decision.responses[0].error_text
     for rank in (0, 1):
         coordinator.receive(rank, Report(epoch=0, applied=0, items=(X,)), 3.0)
-    coordinator.receive_host((2, 3), HostReport(applied=0, items=(
+    coordinator.receive_host((2, 3), HostReport(epoch=0, applied=0, items=(
         MergedRequests((2, 3), (msgspec.structs.replace(X, absent=True),)),)), 3.0)
     decision = coordinator.decide()
     assert decision is not None and decision.responses[0].contributors == (0, 1)

@@ -17,7 +17,7 @@ from tests.worlds import ROOT
 @pytest.mark.parametrize("mpi", MPIS)
 def test_the_contract_suite(mpi: Mpi) -> None:
     suite = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--rootdir", str(ROOT),
-             str(ROOT / "tests/planes/test_contract.py"), "-k", "mpi"]
+             *map(str, Path(__file__).parent.glob("test_contract_*.py")), "-k", "mpi"]
     ended = mpiexec(mpi, 4, suite, timeout=150, environment={"CONTRACT_UNDER_MPI": "1"})
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
     assert ended.stdout.count(" passed") == 4

@@ -7,8 +7,9 @@ import json
 import subprocess
 from typing import Any
 
+from hvdlite.core.addresses import route_to
 from hvdlite_runner.doctor import hints, problems, text
-from hvdlite_runner.host_probe import ProbeServer, interfaces, own_addresses, probe, route_to, speed
+from hvdlite_runner.host_probe import ProbeServer, interfaces, own_addresses, probe, speed
 from tests.worlds import HVDRUN
 
 HOST: dict[str, Any] = {

@@ -1,8 +1,6 @@
-"""Scripts of the TensorFlow and Keras tests: quiet, one thread a rank, small pools."""
+"""What the TensorFlow and Keras tests start ranks with: quiet, one thread a rank, small pools."""
 
 from __future__ import annotations
-
-import textwrap
 
 import pytest
 
@@ -16,14 +14,22 @@ ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_NUM_INTRAOP_THREADS": "1", "TF_N
 BACKENDS = ["tensorflow", "torch", pytest.param("jax", marks=pytest.mark.long)]
 """Keras' backends, for what is different code on each of them. The fuzz draws JAX in every run."""
 
+PROGRAMS = "tests.tf.programs"
+"""The package of the programs. A test names its program: importing it would import TensorFlow into every test process."""
+
 
 def imported(backend: str) -> list[str]:
     """Return what a rank begins with whose Keras is on a backend."""
     return list(dict.fromkeys([backend, "tensorflow", "keras"]))  # keras.utils.set_random_seed imports TensorFlow
 
 
-def run(size: int, body: str, timeout: float = 150.0, **environment: str) -> list[Ended]:
+def run(size: int, program: str, *arguments: object, timeout: float = 150.0, **environment: str) -> list[Ended]:
+    """Run a program on `size` ranks; one that fails fails the test, with its output.
+
+    Args:
+        program: "module:function", the module within `PROGRAMS`.
+        arguments: of the function, literals.
+    """
     environment = {**ENVIRONMENT, **environment}
-    source = "from tests.raising import raises\n" + textwrap.dedent(body)
-    return processes(size, source, timeout=timeout, environment=environment,
+    return processes(size, f"{PROGRAMS}.{program}", *arguments, timeout=timeout, environment=environment,
                      imported=imported(environment["KERAS_BACKEND"]))

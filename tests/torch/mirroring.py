@@ -56,6 +56,11 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+def registry_of(strategy: MirroredStrategy) -> Any:
+    """Return what a strategy remembers of its scope, which users do not see: it holds only what is alive."""
+    return strategy._registry
+
+
 def train(model: Any, optimizer: Any, batches: Any, epochs: int, clip: bool,
           reduce: Callable[[Any], Any] = lambda loss: loss) -> list[float]:
     curve = []

@@ -20,7 +20,7 @@ from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite_torch import MirroredStrategy  # noqa: E402
 from hvdlite_torch.optimizer import is_distributed  # noqa: E402
 from hvdlite_torch.rows import mapped  # noqa: E402
-from tests.torch.mirroring import OPTIMIZERS, Net, Normal, assert_close, dataset, train, weights  # noqa: E402
+from tests.torch.mirroring import OPTIMIZERS, Net, Normal, assert_close, dataset, registry_of, train, weights  # noqa: E402
 from tests.worlds import TORCH, processes, threads  # noqa: E402
 
 
@@ -82,7 +82,7 @@ def test_gradients_are_weighted_before_they_are_accumulated() -> None:
                     mine.step()
                     mine.zero_grad()
             assert_close(weights(model), weights(alone))
-            assert not strategy._registry.weight.is_applied, "even batches cost nothing, nor does what comes after a loop"
+            assert not registry_of(strategy).weight.is_applied, "even batches cost nothing, nor does what comes after a loop"
     threads(2, step)
 
 
@@ -190,12 +190,12 @@ def test_copies_of_modules_and_of_the_strategy() -> None:
         torch.save(model, file)
         file.seek(0)
         copies = copy.deepcopy(model), torch.load(file, weights_only=False)
-        assert not strategy._registry.schedule.has_loaded
+        assert not registry_of(strategy).schedule.has_loaded
         for each in copies:
             each.load_state_dict(Net(seed=5).state_dict())
-        assert not strategy._registry.schedule.has_loaded, "copies are not in the scope"
+        assert not registry_of(strategy).schedule.has_loaded, "copies are not in the scope"
         model.layers[0].load_state_dict(copies[0].layers[0].state_dict())
-        assert strategy._registry.schedule.has_loaded
+        assert registry_of(strategy).schedule.has_loaded
         strategy.mirror()
         assert is_distributed(optimizer)
     threads(2, step)

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader  # noqa: E402
 from hvdlite.core.errors import MismatchError  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite_torch import DistributedOptimizer, MirroredStrategy  # noqa: E402
-from tests.torch.mirroring import Net, dataset, equal_one_process, shards, weights  # noqa: E402
+from tests.torch.mirroring import Net, dataset, equal_one_process, registry_of, shards, weights  # noqa: E402
 from tests.worlds import threads  # noqa: E402
 
 mse = torch.nn.functional.mse_loss
@@ -154,12 +154,12 @@ def test_what_is_dropped_in_a_scope_is_forgotten() -> None:
         strategy = MirroredStrategy(_runtime=runtime)
         with strategy.scope():
             model = Net()
-            known = len(strategy._registry._modules)
+            known = len(registry_of(strategy)._modules)
             for _ in range(50):
                 torch.nn.MSELoss()
                 torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
             gc.collect()
-            assert (len(strategy._registry._modules), len(strategy._registry._optimizers)) == (known, 0)
+            assert (len(registry_of(strategy)._modules), len(registry_of(strategy)._optimizers)) == (known, 0)
             assert model is not None
     threads(1, step)
 

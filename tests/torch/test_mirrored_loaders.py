@@ -24,6 +24,7 @@ from hvdlite.core.errors import MismatchError  # noqa: E402
 from hvdlite.core.process_set import ProcessSet  # noqa: E402
 from hvdlite.core.types import ReduceOp  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
+from hvdlite.training.objects import allgather_object  # noqa: E402
 from hvdlite_torch import MirroredStrategy  # noqa: E402
 from tests.torch.mirroring import Net, dataset, train, weights  # noqa: E402
 from tests.torch.programs import mirrored_loaders as programs  # noqa: E402
@@ -109,7 +110,7 @@ def test_every_sample_once_an_epoch(kind: str, size: int) -> None:
                 assert batch["square"].tolist() == [[number ** 2] for number in numbers]
                 assert batch["name"] == [f"sample {number}" for number in numbers]
                 assert sorted(strategy.gather(batch["number"]).tolist()) == sorted(
-                    {each for theirs in strategy._replicas.allgather_object(numbers, "test") for each in theirs})
+                    {each for theirs in allgather_object(runtime, numbers, "test") for each in theirs})
                 shares.append(numbers)
             assert len(shares) == len(own) if not isinstance(getattr(own, "dataset", None), IterableDataset) else True
             epochs.append(shares)
@@ -147,7 +148,7 @@ def test_samplers_without_an_end_and_longer_than_a_chunk(monkeypatch: pytest.Mon
             shares.append(batch["number"].tolist())
             if len(shares) == 50:
                 break
-        assert strategy._current.weight == 1
+        assert strategy.weight == 1
         return shares
 
     expected = list(zip(range(50), DataLoader(Squares(37), 8, sampler=Endless()), strict=False))
@@ -242,7 +243,7 @@ def test_reduce_and_gather() -> None:
         with pytest.raises(MismatchError, match=r"replica 0 has float32 \(1, 1\), replica 1 float32 \(1, 2\)"):
             strategy.gather(torch.ones(1, rank + 1))
         for (x,) in strategy.distribute([(torch.arange(7.0),), (torch.arange(2.0),)]):  # 3 + 2 + 2 rows; all of both rows
-            rows = 7 if len(x) != 2 or strategy._current.weight != 1 else 2
+            rows = 7 if len(x) != 2 or strategy.weight != 1 else 2
             assert strategy.reduce("SUM", len(x)) == rows
             assert strategy.reduce("SUM", x, axis=0) == sum(range(rows))
             assert strategy.reduce("MEAN", x.mean()) == pytest.approx((rows - 1) / 2)

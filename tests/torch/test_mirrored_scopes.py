@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite_torch import MirroredStrategy  # noqa: E402
 from hvdlite_torch.optimizer import is_distributed  # noqa: E402
-from tests.torch.mirroring import OPTIMIZERS, Net, assert_close, dataset, train, weights  # noqa: E402
+from tests.torch.mirroring import OPTIMIZERS, Net, assert_close, dataset, registry_of, train, weights  # noqa: E402
 from tests.worlds import threads  # noqa: E402
 
 
@@ -63,12 +63,12 @@ def test_somebody_elses_patch_survives_ours() -> None:
                 torch.nn.Module.__init__ = theirs
             assert torch.nn.Module.__init__ is theirs
             with strategy.scope():
-                known = len(strategy._registry._modules)
+                known = len(registry_of(strategy)._modules)
                 module = torch.nn.Linear(1, 1)
-                assert len(strategy._registry._modules) == known + 1, "it is remembered once"
+                assert len(registry_of(strategy)._modules) == known + 1, "it is remembered once"
             assert torch.nn.Module.__init__ is theirs
             torch.nn.Linear(1, 1)
-            assert len(strategy._registry._modules) == known + 1 and calls == [torch.nn.Linear] * 2
+            assert len(registry_of(strategy)._modules) == known + 1 and calls == [torch.nn.Linear] * 2
             del module
         finally:
             torch.nn.Module.__init__ = original

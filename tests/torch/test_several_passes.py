@@ -1,21 +1,20 @@
-"""Several backward passes before a step, closures, and backward passes that are nested in others."""
+"""Several backward passes before a step."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch.utils.checkpoint import checkpoint  # noqa: E402
-
 from hvdlite.core.errors import MismatchError  # noqa: E402
 from hvdlite.core.types import ReduceOp  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite.training.order_errors import GradientOrderError  # noqa: E402
-from hvdlite_torch import Compression, DistributedOptimizer, autograd_runs, comm_hooks  # noqa: E402
+from hvdlite_torch import Compression, DistributedOptimizer, comm_hooks  # noqa: E402
 from tests.torch.models import net, reducer_of  # noqa: E402
 from tests.torch.one_process import Case, compare  # noqa: E402
 from tests.worlds import threads  # noqa: E402
@@ -24,13 +23,18 @@ TURNS = 5
 """Two by single gradients, the others in learned buckets."""
 
 
-def two_passes(case: Case) -> None:
+def train(case: Case, *passes: Callable[[int], Any]) -> None:
+    """Train with several backward passes per step: each is a function that returns its loss in a turn."""
     optimizer = case.optimizer()
     for turn in range(TURNS):
         optimizer.zero_grad()
-        case.loss(turn).backward()
-        case.loss(turn + 50).backward()
+        for loss in passes:
+            loss(turn).backward()
         optimizer.step()
+
+
+def two_passes(case: Case) -> None:
+    train(case, case.loss, lambda turn: case.loss(turn + 50))
 
 
 def three_passes_that_are_clipped_and_zeroed(case: Case) -> None:
@@ -44,12 +48,7 @@ def three_passes_that_are_clipped_and_zeroed(case: Case) -> None:
 
 
 def a_second_pass_over_other_layers_on_each_rank(case: Case) -> None:
-    optimizer = case.optimizer()
-    for turn in range(TURNS):
-        optimizer.zero_grad()
-        case.loss(turn).backward()
-        case.loss(turn + 50, parts=True).backward()
-        optimizer.step()
+    train(case, case.loss, lambda turn: case.loss(turn + 50, parts=True))
 
 
 def local_passes_between(case: Case) -> None:
@@ -98,23 +97,15 @@ def a_first_step_that_is_skipped(case: Case) -> None:
 
 
 def passes_over_layers_of_which_one_rank_alone_uses_some_again(case: Case) -> None:
-    optimizer = case.optimizer()
-    for turn in range(TURNS):
-        optimizer.zero_grad()
-        case.loss(turn, case.model[:2]).backward()
-        case.loss(turn + 50, parts=True).backward()
-        optimizer.step()
+    train(case, lambda turn: case.loss(turn, case.model[:2]), lambda turn: case.loss(turn + 50, parts=True))
 
 
 def passes_over_different_layers_and_a_rank_that_looks_in_between(case: Case) -> None:
-    optimizer = case.optimizer()
-    for turn in range(TURNS):
-        optimizer.zero_grad()
-        case.loss(turn, case.model[:2]).backward()
+    def second(turn: int) -> Any:
         if case.rank == 0 and turn % 2:
             assert case.model[0].weight.grad is not None
-        case.loss(turn + 50, lambda x: case.model[2](case.model[:2](x).detach())).backward()
-        optimizer.step()
+        return case.loss(turn + 50, lambda x: case.model[2](case.model[:2](x).detach()))
+    train(case, lambda turn: case.loss(turn, case.model[:2]), second)
 
 
 def dcgan(case: Case) -> None:
@@ -214,19 +205,25 @@ def test_different_numbers_of_passes_over_the_same_parameters_are_an_error_on_al
     threads(2, step)
 
 
+def after_a_pass(runtime: Runtime, *, by_bucket: bool, **options: Any) -> tuple[Any, Any]:
+    """Return a model and its optimizer after a backward pass, which is the first one unless buckets are to be learned."""
+    model = net()
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), _runtime=runtime, **options)
+    for _ in range(4 if by_bucket else 0):
+        optimizer.zero_grad()
+        model(torch.ones(1, 6)).sum().backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    model(torch.ones(1, 6)).sum().backward()
+    return model, optimizer
+
+
 @pytest.mark.parametrize("by_bucket", [False, True])
 def test_a_gradient_that_one_rank_alone_clears_between_two_passes_is_an_error(by_bucket: bool) -> None:
     """The average would be too small: rank 1's part of the first pass is missing."""
     def step(runtime: Runtime) -> None:
-        model = net()
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), _runtime=runtime)
+        model, optimizer = after_a_pass(runtime, by_bucket=by_bucket)
         first, *_, last = model.parameters()
-        for _ in range(4 if by_bucket else 0):
-            optimizer.zero_grad()
-            model(torch.ones(1, 6)).sum().backward()
-            optimizer.step()
-        optimizer.zero_grad()
-        model(torch.ones(1, 6)).sum().backward()
         assert reducer_of(optimizer).by_bucket == by_bucket
         if runtime.world.rank == 0:
             told = "another rank" if by_bucket else "rank 1"
@@ -262,15 +259,8 @@ def test_a_second_pass_is_an_error_when_a_rank_joins_first(begun: bool, by_bucke
     has_begun = threading.Event()
 
     def step(runtime: Runtime) -> None:
-        model = net()
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), _runtime=runtime,
-                                         **{name: make() for name, make in options.items()})
-        for _ in range(4 if by_bucket else 0):
-            optimizer.zero_grad()
-            model(torch.ones(1, 6)).sum().backward()
-            optimizer.step()
-        optimizer.zero_grad()
-        model(torch.ones(1, 6)).sum().backward()
+        own = {name: make() for name, make in options.items()}
+        model, optimizer = after_a_pass(runtime, by_bucket=by_bucket, **own)
         assert reducer_of(optimizer).by_bucket == (by_bucket and not options)
         if runtime.world.rank == 0:
             model[0].bias.register_post_accumulate_grad_hook(lambda parameter: has_begun.set())
@@ -328,195 +318,6 @@ def test_a_guard_ends_only_its_own_round() -> None:
     assert threads(2, step) == [[-12.0, -9.0]] * 2
 
 
-# --- nested backward passes ------------------------------------------------------------------------------------------
-
-
-def reentrant(model: Any, x: Any) -> Any:
-    return checkpoint(model, x.requires_grad_(), use_reentrant=True)
-
-
-def all_parameters_in_reentrant_checkpoints(case: Case) -> None:
-    """With a closure, and clipped without one."""
-    optimizer = case.optimizer()
-    for turn in range(2 * TURNS):
-        def closure(turn: int = turn) -> Any:
-            optimizer.zero_grad()
-            loss = case.loss(turn, lambda x: reentrant(case.model[2], reentrant(case.model[:2], x)))
-            loss.backward()
-            return loss
-        if turn % 2:
-            optimizer.step(closure)
-        else:
-            closure()
-            torch.nn.utils.clip_grad_norm_(case.model.parameters(), 0.1)
-            optimizer.step()
-
-
-def layers_in_several_reentrant_checkpoints(case: Case) -> None:
-    """Nested ones too, beside a layer in none; two backward passes a step."""
-    layer = torch.nn.Linear(6, 6)
-    torch.nn.init.constant_(layer.weight, 0.1)
-    torch.nn.init.zeros_(layer.bias)
-    optimizer = case.optimizer(torch.optim.SGD([*case.model.parameters(), *layer.parameters()], lr=0.1))
-    for turn in range(TURNS):
-        optimizer.zero_grad()
-        for part in range(1 + turn % 2):
-            case.loss(turn + 50 * part, lambda x: case.model[2](reentrant(
-                lambda y: case.model[:2](reentrant(layer, reentrant(layer, y))), x))).backward()
-        optimizer.step()
-
-
-def a_layer_in_a_reentrant_checkpoint_and_outside_of_it(case: Case) -> None:
-    """Outside before, or after; gradients are read after the backward pass."""
-    layer = torch.nn.Linear(6, 6)
-    torch.nn.init.constant_(layer.weight, 0.1)
-    torch.nn.init.zeros_(layer.bias)
-    optimizer = case.optimizer(torch.optim.SGD([*case.model.parameters(), *layer.parameters()], lr=0.1))
-    for turn in range(2 * TURNS):
-        optimizer.zero_grad()
-        if turn % 2:
-            case.loss(turn, lambda x: case.model(layer(reentrant(layer, x)))).backward()
-        else:
-            case.loss(turn, lambda x: case.model(reentrant(layer, layer(x)))).backward()
-        torch.nn.utils.clip_grad_norm_(layer.parameters(), 0.1)
-        optimizer.step()
-
-
-def a_backward_pass_in_a_hook(case: Case) -> None:
-    optimizer = case.optimizer()
-    for turn in range(TURNS):
-        optimizer.zero_grad()
-        outer = torch.ones(2, requires_grad=True).sum()
-
-        def inner(_: Any, turn: int = turn) -> None:
-            with torch.enable_grad():
-                case.loss(turn).backward()
-        outer.register_hook(inner)
-        outer.backward()
-        torch.nn.utils.clip_grad_norm_(case.model.parameters(), 0.1)
-        optimizer.step()
-
-
-@pytest.mark.parametrize("options", ["plain", "step"])
-def test_reentrant_checkpoints(options: str) -> None:
-    compare([all_parameters_in_reentrant_checkpoints, layers_in_several_reentrant_checkpoints,
-             a_layer_in_a_reentrant_checkpoint_and_outside_of_it, a_backward_pass_in_a_hook], lambda rank: OPTIONS[options])
-
-
-# --- backward passes that fail ---------------------------------------------------------------------------------------
-
-
-class Failing(torch.autograd.Function):
-    """Returns what it is given, and fails in the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Any) -> Any:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
-        raise ValueError("out of memory")
-
-
-def fail(case: Case, turn: int, *, nested: bool) -> None:
-    """Compute gradients of the last layer, and no others; nested: of all layers, in a checkpoint."""
-    def failing(x: Any) -> Any:
-        x = x.requires_grad_()
-        return reentrant(case.model, Failing.apply(x)) if nested else case.model[2](Failing.apply(case.model[:2](x)))
-    with pytest.raises(ValueError, match="out of memory"):
-        case.loss(turn, failing).backward()
-
-
-def passes_that_fail_and_are_repeated(case: Case) -> None:
-    """In each turn gradients are cleared in another way, by single gradients and in buckets."""
-    optimizer = case.optimizer()
-    for turn in range(12):
-        optimizer.zero_grad()
-        if turn != 3:
-            fail(case, turn, nested=turn % 4 > 1)
-        if turn % 3 == 0:
-            optimizer.zero_grad()
-        elif turn % 3 == 1:
-            case.model.zero_grad()
-        else:
-            for parameter in case.model.parameters():
-                parameter.grad = None
-        case.loss(turn + 50).backward()
-        torch.nn.utils.clip_grad_norm_(case.model.parameters(), 0.1)
-        optimizer.step()
-
-
-def a_pass_that_fails_and_counts(case: Case) -> None:
-    """What it has computed is in the last layer's gradient. In one process, all ranks' share of it."""
-    optimizer = case.optimizer()
-    for turn in range(TURNS):
-        optimizer.zero_grad()
-        if case.rank is None:
-            case.loss(turn, lambda x: case.model[2](case.model[:2](x).detach())).backward()
-        else:
-            fail(case, turn, nested=False)
-        case.loss(turn + 50).backward()
-        torch.nn.utils.clip_grad_norm_(case.model.parameters(), 0.1)
-        optimizer.step()
-
-
-@pytest.mark.parametrize("options", ["plain", "step"])
-def test_backward_passes_that_fail_and_are_repeated(options: str) -> None:
-    compare([passes_that_fail_and_are_repeated, a_pass_that_fails_and_counts], lambda rank: OPTIONS[options])
-
-
-@pytest.mark.parametrize("wait_in", ["backward", "step"])
-def test_all_optimizers_of_a_backward_pass_that_fails_are_guarded(wait_in: str) -> None:
-    def interrupt(_: Any) -> None:
-        raise ValueError("interrupted")
-
-    def step(runtime: Runtime) -> Any:
-        layers = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
-        for parameter in (*layers[0].parameters(), *layers[1].parameters()):
-            torch.nn.init.ones_(parameter)
-        optimizers = [DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.0), _runtime=runtime, wait_in=wait_in)
-                      for layer in layers]
-        for turn in range(4):
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            loss = layers[1](layers[0](torch.full((1, 3), 1.0 + runtime.world.rank))).sum()
-            if turn < 3:
-                loss.backward()
-                for optimizer in optimizers:
-                    optimizer.step()
-            else:
-                layers[0].weight.register_hook(interrupt)
-                with pytest.raises(ValueError, match="interrupted"):
-                    loss.backward()
-        return layers[1].weight.grad
-    first, second = threads(2, step)
-    assert torch.equal(first, second)
-    assert torch.equal(first, torch.full((3, 3), (4.0 + 7.0) / 2))
-
-
-def test_one_optimizer_that_fails_guards_another_whose_gradients_come_on_another_thread() -> None:
-    """As with gradients on a GPU."""
-    guarded = []
-
-    class Hooks:
-        def guard(self) -> None:
-            guarded.append(self)
-
-        def end_backward(self, run: Any) -> None:
-            with run.guarding_all():
-                raise ValueError("failed")
-
-        def fail_backward(self, task: int) -> None: ...
-    one, other = Hooks(), Hooks()
-    ends: list[Any] = [autograd_runs.RunEnd(one, -5)]
-    thread = threading.Thread(target=lambda: ends.append(autograd_runs.RunEnd(other, -5)))
-    thread.start()
-    thread.join()
-    with pytest.raises(ValueError, match="failed"):
-        ends[0]()
-    assert {*guarded} == {one, other}
-
-
 def test_a_gradient_that_is_accumulated_into_while_it_is_reduced_is_an_error() -> None:
     """Which only somebody can do who hands gradients over himself."""
     def step(runtime: Runtime) -> None:
@@ -531,25 +332,4 @@ def test_a_gradient_that_is_accumulated_into_while_it_is_reduced_is_an_error() -
         optimizer.zero_grad()
         layer(torch.ones(1, 3)).sum().backward()
         optimizer.step()
-    threads(2, step)
-
-
-@pytest.mark.parametrize("wait_in", ["backward", "step"])
-def test_a_pass_that_fails_on_some_ranks_only_after_a_gradient_makes_no_round_of_its_own(wait_in: str) -> None:
-    """The pass that follows is over other layers, and ends the round that the failed one began."""
-    def step(runtime: Runtime) -> None:
-        first, second = torch.nn.Linear(3, 1), torch.nn.Linear(3, 1)
-        optimizer = DistributedOptimizer(torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1),
-                                         _runtime=runtime, wait_in=wait_in)
-        for turn in range(TURNS):
-            optimizer.zero_grad()
-            (first(torch.ones(1, 3)) + second(torch.ones(1, 3))).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            output = first(Failing.apply(torch.ones(1, 3, requires_grad=True)))
-            with pytest.raises(ValueError, match="out of memory"):
-                (output if runtime.world.rank == 0 else Failing.apply(output)).sum().backward()
-            (second(torch.full((1, 3), 1.0 + runtime.world.rank + turn))).sum().backward()
-            assert second.bias.grad.item() == 1.0 and second.weight.grad[0, 0].item() == turn + 1.5
-            optimizer.step()
     threads(2, step)

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite_torch import MirroredStrategy, SyncBatchNorm  # noqa: E402
-from tests.torch.mirroring import Net, dataset, equal_one_process, shards, weights  # noqa: E402
+from tests.torch.mirroring import Net, dataset, equal_one_process, registry_of, shards, weights  # noqa: E402
 from tests.worlds import threads  # noqa: E402
 
 mse = torch.nn.functional.mse_loss
@@ -139,8 +139,8 @@ def test_a_lazy_module_that_is_not_used_mirrors_nothing_anew(monkeypatch: pytest
     def step(runtime: Runtime) -> None:
         mirrored, index = [], -1
         strategy = MirroredStrategy(sync_batch_norm=True, _runtime=runtime)
-        send = strategy._registry._mirror_tensors
-        monkeypatch.setattr(strategy._registry, "_mirror_tensors", lambda: (mirrored.append(index), send()))
+        send = registry_of(strategy)._mirror_tensors  # it has no effect that can be seen, except its cost
+        monkeypatch.setattr(registry_of(strategy), "_mirror_tensors", lambda: (mirrored.append(index), send()))
         with strategy.scope():
             model, head, norm = Net(), torch.nn.LazyLinear(2), torch.nn.LazyBatchNorm1d()
             optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)

@@ -17,7 +17,7 @@ from hvdlite.training.step_reducer import StepReducer, current_samples
 from hvdlite_torch import Compression
 from hvdlite_torch.backward import BackwardHooks
 from hvdlite_torch.framework import as_tensor, on_host
-from hvdlite_torch.optimizer import framework_for
+from hvdlite_torch.reduction import framework_for
 from hvdlite_torch.unfinal import get_grad, set_grad
 
 _watchers: Any = WeakTensorKeyDictionary()

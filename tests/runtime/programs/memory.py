@@ -96,6 +96,6 @@ def jobs_one_after_the_other_leave_nothing(collects: bool) -> None:
 def a_shared_file_without_a_range_left_means_no_buckets() -> None:
     before = begin()
     runtime: Any = api.runtime()
-    memory = runtime.plane._memory
+    memory = runtime.plane._memory  # no limit on files makes it as short as this
     memory._length = memory._end + (8 << 20)  # on all ranks
     assert train(reducer_of_one("set"), 8) < before + (2 << 20)

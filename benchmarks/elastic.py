@@ -1,0 +1,149 @@
+"""Elastic jobs: how long a death takes, and what elasticity costs while nobody dies.
+
+    python -m benchmarks.elastic                recovery of 4 ranks with 100 MB of parameters, beside torchrun's restart
+    python -m benchmarks.elastic --overhead     steps per second: a plain job, an elastic one, one with commits
+
+The time of a death runs from SIGKILL to the end of the first step that all survivors (torchrun: all new processes) complete
+afterwards, less one step of undisturbed training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.run import HERE, variables
+
+RANK = HERE / "elastic_rank.py"
+HVDRUN = [sys.executable, "-m", "hvdlite_runner.cli"]
+FOREVER = 10**6
+"""Steps of a job that is killed."""
+
+
+def steps_of(folder: Path, pid: int) -> list[float]:
+    """Return when a process completed its steps, in seconds of the monotonic clock."""
+    try:
+        content = (folder / f"steps.{pid}").read_bytes()
+    except FileNotFoundError:
+        return []
+    return [when for when, in struct.iter_unpack("d", content[:len(content) // 8 * 8])]
+
+
+def pids(folder: Path) -> set[int]:
+    """Return the process ids of all ranks that have begun."""
+    return {int(path.suffix[1:]) for path in folder.glob("pid.*")}
+
+
+def command(kind: str, ranks: int, folder: Path, megabytes: int, steps: int, every: int) -> list[str]:
+    """Return the command of a job: "elastic", "plain" or "torchrun"."""
+    last = [str(RANK), str(folder), str(megabytes), str(steps), str(every)]
+    if kind == "torchrun":
+        return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
+                "--max-restarts=3", *last, "ddp"]
+    if kind == "plain":
+        return [*HVDRUN, "-np", str(ranks), sys.executable, *last, "plain"]
+    return [*HVDRUN, "-np", str(ranks), "--min-np", "1", sys.executable, *last, "hvdlite"]
+
+
+def wait_for(condition: object, what: str, seconds: float = 120.0) -> None:
+    """Block until `condition()`."""
+    assert callable(condition)
+    until = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > until:
+            raise SystemExit(f"no {what} within {seconds} s")
+        time.sleep(0.01)
+
+
+def recovery(kind: str, ranks: int, megabytes: int, victim_rank: int) -> tuple[float, float]:
+    """Kill a rank of a job; return the seconds of its recovery less a step, and those of a step."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        job = subprocess.Popen(command(kind, ranks, folder, megabytes, FOREVER, 10), env=variables(), cwd=HERE.parent,
+                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+        try:
+            wait_for(lambda: len(pids(folder)) == ranks and all(len(steps_of(folder, pid)) > 30 for pid in pids(folder)),
+                     "30 steps")
+            everybody = pids(folder)
+            a_step = statistics.median(after - before for pid in everybody for before, after in
+                                       zip(steps_of(folder, pid)[10:], steps_of(folder, pid)[11:], strict=False))
+            time.sleep(random.random() * 10 * a_step)
+            victim = sorted(everybody)[victim_rank]
+            killed = time.monotonic()
+            os.kill(victim, signal.SIGKILL)
+
+            def first_steps() -> list[float]:
+                expected = pids(folder) - everybody if kind == "torchrun" else everybody - {victim}
+                firsts = [next((when for when in steps_of(folder, pid) if when > killed + a_step), None) for pid in expected]
+                return [] if len(firsts) < ranks - (kind != "torchrun") or None in firsts else [w for w in firsts if w]
+
+            wait_for(first_steps, "step after a death")
+            return max(first_steps()) - killed - a_step, a_step
+        finally:
+            os.killpg(job.pid, signal.SIGTERM)
+            try:
+                job.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(job.pid, signal.SIGKILL)
+                job.wait()
+
+
+def rate(kind: str, ranks: int, megabytes: int, steps: int, every: int) -> float:
+    """Return the steps per second of an undisturbed job."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        subprocess.run(command(kind, ranks, folder, megabytes, steps, every), env=variables(), cwd=HERE.parent, check=True,
+                       stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        times = steps_of(folder, min(pids(folder)))[10:]
+        return (len(times) - 1) / (times[-1] - times[0])
+
+
+def main() -> None:
+    """Measure, print and record."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.elastic", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--megabytes", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--overhead", action="store_true")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--record", type=Path)
+    options = parser.parse_args()
+    rows: list[dict[str, object]] = []
+    if options.overhead:
+        kinds = [("plain", 0), ("elastic", 0), ("elastic", 10)]
+        rates: dict[tuple[str, int], list[float]] = {kind: [] for kind in kinds}
+        for _ in range(options.rounds):
+            for kind, every in kinds:
+                rates[kind, every].append(rate(kind, options.ranks, options.megabytes, options.steps, every))
+        plain = statistics.median(rates["plain", 0])
+        for (kind, every), each in rates.items():
+            middle = statistics.median(each)
+            rows.append({"kind": kind, "commit_every": every, "steps_per_second": middle, "of_plain": middle / plain})
+            print(f"{kind}, commits every {every} steps: {middle:.2f} steps/s, {middle / plain:.3f} of plain", flush=True)
+    else:
+        for kind in ("elastic", "torchrun"):
+            found = [recovery(kind, options.ranks, options.megabytes, index % options.ranks)
+                     for index in range(options.rounds if kind == "elastic" else min(3, options.rounds))]
+            times = sorted(seconds for seconds, _ in found)
+            rows.append({"kind": kind, "median": statistics.median(times), "longest": times[-1], "deaths": len(times),
+                         "step": statistics.median(step for _, step in found), "seconds": times})
+            print(f"{kind}: {len(times)} deaths, median {statistics.median(times):.2f} s, longest {times[-1]:.2f} s "
+                  f"(a step takes {statistics.median(step for _, step in found) * 1000:.0f} ms)", flush=True)
+    if options.record:
+        options.record.write_text(json.dumps({"ranks": options.ranks, "megabytes": options.megabytes, "rows": rows},
+                                             indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,270 @@
+"""A member's link with the authority of an elastic job, which orders worlds (docs/protocol.md#members).
+
+A thread reads the orders. It ends the world, or the rendezvous, that is to stop, whatever the user's threads do; all other
+orders wait until the user's thread asks for them. Nothing is sent while nothing changes.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from hvdlite.core.addresses import routes_to
+from hvdlite.core.errors import HostsUpdatedInterrupt, LaunchError, PeerLostError, ProtocolError
+from hvdlite.core.launch_contract import MEMBER_SOCKET
+from hvdlite.core.socket_paths import check_same_user, short_socket_path
+from hvdlite.membership.messages import (
+    AllFinished,
+    BoundaryTold,
+    CoordinatorAt,
+    Dismissed,
+    Frames,
+    Listening,
+    MeetingFailed,
+    MemberFinished,
+    MemberHello,
+    MemberIdle,
+    MemberReady,
+    Message,
+    Met,
+    PrepareStop,
+    Standing,
+    StopAt,
+    StopNow,
+    WorldOrder,
+    frame,
+)
+
+_RECEIVE_BYTES: Final = 1 << 16
+
+
+class Member:
+    """This process as a member of an elastic job. Callable from any thread, but for `boundary`: the training thread's.
+
+    Args:
+        directory: the job directory of this host.
+        number: the member's id.
+
+    Attributes:
+        number: the member's id.
+
+    Raises:
+        LaunchError: when nobody serves members there.
+    """
+
+    def __init__(self, directory: str, number: int) -> None:
+        self.number = number
+        self._pid = os.getpid()
+        self._changed = threading.Condition()  # guards what follows
+        self._lost = ""  # why there is no authority any more
+        self._orders: deque[WorldOrder | AllFinished | Dismissed] = deque()
+        self._coordinator: CoordinatorAt | None = None
+        self._epoch = 1  # the last world that was ordered
+        self._host_names: tuple[str, ...] = ()  # of its ranks
+        self._stopped = StopNow(0, "")  # the last world that was stopped
+        self._attached: tuple[int, Callable[[str], None]] | None = None  # what to stop, and the world to which it belongs
+        self._boundaries = 0  # that this member has reached in this world
+        self._change: PrepareStop | None = None  # a stop that is being agreed on
+        self._stop_at: StopAt | None = None
+        self._socket = _connected(directory)
+        self._send_lock = threading.Lock()
+        self._send(MemberHello(number, self._pid))
+        threading.Thread(target=self._listen, name="hvdlite-member", daemon=True).start()
+
+    # --- what the member says ----------------------------------------------------------------------------------------
+
+    def ready(self) -> None:
+        """This member is at the entrance of `elastic.run`."""
+        self._send(MemberReady())
+
+    def idle(self, epoch: int, standing: Standing, reason: str) -> None:
+        """World `epoch` has ended here: its background thread has ended, and its planes are closed."""
+        self._send(MemberIdle(epoch, standing, reason))
+
+    def meeting_failed(self, epoch: int, reason: str) -> None:
+        """This member could not meet the others of world `epoch`."""
+        self._send(MeetingFailed(epoch, reason))
+
+    def met(self, epoch: int) -> None:
+        """This member has met all others of world `epoch`, and its background thread runs."""
+        self._send(Met(epoch))
+
+    def announce_coordinator(self, epoch: int, port: int) -> None:
+        """On rank 0 of world `epoch`: say at which port it listens, and by which addresses other hosts reach this one."""
+        self._send(Listening(epoch, tuple(routes_to(self._host_names)), port))
+
+    # --- what the member waits for -----------------------------------------------------------------------------------
+
+    def attach(self, epoch: int, stop: Callable[[str], None]) -> None:
+        """Call `stop(reason)` when world `epoch` has to end at once: now, if it has been ordered already.
+
+        It replaces what was attached before. It may be called by another thread, under a lock: it must not block.
+        """
+        with self._changed:
+            self._attached = epoch, stop
+            self._stop_attached()
+
+    def coordinator(self, epoch: int) -> tuple[str, int]:
+        """Block until it is known where rank 0 of world `epoch` listens; return host and port.
+
+        Raises:
+            LaunchError: when the world is given up before.
+        """
+        with self._changed:
+            while self._coordinator is None or self._coordinator.epoch != epoch:
+                self._check_link()
+                if self._stopped.epoch >= epoch:
+                    raise LaunchError(f"the ranks stopped meeting: {self._stopped.reason}")
+                self._changed.wait()
+            return self._coordinator.host, self._coordinator.port
+
+    def next_order(self) -> WorldOrder:
+        """Block until this member, which is idle, is to be in a world; return the newest order.
+
+        Raises:
+            LaunchError: when the authority is gone.
+            SystemExit: with code 0, when this member is not needed any more.
+        """
+        with self._changed:
+            while True:
+                order = self._take_order()
+                if isinstance(order, WorldOrder) and not any(isinstance(later, WorldOrder) for later in self._orders):
+                    return order
+                if order is None:
+                    self._check_link()
+                    self._changed.wait()
+
+    def finish(self, epoch: int) -> bool:
+        """Say that the training function has returned in world `epoch`, and block until it has on all members.
+
+        Returns:
+            False when the world ends before that: the function has to be called again.
+
+        Raises:
+            LaunchError, SystemExit: like `next_order`.
+        """
+        self._send(MemberFinished(epoch))
+        with self._changed:
+            while True:
+                if isinstance(self._take_order(), AllFinished):
+                    return True
+                if self._stopped.epoch >= epoch:
+                    return False
+                self._check_link()
+                self._changed.wait()
+
+    def boundary(self) -> None:
+        """Pass a boundary of the training loop, at which all members may be stopped.
+
+        Raises:
+            HostsUpdatedInterrupt: on all members of the world at the same boundary, when members come or go.
+            PeerLostError: when the world is stopped while it is agreed on such a boundary.
+        """
+        if self._pid != os.getpid():
+            return
+        with self._changed:
+            self._boundaries += 1
+            while self._change is not None:
+                if self._stop_at is not None:
+                    if self._boundaries < self._stop_at.boundary:
+                        return
+                    self._change = self._stop_at = None
+                    raise HostsUpdatedInterrupt
+                if self._stopped.epoch >= self._epoch:
+                    raise PeerLostError(self._stopped.reason)
+                self._check_link()
+                self._changed.wait()
+
+    def close_in_child(self) -> None:
+        """In a forked child: close the copy of the descriptor."""
+        self._socket.close()
+
+    def _take_order(self) -> WorldOrder | AllFinished | None:
+        if not self._orders:
+            return None
+        order = self._orders.popleft()
+        if isinstance(order, Dismissed):
+            raise SystemExit(0)
+        return order
+
+    def _check_link(self) -> None:
+        if self._lost:
+            raise LaunchError(self._lost)
+
+    def _stop_attached(self) -> None:
+        if self._attached is None:
+            return
+        epoch, stop = self._attached
+        if self._lost or self._stopped.epoch >= epoch:
+            self._attached = None
+            stop(self._lost or self._stopped.reason)
+
+    def _send(self, message: Message) -> None:
+        try:
+            with self._send_lock:
+                self._socket.sendall(frame(message))
+        except OSError as error:
+            self._lose(str(error))
+            self._check_link()
+
+    # --- the thread of the link --------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        frames = Frames(orders=True)
+        try:
+            while content := self._socket.recv(_RECEIVE_BYTES):
+                for order in frames.feed(content):
+                    self._receive(order)
+            self._lose("it has ended")
+        except (OSError, ProtocolError) as error:
+            self._lose(str(error))
+
+    def _lose(self, reason: str) -> None:
+        with self._changed:
+            self._lost = self._lost or ("the launcher of this elastic job, which orders its worlds, cannot be reached any "
+                                        f"more ({reason}); the job ends")
+            self._stop_attached()
+            self._changed.notify_all()
+
+    def _receive(self, order: Any) -> None:
+        told: BoundaryTold | None = None
+        with self._changed:
+            match order:
+                case StopNow():
+                    self._stopped = order
+                    self._stop_attached()
+                case PrepareStop():
+                    self._change, self._stop_at = order, None
+                    told = BoundaryTold(order.change, self._boundaries)
+                case StopAt(change) if self._change is not None and change == self._change.change:
+                    self._stop_at = order
+                case WorldOrder():
+                    self._epoch, self._host_names, self._boundaries = order.epoch, order.host_names, 0
+                    self._change = self._stop_at = None
+                    self._orders.append(order)
+                case CoordinatorAt():
+                    self._coordinator = order
+                case AllFinished() | Dismissed():
+                    self._orders.append(order)
+            self._changed.notify_all()
+        if told is not None:
+            self._send(told)
+
+
+def _connected(directory: str) -> socket.socket:
+    path = str(Path(directory) / MEMBER_SOCKET)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with short_socket_path(path) as short:
+            sock.connect(short)
+        check_same_user(sock)
+    except (OSError, ProtocolError) as error:
+        sock.close()
+        raise LaunchError(f"this process is a member of an elastic job, and its launcher does not answer at {path}: "
+                          f"{error}") from error
+    return sock

@@ -1,0 +1,209 @@
+"""The messages between a member of an elastic job and the authority, which orders worlds.
+
+They travel over a Unix socket in the job's directory (`launch_contract.MEMBER_SOCKET`), as MessagePack in frames with a
+length; the launcher or its agent on that host is at the other end.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, Final
+
+import msgspec
+
+from hvdlite.core.errors import ProtocolError
+
+
+class Message(msgspec.Struct, frozen=True, tag=True):
+    """A message of one of the two directions."""
+
+
+class Standing(msgspec.Struct, frozen=True, kw_only=True):
+    """What a member says about its state when it stops.
+
+    Attributes:
+        has_state: whether it has a state at all; a joiner has none until it has been synchronised.
+        commits: how many commits it has made or received; 0: the state with which it began.
+        at_rest: whether it stopped at a boundary that all members had agreed on, so that its state is current; else it goes
+            on from its last commit.
+    """
+
+    has_state: bool = True
+    commits: int = 0
+    at_rest: bool = False
+
+
+# --- from a member -----------------------------------------------------------------------------------------------------
+
+
+class MemberHello(Message, frozen=True):
+    """The first message on a connection."""
+
+    member: int
+    pid: int
+
+
+class MemberReady(Message, frozen=True):
+    """The member is at the entrance of `elastic.run`: from now on it survives the loss of others."""
+
+
+class MemberIdle(Message, frozen=True):
+    """World `epoch` has ended on this member: its background thread has ended, and its planes are closed."""
+
+    epoch: int
+    standing: Standing
+    reason: str = ""  # why it ended, in a line; "" for a stop at a boundary
+
+
+class BoundaryTold(Message, frozen=True):
+    """The answer to `PrepareStop`: the boundaries that the member has passed in this world; it waits at the next one.
+
+    The count begins at 0 in every world, because joiners have passed none of the earlier ones.
+    """
+
+    change: int
+    boundary: int
+
+
+class Listening(Message, frozen=True):
+    """Rank 0 of world `epoch` listens for the others at these addresses of its host (ranks on several hosts only)."""
+
+    epoch: int
+    addresses: tuple[str, ...]
+    port: int
+
+
+class MeetingFailed(Message, frozen=True):
+    """The member could not meet the others of world `epoch`; it says `MemberIdle` next.
+
+    Attributes:
+        missing: from rank 0: the ranks that have not reached it. Empty from others: they have not reached rank 0.
+    """
+
+    epoch: int
+    reason: str
+    missing: tuple[int, ...] = ()
+
+
+class Met(Message, frozen=True):
+    """The member has met all others of world `epoch`, and its background thread runs."""
+
+    epoch: int
+
+
+class MemberFinished(Message, frozen=True):
+    """The training function has returned; the member waits for all others of world `epoch`, or for another world."""
+
+    epoch: int
+
+
+# --- to a member -------------------------------------------------------------------------------------------------------
+
+
+class StopNow(Message, frozen=True):
+    """End world `epoch` at once, in the middle of anything, a meeting included; then say `MemberIdle`."""
+
+    epoch: int
+    reason: str
+
+
+class PrepareStop(Message, frozen=True):
+    """Say how many boundaries you have passed, and wait at the next one."""
+
+    change: int
+
+
+class StopAt(Message, frozen=True):
+    """Stop at this boundary of the world, counted from 1, at which all members stop; those that wait before it go on."""
+
+    change: int
+    boundary: int
+
+
+class WorldOrder(Message, frozen=True, kw_only=True):
+    """A new world.
+
+    Attributes:
+        epoch: its number, 1, 2, 3, ...
+        members: the members, by rank. Rank 0 has the state that counts.
+        ranks_by_machine: the ranks that share a machine and its job directory, in the order of their first ranks.
+        host_names: by rank, the name by which the hosts were given or discovered (`HOROVOD_HOSTNAME`).
+        restore: whether members with a state go back to their last commit before the state is synchronised.
+        commits: the commits of rank 0's state.
+        reason: what has changed, in a line.
+    """
+
+    epoch: int
+    members: tuple[int, ...]
+    ranks_by_machine: tuple[tuple[int, ...], ...]
+    host_names: tuple[str, ...]
+    restore: bool
+    commits: int
+    reason: str = ""
+
+
+class CoordinatorAt(Message, frozen=True):
+    """Where rank 0 of world `epoch` listens (ranks on several hosts only)."""
+
+    epoch: int
+    host: str
+    port: int
+
+
+class AllFinished(Message, frozen=True):
+    """All members of the world have finished: `elastic.run` returns."""
+
+
+class Dismissed(Message, frozen=True):
+    """The member is not needed any more: it exits with code 0."""
+
+    reason: str
+
+
+MemberMessage = (MemberHello | MemberReady | MemberIdle | BoundaryTold | Listening | MeetingFailed | Met | MemberFinished)
+MemberOrder = StopNow | PrepareStop | StopAt | WorldOrder | CoordinatorAt | AllFinished | Dismissed
+
+_LENGTH: Final = struct.Struct("!I")
+_LIMIT: Final = 1 << 24
+_DECODERS: Final[dict[bool, Any]] = {
+    True: msgspec.msgpack.Decoder(MemberOrder), False: msgspec.msgpack.Decoder(MemberMessage)}
+
+
+def frame(message: Message) -> bytes:
+    """Return a message as a frame."""
+    body = msgspec.msgpack.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+class Frames:
+    """Cuts a stream of bytes into messages.
+
+    Args:
+        orders: True at a member, which gets orders; False at the authority.
+    """
+
+    def __init__(self, *, orders: bool) -> None:
+        self._decoder = _DECODERS[orders]
+        self._unread = bytearray()
+
+    def feed(self, content: bytes) -> list[Any]:
+        """Add bytes, and return the messages that they complete.
+
+        Raises:
+            ProtocolError: for a frame that is no message.
+        """
+        self._unread += content
+        messages = []
+        while len(self._unread) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._unread)
+            if length > _LIMIT:
+                raise ProtocolError(f"a frame of {length} bytes; the limit is {_LIMIT}")
+            end = _LENGTH.size + length
+            if len(self._unread) < end:
+                break
+            try:
+                messages.append(self._decoder.decode(bytes(self._unread[_LENGTH.size:end])))
+            except msgspec.MsgspecError as error:
+                raise ProtocolError(f"not a message: {error}") from None
+            del self._unread[:end]
+        return messages

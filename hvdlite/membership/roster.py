@@ -1,0 +1,133 @@
+"""The roster of an elastic job: its members, the world that they are in, and the commands that concern one of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+from hvdlite.membership.events import Command, Kill, StartMember, Tell
+from hvdlite.membership.hosts import Hosts, Slot
+from hvdlite.membership.limits import Limits
+from hvdlite.membership.members import IN_WORLD, JOINING, Member, Phase
+from hvdlite.membership.messages import Dismissed, MemberOrder, StopNow, WorldOrder
+from hvdlite.membership.planning import Plan
+
+
+class Roster:
+    """All members that there have been, and the last world.
+
+    Args:
+        limits: the sizes and times.
+        hosts: the slots on which members may be.
+    """
+
+    def __init__(self, limits: Limits, hosts: Hosts) -> None:
+        self._limits = limits
+        self._hosts = hosts
+        self._all: dict[int, Member] = {}
+        self.epoch = 0
+        self.world: tuple[int, ...] = ()  # by rank, those that have gone since included
+        self.commands: list[Command] = []  # to be done, in this order
+        self.now = 0.0
+
+    def __getitem__(self, member: int) -> Member:
+        return self._all[member]
+
+    def get(self, member: int) -> Member | None:
+        """Return a member; None if none was started with this id."""
+        return self._all.get(member)
+
+    def alive(self, phases: Iterable[Phase] = Phase) -> list[Member]:
+        """Return the members whose processes have not ended, by their ids.
+
+        Args:
+            phases: only those in one of these phases.
+        """
+        return [member for member in self._all.values() if member.phase is not Phase.GONE and member.phase in phases]
+
+    def living(self) -> list[Member]:
+        """Return the members of the world, by rank, without those that are gone or dismissed."""
+        world = [self._all[member] for member in self.world]
+        return [member for member in world if member.phase not in (Phase.GONE, Phase.DISMISSED)]
+
+    def staying(self) -> list[Member]:
+        """Return the living members of the world, without those whose slots discovery has lost."""
+        return [member for member in self.living() if self.is_placed(member)]
+
+    def is_placed(self, member: Member) -> bool:
+        """Return whether discovery still has a member's slot."""
+        return self._hosts.has(member.host, member.slot)
+
+    def free(self) -> list[Slot]:
+        """Return the slots on which members can be started."""
+        return self._hosts.free({(member.host, member.slot) for member in self.alive()}, self.now)
+
+    def rank_of(self, member: int) -> int | None:
+        """Return a member's rank in the last world; None for one that is not in it."""
+        return self.world.index(member) if member in self.world else None
+
+    def who(self, member: Member) -> str:
+        """Return a member's name, for people."""
+        rank = self.rank_of(member.id)
+        return f"a new process on {member.host}" if rank is None else f"rank {rank} on {member.host}"
+
+    def found(self, slots: Sequence[Slot]) -> None:
+        """Start the members of the first world."""
+        self.epoch = 1
+        self.world = tuple(self._start(slot, rank, len(slots), Phase.MEETING) for rank, slot in enumerate(slots))
+
+    def start_joiners(self, slots: Sequence[Slot], size: int) -> None:
+        """Start joiners; the first one has the provisional rank `size`."""
+        for rank, slot in enumerate(slots, size):
+            self._start(slot, rank, rank + 1, Phase.STARTING)
+
+    def _start(self, slot: Slot, rank: int, size: int, phase: Phase) -> int:
+        member = Member(len(self._all), *slot, phase)
+        self._all[member.id] = member
+        self.commands.append(StartMember(member.id, *slot, rank, size, is_joiner=phase is Phase.STARTING))
+        return member.id
+
+    def tell(self, member: Member, order: MemberOrder) -> None:
+        """Send an order to a member."""
+        self.commands.append(Tell(member.id, order))
+
+    def stop(self, members: Iterable[Member], reason: str) -> None:
+        """Tell members to end the world at once, unless they have been told."""
+        for member in members:
+            if member.phase in IN_WORLD and member.deadline == math.inf:
+                member.deadline = self.now + self._limits.quiesce_timeout
+                self.tell(member, StopNow(self.epoch, reason))
+
+    def dismiss(self, members: Iterable[Member], reason: str) -> None:
+        """End members that are in no world: those that listen are told, the others are killed."""
+        for member in members:
+            if member.phase is Phase.STARTING:
+                self.kill(member, reason)
+            else:
+                member.phase, member.deadline = Phase.DISMISSED, self.now + self._limits.quiesce_timeout
+                self.tell(member, Dismissed(reason))
+
+    def kill(self, member: Member, reason: str) -> None:
+        """Kill a member; what it says until it is gone does not count."""
+        member.phase, member.deadline = Phase.KILLED, math.inf
+        self.commands.append(Kill(member.id, reason))
+
+    def order(self, plan: Plan, reason: str, machine_of: Callable[[str], str]) -> WorldOrder:
+        """Order a world."""
+        members = [self._all[member] for member in plan.members]
+        machines: dict[str, list[int]] = {}
+        for rank, member in enumerate(members):
+            machines.setdefault(machine_of(member.host), []).append(rank)
+        self.epoch += 1
+        self.world = plan.members
+        order = WorldOrder(
+            epoch=self.epoch, members=plan.members, ranks_by_machine=tuple(map(tuple, machines.values())),
+            host_names=tuple(member.host for member in members), restore=plan.restore, commits=plan.commits, reason=reason)
+        for member in members:
+            member.phase, member.standing, member.boundary = Phase.MEETING, None, None
+            self.tell(member, order)
+        return order
+
+    def joiners_by_progress(self) -> list[Member]:
+        """Return the joiners: those that are ready first, and else by their ids."""
+        return sorted(self.alive(JOINING), key=lambda member: (member.phase is Phase.STARTING, member.id))

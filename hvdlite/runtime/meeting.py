@@ -1,0 +1,187 @@
+"""How the ranks of a world meet: where rank 0 listens, what they tell each other, and what the ranks of a host share."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from hvdlite._version import __version__
+from hvdlite.bootstrap.cancellation import Cancellation
+from hvdlite.bootstrap.descriptors import recv_fds, send_fds
+from hvdlite.bootstrap.environments import LaunchInfo
+from hvdlite.bootstrap.member import Member
+from hvdlite.bootstrap.rendezvous import Address, accept_ranks, advertised_address, connect_to_rank_0, host_identity, listen
+from hvdlite.control.codec import RankInfo, Welcome
+from hvdlite.control.doorbell import Doorbell
+from hvdlite.control.wire import Connection
+from hvdlite.core.config import Config, matching_knobs, timeout_or_inf
+from hvdlite.core.errors import LaunchError
+from hvdlite.core.stack_dump import StackDumpTarget
+from hvdlite.core.world import Hosts, World
+from hvdlite.memory import fence
+from hvdlite.memory.shared import SharedMemory, anonymous_file
+from hvdlite.planes.gloo import unavailable_reason as gloo_unavailable_reason
+
+SAME_CLOCK_SECONDS: Final = 0.05
+"""Two clocks that differ by less when the ranks meet are one: what is seen is how long the welcome took."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Meeting:
+    """One rank's way to the others of its world.
+
+    Attributes:
+        cancellation: ends the meeting from another thread.
+        member: in an elastic job, the link by which rank 0's address is told; None in other jobs.
+    """
+
+    info: LaunchInfo
+    config: Config
+    cancellation: Cancellation
+    member: Member | None = None
+
+    def ranks(self, stack_dump: StackDumpTarget) -> tuple[Mapping[int, Connection], Welcome]:
+        """Meet the other ranks: return rank 0's connections to them, or theirs to rank 0, and who they are.
+
+        Raises:
+            LaunchError: when the ranks cannot meet.
+        """
+        own, config = self._own_info(stack_dump), self.config
+        timeout = timeout_or_inf(config.start_timeout)
+        if own.rank != 0:
+            connection, welcome = connect_to_rank_0(self._address(), own, timeout=timeout, frame_limit=config.frame_limit,
+                                                    cancellation=self.cancellation)
+            return {0: connection}, msgspec.structs.replace(welcome, clock=welcome.clock - time.monotonic())
+        address = self._address()
+        with contextlib.closing(listen(address)) as listener:
+            try:
+                if self._is_told:
+                    assert self.member is not None
+                    self.member.announce_coordinator(own.epoch, listener.getsockname()[1])
+                connections, welcome = accept_ranks(
+                    listener, address, own, timeout=timeout, frame_limit=config.frame_limit,
+                    use_leaders=config.control != "tcp", cancellation=self.cancellation)
+                return connections, msgspec.structs.replace(welcome, clock=0.0)
+            finally:
+                if address.path:
+                    Path(address.path).unlink(missing_ok=True)
+
+    def shared(self, local: Sequence[int], made: contextlib.ExitStack, *,
+               use_leaders: bool) -> tuple[dict[int, Doorbell], SharedMemory, dict[int, Connection]]:
+        """Make (the host's first rank) or receive (the others) the host's shared memory, one doorbell a rank and, when the
+        hosts have leaders, a connection between the first rank and each other one.
+
+        Args:
+            made: gets what must be closed when this fails, or what follows.
+        """
+        rank, (leader, *others) = self.info.world.rank, local
+        timeout = timeout_or_inf(self.config.start_timeout)
+        path = self._socket_path("memory")
+        fenced = fence.is_needed()
+        pairs = [socket.socketpair() for _ in others] if use_leaders and rank == leader else []
+        if rank == leader:
+            doorbells = [Doorbell() for _ in local]
+            file = anonymous_file()
+            fences = [fence.fence_file()] if fenced else []
+            memory = SharedMemory(file, rank, *map(fence.Fence, fences))
+            for close in (memory.close, *(doorbell.close for doorbell in doorbells), *(ours.close for ours, _ in pairs)):
+                made.callback(close)
+            with contextlib.ExitStack() as given:
+                for _, theirs in pairs:
+                    given.callback(theirs.close)
+                if others:
+                    rings = [descriptor for doorbell in doorbells for descriptor in doorbell.descriptors]
+                    ends = [[theirs.fileno()] for _, theirs in pairs] if use_leaders else [[] for _ in others]
+                    send_fds(path, [file, *fences, *rings], ends, timeout, self.cancellation)
+            inside = {other: Connection(ours, frame_limit=self.config.frame_limit)
+                      for other, (ours, _) in zip(others, pairs, strict=use_leaders)}
+            return dict(zip(local, doorbells, strict=True)), memory, inside
+        file, *rest = recv_fds(path, others.index(rank), timeout, self.cancellation)
+        memory = SharedMemory(file, rank, fence.Fence(rest.pop(0)) if fenced else None)
+        inside = {}
+        if use_leaders:
+            inside = {leader: Connection(socket.socket(fileno=rest.pop()), frame_limit=self.config.frame_limit)}
+        each = len(rest) // len(local)
+        received = [Doorbell(rest[start:start + each]) for start in range(0, len(rest), each)]
+        for close in (memory.close, *(doorbell.close for doorbell in received),
+                      *(connection.close for connection in inside.values())):
+            made.callback(close)
+        return dict(zip(local, received, strict=True)), memory, inside
+
+    def _own_info(self, stack_dump: StackDumpTarget) -> RankInfo:
+        info, world = self.info, self.info.world
+        no_mpi = "" if info.communicator is not None else info.mpi_problem or "the job was not started with mpirun"
+        reasons = {"mpi": no_mpi, "gloo": gloo_unavailable_reason()}
+        lacks = tuple((name, reason) for name, reason in reasons.items() if reason)
+        return RankInfo(rank=world.rank, size=world.size, pid=os.getpid(), host=f"{host_identity()}:{info.job_directory}",
+                        version=__version__, stack_dump=stack_dump, settings=matching_knobs(self.config), unavailable=lacks,
+                        epoch=world.epoch)
+
+    @property
+    def _over_tcp(self) -> bool:
+        return self.config.control == "tcp" or self.info.on_several_hosts
+
+    @property
+    def _is_told(self) -> bool:
+        """Whether rank 0 chooses where it listens, and the others are told."""
+        return self._over_tcp and self.info.world.epoch > 1
+
+    def _address(self) -> Address:
+        """Return where rank 0 listens.
+
+        Raises:
+            LaunchError: when that cannot be known.
+        """
+        info, world = self.info, self.info.world
+        if not self._over_tcp:
+            return Address(path=self._socket_path("control"))
+        if self.config.control == "unix":
+            raise LaunchError("HVDLITE_CONTROL=unix is for one host, and the job has ranks on several")
+        if self._is_told:
+            assert self.member is not None
+            host, port = ("", info.coordinator_port) if world.rank == 0 else self.member.coordinator(world.epoch)
+            return Address(host=host, port=port, key=info.key)
+        if info.coordinator is None:
+            raise LaunchError("ranks that meet over TCP need HVDLITE_COORDINATOR=host:port, the same on all ranks")
+        return Address(host=info.coordinator[0], port=info.coordinator[1], key=info.key)
+
+    def _socket_path(self, name: str) -> str:
+        """Return the path of a socket; in an elastic job each world has sockets of its own."""
+        epoch = self.info.world.epoch
+        return str(Path(self.info.job_directory) / (f"{name}.{epoch}.sock" if epoch else f"{name}.sock"))
+
+
+def checked_world(info: LaunchInfo, hosts: Hosts) -> World:
+    """Return this rank's coordinates as the ranks have found them to be.
+
+    Raises:
+        LaunchError: when the launcher says otherwise.
+    """
+    told, found = info.world, hosts.world(info.world.rank, info.world.epoch)
+    if told.local_size != found.local_size:
+        raise LaunchError(f"rank {told.rank} was told that {told.local_size} ranks share its host, but it shares machine, "
+                          f"process table and job directory with ranks {list(hosts.local_ranks(told.rank))} only. Ranks in "
+                          f"different containers are on different hosts; check HVDLITE_LOCAL_SIZE ({info.environment})")
+    return found
+
+
+def address_for_others(connections: Mapping[int, Connection], welcome: Welcome) -> str:
+    """Return the IP address of this host on the way to rank 0; on rank 0 and beside it, the one by which others come."""
+    own = advertised_address(connections.values())
+    return own or welcome.advertised_address or "127.0.0.1"
+
+
+def common_clock(welcome: Welcome) -> Callable[[], float]:
+    """Return rank 0's clock, as far as it could be told when the ranks met; that of this host, where it is the same."""
+    offset = welcome.clock
+    if abs(offset) < SAME_CLOCK_SECONDS:
+        return time.monotonic
+    return lambda: time.monotonic() + offset

@@ -1,0 +1,219 @@
+"""The state of an elastic training: what a commit saves, what a failure restores, and what new members receive.
+
+A commit never destroys the one before it: everything is copied first, and then replaces the older commit at once. So a
+copy that fails (no memory, an object that cannot be copied) leaves the last commit whole.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import cloudpickle
+import numpy as np
+
+from hvdlite import api
+from hvdlite.core.errors import HostsUpdatedInterrupt, UnsupportedError
+from hvdlite.training import objects
+
+_SHARED = (bool, int, float, complex, str, bytes, type(None))
+"""Types of values that need no copy."""
+
+
+def _broadcast_object(value: Any) -> Any:
+    return objects.broadcast_object(api.runtime(), value, 0, "elastic.state")
+
+
+class State:
+    """The base of states for `hvd.elastic.run`; has Horovod's names.
+
+    A subclass defines `save`, `restore` and `sync`. Its `sync` calls this class's, which carries the number of commits.
+
+    Args:
+        bcast_object: a function that returns rank 0's object on all ranks; default: hvdlite's own.
+        get_rank: accepted for Horovod's sake.
+
+    Attributes:
+        commits: the number of the last commit that this state holds; 0 is the state with which training begins.
+    """
+
+    commits = 0
+    _reset_callbacks: tuple[Callable[[], object], ...] = ()
+    _bcast_object: Callable[[Any], Any] = staticmethod(_broadcast_object)
+
+    def __init__(self, bcast_object: Callable[[Any], Any] | None = None, get_rank: Callable[[], int] | None = None) -> None:
+        del get_rank
+        if bcast_object is not None:
+            self._bcast_object = bcast_object  # type: ignore[method-assign]
+
+    def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
+        """Add functions to call in each new world, before the state is synchronised; for example to scale a learning rate."""
+        self._reset_callbacks = (*self._reset_callbacks, *callbacks)
+
+    def on_reset(self) -> None:
+        """Adapt to a new world: `reset`, then the callbacks in the order in which they were registered."""
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
+        """Called when members come or go, before `HostsUpdatedInterrupt` is raised; for subclasses.
+
+        Args:
+            timestamp: in seconds since 1970.
+            update_res: Horovod's flags: 1 removed, 2 added. It is always 3 here.
+        """
+
+    def commit(self) -> None:
+        """Save the state, to which all ranks go back after a failure; then do what `check_host_updates` does.
+
+        Call it on all ranks at the same points of the training, after an optimizer's step and not in the middle of one.
+
+        Raises:
+            HostsUpdatedInterrupt: on all ranks at the same commit, when members come or go.
+        """
+        self.save()
+        self.commits += 1
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """Give way to a change of members without saving; costs nothing if there is none.
+
+        Raises:
+            HostsUpdatedInterrupt: on all ranks at the same call, when members come or go. `hvd.elastic.run` handles it.
+        """
+        try:
+            api.boundary()
+        except HostsUpdatedInterrupt:
+            self.on_hosts_updated(time.time(), 3)
+            raise
+
+    def save(self) -> None:
+        """Copy the state, such that `restore` can go back to it."""
+        raise NotImplementedError(f"{type(self).__name__} does not define save()")
+
+    def restore(self) -> None:
+        """Go back to the last `save` or `sync`."""
+        raise NotImplementedError(f"{type(self).__name__} does not define restore()")
+
+    def sync(self) -> None:
+        """Take rank 0's state on all ranks, and save it."""
+        self.commits = self._bcast_object(self.commits)
+
+    def reset(self) -> None:
+        """Adapt to the ranks of a new world; called by `on_reset`."""
+
+
+class ObjectState(State):
+    """A state of attributes, which are plain Python objects.
+
+    `commit` and `restore` copy them deeply; `sync` sends rank 0's. Plain data (numbers, strings, arrays, and containers of
+    these) that is assigned to another public attribute later belongs to the state, too.
+
+    Args:
+        bcast_object, get_rank: as in `State`.
+        kwargs: the attributes.
+
+    Raises:
+        UnsupportedError: when an attribute cannot be copied or pickled, naming it.
+        ValueError: for the name of a method.
+    """
+
+    _plain: tuple[type, ...] = (*_SHARED, np.generic, np.ndarray)
+    _not_state: frozenset[str] = frozenset({"commits"})
+    """Public attributes that are not sent and saved as objects."""
+
+    def __init__(self, bcast_object: Callable[[Any], Any] | None = None, get_rank: Callable[[], int] | None = None,
+                 **kwargs: Any) -> None:
+        super().__init__(bcast_object, get_rank)
+        reserved = sorted(name for name in kwargs if hasattr(State, name))
+        if reserved:
+            raise ValueError(f"the elastic state needs the name {reserved[0]} itself; call the attribute something else")
+        self._tracked = frozenset(kwargs)
+        for name, value in kwargs.items():
+            setattr(self, name, value)
+        for name, value in self._attributes().items():
+            pickled(name, value)
+        self._saved = self._copied()
+
+    def save(self) -> None:
+        """Copy all attributes."""
+        self._saved = self._copied()
+
+    def restore(self) -> None:
+        """Go back to the attributes of the last `save` or `sync`; the saved ones stay as they are."""
+        self._assign(copied(self._saved))
+
+    def sync(self) -> None:
+        """Take rank 0's attributes, and save them.
+
+        Raises:
+            UnsupportedError: on all ranks, when one of rank 0's attributes cannot be pickled.
+        """
+        self._receive_attributes(self._bcast_object((self.commits, *self._pickled_attributes())))
+        ObjectState.save(self)
+
+    def _pickled_attributes(self) -> tuple[dict[str, bytes], str]:
+        """Return the attributes as bytes, and "" or the reason why they cannot be sent."""
+        try:
+            return {name: pickled(name, value) for name, value in self._attributes().items()}, ""
+        except UnsupportedError as error:
+            return {}, f"rank {api.rank() if api.is_initialized() else 0}: {error}"
+
+    def _receive_attributes(self, sent: tuple[int, dict[str, bytes], str]) -> None:
+        commits, attributes, refusal = sent
+        if refusal:
+            raise UnsupportedError(refusal)
+        self._assign({name: cloudpickle.loads(content) for name, content in attributes.items()})
+        self.commits = commits
+
+    def _attributes(self) -> dict[str, Any]:
+        """Return what belongs to the state, by name."""
+        return {name: value for name, value in vars(self).items()
+                if name in self._tracked
+                or (name[:1] != "_" and name not in self._not_state and self._is_plain(value))}
+
+    def _is_plain(self, value: Any) -> bool:
+        if isinstance(value, dict):
+            return all(self._is_plain(each) for each in value.values())
+        if isinstance(value, (list, tuple, set, frozenset)):
+            return all(map(self._is_plain, value))
+        return isinstance(value, self._plain)
+
+    def _copied(self) -> dict[str, Any]:
+        return copied(self._attributes())
+
+    def _assign(self, attributes: Mapping[str, Any]) -> None:
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
+def copied(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return deep copies; objects that several attributes share are copied once."""
+    memo: dict[int, Any] = {}
+    copies = {}
+    for name, value in attributes.items():
+        try:
+            copies[name] = value if type(value) in _SHARED else copy.deepcopy(value, memo)
+        except MemoryError:
+            raise
+        except Exception as error:  # of any kind: the object's own methods are called
+            raise UnsupportedError(advice(name, value, "copied", error)) from error
+    return copies
+
+
+def pickled(name: str, value: Any) -> bytes:
+    try:
+        return bytes(cloudpickle.dumps(value))
+    except MemoryError:
+        raise
+    except Exception as error:  # likewise
+        raise UnsupportedError(advice(name, value, "pickled", error)) from error
+
+
+def advice(name: str, value: Any, verb: str, error: Exception) -> str:
+    return (f"attribute '{name}' of the elastic state cannot be {verb}: it is a {type(value).__name__} "
+            f"({type(error).__name__}: {error}). Keep plain data in the state, and such an object outside of it or in an "
+            "attribute whose name begins with an underscore")

@@ -1,0 +1,127 @@
+"""Elastic training with Keras 3, on any backend: `hvd.elastic.run`, its state, and callbacks; see docs/elastic.md."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+
+from hvdlite import api
+from hvdlite.core.errors import HorovodInternalError, HostsUpdatedInterrupt
+from hvdlite.training import elastic
+from hvdlite.training.elastic_state import ObjectState, State
+from hvdlite_tf.keras.broadcast import broadcast_variables
+from hvdlite_tf.keras.elastic_callbacks import (
+    POSITION,
+    CommitStateCallback,
+    UpdateBatchStateCallback,
+    UpdateEpochStateCallback,
+)
+
+__all__ = ["CommitStateCallback", "HorovodInternalError", "HostsUpdatedInterrupt", "KerasState", "ObjectState", "State",
+           "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
+
+
+def run(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a training function that goes on when members are lost or join; like `hvdlite.elastic.run`.
+
+    An error of a compiled function (`tf.function`, `jax.jit`) is a lost member's doing if the runtime has failed.
+    """
+    @functools.wraps(func)
+    def translated(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return func(*args, **kwargs)
+        except (HorovodInternalError, HostsUpdatedInterrupt):
+            raise
+        except _errors_of_compiled_functions() as error:
+            failure = api.runtime().failure if api.is_initialized() else None
+            if failure is None:
+                raise
+            raise HorovodInternalError(str(failure)) from error
+    return elastic.run(translated)
+
+
+class KerasState(ObjectState):
+    """The state of a training with Keras: a model, its optimizer, and plain attributes.
+
+    An optimizer without variables is built for the model's trainable variables.
+
+    Args:
+        model: a model that has been built.
+        optimizer: default: the one that the model was compiled with.
+        kwargs: attributes, such as `batch=0, epoch=0`, which the callbacks keep up to date.
+
+    Raises:
+        ValueError: for a model that has not been built.
+        UnsupportedError: when an attribute cannot be copied or pickled, naming it.
+    """
+
+    _not_state = ObjectState._not_state | {"model", "optimizer", "backend"}
+
+    def __init__(self, model: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        if not getattr(model, "built", True):
+            raise ValueError(f"the model '{model.name}' has no variables yet: begin it with keras.Input(shape), or call "
+                             "model.build(input_shape) or the model on one batch, before you make the state")
+        self.model = model
+        self.optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
+        if self.optimizer is not None and not getattr(self.optimizer, "built", True):
+            self.optimizer.build(model.trainable_variables)
+        self._values = self._copied_values()
+        super().__init__(**kwargs, **{POSITION: (0, 0)})
+
+    def save(self) -> None:
+        """Copy the model, the optimizer and all attributes."""
+        values = self._copied_values()
+        super().save()
+        self._values = values
+
+    def restore(self) -> None:
+        """Go back to the last `save` or `sync`."""
+        if hasattr(self.model, "_jax_state_synced"):
+            self.model._jax_state_synced = True  # what a broken-off step has left is not to be written back
+        assign(self._variables(), self._values)
+        super().restore()
+
+    def sync(self) -> None:
+        """Take rank 0's state, and save it; random states of layers are advanced by the rank.
+
+        Raises:
+            MismatchError: when rank 0 has another model or optimizer.
+        """
+        self._read_back()
+        broadcast_variables(self._variables(), 0, "elastic.variables")
+        values = self._copied_values()
+        super().sync()
+        self._values = values
+
+    def _variables(self) -> list[Any]:
+        own = getattr(self.optimizer, "variables", [])
+        return [*self.model.variables, *(own() if callable(own) else own)]
+
+    def _copied_values(self) -> list[Any]:
+        self._read_back()
+        return values_of(self._variables())
+
+    def _read_back(self) -> None:
+        """On the JAX backend, write what `fit` computes to the variables."""
+        if hasattr(self.model, "jax_state_sync"):
+            self.model.jax_state_sync()
+
+
+def values_of(variables: Sequence[Any]) -> list[Any]:
+    """Return copies of variables' values, on their devices. TensorFlow copies them when the variable next changes."""
+    return [keras.ops.copy(keras.ops.stop_gradient(getattr(variable, "_value", variable))) for variable in variables]
+
+
+def assign(variables: Sequence[Any], values: Sequence[Any]) -> None:
+    """Assign copies of values to variables, which may change them in place."""
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(keras.ops.copy(value))
+
+
+def _errors_of_compiled_functions() -> tuple[type[Exception], ...]:
+    tensorflow = sys.modules.get("tensorflow")
+    return (RuntimeError,) if tensorflow is None else (RuntimeError, tensorflow.errors.OpError)

@@ -1,0 +1,154 @@
+"""The state of an elastic training with PyTorch: models, optimizers, samplers, schedulers, and plain attributes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cloudpickle
+import torch
+
+from hvdlite import api
+from hvdlite.core.errors import UnsupportedError
+from hvdlite.training import objects
+from hvdlite.training.elastic_state import ObjectState, advice, pickled
+from hvdlite_torch.elastic_handlers import StateDictHandler, StateHandler, handler_for, taken_out, with_rooms
+from hvdlite_torch.elastic_sampler import ElasticSampler
+from hvdlite_torch.state import broadcast_tensors
+
+
+class TorchState(ObjectState):
+    """The state of a training with PyTorch, for `hvd.elastic.run`; has Horovod's arguments.
+
+    A commit copies everything on its own device, over the older of two copies; `sync` sends everything of rank 0 in one
+    broadcast of tensors, and changes nothing before it has come.
+
+    Args:
+        model: a module.
+        optimizer: an optimizer, distributed or not.
+        kwargs: more of them, samplers (`ElasticSampler`), objects with `state_dict()` and `load_state_dict()` such as
+            learning rate schedulers and `GradScaler`s, and plain objects, which are copied and pickled. All are attributes.
+
+    Raises:
+        UnsupportedError: when something cannot be copied or pickled, naming the attribute.
+        ValueError: for the name of a method.
+    """
+
+    _plain = (*ObjectState._plain, torch.Tensor)
+
+    def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
+        self._handlers: dict[str, StateHandler] = {}
+        plain = {}
+        for name, value in {"model": model, "optimizer": optimizer, **kwargs}.items():
+            if not self._handles(name, value):
+                plain[name] = value
+        super().__init__(**plain)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Replace an attribute; a model, an optimizer and the like are saved at once."""
+        handlers = vars(self).get("_handlers", {})
+        if name in handlers:
+            handlers[name].set_value(value)
+        elif name in vars(self).get("_tracked", ()) and self._handles(name, value):
+            return
+        super().__setattr__(name, value)
+
+    def save(self) -> None:
+        """Copy everything; when a copy fails, the last commit stays whole."""
+        staging = self._built_in()
+        for name, handler in staging.items():
+            self._checked(name, handler.stage)
+        attributes = self._copied()
+        for name, handler in self._handlers.items():
+            if name not in staging:
+                handler.save()
+        for handler in staging.values():
+            handler.promote()
+        self._saved = attributes
+
+    def restore(self) -> None:
+        """Go back to the last `save` or `sync`."""
+        for handler in self._handlers.values():
+            handler.restore()
+        super().restore()
+
+    def sync(self) -> None:
+        """Take rank 0's state, and save it.
+
+        Raises:
+            UnsupportedError: on all ranks, when something of rank 0 cannot be pickled.
+            ValueError: when rank 0's state has other attributes than this rank's.
+        """
+        runtime = api.runtime()
+        is_root = runtime.world.rank == 0
+        own = self._built_in()
+        tensors: list[torch.Tensor] = []
+        sent = self._sent(own, tensors) if is_root else None
+        commits, states, attributes, refusal = objects.broadcast_object(runtime, sent, 0, "elastic.state")
+        if refusal:
+            raise UnsupportedError(refusal)
+        if sorted(states) != sorted(own):
+            raise ValueError(f"rank 0's elastic state has {', '.join(sorted(states)) or 'nothing'} with a state of its own, "
+                             f"and rank {runtime.world.rank}'s has {', '.join(sorted(own)) or 'nothing'}: make the same "
+                             "state on all ranks")
+        if is_root:
+            received = {name: handler.staged for name, handler in own.items()}
+        else:
+            received = {name: own[name].stage_received(cloudpickle.loads(state)) for name, state in states.items()}
+            values = {name: with_rooms(cloudpickle.loads(value), None) for name, value in attributes.items()}
+            taken_out([*received.values(), *values.values()], tensors)
+        broadcast_tensors(runtime, tensors, 0, "elastic.tensors")
+        for name, handler in own.items():
+            handler.receive(received[name])
+        for name, handler in self._handlers.items():
+            if name not in own:
+                handler.sync()
+        if not is_root:
+            self._assign(values)
+            self.commits = commits
+        ObjectState.save(self)
+
+    def reset(self) -> None:
+        """Divide what samplers have left among the ranks of the new world."""
+        for handler in self._handlers.values():
+            if isinstance(handler.value, ElasticSampler):
+                handler.value.reset()
+
+    def _sent(self, own: dict[str, StateDictHandler], tensors: list[torch.Tensor]) -> tuple[Any, ...]:
+        """Return what rank 0 sends: commits, states and attributes as bytes, and the reason if it cannot; copy states."""
+        try:
+            states = {name: pickled(name, taken_out(self._checked(name, handler.stage), tensors))
+                      for name, handler in own.items()}
+            attributes = {name: pickled(name, taken_out(value, tensors)) for name, value in self._attributes().items()}
+        except UnsupportedError as error:
+            return self.commits, {}, {}, f"rank {api.rank()}: {error}"
+        return self.commits, states, attributes, ""
+
+    def _built_in(self) -> dict[str, StateDictHandler]:
+        """Return the handlers whose copies are made and sent together with those of others."""
+        return {name: handler for name, handler in self._handlers.items()
+                if isinstance(handler, StateDictHandler)
+                and all(getattr(type(handler), each) is getattr(StateDictHandler, each) for each in ("save", "sync"))}
+
+    def _handles(self, name: str, value: Any) -> bool:
+        """Begin to handle an attribute, if there is a handler for it."""
+        handler = self._checked(name, lambda: handler_for(value), value)
+        if handler is None:
+            return False
+        if isinstance(handler, StateDictHandler):
+            pickled(name, taken_out(handler.saved, []))
+        self._handlers[name] = handler
+        object.__setattr__(self, name, value)
+        return True
+
+    def _checked(self, name: str, copy: Any, value: Any = None) -> Any:
+        """Call a function that copies an attribute; an object that cannot be copied is an error with its name."""
+        try:
+            return copy()
+        except (MemoryError, RuntimeError):  # torch has no memory; its own errors explain themselves
+            raise
+        except Exception as error:
+            value = self._handlers[name].value if name in self._handlers else value
+            raise UnsupportedError(advice(name, value, "copied", error)) from error
+
+    def _attributes(self) -> dict[str, Any]:
+        return {name: value for name, value in super()._attributes().items() if name not in self._handlers}

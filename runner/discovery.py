@@ -1,0 +1,215 @@
+"""The hosts of an elastic job: given once, or discovered by a program of the user that runs every second.
+
+The program is a file or a command line. It prints a line for each host: `host` or `host:slots`; empty lines and comments (#)
+are ignored, and of several lines for a host the last one counts. It never runs twice at a time and runs at most 10 seconds;
+what it leaves behind in its session is killed. If it fails the first time, the job ends; later the hosts stay as they were.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, Final, Protocol
+
+from hvdlite.core.errors import LaunchError
+from hvdlite_runner.placement import parse_host
+
+SECONDS_BETWEEN: Final = 1.0
+"""Seconds from one start of the program to the next."""
+LIMIT_SECONDS: Final = 10.0
+"""Seconds that the program may run."""
+_QUOTED: Final = 2000
+"""Characters of the program's output that an error quotes."""
+_SAID: Final = "; it said:"
+
+
+def parse_discovered(text: str, slots: int) -> dict[str, int]:
+    """Return the slots of each host, in the order of first mention; a host with 0 slots is left out.
+
+    Args:
+        slots: of a host whose line has none.
+
+    Raises:
+        LaunchError: for a line of another form.
+    """
+    found: dict[str, int] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        content = line.partition("#")[0].strip()
+        if not content:
+            continue
+        try:
+            name, given = parse_host(content)
+        except LaunchError as error:
+            raise LaunchError(f"line {number} of its output: {error}") from None
+        found[name] = slots if given is None else given
+    return {name: count for name, count in found.items() if count}
+
+
+class Discovery(Protocol):
+    """A source of hosts."""
+
+    def turn(self, now: float) -> Mapping[str, int] | None:
+        """Do what is due; return the slots of each host when they have changed, else None.
+
+        Raises:
+            LaunchError: when there is no first answer.
+        """
+
+    def wait(self, now: float) -> float | None:
+        """Return the seconds until the next call is due, if the end of a child process does not make it due before."""
+
+    def close(self) -> None:
+        """Stop."""
+
+
+class FixedHosts:
+    """Hosts that the user has given."""
+
+    def __init__(self, slots: Mapping[str, int]) -> None:
+        self._slots: Mapping[str, int] | None = slots
+
+    def turn(self, now: float) -> Mapping[str, int] | None:
+        """Return them the first time."""
+        slots, self._slots = self._slots, None
+        return slots
+
+    def wait(self, now: float) -> float | None:
+        """Return the seconds until the next call is due."""
+        return 0.0 if self._slots is not None else None
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+@dataclasses.dataclass
+class _Run:
+    """A run of the program."""
+
+    process: subprocess.Popen[bytes]
+    output: IO[bytes]
+    errors: IO[bytes]
+    until: float
+
+
+class DiscoveryScript:
+    """A program that prints the hosts.
+
+    The owner's loop must wake when a child process ends.
+
+    Args:
+        program: a file or a command line.
+        slots: of a host for which the program prints none.
+        warn: called with a line about a failure, once for each reason.
+        watch: called with the process id of each run, when it begins.
+        forget: called with it when it has been reaped.
+    """
+
+    def __init__(self, program: str, slots: int, warn: Callable[[str], None],
+                 watch: Callable[[int], None] = lambda pid: None, forget: Callable[[int], None] = lambda pid: None) -> None:
+        self._program, self._slots, self._warn, self._watch, self._forget = program, slots, warn, watch, forget
+        self._run: _Run | None = None
+        self._due = 0.0
+        self._known: Mapping[str, int] | None = None
+        self._told: set[str] = set()
+
+    def turn(self, now: float) -> Mapping[str, int] | None:
+        """Start the program, or take its result, if that is due."""
+        if self._run is None:
+            if now >= self._due:
+                self._start(now)
+            return None
+        ended = os.waitid(os.P_PID, self._run.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        late = not ended and now >= self._run.until
+        if not ended and not late:
+            return None
+        try:
+            found = self._result(self._run, late)
+        except LaunchError as error:
+            reason = f"--host-discovery-script {self._program} {error}"
+            if self._known is None:
+                raise LaunchError(reason) from None
+            if reason not in self._told:
+                self._told.add(reason)
+                first, said, quoted = reason.partition(_SAID)
+                self._warn(f"{first}; the hosts stay as they were{said}{quoted}")
+            return None
+        if self._known is not None and list(found.items()) == list(self._known.items()):
+            return None
+        self._known = found
+        return found
+
+    def wait(self, now: float) -> float | None:
+        """Return the seconds until the next call is due."""
+        return max(0.0, (self._due if self._run is None else self._run.until) - now)
+
+    def close(self) -> None:
+        """Kill the program if it runs."""
+        if self._run is not None:
+            self._end(self._run)
+
+    def _start(self, now: float) -> None:
+        self._due = now + SECONDS_BETWEEN
+        output, errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 - a pipe could stay open or fill
+        try:
+            process = subprocess.Popen(self._command(), stdin=subprocess.DEVNULL, stdout=output, stderr=errors,
+                                       start_new_session=True)
+        except OSError as error:
+            raise LaunchError(f"--host-discovery-script {self._program} cannot be started: {error.strerror}") from None
+        self._watch(process.pid)
+        self._run = _Run(process, output, errors, now + LIMIT_SECONDS)
+
+    def _command(self) -> Sequence[str]:
+        if not os.path.exists(self._program):
+            return ["/bin/sh", "-c", self._program]
+        path = os.path.abspath(self._program)
+        if not os.access(path, os.X_OK):
+            raise LaunchError(f"--host-discovery-script {self._program} is not executable; chmod +x {self._program}")
+        return [path]
+
+    def _result(self, run: _Run, late: bool) -> dict[str, int]:
+        run.output.seek(0)
+        run.errors.seek(0)
+        output, errors = (file.read().decode(errors="replace") for file in (run.output, run.errors))
+        self._end(run)  # the process is reaped last: until then its session keeps its number
+        lines = (output + errors)[-_QUOTED:].splitlines()
+        said = _SAID + "".join(f"\n  {line}" for line in lines) if lines else ""
+        if late:
+            raise LaunchError(f"did not end within {LIMIT_SECONDS:.0f} s{said}")
+        if run.process.returncode:
+            raise LaunchError(f"failed with code {run.process.returncode}{said}")
+        try:
+            return parse_discovered(output, self._slots)
+        except LaunchError as error:
+            raise LaunchError(f"did not print a list of hosts: {error}{said}") from None
+
+    def _end(self, run: _Run) -> None:
+        self._run = None
+        try:
+            os.killpg(run.process.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            pass  # nothing is left in its session
+        run.process.wait()
+        self._forget(run.process.pid)
+        run.output.close()
+        run.errors.close()
+
+
+def discover_once(program: str, slots: int) -> dict[str, int]:
+    """Run the program and wait for it.
+
+    Raises:
+        LaunchError: when it fails.
+    """
+
+    script = DiscoveryScript(program, slots, warn=lambda line: None)
+    try:
+        while (found := script.turn(time.monotonic())) is None:
+            time.sleep(0.01)
+        return dict(found)
+    finally:
+        script.close()

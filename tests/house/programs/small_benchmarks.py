@@ -1,0 +1,26 @@
+"""A program that runs a benchmark on less work than its flags can ask for."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+SMALLER: dict[str, dict[str, object]] = {
+    "collectives": {"SHORT": [4, 1 << 20]},
+    "hooks": {"STEPS": 1},
+    "planes": {"SHORT": [1 << 16, 1 << 20]},
+    "training": {"STEPS": 1},
+}
+"""Constants of benchmarks."""
+
+
+def run_small(script: str, *arguments: str) -> None:
+    benchmark = importlib.import_module(f"benchmarks.{script}")
+    for name, value in SMALLER.get(script, {}).items():
+        assert hasattr(benchmark, name)
+        setattr(benchmark, name, value)
+    if script == "gradients":
+        shapes = benchmark.resnet50_shapes()[:40]
+        benchmark.resnet50_shapes = lambda: shapes  # type: ignore[attr-defined]
+    sys.argv = [script, *arguments]
+    benchmark.main()

@@ -1,0 +1,114 @@
+"""A member of an elastic job without a runtime: it speaks with the authority, and does what a test tells it.
+
+It prints what it hears, one line each. The test writes words to the datagram socket FOLDER/ID: see `_told`.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from hvdlite.core.launch_contract import JOB_DIRECTORY, JOINER, MEMBER, MEMBER_SOCKET, FailureRecord
+from hvdlite.membership.messages import (
+    AllFinished,
+    BoundaryTold,
+    Dismissed,
+    Frames,
+    MemberFinished,
+    MemberHello,
+    MemberIdle,
+    MemberReady,
+    Message,
+    Met,
+    PrepareStop,
+    Standing,
+    StopAt,
+    StopNow,
+    WorldOrder,
+    frame,
+)
+
+COMMITS = 12
+
+
+class Member:
+    """The member."""
+
+    def __init__(self, folder: Path) -> None:
+        self.directory, self.id = os.environ[JOB_DIRECTORY], int(os.environ[MEMBER])
+        self.epoch = 1
+        self.link = socket.socket(socket.AF_UNIX)
+        self.link.connect(f"{self.directory}/{MEMBER_SOCKET}")
+        self.orders = Frames(orders=True)
+        self.test = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.test.bind(str(folder / str(self.id)))
+        names = ("HVDLITE_RANK", "HVDLITE_SIZE", "HVDLITE_LOCAL_RANK", "HVDLITE_SLOT", "HOROVOD_HOSTNAME",
+                 "HOROVOD_ELASTIC", "HVDLITE_JOINER")
+        self.say(MemberHello(self.id, os.getpid()))
+        self.say(MemberReady())
+        if JOINER not in os.environ:
+            self.say(Met(1))
+        print("begun", self.id, os.getpid(), *(os.environ.get(name, "-") for name in names), flush=True)
+
+    def say(self, message: Message) -> None:
+        self.link.sendall(frame(message))
+
+    def run(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.link, selectors.EVENT_READ, self.hear)
+            selector.register(self.test, selectors.EVENT_READ, self.obey)
+            while True:
+                for key, _ in selector.select():
+                    key.data()
+
+    def hear(self) -> None:
+        content = self.link.recv(65536)
+        if not content:
+            sys.exit(3)
+        for order in self.orders.feed(content):
+            self.answer(order)
+
+    def answer(self, order: object) -> None:
+        if isinstance(order, WorldOrder):
+            print("heard", order.epoch, *order.members, *order.host_names, order.ranks_by_machine, flush=True)
+            self.epoch = order.epoch
+            self.say(Met(order.epoch))
+        elif isinstance(order, StopNow):
+            self.say(MemberIdle(order.epoch, Standing(commits=COMMITS), order.reason))
+        elif isinstance(order, PrepareStop):
+            self.say(BoundaryTold(order.change, 7))
+        elif isinstance(order, StopAt):
+            self.say(MemberIdle(self.epoch, Standing(commits=COMMITS, at_rest=True)))
+        elif isinstance(order, (AllFinished, Dismissed)):
+            print("heard", type(order).__name__, flush=True)
+            sys.exit(0)
+
+    def obey(self) -> None:
+        word, *more = self.test.recv(1000).decode().split()
+        _told(self, word, more)
+
+
+def _told(member: Member, word: str, more: list[str]) -> None:
+    if word == "finish":
+        member.say(MemberFinished(member.epoch))
+    elif word == "exit":
+        os._exit(int(more[0]))
+    elif word == "kill":
+        os.kill(os.getpid(), 9)
+    elif word == "raise":
+        FailureRecord(member.id, member.id, 1.0, "ValueError", more[0], f"Traceback of {more[0]}").write(member.directory)
+        os._exit(1)
+    elif word == "talk":
+        member.link.sendall(b"\0\0\0\1\xc1")  # no message
+    elif word == "child":
+        child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        print("child", child.pid, flush=True)
+
+
+if __name__ == "__main__":
+    member = Member(Path(sys.argv[1]))
+    member.run()

@@ -1,0 +1,52 @@
+"""A rank that trains with the same optimizer in many worlds, which are jobs that follow each other in the same processes."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hvdlite_torch as hvd
+from hvdlite import api
+from hvdlite.runtime.runtime import Runtime
+
+
+def held() -> dict[str, Any]:
+    """Return what this process has of a world: descriptors, mappings of files, threads and runtimes."""
+    gc.collect()
+    maps = [line.split(maxsplit=5)[5] for line in Path("/proc/self/maps").read_text().splitlines() if len(line.split()) > 5]
+    return {"descriptors": len(os.listdir("/proc/self/fd")),
+            "shared": sum("memfd" in name or "/dev/shm" in name for name in maps),
+            "threads": sorted(thread.name for thread in threading.enumerate()),
+            "runtimes": sum(isinstance(each, Runtime) for each in gc.get_objects())}
+
+
+def many_worlds(count: int) -> list[dict[str, Any]]:
+    """Train in each world until gradients lie in shared memory; return what the second and the last one left."""
+    gc.freeze()  # what is imported makes each collection slow
+    hvd.init()
+    model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    ways: list[dict[str, Any]] = [{}, {"op": hvd.Adasum}, {"comm_hook": hvd.comm_hooks.PowerSGD(1, 2)}]
+    optimizers: list[Any] = [hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), **way)
+                             for way in ways]
+    states = []
+    for world in range(count):
+        if world:
+            hvd.init()
+        for _ in range(5):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+                model(torch.randn(4, 6)).square().mean().backward()
+                optimizer.step()
+        assert optimizers[0]._reducer.by_bucket
+        hvd.check_replicas(model.state_dict())
+        if world in (1, count - 1):
+            states.append(held())
+        hvd.shutdown()
+    api._world_ended()
+    return [*states, held()]

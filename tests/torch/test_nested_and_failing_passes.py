@@ -1,0 +1,225 @@
+"""Backward passes that are nested in others, and backward passes that fail."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+from hvdlite.runtime.runtime import Runtime  # noqa: E402
+from hvdlite_torch import DistributedOptimizer, autograd_runs  # noqa: E402
+from tests.torch.one_process import Case, compare  # noqa: E402
+from tests.worlds import threads  # noqa: E402
+
+TURNS = 5
+"""Two by single gradients, the others in learned buckets."""
+
+
+def reentrant(model: Any, x: Any) -> Any:
+    return checkpoint(model, x.requires_grad_(), use_reentrant=True)
+
+
+def all_parameters_in_reentrant_checkpoints(case: Case) -> None:
+    """With a closure, and clipped without one."""
+    optimizer = case.optimizer()
+    for turn in range(2 * TURNS):
+        def closure(turn: int = turn) -> Any:
+            optimizer.zero_grad()
+            loss = case.loss(turn, lambda x: reentrant(case.model[2], reentrant(case.model[:2], x)))
+            loss.backward()
+            return loss
+        if turn % 2:
+            optimizer.step(closure)
+        else:
+            closure()
+            torch.nn.utils.clip_grad_norm_(case.model.parameters(), 0.1)
+            optimizer.step()
+
+
+def layers_in_several_reentrant_checkpoints(case: Case) -> None:
+    """Nested ones too, beside a layer in none; two backward passes a step."""
+    layer = torch.nn.Linear(6, 6)
+    torch.nn.init.constant_(layer.weight, 0.1)
+    torch.nn.init.zeros_(layer.bias)
+    optimizer = case.optimizer(torch.optim.SGD([*case.model.parameters(), *layer.parameters()], lr=0.1))
+    for turn in range(TURNS):
+        optimizer.zero_grad()
+        for part in range(1 + turn % 2):
+            case.loss(turn + 50 * part, lambda x: case.model[2](reentrant(
+                lambda y: case.model[:2](reentrant(layer, reentrant(layer, y))), x))).backward()
+        optimizer.step()
+
+
+def a_layer_in_a_reentrant_checkpoint_and_outside_of_it(case: Case) -> None:
+    """Outside before, or after; gradients are read after the backward pass."""
+    layer = torch.nn.Linear(6, 6)
+    torch.nn.init.constant_(layer.weight, 0.1)
+    torch.nn.init.zeros_(layer.bias)
+    optimizer = case.optimizer(torch.optim.SGD([*case.model.parameters(), *layer.parameters()], lr=0.1))
+    for turn in range(2 * TURNS):
+        optimizer.zero_grad()
+        if turn % 2:
+            case.loss(turn, lambda x: case.model(layer(reentrant(layer, x)))).backward()
+        else:
+            case.loss(turn, lambda x: case.model(reentrant(layer, layer(x)))).backward()
+        torch.nn.utils.clip_grad_norm_(layer.parameters(), 0.1)
+        optimizer.step()
+
+
+def a_backward_pass_in_a_hook(case: Case) -> None:
+    optimizer = case.optimizer()
+    for turn in range(TURNS):
+        optimizer.zero_grad()
+        outer = torch.ones(2, requires_grad=True).sum()
+
+        def inner(_: Any, turn: int = turn) -> None:
+            with torch.enable_grad():
+                case.loss(turn).backward()
+        outer.register_hook(inner)
+        outer.backward()
+        torch.nn.utils.clip_grad_norm_(case.model.parameters(), 0.1)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("wait_in", ["backward", "step"])
+def test_reentrant_checkpoints(wait_in: str) -> None:
+    compare([all_parameters_in_reentrant_checkpoints, layers_in_several_reentrant_checkpoints,
+             a_layer_in_a_reentrant_checkpoint_and_outside_of_it, a_backward_pass_in_a_hook],
+            lambda rank: {"wait_in": wait_in})
+
+
+class Failing(torch.autograd.Function):
+    """Returns what it is given, and fails in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        raise ValueError("out of memory")
+
+
+def fail(case: Case, turn: int, *, nested: bool) -> None:
+    """Compute gradients of the last layer, and no others; nested: of all layers, in a checkpoint."""
+    def failing(x: Any) -> Any:
+        x = x.requires_grad_()
+        return reentrant(case.model, Failing.apply(x)) if nested else case.model[2](Failing.apply(case.model[:2](x)))
+    with pytest.raises(ValueError, match="out of memory"):
+        case.loss(turn, failing).backward()
+
+
+def passes_that_fail_and_are_repeated(case: Case) -> None:
+    """In each turn gradients are cleared in another way, by single gradients and in buckets."""
+    optimizer = case.optimizer()
+    for turn in range(12):
+        optimizer.zero_grad()
+        if turn != 3:
+            fail(case, turn, nested=turn % 4 > 1)
+        if turn % 3 == 0:
+            optimizer.zero_grad()
+        elif turn % 3 == 1:
+            case.model.zero_grad()
+        else:
+            for parameter in case.model.parameters():
+                parameter.grad = None
+        case.loss(turn + 50).backward()
+        torch.nn.utils.clip_grad_norm_(case.model.parameters(), 0.1)
+        optimizer.step()
+
+
+def a_pass_that_fails_and_counts(case: Case) -> None:
+    """What it has computed is in the last layer's gradient. In one process, all ranks' share of it."""
+    optimizer = case.optimizer()
+    for turn in range(TURNS):
+        optimizer.zero_grad()
+        if case.rank is None:
+            case.loss(turn, lambda x: case.model[2](case.model[:2](x).detach())).backward()
+        else:
+            fail(case, turn, nested=False)
+        case.loss(turn + 50).backward()
+        torch.nn.utils.clip_grad_norm_(case.model.parameters(), 0.1)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("wait_in", ["backward", "step"])
+def test_backward_passes_that_fail_and_are_repeated(wait_in: str) -> None:
+    compare([passes_that_fail_and_are_repeated, a_pass_that_fails_and_counts], lambda rank: {"wait_in": wait_in})
+
+
+@pytest.mark.parametrize("wait_in", ["backward", "step"])
+def test_all_optimizers_of_a_backward_pass_that_fails_are_guarded(wait_in: str) -> None:
+    def interrupt(_: Any) -> None:
+        raise ValueError("interrupted")
+
+    def step(runtime: Runtime) -> Any:
+        layers = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+        for parameter in (*layers[0].parameters(), *layers[1].parameters()):
+            torch.nn.init.ones_(parameter)
+        optimizers = [DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.0), _runtime=runtime, wait_in=wait_in)
+                      for layer in layers]
+        for turn in range(4):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss = layers[1](layers[0](torch.full((1, 3), 1.0 + runtime.world.rank))).sum()
+            if turn < 3:
+                loss.backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+            else:
+                layers[0].weight.register_hook(interrupt)
+                with pytest.raises(ValueError, match="interrupted"):
+                    loss.backward()
+        return layers[1].weight.grad
+    first, second = threads(2, step)
+    assert torch.equal(first, second)
+    assert torch.equal(first, torch.full((3, 3), (4.0 + 7.0) / 2))
+
+
+def test_one_optimizer_that_fails_guards_another_whose_gradients_come_on_another_thread() -> None:
+    """As with gradients on a GPU."""
+    guarded = []
+
+    class Hooks:
+        def guard(self) -> None:
+            guarded.append(self)
+
+        def end_backward(self, run: Any) -> None:
+            with run.guarding_all():
+                raise ValueError("failed")
+
+        def fail_backward(self, task: int) -> None: ...
+    one, other = Hooks(), Hooks()
+    ends: list[Any] = [autograd_runs.RunEnd(one, -5)]
+    thread = threading.Thread(target=lambda: ends.append(autograd_runs.RunEnd(other, -5)))
+    thread.start()
+    thread.join()
+    with pytest.raises(ValueError, match="failed"):
+        ends[0]()
+    assert {*guarded} == {one, other}
+
+
+@pytest.mark.parametrize("wait_in", ["backward", "step"])
+def test_a_pass_that_fails_on_some_ranks_only_after_a_gradient_makes_no_round_of_its_own(wait_in: str) -> None:
+    """The pass that follows is over other layers, and ends the round that the failed one began."""
+    def step(runtime: Runtime) -> None:
+        first, second = torch.nn.Linear(3, 1), torch.nn.Linear(3, 1)
+        optimizer = DistributedOptimizer(torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1),
+                                         _runtime=runtime, wait_in=wait_in)
+        for turn in range(TURNS):
+            optimizer.zero_grad()
+            (first(torch.ones(1, 3)) + second(torch.ones(1, 3))).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            output = first(Failing.apply(torch.ones(1, 3, requires_grad=True)))
+            with pytest.raises(ValueError, match="out of memory"):
+                (output if runtime.world.rank == 0 else Failing.apply(output)).sum().backward()
+            (second(torch.full((1, 3), 1.0 + runtime.world.rank + turn))).sum().backward()
+            assert second.bias.grad.item() == 1.0 and second.weight.grad[0, 0].item() == turn + 1.5
+            optimizer.step()
+    threads(2, step)

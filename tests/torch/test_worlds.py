@@ -1,0 +1,262 @@
+"""Optimizers that live longer than a world: after a failure in the middle of anything, they train on in the next one."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hvdlite import api  # noqa: E402
+from hvdlite.core.errors import HorovodInternalError, NotInitializedError  # noqa: E402
+from hvdlite.core.types import ReduceOp  # noqa: E402
+from hvdlite.runtime.runtime import Runtime  # noqa: E402
+from hvdlite_torch import DistributedOptimizer, comm_hooks  # noqa: E402
+from tests.raising import raises  # noqa: E402
+from tests.torch.models import by_bucket, net, weights  # noqa: E402
+from tests.torch.programs import worlds as programs  # noqa: E402
+from tests.worlds import TORCH, processes, threads  # noqa: E402
+
+STEPS = 4
+"""In each world: enough for learned buckets."""
+
+
+def sgd(model: Any) -> Any:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def wrap(plain: Any, runtime: Runtime | None, **options: Any) -> Any:
+    return DistributedOptimizer(plain, _runtime=runtime, **options)
+
+
+def loss(model: Any, rank: int, turn: int) -> Any:
+    generator = torch.Generator().manual_seed(100 * rank + turn)
+    return model(torch.randn(4, 6, generator=generator)).square().mean()
+
+
+def plainly(member: Member, rank: int, turn: int, die: Callable[[], None]) -> None:
+    member.optimizer.zero_grad()
+    value = loss(member.model, rank, turn)
+    die()
+    value.backward()
+    member.optimizer.step()
+
+
+def not_clearing_first(member: Member, rank: int, turn: int, die: Callable[[], None]) -> None:
+    loss(member.model, rank, turn).backward()
+    die()
+    member.optimizer.step()
+    member.optimizer.zero_grad()
+
+
+def in_two_passes(member: Member, rank: int, turn: int, die: Callable[[], None]) -> None:
+    member.optimizer.zero_grad()
+    loss(member.model, rank, turn).backward()
+    die()
+    loss(member.model, rank, turn + 50).backward()
+    member.optimizer.step()
+
+
+def between_backward_and_step(member: Member, rank: int, turn: int, die: Callable[[], None]) -> None:
+    member.optimizer.zero_grad()
+    loss(member.model, rank, turn).backward()
+    die()
+    torch.nn.utils.clip_grad_norm_(member.model.parameters(), 0.05)
+    member.optimizer.step()
+
+
+def with_a_closure(member: Member, rank: int, turn: int, die: Callable[[], None]) -> None:
+    calls = []
+
+    def closure() -> Any:
+        member.optimizer.zero_grad()
+        value = loss(member.model, rank, turn)
+        value.backward()
+        calls.append(None)
+        if len(calls) == 2:
+            die()
+        return value
+    member.optimizer.step(closure)
+
+
+def with_a_scaler(member: Member, rank: int, turn: int, die: Callable[[], None]) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    member.optimizer.zero_grad()
+    scaler.scale(loss(member.model, rank, turn)).backward()
+    die()
+    scaler.unscale_(member.optimizer)
+    scaler.step(member.optimizer)
+    scaler.update()
+
+
+def thawing(member: Member, rank: int, turn: int, die: Callable[[], None]) -> None:
+    member.model[0].weight.requires_grad_(turn % 10 >= 2)
+    plainly(member, rank, turn, die)
+
+
+@dataclasses.dataclass
+class Kind:
+    """A way to train."""
+
+    train: Callable[..., None] = plainly
+    make: Callable[[Any], Any] = sgd
+    options: Callable[[Any], dict[str, Any]] = lambda model: {}
+    buckets: bool = True
+
+
+KINDS = {
+    "in backward": Kind(),
+    "before the first gradient is cleared": Kind(not_clearing_first),
+    "waiting in the step": Kind(options=lambda model: {"wait_in": "step"}),
+    "waiting in the step, which reads gradients": Kind(between_backward_and_step, options=lambda model: {"wait_in": "step"}),
+    "between two accumulated passes": Kind(in_two_passes, options=lambda model: {"backward_passes_per_step": 2}),
+    "between two reduced passes": Kind(in_two_passes),
+    "in a closure": Kind(with_a_closure, lambda model: torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)),
+    "with a scaler": Kind(with_a_scaler, options=lambda model: {"wait_in": "step"}),
+    "with groups": Kind(options=lambda model: {"groups": [list(model.parameters())[:2]], "compression": None}),
+    "thawing": Kind(thawing),
+    "Adasum": Kind(options=lambda model: {"op": ReduceOp.ADASUM}, buckets=False),
+    "AllReduce": Kind(options=lambda model: {"comm_hook": comm_hooks.AllReduce()}, buckets=False),
+    "TopK": Kind(options=lambda model: {"comm_hook": comm_hooks.TopK(1.0)}, buckets=False),
+}
+
+
+class Member:
+    """A process of an elastic job, which is a thread here: its model and optimizer outlive worlds."""
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind, self.model = kind, net()
+        self.plain = kind.make(self.model)
+        self.optimizer: Any = None
+
+    def wrap(self, runtime: Runtime | None) -> None:
+        options = {name: value for name, value in self.kind.options(self.model).items() if value is not None}
+        self.optimizer = wrap(self.plain, runtime, **options)
+
+    def train(self, runtime: Runtime, turns: range, die: Callable[[], None] = lambda: None) -> None:
+        for turn in turns:
+            self.kind.train(self, runtime.world.rank, turn, die if turn == turns[-1] else lambda: None)
+
+    def like(self) -> Member:
+        """Return a member with the same state, which has taken part in no world."""
+        other = Member(self.kind)
+        other.model.load_state_dict(copy.deepcopy(self.model.state_dict()))
+        other.plain.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
+        for own, its in zip(other.model.parameters(), self.model.parameters(), strict=True):
+            own.requires_grad_(its.requires_grad)
+        return other
+
+
+def world_that_fails(members: list[Member]) -> None:
+    """Train in a world until the last rank dies; the others' step fails where they are."""
+    dead = threading.Event()
+
+    def step(runtime: Runtime) -> None:
+        member, is_last = members[runtime.world.rank], runtime.world.rank == len(members) - 1
+        member.wrap(runtime)
+
+        class Dead(Exception):
+            pass
+
+        def die() -> None:
+            if is_last:
+                runtime.fail("Dead", "on purpose", "")
+                dead.set()
+                raise Dead
+            dead.wait()
+        with pytest.raises(Dead if is_last else HorovodInternalError):
+            member.train(runtime, range(STEPS), die)
+            runtime.barrier("after").wait()  # if the last round was over by then
+    threads(len(members), step)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_survivors_train_on_like_new_optimizers(kind: Kind) -> None:
+    members = [Member(kind) for _ in range(3)]
+    world_that_fails(members)
+    survivors = members[1:] if kind.train is plainly else members[:2]
+    for member in survivors:
+        member.optimizer.world_ended()
+        assert all(each.grad is None and type(each) is torch.nn.Parameter for each in member.model.parameters())
+        survivors[0].optimizer.load_state_dict(survivors[0].optimizer.state_dict())  # what restores may do between worlds
+        member.model.load_state_dict(survivors[0].model.state_dict())
+        member.optimizer.load_state_dict(copy.deepcopy(survivors[0].optimizer.state_dict()))
+    fresh = [member.like() for member in survivors]
+
+    def again(runtime: Runtime, members: list[Member], are_new: bool) -> list[Any]:
+        member = members[runtime.world.rank]
+        member.wrap(runtime) if are_new else member.optimizer.world_began(runtime)
+        member.train(runtime, range(10, 10 + STEPS))
+        assert by_bucket(member.optimizer) if kind.buckets else True
+        return weights(member.model)
+    after = threads(2, again, survivors, False)
+    expected = threads(2, again, fresh, True)
+    torch.testing.assert_close(after[0], after[1], rtol=0, atol=0)
+    torch.testing.assert_close(after, expected, rtol=0, atol=0)
+
+
+def test_one_process_trains_to_the_same_weights() -> None:
+    members = [Member(Kind()) for _ in range(3)]
+    world_that_fails(members)
+    state = copy.deepcopy((members[1].model.state_dict(), members[1].optimizer.state_dict()))
+
+    def again(runtime: Runtime) -> list[Any]:
+        member = members[1 + runtime.world.rank]
+        member.optimizer.world_ended()
+        member.model.load_state_dict(state[0])
+        member.optimizer.load_state_dict(copy.deepcopy(state[1]))
+        member.optimizer.world_began(runtime)
+        member.train(runtime, range(10, 10 + STEPS))
+        return weights(member.model)
+    after = threads(2, again)
+    alone = net()
+    plain = sgd(alone)
+    for turn, ranks in [*((turn, range(3)) for turn in range(STEPS - 1)), *((10 + turn, range(2)) for turn in range(STEPS))]:
+        plain.zero_grad()
+        (sum(loss(alone, rank, turn) for rank in ranks) / len(ranks)).backward()
+        plain.step()
+    torch.testing.assert_close(after[0], weights(alone), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("op", [ReduceOp.AVERAGE, ReduceOp.ADASUM])
+def test_a_world_of_one_rank_grows_by_an_optimizer_that_was_made_before_its_world(
+        op: ReduceOp, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = Kind(options=lambda model: {"op": op})
+    old, joiner = Member(kind), Member(kind)
+
+    def alone(runtime: Runtime) -> None:
+        old.wrap(runtime)
+        old.train(runtime, range(STEPS))
+    threads(1, alone)
+    old.optimizer.world_ended()
+    monkeypatch.setattr(api, "attached_runtime", lambda: None)
+    joiner.wrap(None)
+    joiner.optimizer.zero_grad()
+    joiner.optimizer.set_backward_passes_per_step(1)
+    loss(joiner.model, 0, 0).backward()
+    raises(NotInitializedError, "not initialised", joiner.optimizer.step)
+    fresh = [old.like(), old.like()]
+    joiner.model.load_state_dict(old.model.state_dict())
+    joiner.optimizer.load_state_dict(copy.deepcopy(old.optimizer.state_dict()))
+
+    def together(runtime: Runtime, members: list[Member], are_new: bool) -> list[Any]:
+        member = members[runtime.world.rank]
+        member.wrap(runtime) if are_new else member.optimizer.world_began(runtime)
+        member.train(runtime, range(10, 10 + STEPS))
+        return weights(member.model)
+    after = threads(2, together, [old, joiner], False)
+    torch.testing.assert_close(after, threads(2, together, fresh, True), rtol=0, atol=0)
+    torch.testing.assert_close(after[0], after[1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("worlds", [5, pytest.param(50, marks=pytest.mark.long)])
+def test_many_worlds_leave_as_much_as_one(worlds: int) -> None:
+    for rank in processes(2, programs.many_worlds, worlds, imported=TORCH):
+        second, last, after = rank.result
+        assert last == second
+        assert after["runtimes"] == after["shared"] == 0
