@@ -8,7 +8,7 @@ guarantee the interface: `tests/tf/test_mirrored.py` lists the versions with whi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 

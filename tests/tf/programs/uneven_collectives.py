@@ -29,14 +29,16 @@ def among_ranks(_: Any, output: Any) -> Any:
     first = hvd.broadcast(own[:1], 0, horovod_gradient=False)
     splits = [0, rows] if hvd.rank() == 0 else [rows, 0]  # the other rank gets all rows
     received, _ = frontend.alltoall(own, ops.stack(splits) if IS_TENSORFLOW else splits)
-    return loss(own, everywhere, total + half, product, first) + ops.sum(ops.square(received - 1)) / ops.cast(rows, "float32")
+    return loss(own, everywhere, total + half, product, first) \
+        + ops.sum(ops.square(received - 1)) / ops.cast(rows, "float32")
 
 
 def alone(_: Any, output: Any) -> Any:
     """Return the loss of the global batch."""
     own = ops.tanh(output)
     half = ops.cast(ops.cast(ops.sum(own, 0), "float16"), "float32")
-    return loss(own, own, ops.sum(own, 0) + half, ops.transpose(own) @ own, own[:1]) + ops.sum(ops.square(own - 1)) / len(own)
+    return loss(own, own, ops.sum(own, 0) + half, ops.transpose(own) @ own, own[:1]) \
+        + ops.sum(ops.square(own - 1)) / len(own)
 
 
 def loss(own: Any, everywhere: Any, total: Any, product: Any, first: Any) -> Any:
