@@ -1,15 +1,15 @@
 """The reduction of one step's gradients, with a few calls into Python, whatever their number.
 
 Dense gradients go through the learned buckets of the core; the rows of IndexedSlices are gathered. All gradients are
-submitted before the first wait, so their order may differ between ranks, and one inter-op thread is enough.
+enqueued before the first wait, so their order may differ between ranks, and one inter-op thread is enough.
 
-Inside `tf.function`, gradients of many bytes are submitted in batches, the last layers' first, by calls that do not wait:
+Inside `tf.function`, gradients of many bytes are enqueued in batches, the last layers' first, by calls that do not wait:
 their reduction overlaps with the computation of the others. TensorFlow makes these calls one after the other, in the order
 in which they were traced (automatic control dependencies).
 
 A variable that is not part of this rank's loss has no gradient here, but may have one on another rank. Eagerly, each step
 determines whether the result is a gradient or None; a graph needs to know it when it is traced. So ranks that lack some
-gradients exchange what they have, once for each list of variables and each subset with gradients, and submit zeros for
+gradients exchange what they have, once for each list of variables and each subset with gradients, and enqueue zeros for
 gradients that only other ranks have. A rank whose graph does not expect an arriving gradient raises an error.
 """
 
@@ -105,7 +105,7 @@ class TensorFlowStepReducer(ArrayStepReducer):
         """Return the reduced gradients by slot, as their parts; slots for which no rank has a gradient are missing."""
         given = {slot: _gradient([as_array(part) for part in each.parts]) for slot, each in sent.items()}
         counted = None if current_samples() is None else float(current_samples())
-        weight = self._submit(given, variables, counted)
+        weight = self._enqueue(given, variables, counted)
         reduced = self._finish(variables, None if counted is None else weight)
         return {slot: [as_tensor(part) for part in _parts(gradient)] for slot, gradient in reduced.items()}
 
@@ -126,7 +126,7 @@ class TensorFlowStepReducer(ArrayStepReducer):
         def reduce_rest(*arrays: Array) -> list[Array]:
             own_samples = float(arrays[sum(part_counts.values())]) if counted_here else None
             given = _by_slot(arrays, part_counts) | {slot: _zeros(kinds[slot], *spec) for slot, spec in lacking.items()}
-            weight = self._submit(given, slots, own_samples)
+            weight = self._enqueue(given, slots, own_samples)
             reduced = self._finish(kinds, None if own_samples is None else weight)
             return [part for slot in kinds for part in _parts(reduced[slot])]
         counted_here = bool(counted)
@@ -184,16 +184,16 @@ class TensorFlowStepReducer(ArrayStepReducer):
         return {slot: kind for slot, kind in zip(own, self._agreements[key], strict=True) if kind is not Kind.NONE}
 
     def _submitted(self, batch: dict[int, tf.Tensor], slots: list[int], counted: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Submit some of the dense gradients when they are computed; return a tensor that depends on it."""
+        """Enqueue some of the dense gradients when they are computed; return a tensor that depends on it."""
         given, is_counted = list(batch), bool(counted)
 
-        def submit(*arrays: Array) -> list[Array]:
+        def enqueue(*arrays: Array) -> list[Array]:
             # Small ones are not copied immediately, and this memory is TensorFlow's.
             gradients: dict[int, Gradient] = {slot: array.copy() if array.nbytes <= SMALL else array
                                               for slot, array in zip(given, arrays, strict=False)}
-            self._submit(gradients, slots, float(arrays[-1]) if is_counted else None)
+            self._enqueue(gradients, slots, float(arrays[-1]) if is_counted else None)
             return [np.zeros((), np.int32)]
-        return run(submit, [*batch.values(), *counted], [tf.int32], [tf.TensorShape([])])[0]
+        return run(enqueue, [*batch.values(), *counted], [tf.int32], [tf.TensorShape([])])[0]
 
 
 def _zeros(kind: Kind, shape: tuple[int, ...], dtype: Any) -> Gradient:
@@ -216,7 +216,7 @@ def _by_slot(arrays: Sequence[Array], counts: dict[int, int]) -> dict[int, Gradi
 
 
 def _batches(tensors: dict[int, tf.Tensor], enough: int) -> list[list[int]]:
-    """Return the batches of tensors to submit together, in the order of the backward pass, without the last batch.
+    """Return the batches of tensors to enqueue together, in the order of the backward pass, without the last batch.
 
     Args:
         enough: bytes of a batch; 0 for a single batch.

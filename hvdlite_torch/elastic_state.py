@@ -58,9 +58,8 @@ class TorchState(ObjectState):
         for name, handler in staging.items():
             self._checked(name, handler.stage)
         attributes = self._copied()
-        for name, handler in self._handlers.items():
-            if name not in staging:
-                handler.save()
+        for other in self._others():
+            other.save()
         for handler in staging.values():
             handler.promote()
         self._saved = attributes
@@ -99,9 +98,8 @@ class TorchState(ObjectState):
         broadcast_tensors(runtime, tensors, 0, "elastic.tensors")
         for name, handler in own.items():
             handler.receive(received[name])
-        for name, handler in self._handlers.items():
-            if name not in own:
-                handler.sync()
+        for other in self._others():
+            other.sync()
         if not is_root:
             self._assign(values)
             self.commits = commits
@@ -128,6 +126,11 @@ class TorchState(ObjectState):
         return {name: handler for name, handler in self._handlers.items()
                 if isinstance(handler, StateDictHandler)
                 and all(getattr(type(handler), each) is getattr(StateDictHandler, each) for each in ("save", "sync"))}
+
+    def _others(self) -> list[StateHandler]:
+        """Return the other handlers, which save and send by themselves."""
+        built_in = self._built_in()
+        return [handler for name, handler in self._handlers.items() if name not in built_in]
 
     def _handles(self, name: str, value: Any) -> bool:
         """Begin to handle an attribute, if there is a handler for it."""

@@ -52,6 +52,7 @@ class Member:
 
     Attributes:
         number: the member's id.
+        is_at_rest: whether `boundary` has stopped this member in its present world.
 
     Raises:
         LaunchError: when nobody serves members there.
@@ -59,6 +60,7 @@ class Member:
 
     def __init__(self, directory: str, number: int) -> None:
         self.number = number
+        self.is_at_rest = False
         self._pid = os.getpid()
         self._changed = threading.Condition()  # guards what follows
         self._lost = ""  # why there is no authority any more
@@ -76,6 +78,11 @@ class Member:
         self._send(MemberHello(number, self._pid))
         threading.Thread(target=self._listen, name="hvdlite-member", daemon=True).start()
 
+    @property
+    def in_child(self) -> bool:
+        """Whether this process is a forked child, which is no member."""
+        return self._pid != os.getpid()
+
     # --- what the member says ----------------------------------------------------------------------------------------
 
     def ready(self) -> None:
@@ -86,9 +93,14 @@ class Member:
         """World `epoch` has ended here: its background thread has ended, and its planes are closed."""
         self._send(MemberIdle(epoch, standing, reason))
 
-    def meeting_failed(self, epoch: int, reason: str) -> None:
-        """This member could not meet the others of world `epoch`."""
-        self._send(MeetingFailed(epoch, reason))
+    def meeting_failed(self, epoch: int, reason: str, missing: tuple[int, ...]) -> None:
+        """This member could not meet the others of world `epoch`; the authority does not care if it has given that world up.
+
+        Args:
+            missing: on rank 0, the ranks that have not reached it.
+        """
+        if self._stopped.epoch < epoch:
+            self._send(MeetingFailed(epoch, reason, missing))
 
     def met(self, epoch: int) -> None:
         """This member has met all others of world `epoch`, and its background thread runs."""
@@ -108,6 +120,11 @@ class Member:
         with self._changed:
             self._attached = epoch, stop
             self._stop_attached()
+
+    def detach(self) -> None:
+        """Forget what was attached: it has ended."""
+        with self._changed:
+            self._attached = None
 
     def coordinator(self, epoch: int) -> tuple[str, int]:
         """Block until it is known where rank 0 of world `epoch` listens; return host and port.
@@ -165,7 +182,7 @@ class Member:
             HostsUpdatedInterrupt: on all members of the world at the same boundary, when members come or go.
             PeerLostError: when the world is stopped while it is agreed on such a boundary.
         """
-        if self._pid != os.getpid():
+        if self.in_child:
             return
         with self._changed:
             self._boundaries += 1
@@ -174,6 +191,7 @@ class Member:
                     if self._boundaries < self._stop_at.boundary:
                         return
                     self._change = self._stop_at = None
+                    self.is_at_rest = True
                     raise HostsUpdatedInterrupt
                 if self._stopped.epoch >= self._epoch:
                     raise PeerLostError(self._stopped.reason)
@@ -246,6 +264,7 @@ class Member:
                 case WorldOrder():
                     self._epoch, self._host_names, self._boundaries = order.epoch, order.host_names, 0
                     self._change = self._stop_at = None
+                    self.is_at_rest = False
                     self._orders.append(order)
                 case CoordinatorAt():
                     self._coordinator = order

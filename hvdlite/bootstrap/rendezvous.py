@@ -6,6 +6,7 @@ not. Another thread can cancel it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import math
@@ -38,6 +39,14 @@ CONNECT_SECONDS = 5.0
 RETRY_SECONDS = 0.02
 """The longest pause between two attempts; the first ones follow each other faster."""
 FIRST_RETRY_SECONDS = 0.001
+
+
+class MissingRanks(LaunchError):
+    """Some ranks have not reached rank 0 in time."""
+
+    def __init__(self, message: str, ranks: Sequence[int]) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,9 +172,9 @@ def _welcomed(admission: _Admission, listener: socket.socket, own: RankInfo, tim
             admission.admit_all(listener, timeout)
     except LaunchError as error:
         admission.refusal = str(error)
-    welcome = admission.welcome()
-    for connection in admission.connections.values():
-        connection.send(welcome)
+        admission.send_welcome()
+        raise
+    welcome = admission.send_welcome()
     if admission.refusal:
         raise LaunchError(admission.refusal)
     return welcome
@@ -233,7 +242,11 @@ class _Admission:
         self._handshake_slots = threading.BoundedSemaphore(HALF_OPEN_LIMIT)
 
     def admit_all(self, listener: socket.socket, timeout: float) -> None:
-        """Return when all ranks are there, or there is a reason to refuse them."""
+        """Return when all ranks are there, or there is a reason to refuse them.
+
+        Raises:
+            MissingRanks: when some have not come in time.
+        """
         deadline = time.monotonic() + timeout
         size = self._own.size
         listener.setblocking(False)
@@ -245,9 +258,9 @@ class _Admission:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     missing = sorted(set(range(1, size)) - set(self.connections))
-                    self.refusal = (f"ranks {missing} did not connect to {self._address} within {timeout:.0f} s "
-                                    "(HVDLITE_START_TIMEOUT); did their processes start, and do they call init()?")
-                    break
+                    raise MissingRanks(f"ranks {missing} did not connect to {self._address} within {timeout:.0f} s "
+                                       "(HVDLITE_START_TIMEOUT); did their processes start, and do they call init()?",
+                                       missing)
                 poller.poll(None if left == math.inf else math.ceil(1000 * left))
                 self._cancellation.check()
                 self._settled.clear()
@@ -273,6 +286,14 @@ class _Admission:
     def _admit(self, sock: socket.socket, peer: str) -> None:
         self._handshake_slots.acquire()
         threading.Thread(target=self._handshake, args=(sock, peer), name="hvdlite-handshake", daemon=True).start()
+
+    def send_welcome(self) -> Welcome:
+        """Answer those that have come; return the answer."""
+        welcome = self.welcome()
+        for connection in self.connections.values():
+            with contextlib.suppress(OSError):  # its end is seen later
+                connection.send(welcome)
+        return welcome
 
     def welcome(self) -> Welcome:
         with self._lock:

@@ -38,6 +38,8 @@ class ReportServer:
         self._demand = demand
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with short_socket_path(self._path) as path:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)  # of the rank 0 of an earlier world, which was killed
             self._listener.bind(path)
         self._listener.listen(8)
         threading.Thread(target=self._serve, name="hvdlite-reports", daemon=True).start()

@@ -29,7 +29,6 @@ from hvdlite.core.launch_contract import CAUSE_FILE, KEY_FILE, MEMBERS_FILE, RES
 
 _DIGEST: Final = hashlib.sha256
 _MAC_BYTES: Final = 32
-_USAGE_ERROR: Final = 2  # of hvdrun: no rank was started
 
 
 class RankTraceback(Exception):
@@ -155,14 +154,12 @@ def _launch(command: Sequence[str], environ: Mapping[str, str]) -> tuple[int, st
     for reader in readers:
         reader.start()
     with launcher.stdin:
-        while True:
-            try:
-                code = launcher.wait()
-                break
-            except KeyboardInterrupt:
-                launcher.send_signal(signal.SIGINT)
-                launcher.wait()
-                raise
+        try:
+            code = launcher.wait()
+        except KeyboardInterrupt:
+            launcher.send_signal(signal.SIGINT)
+            launcher.wait()
+            raise
     for reader in readers:
         reader.join()
     return code, "".join(messages)

@@ -191,7 +191,7 @@ class ArrayGradients:
         return False  # arrays are not written to
 
     def take(self, parameter: Slot) -> Any:
-        raise NotImplementedError  # a slot is submitted once per round
+        raise NotImplementedError  # a slot is enqueued once per round
 
     def accumulate(self, parameter: Slot, gradient: Any) -> None:
         raise NotImplementedError
@@ -242,7 +242,7 @@ class ArrayReducer:
             self._reducer.sequence.admit()
 
     def give(self, slot: int, gradient: Gradient) -> None:
-        """Submit one gradient.
+        """Enqueue one gradient.
 
         Args:
             gradient: C-contiguous. One of up to `bucket_round.SMALL` bytes is not to be changed before `finish` returns; a

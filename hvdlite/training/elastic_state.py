@@ -46,7 +46,7 @@ class State:
     def __init__(self, bcast_object: Callable[[Any], Any] | None = None, get_rank: Callable[[], int] | None = None) -> None:
         del get_rank
         if bcast_object is not None:
-            self._bcast_object = bcast_object  # type: ignore[method-assign]
+            self._bcast_object = bcast_object
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
         """Add functions to call in each new world, before the state is synchronised; for example to scale a learning rate."""

@@ -173,8 +173,8 @@ class ArrayStepReducer(StepReducer):
         target_for = getattr(self._compression, "target_for", None)
         return (target_for(dtype) if target_for is not None else None) or dtype
 
-    def _submit(self, gradients: dict[int, Gradient], slots: Collection[int], samples: float | None) -> float:
-        """Submit gradients of the round by slot; return this rank's weight.
+    def _enqueue(self, gradients: dict[int, Gradient], slots: Collection[int], samples: float | None) -> float:
+        """Enqueue gradients of the round by slot; return this rank's weight.
 
         Args:
             slots: the slots of all variables of the round.

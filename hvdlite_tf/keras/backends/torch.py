@@ -145,7 +145,7 @@ class TorchStepReducer(StepReducer):
                     gradient.data.mul_(factor)  # part of the reduction, not a change by the script
 
     def _hand_over(self, hooks: BackwardHooks, tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
-        """Submit a gradient that was not computed by a backward pass with hooks."""
+        """Enqueue a gradient that was not computed by a backward pass with hooks."""
         if gradient is get_grad(tensor) and hooks.reducer.is_reduced(tensor):
             return
         if gradient is not None and gradient is not get_grad(tensor):
@@ -158,7 +158,7 @@ class TorchStepReducer(StepReducer):
         """Raise an error for gradients that may have been computed from summed ones.
 
         Raises:
-            UnsupportedError: with op=Sum, when a variable has a reduced gradient and another one is submitted for it.
+            UnsupportedError: with op=Sum, when a variable has a reduced gradient and another one is enqueued for it.
         """
         if self._op is ReduceOp.SUM and any(
                 gradient is not None and gradient is not get_grad(tensor) and hooks.reducer.is_reduced(tensor)

@@ -1,0 +1,86 @@
+"""What a runtime changes in its process: logging, a signal that asks for reports, and the record of a failure."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+from hvdlite.core import launch_contract
+from hvdlite.core.config import Config
+from hvdlite.core.errors import PeerLostError
+from hvdlite.runtime.runtime import Runtime
+
+_log = logging.getLogger("hvdlite")
+
+
+def configure_logging(config: Config, rank: Callable[[], int]) -> None:
+    """Write log messages to standard error, unless the script has set up logging itself."""
+    _log.setLevel(config.log_level)
+    if not _log.handlers and not logging.getLogger().handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(_Formatter(rank, "" if config.log_hide_time else "%(asctime)s "))
+        _log.addHandler(handler)
+        _log.propagate = False
+
+
+class _Formatter(logging.Formatter):
+    """Begins each message with the rank, which changes in elastic jobs."""
+
+    def __init__(self, rank: Callable[[], int], when: str) -> None:
+        super().__init__(f"{when}[%(rank)s] %(name)s %(levelname)s: %(message)s")
+        self._rank = rank
+
+    def format(self, record: logging.LogRecord) -> str:
+        record.rank = self._rank()
+        return super().format(record)
+
+
+def answer_signal(signum: int, current: Callable[[], Runtime | None]) -> None:
+    """Let a signal ask for a report, unless the script has a use for it."""
+    if not signum:
+        return
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signum) is not signal.SIG_DFL:
+        _log.warning("signal %d does not ask for reports (HVDLITE_REPORT_SIGNAL): it is handled already, or init() was not "
+                     "called in the main thread", signum)
+        return
+
+    def ask(signum: int, frame: FrameType | None) -> None:
+        runtime = current()
+        if runtime is not None and not runtime.in_child:
+            runtime.request_report()
+
+    signal.signal(signum, ask)
+
+
+def tell_failure(runtime: Runtime, error: BaseException) -> tuple[int, str]:
+    """Tell the other ranks of an exception; return the rank where it began, and its traceback as text."""
+    text = "".join(traceback.format_exception(error))
+    suffered = [known.rank for known in (*_causes(error), runtime.failure)
+                if isinstance(known, PeerLostError) and known.rank >= 0]
+    origin = suffered[0] if suffered else runtime.world.rank
+    runtime.fail(type(error).__name__, str(error), text, origin)
+    return origin, text
+
+
+def record_failure(directory: str, error: BaseException, process: int, origin: int, text: str) -> None:
+    """Let the launcher know why this process ends.
+
+    Args:
+        directory: the job's.
+        process: this process's rank; in an elastic job, its member id.
+        origin: that of the process where it began.
+        text: the traceback.
+    """
+    launch_contract.FailureRecord(process, origin, time.time(), type(error).__name__, str(error), text).write(directory)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an exception and what it was raised from."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

@@ -1,0 +1,270 @@
+"""The worlds of a process: one in most jobs; in an elastic job one after the other (docs/protocol.md#worlds)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import traceback
+from collections.abc import Iterator, Mapping, MutableMapping
+
+from hvdlite.bootstrap.cancellation import Cancellation
+from hvdlite.bootstrap.environments import LaunchInfo
+from hvdlite.bootstrap.launch_info import resolve_launch
+from hvdlite.bootstrap.member import Member
+from hvdlite.core import launch_contract
+from hvdlite.core.config import Config
+from hvdlite.core.errors import NotInitializedError, UnsupportedError
+from hvdlite.core.process_set import ProcessSet, global_process_set
+from hvdlite.core.stack_dump import StackDumpTarget
+from hvdlite.core.world import Hosts, World
+from hvdlite.diagnostics.process_probe import enable_stack_dump
+from hvdlite.membership.messages import WorldOrder
+from hvdlite.planes.arithmetic import Casts
+from hvdlite.runtime.assemble import assemble
+from hvdlite.runtime.followers import Followers
+from hvdlite.runtime.process_hooks import configure_logging, record_failure, tell_failure
+from hvdlite.runtime.registered_sets import RegisteredSets
+from hvdlite.runtime.runtime import Runtime
+
+
+class Worlds:
+    """The world of this process, and what outlives it. Only user threads call it; not two at a time.
+
+    Args:
+        environ: the process's environment; in an elastic job, coordinates are rewritten with each world.
+
+    Attributes:
+        runtime: this process's runtime; None without a world.
+        waiting: the coordinates of a member of an elastic job that has no world: provisional ones, or those of the last.
+        member: this process as a member of an elastic job; None in other jobs. Lasts as long as the process.
+        followers: the objects of the script that follow worlds.
+        casts: conversions of 16-bit floats.
+        defaults: environment variables of knobs, as if they were set when they are not.
+        runs_elastically: whether `hvd.elastic.run` is running.
+    """
+
+    def __init__(self, environ: MutableMapping[str, str]) -> None:
+        self.runtime: Runtime | None = None
+        self.waiting: World | None = None
+        self.member: Member | None = None
+        self.followers = Followers()
+        self.casts = Casts.of_numpy()
+        self.defaults: dict[str, str] = {}
+        self.runs_elastically = False
+        self._environ = environ
+        self._process_sets = RegisteredSets()
+        self._members: tuple[int, ...] = ()  # of an elastic job's world, by rank; of world 1: the ranks
+        self._stack_dump: StackDumpTarget | None = None  # where this process writes its stacks
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether this process belongs to a job."""
+        return self.runtime is not None or self.waiting is not None
+
+    @property
+    def coordinates(self) -> World:
+        """This process's rank, size and so on."""
+        return self.current().world if self.waiting is None else self.waiting
+
+    def current(self) -> Runtime:
+        """Return the runtime.
+
+        Raises:
+            NotInitializedError: when there is none.
+        """
+        if self.runtime is not None:
+            return self.runtime
+        if self.waiting is None:
+            raise NotInitializedError("hvdlite is not initialised; call hvd.init() first")
+        raise NotInitializedError(
+            "this process joins a running elastic job and has no world yet: collectives can be called inside the function "
+            "that hvd.elastic.run runs, and after it; before, only broadcast_parameters, broadcast_optimizer_state and "
+            "broadcast_object, which return what they were given")
+
+    # --- the beginning and the end of the job, for this process -------------------------------------------------------
+
+    def join(self, comm: object) -> Config:
+        """Join the job that the environment describes; return its configuration.
+
+        A process that joins an elastic job later gets its world in `elastic.run`.
+
+        Raises:
+            LaunchError, ConfigError, UnsupportedError: see `api.init`.
+        """
+        config = self._config()
+        if self.member is None:
+            self.member = _member(self._environ, comm, config)
+        info = resolve_launch(comm, self._environ, os.getppid(), config)
+        configure_logging(config, lambda: self.coordinates.rank if self.is_initialized else info.world.rank)
+        if launch_contract.JOINER in self._environ:
+            self.waiting = info.world
+            global_process_set.set_members(info.world.size, info.world.rank)
+        else:
+            self._enter(info, config)
+            self.followers.world_began(self.current())
+        return config
+
+    def leave(self) -> None:
+        """Leave the job; process sets are unregistered."""
+        if self.runtime is not None:
+            self.runtime.shutdown()
+            self.runtime.progress.withdraw()
+        self.runtime = self.waiting = None
+        self._process_sets.clear()
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks and the launcher that this process ends with an exception."""
+        if not self.is_initialized or self._in_child:
+            return
+        own = self.coordinates.rank if self.member is None else self.member.number
+        if self.runtime is None:
+            origin, text = own, "".join(traceback.format_exception(error))
+        else:
+            rank, text = tell_failure(self.runtime, error)
+            origin = self._members[rank] if self._members else rank
+        if directory := self._environ.get(launch_contract.JOB_DIRECTORY):
+            record_failure(directory, error, own, origin, text)
+
+    def close_in_child(self) -> None:
+        """In a forked child: close every descriptor."""
+        if self.runtime is not None:
+            self.runtime.close_in_child()
+        if self.member is not None:
+            self.member.close_in_child()
+
+    # --- process sets --------------------------------------------------------------------------------------------------
+
+    def add_process_set(self, made: ProcessSet) -> None:
+        """Register a process set on all ranks."""
+        if self.waiting is not None:
+            self._process_sets.add_later(made, self.waiting)
+        else:
+            self._process_sets.add(made, self.current(), in_call=self.runs_elastically)
+
+    def remove_process_set(self, process_set: ProcessSet) -> None:
+        """Remove a process set on all ranks."""
+        for set_id in process_set.registered_ids if self.waiting is None else ():
+            self.current().remove_process_set(set_id).wait()
+        self._process_sets.remove(process_set)
+
+    # --- elastic jobs: one world after the other -----------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def elastic_run(self) -> Iterator[Member | None]:
+        """Mark that `hvd.elastic.run` is running; provides the link with the launcher, or None when the job is not elastic.
+
+        Raises:
+            UnsupportedError: inside another one.
+            NotInitializedError: before `init()`.
+        """
+        if self.runs_elastically:
+            raise UnsupportedError("hvd.elastic.run was called inside a function that hvd.elastic.run runs; call one after "
+                                   "the other")
+        assert self.coordinates
+        self.runs_elastically = True
+        try:
+            yield self.member
+        finally:
+            self.runs_elastically = False
+
+    def end_world(self, reason: str, *, at_rest: bool) -> None:
+        """Leave the world: its background thread ends, and its planes are closed. Followers let go of it.
+
+        Args:
+            reason: for the other ranks.
+            at_rest: whether all ranks leave it here; then what is under way is finished first.
+        """
+        ended = self.runtime
+        if ended is None:
+            return
+        if at_rest:
+            ended.shutdown()
+        ended.end(reason)
+        ended.progress.withdraw()
+        if self.member is not None:
+            self.member.detach()
+        self.runtime, self.waiting = None, ended.world
+        self._process_sets.world_ended()
+        self.followers.world_ended()
+
+    def begin_world(self, order: WorldOrder) -> None:
+        """Enter a world: meet its other members, and let process sets and followers take part.
+
+        Raises:
+            LaunchError, OSError, ProtocolError: when the members cannot meet.
+            HorovodInternalError: when the world ends before this returns.
+        """
+        assert self.member is not None
+        _take_coordinates(order, self.member.number, self._environ)
+        config = self._config()
+        self._enter(resolve_launch(None, self._environ, os.getppid(), config), config)
+        self._members = order.members
+        self.member.met(order.epoch)
+        self._process_sets.world_began(self.current(), order.members)
+        self.followers.world_began(self.current())
+
+    # --------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _in_child(self) -> bool:
+        return any(part is not None and part.in_child for part in (self.runtime, self.member))
+
+    def _config(self) -> Config:
+        return Config.from_environment({**self.defaults, **self._environ})
+
+    def _enter(self, info: LaunchInfo, config: Config) -> None:
+        if self._stack_dump is None:
+            self._stack_dump = enable_stack_dump(config.traceback_signal)
+        self.runtime, self.waiting = self._started(info, config, self._stack_dump), None
+        global_process_set.set_members(self.runtime.world.size, self.runtime.world.rank)
+
+    def _started(self, info: LaunchInfo, config: Config, stack_dump: StackDumpTarget) -> Runtime:
+        """Return a runtime that is running, with all that the environment asks for; nothing is left of one that fails."""
+        cancellation, epoch = Cancellation(), info.world.epoch
+        if self.member is not None:
+            self.member.attach(epoch, cancellation.cancel)
+        made = assemble(info, config, self.casts, stack_dump, self._environ, self.member, cancellation)
+        made.start()
+        try:
+            if self.member is not None:
+                self.member.attach(epoch, made.stop)
+            if info.job_directory and not info.owns_directory:
+                made.progress.publish(info.job_directory, info.world.rank)
+            if config.timeline:
+                made.start_timeline(_path_in(config.timeline, epoch), config.timeline_mark_cycles)
+        except BaseException as error:
+            tell_failure(made, error)
+            made.shutdown()
+            made.progress.withdraw()
+            raise
+        return made
+
+
+def _member(environ: Mapping[str, str], comm: object, config: Config) -> Member | None:
+    """Return this process's link with the launcher of its elastic job; None in other jobs.
+
+    Raises:
+        UnsupportedError: for what an elastic job cannot have.
+        LaunchError: when the launcher does not answer.
+    """
+    if launch_contract.MEMBER not in environ:
+        return None
+    if comm is not None and comm != []:
+        raise UnsupportedError("an elastic job has the members that its launcher chooses: call init() without comm")
+    if config.cpu_operations == "mpi":
+        raise UnsupportedError("HVDLITE_CPU_OPERATIONS=mpi is not for elastic jobs: an MPI job ends with its first rank")
+    return Member(environ[launch_contract.JOB_DIRECTORY], int(environ[launch_contract.MEMBER]))
+
+
+def _take_coordinates(order: WorldOrder, member: int, environ: MutableMapping[str, str]) -> None:
+    """Let the environment describe a member's place in a world, under hvdlite's and Horovod's names."""
+    world = Hosts(order.ranks_by_machine).world(order.members.index(member), order.epoch)
+    environ.update(launch_contract.rank_environment(world, None))
+    environ[launch_contract.EPOCH] = str(order.epoch)
+    environ.pop(launch_contract.JOINER, None)
+
+
+def _path_in(path: str, epoch: int) -> str:
+    """Return the path of a world's timeline: that of world 2 of trace.json is trace.2.json."""
+    root, extension = os.path.splitext(path)
+    return f"{root}.{epoch}{extension}" if epoch > 1 else path
