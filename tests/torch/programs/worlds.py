@@ -43,7 +43,7 @@ def many_worlds(count: int) -> list[dict[str, Any]]:
                 optimizer.zero_grad()
                 model(torch.randn(4, 6)).square().mean().backward()
                 optimizer.step()
-        assert optimizers[0]._reducer.by_bucket
+        assert optimizers[0]._reducer.sequence.rounds.by_bucket
         hvd.check_replicas(model.state_dict())
         if world in (1, count - 1):
             states.append(held())
