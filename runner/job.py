@@ -148,7 +148,7 @@ class _Job:
             if remote is None:
                 self._workers.local.start(order, stop=self._workers.user_has_ended_job)
             else:
-                remote.start(order)
+                remote.send(order)
         if self._workers.user_has_ended_job():
             self._running &= set(self._workers.local.running) | {
                 rank for remote in self._workers.agents.remotes for rank in self._ranks_of(remote.host.name)}

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from hvdlite.core.addresses import routes_to
 from hvdlite_runner import commands, monitor
 from hvdlite_runner.agents import Agents, rendezvous_address
-from hvdlite_runner.messages import Event, ProgressReply, ProgressRequest
+from hvdlite_runner.messages import Event, ProgressReply, ProgressRequest, Signal, Stop
 from hvdlite_runner.placement import LOCAL, Host
 from hvdlite_runner.remote_agent import RemoteAgent
 from hvdlite_runner.termination import GRACE, Termination
@@ -92,14 +92,14 @@ class JobWorkers:
         for signum in self.termination.due():
             self.local.signal(signum)
             for remote in self.agents.remotes:
-                remote.signal(signum)
+                remote.send(Signal(signum))
         self._check()
 
     def end(self) -> None:
         """End all processes of the job on all hosts."""
         self.termination.is_over = True
         for remote in self.agents.remotes:
-            remote.end()
+            remote.send(Stop())
         self.local.end()
         self.agents.end(KILL_SECONDS + GRACE)
 

@@ -140,8 +140,8 @@ def is_loopback(host: str) -> bool:
 def advertised_address(connections: Iterable[Connection]) -> str:
     """Return the IP address of this host that most of the peers of some connections use; "" when none is for others."""
     names = [connection.socket.getsockname() for connection in connections if connection.socket.family != socket.AF_UNIX]
-    addresses = [name[0].removeprefix("::ffff:") for name in names]  # IPv4 on a socket that listens for IPv6, too
-    addresses = [address for address in addresses if not is_loopback(address)]
+    known = [name[0].removeprefix("::ffff:") for name in names]  # IPv4, of a socket that listens for both
+    addresses = [address for address in known if not is_loopback(address)]
     return max(addresses, key=addresses.count, default="")
 
 

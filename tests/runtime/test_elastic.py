@@ -1,0 +1,65 @@
+"""Elastic jobs: members that lose others, and take others in, without being started again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.elastic_jobs import ElasticJob
+from tests.runtime.programs.elastic import train
+
+
+def agree(results: dict[int, Any]) -> None:
+    """Check that all members that finished have the same weights."""
+    assert len({result["digest"] for result in results.values()}) == 1, results
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_survivors_go_on_from_the_last_commit_in_the_same_processes(tmp_path: Path, victim: int) -> None:
+    gate = tmp_path / "gate"
+    with ElasticJob(train, str(gate), slots={"a": 3}, min_np=2, hosts_are_fixed=True) as job:
+        for member in range(3):
+            job.until_printed(member, "step 20 of 1\n")
+        job.kill(victim)
+        order = job.until_world(2)
+        survivors = [member for member in range(3) if member != victim]
+        assert sorted(order.members) == survivors and order.restore  # the one with more commits is rank 0
+        for member in survivors:
+            job.until_printed(member, "of 2\n")
+        gate.touch()
+        results = job.finish()
+        assert {member: result["pid"] for member, result in results.items()} == {
+            member: job.processes[member].pid for member in survivors}
+    agree(results)
+    for rank, member in enumerate(order.members):
+        assert results[member]["worlds"] == [(member, 3), (rank, 2)]
+        assert results[member]["environment"] == (rank, 2)
+
+
+def test_hosts_come_and_go_and_rank_0_dies(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    with ElasticJob(train, str(gate), slots={"a": 2, "b": 1}, min_np=1) as job:
+        for member in range(3):
+            job.until_printed(member, "step 10 of 1\n")
+        job.kill(0)  # over TCP: another rank listens
+        order = job.until_world(2)
+        assert sorted(order.members) == [1, 2] and order.restore
+        for member in (1, 2):
+            job.until_printed(member, "of 2\n")
+        job.see({"a": 2, "b": 2})  # the slot of member 0 is not used again
+        order = job.until_world(3)
+        assert sorted(order.members) == [1, 2, 3] and not order.restore and order.members[2] == 3
+        for member in order.members:
+            job.until_printed(member, "of 1\n" if member == 3 else "of 3\n")
+        job.see({"b": 2})
+        order = job.until_world(4)
+        assert sorted(order.members) == [2, 3] and not order.restore
+        for member in order.members:
+            job.until_printed(member, f"of {2 if member == 3 else 4}\n")
+        assert job.processes[1].wait(30) == 0
+        gate.touch()
+        results = job.finish()
+    agree(results)
+    assert sorted(results) == [2, 3] and len({result["steps"] for result in results.values()}) == 1
