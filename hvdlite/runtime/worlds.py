@@ -143,9 +143,7 @@ class Worlds:
 
     def remove_process_set(self, process_set: ProcessSet) -> None:
         """Remove a process set on all ranks."""
-        for set_id in process_set.registered_ids if self.waiting is None else ():
-            self.current().remove_process_set(set_id).wait()
-        self._process_sets.remove(process_set)
+        self._process_sets.remove(process_set, None if self.waiting is not None else self.current())
 
     # --- elastic jobs: one world after the other -----------------------------------------------------------------------
 
