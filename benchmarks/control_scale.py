@@ -53,7 +53,7 @@ class Cluster:
             ends_round = bucket is self.layout.buckets[-1]
             ready = BucketReady(bucket_id=bucket.bucket_id, round_id=self.number, ends_round=ends_round)
             for controller in self.controllers:
-                controller.submit_bucket(bucket, ready)
+                controller.enqueue_bucket(bucket, ready)
             self.exchange()
 
     def exchange(self) -> list[Any]:
@@ -96,7 +96,7 @@ class Cluster:
         for index in range(self.tensors):
             request = Request(f"gradient.{index}", Collective.ALLREDUCE, "float32", (1024,), label=LABEL, round_id=1)
             for controller in self.controllers:
-                controller.submit(request)
+                controller.enqueue(request)
         for controller in self.controllers:
             controller.round_done(RoundDone(LABEL, 1))
         (layout,) = [told for told in self.exchange() if isinstance(told, Layout)]

@@ -263,7 +263,7 @@ def _instrumented(sheet: Sheet, gpu: Any) -> None:
 
     for _ in range(4):
         backward()
-    assert optimizer._reducer.by_bucket, "buckets were never learned"
+    assert optimizer._reducer.sequence.rounds.by_bucket, "buckets were never learned"
     buckets = len(optimizer._reducer.sequence.rounds.bucket_views.members)
     wrapped = [backward() for _ in range(20)]
     for owner, name in ((BackwardHooks, "_accumulated"), (CudaGradients, "fill_all"), (CudaGradients, "install_views"),

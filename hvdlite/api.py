@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
+from hvdlite.core import launch_contract
 from hvdlite.core.array import Array
 from hvdlite.core.config import environment_name
 from hvdlite.core.errors import UnsupportedError
@@ -110,6 +111,11 @@ def is_provisional() -> bool:
 def attached_runtime() -> Runtime | None:
     """Like `runtime`; None in a process that has no world: followers get its runtime when it begins."""
     return None if is_provisional() else runtime()
+
+
+def is_elastic() -> bool:
+    """Return whether the launcher may change the number of ranks while this process lives."""
+    return launch_contract.MEMBER in os.environ
 
 
 def follow(follower: Follower) -> None:

@@ -177,8 +177,7 @@ def broadcast_async_(array: Array, root_rank: int, name: str | None = None,
     return _in_flight(handle, target)
 
 
-def broadcast_(array: Array, root_rank: int, name: str | None = None,
-               process_set: ProcessSet = global_process_set) -> Array:
+def broadcast_(array: Array, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set) -> Array:
     """Like `broadcast`, in place; returns `array`."""
     return _result(broadcast_async_(array, root_rank, name, process_set))
 

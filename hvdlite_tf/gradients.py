@@ -1,15 +1,15 @@
 """The reduction of one step's gradients, with a few calls into Python, whatever their number.
 
 Dense gradients go through the learned buckets of the core; the rows of IndexedSlices are gathered. All gradients are
-submitted before the first wait, so their order may differ between ranks, and one inter-op thread is enough.
+enqueued before the first wait, so their order may differ between ranks, and one inter-op thread is enough.
 
-Inside `tf.function`, gradients of many bytes are submitted in batches, the last layers' first, by calls that do not wait:
+Inside `tf.function`, gradients of many bytes are enqueued in batches, the last layers' first, by calls that do not wait:
 their reduction overlaps with the computation of the others. TensorFlow makes these calls one after the other, in the order
 in which they were traced (automatic control dependencies).
 
 A variable that is not part of this rank's loss has no gradient here, but may have one on another rank. Eagerly, each step
 determines whether the result is a gradient or None; a graph needs to know it when it is traced. So ranks that lack some
-gradients exchange what they have, once for each list of variables and each subset with gradients, and submit zeros for
+gradients exchange what they have, once for each list of variables and each subset with gradients, and enqueue zeros for
 gradients that only other ranks have. A rank whose graph does not expect an arriving gradient raises an error.
 """
 
@@ -23,8 +23,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvdlite import api
 from hvdlite.core.array import Array
 from hvdlite.core.errors import MismatchError, UnsupportedError
+from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.array_gradients import Gradient, Rows
 from hvdlite.training.bucket_round import SMALL
 from hvdlite.training.objects import allgather_object
@@ -66,12 +68,26 @@ class TensorFlowStepReducer(ArrayStepReducer):
     """
 
     def __init__(self, **arguments: Any) -> None:
+        self._agreements: dict[tuple[tuple[int, ...], tuple[Kind, ...]], list[Kind]] = {}  # of this world
         super().__init__("tf", **arguments)
-        self._agreements: dict[tuple[tuple[int, ...], tuple[Kind, ...]], list[Kind]] = {}
+
+    def _attach(self, runtime: Runtime) -> None:
+        super()._attach(runtime)
+        self._agreements = {}
+
+    @property
+    def is_used(self) -> bool:
+        # A graph lives longer than a world of an elastic job, of which more ranks may take part in the next one.
+        return self.is_shared or (api.is_elastic() and not tf.executing_eagerly())
+
+    def divisor(self) -> Any:
+        if tf.executing_eagerly() or not api.is_elastic():
+            return self.size
+        return run(lambda: [np.array(self.size, np.float64)], [], [tf.float64], [tf.TensorShape([])])[0]
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        if not self.is_shared or not variables:
+        if not self.is_used or not variables:
             return list(gradients)
         slots = self._slots_of(variables)
         sent = {slot: self._sent(gradient) for slot, gradient in zip(slots, gradients, strict=True) if gradient is not None}
@@ -105,28 +121,33 @@ class TensorFlowStepReducer(ArrayStepReducer):
         """Return the reduced gradients by slot, as their parts; slots for which no rank has a gradient are missing."""
         given = {slot: _gradient([as_array(part) for part in each.parts]) for slot, each in sent.items()}
         counted = None if current_samples() is None else float(current_samples())
-        weight = self._submit(given, variables, counted)
+        weight = self._enqueue(given, variables, counted)
         reduced = self._finish(variables, None if counted is None else weight)
         return {slot: [as_tensor(part) for part in _parts(gradient)] for slot, gradient in reduced.items()}
 
     def _reduce_in_graph(self, sent: dict[int, _Sent], variables: dict[int, Any]) -> dict[int, list[tf.Tensor]]:
         """Like `_reduce_eagerly`; slots for which no rank has a gradient at the time of tracing are missing."""
-        kinds = self._agreed({slot: sent[slot].kind if slot in sent else Kind.NONE for slot in variables})
+        own_kinds = {slot: sent[slot].kind if slot in sent else Kind.NONE for slot in variables}
+        kinds = self._agreed(own_kinds)
         if not kinds:
             return {}
+        last_world = [self.world]
         specs = {slot: sent[slot].parts[0] if slot in sent else self._spec(slot, variables[slot]) for slot in kinds}
         lacking = {slot: (tuple(specs[slot].shape), specs[slot].dtype.as_numpy_dtype) for slot in kinds if slot not in sent}
         counted = [] if current_samples() is None else [tf.cast(current_samples(), tf.float64)]
         slots, rest = list(variables), {slot: each.parts for slot, each in sent.items()}
         batches = _batches({slot: parts[0] for slot, parts in rest.items() if len(parts) == 1},
-                           self._runtime.config.bucket_edge)
+                           self.take_part().config.bucket_edge)
         tokens = [self._submitted({slot: rest.pop(slot)[0] for slot in batch}, slots, counted) for batch in batches]
         part_counts = {slot: len(parts) for slot, parts in rest.items()}
 
         def reduce_rest(*arrays: Array) -> list[Array]:
             own_samples = float(arrays[sum(part_counts.values())]) if counted_here else None
+            if lacking and last_world[0] != self.world:
+                self._check_agreed(own_kinds, kinds)
+                last_world[0] = self.world
             given = _by_slot(arrays, part_counts) | {slot: _zeros(kinds[slot], *spec) for slot, spec in lacking.items()}
-            weight = self._submit(given, slots, own_samples)
+            weight = self._enqueue(given, slots, own_samples)
             reduced = self._finish(kinds, None if own_samples is None else weight)
             return [part for slot in kinds for part in _parts(reduced[slot])]
         counted_here = bool(counted)
@@ -148,7 +169,7 @@ class TensorFlowStepReducer(ArrayStepReducer):
         """
         shape, dtype = self._described(variable)
         if shape is None:
-            raise UnsupportedError(f"gradient {slot} of '{self.label}' is missing on rank {self._runtime.world.rank}, and "
+            raise UnsupportedError(f"gradient {slot} of '{self.label}' is missing on rank {api.rank()}, and "
                                    "the shape of what it is the gradient of is not known; give that a static shape")
         return tf.TensorSpec(shape, tf.as_dtype(dtype))
 
@@ -161,13 +182,13 @@ class TensorFlowStepReducer(ArrayStepReducer):
         Raises:
             MismatchError: when ranks trace different variables, or a gradient is sparse on only some ranks.
         """
-        if Kind.NONE not in own.values():
-            return own
+        if Kind.NONE not in own.values() or not self.is_shared:
+            return {slot: kind for slot, kind in own.items() if kind is not Kind.NONE}
         key = tuple(own), tuple(own.values())
         if key not in self._agreements:
             name = f"{self.label}.gradients_of_a_new_trace.{len(self._agreements)}"
             # Ranks that have joined do not contribute.
-            answers = allgather_object(self._runtime, (self._runtime.world.rank, *key), name, self.process_set)
+            answers = allgather_object(self.take_part(), (api.rank(), *key), name, self.process_set)
             first = answers[0]
             for rank, slots, _ in answers:
                 if slots != first[1]:
@@ -183,17 +204,28 @@ class TensorFlowStepReducer(ArrayStepReducer):
             self._agreements[key] = [max(column) for column in columns]
         return {slot: kind for slot, kind in zip(own, self._agreements[key], strict=True) if kind is not Kind.NONE}
 
+    def _check_agreed(self, own: dict[int, Kind], traced: dict[int, Kind]) -> None:
+        """In a graph of an earlier world, before its first round in this one: take part in the exchange of new ranks.
+
+        Raises:
+            MismatchError: when the ranks of this world have other gradients than the graph expects.
+        """
+        if self._agreed(own) != traced:
+            raise MismatchError(f"rank {api.rank()}: the ranks have gradients for other variables than when the tf.function "
+                                f"was traced, in an earlier world of this elastic job ('{self.label}'); make it inside of "
+                                "the function that hvd.elastic.run calls, so that each world traces it")
+
     def _submitted(self, batch: dict[int, tf.Tensor], slots: list[int], counted: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Submit some of the dense gradients when they are computed; return a tensor that depends on it."""
+        """Enqueue some of the dense gradients when they are computed; return a tensor that depends on it."""
         given, is_counted = list(batch), bool(counted)
 
-        def submit(*arrays: Array) -> list[Array]:
+        def enqueue(*arrays: Array) -> list[Array]:
             # Small ones are not copied immediately, and this memory is TensorFlow's.
             gradients: dict[int, Gradient] = {slot: array.copy() if array.nbytes <= SMALL else array
                                               for slot, array in zip(given, arrays, strict=False)}
-            self._submit(gradients, slots, float(arrays[-1]) if is_counted else None)
+            self._enqueue(gradients, slots, float(arrays[-1]) if is_counted else None)
             return [np.zeros((), np.int32)]
-        return run(submit, [*batch.values(), *counted], [tf.int32], [tf.TensorShape([])])[0]
+        return run(enqueue, [*batch.values(), *counted], [tf.int32], [tf.TensorShape([])])[0]
 
 
 def _zeros(kind: Kind, shape: tuple[int, ...], dtype: Any) -> Gradient:
@@ -216,7 +248,7 @@ def _by_slot(arrays: Sequence[Array], counts: dict[int, int]) -> dict[int, Gradi
 
 
 def _batches(tensors: dict[int, tf.Tensor], enough: int) -> list[list[int]]:
-    """Return the batches of tensors to submit together, in the order of the backward pass, without the last batch.
+    """Return the batches of tensors to enqueue together, in the order of the backward pass, without the last batch.
 
     Args:
         enough: bytes of a batch; 0 for a single batch.

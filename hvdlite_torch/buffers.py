@@ -10,7 +10,6 @@ from torch.utils.hooks import RemovableHandle
 
 from hvdlite import api
 from hvdlite.core.process_set import ProcessSet, global_process_set
-from hvdlite.runtime.runtime import Runtime
 from hvdlite_torch.copying import ModuleHook
 from hvdlite_torch.state import broadcast_tensors
 
@@ -58,10 +57,9 @@ class BufferBroadcast:
     Buffers that DDP is told to ignore (`_ddp_params_and_buffers_to_ignore`) are left alone.
     """
 
-    def __init__(self, model: torch.nn.Module, root_rank: int = 0, process_set: ProcessSet = global_process_set,
-                 runtime: Runtime | None = None) -> None:
+    def __init__(self, model: torch.nn.Module, root_rank: int = 0, process_set: ProcessSet = global_process_set) -> None:
         self._model, self._root = model, root_rank
-        self._runtime = runtime if runtime is not None else api.runtime()
+        self._runtime = api.runtime()
         self._process_set = api.set_id(process_set)
         members = self._runtime.members(self._process_set)
         self._is_shared = len(members) > 1 and self._runtime.world.rank in members

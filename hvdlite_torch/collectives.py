@@ -115,8 +115,7 @@ def join_handles(handles: Sequence[TorchHandle]) -> TorchHandle:
     return TorchHandle(Handles([handle._handle for handle in handles]), lambda _: [handle.wait() for handle in handles])
 
 
-def broadcast(tensor: torch.Tensor, output: torch.Tensor, root_rank: int, name: str,
-              process_set: ProcessSet) -> TorchHandle:
+def broadcast(tensor: torch.Tensor, output: torch.Tensor, root_rank: int, name: str, process_set: ProcessSet) -> TorchHandle:
     """Write the root's values into `output`, which may be `tensor`."""
     source = to_transportable(tensor, name, Collective.BROADCAST)
     target = source if output is tensor else contiguous_like(output, source).copy_(source)

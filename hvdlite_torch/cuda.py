@@ -1,7 +1,7 @@
 """GPU tensors of torch as arrays of the runtime: addresses, streams, and the order of waits.
 
 Rules (docs/protocol.md#gpu-streams)
-- A tensor is submitted with an event on the caller's current stream. The plane waits for the event on its own stream, so the
+- A tensor is enqueued with an event on the caller's current stream. The plane waits for the event on its own stream, so the
   host does not wait.
 - `synchronize` makes the caller's current stream wait for the result. The host blocks only until the work is launched.
 - The runtime keeps the tensors until then. torch's allocator reuses memory in the order of the stream for which it was

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import cloudpickle
 import torch
 
 from hvdlite import api
@@ -58,9 +57,8 @@ class TorchState(ObjectState):
         for name, handler in staging.items():
             self._checked(name, handler.stage)
         attributes = self._copied()
-        for name, handler in self._handlers.items():
-            if name not in staging:
-                handler.save()
+        for other in self._others():
+            other.save()
         for handler in staging.values():
             handler.promote()
         self._saved = attributes
@@ -93,15 +91,14 @@ class TorchState(ObjectState):
         if is_root:
             received = {name: handler.staged for name, handler in own.items()}
         else:
-            received = {name: own[name].stage_received(cloudpickle.loads(state)) for name, state in states.items()}
-            values = {name: with_rooms(cloudpickle.loads(value), None) for name, value in attributes.items()}
+            received = {name: own[name].stage_received(objects.loads(state)) for name, state in states.items()}
+            values = {name: with_rooms(objects.loads(value), None) for name, value in attributes.items()}
             taken_out([*received.values(), *values.values()], tensors)
         broadcast_tensors(runtime, tensors, 0, "elastic.tensors")
         for name, handler in own.items():
             handler.receive(received[name])
-        for name, handler in self._handlers.items():
-            if name not in own:
-                handler.sync()
+        for other in self._others():
+            other.sync()
         if not is_root:
             self._assign(values)
             self.commits = commits
@@ -128,6 +125,11 @@ class TorchState(ObjectState):
         return {name: handler for name, handler in self._handlers.items()
                 if isinstance(handler, StateDictHandler)
                 and all(getattr(type(handler), each) is getattr(StateDictHandler, each) for each in ("save", "sync"))}
+
+    def _others(self) -> list[StateHandler]:
+        """Return the other handlers, which save and send by themselves."""
+        built_in = self._built_in()
+        return [handler for name, handler in self._handlers.items() if name not in built_in]
 
     def _handles(self, name: str, value: Any) -> bool:
         """Begin to handle an attribute, if there is a handler for it."""

@@ -133,7 +133,7 @@ class TorchGradients:
         return parameter.requires_grad and not is_lazy(parameter)  # a lazy one has no shape before its first forward pass
 
     def shape(self, parameter: torch.Tensor) -> Shape:
-        return Shape(_dtype_name(self._wire(parameter)[0]), tuple(parameter.shape), dense_strides(parameter))
+        return Shape(cuda.dtype_name(self._wire(parameter)[0]), tuple(parameter.shape), dense_strides(parameter))
 
     def stage(self, parameter: torch.Tensor) -> StagedGradient[torch.Tensor]:
         return self._stage(parameter, self._gradient(parameter).detach())
@@ -374,10 +374,6 @@ def _tensor(array: Array) -> torch.Tensor:
     if array.dtype == BFLOAT16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:

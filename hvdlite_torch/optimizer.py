@@ -196,8 +196,7 @@ class Distributed(FollowsWorlds, PlainCopies, UnevenInputs):
         self._steps += 1
         if self._check_every and self._steps % self._check_every == 0:
             parameters = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
-            named = [(name := self._parameter_names[parameter], on_host(parameter, name))
-                     for parameter in parameters]
+            named = [(name := self._parameter_names[parameter], on_host(parameter, name)) for parameter in parameters]
             self._reducer.check_replicas(named)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

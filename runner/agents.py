@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import selectors
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.file_limit import reserve_descriptors
 from hvdlite_runner import host_probe
-from hvdlite_runner.messages import AgentReady, Event, Order, ProbeReply, ProbeRequest, RouteReply, RouteRequest
+from hvdlite_runner.messages import AgentReady, Event, Order, ProbeReply, ProbeRequest, RouteReply, RouteRequest, Stop
 from hvdlite_runner.placement import Host
 from hvdlite_runner.remote_agent import Pinger, RemoteAgent
 from hvdlite_runner.shells import Shell
@@ -113,7 +114,7 @@ class Agents:
     def turn(self, timeout: float | None) -> None:
         """Wait for an event of any host, and handle it."""
         for key, _ in self._selector.select(timeout):
-            if key.fileobj in self._selector.get_map():  # not unregistered by an earlier one of this round
+            if self._selector.get_map().get(key.fd) is key:  # not unregistered by an earlier one of this round
                 key.data()
 
     def end(self, timeout: float) -> None:
@@ -124,7 +125,7 @@ class Agents:
             if remote.ready is None:
                 remote.close()  # nothing was started there
             else:
-                remote.end()
+                remote.send(Stop())
         until = time.monotonic() + timeout
         while any(not remote.over for remote in self.remotes) and time.monotonic() < until:
             self.turn(_TURN)
@@ -159,9 +160,30 @@ class Agents:
             self._unreached(remote)
 
 
+@contextlib.contextmanager
+def probed(agents: Agents, first: RemoteAgent | None, hosts: Sequence[str], interfaces: Sequence[str] = (),
+           port: int = 0) -> Iterator[RouteReply]:
+    """Return a context with a host's addresses for `hosts`, and a port of it that answers probes.
+
+    Args:
+        first: the host; None for the launcher's own.
+
+    Raises:
+        LaunchError: when the launcher's host cannot listen on the port.
+    """
+    if first is not None:
+        yield agents.ask({first: RouteRequest(list(hosts), list(interfaces), port)}, RouteReply)[first]
+        return
+    try:
+        server = host_probe.ProbeServer(port)
+    except OSError as error:
+        raise LaunchError(f"cannot listen on port {port} of this host: {error.strerror}") from None
+    with contextlib.closing(server):
+        yield RouteReply(host_probe.own_addresses(hosts, interfaces), server.port)
+
+
 def rendezvous_address(agents: Agents, first: RemoteAgent | None, others: Mapping[RemoteAgent | None, str],
-                       interfaces: Sequence[str],
-                       port: int) -> str:
+                       interfaces: Sequence[str], port: int) -> str:
     """Return a host:port where rank 0 can listen and that every other host can reach.
 
     Args:
@@ -171,17 +193,8 @@ def rendezvous_address(agents: Agents, first: RemoteAgent | None, others: Mappin
     Raises:
         LaunchError: with the names of hosts that cannot reach each other.
     """
-    probe_server = None
     targets = [name for name in others.values() if name]
-    try:
-        if first is None:
-            try:
-                probe_server = host_probe.ProbeServer(port)
-            except OSError as error:
-                raise LaunchError(f"cannot listen on port {port} of this host: {error.strerror}") from None
-            routed = RouteReply(host_probe.own_addresses(targets, interfaces), probe_server.port)
-        else:
-            routed = agents.ask({first: RouteRequest(targets, list(interfaces), port)}, RouteReply)[first]
+    with probed(agents, first, targets, interfaces, port) as routed:
         here = "this host" if first is None else f"host {first.host.name}"
         if routed.problem:
             raise LaunchError(f"{here}: {routed.problem}")
@@ -194,9 +207,6 @@ def rendezvous_address(agents: Agents, first: RemoteAgent | None, others: Mappin
             {remote: ask for remote in others if remote is not None}, ProbeReply).items()}
         if None in others:
             found["this host"] = host_probe.probe(routed.addresses, routed.port)
-    finally:
-        if probe_server is not None:
-            probe_server.close()
     for address in routed.addresses:
         if not any(problems[address] for problems in found.values()):
             return f"[{address}]:{routed.port}" if ":" in address else f"{address}:{routed.port}"

@@ -53,8 +53,7 @@ def _run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         hosts, shell = _hosts(options, environ)
         allocation = allocations.find_allocation(environ, _read)
         return run_doctor(_rename_local(hosts, environ) or [Host(LOCAL)], shell, options.working_directory or os.getcwd(),
-                          environ,
-                          allocation.scheduler if allocation else "", options.json)
+                          environ, allocation.scheduler if allocation else "", options.json)
     if is_elastic(options):
         return _run_elastic(options, environ)
     if options.scaling is not None and options.sweep is not None:

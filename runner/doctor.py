@@ -10,8 +10,8 @@ from typing import Any, Final
 
 from hvdlite.core.errors import LaunchError
 from hvdlite_runner import host_probe
-from hvdlite_runner.agents import Agents
-from hvdlite_runner.messages import Event, HostInfoReply, HostInfoRequest, RouteReply, RouteRequest, SpeedReply, SpeedRequest
+from hvdlite_runner.agents import Agents, probed
+from hvdlite_runner.messages import Event, HostInfoReply, HostInfoRequest, SpeedReply, SpeedRequest
 from hvdlite_runner.placement import LOCAL, Host
 from hvdlite_runner.remote_agent import RemoteAgent, bootstrap_input
 from hvdlite_runner.shells import CONNECT_SECONDS, Shell
@@ -69,19 +69,11 @@ def _pair(agents: Agents, first: RemoteAgent | None, second: RemoteAgent | None)
     """Measure latency and bandwidth between two hosts; None as the first is the launcher's own."""
     assert second is not None
     pair = {"from": second.host.name, "to": first.host.name if first is not None else LOCAL}
-    probe_server = None
     try:
-        if first is None:
-            probe_server = host_probe.ProbeServer()
-            routed = RouteReply(host_probe.own_addresses([second.host.address], []), probe_server.port)
-        else:
-            routed = agents.ask({first: RouteRequest([second.host.address], [])}, RouteReply)[first]
-        speed = agents.ask({second: SpeedRequest(routed.addresses, routed.port)}, SpeedReply)[second]
+        with probed(agents, first, [second.host.address]) as routed:
+            speed = agents.ask({second: SpeedRequest(routed.addresses, routed.port)}, SpeedReply)[second]
     except LaunchError as error:
         return {**pair, "problem": str(error)}
-    finally:
-        if probe_server is not None:
-            probe_server.close()
     if speed.problem:
         return {**pair, "problem": speed.problem}
     return {**pair, "round_trip_seconds": speed.seconds, "bytes_per_second": speed.bandwidth}

@@ -6,7 +6,6 @@ that are never used again; messages about processes carry a member's id where th
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import time
@@ -39,7 +38,7 @@ from hvdlite_runner.discovery import Discovery, DiscoveryScript, FixedHosts
 from hvdlite_runner.elastic_hosts import HostPool, Link
 from hvdlite_runner.elastic_options import ElasticSettings
 from hvdlite_runner.failures import Exit
-from hvdlite_runner.host_probe import own_addresses, route_to
+from hvdlite_runner.host_probe import own_addresses
 from hvdlite_runner.job import JobSettings
 from hvdlite_runner.job_output import JobOutput
 from hvdlite_runner.job_workers import JobWorkers
@@ -143,7 +142,8 @@ class _ElasticJob:
     def report(self) -> int:
         """Print the summary and the first failure; return the exit code."""
         user_signal = self.workers.termination.user_signal
-        if self._authority.epoch > 1 or (self._end is not None and self._end.code):
+        went_on = self._authority.epoch > 1  # else it has ended like any other job
+        if went_on:
             for line in self._authority.summary():
                 self._output.note(line)
         if user_signal:
@@ -153,9 +153,10 @@ class _ElasticJob:
         self._task.write_members(self._authority.members)
         if self._end.code == 0:
             return 0
-        if self._end.reason:
-            self._output.note(self._end.reason)
         cause = failures.root_cause(self._exits, self._records)
+        is_its_code = cause is not None and self._end.code in {ended.shell_code for ended in self._exits}
+        if went_on or not is_its_code:
+            self._output.note(self._end.reason)
         if cause is None:
             self._task.write_cause(-1, self._end.reason)
             return self._end.code
@@ -163,7 +164,6 @@ class _ElasticJob:
         for line in lines:
             self._output.note(line)
         self._task.write_cause(cause.exit.rank, lines[0])
-        is_its_code = self._end.code in {ended.shell_code for ended in self._exits}
         return cause.exit.shell_code if is_its_code else self._end.code
 
     # --- what happens ------------------------------------------------------------------------------------------------------
@@ -277,10 +277,7 @@ class _ElasticJob:
         machine = self._running.get(member, LOCAL)
         remote = self.workers.remote(machine)
         others = dict.fromkeys(self._running.values())
-        here = ""
-        if remote is not None:
-            with contextlib.suppress(OSError):  # only the remote shell knows the name
-                here = route_to(remote.host.address) or ""
+        here = "" if remote is None else self.workers.address_for(remote)
         hosts = [here if other == LOCAL else Host(other).address for other in others if other != machine]
         if remote is None:
             addresses = own_addresses(hosts, self._settings.interfaces)

@@ -14,8 +14,8 @@ from contextlib import AbstractContextManager
 
 from hvdlite.core import launch_contract
 from hvdlite.core.launch_contract import FailureRecord
-from hvdlite_runner import commands, failures, host_probe, monitor
-from hvdlite_runner.agents import Stopped, rendezvous_address
+from hvdlite_runner import commands, failures, monitor
+from hvdlite_runner.agents import Stopped
 from hvdlite_runner.failures import Exit
 from hvdlite_runner.job_output import JobOutput
 from hvdlite_runner.job_workers import JobWorkers
@@ -148,7 +148,7 @@ class _Job:
             if remote is None:
                 self._workers.local.start(order, stop=self._workers.user_has_ended_job)
             else:
-                remote.start(order)
+                remote.send(order)
         if self._workers.user_has_ended_job():
             self._running &= set(self._workers.local.running) | {
                 rank for remote in self._workers.agents.remotes for rank in self._ranks_of(remote.host.name)}
@@ -198,14 +198,8 @@ class _Job:
         key = self._task.key()
         assignment = self._settings.hosts
         if len(assignment) > 1:
-            agents: dict[RemoteAgent | None, str] = {
-                self._workers.remote(host_ranks.host.name): host_ranks.host.address for host_ranks in assignment}
-            first = self._workers.remote(assignment[0].host.name)
-            del agents[first]
-            if None in agents and first is not None:
-                agents[None] = host_probe.route_to(first.host.address) or ""
-            where = rendezvous_address(self._workers.agents, first, agents, self._settings.interfaces,
-                                       self._settings.coordinator_port)
+            where = self._workers.rendezvous_address([host_ranks.host for host_ranks in assignment],
+                                                     self._settings.interfaces, self._settings.coordinator_port)
         elif self._settings.over_tcp:
             where = f"127.0.0.1:{free_port()}"
         else:

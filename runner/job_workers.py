@@ -9,13 +9,14 @@ from __future__ import annotations
 import selectors
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
+from hvdlite.core.addresses import routes_to
 from hvdlite_runner import commands, monitor
-from hvdlite_runner.agents import Agents
-from hvdlite_runner.messages import Event, ProgressReply, ProgressRequest
-from hvdlite_runner.placement import LOCAL
+from hvdlite_runner.agents import Agents, rendezvous_address
+from hvdlite_runner.messages import Event, ProgressReply, ProgressRequest, Signal, Stop
+from hvdlite_runner.placement import LOCAL, Host
 from hvdlite_runner.remote_agent import RemoteAgent
 from hvdlite_runner.termination import GRACE, Termination
 from hvdlite_runner.worker_group import KILL_SECONDS, POLL_WITHOUT_PIDFD, WorkerGroup
@@ -62,6 +63,23 @@ class JobWorkers:
         remote = self.remote(machine)
         return commands.cores() if remote is None or remote.ready is None else remote.ready.cores
 
+    def rendezvous_address(self, hosts: Sequence[Host], interfaces: Sequence[str], port: int) -> str:
+        """Return a host:port where rank 0 can listen, on the first host, and that all others can reach.
+
+        Raises:
+            LaunchError: with the names of hosts that cannot reach each other.
+        """
+        first = self.remote(hosts[0].name)
+        others: dict[RemoteAgent | None, str] = {self.remote(host.name): host.address for host in hosts[1:]}
+        if None in others and first is not None:
+            others[None] = self.address_for(first)
+        return rendezvous_address(self.agents, first, others, interfaces, port)
+
+    @staticmethod
+    def address_for(remote: RemoteAgent) -> str:
+        """Return the address of this host towards another one; "" when only the remote shell knows its name."""
+        return next(iter(routes_to([remote.host.address])), "")
+
     def turn(self, waits: Iterable[float | None]) -> None:
         """Wait for events at most for the shortest of these times, and handle them; send signals that are due."""
         chosen = [*self.termination.waits(), *(wait for wait in waits if wait is not None)]
@@ -74,14 +92,14 @@ class JobWorkers:
         for signum in self.termination.due():
             self.local.signal(signum)
             for remote in self.agents.remotes:
-                remote.signal(signum)
+                remote.send(Signal(signum))
         self._check()
 
     def end(self) -> None:
         """End all processes of the job on all hosts."""
         self.termination.is_over = True
         for remote in self.agents.remotes:
-            remote.end()
+            remote.send(Stop())
         self.local.end()
         self.agents.end(KILL_SECONDS + GRACE)
 

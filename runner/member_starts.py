@@ -8,13 +8,11 @@ from collections.abc import Sequence
 from hvdlite.core import launch_contract
 from hvdlite.core.world import Hosts, World
 from hvdlite.membership.events import StartMember
-from hvdlite_runner import host_probe, messages
-from hvdlite_runner.agents import rendezvous_address
+from hvdlite_runner import messages
 from hvdlite_runner.elastic_hosts import HostPool
 from hvdlite_runner.job import JobSettings
 from hvdlite_runner.job_workers import JobWorkers
 from hvdlite_runner.placement import Host
-from hvdlite_runner.remote_agent import RemoteAgent
 
 
 class MemberStarts:
@@ -42,8 +40,12 @@ class MemberStarts:
         machines = [self._hosts.machine_of(each.host) for each in founders]
         layout = Hosts.of(machines)
         rendezvous = {launch_contract.SECRET: self._key}
+        if self._settings.coordinator_port:
+            rendezvous[launch_contract.COORDINATOR_PORT] = str(self._settings.coordinator_port)
         if len(layout.ranks_by_host) > 1:
-            rendezvous[launch_contract.COORDINATOR] = self._meeting_point(list(dict.fromkeys(machines)))
+            rendezvous[launch_contract.COORDINATOR] = self._workers.rendezvous_address(
+                [Host(machine) for machine in dict.fromkeys(machines)], self._settings.interfaces,
+                self._settings.coordinator_port)
         if founders and self._settings.share_cores:
             threads = {machine: self._threads(machine) for machine in dict.fromkeys(machines)}
             each = ", ".join(f"{count} on {machine}" for machine, count in threads.items())
@@ -79,13 +81,3 @@ class MemberStarts:
         """Return the cores for each of the processes that may run on a machine."""
         slots = sum(self._hosts.slots_of(machine).values())
         return max(1, self._workers.cores(machine) // max(1, min(slots, self._max_np or slots)))
-
-    def _meeting_point(self, machines: Sequence[str]) -> str:
-        """Return where rank 0 of the first world listens; its machine is the first one."""
-        first = self._workers.remote(machines[0])
-        others: dict[RemoteAgent | None, str] = {
-            self._workers.remote(machine): Host(machine).address for machine in machines[1:]}
-        if None in others and first is not None:
-            others[None] = host_probe.route_to(first.host.address) or ""
-        return rendezvous_address(self._workers.agents, first, others, self._settings.interfaces,
-                                  self._settings.coordinator_port)

@@ -33,8 +33,8 @@ class WorkerGroupLike(Protocol):
     running: dict[int, Any]
 
 
-class ProgressObserver(Protocol):
-    """A receiver of the ranks' progress."""
+class ProgressObserver:
+    """A receiver of the ranks' progress, which does nothing with it."""
 
     def take(self, host: str, event: ProgressReply) -> None:
         """Take the progress of a host's ranks."""
@@ -161,7 +161,7 @@ def text(table: list[Row], waits: str) -> list[str]:
     return lines
 
 
-class Monitor:
+class Monitor(ProgressObserver):
     """Shows the table: in place on a terminal, below the ranks' output; elsewhere one table after the other.
 
     Args:
@@ -208,21 +208,12 @@ class Monitor:
         self._drawn = 0
 
 
-class ThroughputRecorder:
+class ThroughputRecorder(ProgressObserver):
     """Records the ranks' throughput for `--scaling`."""
 
     def __init__(self) -> None:
         self.ranks: dict[int, dict[str, Any]] = {}
 
-    def take(self, host: str, event: ProgressReply) -> None:
-        """Ignore progress: only the last readings count."""
-
     def ended(self, rank: int, reading: dict[str, Any]) -> None:
         """Record a rank's last reading."""
         self.ranks[rank] = reading
-
-    def clear_table(self) -> None:
-        """Write nothing."""
-
-    def finish(self) -> None:
-        """Do nothing: all readings are recorded."""

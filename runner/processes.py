@@ -22,28 +22,28 @@ _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 class RankProcess:
-    """The process of one rank, with two pipes for its output."""
+    """The process of one rank, with two pipes for its output.
+
+    Attributes:
+        pid: the id of the process, its session and its group.
+    """
 
     def __init__(self, rank: int, command: Sequence[str], environment: Mapping[str, str], cores: Sequence[int]) -> None:
         self.rank = rank
         self._process = subprocess.Popen(command, env=dict(environment), stdin=subprocess.DEVNULL,
                                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+        self.pid = self._process.pid
         assert self._process.stdout is not None and self._process.stderr is not None
         self.streams: dict[str, IO[bytes]] = {"stdout": self._process.stdout, "stderr": self._process.stderr}
         for stream in self.streams.values():
             os.set_blocking(stream.fileno(), False)
         if cores:
-            os.sched_setaffinity(self._process.pid, cores)
-        self.pidfd = _watch(self._process.pid)
-
-    @property
-    def pid(self) -> int:
-        """The id of the process, its session and its group."""
-        return self._process.pid
+            os.sched_setaffinity(self.pid, cores)
+        self.pidfd = _watch(self.pid)
 
     def exit_code(self) -> int | None:
         """Return the exit code (negative: killed by that signal), or None while it runs."""
-        ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is None:
             return None
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
@@ -51,7 +51,7 @@ class RankProcess:
     def send(self, signum: int) -> None:
         """Send a signal to the rank and the processes of its group."""
         try:
-            os.killpg(self._process.pid, signum)
+            os.killpg(self.pid, signum)
         except (ProcessLookupError, PermissionError):
             pass  # it and all processes of its group have ended
 

@@ -25,9 +25,6 @@ from hvdlite_runner.messages import (
     Frames,
     Order,
     Ping,
-    Signal,
-    Start,
-    Stop,
     frame,
 )
 from hvdlite_runner.placement import Host
@@ -43,6 +40,9 @@ class RemoteAgent:
         selector: its keys' `data` are functions to call when the descriptor is ready.
         tell: called with (this, event).
         lost: called with this when the link has ended without `AgentDone`.
+
+    Attributes:
+        pid: the remote shell's process id.
     """
 
     def __init__(self, host: Host, shell: Shell, bootstrap_input: bytes, selector: selectors.BaseSelector,
@@ -57,29 +57,17 @@ class RemoteAgent:
         self._reason = ""
         self._process = subprocess.Popen(shell.command(host.name), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                          stderr=self._errors, bufsize=0, start_new_session=True)
+        self.pid = self._process.pid
         self.last_heard = time.monotonic()
         assert self._process.stdout is not None
         os.set_blocking(self._process.stdout.fileno(), False)
         selector.register(self._process.stdout, selectors.EVENT_READ, self._receive)
         self._write(bootstrap_input)
 
-    @property
-    def pid(self) -> int:
-        """The remote shell's process id."""
-        return self._process.pid
-
     def send(self, order: Order) -> None:
         """Send an order, unless the host is lost."""
         if not self.over:
             self._write(frame(order))
-
-    def start(self, order: Start) -> None:
-        """Start ranks there."""
-        self.send(order)
-
-    def signal(self, signum: int) -> None:
-        """Send a signal to the ranks there."""
-        self.send(Signal(signum))
 
     def ping(self) -> None:
         """Send a ping, unless another order is being sent; called by another thread."""
@@ -88,10 +76,6 @@ class RemoteAgent:
                 self._put(frame(Ping()))
             finally:
                 self._lock.release()
-
-    def end(self) -> None:
-        """Send `Stop`: end all processes of the job there."""
-        self.send(Stop())
 
     def timed_out(self, now: float) -> bool:
         """Whether the last message is too old; check after reading."""

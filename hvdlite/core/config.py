@@ -186,8 +186,7 @@ class Config:
     stall_report_file: str = knob("", _file, "file to which rank 0 also writes each stall report, as JSON")
     silence_check_seconds: float = knob(
         3.0, _seconds, "probe a rank for which others have waited for this many seconds; 0 is never")
-    report_signal: int = knob(
-        0, _signal, "signal on which a rank asks rank 0 for a stall report; none by default")
+    report_signal: int = knob(0, _signal, "signal on which a rank asks rank 0 for a stall report; none by default")
     traceback_signal: int = knob(
         _TRACEBACK_SIGNAL, _signal, "signal that rank 0 sends to a rank that does not answer, to get its stacks; 0 turns "
         "it off")
@@ -206,8 +205,7 @@ class Config:
         "", _file, "file to which rank 0 writes the settings it has tried, as CSV", AUTOTUNE_LOG=_same)
     autotune_warmup_samples: int = knob(
         3, _at_least(0), "number of samples at the beginning that autotune ignores", AUTOTUNE_WARMUP_SAMPLES=_same)
-    autotune_steps_per_sample: int = knob(
-        10, _at_least(1), "training steps per sample", AUTOTUNE_STEPS_PER_SAMPLE=_same)
+    autotune_steps_per_sample: int = knob(10, _at_least(1), "training steps per sample", AUTOTUNE_STEPS_PER_SAMPLE=_same)
     autotune_max_samples: int = knob(
         20, _at_least(1), "number of settings that autotune tries before it keeps the best one",
         AUTOTUNE_BAYES_OPT_MAX_SAMPLES=_same)

@@ -68,17 +68,17 @@ class FlightRecorder:
         taken, self._trace = tuple(self._trace), []
         return taken
 
-    def submitted(self, request: Request) -> None:
-        """A tensor was handed in here."""
-        self._events.append((self._clock(), (request.name,), "submitted", (  # all but the payload
+    def enqueued(self, request: Request) -> None:
+        """A tensor was enqueued here."""
+        self._events.append((self._clock(), (request.name,), "enqueued", (  # all but the payload
             request.collective, request.dtype, request.shape, request.op, request.root_rank, request.process_set_id)))
         if self._open is not None:
             self._begin((lane_of(request.process_set_id, request.name),), f"NEGOTIATE_{request.collective.name}",
                         f"{request.dtype}{list(request.shape)}")
 
-    def bucket_submitted(self, lane: str, names: Sequence[str], response: Response) -> None:
-        """All members of a learned bucket were handed in here."""
-        self._events.append((self._clock(), names, "submitted as part of a learned bucket", lane))
+    def bucket_enqueued(self, lane: str, names: Sequence[str], response: Response) -> None:
+        """All members of a learned bucket were enqueued here."""
+        self._events.append((self._clock(), names, "enqueued as part of a learned bucket", lane))
         if self._open is not None:
             self._begin((lane,), f"NEGOTIATE_{response.collective.name}", f"{len(names)} tensors, {response.dtype}")
 

@@ -15,9 +15,10 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable, Iterable
-from typing import Final, Protocol
+from typing import Final
 
 from hvdlite.core.errors import DeadlockError
+from hvdlite.diagnostics.process_probe import ProcessProbe
 from hvdlite.diagnostics.stall_report import RankState, StallReport, location_in_dump
 from hvdlite.negotiation.coordinator import Coordinator
 from hvdlite.negotiation.messages import FailureNotice, RankStatus, SideMessage
@@ -33,14 +34,7 @@ LEADER_SECONDS: Final = 5.0
 """Seconds that a rank waits for its leader longer than the leader waits for rank 0, so that the leader can blame rank 0."""
 LOOKS: Final = 4
 """Checks during the shortest of the times."""
-
-
-class ProcessProbe(Protocol):
-    """The state and the stacks of a rank, without its help; see `diagnostics.process_probe`."""
-
-    def state(self, rank: int) -> str: ...
-
-    def stacks(self, rank: int) -> str: ...
+_UNSEEN: Final = "its process is stopped, or something in it holds the GIL"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +74,7 @@ class StallInspector:
         story: returns what happened to a tensor here.
     """
 
-    def __init__(self, coordinator: Coordinator, times: Times, probe: ProcessProbe | None, deliver: Receiver,
+    def __init__(self, coordinator: Coordinator, times: Times, probe: ProcessProbe, deliver: Receiver,
                  story: Callable[[str], str]) -> None:
         self._coordinator, self._times, self._probe = coordinator, times, probe
         self._deliver, self._story = deliver, story
@@ -163,7 +157,7 @@ class StallInspector:
         if ends:
             found = self._coordinator.pending(now)
         missing = {rank for stall in found for rank in stall.missing}
-        reference = min((rank for stall in found for rank in stall.submitted), default=0)  # for comparison
+        reference = min((rank for stall in found for rank in stall.enqueued), default=0)  # for comparison
         return self._begin(found, missing | {reference}, now, [self._deliver], ends_job=ends)
 
     def _find_silence(self, now: float) -> bool:
@@ -189,14 +183,13 @@ class StallInspector:
         return acted
 
     def _tell_silence(self, rank: int, waited: float) -> None:
-        self._silent[rank] = stacks = self._probe.stacks(rank) if self._probe else ""
+        self._silent[rank] = stacks = self._probe.stacks(rank)
         location = location_in_dump(stacks)
         _log.warning("rank %d has not answered for %.0f s: %s%s%s", rank, waited, self._state(rank),
                      f"; it is in {location}" if location else "", f"\n{stacks.rstrip()}" if stacks else "")
 
     def _state(self, rank: int) -> str:
-        return (self._probe.state(rank) if self._probe else "") or \
-            "its process is stopped, or something in it holds the GIL"
+        return self._probe.state(rank) or _UNSEEN
 
     def _ask(self, ranks: Iterable[int], now: float) -> None:
         ranks = sorted(ranks)
@@ -238,7 +231,7 @@ class StallInspector:
         status = self._statuses.get(rank)
         if status is not None:
             return RankState(rank, self._coordinator.state(rank), status)
-        stacks = self._silent.get(rank) or (self._probe.stacks(rank) if self._probe else "")
+        stacks = self._silent.get(rank) or self._probe.stacks(rank)
         return RankState(rank, self._state(rank), None, stacks)
 
 
@@ -251,7 +244,7 @@ class CoordinatorWatchdog:
         lost: seconds without an answer after which rank 0 is given up; 0 is never.
     """
 
-    def __init__(self, rank: int, parent: int, after: float, lost: float, probe: ProcessProbe | None) -> None:
+    def __init__(self, rank: int, parent: int, after: float, lost: float, probe: ProcessProbe) -> None:
         self._rank, self._parent, self._probe = rank, parent, probe
         self._after, self._lost = after or math.inf, (lost or math.inf) + (LEADER_SECONDS if parent else 0.0)
         self._since = math.inf  # since when it waits without a word from rank 0; infinite while it does not
@@ -270,7 +263,7 @@ class CoordinatorWatchdog:
         """Return what is to be told to rank 0, if anything.
 
         Args:
-            waits: whether this rank has submitted something and not got it back.
+            waits: whether this rank has enqueued something and not got it back.
             partners: the ranks of the collective that it is in the middle of, since `partners_since`.
         """
         if not waits:
@@ -299,7 +292,5 @@ class CoordinatorWatchdog:
         return f"it has not answered for {now - self._asked:.0f} s (HVDLITE_HEARTBEAT_TIMEOUT): {self._state()}"
 
     def _state(self) -> str:
-        stacks = self._probe.stacks(self._parent) if self._probe else ""
-        location = location_in_dump(stacks)
-        return ((self._probe.state(self._parent) if self._probe else "") or "its process is stopped, or something in it "
-                "holds the GIL") + (f"; it is in {location}" if location else "")
+        location = location_in_dump(self._probe.stacks(self._parent))
+        return (self._probe.state(self._parent) or _UNSEEN) + (f"; it is in {location}" if location else "")

@@ -38,15 +38,13 @@ def rank_status(thread: int, recent: Sequence[str], first_number: int, waiting: 
     Args:
         thread: identifies the thread that last called a collective; its stack is told, or the main thread's if it has ended.
         recent: the last collectives, oldest first; the first of them was this rank's collective number `first_number`.
-        waiting: what it has submitted and not got back.
+        waiting: what it has enqueued and not got back.
     """
     frames = sys._current_frames()
     frame = frames.get(thread) or frames.get(threading.main_thread().ident or 0)
-    if frame is None:
-        return RankStatus(location="nowhere: the thread that called collectives has ended", stack="", recent=tuple(recent),
-                          first_number=first_number, waiting=tuple(waiting))
-    return RankStatus(location=location_of(frame), stack="".join(traceback.format_stack(frame)), recent=tuple(recent),
-                      first_number=first_number, waiting=tuple(waiting))
+    location = location_of(frame) if frame else "nowhere: the thread that called collectives has ended"
+    return RankStatus(location=location, stack="".join(traceback.format_stack(frame)) if frame else "",
+                      recent=tuple(recent), first_number=first_number, waiting=tuple(waiting))
 
 
 def location_of(frame: FrameType) -> str:
@@ -106,10 +104,10 @@ class StallReport:
         status = rank_state.status
         if status is None:
             where = location_in_dump(rank_state.stacks)
-            return (f"rank {rank} never submitted {told} and does not answer: {rank_state.state}"
+            return (f"rank {rank} never enqueued {told} and does not answer: {rank_state.state}"
                     f"{f'; it is in {where}' if where else ''}")
         doing = f"waits for '{status.waiting[0]}'" if status.waiting else "is"
-        return f"rank {rank} never submitted {told}: it {doing} in {status.location}"
+        return f"rank {rank} never enqueued {told}: it {doing} in {status.location}"
 
     def difference(self, rank: int) -> str:
         """Say where a rank's collectives first differ from those of one that is not missing; "" when that is not known."""
@@ -139,20 +137,20 @@ class StallReport:
         return "\n".join(lines)
 
     def _rank_lines(self, rank: int) -> list[str]:
-        rank_state = self.rank_states.get(rank)
-        status = None if rank_state is None else rank_state.status
+        rank_state = self.rank_states.get(rank, RankState(rank, "unknown", None))
+        status = rank_state.status
         if rank in self.missing:
             lines = [f"  {self.diagnosis(rank)}"]
         elif self.stalls and len(self.rank_states) < 2 * len(self.missing) + 2:
             return []  # asked only for comparison
         else:
-            location = status.location if status else location_in_dump(rank_state.stacks) if rank_state else "?"
-            lines = [f"  rank {rank} ({'unknown' if rank_state is None else rank_state.state}) is in {location}"]
+            location = status.location if status else location_in_dump(rank_state.stacks)
+            lines = [f"  rank {rank} ({rank_state.state}) is in {location}"]
         if difference := self.difference(rank) if rank in self.missing else "":
             lines.append(f"    {difference}")
         if status is not None:
             lines.append(f"    its last collectives: {', '.join(status.recent[-SHOWN:]) or 'none'}")
-        stack = status.stack if status is not None else rank_state.stacks if rank_state is not None else ""
+        stack = status.stack if status is not None else rank_state.stacks
         return lines + [f"    {line}" for line in stack.rstrip().splitlines()]
 
     def deliver(self, path: str) -> None:
@@ -180,7 +178,7 @@ class StallReport:
                     "last_collectives": list(status.recent[-SHOWN:]) if status else [],
                     "waiting_for": list(status.waiting) if status else [],
                     "first_difference": self.difference(rank) if rank in self.missing else ""}
-        return {"stalls": [{"name": stall.name, "waited_seconds": round(stall.waited, 3), "submitted": list(stall.submitted),
+        return {"stalls": [{"name": stall.name, "waited_seconds": round(stall.waited, 3), "submitted": list(stall.enqueued),
                             "missing": list(stall.missing)} for stall in self.stalls],
                 "diagnosis": [self.diagnosis(rank) for rank in self.missing],
                 "ranks": {str(rank): of(rank, rank_state) for rank, rank_state in sorted(self.rank_states.items())},

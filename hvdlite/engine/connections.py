@@ -6,7 +6,7 @@ import dataclasses
 import time
 
 from hvdlite.control.base import ControlPlane
-from hvdlite.diagnostics.stall_inspector import ProcessProbe
+from hvdlite.diagnostics.process_probe import ProcessProbe
 from hvdlite.engine.limits import Clock
 from hvdlite.engine.oob import OobChannel
 from hvdlite.planes.base import DevicePlane, Plane
@@ -21,7 +21,7 @@ class Connections:
         plane: moves tensors on the host.
         oob: carries the few bytes by which planes connect.
         devices: moves tensors on GPUs; None where there are none.
-        probe: tells the state of the ranks of this host without asking them; None where nothing is known.
+        probe: tells the state of the ranks of this host without asking them; by default it knows none.
         clock: the same for all ranks of the job.
     """
 
@@ -29,5 +29,5 @@ class Connections:
     plane: Plane
     oob: OobChannel
     devices: DevicePlane | None = None
-    probe: ProcessProbe | None = None
+    probe: ProcessProbe = dataclasses.field(default_factory=lambda: ProcessProbe({}, {}))
     clock: Clock = time.monotonic

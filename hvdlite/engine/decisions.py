@@ -59,8 +59,7 @@ class Decisions:
             raise JobFailed(decision.failure)
         if self._rank in decision.status_requests:
             self._controller.send_side_message(SideMessage(status=self._status()))
-        if decision.left:
-            self.departed.update(decision.left)
+        self.departed.update(decision.left)
         if self._rank in decision.deferred:
             self._waiters.defer()
         self._queue.append(decision)

@@ -163,7 +163,7 @@ class Engine:
         self._decide()
 
     def _send_report(self) -> None:
-        """Turn what user threads handed in into a report."""
+        """Turn what user threads enqueued into a report."""
         items = self._inbox.items
         while items:
             self._take(items.popleft())
@@ -179,11 +179,11 @@ class Engine:
             case Entry(request=request):
                 self._history.add(request.name)
                 self._execution.add(item)
-                self._controller.submit(request)
+                self._controller.enqueue(request)
             case BucketEntry(bucket=bucket, ready=ready):
                 self._history.add(item.handle.name)
                 self._execution.add_bucket(item)
-                expanded = self._controller.submit_bucket(bucket.definition, ready)
+                expanded = self._controller.enqueue_bucket(bucket.definition, ready)
                 if expanded is not None:
                     self._execution.split(expanded)
             case RoundDone():

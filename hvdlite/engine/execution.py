@@ -51,7 +51,7 @@ class Execution:
         if devices is not None:
             devices.add_process_set(GLOBAL_PROCESS_SET_ID, self._process_sets[GLOBAL_PROCESS_SET_ID])
         self._wait_until, self._release_name, self._mark_stale = wait_until, release_name, mark_stale
-        self._entries: dict[tuple[int, str], Entry] = {}  # handed in and not completed; likewise below
+        self._entries: dict[tuple[int, str], Entry] = {}  # enqueued and not completed; likewise below
         self._buckets: dict[int, BucketEntry] = {}
         self._plans: defaultdict[int, int] = defaultdict(int)  # by process set
         self._pairs: set[int] = set()  # process sets of two ranks that are open in the plane
@@ -70,15 +70,15 @@ class Execution:
         yield from list(self._buckets.values())
 
     def add(self, entry: Entry) -> None:
-        """An entry's request is submitted."""
+        """An entry's request is enqueued."""
         self._entries[entry.key] = entry
-        self._recorder.submitted(entry.request)
+        self._recorder.enqueued(entry.request)
 
     def add_bucket(self, entry: BucketEntry) -> None:
         """A bucket is reported."""
         definition = entry.bucket.definition
         self._buckets[entry.ready.bucket_id] = entry
-        self._recorder.bucket_submitted(bucket_lane(definition.bucket_id), definition.response.names, definition.response)
+        self._recorder.bucket_enqueued(bucket_lane(definition.bucket_id), definition.response.names, definition.response)
 
     def split(self, split: SplitBucket) -> None:
         """A bucket's members are answered one by one."""

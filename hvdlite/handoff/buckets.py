@@ -50,10 +50,11 @@ class LearnedBucket:
     def __init__(self, definition: Bucket, buffer_slice: BufferSlice) -> None:
         self.definition = definition
         self.buffer_slice = buffer_slice
-        self.memory: AnyArray = _part(buffer_slice.buffer.own, buffer_slice.begin, buffer_slice.end,
-                                      SUPPORTED_DTYPES[definition.response.dtype])
+        dtype = SUPPORTED_DTYPES[definition.response.dtype]
+        begin = buffer_slice.begin // dtype.itemsize
+        self.memory: AnyArray = _part(buffer_slice.buffer.own, begin, definition.elements, dtype)
         self.places: tuple[AnyArray, ...] = tuple(
-            _part(self.memory, offset, offset + math.prod(member.shape))
+            _part(self.memory, offset, math.prod(member.shape), dtype)
             for member, offset in zip(definition.members, definition.offsets, strict=True))
 
     def logical(self, index: int) -> AnyArray:
@@ -164,15 +165,12 @@ def buffer_bytes(layout: Layout) -> dict[str, int]:
     return ends
 
 
-def _part(memory: AnyArray, begin: int, end: int, dtype: np.dtype[Any] | None = None) -> AnyArray:
-    """Return elements of an array, taken as those of another dtype; `begin` and `end` count its own."""
+def _part(memory: AnyArray, begin: int, count: int, dtype: np.dtype[Any]) -> AnyArray:
+    """Return `count` elements of `dtype` from `begin`, counted in such elements."""
     if isinstance(memory, DeviceArray):
-        width = memory.dtype.itemsize
-        dtype = dtype or memory.dtype
-        return dataclasses.replace(memory, pointer=memory.pointer + begin * width, dtype=dtype,
-                                   shape=((end - begin) * width // dtype.itemsize,))
-    part = memory[begin:end]
-    return part if dtype is None else part.view(dtype)
+        return memory.part(begin, count, dtype)
+    width = dtype.itemsize // memory.itemsize
+    return memory[begin * width:(begin + count) * width].view(dtype)
 
 
 def _nbytes(definition: Bucket) -> int:

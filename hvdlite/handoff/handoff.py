@@ -15,7 +15,7 @@ class Handoff:
     """The only objects that both kinds of threads touch, beside the entries and handles that pass through them.
 
     Attributes:
-        inbox: what user threads hand in.
+        inbox: what user threads enqueue.
         waiters: the handles on which user threads are blocked.
         state: what the background thread tells of the job.
     """

@@ -78,8 +78,8 @@ class Inbox:
         if self.closed:
             raise NotInitializedError(f"'{name}': hvdlite has been shut down; call init() again")
 
-    def submit(self, entry: Entry, *, at_once: bool = True) -> Handle:
-        """Hand in a tensor under a name that is free.
+    def enqueue(self, entry: Entry, *, at_once: bool = True) -> Handle:
+        """Enqueue a tensor under a name that is free.
 
         Args:
             at_once: False lets the entry travel together with the next one, or when this rank waits for something.
@@ -98,7 +98,7 @@ class Inbox:
         return entry.handle
 
     def put(self, item: Item, *, at_once: bool = True) -> None:
-        """Hand in an item of the thread that calls collectives."""
+        """Enqueue an item of the thread that calls collectives."""
         self.last_caller = threading.get_ident()
         self.items.append(item)
         # The thread clears `awake`, then looks into the inbox, then sleeps: whoever sees it awake has been seen.
@@ -108,7 +108,7 @@ class Inbox:
             self.abandon_all()  # the thread ended between the caller's check and the append
 
     def post(self, item: Item) -> None:
-        """Hand in an item from any thread, in the middle of anything: a finalizer or a signal handler may call this.
+        """Enqueue an item from any thread, in the middle of anything: a finalizer or a signal handler may call this.
 
         It takes no lock but the doorbell's, which its holder may take again. After the end, and in a forked child, the item
         is dropped.

@@ -72,8 +72,8 @@ class FailedMeetings:
             return (mended or reachable or candidates)[0], frozenset()
         sides = {member: frozenset(other for other in members if other != member and (
             self._missed(other, member) or self._missed(member, other))) for member in tried}
-        best = min(tried, key=lambda member: len(sides[member]))
-        return (best, sides[best]) if sides[best] else None
+        best = min((member for member in tried if sides[member]), key=lambda member: len(sides[member]), default=None)
+        return None if best is None else (best, sides[best])
 
     def _missed(self, member: int, coordinator: int) -> bool:
         """Return whether a member, or another one of its host, could not reach a coordinator or another one of that host."""

@@ -3,7 +3,7 @@
 Rules (docs/protocol.md#decisions)
 - Decisions are applied in sequence. A gap or a repetition is an error, never skipped.
 - The table of buckets changes only in `apply`.
-- A response to a name that this rank has not submitted is ignored: it refuses the tensor on ranks that have submitted it.
+- A response to a name that this rank has not enqueued is ignored: it refuses the tensor on ranks that have enqueued it.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Controller:
         self._failure: FailureNotice | None = None
         self.has_news = False
 
-    def submit(self, request: Request) -> None:
+    def enqueue(self, request: Request) -> None:
         """Report a tensor that is ready here. Its name must not be pending (the runtime refuses that at the call)."""
         assert request.key not in self._unanswered, f"'{request.name}' is still being processed"
         self._unanswered.add(request.key)
@@ -99,10 +99,10 @@ class Controller:
         self._items.append(request)
         self.has_news = True
 
-    def submit_bucket(self, bucket: Bucket, ready: BucketReady) -> SplitBucket | None:
+    def enqueue_bucket(self, bucket: Bucket, ready: BucketReady) -> SplitBucket | None:
         """Report a learned bucket whose slices are all filled here.
 
-        When its layout has been evicted or suspended meanwhile, submit its members' requests instead and return them.
+        When its layout has been evicted or suspended meanwhile, enqueue its members' requests instead and return them.
         """
         self.has_news = True
         if ready.bucket_id in self._buckets and ready.round_id >= self._first_round:
@@ -112,13 +112,13 @@ class Controller:
             return None
         requests = tuple(requests_of(bucket, ready))
         for request in requests:
-            self.submit(request)
+            self.enqueue(request)
         if ready.ends_round:
             self.round_done(RoundDone(requests[0].label, ready.round_id, requests[0].process_set_id))
         return SplitBucket(ready.bucket_id, requests)
 
     def round_done(self, message: RoundDone) -> None:
-        """Report that this rank has submitted all its members of a round."""
+        """Report that this rank has enqueued all its members of a round."""
         self._items.append(message)
         self.has_news = True
 
@@ -149,7 +149,7 @@ class Controller:
         self._blocked, self.has_news = blocked, True
 
     def leave(self) -> None:
-        """Report that this rank will submit nothing more."""
+        """Report that this rank will enqueue nothing more."""
         self._leaving = self.has_news = True
 
     def fail(self, failure: FailureNotice) -> None:
@@ -171,7 +171,7 @@ class Controller:
     def apply(self, decision: Decision) -> list[Instruction]:
         """Return what the fields from `learned` to `responses` mean for this rank, as instructions in their order.
 
-        Every rank that submitted the same tensors gets the same list.
+        Every rank that enqueued the same tensors gets the same list.
 
         Raises:
             ProtocolError: when a decision is missing or repeated.

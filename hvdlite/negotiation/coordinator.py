@@ -1,7 +1,7 @@
 """The coordinator, rank 0's role: turn reports into decisions. Pure: no sockets, threads, clock or environment.
 
 It decides about tensors only; `negotiator.py` has the rules for them. Side messages (`Report.side_message`) do not pass
-through it: the host of the coordinator handles them, and hands in as orders (`order`, `tune`) what all ranks are to do for
+through it: the host of the coordinator handles them, and gives as orders (`order`, `tune`) what all ranks are to do for
 them.
 
 Rules (docs/protocol.md#decisions, #report-order)

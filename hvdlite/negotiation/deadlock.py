@@ -1,8 +1,8 @@
 """Detection of ranks that wait for each other in a circle (docs/protocol.md#circular-waits). Pure.
 
-A rank whose threads are all blocked continues when one of its waits ends, and a wait ends when every rank has submitted the
+A rank whose threads are all blocked continues when one of its waits ends, and a wait ends when every rank has enqueued the
 tensor. So a rank is stuck when each of its waits needs a rank that is stuck. Ranks report their long waits (`Blocked`); the
-coordinator knows which ranks have submitted which tensor. This is deadlock detection in the AND-OR model (Knapp, "Deadlock
+coordinator knows which ranks have enqueued which tensor. This is deadlock detection in the AND-OR model (Knapp, "Deadlock
 Detection in Distributed Databases", ACM Computing Surveys 19(4), 1987), on one rank.
 """
 
@@ -80,7 +80,7 @@ class BlockedRanks:
         if not stuck:
             return stuck, ""
         lines = [f"  rank {rank} waits for {_described(wait)}, which {named_ranks(sorted(self._missing(rank, wait) or ()))} "
-                 f"{'has' if len(self._missing(rank, wait) or ()) == 1 else 'have'} not handed in"
+                 f"{'has' if len(self._missing(rank, wait) or ()) == 1 else 'have'} not enqueued"
                  for rank in sorted(stuck) for wait in self._blocked[rank].waits]
         more = [f"  and {len(lines) - 16} more"] if len(lines) > 16 else []
         title = "ranks wait for each other in a circle, so that none can go on:"

@@ -178,7 +178,7 @@ class Report(Message, frozen=True, kw_only=True):
     applied: int  # the last decision this rank has applied
     items: tuple[ReportItem, ...] = ()  # in the order in which they happened on this rank
     side_message: SideMessage | None = None
-    leaving: bool = False  # this rank submits nothing after these items
+    leaving: bool = False  # this rank enqueues nothing after these items
     failure: FailureNotice | None = None
     blocked: Blocked | None = None  # replaces the one reported before; takes effect after the items
 

@@ -15,11 +15,11 @@ class Stall:
 
     name: str
     waited: float  # seconds
-    submitted: tuple[int, ...]
+    enqueued: tuple[int, ...]
     missing: tuple[int, ...]
 
     def __str__(self) -> str:
-        return (f"'{self.name}' has waited {self.waited:.0f} s: submitted by ranks {list(self.submitted)}, "
+        return (f"'{self.name}' has waited {self.waited:.0f} s: enqueued by ranks {list(self.enqueued)}, "
                 f"not yet by ranks {list(self.missing)}")
 
 

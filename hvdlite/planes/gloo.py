@@ -199,8 +199,7 @@ class GlooProcessGroup:
     def scatter(self, values: Array | None, out: Array, bounds: Sequence[int], root: int, wait_until: WaitUntil) -> None:
         from_root = [0] * (root + 1) + [out.size] * (self._size - root)
         given = np.empty(0, out.dtype) if values is None else values[:bounds[-1]]
-        self.alltoall(given, [0] * (self._size + 1) if values is None else bounds, out, from_root, bounds[-1],
-                      wait_until)
+        self.alltoall(given, [0] * (self._size + 1) if values is None else bounds, out, from_root, bounds[-1], wait_until)
 
     def alltoall(self, values: Array, bounds: Sequence[int], out: Array, out_bounds: Sequence[int], max_count: int,
                  wait_until: WaitUntil) -> None:

@@ -230,8 +230,7 @@ class HierarchicalPlane:
         bounds = row_bounds(plan.response)
         for index, rank in enumerate(plan.ranks):
             source = Concatenation([plan.sources[0]]) if rank == self._rank and plan.sources else None
-            self._broadcast(levels, index, source, whole, bounds[index], bounds[index + 1], plan.response, False,
-                            wait_until)
+            self._broadcast(levels, index, source, whole, bounds[index], bounds[index + 1], plan.response, False, wait_until)
 
     @staticmethod
     def _small(levels: _TwoLevelSet) -> int:

@@ -108,8 +108,7 @@ def check_thread_level(mpi: Any, communicator: Any) -> None:
         _log.warning("MPI was started with MPI_THREAD_SERIALIZED: the script must not call MPI while hvdlite runs")
 
 
-def _connect(mpi: Any, world: Any, process_set_id: int, ranks: tuple[int, ...],
-             wait_until: WaitUntil) -> MpiProcessGroup:
+def _connect(mpi: Any, world: Any, process_set_id: int, ranks: tuple[int, ...], wait_until: WaitUntil) -> MpiProcessGroup:
     if process_set_id < 0:  # a pair, which only sends
         return PairProcessGroup(mpi, world, ranks)
     if len(ranks) == world.Get_size():

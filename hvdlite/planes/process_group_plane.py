@@ -39,14 +39,11 @@ class ProcessGroupPlane:
     Args:
         connect: creates the process group of a process set.
         chunk: bytes reduced per NumPy call.
-        disconnect: releases the library when the plane is closed.
     """
 
-    def __init__(self, name: str, rank: int, connect: Connect, *, chunk: int, casts: Casts | None = None,
-                 disconnect: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, name: str, rank: int, connect: Connect, *, chunk: int, casts: Casts | None = None) -> None:
         self.name = name
-        self._rank, self._connect, self._disconnect = rank, connect, disconnect
-        self._chunk = chunk
+        self._rank, self._connect, self._chunk = rank, connect, chunk
         self._casts = casts or Casts.of_numpy()
         self._groups: dict[int, ProcessGroup] = {}  # made when they are first needed
         self._scratch_memory = np.empty(0, np.uint8)
@@ -58,8 +55,7 @@ class ProcessGroupPlane:
         if process_set_id not in self._groups:
             self._groups[process_set_id] = self._connect(process_set_id, plan.ranks, wait_until)
         operation = _Operation(plan, plan.ranks.index(self._rank), self._groups[process_set_id], self._scratch, self._chunk,
-                               self._casts,
-                               wait_until)
+                               self._casts, wait_until)
         match collective:
             case (Collective.ALLREDUCE | Collective.REDUCE) if plan.response.op is ReduceOp.ADASUM:
                 operation.adasum()
@@ -94,7 +90,6 @@ class ProcessGroupPlane:
 
     def close(self) -> None:
         with contextlib.ExitStack() as closing:  # release everything, even when a group raises
-            closing.callback(self._disconnect)
             for group in self._groups.values():
                 closing.callback(group.close)
             self._groups.clear()
@@ -228,8 +223,7 @@ class _Operation:
         largest = max(end - begin for begin, end in itertools.pairwise(bounds))
         max_count = max(relative[-1], largest * len(contributors))
         self._group.alltoall(values, relative if sources is not None else [0] * (self._size + 1), received, out_bounds,
-                             max_count,
-                             self._wait_until)
+                             max_count, self._wait_until)
         return [received[at * mine:(at + 1) * mine] for at in range(len(contributors))]
 
     def _combine(self, combine: Callable[[list[Array], Array], None], slices: list[Array], outputs: Concatenation | None,
@@ -274,7 +268,7 @@ class _Operation:
 
     def gather(self) -> None:
         """Allgather or gather; for gather, only the root has an output."""
-        bounds = self._in_bytes(row_bounds(self._response))
+        bounds = self._row_bytes()
         own = self._source()
         output = self._plan.outputs[0] if self._plan.outputs else None
         if self._response.collective is Collective.GATHER:
@@ -285,7 +279,7 @@ class _Operation:
             self._group.allgather(own, out, bounds, self._wait_until)
 
     def scatter(self) -> None:
-        bounds = self._in_bytes(row_bounds(self._response))
+        bounds = self._row_bytes()
         values = self._source() if self._index == self._root else None
         output = self._plan.outputs[0] if self._plan.outputs else None
         out = np.empty(bounds[self._index + 1] - bounds[self._index], np.uint8) if output is None else _bytes(output)
@@ -312,8 +306,8 @@ class _Operation:
         source = self._plan.sources[0] if self._plan.sources else None
         return np.empty(0, np.uint8) if source is None else _bytes(source)
 
-    def _in_bytes(self, bounds: Sequence[int]) -> list[int]:
-        return [bound * self._dtype.itemsize for bound in bounds]
+    def _row_bytes(self) -> list[int]:
+        return [bound * self._dtype.itemsize for bound in row_bounds(self._response)]
 
 
 def _bounds(counts: Array) -> list[int]:

@@ -50,8 +50,7 @@ class ShmPlane:
     name = "shm"
 
     def __init__(self, rank: int, memory: HostMemory, wake_rank: Callable[[int], None], *, slot: int, chunk: int,
-                 direct: int,
-                 casts: Casts | None = None) -> None:
+                 direct: int, casts: Casts | None = None) -> None:
         self._rank = rank
         self._memory, self._wake_rank = memory, wake_rank
         self._slot, self._chunk, self._direct = slot, chunk, direct
@@ -123,10 +122,7 @@ class ShmPlane:
         if not plan.response.contributors:
             return
         reduction = self._reduction(area, plan.response)
-        sources = Concatenation(plan.sources) if self._rank in plan.response.contributors else None
-        receives = plan.outputs and (plan.response.collective is Collective.ALLREDUCE
-                                     or self._rank == plan.response.root_rank)
-        outputs = Concatenation(plan.outputs) if receives else None
+        sources, outputs = self._ends(plan)
         total = sources.size if sources else outputs.size if outputs else plan.response.elements
         per_piece = area.segment.slot // reduction.dtype.itemsize
         for low in range(0, total, per_piece):
@@ -136,15 +132,20 @@ class ShmPlane:
             else:
                 piece.reduce_slices(sources, outputs, wait_until)
 
+    def _ends(self, plan: Plan) -> tuple[Concatenation | None, Concatenation | None]:
+        """Return what this rank contributes to a reduction, and where it receives the result."""
+        response = plan.response
+        receives = plan.outputs and (response.collective is Collective.ALLREDUCE or self._rank == response.root_rank)
+        return (Concatenation(plan.sources) if self._rank in response.contributors else None,
+                Concatenation(plan.outputs) if receives else None)
+
     def _adasum(self, area: StagingArea, plan: Plan, wait_until: WaitUntil) -> None:
         """Compute and sum the inner products of all slices, then reduce by weighted sums; all tensors together."""
         response, dtype = plan.response, SUPPORTED_DTYPES[plan.response.dtype]
         if not response.contributors:
             return
-        receives = plan.outputs and (response.collective is Collective.ALLREDUCE or self._rank == response.root_rank)
         adasum = AdasumReduction(response, dtype, self._chunk // dtype.itemsize, self._casts, response.rows)
-        sources = Concatenation(plan.sources) if self._rank in response.contributors else None
-        outputs = Concatenation(plan.outputs) if receives else None
+        sources, outputs = self._ends(plan)
         total, per_piece = sum(response.rows), area.segment.slot // dtype.itemsize
 
         def pieces() -> Iterator[AdasumPiece]:

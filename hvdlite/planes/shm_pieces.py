@@ -26,9 +26,7 @@ class Piece:
 
     def reduce_whole(self, sources: Concatenation | None, outputs: Concatenation | None, wait_until: WaitUntil) -> None:
         """Publish the whole piece; every rank then reduces all of it into its output."""
-        if sources is not None:
-            self._publish(sources, self.low, self.high)
-        self._area.barrier(wait_until)
+        self._publish(sources, self.high, self.high, wait_until)
         for start, stop, part in outputs.parts(self.low, self.high, self._reduction.chunk) if outputs else ():
             self._reduction.combine([self._staged(index, start, stop) for index in self._contributors], part)
 
@@ -37,10 +35,7 @@ class Piece:
         area = self._area
         bounds = slice_bounds(self.low, self.high, area.size, self._reduction.dtype)
         begin, end = bounds[area.index], bounds[area.index + 1]
-        if sources is not None:
-            self._publish(sources, self.low, begin)
-            self._publish(sources, end, self.high)
-        area.barrier(wait_until)
+        self._publish(sources, begin, end, wait_until)
         self._reduce_slice(sources, outputs, begin, end)
         area.barrier(wait_until)
         if outputs is None:
@@ -55,19 +50,19 @@ class Piece:
         mine, rest = max(begin, self.low), min(end, self.high)
         if mine >= rest:
             mine = rest = self.high
-        if sources is not None:
-            self._publish(sources, self.low, mine)
-            self._publish(sources, rest, self.high)
-        self._area.barrier(wait_until)
+        self._publish(sources, mine, rest, wait_until)
         if sources is None or output is None:
             return  # a rank that has joined
         for start, stop, _ in sources.parts(mine, rest, self._reduction.chunk):
             terms = [self._term(index, sources, start, stop) for index in self._contributors]
             self._reduction.combine(terms, output[start - begin:stop - begin])
 
-    def _publish(self, sources: Concatenation, low: int, high: int) -> None:
-        for start, stop, part in sources.parts(low, high, self._reduction.chunk):
-            self._reduction.copy_prescaled(part, self._staged(self._area.index, start, stop))
+    def _publish(self, sources: Concatenation | None, begin: int, end: int, wait_until: WaitUntil) -> None:
+        """Publish the piece without elements begin..end, which no other rank reads; return when all ranks have."""
+        for low, high in ((self.low, begin), (end, self.high)):
+            for start, stop, part in sources.parts(low, high, self._reduction.chunk) if sources is not None else ():
+                self._reduction.copy_prescaled(part, self._staged(self._area.index, start, stop))
+        self._area.barrier(wait_until)
 
     def _term(self, index: int, sources: Concatenation | None, start: int, stop: int) -> Array:
         if index != self._area.index:
@@ -104,9 +99,7 @@ class AdasumPiece(Piece):
 
     def reduce_whole(self, sources: Concatenation | None, outputs: Concatenation | None, wait_until: WaitUntil) -> None:
         """Publish the whole piece, the only one; every rank then computes the inner products and reduces."""
-        if sources is not None:
-            self._publish(sources, self.low, self.high)
-        self._area.barrier(wait_until)
+        self._publish(sources, self.high, self.high, wait_until)
         if outputs is None:
             return
         terms = [self._staged(index, self.low, self.high) for index in self._contributors]
@@ -121,10 +114,7 @@ class AdasumPiece(Piece):
         area = self._area
         bounds = slice_bounds(self.low, self.high, area.size, self._adasum.dtype)
         begin, end = bounds[area.index], bounds[area.index + 1]
-        if sources is not None:
-            self._publish(sources, self.low, begin)
-            self._publish(sources, end, self.high)
-        area.barrier(wait_until)
+        self._publish(sources, begin, end, wait_until)
         return self._adasum.products(self._terms(sources, begin, end), begin)
 
     def _reduce_slice(self, sources: Concatenation | None, outputs: Concatenation | None, begin: int, end: int) -> None:

@@ -69,7 +69,7 @@ class Collectives:
         request = self.request(name, Collective.ALLREDUCE, reducible(name, source, output, op), output.shape, op=op,
                                prescale=float(prescale), postscale=float(postscale), absent=source is None,
                                payload=self._payload(source), process_set=process_set, device=device_of(output))
-        return self._inbox.submit(Entry(request, *_memory(source, output), output, self._waiters), at_once=at_once)
+        return self._inbox.enqueue(Entry(request, *_memory(source, output), output, self._waiters), at_once=at_once)
 
     def grouped_allreduce(self, name: str, sources: Sequence[AnyArray], outputs: Sequence[AnyArray], op: ReduceOp, *,
                           prescale: float = 1.0, postscale: float = 1.0,
@@ -93,7 +93,7 @@ class Collectives:
                                    (sum(output.size for output in own),), op=op, prescale=float(prescale),
                                    postscale=float(postscale), group=tuple(output.shape for output in own),
                                    process_set=process_set, device=device)
-            handles.append(self._inbox.submit(Entry(request, given, own, own, self._waiters)))
+            handles.append(self._inbox.enqueue(Entry(request, given, own, own, self._waiters)))
         return Handles(handles, outputs)
 
     def reduce(self, name: str, source: AnyArray, output: AnyArray | None, root_rank: int, op: ReduceOp, *,
@@ -108,7 +108,7 @@ class Collectives:
         request = self.request(name, Collective.REDUCE, dtype, source.shape, op=op, root_rank=root_rank,
                                prescale=float(prescale), postscale=float(postscale), process_set=process_set,
                                device=device_of(source))
-        return self._inbox.submit(Entry(request, [source], [output], output, self._waiters))
+        return self._inbox.enqueue(Entry(request, [source], [output], output, self._waiters))
 
     def reducescatter(self, name: str, array: AnyArray, op: ReduceOp, *, prescale: float = 1.0, postscale: float = 1.0,
                       process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
@@ -126,7 +126,7 @@ class Collectives:
         request = self.request(name, Collective.REDUCESCATTER, reducible(name, array, array, op), array.shape, op=op,
                                prescale=float(prescale), postscale=float(postscale), process_set=process_set,
                                device=device_of(array))
-        return self._inbox.submit(Entry(request, [array], [], None, self._waiters))
+        return self._inbox.enqueue(Entry(request, [array], [], None, self._waiters))
 
     def broadcast(self, name: str, array: AnyArray, root_rank: int, *, process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
         """Overwrite `array` on every rank of a process set with rank `root_rank`'s.
@@ -141,7 +141,7 @@ class Collectives:
         request = self.request(name, Collective.BROADCAST, _checked(name, array), array.shape, root_rank=root_rank,
                                payload=self._payload(array) if self._world.rank == root_rank else None,
                                process_set=process_set, device=device_of(array))
-        return self._inbox.submit(Entry(request, *_memory(array, array), array, self._waiters))
+        return self._inbox.enqueue(Entry(request, *_memory(array, array), array, self._waiters))
 
     def allgather(self, name: str, array: AnyArray, *, process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
         """Concatenate all ranks' arrays along the first dimension, in rank order, into a new array.
@@ -156,14 +156,14 @@ class Collectives:
         _check_rows(name, array, "allgather concatenates along")
         request = self.request(name, Collective.ALLGATHER, _checked(name, array), array.shape,
                                payload=self._payload(array), process_set=process_set, device=device_of(array))
-        return self._inbox.submit(Entry(request, [array], [], None, self._waiters))
+        return self._inbox.enqueue(Entry(request, [array], [], None, self._waiters))
 
     def gather(self, name: str, array: AnyArray, root_rank: int, *, process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
         """Like `allgather`, but only rank `root_rank` gets the result; the others get None."""
         _check_rows(name, array, "gather concatenates along")
         request = self.request(name, Collective.GATHER, _checked(name, array), array.shape, root_rank=root_rank,
                                process_set=process_set, device=device_of(array))
-        return self._inbox.submit(Entry(request, [array], [], None, self._waiters))
+        return self._inbox.enqueue(Entry(request, [array], [], None, self._waiters))
 
     def scatter(self, name: str, array: AnyArray, root_rank: int, *, process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
         """Give each rank of a process set its share of the rows of rank `root_rank`'s array, as a new array.
@@ -177,7 +177,7 @@ class Collectives:
         _check_rows(name, array, "scatter cuts")
         request = self.request(name, Collective.SCATTER, _checked(name, array), array.shape, root_rank=root_rank,
                                process_set=process_set, device=device_of(array))
-        return self._inbox.submit(Entry(request, [array], [], None, self._waiters))
+        return self._inbox.enqueue(Entry(request, [array], [], None, self._waiters))
 
     def alltoall(self, name: str, array: AnyArray, splits: Sequence[int] | None = None, *,
                  process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
@@ -207,7 +207,7 @@ class Collectives:
                                    f"of the set, with a sum of at most {rows}, the number of rows")
         request = self.request(name, Collective.ALLTOALL, dtype, array.shape, splits=given, process_set=process_set,
                                device=device_of(array))
-        return self._inbox.submit(Entry(request, [array], [], None, self._waiters))
+        return self._inbox.enqueue(Entry(request, [array], [], None, self._waiters))
 
     def send(self, name: str, array: AnyArray, receiver: int) -> Handle:
         """Send an array to another rank, which calls `receive` with the same name; the result is None.
@@ -232,12 +232,12 @@ class Collectives:
         request = self.request(name, Collective.SEND, _checked(name, array), array.shape, root_rank=sender,
                                payload=None if output is array else self._payload(array),
                                process_set=pair_set_id(sender, receiver, self._world.size), device=device_of(array))
-        return self._inbox.submit(Entry(request, [array], [output], output, self._waiters))
+        return self._inbox.enqueue(Entry(request, [array], [output], output, self._waiters))
 
     def barrier(self, name: str, *, process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
         """Complete when every rank of a process set has made this call."""
         request = self.request(name, Collective.BARRIER, "uint8", (0,), process_set=process_set)
-        return self._inbox.submit(Entry(request, [], [], None, self._waiters))
+        return self._inbox.enqueue(Entry(request, [], [], None, self._waiters))
 
     def join(self) -> Handle:
         """Take no further part until all ranks of the job have made this call; the result is the last one's rank.
@@ -245,7 +245,7 @@ class Collectives:
         Meanwhile this rank contributes nothing to the others' collectives, and they do not wait for it. Average goes on
         dividing by the number of ranks in the process set, or by the active ones with HVDLITE_JOIN_DIVIDES_BY_ACTIVE.
         """
-        return self._inbox.submit(Entry(Request("join", Collective.JOIN, "uint8", (0,)), [], [], None, self._waiters))
+        return self._inbox.enqueue(Entry(Request("join", Collective.JOIN, "uint8", (0,)), [], [], None, self._waiters))
 
     def add_process_set(self, ranks: Sequence[int]) -> Handle:
         """Register a process set; the result is its id. All ranks of the job make this call, with the same ranks.
@@ -261,7 +261,7 @@ class Collectives:
         if known is not None:
             raise UnsupportedError(f"ranks {list(members)} are process set {known} already")
         request = Request("process_set.add", Collective.ADD_PROCESS_SET, "uint8", (0,), members=members)
-        return self._inbox.submit(Entry(request, [], [], None, self._waiters))
+        return self._inbox.enqueue(Entry(request, [], [], None, self._waiters))
 
     def remove_process_set(self, number: int) -> Handle:
         """Forget a process set, when nothing of it is under way; all ranks of the job make this call.
@@ -273,7 +273,7 @@ class Collectives:
         if number == GLOBAL_PROCESS_SET_ID:
             raise UnsupportedError("the process set of all ranks cannot be removed")
         request = Request("process_set.remove", Collective.REMOVE_PROCESS_SET, "uint8", (0,), members=(number,))
-        return self._inbox.submit(Entry(request, [], [], None, self._waiters))
+        return self._inbox.enqueue(Entry(request, [], [], None, self._waiters))
 
     def request(self, name: str, collective: Collective, dtype: str, shape: tuple[int, ...], *, process_set: int,
                  root_rank: int = -1, **rest: Any) -> Request:

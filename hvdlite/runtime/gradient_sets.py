@@ -30,15 +30,15 @@ class Moment:
 class GradientSets:
     """The calls that reduce gradient sets (docs/protocol.md#learning, #rounds, #layouts). Callable from any thread.
 
-    A gradient set is the gradients of one optimizer. Every rank submits each member of a set once a round, with or without
-    a gradient. When a layout has been learned, the members lie in its buckets, and full buckets are submitted instead.
+    A gradient set is the gradients of one optimizer. Every rank enqueues each member of a set once a round, with or without
+    a gradient. When a layout has been learned, the members lie in its buckets, and full buckets are enqueued instead.
     """
 
     def __init__(self, collectives: Collectives, handoff: Handoff) -> None:
         self._collectives = collectives
         self._inbox, self._waiters, self._state = handoff.inbox, handoff.waiters, handoff.state
 
-    def declare(self, name: str, source: AnyArray | None, output: AnyArray, op: ReduceOp, moment: Moment, *,
+    def enqueue_gradient(self, name: str, source: AnyArray | None, output: AnyArray, op: ReduceOp, moment: Moment, *,
                 prescale: float = 1.0, postscale: float = 1.0, strides: tuple[int, ...] = (), group_id: int = 0,
                 process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
         """Like `allreduce`, of a member of a gradient set in a round; never travels eagerly.
@@ -51,13 +51,13 @@ class GradientSets:
             name, Collective.ALLREDUCE, reducible(name, source, output, op), output.shape, op=op, prescale=float(prescale),
             postscale=float(postscale), absent=source is None, label=moment.label, round_id=moment.round, step=moment.step,
             in_step=moment.in_step, strides=strides, group_id=group_id, process_set=process_set, device=device_of(output))
-        return self._inbox.submit(Entry(request, [source], [output], output, self._waiters))
+        return self._inbox.enqueue(Entry(request, [source], [output], output, self._waiters))
 
-    def declare_rows(self, name: str, rows: Array, moment: Moment, *,
+    def enqueue_rows(self, name: str, rows: Array, moment: Moment, *,
                      process_set: int = GLOBAL_PROCESS_SET_ID) -> Handle:
-        """Like `declare`, of a member with a sparse gradient: the result is all ranks' rows, one after the other.
+        """Like `enqueue_gradient`, of a member with a sparse gradient: the result is all ranks' rows, one after the other.
 
-        Ranks that `declare` it without a source contribute none, and get the same result instead of their output.
+        Ranks that call `enqueue_gradient` without a source contribute none, and get the same result instead of their output.
 
         Args:
             rows: 2-D; what a row holds is the caller's business.
@@ -65,7 +65,7 @@ class GradientSets:
         request = self._collectives.request(name, Collective.ALLGATHER, dtype_name(rows.dtype), rows.shape,
                                             label=moment.label, round_id=moment.round, step=moment.step,
                                             in_step=moment.in_step, process_set=process_set)
-        return self._inbox.submit(Entry(request, [rows], [], None, self._waiters))
+        return self._inbox.enqueue(Entry(request, [rows], [], None, self._waiters))
 
     def layout(self, label: str, number: int) -> LearnedLayout | None:
         """Return the layout by which round `number` of a set is to be reported; None: member by member."""
@@ -77,7 +77,7 @@ class GradientSets:
         learned = self._state.layouts.get(label)
         return learned is not None and learned.is_suspended
 
-    def submit_bucket(self, bucket: LearnedBucket, ready: BucketReady, event: DeviceEvent | None = None) -> BucketHandle:
+    def enqueue_bucket(self, bucket: LearnedBucket, ready: BucketReady, event: DeviceEvent | None = None) -> BucketHandle:
         """Every place of a learned bucket is filled. Its memory must not be touched until the handle is done.
 
         Args:
@@ -89,7 +89,7 @@ class GradientSets:
         return entry.handle
 
     def close_round(self, label: str, number: int, process_set: int = GLOBAL_PROCESS_SET_ID) -> None:
-        """All members of a set's round are submitted by this rank; not needed when a bucket said so."""
+        """All members of a set's round are enqueued by this rank; not needed when a bucket said so."""
         self._inbox.put(RoundDone(label, number, process_set))
 
     def mark_stale(self, layout: Layout) -> None:

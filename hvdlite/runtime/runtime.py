@@ -75,7 +75,8 @@ class Runtime:
         self.gather, self.scatter = collectives.gather, collectives.scatter
         self.send, self.receive = collectives.send, collectives.receive
         self.barrier, self.join = collectives.barrier, collectives.join
-        self.declare, self.declare_rows, self.submit_bucket = sets.declare, sets.declare_rows, sets.submit_bucket
+        self.enqueue_gradient, self.enqueue_rows = sets.enqueue_gradient, sets.enqueue_rows
+        self.enqueue_bucket = sets.enqueue_bucket
         self.layout, self.is_suspended, self.mark_stale = sets.layout, sets.is_suspended, sets.mark_stale
         self.close_round, self.retire = sets.close_round, sets.retire
         self.unnamed, self.label = names.unnamed, names.label

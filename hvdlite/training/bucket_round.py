@@ -38,8 +38,7 @@ class BucketViews(Generic[Parameter]):
         small: by bucket: those of them whose gradients are copied together.
     """
 
-    def __init__(self, learned: LearnedLayout, framework: Framework[Parameter],
-                 parameters: Mapping[str, Parameter]) -> None:
+    def __init__(self, learned: LearnedLayout, framework: Framework[Parameter], parameters: Mapping[str, Parameter]) -> None:
         self.learned = learned
         self.where: dict[int, tuple[int, int, Any, bool]] = {}
         self.members: list[Sequence[tuple[Parameter, Any]]] = []
@@ -180,7 +179,7 @@ class BucketRound(Generic[Parameter]):
             if not all(self._framework.fill_with(*members[index], neutral) for index in filling.missing):
                 return self._break(bucket_index)
         closes = next(self._reported) == len(self._fillings) and self._closes
-        filling.handle = self._runtime.submit_bucket(
+        filling.handle = self._runtime.enqueue_bucket(
             filling.bucket,
             BucketReady(bucket_id=filling.bucket.definition.bucket_id, round_id=self._round_id,
                         unused=tuple(sorted(filling.missing)), ends_round=closes, step=self._step, in_step=in_step),

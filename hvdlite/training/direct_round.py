@@ -76,10 +76,10 @@ class DirectRound(Round[Parameter]):
             member.again = self.round_id
             self.has_again = True
         if buckets is None or member.sparse:
-            self._declare(member, present)
+            self._enqueue(member, present)
         elif present:
             for parameter, has_gradient in buckets.give(member.parameter, True, owner.in_step):
-                self._declare(owner.members.by_key[id(parameter)], has_gradient)
+                self._enqueue(owner.members.by_key[id(parameter)], has_gradient)
         else:
             self._give_missing(member, buckets)
         member.given = self.round_id
@@ -132,22 +132,22 @@ class DirectRound(Round[Parameter]):
     def _give_missing(self, member: Member[Parameter], buckets: BucketRound[Parameter]) -> None:
         is_own = self._set.gradients.is_own(member)
         for parameter, has_gradient in buckets.give(member.parameter, False, self._set.in_step):
-            self._declare(self._set.members.by_key[id(parameter)], has_gradient)
+            self._enqueue(self._set.members.by_key[id(parameter)], has_gradient)
         while buckets.detached:
             _, mark = buckets.detached.pop()  # of this member
             member.mark = None if is_own else mark
 
-    def _declare(self, member: Member[Parameter], present: bool) -> None:
+    def _enqueue(self, member: Member[Parameter], present: bool) -> None:
         """Let a member go by itself."""
         owner, runtime, framework = self._set, self._set.runtime, self._set.framework
         moment = owner.moment()
         if present and framework.is_sparse(member.parameter):
             rows = framework.rows(member.parameter)
-            handle = runtime.declare_rows(member.name, rows, moment, process_set=owner.process_set_id)
+            handle = runtime.enqueue_rows(member.name, rows, moment, process_set=owner.process_set_id)
             self._alone.append((member, handle, None))
             return
         staged = framework.stage(member.parameter) if present else framework.stage_empty(member.parameter)
-        handle = runtime.declare(
+        handle = runtime.enqueue_gradient(
             member.name, staged.array if present else None, staged.array, owner.op, moment,
             prescale=owner.prescale, postscale=owner.postscale, strides=framework.shape(member.parameter).strides,
             group_id=member.group_id, process_set=owner.process_set_id)

@@ -101,11 +101,6 @@ class GradientReducer(Generic[Parameter]):
         return self._set.framework
 
     @property
-    def by_bucket(self) -> bool:
-        """Whether the last round that began goes by learned buckets."""
-        return self.sequence.rounds.by_bucket
-
-    @property
     def round_id(self) -> int:
         """The id of the last round that began."""
         return self._set.round_id

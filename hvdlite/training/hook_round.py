@@ -150,8 +150,8 @@ class HookRound(Round[Parameter]):
     def _ask(self, name: str, values: Array) -> Handle:
         """Return the handle of the largest values (0 to 255) over all ranks."""
         owner = self._set
-        return owner.runtime.declare(f"{owner.label}.{name}", values, np.empty_like(values), ReduceOp.MAX,
-                                        Moment("", 0, owner.step, owner.in_step), process_set=owner.process_set_id)
+        return owner.runtime.enqueue_gradient(f"{owner.label}.{name}", values, np.empty_like(values), ReduceOp.MAX,
+                                              Moment("", 0, owner.step, owner.in_step), process_set=owner.process_set_id)
 
     def _reduce_last(self, deferrable: bool) -> None:
         """Reduce the gradients that some rank had in the last round, once."""

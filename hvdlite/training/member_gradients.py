@@ -167,10 +167,6 @@ class MemberGradients(Generic[Parameter]):
         """Return whether the gradient was accumulated into since it was taken away for a round, or was missing in it."""
         return self.is_own(member) if was_missing else self.framework.has_gradient(member.parameter)
 
-    def withdraw(self, member: Member[Parameter]) -> None:
-        """Take the gradient away from the parameter, whose next one is accumulated into other memory then."""
-        self.framework.take(member.parameter)
-
     def set_aside(self, member: Member[Parameter]) -> None:
         """Keep a gradient that came too late for a round until that is over."""
         gradient = self.framework.take(member.parameter)

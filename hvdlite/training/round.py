@@ -78,7 +78,7 @@ class Round(Generic[Parameter]):
             given += filter(self._set.gradients.is_reduced, self._set.members)
         for member in given:
             if member.missing != self.round_id and id(member.parameter) not in self._late:
-                self._set.gradients.withdraw(member)
+                self._set.framework.take(member.parameter)  # the next one is accumulated into other memory then
 
     def notice_late(self) -> None:
         """After `withdraw`, in the middle of a backward pass: what it has computed so far comes too late."""

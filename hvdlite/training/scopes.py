@@ -127,9 +127,6 @@ class LivingObjects(Generic[Kind]):
         self.count = 0
         self._entries: dict[int, tuple[str, weakref.ref[Kind]]] = {}
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def __iter__(self) -> Iterator[tuple[str, Kind]]:
         for name, reference in list(self._entries.values()):
             value = reference()
@@ -139,9 +136,5 @@ class LivingObjects(Generic[Kind]):
     def add(self, name: str, value: Kind) -> None:
         """Remember an object until it is gone."""
         entries, key = self._entries, self.count
-        entries[key] = name, weakref.ref(value, lambda _: _forget(entries, key))
+        entries[key] = name, weakref.ref(value, lambda _: entries.pop(key, None))
         self.count += 1
-
-
-def _forget(entries: dict[int, Any], key: int) -> None:
-    entries.pop(key, None)

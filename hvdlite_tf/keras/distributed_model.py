@@ -61,8 +61,7 @@ class DistributedModel:
 
     def __init__(self, strategy: BaseStrategy, model: Any) -> None:
         self._strategy, self._model = strategy, model
-        self.original: dict[str, Callable[..., Any]] = {
-            name: getattr(model, name) for name in METHODS}
+        self.original: dict[str, Callable[..., Any]] = {name: getattr(model, name) for name in METHODS}
         self._fitting = False
         self._preparing: ExitStack | None = None  # closed when the model is built and has rank 0's values
         self.is_trained = False

@@ -97,8 +97,7 @@ class EvaluationData:
             return self._noted(self._split(batches)), count if self._rank == 0 else None
         if isinstance(self._x, keras.utils.PyDataset):
             shards.begin_epoch(self._x)
-            self._rounds = _Rounds(self._x, self._bounded(self._x.num_batches), self._rank, self._size,
-                                   self.is_whole)
+            self._rounds = _Rounds(self._x, self._bounded(self._x.num_batches), self._rank, self._size, self.is_whole)
             return self._rounds, None
         if shards.is_loader(self._x):
             return self._noted(self._loaded()), self._steps if self._rank == 0 else None

@@ -246,8 +246,7 @@ def array_dataset(arrays: tuple[Any, ...], batch_size: int, order: Order | None,
     indices = tf.data.Dataset.range(count)
     if order is not None:  # drawn in Python: TensorFlow's own shuffle also depends on its global seed
         def drawn(_: Any) -> Any:
-            return tf.data.Dataset.from_tensor_slices(
-                tf.ensure_shape(tf.numpy_function(order.drawn, [], tf.int64), [count]))
+            return tf.data.Dataset.from_tensor_slices(tf.ensure_shape(tf.numpy_function(order.drawn, [], tf.int64), [count]))
         indices = tf.data.Dataset.range(1).flat_map(drawn).apply(tf.data.experimental.assert_cardinality(count))
     return indices.batch(batch_size).map(mine).map(lambda rows: keras.tree.map_structure(
         lambda leaf: None if leaf is None else tf.gather(leaf, rows), tensors)).prefetch(tf.data.AUTOTUNE)

@@ -44,10 +44,10 @@ def test_a_report_names_ranks_places_and_sequences_in_both_forms() -> None:
         2: RankState(2, "alive", status("w", "eval")),
         3: RankState(3, "its process 9 is stopped", None, stacks)})
     text, data = report.text(), report.as_dict()
-    assert "rank 1 never submitted 'y': it waits for 'x' in train(), train.py:7" in text
-    assert "rank 2 never submitted 'x': it is in train(), train.py:7" in text
+    assert "rank 1 never enqueued 'y': it waits for 'x' in train(), train.py:7" in text
+    assert "rank 2 never enqueued 'x': it is in train(), train.py:7" in text
     assert "since number 2: it called 'eval', rank 0 called 'x'" in text
-    assert ("rank 3 never submitted 'x' and does not answer: its process 9 is stopped; it is in evaluate(), train.py:71"
+    assert ("rank 3 never enqueued 'x' and does not answer: its process 9 is stopped; it is in evaluate(), train.py:71"
             in text)
     assert data["diagnosis"] == [report.diagnosis(rank) for rank in (1, 2, 3)]
     assert data["ranks"]["2"]["last_collectives"] == ["w", "eval"] and not data["ranks"]["3"]["answered"]
@@ -66,11 +66,11 @@ def test_a_stall_report_shows_where_the_missing_rank_is(tmp_path: Path) -> None:
     ended = processes(3, programs.a_stall_report_shows_where_the_missing_rank_is, environment={
         "HVDLITE_STALL_CHECK_TIME_SECONDS": "0.5", "HVDLITE_STALL_REPORT_FILE": str(file)})
     told = ended[0].stderr
-    assert "submitted by ranks [0, 1], not yet by ranks [2]" in told
-    assert "rank 2 never submitted 'late': it is in dawdle(), stall_report.py:" in told
+    assert "enqueued by ranks [0, 1], not yet by ranks [2]" in told
+    assert "rank 2 never enqueued 'late': it is in dawdle(), stall_report.py:" in told
     assert "since number 3: it called 'own', rank 0 called 'late'" in told
     assert "its last collectives: before, process_set.add, own" in told and "time.sleep(2.5)" in told
-    assert "what happened to 'late' on rank 0" in told and "submitted (allreduce, float64[1], op Average)" in told
+    assert "what happened to 'late' on rank 0" in told and "enqueued (allreduce, float64[1], op Average)" in told
     assert not ended[1].stderr and not ended[2].stderr
     assert json.loads(file.read_text())["stalls"][0]["missing"] == [2]
 
@@ -123,7 +123,7 @@ def test_a_stall_ends_the_job_with_the_report_as_the_error() -> None:
             "HVDLITE_STALL_CHECK_TIME_SECONDS": "0.5", "HVDLITE_STALL_SHUTDOWN_TIME_SECONDS": "1"}) as world:
         for ended in world.wait(30):
             assert ended.code == 0, ended
-            assert "rank 1 never submitted 'x': it is in absent(), stall_report.py:" in ended.result
+            assert "rank 1 never enqueued 'x': it is in absent(), stall_report.py:" in ended.result
             assert "threading.Event().wait(8)" in ended.result
 
 
@@ -132,7 +132,7 @@ def test_a_signal_asks_for_a_report() -> None:
         world.wait_for_all("ready")
         time.sleep(0.5)
         world.kill(1, signal.SIGUSR2)
-        world.wait_for(0, "rank 1 never submitted 'x': it is in a_signal_asks_for_a_report(), stall_report.py:",
+        world.wait_for(0, "rank 1 never enqueued 'x': it is in a_signal_asks_for_a_report(), stall_report.py:",
                        stream="stderr")
         assert [each.code for each in world.wait()] == [0, 0]
 
@@ -153,7 +153,7 @@ def test_hvdrun_reports_on_a_running_job(tmp_path: Path) -> None:
         time.sleep(0.5)
         answer = report()
         assert answer.returncode == 0, answer
-        assert "rank 1 never submitted 'x': it is in evaluate(), stuck_script.py:" in answer.stdout
+        assert "rank 1 never enqueued 'x': it is in evaluate(), stuck_script.py:" in answer.stdout
         assert json.loads(report("--json").stdout)["stalls"][0]["missing"] == [1]
         (tmp_path / "stick").touch()
         assert job.stdout.readline() == "sticking\n"

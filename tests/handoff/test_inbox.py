@@ -32,10 +32,10 @@ class Rank:
 
 def test_the_background_thread_is_woken_only_when_it_sleeps_and_has_to_begin() -> None:
     rank = Rank()
-    rank.inbox.submit(rank.entry("a"))
+    rank.inbox.enqueue(rank.entry("a"))
     assert rank.woken == 0, "an awake thread looks into the inbox before it sleeps"
     rank.inbox.awake = False
-    rank.inbox.submit(rank.entry("b"), at_once=False)
+    rank.inbox.enqueue(rank.entry("b"), at_once=False)
     assert rank.woken == 0, "b may travel with the next call"
     rank.inbox.hurry()
     assert rank.woken == 1, "a thread is about to wait for it"
@@ -49,11 +49,11 @@ def test_the_background_thread_is_woken_only_when_it_sleeps_and_has_to_begin() -
 def test_a_name_is_in_use_until_it_is_released() -> None:
     rank = Rank()
     entry = rank.entry("x")
-    rank.inbox.submit(entry)
+    rank.inbox.enqueue(entry)
     with pytest.raises(DuplicateNameError, match="'x' is still being processed on rank 0"):
-        rank.inbox.submit(rank.entry("x"))
+        rank.inbox.enqueue(rank.entry("x"))
     rank.inbox.release_name(entry)
-    rank.inbox.submit(rank.entry("x"))
+    rank.inbox.enqueue(rank.entry("x"))
 
 
 def test_after_the_end_calls_are_refused_and_what_came_too_late_fails() -> None:
@@ -70,7 +70,7 @@ def test_after_the_end_calls_are_refused_and_what_came_too_late_fails() -> None:
     rank.inbox.post(Task(lambda: pytest.fail("no thread runs it"), abandoned.append))
     assert abandoned == [error] and not rank.inbox.items, "a post after the end is dropped"
     with pytest.raises(PeerLostError):
-        rank.inbox.submit(rank.entry("x"))
+        rank.inbox.enqueue(rank.entry("x"))
     rank.state.failure, rank.inbox.closed = None, True
     with pytest.raises(NotInitializedError, match="has been shut down"):
-        rank.inbox.submit(rank.entry("x"))
+        rank.inbox.enqueue(rank.entry("x"))

@@ -86,7 +86,7 @@ class Reducer:
                     self.last.add(self.number)
             elif self.joins:
                 self.joining = True
-                self.controller.submit(Request("join", Collective.JOIN, "uint8", (0,)))
+                self.controller.enqueue(Request("join", Collective.JOIN, "uint8", (0,)))
             else:
                 self.epochs.pop(0)
         elif self.to_give:
@@ -156,7 +156,7 @@ class Reducer:
 
     def _give(self, name: str) -> None:
         if self.current is None or name in self.sparse or self.home[name].bucket_id in self.broken:
-            self._declare(name)
+            self._enqueue(name)
             return
         bucket = self.home[name]
         filled = self.filled.setdefault(bucket.bucket_id, [])
@@ -165,17 +165,17 @@ class Reducer:
             self.broken.add(bucket.bucket_id)
             self.controller.mark_stale(self.current.layout_id)
             for other in (*filled, name):
-                self._declare(other)
+                self._enqueue(other)
             return
         filled.append(name)
         if len(filled) == len(bucket.members):
             missing = tuple(index for index, other in enumerate(bucket.members) if other.name in self.now.missing)
             full = sum(len(self.filled.get(each.bucket_id, ())) == len(each.members) for each in self.current.buckets)
             ends_round = full == len(self.current.buckets) and not self.sparse
-            self.controller.submit_bucket(bucket, BucketReady(bucket_id=bucket.bucket_id, round_id=self.number,
+            self.controller.enqueue_bucket(bucket, BucketReady(bucket_id=bucket.bucket_id, round_id=self.number,
                                                               unused=missing, ends_round=ends_round))
 
-    def _declare(self, name: str) -> None:
+    def _enqueue(self, name: str) -> None:
         self.alone = True
         length = self.now.members[name]
         if name in self.now.sparse:
@@ -184,7 +184,7 @@ class Reducer:
         else:
             request = Request(name, Collective.ALLREDUCE, "uint8", (length,), absent=name in self.now.missing,
                               label=self.label, round_id=self.number, process_set_id=self.process_set)
-        self.controller.submit(request)
+        self.controller.enqueue(request)
 
     def _finish_round(self) -> None:
         self.controller.round_done(RoundDone(self.label, self.number, self.process_set))

@@ -105,7 +105,7 @@ def test_too_many_layouts_evict_the_least_recently_used() -> None:
     layouts: dict[str, Layout] = {}
     for number in range(1, 4):
         for label in ("x", "y", "z"):
-            controller.submit(Request(label, Collective.ALLREDUCE, "uint8", (4,), label=label, round_id=number))
+            controller.enqueue(Request(label, Collective.ALLREDUCE, "uint8", (4,), label=label, round_id=number))
             controller.round_done(RoundDone(label, number))
             simulation.settle()
             for instruction in simulation.plans[0]:
@@ -122,7 +122,7 @@ def test_layouts_differing_between_ranks_fall_back_to_row_major() -> None:
     for strides, wanted in ((((1, 4), (1, 4)), (1, 4)), (((1, 4), ()), ())):
         simulation = Simulation(2)
         for rank in range(2):
-            simulation.controllers[rank].submit(Request("x", Collective.ALLREDUCE, "uint8", (4, 2), label=LABEL, round_id=1,
+            simulation.controllers[rank].enqueue(Request("x", Collective.ALLREDUCE, "uint8", (4, 2), label=LABEL, round_id=1,
                                                         strides=strides[rank]))
             simulation.controllers[rank].round_done(RoundDone(LABEL, 1))
         simulation.settle()
@@ -194,7 +194,7 @@ def test_a_layout_ends_with_the_first_rank_that_drops_its_set(hosts: list[tuple[
 def test_what_waits_in_a_set_that_all_ranks_have_dropped_is_answered() -> None:
     """A rank drops it in the middle of a round in which the other did nothing."""
     simulation = Simulation(2)
-    simulation.controllers[1].submit(Request("a", Collective.ALLREDUCE, "uint8", (4,), label=LABEL, round_id=1))
+    simulation.controllers[1].enqueue(Request("a", Collective.ALLREDUCE, "uint8", (4,), label=LABEL, round_id=1))
     for controller in simulation.controllers:
         controller.retire(Retired(LABEL))
     simulation.settle()
@@ -205,8 +205,8 @@ def test_what_waits_in_a_set_that_all_ranks_have_dropped_is_answered() -> None:
 def test_a_set_of_a_process_set_that_is_gone_may_be_dropped() -> None:
     simulation = Simulation(2, hosts=[(0, 1)])
     for controller in simulation.controllers:
-        controller.submit(Request("add", Collective.ADD_PROCESS_SET, "uint8", (0,), members=(0, 1)))
-        controller.submit(Request("remove", Collective.REMOVE_PROCESS_SET, "uint8", (0,), members=(1,)))
+        controller.enqueue(Request("add", Collective.ADD_PROCESS_SET, "uint8", (0,), members=(0, 1)))
+        controller.enqueue(Request("remove", Collective.REMOVE_PROCESS_SET, "uint8", (0,), members=(1,)))
     simulation.settle()
     for controller in simulation.controllers:
         controller.retire(Retired(LABEL, 1))

@@ -22,12 +22,12 @@ def waits_for(name: str, round_id: int = 0, *, deferrable: bool = False, all_thr
 
 
 def finish_round(sim: Simulation, rank: int, label: str, round_id: int = 1) -> None:
-    sim.controllers[rank].submit(tensor(f"{label}.a", label, round_id))
+    sim.controllers[rank].enqueue(tensor(f"{label}.a", label, round_id))
     sim.controllers[rank].round_done(RoundDone(label, round_id))
 
 
 def call(sim: Simulation, rank: int, name: str) -> None:
-    sim.controllers[rank].submit(tensor(name))
+    sim.controllers[rank].enqueue(tensor(name))
 
 
 def block(sim: Simulation, rank: int, blocked: Blocked) -> None:
@@ -93,8 +93,8 @@ def test_a_circle_of_waits_that_cannot_be_deferred_is_told_with_both_sides() -> 
     sim.settle()
     stuck, text = sim.coordinator.blocked.deadlock()
     assert stuck == {0, 1} and not deferred
-    assert "rank 0 waits for the gradients of 'A' (round 1), which rank 1 has not handed in" in text
-    assert "rank 1 waits for 'loss', which rank 0 has not handed in" in text
+    assert "rank 0 waits for the gradients of 'A' (round 1), which rank 1 has not enqueued" in text
+    assert "rank 1 waits for 'loss', which rank 0 has not enqueued" in text
     assert "synchronize()" in text
 
 
@@ -129,7 +129,7 @@ def test_an_answered_wait_and_an_interrupted_one_are_void() -> None:
 
 def test_a_rank_that_has_joined_is_not_waited_for() -> None:
     sim, deferred = world()
-    sim.controllers[1].submit(Request("join", Collective.JOIN, "uint8", (0,)))
+    sim.controllers[1].enqueue(Request("join", Collective.JOIN, "uint8", (0,)))
     block(sim, 1, waits_for("join"))
     finish_round(sim, 0, "A")
     block(sim, 0, waits_for("A", 1, deferrable=True))

@@ -41,7 +41,7 @@ def test_a_rank_that_leaves_at_any_time_ends_all_waiting(size: int, leaver: int,
     for turn in range(2000):
         rank = rng.randrange(size)
         if joins_before and turn == steps:
-            simulation.controllers[leaver].submit(Request("join", Collective.JOIN, "uint8", (0,)))
+            simulation.controllers[leaver].enqueue(Request("join", Collective.JOIN, "uint8", (0,)))
         if turn == steps + joins_before:
             simulation.controllers[leaver].leave()
         if not (rank == leaver and turn >= steps):
@@ -60,20 +60,20 @@ def test_a_rank_that_leaves_at_any_time_ends_all_waiting(size: int, leaver: int,
 def test_ranks_take_part_again_when_their_join_fails(hosts: list[tuple[int, ...]]) -> None:
     simulation = Simulation(3, hosts=hosts)
     for controller in simulation.controllers:
-        controller.submit(Request("add", Collective.ADD_PROCESS_SET, "uint8", (0,), members=(0, 1)))
+        controller.enqueue(Request("add", Collective.ADD_PROCESS_SET, "uint8", (0,), members=(0, 1)))
     simulation.settle()
     x = Request("x", Collective.ALLREDUCE, "uint8", (4,), process_set_id=1)
-    simulation.controllers[1].submit(x)
+    simulation.controllers[1].enqueue(x)
     simulation.settle()
-    simulation.controllers[0].submit(Request("join", Collective.JOIN, "uint8", (0,)))
+    simulation.controllers[0].enqueue(Request("join", Collective.JOIN, "uint8", (0,)))
     simulation.settle()
     assert simulation.plans[1].pop().contributors == (1,)  # type: ignore[union-attr]
-    simulation.controllers[1].submit(msgspec.structs.replace(x, name="y"))
+    simulation.controllers[1].enqueue(msgspec.structs.replace(x, name="y"))
     simulation.controllers[2].leave()
     simulation.settle()
     assert [told.error for told in simulation.plans[0][-1:]] == [ErrorKind.LEFT]  # type: ignore[union-attr]
     for rank in (1, 0):
-        simulation.controllers[rank].submit(x)
+        simulation.controllers[rank].enqueue(x)
         simulation.settle()
     assert [plan[-1].contributors for plan in simulation.plans[:2]] == [(0, 1)] * 2  # type: ignore[union-attr]
 
@@ -81,9 +81,9 @@ def test_ranks_take_part_again_when_their_join_fails(hosts: list[tuple[int, ...]
 @pytest.mark.parametrize("hosts", [[], [(0, 1, 2)], [(1, 2)]])
 def test_a_member_that_one_rank_has_is_refused_while_another_has_joined(hosts: list[tuple[int, ...]]) -> None:
     simulation = Simulation(3, hosts=hosts)
-    simulation.controllers[1].submit(Request("join", Collective.JOIN, "uint8", (0,)))
+    simulation.controllers[1].enqueue(Request("join", Collective.JOIN, "uint8", (0,)))
     for rank, name in ((0, "a"), (2, "b")):
-        simulation.controllers[rank].submit(Request(name, Collective.ALLREDUCE, "uint8", (4,), label=LABEL, round_id=1))
+        simulation.controllers[rank].enqueue(Request(name, Collective.ALLREDUCE, "uint8", (4,), label=LABEL, round_id=1))
         simulation.controllers[rank].round_done(RoundDone(LABEL, 1))
     simulation.settle()
     for rank in (0, 2):
@@ -109,7 +109,7 @@ def test_a_bucket_of_a_round_from_before_a_join_is_refused(hosts: list[tuple[int
     simulation.decide()
     if heard:
         simulation.settle(reducers)
-    simulation.controllers[1].submit_bucket(bucket,
+    simulation.controllers[1].enqueue_bucket(bucket,
                                             BucketReady(bucket_id=bucket.bucket_id, round_id=3, unused=(), ends_round=True))
     simulation.settle(reducers)
     (refusal,) = [told for told in simulation.plans[1] if isinstance(told, Response) and told.error is not ErrorKind.NONE]
@@ -127,9 +127,9 @@ def test_the_last_rank_is_one_that_has_missed_nothing(hosts: list[tuple[int, ...
     def join(*ranks: int, works_alone: int | None = None) -> int:
         for rank in ranks:
             if rank == works_alone:
-                simulation.controllers[rank].submit(Request("x", Collective.ALLREDUCE, "uint8", (4,)))
+                simulation.controllers[rank].enqueue(Request("x", Collective.ALLREDUCE, "uint8", (4,)))
                 simulation.settle()
-            simulation.controllers[rank].submit(Request("join", Collective.JOIN, "uint8", (0,)))
+            simulation.controllers[rank].enqueue(Request("join", Collective.JOIN, "uint8", (0,)))
             simulation.settle()
         told = [plan[-1].rows for plan in simulation.plans]  # type: ignore[union-attr]
         assert told[0] == told[1] == told[2]
@@ -139,7 +139,7 @@ def test_the_last_rank_is_one_that_has_missed_nothing(hosts: list[tuple[int, ...
     assert join(2, 1, 0, works_alone=0) == 0
     assert join(0, 1, 2) == 0
     for controller in simulation.controllers:
-        controller.submit(Request("y", Collective.ALLREDUCE, "uint8", (4,)))
+        controller.enqueue(Request("y", Collective.ALLREDUCE, "uint8", (4,)))
     simulation.settle()
     assert join(1, 0, 2) == 0
 
@@ -168,7 +168,7 @@ def test_a_process_set_that_is_removed_at_any_time_ends_all_waiting_in_it(size: 
     simulation = Simulation(size, hosts=led(size, per_host, first_too))
     ranks = tuple(range(size - 1)) if rng.random() < 0.5 and size > 2 else tuple(range(size))
     for controller in simulation.controllers:
-        controller.submit(Request("add", Collective.ADD_PROCESS_SET, "uint8", (0,), members=ranks))
+        controller.enqueue(Request("add", Collective.ADD_PROCESS_SET, "uint8", (0,), members=ranks))
     simulation.settle()
     (number,) = {plan.pop().rows[0] for plan in simulation.plans}  # type: ignore[union-attr]
     rounds = [Round({"a": 10, "b": 20, "c": 30})] * 8
@@ -178,7 +178,7 @@ def test_a_process_set_that_is_removed_at_any_time_ends_all_waiting_in_it(size: 
         rank = rng.randrange(size)
         if turn >= removing[rank]:
             removing[rank] = 1 << 30
-            simulation.controllers[rank].submit(
+            simulation.controllers[rank].enqueue(
                 Request("remove", Collective.REMOVE_PROCESS_SET, "uint8", (0,), members=(number,)))
         elif rank in ranks and rng.random() < 0.7 and (removing[rank] < 1 << 30 or not reducers[rank].over):
             reducers[rank].act()
@@ -200,13 +200,13 @@ def test_a_process_set_that_is_removed_at_any_time_ends_all_waiting_in_it(size: 
 def test_a_closing_and_the_removal_of_its_process_set_in_one_report(hosts: list[tuple[int, ...]]) -> None:
     simulation = Simulation(2, hosts=hosts)
     for controller in simulation.controllers:
-        controller.submit(Request("add", Collective.ADD_PROCESS_SET, "uint8", (0,), members=(1,)))
+        controller.enqueue(Request("add", Collective.ADD_PROCESS_SET, "uint8", (0,), members=(1,)))
     simulation.settle()
     for rank, controller in enumerate(simulation.controllers):
         if rank == 1:
-            controller.submit(Request("x", Collective.ALLREDUCE, "uint8", (4,), label=LABEL, round_id=1, process_set_id=1))
+            controller.enqueue(Request("x", Collective.ALLREDUCE, "uint8", (4,), label=LABEL, round_id=1, process_set_id=1))
             controller.round_done(RoundDone(LABEL, 1, 1))
-        controller.submit(Request("remove", Collective.REMOVE_PROCESS_SET, "uint8", (0,), members=(1,)))
+        controller.enqueue(Request("remove", Collective.REMOVE_PROCESS_SET, "uint8", (0,), members=(1,)))
         if rank == 1:
             controller.round_done(RoundDone(LABEL, 2, 1))  # by a thread that did not know
     simulation.settle()
@@ -218,7 +218,7 @@ def test_a_closing_and_the_removal_of_its_process_set_in_one_report(hosts: list[
 def test_a_rank_that_finishes_a_round_twice_does_not_end_it(hosts: list[tuple[int, ...]]) -> None:
     simulation = Simulation(3, hosts=hosts)
     for rank, name in ((0, "b"), (1, "a"), (2, "a")):  # nobody else has "b": that is known when all have finished the round
-        simulation.controllers[rank].submit(Request(name, Collective.ALLREDUCE, "uint8", (4,), label=LABEL, round_id=1))
+        simulation.controllers[rank].enqueue(Request(name, Collective.ALLREDUCE, "uint8", (4,), label=LABEL, round_id=1))
     for rank in (0, 1, 1, 1):
         simulation.controllers[rank].round_done(RoundDone(LABEL, 1))
     simulation.settle()

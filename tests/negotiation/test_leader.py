@@ -256,7 +256,7 @@ def test_the_coordinator_takes_what_a_host_says_alike_and_names_every_rank() -> 
         coordinator.receive(rank, Report(epoch=0, applied=0, items=(X,)), 0.0)
     coordinator.receive_host((2, 3), HostReport(epoch=0, applied=0, items=(MergedRequests((2,), (X,)),)), 1.0)
     (stall,) = coordinator.new_stalls(10.0, 5.0)
-    assert stall.submitted == (0, 1, 2) and stall.missing == (3,)
+    assert stall.enqueued == (0, 1, 2) and stall.missing == (3,)
     coordinator.receive_host((2, 3), HostReport(epoch=0, applied=0, items=(
         MergedRequests((3,), (msgspec.structs.replace(X, dtype="int32"),)),)), 2.0)
     decision = coordinator.decide()

@@ -70,14 +70,14 @@ def test_any_interleaving_gives_equal_plans_and_one_answer_each(
     simulation = Simulation(size, threshold)
     for number, ranks in enumerate(SETS(size)[1:], 1):
         for controller in simulation.controllers:
-            controller.submit(Request("add", Collective.ADD_PROCESS_SET, "uint8", (0,), members=ranks))
+            controller.enqueue(Request("add", Collective.ADD_PROCESS_SET, "uint8", (0,), members=ranks))
         simulation.settle()
         assert all(plan.pop().rows == (number,) for plan in simulation.plans)
     pending = [deque(order) for order in orders]
     for choice in schedule:
         rank, action = choice % size, choice // size
         if action == 0 and pending[rank]:
-            simulation.controllers[rank].submit(pending[rank].popleft())
+            simulation.controllers[rank].enqueue(pending[rank].popleft())
         elif action == 1:
             simulation.say(rank)
         elif action == 2:
@@ -88,7 +88,7 @@ def test_any_interleaving_gives_equal_plans_and_one_answer_each(
             simulation.apply(rank)
     for rank in range(size):
         while pending[rank]:
-            simulation.controllers[rank].submit(pending[rank].popleft())
+            simulation.controllers[rank].enqueue(pending[rank].popleft())
     simulation.settle()
 
     by_key = [{request.key: request for request in order} for order in orders]
@@ -126,7 +126,7 @@ def test_a_rank_that_leaves_at_any_time_leaves_nobody_waiting(size: int, data: s
     before = data.draw(st.integers(0, 3))
     for rank in range(size):
         for index in range(before if rank == leaver else 4):
-            simulation.controllers[rank].submit(Request(f"t{index}", Collective.ALLREDUCE, "float32", (1,)))
+            simulation.controllers[rank].enqueue(Request(f"t{index}", Collective.ALLREDUCE, "float32", (1,)))
             if data.draw(st.booleans()):
                 simulation.say(rank)
                 simulation.hear(rank)
@@ -145,7 +145,7 @@ def test_a_refused_name_is_free_again() -> None:
     simulation = Simulation(2)
     for shapes, error in (((1,), (2,)), ErrorKind.MISMATCH), (((3,), (3,)), ErrorKind.NONE):
         for rank in range(2):
-            simulation.controllers[rank].submit(Request("x", Collective.ALLREDUCE, "float32", shapes[rank]))
+            simulation.controllers[rank].enqueue(Request("x", Collective.ALLREDUCE, "float32", shapes[rank]))
         simulation.settle()
         assert [plan[-1].error for plan in simulation.plans] == [error, error]
 
@@ -203,7 +203,7 @@ def test_a_tensor_reported_twice_is_the_senders_error() -> None:
 def test_small_tensors_come_back_with_the_decision_in_rank_order(collective: Collective) -> None:
     simulation = Simulation(3)
     for rank in (2, 0, 1):
-        simulation.controllers[rank].submit(Request("x", collective, "uint8", (1,), root_rank=1, payload=b"%d" % rank))
+        simulation.controllers[rank].enqueue(Request("x", collective, "uint8", (1,), root_rank=1, payload=b"%d" % rank))
         simulation.say(rank)
         simulation.hear(rank)
     simulation.settle()
@@ -214,8 +214,8 @@ def test_small_tensors_come_back_with_the_decision_in_rank_order(collective: Col
 # docs/protocol.md#eager-lane
 def test_a_tensor_that_one_rank_does_not_offer_takes_the_ordinary_way() -> None:
     simulation = Simulation(2)
-    simulation.controllers[0].submit(Request("x", Collective.ALLGATHER, "uint8", (1,), payload=b"0"))
-    simulation.controllers[1].submit(Request("x", Collective.ALLGATHER, "uint8", (99,)))
+    simulation.controllers[0].enqueue(Request("x", Collective.ALLGATHER, "uint8", (1,), payload=b"0"))
+    simulation.controllers[1].enqueue(Request("x", Collective.ALLGATHER, "uint8", (99,)))
     simulation.settle()
     assert [(plan[0].result, plan[0].rows) for plan in simulation.plans] == [(None, (1, 99))] * 2
 
@@ -225,5 +225,5 @@ def test_a_stall_is_reported_once_naming_who_is_missing() -> None:
     coordinator.receive(1, Report(epoch=0, applied=0, items=(Request("x", Collective.ALLREDUCE, "float32", (1,)),)), 10.0)
     assert not coordinator.new_stalls(69.0, 60.0)
     (stall,) = coordinator.new_stalls(71.0, 60.0)
-    assert (stall.submitted, stall.missing) == ((1,), (0, 2)) and "'x'" in str(stall)
+    assert (stall.enqueued, stall.missing) == ((1,), (0, 2)) and "'x'" in str(stall)
     assert not coordinator.new_stalls(500.0, 60.0) and coordinator.is_anything_pending

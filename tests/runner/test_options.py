@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 
 from hvdlite.core.config import Config
+from hvdlite.core.errors import LaunchError
 from hvdlite.core.world import World
-from hvdlite_runner.cli import job_settings
+from hvdlite.membership.limits import Limits
+from hvdlite_runner.cli import elastic_job_settings, job_settings
+from hvdlite_runner.elastic_options import ElasticSettings
 from hvdlite_runner.job import JobSettings
 from hvdlite_runner.options import parser
 
@@ -61,22 +64,60 @@ def test_every_knob_has_a_flag() -> None:
 
 
 def test_horovods_flags_that_mean_nothing_are_accepted_and_explained() -> None:
-    settings = parsed("-np", "2", "--cycle-time-ms", "3", "--hierarchical-allreduce", "--min-np", "1", "sh")
+    settings = parsed("-np", "2", "--cycle-time-ms", "3", "--hierarchical-allreduce", "--reset-limit", "1", "sh")
     assert settings.command == ["sh"]
     assert settings.notice.splitlines() == [
+        "--reset-limit does nothing in a job that is not elastic: give --min-np too",
         "--cycle-time-ms does nothing here: hvdlite does not work in cycles",
-        "--hierarchical-allreduce does nothing here: the plane chooses the algorithm",
-        "--min-np does nothing here: elastic training is not implemented"]
+        "--hierarchical-allreduce does nothing here: the plane chooses the algorithm"]
 
 
 def test_every_option_of_horovodrun_is_taken() -> None:
     options = parser().parse_args(["-np", "2", "-H", "localhost:2", *HOROVODRUN.split(), "sh"])
-    notice = job_settings(options, {"PATH": PATH}).notice
-    assert options.command == ["sh"] and "--blacklist-cooldown-range does nothing here" in notice
+    settings, elastic = elastic_job_settings(options, {"PATH": PATH})
+    notice = settings.notice
+    assert options.command == ["sh"] and "--cycle-time-ms does nothing here" in notice
+    assert elastic.limits == Limits(2, 1, 2, 3, 9.0, cooldown=(1.0, 9.0), hosts_are_fixed=True)
     assert "--mpi-args does nothing without --mpi" in notice
     for other in (["-hostfile", "f"], ["--hostfile", "f"], ["--host-discovery-script", "f"], ["--mpi"], ["-cb"],
                   ["--check-build"], ["--num-proc", "3"]):
         parser().parse_args([*other, "sh"])
+
+
+def elastic(*arguments: str, **environ: str) -> ElasticSettings:
+    return elastic_job_settings(parser().parse_args(arguments), {"PATH": PATH, "OMP_NUM_THREADS": "1", **environ})[1]
+
+
+def test_an_elastic_job() -> None:
+    given = elastic("-np", "3", "--min-np", "2", "-H", "localhost:2,127.0.0.1:2", "sh")
+    assert given.slots == {"localhost": 2, "127.0.0.1": 2}, "names are kept apart, even of one machine"
+    assert given.limits == Limits(3, 2, hosts_are_fixed=True)
+    assert elastic("-np", "2", "--max-np", "4", "sh").slots == {"localhost": 4}
+    assert elastic("--min-np", "2", "-H", "localhost:4", "sh").limits == Limits(2, 2, hosts_are_fixed=True)
+    assert elastic("-H", "localhost:4", "--max-np", "3", "sh").limits == Limits(3, 3, 3, hosts_are_fixed=True)
+    found = elastic("--host-discovery-script", "printf 'a:2\\nb\\n'", "--slots-per-host", "3", "sh")
+    assert found.limits == Limits(5, 5) and found.slots == {}
+    given = elastic("-np", "2", "--min-np", "1", "--horovod-compat", "sh", HOROVOD_ELASTIC_TIMEOUT="30")
+    assert given.limits == Limits(2, 1, elastic_timeout=30.0, whole_host=True, hosts_are_fixed=True)
+    assert not elastic("-np", "2", "--min-np", "1", "--horovod-compat", "--blacklist", "slot", "sh").limits.whole_host
+
+
+@pytest.mark.parametrize(("arguments", "told"), [
+    ("-np 2 --min-np 3 sh", "--min-np 3 is more than -np 2"),
+    ("-np 3 --max-np 2 sh", "--max-np 2 is less than -np 3"),
+    ("--min-np 3 --max-np 2 sh", "--max-np 2 is less than --min-np 3"),
+    ("-np 3 --min-np 1 -H localhost:2 sh", "-np 3 is more than the 2 slots of localhost:2"),
+    ("-np 2 --min-np 1 --mpi sh", "--mpi excludes elastic training: an MPI job ends when one of its processes ends"),
+    ("-np 2 --min-np 1 --cpu-operations mpi sh", "HVDLITE_CPU_OPERATIONS=mpi excludes elastic training"),
+    ("--scaling 1,2 --min-np 1 sh", "--scaling and --sweep compare jobs of fixed sizes"),
+    ("-np 2 --min-np 1 --blacklist-cooldown-range 9 1 sh", "--blacklist-cooldown-range 9 1: the first number"),
+    ("-np 2 --min-np 1", "no command"),
+    ("--host-discovery-script false sh", "--host-discovery-script false failed with code 1"),
+    ("--host-discovery-script true sh", "pass the number of ranks to start with: -np N"),
+])
+def test_options_of_elastic_jobs_that_contradict_each_other(arguments: str, told: str) -> None:
+    with pytest.raises(LaunchError, match=re.escape(told)):
+        elastic(*arguments.split())
 
 
 def test_horovods_other_names_of_knobs() -> None:

@@ -79,7 +79,7 @@ def test_the_stall_report_names_the_one_whom_a_host_waits_for() -> None:
         for rank in range(4):
             world.kill(rank)
         told = world.wait(20)[0].stderr
-    assert "submitted by ranks [0, 1, 2], not yet by ranks [3]" in told
+    assert "enqueued by ranks [0, 1, 2], not yet by ranks [3]" in told
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -196,15 +196,15 @@ def test_a_stall_is_told_with_the_missing_rank(caplog: pytest.LogCaptureFixture)
         runtime.barrier("late").wait()
     threads(2, step, stall_check_time_seconds=0.05)
     assert "'late'" in caplog.text and "not yet by ranks [1]" in caplog.text
-    assert "rank 1 never submitted 'late': it is in step(), test_threads.py:" in caplog.text
+    assert "rank 1 never enqueued 'late': it is in step(), test_threads.py:" in caplog.text
     assert "its last collectives: first" in caplog.text
 
 
 def test_a_stall_report_says_what_a_missing_rank_waits_for_instead(caplog: pytest.LogCaptureFixture) -> None:
     told = threading.Event()
     watch = caplog.handler.emit
-    wanted = {"rank 0 never submitted 'y': it waits for 'x' in step()",
-              "rank 2 never submitted 'x': it waits for 'y' in step()"}
+    wanted = {"rank 0 never enqueued 'y': it waits for 'x' in step()",
+              "rank 2 never enqueued 'x': it waits for 'y' in step()"}
 
     def emit(record: logging.LogRecord) -> None:  # both may be in one report, or in two
         watch(record)

@@ -56,7 +56,7 @@ def reducer_of(optimizer: Any) -> Any:
 
 def by_bucket(optimizer: Any) -> bool:
     """Return whether the last round went by buckets."""
-    return bool(reducer_of(optimizer).by_bucket)
+    return bool(reducer_of(optimizer).sequence.rounds.by_bucket)
 
 
 def has_learned(optimizer: Any) -> bool:

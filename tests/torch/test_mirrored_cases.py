@@ -154,12 +154,12 @@ def test_what_is_dropped_in_a_scope_is_forgotten() -> None:
         strategy = MirroredStrategy(_runtime=runtime)
         with strategy.scope():
             model = Net()
-            known = len(registry_of(strategy)._modules)
+            known = len(list(registry_of(strategy)._modules))
             for _ in range(50):
                 torch.nn.MSELoss()
                 torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
             gc.collect()
-            assert (len(registry_of(strategy)._modules), len(registry_of(strategy)._optimizers)) == (known, 0)
+            assert (len(list(registry_of(strategy)._modules)), len(list(registry_of(strategy)._optimizers))) == (known, 0)
             assert model is not None
     threads(1, step)
 

@@ -224,7 +224,7 @@ def test_a_gradient_that_one_rank_alone_clears_between_two_passes_is_an_error(by
     def step(runtime: Runtime) -> None:
         model, optimizer = after_a_pass(runtime, by_bucket=by_bucket)
         first, *_, last = model.parameters()
-        assert reducer_of(optimizer).by_bucket == by_bucket
+        assert reducer_of(optimizer).sequence.rounds.by_bucket == by_bucket
         if runtime.world.rank == 0:
             told = "another rank" if by_bucket else "rank 1"
             with pytest.raises(GradientOrderError, match=rf"{told} took part without the reduced gradient"):
@@ -261,7 +261,7 @@ def test_a_second_pass_is_an_error_when_a_rank_joins_first(begun: bool, by_bucke
     def step(runtime: Runtime) -> None:
         own = {name: make() for name, make in options.items()}
         model, optimizer = after_a_pass(runtime, by_bucket=by_bucket, **own)
-        assert reducer_of(optimizer).by_bucket == (by_bucket and not options)
+        assert reducer_of(optimizer).sequence.rounds.by_bucket == (by_bucket and not options)
         if runtime.world.rank == 0:
             model[0].bias.register_post_accumulate_grad_hook(lambda parameter: has_begun.set())
             with pytest.raises(GradientOrderError, match=r"rank 1 took part without the reduced gradient \(joined"):

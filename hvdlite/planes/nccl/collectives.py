@@ -348,24 +348,19 @@ def _alltoall(work: Launch) -> None:
     source, output, splits = work.source(), work.output(), work.plan.splits
     assert splits is not None
     sent, received = _row_bytes(work, splits.send_rows), _row_bytes(work, splits.recv_rows)
-    if source is None or output is None:  # this rank has joined: it discards the received data
-        target = work.staging.get(max(1, sum(received)))
-        with work.device.group():
-            for peer, begin in enumerate(_begins(received)):
-                if received[peer]:
-                    work.communicator.recv(target + begin, received[peer], BYTES, peer, work.stream)
-        return
+    # A rank that has joined sends nothing, and discards the received data.
+    target = work.staging.get(max(1, sum(received))) if output is None else output.pointer
     with work.device.group():
         for peer, (out, back) in enumerate(zip(_begins(sent), _begins(received), strict=True)):
             if peer == work.rank:
                 continue
-            if sent[peer]:
+            if source is not None and sent[peer]:
                 work.communicator.send(source.pointer + out, sent[peer], BYTES, peer, work.stream)
             if received[peer]:
-                work.communicator.recv(output.pointer + back, received[peer], BYTES, peer, work.stream)
-    if sent[work.rank]:
-        work.device.copy(source.pointer + sum(sent[:work.rank]), output.pointer + sum(received[:work.rank]),
-                         sent[work.rank], work.stream)
+                work.communicator.recv(target + back, received[peer], BYTES, peer, work.stream)
+    if source is not None and sent[work.rank]:
+        work.device.copy(source.pointer + sum(sent[:work.rank]), target + sum(received[:work.rank]), sent[work.rank],
+                         work.stream)
 
 
 def _send(work: Launch) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-from hvdlite.core.array import SUPPORTED_DTYPES, Array
+from hvdlite.core.array import Array
 from hvdlite.core.device import CopySpec, DeviceArray
 from hvdlite.core.errors import HorovodInternalError, UnsupportedError
 from hvdlite.planes.nccl import kernels, library
@@ -41,8 +41,7 @@ class Communicator(Protocol):
     def reduce(self, source: int, target: int, count: int, dtype: int, op: int, root: int, stream: int) -> None: ...
     def broadcast(self, source: int, target: int, count: int, dtype: int, root: int, stream: int) -> None: ...
 
-    def reduceScatter(self, source: int, target: int, count: int, dtype: int, op: int,
-                      stream: int) -> None: ...
+    def reduceScatter(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None: ...
 
     def allGather(self, source: int, target: int, count: int, dtype: int, stream: int) -> None: ...
     def send(self, source: int, count: int, dtype: int, peer: int, stream: int) -> None: ...
@@ -331,8 +330,3 @@ class PooledEvent:
 
     def __del__(self) -> None:
         self._free.append(self.handle)
-
-
-def width_of(dtype: str) -> int:
-    """Return the size of an element in bytes."""
-    return SUPPORTED_DTYPES[dtype].itemsize

@@ -166,9 +166,6 @@ class NcclPlane:
         device.copy_row_major(array, copied, device.stream)
         return copied
 
-    def tune(self, settings: Mapping[str, int]) -> None:
-        pass
-
     def close(self, failure: HorovodInternalError | None = None) -> None:
         """Abort all communicators.
 
@@ -245,8 +242,7 @@ class NcclPlane:
         info = PeerInfo(self._host, device.bus_id(), device.version, unique_id)
         text = msgspec.msgpack.encode(info)
         answer = self._oob.gather_and_broadcast(f"nccl.{process_set_id}", ranks, text,
-                                                functools.partial(self._check_peers, ranks),
-                                                wait_until)
+                                                functools.partial(self._check_peers, ranks), wait_until)
         unique_id, problem = _ANSWER.decode(answer)
         if problem:
             raise HorovodInternalError(problem)
@@ -326,5 +322,4 @@ def create_nccl_plane(rank: int, local_rank: int, host: str, oob: OobChannel, wa
         local_rank: chooses the GPU if this rank participates before it has used one.
         environment: the environment of the process.
     """
-    return NcclPlane(rank, host, oob, wake, lambda index: CupyDevice(index, local_rank, environment),
-                     shared_gpu=shared_gpu)
+    return NcclPlane(rank, host, oob, wake, lambda index: CupyDevice(index, local_rank, environment), shared_gpu=shared_gpu)

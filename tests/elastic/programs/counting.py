@@ -16,7 +16,6 @@ import numpy as np
 
 from hvdlite import api, ops
 from hvdlite.training import elastic
-from hvdlite.training.broadcasts import broadcast_object
 from hvdlite.training.elastic_state import ObjectState
 
 COUNT = 4096
@@ -38,7 +37,7 @@ def main(folder: Path, steps: int) -> None:
     member = os.environ.get("HVDLITE_MEMBER", "none")
     (folder / f"started.{member}.{os.getpid()}").touch()
     trouble = os.environ.get("TROUBLE", "")  # MEMBER:STEP:KIND
-    state = ObjectState(broadcast_object, api.rank, step=0, weights=np.zeros(COUNT, np.int64), history=[])
+    state = ObjectState(step=0, weights=np.zeros(COUNT, np.int64), history=[])
 
     @elastic.run
     def train(state: ObjectState) -> str:

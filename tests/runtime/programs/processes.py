@@ -230,9 +230,9 @@ def numpys_grouped_calls_and_the_story_of_a_tensor() -> None:
     try:
         hvd.allreduce(np.ones(rank + 1), name="uneven")
     except hvd.MismatchError as error:
-        assert "What happened to 'uneven' on rank" in str(error) and "submitted (allreduce, float64[" in str(error)
+        assert "What happened to 'uneven' on rank" in str(error) and "enqueued (allreduce, float64[" in str(error)
     else:
         raise SystemExit("no error")
     story = hvd.story("uneven").splitlines()
-    assert "submitted" in story[0] and "failed" in story[-1] and hvd.story("unheard of") == ""
+    assert "enqueued" in story[0] and "failed" in story[-1] and hvd.story("unheard of") == ""
     logging.getLogger("hvdlite").warning("hello")

@@ -6,7 +6,7 @@ draws as they were. What may be drawn is what `DistributedOptimizer` promises to
 - All ranks make the same number of rounds between two steps. Two backward passes over the same gradients are one round only
   with `no_sync` or `backward_passes_per_step`.
 - A rank that has no backward pass takes part in `synchronize()` or `step()`. So where gradients are changed between
-  `backward()` and `step()`, or the step is skipped, either every rank has handed in all of its gradients by then, or all
+  `backward()` and `step()`, or the step is skipped, either every rank has enqueued all of its gradients by then, or all
   ranks call `synchronize()`.
 - Waits in `backward()` may close a circle (after half a second that is found and resolved) only in programs with `circles`.
 """

@@ -39,7 +39,7 @@ def collectives_in_different_orders() -> None:
 CIRCLES = {
     "a gradient that is read": (a_gradient_that_is_read, [
         "rank 0 waits for the gradients of 'torch.optimizer.0' (round 1), which rank 1 has not",
-        "rank 1 waits for 'allreduce.mean', which rank 0 has not handed in"]),
+        "rank 1 waits for 'allreduce.mean', which rank 0 has not enqueued"]),
     "steps in different orders": (steps_in_different_orders, ["'torch.optimizer.0'", "'torch.optimizer.1'"]),
     "collectives in different orders": (collectives_in_different_orders, [
         "rank 0 waits for 'allreduce.x'", "rank 1 waits for 'allreduce.y'"]),

@@ -48,6 +48,8 @@ def many_worlds(count: int) -> list[dict[str, Any]]:
         if world in (1, count - 1):
             states.append(held())
         hvd.shutdown()
+    for thread in set(threading.enumerate()) - {threading.current_thread()}:
+        thread.join(30)  # the server of reports ends by itself
     api.worlds().followers.world_ended()
     api.worlds().followers.collect()
     return [*states, held()]

@@ -1,0 +1,203 @@
+"""Members that fail: what it costs their slot and host, and when it ends the job."""
+
+from __future__ import annotations
+
+from hvdlite.membership.events import MemberSaid
+from hvdlite.membership.messages import MeetingFailed, MemberFinished, MemberHello, MemberIdle, PrepareStop, Standing
+from tests.membership.talk import Talk, founded
+
+
+def lose(talk: Talk, member: int, commits: int, code: int = 1, cause: str = "") -> Talk:
+    """Let a member of the world fail, and the others stop."""
+    talk.gone(member, code, cause)
+    return talk.idle(*(other for other in talk.world if other != member), commits=commits)
+
+
+def test_rule_36_a_failure_costs_the_slot_and_not_the_host() -> None:
+    talk = founded(2, max_np=2, slots={"a": 3})
+    talk.gone(0)
+    assert talk.started() == [(2, "a", 2)], "the slot of 0 is retired"
+
+
+def test_rule_36_three_failures_of_a_host_bar_it() -> None:
+    talk = founded(5, slots={"a": 9, "b": 1}, max_np=5)
+    for member in (0, 1, 2):
+        assert "no more processes are started on a" not in talk.notes
+        lose(talk, member, commits=member)
+    assert talk.notes[-1] == "no more processes are started on a" and talk.world == (3, 4)
+    assert "a" not in [host for _, host, _ in talk.met().hosts(a=9, b=2).started()]
+
+
+def test_rule_36_a_cooldown_brings_the_slot_back() -> None:
+    talk = founded(2, cooldown=(10.0, 60.0))
+    lose(talk, 0, 1)
+    talk.met()
+    assert talk.wait(9.9).started() == [] and talk.wait(0.1).started() == [(2, "a", 0)]
+
+
+def test_rule_36_whole_host_ends_all_members_of_a_host_at_the_first_failure() -> None:
+    talk = founded(4, whole_host=True, slots={"a": 2, "b": 2})
+    talk.gone(0, 1, "ValueError: 1")
+    assert talk.killed() == [1] and talk.stopped()[-2:] == [2, 3]
+    talk.gone(1)
+    assert talk.idle(2, 3).order().members == (2, 3)
+    assert len(talk.authority.summary()) == 3, "the member that was ended with its host has not failed"
+
+
+def test_a_joiner_that_fails_before_it_is_ready_costs_its_slot_only() -> None:
+    talk = founded(1, slots={"a": 2})
+    assert talk.gone(1, 1, "ImportError: x").stopped() == [] and talk.started() == []
+    assert talk.notes == ["a new process on a: ImportError: x (exit code 1)"]
+
+
+def test_a_lost_host_is_one_failure_and_does_not_count_against_training() -> None:
+    talk = founded(5, slots={"a": 2, "b": 3})
+    assert talk.lost("b").stopped() == [0, 1]
+    assert talk.notes[0] == "host b was lost: the cable was cut" and "no more" not in talk.notes[-1]
+    assert talk.idle(0, 1).order().members == (0, 1)
+    assert talk.gone(3).commands == [], "it is gone already"
+    assert talk.met().started() == [], "its slots are not used before discovery has lost it"
+    talk.hosts(a=2)
+    assert [host for _, host, _ in talk.hosts(a=2, b=3).started()] == ["b"] * 3
+
+
+def test_a_member_that_dies_with_its_removed_host_has_not_failed() -> None:
+    talk = founded(2, slots={"a": 1, "b": 1})
+    talk.hosts(a=1)
+    talk.gone(1)
+    talk.idle(0)
+    assert talk.notes == [] and talk.authority.summary()[1:] == ["rank 1 on b left: its host was removed"]
+
+
+def test_rule_37_three_failures_in_a_row_without_a_commit_end_the_job_with_the_first() -> None:
+    talk = founded(4)
+    lose(talk, 0, 5, 7, "ValueError: first")
+    lose(talk, 1, 5, 8, "ValueError: second")
+    end = lose(talk, 2, 5, 9, "ValueError: third").end()
+    assert end.code == 7 and end.reason == (
+        "members have failed 3 times in a row after commit 5, without another commit; "
+        "the first failure: rank 0 on a: ValueError: first (exit code 7)")
+
+
+def test_rule_37_a_commit_in_between_is_progress() -> None:
+    talk = founded(8)
+    for member in range(7):
+        lose(talk, member, member // 2)
+    assert talk.order().members == (7,)
+
+
+def test_rule_37_the_same_exception_in_two_members_after_the_same_commit_ends_the_job() -> None:
+    talk = founded(4)
+    lose(talk, 0, 5, 1, "KeyError: 'x'")
+    assert "in the same way after commit 5" in lose(talk, 1, 5, 1, "KeyError: 'x'").end().reason
+
+
+def test_rule_37_the_same_exception_elsewhere_does_not() -> None:
+    talk = founded(4)
+    lose(talk, 0, 5, 1, "KeyError: 'x'")
+    lose(talk, 1, 6, 1, "KeyError: 'x'")
+    assert talk.order().members == (2, 3)
+
+
+def test_rule_37_members_that_were_killed_because_they_hung_have_not_the_same_exception() -> None:
+    talk = founded(4)
+    talk.gone(0)
+    talk.idle(1, commits=5)
+    assert talk.wait(10).killed() == [2, 3]
+    talk.gone(2)
+    assert talk.gone(3).order().members == (1,)
+
+
+def test_failures_of_members_that_wait_say_nothing_about_training() -> None:
+    talk = founded(5, min_np=4)
+    lose(talk, 0, 5)
+    for member in (1, 2, 3):
+        talk.gone(member)
+    assert not talk.authority.is_over
+
+
+def test_rule_38_a_member_that_ends_with_0_too_early_has_left() -> None:
+    talk = founded(3)
+    assert talk.gone(1, 0).stopped() == [0, 2]
+    talk.idle(0, 2)
+    assert talk.order().reason == "left: rank 1 on a (it ended with code 0 before training had finished)"
+
+
+def test_rule_38_all_have_left_is_no_success() -> None:
+    talk = founded(2)
+    talk.gone(0, 0)
+    assert talk.gone(1, 0).end().code == 1
+
+
+def test_rule_42_the_code_is_0_when_training_finished_whoever_was_lost() -> None:
+    talk = founded(2)
+    lose(talk, 0, 1)
+    talk.met().finished(1)
+    assert talk.gone(1, 0).end().code == 0
+
+
+def test_nobody_with_a_state_is_left() -> None:
+    talk = founded(2, slots={"a": 3})
+    talk.ready(2)
+    talk.gone(0, 3, "ValueError: x")
+    end = talk.gone(1, 1).end()
+    assert end.code == 3 and end.reason == (
+        "no rank that has the state is left; the first failure: rank 0 on a: ValueError: x (exit code 3)")
+
+
+def test_a_script_without_elastic_run_ends_as_an_ordinary_job() -> None:
+    talk = founded(2, met=False, slots={"a": 4}).met()
+    assert talk.gone(1, 0).commands == [] and talk.wait(1000).commands == []
+    assert talk.gone(0, 0).end().code == 0
+
+
+def test_a_failure_before_elastic_run_ends_as_an_ordinary_job() -> None:
+    talk = founded(3, met=False).met()
+    assert talk.gone(1, 5, "ImportError: x").stopped() == [0, 2]
+    talk.gone(0, 1, "WorldLostError: rank 1 was lost")
+    end = talk.gone(2, 1, "WorldLostError: rank 1 was lost").end()
+    assert end.code == 5 and end.reason.endswith("rank 1 on a: ImportError: x (exit code 5)")
+
+
+def test_the_first_cause_is_told_when_a_consequence_is_seen_earlier() -> None:
+    talk = founded(2, met=False).met()
+    talk.gone(0, 1, "WorldLostError: rank 1 was lost", is_consequence=True)
+    end = talk.gone(1, 5, "ImportError: x").end()
+    assert "ImportError" in end.reason and end.code == 5
+
+
+def test_founders_in_elastic_run_go_on_without_those_that_were_not_there_yet() -> None:
+    talk = founded(4, met=False, slots={"a": 4}).met()
+    talk.ready(0, 1)
+    talk.gone(2, 1, "ValueError: x")
+    talk.idle(0, 1)
+    order = talk.gone(3, 1, "WorldLostError: rank 2 was lost").order()
+    assert order.members == (0, 1) and order.commits == 0
+    assert talk.started() == [(4, "a", 3)], "the slot of a consequence is free, that of the failure is retired"
+
+
+def test_a_member_outside_elastic_run_that_does_not_stop_is_killed_without_blame() -> None:
+    talk = founded(3, met=False).met()
+    talk.ready(0)
+    talk.gone(1, 1, "ValueError: x")
+    talk.idle(0)
+    assert talk.wait(10).killed() == [2]
+    assert talk.gone(2).order().members == (0,) and len(talk.notes) == 1
+
+
+def test_a_rank_that_leaves_before_elastic_run_is_not_waited_for() -> None:
+    talk = founded(2, met=False).met()
+    talk.gone(1, 0)
+    assert talk.ready(0).stopped() == [0] and talk.idle(0).order().members == (0,)
+
+
+def test_messages_of_other_epochs_and_of_strangers_are_dropped() -> None:
+    talk = founded(2, slots={"a": 3})
+    talk.idle(0)
+    talk.idle(1)
+    assert talk.epoch == 2
+    talk.met()
+    assert talk.ready(99).commands == []
+    for message in (MemberIdle(1, Standing()), MeetingFailed(1, "late"), MemberFinished(1), MemberHello(0, 1)):
+        assert talk.handle(MemberSaid(0, message)).commands == []
+    assert talk.epoch == 2 and talk.ready(2).told(PrepareStop).keys() == {0, 1}

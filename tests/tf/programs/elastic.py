@@ -1,0 +1,129 @@
+"""Programs of test_elastic.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+
+import hvdlite_tf.keras as hvd
+from tests.raising import raises
+
+X, Y = np.random.default_rng(0).random((80, 4), np.float32), np.random.default_rng(1).random((80, 1), np.float32)
+
+
+def compiled(seed: int, learning_rate: float = 0.01) -> Any:
+    keras.utils.set_random_seed(seed)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dropout(0.2),
+                              keras.layers.BatchNormalization(), keras.layers.Dense(1)])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(learning_rate)), "mse")
+    return model
+
+
+def values(model: Any) -> list[Any]:
+    variables = [*model.trainable_variables, *model.optimizer.variables]
+    return [np.array(keras.ops.convert_to_numpy(variable.value)) for variable in variables]
+
+
+def equal(one: list[Any], other: list[Any]) -> bool:
+    return len(one) == len(other) and all(map(np.array_equal, one, other))
+
+
+class Interrupted(keras.callbacks.Callback):
+    """Ends `fit` with an error after some batches."""
+
+    def __init__(self, state: Any, after: tuple[int, ...]) -> None:
+        super().__init__()
+        self.state, self.after = state, after
+        self.seen: list[tuple[int, int]] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.seen.append((self.state.epoch, self.state.batch))
+        if len(self.seen) in self.after:
+            raise hvd.HorovodInternalError("lost")
+
+
+def fit_goes_on_where_it_was(first: bool) -> None:
+    """Train 3 epochs of 10 batches with two failures; the callbacks are first or last in the list."""
+    hvd.init()
+    model = compiled(1 + hvd.rank())
+    state = hvd.elastic.KerasState(model, batch=0, epoch=0)
+    interrupted = Interrupted(state, (4, 7))
+    updates = [hvd.elastic.UpdateBatchStateCallback(state), hvd.elastic.UpdateEpochStateCallback(state)]
+    commits = [hvd.elastic.CommitStateCallback(state, 2)]
+    stopping = [keras.callbacks.EarlyStopping(monitor="loss", patience=100), hvd.callbacks.StopTogetherCallback()]
+    callbacks = [*(commits + updates if first else updates + commits), interrupted, *stopping]
+    committed = []
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        model.fit(X, Y, batch_size=8, epochs=3 - state.epoch, callbacks=callbacks, verbose=0)
+
+    for _ in range(3):
+        try:
+            train(state)
+        except hvd.HorovodInternalError:
+            state.restore()
+            committed.append((state.epoch, state.batch, state.commits))
+            assert int(keras.ops.convert_to_numpy(model.optimizer.iterations)) == state.batch + 1
+    assert committed == [(0, 3, 2), (0, 5, 3)], committed
+    assert interrupted.seen[:8] == [*((0, batch) for batch in (0, 1, 2, 3, 4, 5, 6, 6))], interrupted.seen
+    assert int(keras.ops.convert_to_numpy(model.optimizer.iterations)) == 30
+    assert (state.epoch, state.batch) == (3, 0)
+    assert equal(*hvd.allgather_object(values(model)))
+
+
+def states_and_their_errors() -> None:
+    """Commit, restore and synchronise models and variables."""
+    import tensorflow as tf
+
+    import hvdlite_tf as frontend
+    hvd.init()
+    model = compiled(1 + hvd.rank())
+    state = frontend.elastic.TensorFlowKerasState(model, backend=keras.backend, batch=5 * hvd.rank())
+    assert state.optimizer.built
+    state.sync()
+    assert state.batch == 0 and equal(*hvd.allgather_object(values(model)))
+    begin = values(model)
+    model.fit(X, Y, batch_size=8, epochs=1, verbose=0)
+    trained = values(model)
+    state.batch = 1
+    state.commit()
+    model.fit(X, Y, batch_size=8, epochs=1, verbose=0)
+    for _ in range(2):  # what is restored may be trained on
+        state.batch = 2
+        state.restore()
+        assert equal(values(model), trained) and not equal(trained, begin) and (state.batch, state.commits) == (1, 1)
+        model.fit(X, Y, batch_size=8, epochs=1, verbose=0)
+    raises(ValueError, "has no variables yet", lambda: hvd.elastic.KerasState(keras.Sequential([keras.layers.Dense(1)])))
+
+    variables = [tf.Variable([float(hvd.rank())]), keras.Variable([2.0 * hvd.rank()])]
+    own = frontend.elastic.TensorFlowState(variables=variables, step=hvd.rank())
+    own.sync()
+    variables[0].assign_add([1.0])
+    own.step = 3
+    own.commit()
+    variables[0].assign_add([1.0])
+    variables[1].assign([7.0])
+    own.restore()
+    assert [float(each[0]) for each in variables] == [1.0, 0.0] and own.step == 3
+    raises(ValueError, "TensorFlow 2 has no list of all variables", frontend.elastic.TensorFlowState)
+    raises(NotImplementedError, "sessions", lambda: frontend.elastic.TensorFlowState(variables, session=1))
+    assert frontend.elastic.run is hvd.elastic.run
+
+
+def a_position_is_divided_among_the_ranks() -> None:
+    """An epoch that other numbers of ranks have begun; a position that the script has set."""
+    hvd.init()
+    model = compiled(1)
+    state = hvd.elastic.KerasState(model, batch=4, epoch=0)
+    interrupted = Interrupted(state, ())
+    callbacks = [hvd.elastic.UpdateBatchStateCallback(state), interrupted]
+    model.fit(X, Y, batch_size=8, epochs=2, callbacks=callbacks, verbose=0)
+    assert [batch for _, batch in interrupted.seen] == [*range(4, 10), *range(10)], interrupted.seen
+    interrupted.seen.clear()
+    state.batch = 3
+    vars(state)["_position_in_epoch"] = (3, 12)  # as 3 ranks leave it after 4 batches
+    model.fit(X, Y, batch_size=8, epochs=1, callbacks=callbacks, verbose=0)
+    assert [batch for _, batch in interrupted.seen] == [*range(6, 10)], interrupted.seen

@@ -1,0 +1,297 @@
+"""`TorchState`: commits go back bit by bit and reuse memory; what fails changes nothing; one broadcast synchronises."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import hvdlite_torch as hvd  # noqa: E402
+from hvdlite import api  # noqa: E402
+from hvdlite.core.errors import UnsupportedError  # noqa: E402
+from hvdlite.runtime.runtime import Runtime  # noqa: E402
+from hvdlite_torch import elastic_state  # noqa: E402
+from hvdlite_torch.elastic import StateHandler, TorchState, get_handler_registry, set_handler_registry  # noqa: E402
+from tests.torch.test_state import WideMoments  # noqa: E402
+from tests.worlds import threads  # noqa: E402
+
+
+def network(seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "adam": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, amsgrad=True),
+    "lbfgs": lambda model: torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3),
+    "wide": lambda model: WideMoments(model.parameters()),
+}
+
+
+class Training:
+    """A model, an optimizer and a schedule."""
+
+    def __init__(self, kind: str = "sgd", seed: int = 0) -> None:
+        self.model = network(seed)
+        if kind == "wide":
+            self.model = self.model.bfloat16()
+        self.optimizer = OPTIMIZERS[kind](self.model)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
+
+    def state(self, **more: Any) -> TorchState:
+        return TorchState(self.model, self.optimizer, schedule=self.schedule, step=0, **more)
+
+    def train(self, first: int, last: int) -> None:
+        for number in range(first, last):
+            generator = torch.Generator().manual_seed(number)
+            x = torch.randn(5, 6, generator=generator).to(self.model[0].weight.dtype)
+
+            def closure(x: Any = x) -> Any:
+                self.optimizer.zero_grad()
+                loss = self.model(x).float().square().mean()
+                loss.backward()
+                return loss
+            closure()
+            self.optimizer.step(closure) if isinstance(self.optimizer, torch.optim.LBFGS) else self.optimizer.step()
+            self.schedule.step()
+
+    def bits(self) -> list[Any]:
+        """Return copies of all tensors and numbers."""
+        found: list[Any] = []
+
+        def visit(value: Any) -> None:
+            if isinstance(value, dict):
+                for key in sorted(value, key=str):
+                    visit(value[key])
+            elif isinstance(value, (list, tuple)):
+                for each in value:
+                    visit(each)
+            elif isinstance(value, torch.Tensor):
+                found.append((str(value.dtype), value.tolist()))
+            else:
+                found.append(value)
+        visit([self.model.state_dict(), self.optimizer.state_dict(), self.schedule.state_dict()])
+        return found
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_training_from_a_commit_gives_the_same_bits_each_time(kind: str) -> None:
+    training = Training(kind)
+    state = training.state()
+    training.train(0, 3)
+    state.step = 3
+    state.commit()
+    committed = training.bits()
+    training.train(3, 6)
+    trained = training.bits()
+    assert trained != committed
+    for _ in range(2):  # training on what was restored does not change the commit
+        state.restore()
+        assert training.bits() == committed and state.step == 3
+        training.train(3, 6)
+        assert training.bits() == trained
+
+
+def test_state_that_an_optimizer_has_only_later_is_gone_after_restore() -> None:
+    training = Training("adam")
+    state = training.state()
+    begin = training.bits()
+    training.train(0, 2)
+    state.restore()
+    assert training.bits() == begin and not training.optimizer.state
+
+
+def test_commits_reuse_their_memory() -> None:
+    training = Training("adam")
+    state = training.state()
+    training.train(0, 1)
+    places = []
+    for step in range(1, 7):
+        state.commit()
+        training.train(step, step + 1)
+        handlers = [vars(state)["_handlers"][name] for name in ("model", "optimizer")]
+        places.append({tensor.data_ptr() for handler in handlers for tensor in torch.utils._pytree.tree_leaves(
+            [dict(handler.saved), dict(handler.staged)]) if isinstance(tensor, torch.Tensor)})
+    assert places[2] == places[3] == places[4] == places[5]
+
+
+def test_a_commit_that_fails_leaves_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training("adam")
+    state = training.state()
+    training.train(0, 2)
+    state.step = 2
+    state.commit()
+    committed = training.bits()
+    training.train(2, 3)
+    state.step = 3
+
+    def refuse() -> Any:
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(training.schedule, "state_dict", refuse)
+    with pytest.raises(MemoryError):
+        state.commit()  # the model and the optimizer were copied already
+    monkeypatch.undo()
+    state.restore()
+    assert training.bits() == committed and (state.step, state.commits) == (2, 1)
+
+
+def test_several_models_scalers_and_later_assignments() -> None:
+    generator, critic = Training("sgd"), Training("adam", seed=1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    state = TorchState(generator=generator.model, critic=critic.model, first=generator.optimizer, second=critic.optimizer,
+                       scaler=scaler, mask=torch.ones(3))
+    state.model = network(5)  # None until now
+    assert isinstance(state.model, torch.nn.Module) and state.optimizer is None
+    state.commit()
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0})
+    before = [training.bits() for training in (generator, critic)]
+    for training in (generator, critic):
+        training.train(0, 2)
+    with torch.no_grad():
+        state.mask.zero_()
+        state.model[0].weight.zero_()
+    state.restore()
+    assert scaler.state_dict()["scale"] == 8.0 and state.mask.tolist() == [1, 1, 1]
+    assert [training.bits()[:9] for training in (generator, critic)] == [bits[:9] for bits in before]
+    assert state.model[0].weight.abs().sum() > 0
+    state.model = network(6)
+    assert torch.equal(state.model[0].weight, network(6)[0].weight), "a new model is saved at once"
+    state.restore()
+    assert torch.equal(state.model[0].weight, network(6)[0].weight)
+
+
+def test_what_cannot_be_copied_or_pickled_is_named() -> None:
+    class Locked(torch.nn.Module):
+        def get_extra_state(self) -> Any:
+            return threading.Lock()
+
+    with pytest.raises(UnsupportedError, match="attribute 'model' of the elastic state cannot be copied: it is a Locked"):
+        TorchState(Locked())
+    with pytest.raises(UnsupportedError, match="attribute 'source' of the elastic state cannot be pickled: it is a gen"):
+        TorchState(network(), source=(number for number in range(3)))
+
+
+def test_handlers_of_ones_own() -> None:
+    class Counter:
+        value = 0
+
+    class CounterHandler(StateHandler):
+        def __init__(self, value: Any) -> None:
+            super().__init__(value)
+            self.save()
+
+        def save(self) -> None:
+            self.saved = self.value.value
+
+        def restore(self) -> None:
+            self.value.value = self.saved
+
+    before = get_handler_registry()
+    set_handler_registry([*before, (Counter, CounterHandler)])
+    try:
+        counter = Counter()
+        state = TorchState(counter=counter)
+        counter.value = 1
+        state.commit()
+        counter.value = 2
+        state.restore()
+        assert state.counter is counter and counter.value == 1
+    finally:
+        set_handler_registry(before)
+
+
+# --- two ranks -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def as_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Any]]]:
+    """Return a function that runs a step on two threads, to each of which the process's runtime is its own."""
+    own = threading.local()
+    monkeypatch.setattr(api, "runtime", lambda: own.runtime)
+
+    def run(step: Callable[[int], Any]) -> list[Any]:
+        def begin(runtime: Runtime) -> Any:
+            own.runtime = runtime
+            return step(runtime.world.rank)
+        return threads(2, begin)
+    yield run
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_sync_gives_all_ranks_the_bits_of_rank_0(as_ranks: Callable[..., list[Any]], kind: str) -> None:
+    trainings = [Training(kind, seed) for seed in (0, 1)]
+    trainings[0].train(0, 3)
+    if kind != "adam":  # the other rank's optimizer has no state yet
+        trainings[1].train(7, 8)
+
+    def step(rank: int) -> Any:
+        state = trainings[rank].state(mask={"kept": torch.full((2,), float(rank))})
+        if rank == 0:
+            state.commit()
+            state.step = 3
+        state.sync()
+        synced = trainings[rank].bits(), state.step, state.commits, state.mask["kept"].tolist()
+        trainings[rank].train(3, 5)
+        state.restore()
+        assert (trainings[rank].bits(), state.step, state.commits, state.mask["kept"].tolist()) == synced
+        trainings[rank].train(3, 6)
+        return synced, trainings[rank].bits()
+
+    first, second = as_ranks(step)
+    assert first == second and first[0][1:] == (3, 1, [0, 0])
+
+
+def test_a_sync_that_fails_changes_nothing(as_ranks: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    trainings = [Training("adam", seed) for seed in (0, 1)]
+    trainings[1].train(0, 1)
+
+    def fail(*arguments: Any) -> None:
+        for tensor in arguments[1]:
+            tensor.zero_()  # a part of it has come
+        raise hvd.HorovodInternalError("lost")
+
+    def step(rank: int) -> None:
+        state = trainings[rank].state()
+        state.step = 5
+        before = trainings[rank].bits()
+        with pytest.raises(hvd.HorovodInternalError):
+            state.sync()
+        assert trainings[rank].bits() == before and state.step == 5
+        state.restore()
+        assert trainings[rank].bits() == before and state.step == 0
+
+    monkeypatch.setattr(elastic_state, "broadcast_tensors", fail)
+    as_ranks(step)
+
+
+def test_states_that_differ_are_an_error(as_ranks: Callable[..., list[Any]]) -> None:
+    def step(rank: int) -> None:
+        training = Training()
+        state = training.state() if rank == 0 else TorchState(training.model)
+        state.sync()
+
+    with pytest.raises(ValueError, match=r"rank 0's elastic state has model, optimizer, schedule.*rank 1's has model"):
+        as_ranks(step)
+
+
+def test_a_sampler_and_handlers_by_themselves(as_ranks: Callable[..., list[Any]]) -> None:
+    def step(rank: int) -> Any:
+        sampler = hvd.elastic.ElasticSampler(range(20))
+        training = Training(seed=rank)
+        state = TorchState(sampler=sampler)
+        if rank == 0:
+            sampler.record_batch(0, 3)
+        state.sync()
+        state.on_reset()
+        hvd.elastic.ModelStateHandler(training.model).sync()
+        hvd.elastic.OptimizerStateHandler(training.optimizer).sync()
+        return sampler.processed_num, len(sampler), training.bits(), sorted(sampler)
+
+    first, second = as_ranks(step)
+    assert first[:3] == second[:3] and first[:2] == (6, 7) and len({*first[3], *second[3]}) == 14
