@@ -66,9 +66,10 @@ class RegisteredSets:
     def remove(self, made: ProcessSet, runtime: Runtime | None) -> None:
         """Remove a process set on all ranks; without a runtime on this one."""
         shared = {other.process_set_id for other in self._members if other is not made} | {GLOBAL_PROCESS_SET_ID}
-        for set_id in made.registered_ids if runtime is not None else ():
-            if set_id not in shared or not self._world:
-                runtime.remove_process_set(set_id).wait()
+        if runtime is not None:
+            for set_id in made.registered_ids:
+                if set_id not in shared:
+                    runtime.remove_process_set(set_id).wait()
         made.register(None, None)
         self._members.pop(made, None)
         self._of_call.discard(made)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import traceback
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -94,6 +95,9 @@ class Worlds:
         config = self._config()
         if self.member is None:
             self.member = _member(self._environ, comm, config)
+            if self.member is not None:  # each change collects garbage; what has been imported would make that slow
+                gc.collect()
+                gc.freeze()
         info = resolve_launch(comm, self._environ, os.getppid(), config)
         configure_logging(config, lambda: self.coordinates.rank if self.is_initialized else info.world.rank)
         if launch_contract.JOINER in self._environ:
