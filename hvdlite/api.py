@@ -115,7 +115,7 @@ def attached_runtime() -> Runtime | None:
 
 def is_elastic() -> bool:
     """Return whether the launcher may change the number of ranks while this process lives."""
-    return launch_contract.MEMBER in os.environ
+    return _worlds.member is not None
 
 
 def follow(follower: Follower) -> None:
