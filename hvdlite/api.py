@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-from hvdlite.core import launch_contract
 from hvdlite.core.array import Array
 from hvdlite.core.config import environment_name
 from hvdlite.core.errors import UnsupportedError
