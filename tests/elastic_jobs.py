@@ -119,7 +119,7 @@ class ElasticJob:
         """Do the launcher's work until something has happened."""
         deadline = time.monotonic() + timeout
         while not condition():
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or self.code is not None:
                 raise AssertionError(f"it never happened; {self}")
             wake_at = self._authority.wake_at()
             if wake_at is not None and wake_at <= time.monotonic():
