@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.elastic_jobs import ElasticJob
-from tests.runtime.programs.elastic import train
+from tests.runtime.programs.elastic import change, train, until_the_launcher_ends, with_process_sets
 
 
 def agree(results: dict[int, Any]) -> None:
@@ -63,3 +63,39 @@ def test_hosts_come_and_go_and_rank_0_dies(tmp_path: Path) -> None:
         results = job.finish()
     agree(results)
     assert sorted(results) == [2, 3] and len({result["steps"] for result in results.values()}) == 1
+
+
+def test_fifty_worlds_hold_no_more_than_two(tmp_path: Path) -> None:
+    with ElasticJob(change, 50, slots={"a": 2}) as job:
+        results = job.finish()
+        assert max(job.orders) == 51
+    for result in results.values():
+        assert result["early"] == result["late"]
+        assert result["sequence"] == 4 and "one after the other" in result["nested"]
+
+
+def test_process_sets_follow_their_members(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    with ElasticJob(with_process_sets, str(gate), slots={"a": 1, "b": 1, "c": 1}, min_np=2) as job:
+        for member in range(3):
+            job.until_printed(member, "world of 3")
+        job.see({"b": 1, "c": 1})
+        for member in (1, 2):
+            job.until_printed(member, "world of 2")
+        job.see({"b": 1, "c": 1, "d": 1})
+        for member in (1, 2, 3):
+            job.until_printed(member, "world of 3")
+        gate.touch()
+        results = job.finish()
+    last = ([0], [0, 1], 1)
+    assert results[1] == [([0, 1], [1, 2], [2.0, 2.0], 1), ([0], [0, 1], [1.0, 2.0], 1), ([0], [0, 1], [1.0, 2.0], 1)]
+    assert results[3] == [([0], [0, 1], [None, None], last[2])]
+
+
+def test_the_end_of_the_launcher_ends_the_job(tmp_path: Path) -> None:
+    with ElasticJob(until_the_launcher_ends, slots={"a": 2}) as job:
+        for member in range(2):
+            job.until_printed(member, "trains")
+        job.lose_launcher()
+        for member in range(2):
+            job.until_printed(member, "ended: the launcher of this elastic job, which orders its worlds, cannot be reached")
