@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-from hvdlite.core import launch_contract
 from hvdlite.core.array import Array
 from hvdlite.core.config import environment_name
 from hvdlite.core.errors import UnsupportedError
@@ -115,7 +114,7 @@ def attached_runtime() -> Runtime | None:
 
 def is_elastic() -> bool:
     """Return whether the launcher may change the number of ranks while this process lives."""
-    return launch_contract.MEMBER in os.environ
+    return _worlds.member is not None
 
 
 def follow(follower: Follower) -> None:

@@ -41,7 +41,6 @@ class FollowsWorlds:
 
     def world_began(self, runtime: Runtime) -> None:
         """Take part in a world with the same arguments as in the last one, and counts that start anew."""
-        self.world_ended()
         process_set = self._process_set_given.process_set_id
         if process_set is not None:  # else it may be registered before the next step
             self._attach(runtime, runtime.label("torch.earlier", process_set))

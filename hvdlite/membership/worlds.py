@@ -161,8 +161,8 @@ class Worlds:
         room = len(joiners) + len(free)
         if self._limits.max_np is not None:
             room = min(room, max(0, self._limits.max_np - len(staying)))
-        if not self._has_resets():
-            room = 0
+        if not self._has_resets() or (not staying and self._limits.max_np == 1):
+            room = 0  # there is no other world, or none in which a joiner could get the state
         self._roster.dismiss(joiners[room:], "there are enough ranks without it")
         may_start = any(each.is_ready for each in living) and not any(each.phase is Phase.FINISHED for each in living)
         if may_start and room > len(joiners):
@@ -180,7 +180,7 @@ class Worlds:
                 or not self._has_resets()):
             return
         joiners = self._roster.alive([Phase.READY])
-        if not staying and (not joiners or self._limits.max_np == 1):
+        if not staying and not joiners:
             return  # nobody can take over the state: train on, as long as the hosts are there
         if joiners or len(staying) < len(living):
             self.stage = Stage.PREPARING

@@ -67,8 +67,8 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(state: ElasticState, *args: Any, **kwargs: Any) -> Any:
         with api.worlds().elastic_run() as member:
             if member is not None and member.has_finished and api.rank() == 0:
-                _log.warning("hvd.elastic.run has returned before, and since then the job is not elastic: the loss of a rank "
-                             "ends it. Put all of the training into one function")
+                _log.warning("hvd.elastic.run has returned before, and since then the job is not elastic: the loss of a "
+                             "rank ends it. Put all of the training into one function")
             if member is None or member.has_finished:
                 state.sync()
                 return func(state, *args, **kwargs)

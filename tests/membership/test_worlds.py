@@ -221,6 +221,12 @@ def test_hosts_that_vanish_while_nobody_can_take_over_are_used_on() -> None:
     assert talk.idle(0, 2, commits=3, at_rest=True).order().members == (2,) and talk.dismissed() == [0]
 
 
+def test_a_single_rank_cannot_pass_its_state_on() -> None:
+    talk = founded(1, max_np=1)
+    assert talk.hosts(b=1).commands == []
+    assert talk.hosts(a=1, b=1).commands == []
+
+
 def test_a_dismissed_member_that_does_not_exit_is_killed() -> None:
     talk = founded(2, slots={"a": 1, "b": 1})
     talk.hosts(a=1)

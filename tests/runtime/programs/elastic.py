@@ -66,7 +66,8 @@ def train(gate: str, elements: int = 1000, every: int = 1) -> dict[str, Any]:
     assert total == api.size()
     api.shutdown()
     return {"worlds": worlds, "pid": os.getpid(), "digest": hashlib.sha256(state.weights.tobytes()).hexdigest(),
-            "steps": state.step, "held": held, "environment": (int(os.environ["HOROVOD_RANK"]), int(os.environ["HVDLITE_SIZE"]))}
+            "steps": state.step, "held": held,
+            "environment": (int(os.environ["HOROVOD_RANK"]), int(os.environ["HVDLITE_SIZE"]))}
 
 
 def change(count: int) -> dict[str, Any]:
