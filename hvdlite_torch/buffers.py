@@ -10,6 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hvdlite import api
 from hvdlite.core.process_set import ProcessSet, global_process_set
+from hvdlite.runtime.runtime import Runtime
 from hvdlite_torch.copying import ModuleHook
 from hvdlite_torch.state import broadcast_tensors
 

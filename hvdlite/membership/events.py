@@ -25,11 +25,18 @@ class MemberSaid:
 
 @dataclasses.dataclass(frozen=True)
 class MemberGone:
-    """A member's process has ended: 0 or an exit code, negative for a signal; None for one that is lost with its host."""
+    """A member's process has ended.
+
+    Attributes:
+        code: 0 or an exit code, negative for a signal; None for one that is lost with its host.
+        cause: the exception of its failure record: type and message.
+        is_consequence: the record says that the failure began in another rank.
+    """
 
     member: int
     code: int | None
-    cause: str = ""  # the exception of its failure record: type and message
+    cause: str = ""
+    is_consequence: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

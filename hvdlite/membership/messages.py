@@ -114,7 +114,10 @@ class PrepareStop(Message, frozen=True):
 
 
 class StopAt(Message, frozen=True):
-    """Stop at this boundary of the world, counted from 1, at which all members stop; those that wait before it go on."""
+    """Stop at this boundary of the world, counted from 1, where all members stop; those that wait before it go on.
+
+    See docs/protocol.md#boundaries.
+    """
 
     change: int
     boundary: int

@@ -1,4 +1,4 @@
-"""Recovery: whose state counts after a world has ended, and who gets which rank.
+"""Recovery: whose state counts after a world has ended, and who gets which rank (docs/protocol.md#donors).
 
 A pure function of what the members say of themselves (`Standing`). So far a standing has commits only, as the training loops
 of Horovod do. A loop that counts boundaries can say more; then members at the greatest boundary that have not stepped since

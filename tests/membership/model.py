@@ -1,7 +1,7 @@
-"""A model of an elastic job around a real `Authority`: processes that answer its orders late, freeze, and die at any moment.
+"""A model of an elastic job around a real `Authority`: processes that answer late, freeze, and die at any moment.
 
-Time is simulated. A process trains in steps, each with a collective that completes when all members of its world have arrived
-at it. What must always be true is asserted wherever it could become false.
+Time is simulated. A process trains in steps, each with a collective that completes when all members of its world have
+arrived at it. What must always be true is asserted wherever it could become false.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import itertools
 import random
 from collections.abc import Callable
 
-from hvdlite.membership.authority import TOO_FEW, Authority
+from hvdlite.membership.authority import Authority
 from hvdlite.membership.events import (
     Command,
     EndJob,
@@ -49,6 +49,7 @@ from hvdlite.membership.messages import (
     StopNow,
     WorldOrder,
 )
+from hvdlite.membership.worlds import TOO_FEW
 
 _SYNC = -1  # the step of the collective that carries rank 0's state
 
@@ -261,7 +262,8 @@ class Job:
         for each in world:
             if each.epoch != epoch or each.doing != "meeting" or self.is_cut(each, world[0]):
                 return
-            if each is not world[0] and not each.has_address and each.order is not None and len(each.order.ranks_by_machine) > 1:
+            needs_address = each is not world[0] and each.order is not None and len(each.order.ranks_by_machine) > 1
+            if needs_address and not each.has_address:
                 return
         for each in world:
             self.later(each, 0.3, functools.partial(self.met, each, epoch))
@@ -284,9 +286,10 @@ class Job:
             self.lose_world(process, process.epoch, "its world had ended")
 
     def arrive_later(self, process: Process) -> None:
-        epoch, step = process.epoch, process.step
+        at = process.epoch, process.step
+
         def arrive() -> None:
-            if process.doing == "training" and (process.epoch, process.step) == (epoch, step) and not process.waits_at_boundary:
+            if process.doing == "training" and (process.epoch, process.step) == at and not process.waits_at_boundary:
                 process.arrived = True
                 self.complete(process)
         self.later(process, 0.5, arrive)
@@ -354,7 +357,8 @@ class Job:
             missing: tuple[int, ...] = ()
             world = self.world(process)
             if process is world[0]:
-                missing = tuple(rank for rank, each in enumerate(world) if each.doing != "meeting" or self.is_cut(each, process))
+                missing = tuple(rank for rank, each in enumerate(world) if each.doing != "meeting"
+                                or self.is_cut(each, process))
             self.say(process, MeetingFailed(epoch, reason, missing))
         process.doing = "ending"
         self.later(process, 1, lambda: self.become_idle(process, epoch, reason))

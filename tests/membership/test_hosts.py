@@ -85,4 +85,4 @@ def test_limits_that_contradict_each_other_are_errors_with_both_values() -> None
                             ({"start_np": 1, "min_np": 0}, "must be at least 1"),
                             ({"start_np": 1, "cooldown": (5.0, 2.0)}, "from 5 s to 2 s")):
         with pytest.raises(ValueError, match=text):
-            Limits(**arguments)  # type: ignore[arg-type]
+            Limits(**arguments)

@@ -1,4 +1,4 @@
-"""Whose state counts, exhaustively for four members."""
+"""Whose state counts, exhaustively for four members (docs/protocol.md#donors)."""
 
 from __future__ import annotations
 

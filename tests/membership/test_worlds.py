@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from hvdlite.membership.authority import TOO_FEW, Authority
-from hvdlite.membership.events import HostsSeen, MemberSaid, WorldBegun
+from hvdlite.membership.authority import Authority
+from hvdlite.membership.events import HostsSeen, MemberSaid, StartMember, WorldBegun
 from hvdlite.membership.limits import Limits
 from hvdlite.membership.messages import AllFinished, CoordinatorAt, Dismissed, Listening, PrepareStop
+from hvdlite.membership.worlds import TOO_FEW
 from tests.membership.talk import Talk, founded
 
 
@@ -112,7 +113,7 @@ def test_rule_6_the_world_grows_up_to_the_maximum() -> None:
 def test_rule_7_provisional_ranks_and_nobody_waits_for_an_import() -> None:
     talk = Talk(Limits(2), a=4)
     talk.met().ready(0)
-    starts = [command for command in talk.commands if hasattr(command, "is_joiner")]
+    starts = [command for command in talk.commands if isinstance(command, StartMember)]
     assert [(start.rank, start.size, start.is_joiner) for start in starts] == [(2, 3, True), (3, 4, True)]
     assert talk.ready(3).told(PrepareStop) == {}, "a founder is not in elastic.run yet"
     assert talk.ready(1).told(PrepareStop).keys() == {0, 1}
@@ -139,6 +140,7 @@ def test_names_of_one_machine_are_apart_for_discovery_and_together_for_planes() 
 
 
 def test_rule_28_all_stop_at_the_same_boundary() -> None:
+    """docs/protocol.md#boundaries"""
     talk = founded(3, slots={"a": 2, "b": 1})
     assert talk.hosts(a=2).told(PrepareStop).keys() == {0, 1, 2}
     assert not talk.boundary(m0=4, m1=5).commands
@@ -217,6 +219,12 @@ def test_hosts_that_vanish_while_nobody_can_take_over_are_used_on() -> None:
     assert talk.met().told(PrepareStop).keys() == {0, 2}
     talk.boundary(m0=1, m2=1)
     assert talk.idle(0, 2, commits=3, at_rest=True).order().members == (2,) and talk.dismissed() == [0]
+
+
+def test_a_single_rank_cannot_pass_its_state_on() -> None:
+    talk = founded(1, max_np=1)
+    assert talk.hosts(b=1).commands == []
+    assert talk.hosts(a=1, b=1).commands == []
 
 
 def test_a_dismissed_member_that_does_not_exit_is_killed() -> None:
