@@ -1,4 +1,4 @@
-"""A member of an elastic job whose compiled functions outlive worlds."""
+"""Members of elastic jobs whose optimizers and compiled functions outlive worlds."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import tensorflow as tf
 
 import hvdlite_tf as hvd
 import hvdlite_tf.keras as hvd_keras
+from hvdlite import ops
 from hvdlite.core import launch_contract
 
 
@@ -63,3 +64,30 @@ def train_elastically(gate: str) -> tuple[list[tuple[int, int]], list[float], in
     np.testing.assert_allclose(shared.numpy(), -state.steps, rtol=1e-4)
     np.testing.assert_allclose(dense.numpy(), -state.steps, rtol=1e-4)
     return worlds, len(traces)
+
+
+def fit_elastically(gate: str) -> list[tuple[int, int]]:
+    """Fit a model for as long as the file `gate` does not exist, with an optimizer made before the first world."""
+    hvd_keras.init()
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(1)])
+    model.compile(hvd_keras.DistributedOptimizer(keras.optimizers.Adam(0.01)), "mse")
+    state = hvd_keras.elastic.KerasState(model, batch=0, epoch=0)
+    worlds: list[tuple[int, int]] = []
+    random = np.random.default_rng()  # another one in each member
+
+    @hvd_keras.elastic.run
+    def train(state: Any) -> None:
+        worlds.append((hvd_keras.rank(), hvd_keras.size()))
+        done = False
+        while not done:
+            done = bool(hvd_keras.allreduce(np.float32(os.path.exists(gate)), op=hvd_keras.Max, name="done"))
+            model.fit(random.random((8, 4), np.float32), random.random((8, 1), np.float32), batch_size=4, verbose=0)
+            print(f"trained in world {os.environ.get(launch_contract.EPOCH, '1')}", flush=True)
+            state.commit()
+    train(state)
+    weights = np.concatenate([np.ravel(keras.ops.convert_to_numpy(variable.value)) for variable in
+                              (*model.trainable_variables, *model.optimizer.variables)])
+    everybodys = ops.allgather(weights[None], name="weights")
+    np.testing.assert_array_equal(everybodys, np.repeat(weights[None], hvd_keras.size(), 0))
+    return worlds
