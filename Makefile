@@ -15,13 +15,17 @@ WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cor
 # One at a time, also where make does several things at a time.
 APT := flock . env RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get -qq
 
-.PHONY: demo demo-keras test long fuzz bench docs lint ready pytest system data wheel clean
+.PHONY: demo demo-keras demo-elastic test long fuzz bench docs lint ready pytest system data wheel clean
 
 demo: $(VENV)/installed data
 	$(BIN)/hvdrun -np 2 $(BIN)/python examples/pytorch_fashion_mnist.py --epochs 4 --minimum-accuracy 0.88
 
 demo-keras: $(VENV)/installed data
 	$(BIN)/hvdrun -np 2 $(BIN)/python examples/keras_fashion_mnist.py --epochs 4 --minimum-accuracy 0.86
+
+# Two ranks train; one is killed, and another one joins.
+demo-elastic: $(VENV)/installed data
+	$(BIN)/python examples/elastic_demo.py --epochs 4 --minimum-accuracy 0.88
 
 # Setting up and linting take one core each most of the time; tests take all.
 test:

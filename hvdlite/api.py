@@ -112,6 +112,11 @@ def attached_runtime() -> Runtime | None:
     return None if is_provisional() else runtime()
 
 
+def is_elastic() -> bool:
+    """Return whether the launcher may change the number of ranks while this process lives."""
+    return _worlds.member is not None
+
+
 def follow(follower: Follower) -> None:
     """Tell an object of the ends and beginnings of worlds, as long as it lives: objects in order of construction."""
     _worlds.followers.add(follower)

@@ -83,5 +83,6 @@ def gpu_available(ext_base_name: str = "tensorflow", verbose: bool = False) -> b
 
 
 def refuse_session(session: Any) -> None:
+    """Raise an error for a session of TensorFlow 1."""
     if session is not None:
         raise NotImplementedError("sessions are TensorFlow 1's; leave the session out")

@@ -60,10 +60,11 @@ class _Tape:
         for index, gradient in zip(shared, reduced, strict=True):
             flat[index] = gradient
         flat = [flat[first[id(source)]] for source in flat_sources]
-        if self._scales_local and reducer.is_shared:
+        if self._scales_local and self._local and reducer.is_used:
+            divisor = reducer.divisor()
             for index, source in enumerate(flat_sources):
                 if id(source) in self._local and flat[index] is not None:
-                    flat[index] = flat[index] / tf.cast(reducer.size, flat[index].dtype)
+                    flat[index] = flat[index] / tf.cast(divisor, flat[index].dtype)
         return tf.nest.pack_sequence_as(sources, flat)
 
     def get_local_and_global_gradients(
@@ -87,7 +88,7 @@ def _step_reducer_for(sources: Sequence[Any], arguments: dict[str, Any]) -> Tens
     """Return the step reducer of these variables, which is reused over steps: a tape exists for one step only."""
     key = (*map(id, sources), *(_identity(value) for value in arguments.values()))
     reducer = _step_reducers.pop(key, None)
-    if reducer is None or not reducer.is_current or (reducer.is_shared and not reducer.has_slots(sources)):
+    if reducer is None or (reducer.is_shared and not reducer.has_slots(sources)):
         reducer = TensorFlowStepReducer(**arguments)
     reducer.watch(sources)
     _step_reducers[key] = reducer

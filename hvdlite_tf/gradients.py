@@ -23,8 +23,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvdlite import api
 from hvdlite.core.array import Array
 from hvdlite.core.errors import MismatchError, UnsupportedError
+from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.array_gradients import Gradient, Rows
 from hvdlite.training.bucket_round import SMALL
 from hvdlite.training.objects import allgather_object
@@ -66,12 +68,26 @@ class TensorFlowStepReducer(ArrayStepReducer):
     """
 
     def __init__(self, **arguments: Any) -> None:
+        self._agreements: dict[tuple[tuple[int, ...], tuple[Kind, ...]], list[Kind]] = {}  # of this world
         super().__init__("tf", **arguments)
-        self._agreements: dict[tuple[tuple[int, ...], tuple[Kind, ...]], list[Kind]] = {}
+
+    def _attach(self, runtime: Runtime) -> None:
+        super()._attach(runtime)
+        self._agreements = {}
+
+    @property
+    def is_used(self) -> bool:
+        # A graph lives longer than a world of an elastic job, of which more ranks may take part in the next one.
+        return self.is_shared or (api.is_elastic() and not tf.executing_eagerly())
+
+    def divisor(self) -> Any:
+        if tf.executing_eagerly() or not api.is_elastic():
+            return self.size
+        return run(lambda: [np.array(self.size, np.float64)], [], [tf.float64], [tf.TensorShape([])])[0]
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        if not self.is_shared or not variables:
+        if not self.is_used or not variables:
             return list(gradients)
         slots = self._slots_of(variables)
         sent = {slot: self._sent(gradient) for slot, gradient in zip(slots, gradients, strict=True) if gradient is not None}
@@ -111,20 +127,25 @@ class TensorFlowStepReducer(ArrayStepReducer):
 
     def _reduce_in_graph(self, sent: dict[int, _Sent], variables: dict[int, Any]) -> dict[int, list[tf.Tensor]]:
         """Like `_reduce_eagerly`; slots for which no rank has a gradient at the time of tracing are missing."""
-        kinds = self._agreed({slot: sent[slot].kind if slot in sent else Kind.NONE for slot in variables})
+        own_kinds = {slot: sent[slot].kind if slot in sent else Kind.NONE for slot in variables}
+        kinds = self._agreed(own_kinds)
         if not kinds:
             return {}
+        last_world = [self.world]
         specs = {slot: sent[slot].parts[0] if slot in sent else self._spec(slot, variables[slot]) for slot in kinds}
         lacking = {slot: (tuple(specs[slot].shape), specs[slot].dtype.as_numpy_dtype) for slot in kinds if slot not in sent}
         counted = [] if current_samples() is None else [tf.cast(current_samples(), tf.float64)]
         slots, rest = list(variables), {slot: each.parts for slot, each in sent.items()}
         batches = _batches({slot: parts[0] for slot, parts in rest.items() if len(parts) == 1},
-                           self._runtime.config.bucket_edge)
+                           self.take_part().config.bucket_edge)
         tokens = [self._submitted({slot: rest.pop(slot)[0] for slot in batch}, slots, counted) for batch in batches]
         part_counts = {slot: len(parts) for slot, parts in rest.items()}
 
         def reduce_rest(*arrays: Array) -> list[Array]:
             own_samples = float(arrays[sum(part_counts.values())]) if counted_here else None
+            if lacking and last_world[0] != self.world:
+                self._check_agreed(own_kinds, kinds)
+                last_world[0] = self.world
             given = _by_slot(arrays, part_counts) | {slot: _zeros(kinds[slot], *spec) for slot, spec in lacking.items()}
             weight = self._enqueue(given, slots, own_samples)
             reduced = self._finish(kinds, None if own_samples is None else weight)
@@ -148,7 +169,7 @@ class TensorFlowStepReducer(ArrayStepReducer):
         """
         shape, dtype = self._described(variable)
         if shape is None:
-            raise UnsupportedError(f"gradient {slot} of '{self.label}' is missing on rank {self._runtime.world.rank}, and "
+            raise UnsupportedError(f"gradient {slot} of '{self.label}' is missing on rank {api.rank()}, and "
                                    "the shape of what it is the gradient of is not known; give that a static shape")
         return tf.TensorSpec(shape, tf.as_dtype(dtype))
 
@@ -161,13 +182,13 @@ class TensorFlowStepReducer(ArrayStepReducer):
         Raises:
             MismatchError: when ranks trace different variables, or a gradient is sparse on only some ranks.
         """
-        if Kind.NONE not in own.values():
-            return own
+        if Kind.NONE not in own.values() or not self.is_shared:
+            return {slot: kind for slot, kind in own.items() if kind is not Kind.NONE}
         key = tuple(own), tuple(own.values())
         if key not in self._agreements:
             name = f"{self.label}.gradients_of_a_new_trace.{len(self._agreements)}"
             # Ranks that have joined do not contribute.
-            answers = allgather_object(self._runtime, (self._runtime.world.rank, *key), name, self.process_set)
+            answers = allgather_object(self.take_part(), (api.rank(), *key), name, self.process_set)
             first = answers[0]
             for rank, slots, _ in answers:
                 if slots != first[1]:
@@ -182,6 +203,17 @@ class TensorFlowStepReducer(ArrayStepReducer):
                                         f"{answers[column.index(Kind.DENSE)][0]}; pass sparse_as_dense=True")
             self._agreements[key] = [max(column) for column in columns]
         return {slot: kind for slot, kind in zip(own, self._agreements[key], strict=True) if kind is not Kind.NONE}
+
+    def _check_agreed(self, own: dict[int, Kind], traced: dict[int, Kind]) -> None:
+        """In a graph of an earlier world, before its first round in this one: take part in the exchange of new ranks.
+
+        Raises:
+            MismatchError: when the ranks of this world have other gradients than the graph expects.
+        """
+        if self._agreed(own) != traced:
+            raise MismatchError(f"rank {api.rank()}: the ranks have gradients for other variables than when the tf.function "
+                                f"was traced, in an earlier world of this elastic job ('{self.label}'); make it inside of "
+                                "the function that hvd.elastic.run calls, so that each world traces it")
 
     def _submitted(self, batch: dict[int, tf.Tensor], slots: list[int], counted: Sequence[tf.Tensor]) -> tf.Tensor:
         """Enqueue some of the dense gradients when they are computed; return a tensor that depends on it."""

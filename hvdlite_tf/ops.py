@@ -2,11 +2,15 @@
 
 Inside `tf.function` a collective is one call into Python that blocks until it is complete; several of them run in the order
 in which they were traced, so all ranks must trace them in the same order. (Gradients go together: `gradients.py`.)
+
+Where gradients of variables are weighted by samples later, a gradient that comes from another rank's loss needs that rank's
+weight. So it is the adjoint of the collective under the weighted inner product, which `hvdlite_torch/gradient_weights.py`
+derives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,12 +18,14 @@ import tensorflow as tf
 
 from hvdlite import api
 from hvdlite.core.array import Array
+from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
 from hvdlite_tf import gpu
 from hvdlite_tf.arrays import run
 from hvdlite_tf.call_sites import graph_name
 from hvdlite_tf.compression import Compression, Compressor
+from hvdlite_tf.step_samples import samples_of_step
 
 Average, Sum, Adasum = api.Average, api.Sum, api.Adasum
 Min, Max, Product = api.Min, api.Max, api.Product
@@ -60,7 +66,8 @@ def allreduce(tensor: Any, average: bool | None = None, device_dense: str = "", 
 
     @tf.custom_gradient
     def reduce(x: tf.Tensor) -> Any:
-        return _allreduce(x, where, *arguments), lambda upstream: _allreduce(upstream, f"{where}.gradient", *arguments)
+        return _allreduce(x, where, *arguments), _pull_back(
+            where, lambda upstream: [_allreduce(upstream, f"{where}.gradient", *arguments)])
     return compression.decompress(reduce(compressed), context)
 
 
@@ -88,7 +95,8 @@ def grouped_allreduce(tensors: Sequence[Any], average: bool | None = None, devic
     @tf.custom_gradient
     def reduce(*given: tf.Tensor) -> Any:
         return (_grouped_allreduce(given, where, *arguments),
-                lambda *upstream: _grouped_allreduce(upstream, f"{where}.gradient", *arguments))
+                _pull_back(where, lambda *upstream: _grouped_allreduce(upstream, f"{where}.gradient",
+                                                                       *arguments)))
     for index, (_, context), reduced in zip(dense, pairs, reduce(*(each for each, _ in pairs)), strict=True):
         results[index] = compression.decompress(reduced, context)
     return results
@@ -96,8 +104,12 @@ def grouped_allreduce(tensors: Sequence[Any], average: bool | None = None, devic
 
 @_plain
 def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = False,
-              process_set: ProcessSet = global_process_set) -> tf.Tensor:
-    """Return all ranks' tensors concatenated along the first dimension, which may differ between ranks. Differentiable."""
+              process_set: ProcessSet = global_process_set, *, horovod_gradient: bool = True) -> tf.Tensor:
+    """Return all ranks' tensors concatenated along the first dimension, which may differ between ranks. Differentiable.
+
+    Args:
+        horovod_gradient: average the gradients of all ranks' results, as Horovod does; False: sum them, which is exact.
+    """
     del ignore_name_scope
     tensor = tf.convert_to_tensor(tensor)
     where = _name("allgather", name, process_set)
@@ -107,39 +119,44 @@ def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = Fa
         result, begin = run(lambda array: _gathered(array, where, process_set), [x], [x.dtype, tf.int64],
                             [_any_rows(x), tf.TensorShape([])])
 
-        def gradient(upstream: tf.Tensor) -> tf.Tensor:
-            whole = _allreduce(upstream, f"{where}.gradient", Average, 1.0, 1.0, process_set)
+        def adjoint(upstream: tf.Tensor) -> list[tf.Tensor]:
+            whole = _allreduce(upstream, f"{where}.gradient", _gradient_op(horovod_gradient), 1.0, 1.0, process_set)
             own = tf.slice(whole, tf.concat([[begin], tf.zeros([tf.rank(whole) - 1], tf.int64)], 0),
                            tf.shape(x, out_type=tf.int64))
             own.set_shape(x.shape)
-            return own
-        return result, gradient
+            return [own]
+        return result, _pull_back(where, adjoint)
     return gather(tensor)
 
 
 @_plain
 def grouped_allgather(tensors: Sequence[Any], name: str | None = None, ignore_name_scope: bool = False,
-                      process_set: ProcessSet = global_process_set) -> list[tf.Tensor]:
+                      process_set: ProcessSet = global_process_set, *, horovod_gradient: bool = True) -> list[tf.Tensor]:
     """Like `allgather`, of several tensors."""
     names = [None] * len(tensors) if name is None else api.member_names(name, len(tensors))
-    return [allgather(tensor, each, ignore_name_scope, process_set) for tensor, each in zip(tensors, names, strict=True)]
+    return [allgather(tensor, each, ignore_name_scope, process_set, horovod_gradient=horovod_gradient)
+            for tensor, each in zip(tensors, names, strict=True)]
 
 
 @_plain
 def broadcast(tensor: Any, root_rank: int, name: str | None = None, ignore_name_scope: bool = False,
-              process_set: ProcessSet = global_process_set) -> tf.Tensor:
-    """Return rank `root_rank`'s tensor; all ranks pass one of the same shape and dtype. Differentiable."""
+              process_set: ProcessSet = global_process_set, *, horovod_gradient: bool = True) -> tf.Tensor:
+    """Return rank `root_rank`'s tensor; all ranks pass one of the same shape and dtype. Differentiable.
+
+    Args:
+        horovod_gradient: like `allgather`'s.
+    """
     del ignore_name_scope
     tensor = tf.convert_to_tensor(tensor)
     where = _name("broadcast", name, process_set)
 
     @tf.custom_gradient
     def send(x: tf.Tensor) -> Any:
-        def gradient(upstream: tf.Tensor) -> tf.Tensor:
-            mean = _allreduce(upstream, f"{where}.gradient", Average, 1.0, 1.0, process_set)
-            return mean if api.rank() == root_rank else tf.zeros_like(mean)
+        def adjoint(upstream: tf.Tensor) -> list[tf.Tensor]:
+            whole = _allreduce(upstream, f"{where}.gradient", _gradient_op(horovod_gradient), 1.0, 1.0, process_set)
+            return [whole if api.rank() == root_rank else tf.zeros_like(whole)]
         (result,) = run(lambda array: [_broadcast(array, root_rank, where, process_set)], [x], [x.dtype], [x.shape])
-        return result, gradient
+        return result, _pull_back(where, adjoint)
     return send(tensor)
 
 
@@ -179,13 +196,14 @@ def alltoall(tensor: Any, splits: Any = None, name: str | None = None, ignore_na
     def exchange(x: tf.Tensor, *counts: tf.Tensor) -> Any:
         received, rows = _alltoall(x, counts, where, process_set)
 
-        def gradient(upstream: tf.Tensor, _: Any = None) -> Any:
+        def adjoint(upstream: tf.Tensor) -> list[tf.Tensor]:
             back, _ = _alltoall(upstream, [rows], f"{where}.gradient", process_set)
             kept = tf.zeros(tf.concat([[tf.shape(x)[0] - tf.shape(back)[0]], tf.shape(x)[1:]], 0), back.dtype)
             own = tf.concat([back, kept], 0)
             own.set_shape(x.shape)
-            return [own, *(None for _ in counts)] if counts else own
-        return (received, rows), gradient
+            return [own]
+        pull_back = _pull_back(where, adjoint)
+        return (received, rows), lambda upstream, _: [pull_back(upstream), *(None for _ in counts)]
     received, rows = exchange(tensor, *given)
     return received if splits is None else (received, tf.cast(rows, tf.int32))
 
@@ -193,8 +211,13 @@ def alltoall(tensor: Any, splits: Any = None, name: str | None = None, ignore_na
 @_plain
 def reducescatter(tensor: Any, device_dense: str = "", compression: type[Compressor] = Compression.none,
                   op: ReduceOp = Average, name: str | None = None, process_set: ProcessSet = global_process_set,
-                  ignore_name_scope: bool = False, prescale_factor: float = 1.0, postscale_factor: float = 1.0) -> tf.Tensor:
-    """Return this rank's rows of the reduction over all ranks. Differentiable for Average and Sum."""
+                  ignore_name_scope: bool = False, prescale_factor: float = 1.0, postscale_factor: float = 1.0, *,
+                  horovod_gradient: bool = True) -> tf.Tensor:
+    """Return this rank's rows of the reduction over all ranks. Differentiable for Average and Sum.
+
+    Args:
+        horovod_gradient: multiply the gradient by the number of ranks, as Horovod does; False: the exact gradient.
+    """
     del device_dense, ignore_name_scope
     compressed, context = compression.compress(tf.convert_to_tensor(tensor))
     where = _name("reducescatter", name, process_set)
@@ -206,22 +229,23 @@ def reducescatter(tensor: Any, device_dense: str = "", compression: type[Compres
                                                              postscale=postscale_factor,
                                                              process_set=api.set_id(process_set)))]
 
-        def gradient(upstream: tf.Tensor) -> tf.Tensor:
-            factor = prescale_factor * postscale_factor * (process_set.size() or 1 if op is Sum else 1)
+        def adjoint(upstream: tf.Tensor) -> list[tf.Tensor]:
+            size = process_set.size() or 1
+            factor = prescale_factor * postscale_factor * (size if horovod_gradient else 1) / (size if op is Average else 1)
             whole, _ = run(lambda array: _gathered(array, f"{where}.gradient", process_set), [upstream],
                            [upstream.dtype, tf.int64], [x.shape, tf.TensorShape([])])
-            return whole * tf.cast(factor, whole.dtype)
-        return run(scatter, [x], [x.dtype], [_any_rows(x)], op)[0], gradient
+            return [whole * tf.cast(factor, whole.dtype)]
+        return run(scatter, [x], [x.dtype], [_any_rows(x)], op)[0], _pull_back(where, adjoint)
     return compression.decompress(reduce(compressed), context)
 
 
 @_plain
 def grouped_reducescatter(tensors: Sequence[Any], device_dense: str = "", compression: type[Compressor] = Compression.none,
                           op: ReduceOp = Average, process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0,
-                          postscale_factor: float = 1.0) -> list[tf.Tensor]:
+                          postscale_factor: float = 1.0, *, horovod_gradient: bool = True) -> list[tf.Tensor]:
     """Like `reducescatter`, of several tensors."""
-    return [reducescatter(tensor, device_dense, compression, op, None, process_set, False, prescale_factor, postscale_factor)
-            for tensor in tensors]
+    return [reducescatter(tensor, device_dense, compression, op, None, process_set, False, prescale_factor, postscale_factor,
+                          horovod_gradient=horovod_gradient) for tensor in tensors]
 
 
 @_plain
@@ -270,6 +294,34 @@ def _name(kind: str, name: str | None, process_set: ProcessSet) -> str:
     if name is None and not tf.executing_eagerly():
         return graph_name(kind, api.set_id(process_set))
     return api.negotiated_name("tf", kind, name, process_set)
+
+
+def _pull_back(name: str, adjoint: Callable[..., list[tf.Tensor]]) -> Callable[..., Any]:
+    """Return the gradient of a collective, made of its adjoint, which returns one gradient for each upstream gradient.
+
+    The weights are the numbers of samples, because a common factor cancels. 16-bit gradients could overflow with it.
+    """
+    samples = samples_of_step()
+
+    def weighted(*upstream: tf.Tensor) -> list[tf.Tensor]:
+        wide = [tf.cast(each, tf.float32 if each.dtype.size == 2 else each.dtype) for each in upstream]
+        weights = [tf.cast(samples, each.dtype) for each in wide]
+        pulled = adjoint(*(each * weight for each, weight in zip(wide, weights, strict=True)))
+        return [tf.cast(each / weight, given.dtype) for each, weight, given in zip(pulled, weights, upstream, strict=True)]
+
+    def fail(*_: Any) -> Any:
+        raise UnsupportedError(f"the gradient of '{name}' has no gradient: collectives on TensorFlow have first derivatives "
+                               "only; stop it with tf.stop_gradient")
+
+    @tf.custom_gradient
+    def pull_back(*upstream: tf.Tensor) -> Any:
+        own = adjoint(*upstream) if samples is None else weighted(*upstream)
+        return own[0] if len(own) == 1 else own, fail
+    return pull_back
+
+
+def _gradient_op(horovod_gradient: bool) -> ReduceOp:
+    return Average if horovod_gradient else Sum
 
 
 def _any_rows(tensor: tf.Tensor) -> tf.TensorShape:

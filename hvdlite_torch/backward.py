@@ -282,8 +282,7 @@ class BackwardHooks(SharedParameters):
 
     def _wait(self, run: Run) -> None:
         with run.guarding_all(), torch.profiler.record_function("hvdlite.wait_for_gradients"):
-            if self._reducer.sequence.wait(deferrable=True) and self._reducer.is_round_due:
-                self._reducer.sequence.finish()  # the round before was of a backward pass that failed
+            self._reducer.sequence.wait_and_make_due(deferrable=True)
         run.listeners.discard(self)
         self.guard()
 

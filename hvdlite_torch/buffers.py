@@ -10,6 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hvdlite import api
 from hvdlite.core.process_set import ProcessSet, global_process_set
+from hvdlite.runtime.runtime import Runtime
 from hvdlite_torch.copying import ModuleHook
 from hvdlite_torch.state import broadcast_tensors
 
@@ -57,17 +58,38 @@ class BufferBroadcast:
     Buffers that DDP is told to ignore (`_ddp_params_and_buffers_to_ignore`) are left alone.
     """
 
-    def __init__(self, model: torch.nn.Module, root_rank: int = 0, process_set: ProcessSet = global_process_set) -> None:
-        self._model, self._root = model, root_rank
-        self._runtime = api.runtime()
-        self._process_set = api.set_id(process_set)
-        members = self._runtime.members(self._process_set)
-        self._is_shared = len(members) > 1 and self._runtime.world.rank in members
-        self._label = self._runtime.label("torch.buffers", self._process_set)
+    _runtime: Runtime | None = None  # of this world
+
+    def __init__(self, model: torch.nn.Module, root_rank: int = 0, process_set: ProcessSet = global_process_set,
+                 runtime: Runtime | None = None) -> None:
+        self._model, self._root, self._process_set = model, root_rank, process_set
+        if runtime is None:
+            runtime = api.attached_runtime()
+            api.follow(self)
+        if runtime is not None:
+            self._attach(runtime, "torch.buffers")
+
+    def _attach(self, runtime: Runtime, adapter: str) -> None:
+        self._process_set_id = api.set_id(self._process_set)
+        self._label = runtime.label(adapter, self._process_set_id)
+        self._runtime = runtime
+
+    def world_ended(self) -> None:
+        """Let go of the runtime."""
+        self._runtime = None
+
+    def world_began(self, runtime: Runtime) -> None:
+        """Broadcast among the ranks of another world from now on."""
+        if self._process_set.process_set_id is not None:
+            self._attach(runtime, "torch.buffers.earlier")  # only some ranks may have made it in an earlier world
 
     def __call__(self) -> None:
+        runtime = self._runtime
+        if runtime is None:  # this process joins an elastic job, whose buffers it gets with the other state
+            return
         ignored = getattr(self._model, "_ddp_params_and_buffers_to_ignore", ())
         buffers = [buffer.detach() for name, buffer in self._model.named_buffers() if name not in ignored]
-        if self._is_shared and buffers:
-            name = self._runtime.unnamed(self._label, "buffers", self._process_set)
-            broadcast_tensors(self._runtime, buffers, self._root, name, self._process_set)
+        members = runtime.members(self._process_set_id)
+        if len(members) > 1 and runtime.world.rank in members and buffers:
+            name = runtime.unnamed(self._label, "buffers", self._process_set_id)
+            broadcast_tensors(runtime, buffers, self._root, name, self._process_set_id)

@@ -244,7 +244,9 @@ def pull_back(call: Call, upstream: Tensors) -> list[torch.Tensor]:
     weight = weight_of_this_pass(call.name)
     if weight == 1:
         return call.adjoint(upstream)
-    return [each / weight for each in call.adjoint([each * weight for each in upstream])]
+    wide = [each.float() if each.dtype in (torch.float16, torch.bfloat16) else each for each in upstream]
+    pulled = call.adjoint([each * weight for each in wide])  # 16-bit gradients could overflow
+    return [(each / weight).to(given.dtype) for each, given in zip(pulled, upstream, strict=True)]
 
 
 def _check(call: Call, tensors: Tensors) -> None:

@@ -1,4 +1,4 @@
-"""Elastic training with PyTorch: `hvd.elastic.run`, its state, and a sampler whose position survives; see docs/elastic.md."""
+"""Elastic training with PyTorch: `hvd.elastic.run`, its state, and a sampler that goes on where it was (docs/elastic.md)."""
 
 from hvdlite.core.errors import HorovodInternalError, HostsUpdatedInterrupt
 from hvdlite.training.elastic import run

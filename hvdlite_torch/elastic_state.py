@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import cloudpickle
 import torch
 
 from hvdlite import api
@@ -92,8 +91,8 @@ class TorchState(ObjectState):
         if is_root:
             received = {name: handler.staged for name, handler in own.items()}
         else:
-            received = {name: own[name].stage_received(cloudpickle.loads(state)) for name, state in states.items()}
-            values = {name: with_rooms(cloudpickle.loads(value), None) for name, value in attributes.items()}
+            received = {name: own[name].stage_received(objects.loads(state)) for name, state in states.items()}
+            values = {name: with_rooms(objects.loads(value), None) for name, value in attributes.items()}
             taken_out([*received.values(), *values.values()], tensors)
         broadcast_tensors(runtime, tensors, 0, "elastic.tensors")
         for name, handler in own.items():

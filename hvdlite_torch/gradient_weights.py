@@ -26,7 +26,8 @@ has no weights; the pass that later differentiates the penalty is weighted.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from hvdlite.runtime.runtime import Runtime
 
 transforms_active: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 _current_node: Callable[[], Any] | None = getattr(torch._C, "_current_autograd_node", None)
-_uneven: dict[int, GradientWeight] = {}
+_uneven: dict[int, GradientWeight | _LaterWeight] = {}
 """The weights that are not 1, by identity. Backward passes look here first: autograd does not tell them their scope."""
 
 
@@ -78,7 +79,39 @@ class GradientWeight:
 
     def is_in_this_pass(self) -> bool:
         """Return whether the running backward pass computes the gradient of a weighted parameter."""
-        return any(_fate(node) is not _Fate.IGNORED for node in self._hooks)
+        return _computes_any(self._hooks)
+
+
+class _LaterWeight:
+    """A weight by which another part of hvdlite multiplies gradients when they have been accumulated.
+
+    Args:
+        runtime: of this rank.
+        value: the weight.
+        parameters: returns the parameters of these gradients; called in the first backward pass that needs them.
+    """
+
+    def __init__(self, runtime: Runtime, value: float, parameters: Callable[[], Iterable[torch.Tensor]]) -> None:
+        self.runtime, self.value = runtime, value
+        self._parameters = parameters
+        self._nodes: list[Any] | None = None
+
+    def is_in_this_pass(self) -> bool:
+        """Return whether the running backward pass computes the gradient of a weighted parameter."""
+        if self._nodes is None:
+            self._nodes = [_accumulator(parameter) for parameter in self._parameters() if parameter.requires_grad]
+        return _computes_any(self._nodes)
+
+
+@contextmanager
+def weighted_later(runtime: Runtime, value: float, parameters: Callable[[], Iterable[torch.Tensor]]) -> Iterator[None]:
+    """Return a context whose backward passes compute gradients that are weighted later; see `_LaterWeight`."""
+    weight = _LaterWeight(runtime, value, parameters)
+    _uneven[id(weight)] = weight
+    try:
+        yield
+    finally:
+        del _uneven[id(weight)]
 
 
 def weight_of_this_pass(name: str) -> float:
@@ -98,9 +131,9 @@ def weight_of_this_pass(name: str) -> float:
         return 1.0
     where = f"'{name}': rank {api.runtime().world.rank} differentiates this collective"
     if transforms_active():
-        raise UnsupportedError(f"{where} with torch.func in a batch whose shards differ between ranks, and hvdlite cannot "
-                               "know whether the gradients will be weighted; use torch.autograd.grad or backward(), or "
-                               "batches that divide evenly (drop_last=True)")
+        raise UnsupportedError(f"{where} with torch.func in a batch whose shards may differ between ranks, and hvdlite "
+                               "cannot know whether the gradients will be weighted; use torch.autograd.grad or "
+                               "backward(), or batches that divide evenly (drop_last=True)")
     values = {each.value for each in uneven if each.is_in_this_pass()}
     if not values and _accumulates_activations():
         values = {each.value for each in uneven}
@@ -108,6 +141,11 @@ def weight_of_this_pass(name: str) -> float:
         raise UnsupportedError(f"{where} while {len(uneven)} strategies have uneven batches with the weights "
                                f"{sorted(values)}, and hvdlite cannot know which one applies; leave one of the loops first")
     return values.pop() if values else 1.0
+
+
+def _computes_any(nodes: Iterable[Any]) -> bool:
+    """Return whether the running backward pass reaches one of these nodes, which accumulate gradients."""
+    return any(_fate(node) is not _Fate.IGNORED for node in nodes)
 
 
 def _accumulates_activations() -> bool:

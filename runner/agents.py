@@ -114,7 +114,7 @@ class Agents:
     def turn(self, timeout: float | None) -> None:
         """Wait for an event of any host, and handle it."""
         for key, _ in self._selector.select(timeout):
-            if key.fileobj in self._selector.get_map():  # not unregistered by an earlier one of this round
+            if self._selector.get_map().get(key.fd) is key:  # not unregistered by an earlier one of this round
                 key.data()
 
     def end(self, timeout: float) -> None:

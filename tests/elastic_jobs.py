@@ -119,7 +119,7 @@ class ElasticJob:
         """Do the launcher's work until something has happened."""
         deadline = time.monotonic() + timeout
         while not condition():
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or self.code is not None:
                 raise AssertionError(f"it never happened; {self}")
             wake_at = self._authority.wake_at()
             if wake_at is not None and wake_at <= time.monotonic():
@@ -135,6 +135,11 @@ class ElasticJob:
         """Wait until a world has been ordered."""
         self.until(lambda: epoch in self.orders)
         return self.orders[epoch]
+
+    def until_members(self, *members: int) -> WorldOrder:
+        """Wait until a world of these members has been ordered, whatever their ranks."""
+        self.until(lambda: bool(self.orders) and set(self.orders[max(self.orders)].members) == set(members))
+        return self.orders[max(self.orders)]
 
     def finish(self, timeout: float = 60.0) -> dict[int, Any]:
         """Wait for the end of the job, which has to be a success; return what the members' programs returned."""

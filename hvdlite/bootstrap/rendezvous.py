@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import logging
 import math
 import os
 import select
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdlite.bootstrap.cancellation import Cancellation
+from hvdlite.bootstrap.refused_connections import RefusedConnections
 from hvdlite.control.codec import RankInfo, Welcome
 from hvdlite.control.doorbell import Doorbell
 from hvdlite.control.wire import Connection, challenge_as_client, challenge_as_server
@@ -39,8 +39,6 @@ CONNECT_SECONDS = 5.0
 RETRY_SECONDS = 0.02
 """The longest pause between two attempts; the first ones follow each other faster."""
 FIRST_RETRY_SECONDS = 0.001
-
-_log = logging.getLogger("hvdlite.control")
 
 
 class MissingRanks(LaunchError):
@@ -140,7 +138,8 @@ def is_loopback(host: str) -> bool:
 def advertised_address(connections: Iterable[Connection]) -> str:
     """Return the IP address of this host that most of the peers of some connections use; "" when none is for others."""
     names = [connection.socket.getsockname() for connection in connections if connection.socket.family != socket.AF_UNIX]
-    addresses = [name[0] for name in names if not is_loopback(name[0])]
+    known = [name[0].removeprefix("::ffff:") for name in names]  # IPv4, of a socket that listens for both
+    addresses = [address for address in known if not is_loopback(address)]
     return max(addresses, key=addresses.count, default="")
 
 
@@ -165,6 +164,7 @@ def accept_ranks(listener: socket.socket, address: Address, own: RankInfo, *, ti
         raise
     finally:
         admission.end()
+        admission.refused.log_rest()
 
 
 def _welcomed(admission: _Admission, listener: socket.socket, own: RankInfo, timeout: float) -> Welcome:
@@ -230,6 +230,7 @@ class _Admission:
                  cancellation: Cancellation) -> None:
         self.connections: dict[int, Connection] = {}
         self.refusal = ""
+        self.refused = RefusedConnections(address)
         self._own = own
         self._address = address
         self._frame_limit = frame_limit
@@ -265,10 +266,10 @@ class _Admission:
                 self._cancellation.check()
                 self._settled.clear()
                 try:
-                    sock, _ = listener.accept()
+                    sock, peer = listener.accept()
                 except BlockingIOError:
                     continue
-                self._admit(sock)
+                self._admit(sock, peer[0] if peer else "this host")
 
     def dismiss(self) -> None:
         """Close the connections: there will be no world."""
@@ -283,9 +284,9 @@ class _Admission:
             self._ended = True
             self._settled.close()
 
-    def _admit(self, sock: socket.socket) -> None:
+    def _admit(self, sock: socket.socket, peer: str) -> None:
         self._handshake_slots.acquire()
-        threading.Thread(target=self._handshake, args=(sock,), name="hvdlite-handshake", daemon=True).start()
+        threading.Thread(target=self._handshake, args=(sock, peer), name="hvdlite-handshake", daemon=True).start()
 
     def send_welcome(self) -> Welcome:
         """Answer those that have come; return the answer."""
@@ -307,7 +308,7 @@ class _Admission:
             unavailable=_unavailable_somewhere(ranks),
             use_leaders=self._use_leaders and len({info.host for info in ranks}) > 1, epoch=self._own.epoch)
 
-    def _handshake(self, sock: socket.socket) -> None:
+    def _handshake(self, sock: socket.socket, peer: str) -> None:
         try:
             with self._cancellation.watch(sock):
                 sock.settimeout(HANDSHAKE_SECONDS)
@@ -319,7 +320,7 @@ class _Admission:
         except (OSError, EOFError, HvdliteError) as error:
             sock.close()
             if not self._cancellation.reason:
-                _log.warning("a connection to %s was refused: %s", self._address, error)
+                self.refused.note(peer, error)
         finally:
             self._handshake_slots.release()
 

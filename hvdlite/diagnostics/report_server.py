@@ -36,6 +36,7 @@ class ReportServer:
     def __init__(self, directory: str, demand: Callable[[Receiver], None]) -> None:
         self._path = str(Path(directory) / REPORT_SOCKET)
         self._demand = demand
+        Path(self._path).unlink(missing_ok=True)  # left by rank 0 of an earlier world, which has died
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with short_socket_path(self._path) as path:
             with contextlib.suppress(FileNotFoundError):

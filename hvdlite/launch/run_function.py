@@ -54,7 +54,8 @@ def run(func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str,
 
     Args:
         np: number of ranks (Horovod: `num_proc`); default: one on each slot of `hosts`, else 1.
-        min_np, max_np: the least and the greatest number of ranks of an elastic job (Horovod: `min_num_proc`, `max_num_proc`).
+        min_np, max_np: the least and the greatest number of ranks of an elastic job (Horovod: `min_num_proc` and
+            `max_num_proc`).
         slots: slots of a discovered host that names none.
         reset_limit: how often the ranks of an elastic job may change.
         cooldown_range: for how many seconds at least and at most what has failed is not used; default: for ever.
@@ -184,7 +185,8 @@ def _senders(directory: Path) -> list[int]:
 
 def _result(directory: Path, sender: int, key: bytes) -> tuple[bool, Any]:
     """Return whether a rank or member raised an exception, and its result or the exception."""
-    failed, value = cloudpickle.loads(verified((directory / f"{RESULT_FILE}.{sender}").read_bytes(), key, f"result {sender}"))
+    signed = (directory / f"{RESULT_FILE}.{sender}").read_bytes()
+    failed, value = cloudpickle.loads(verified(signed, key, f"result {sender}"))
     return failed, value
 
 

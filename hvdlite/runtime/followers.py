@@ -27,15 +27,16 @@ class Followers:
         self._followers: weakref.WeakValueDictionary[int, Follower] = weakref.WeakValueDictionary()
         self._ids = itertools.count()
         self._are_collected = True
+        self._are_inside = False  # some may take part in a world whose end they have not been told
 
     def add(self, follower: Follower) -> None:
         """Tell an object of the ends and beginnings of worlds from now on."""
         self._followers[next(self._ids)] = follower
-        self._are_collected = False
+        self._are_collected, self._are_inside = False, True
 
     def world_ended(self) -> None:
         """Let all go of a runtime that has ended."""
-        self._are_collected = not self._followers
+        self._are_collected, self._are_inside = not self._followers, False
         for follower in list(self._followers.values()):
             follower.world_ended()
 
@@ -50,8 +51,9 @@ class Followers:
 
     def world_began(self, runtime: Runtime) -> None:
         """Let all that live take part in the world of a runtime; nothing is left of another one."""
-        if not self._are_collected:
+        if self._are_inside:  # `shutdown` has ended their world, after which gradients can still be looked at
             self.world_ended()
-            self.collect()
+        self.collect()
         for follower in list(self._followers.values()):
+            self._are_inside = True
             follower.world_began(runtime)

@@ -20,7 +20,7 @@ class RegisteredSets:
     Elastic jobs (docs/protocol.md#elastic-process-sets): a set consists of members, not of ranks. In a new world it has
     those that are left, with their new ranks, and another id; it is unregistered when none is left. A member that joins gets
     the ranks of its sets from rank 0. A set that was registered inside the training function ends with the world, because
-    the function is called again.
+    the function is called again. Sets that have lost members may be equal to others; then they share an id.
     """
 
     def __init__(self) -> None:
@@ -40,8 +40,10 @@ class RegisteredSets:
         """
         members: tuple[int, ...] = ()
         if made.mpi_comm is None:
-            ranks = made.ranks or ()
-            made.register(runtime.add_process_set(ranks).wait(), runtime.world.rank)
+            ranks = made.ranks or []
+            equal = next((other for other in self._members if other.ranks == ranks), None) if self._world else None
+            made.register(runtime.add_process_set(ranks).wait() if equal is None else equal.process_set_id,
+                          runtime.world.rank)
             members = tuple(self._world[rank] if self._world else rank for rank in ranks)
         elif runtime.world.epoch:
             raise UnsupportedError("a process set of an elastic job is a list of ranks: a communicator ends with its first "
@@ -61,8 +63,13 @@ class RegisteredSets:
         self._awaiting.add(made)
         made.register(len(self._members), world.rank)
 
-    def remove(self, made: ProcessSet) -> None:
-        """Forget a process set."""
+    def remove(self, made: ProcessSet, runtime: Runtime | None) -> None:
+        """Remove a process set on all ranks; without a runtime on this one."""
+        shared = {other.process_set_id for other in self._members if other is not made} | {GLOBAL_PROCESS_SET_ID}
+        if runtime is not None:
+            for set_id in made.registered_ids:
+                if set_id not in shared:
+                    runtime.remove_process_set(set_id).wait()
         made.register(None, None)
         self._members.pop(made, None)
         self._of_call.discard(made)

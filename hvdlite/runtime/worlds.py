@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import traceback
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -94,6 +95,9 @@ class Worlds:
         config = self._config()
         if self.member is None:
             self.member = _member(self._environ, comm, config)
+            if self.member is not None:  # each change collects garbage; what has been imported would make that slow
+                gc.collect()
+                gc.freeze()
         info = resolve_launch(comm, self._environ, os.getppid(), config)
         configure_logging(config, lambda: self.coordinates.rank if self.is_initialized else info.world.rank)
         if launch_contract.JOINER in self._environ:
@@ -143,9 +147,7 @@ class Worlds:
 
     def remove_process_set(self, process_set: ProcessSet) -> None:
         """Remove a process set on all ranks."""
-        for set_id in process_set.registered_ids if self.waiting is None else ():
-            self.current().remove_process_set(set_id).wait()
-        self._process_sets.remove(process_set)
+        self._process_sets.remove(process_set, None if self.waiting is not None else self.current())
 
     # --- elastic jobs: one world after the other -----------------------------------------------------------------------
 
@@ -229,7 +231,8 @@ class Worlds:
             if self.member is not None:
                 self.member.attach(epoch, made.stop)
             if info.job_directory and not info.owns_directory:
-                made.progress.publish(info.job_directory, info.world.rank)
+                own = info.world.rank if self.member is None else self.member.number
+                made.progress.publish(info.job_directory, own)
             if config.timeline:
                 made.start_timeline(_path_in(config.timeline, epoch), config.timeline_mark_cycles)
         except BaseException as error:

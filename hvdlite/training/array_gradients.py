@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import itertools
 import math
 import threading
 from collections.abc import Collection, Sequence
@@ -44,12 +45,14 @@ class Slot:
     Attributes:
         shape: of its gradient; None while that is unknown.
         dtype: of the gradient on the wire: the last one's, or the one to expect when there was none yet.
+        group_id: as in `GradientReducer.add`.
         is_expected: whether a round has been about the variable, maybe the one to come.
         gradient: this rank's or the reduced one; None when there is none.
     """
 
     shape: tuple[int, ...] | None
     dtype: np.dtype[Any]
+    group_id: int = 0
     is_expected: bool = False
     gradient: Gradient | None = None
 
@@ -204,7 +207,8 @@ class ArrayReducer:
     `give` may come from any thread.
 
     Args:
-        label: equal on all ranks; names of gradients are made of it and their slot's index.
+        label: equal on all ranks. Names of gradients are made of it and a number in order of first expectation: ranks may
+            have other slots besides.
     """
 
     def __init__(self, runtime: Runtime, label: str, *, op: ReduceOp, prescale: float = 1.0, postscale: float = 1.0,
@@ -212,6 +216,7 @@ class ArrayReducer:
         self._reducer: GradientReducer[Slot] = GradientReducer(runtime, ArrayGradients(), label, op=op, prescale=prescale,
                                                                postscale=postscale, passes=1, process_set=process_set)
         self._slots: list[Slot] = []
+        self._names = itertools.count()
         self._lock = threading.Lock()
 
     @property
@@ -220,7 +225,7 @@ class ArrayReducer:
         return self._reducer.is_shared
 
     def add(self, shape: tuple[int, ...] | None, dtype: str, group_id: int = 0) -> int:
-        """Return the index of a new slot; all ranks add the same ones in the same order.
+        """Return the index of a new slot. All ranks add those that are expected together in the same order.
 
         Args:
             shape: of the gradient; None when it is not known before there is one.
@@ -228,8 +233,7 @@ class ArrayReducer:
             group_id: as in `GradientReducer.add`.
         """
         with self._lock:
-            self._slots.append(Slot(shape, SUPPORTED_DTYPES[dtype]))
-            self._reducer.add(self._slots[-1], str(len(self._slots) - 1), group_id)
+            self._slots.append(Slot(shape, SUPPORTED_DTYPES[dtype], group_id))
             return len(self._slots) - 1
 
     def expect(self, slots: Collection[int]) -> None:
@@ -237,8 +241,11 @@ class ArrayReducer:
         if all(self._slots[slot].is_expected for slot in slots):
             return
         with self._lock:
-            for slot in slots:
-                self._slots[slot].is_expected = True
+            new = [self._slots[slot] for slot in sorted(slots) if not self._slots[slot].is_expected]
+            for slot in new:
+                self._reducer.add(slot, str(next(self._names)), slot.group_id)
+            for slot in new:
+                slot.is_expected = True
             self._reducer.sequence.admit()
 
     def give(self, slot: int, gradient: Gradient) -> None:

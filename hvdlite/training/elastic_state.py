@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import cloudpickle
 import numpy as np
 
 from hvdlite import api
@@ -49,7 +48,7 @@ class State:
             self._bcast_object = bcast_object
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
-        """Add functions to call in each new world, before the state is synchronised; for example to scale a learning rate."""
+        """Add functions to call in each new world before the state is synchronised, to scale a learning rate for example."""
         self._reset_callbacks = (*self._reset_callbacks, *callbacks)
 
     def on_reset(self) -> None:
@@ -166,7 +165,7 @@ class ObjectState(State):
         commits, attributes, refusal = sent
         if refusal:
             raise UnsupportedError(refusal)
-        self._assign({name: cloudpickle.loads(content) for name, content in attributes.items()})
+        self._assign({name: objects.loads(content) for name, content in attributes.items()})
         self.commits = commits
 
     def _attributes(self) -> dict[str, Any]:
@@ -205,8 +204,13 @@ def copied(attributes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pickled(name: str, value: Any) -> bytes:
+    """Return an attribute as bytes.
+
+    Raises:
+        UnsupportedError: when it cannot be pickled, naming it.
+    """
     try:
-        return bytes(cloudpickle.dumps(value))
+        return objects.dumps(value)
     except MemoryError:
         raise
     except Exception as error:  # likewise
@@ -214,6 +218,7 @@ def pickled(name: str, value: Any) -> bytes:
 
 
 def advice(name: str, value: Any, verb: str, error: Exception) -> str:
+    """Return the text of an error about an attribute that cannot be copied or pickled."""
     return (f"attribute '{name}' of the elastic state cannot be {verb}: it is a {type(value).__name__} "
             f"({type(error).__name__}: {error}). Keep plain data in the state, and such an object outside of it or in an "
             "attribute whose name begins with an underscore")

@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Generic
 
 from hvdlite.core.array import Array
@@ -52,7 +52,7 @@ from hvdlite.training.members import Member
 from hvdlite.training.order_errors import changed_alone, computed_twice, reduction_told, replaced
 from hvdlite.training.replicas import check_replicas
 from hvdlite.training.round import Rounds
-from hvdlite.training.round_sequence import RoundSequence
+from hvdlite.training.round_sequence import JOB_CONTINUES, RoundSequence
 from hvdlite.training.waiting import WaitIn
 
 
@@ -116,11 +116,6 @@ class GradientReducer(Generic[Parameter]):
         return self.sequence.closed > 0 and not self.is_under_way
 
     @property
-    def is_round_due(self) -> bool:
-        """Whether no round is under way, and one is due for backward passes that came too late for the last one."""
-        return self._passes.are_due and not self.is_under_way
-
-    @property
     def parameters(self) -> Iterator[Parameter]:
         """The parameters of all members, and of those that become members after the round."""
         return filter(self._set.framework.is_trainable, self._members.parameters())
@@ -172,7 +167,7 @@ class GradientReducer(Generic[Parameter]):
             (current or sequence.begin()).give(member, self._set.framework.has_gradient(parameter))
 
     def end_backward(self) -> bool:
-        """The outermost backward pass is over; return whether its caller is to `wait(deferrable=True)` now.
+        """The outermost backward pass is over; return whether its caller is to `wait_and_make_due` now.
 
         Waiting is apart, because one backward pass can serve several sets: all of them must be closed before anybody waits,
         or two ranks could wait for each other's other set. While the round is under way afterwards, gradients are not final.
@@ -314,16 +309,24 @@ class GradientReducer(Generic[Parameter]):
     def _finish_if_due(self) -> None:
         sequence = self.sequence
         if sequence.closed == 0 or self.is_under_way or self._were_cleared_or_zeroed():
-            sequence.finish()
+            try:
+                sequence.finish()
+            except JOB_CONTINUES:
+                if not self.is_under_way:
+                    with suppress(*JOB_CONTINUES):
+                        self._finish_rest()
+                raise
         if self._set.in_step and sequence.behind:
             self._check_unchanged()
-        if self._passes.is_suspended:
-            return
-        if sequence.is_touched or self._passes.pending:
-            sequence.finish()
-        if (self._set.in_step or self.looks_for_own) and self._has_unreduced():
+        self._finish_rest()
+        if not self._passes.is_suspended and (self._set.in_step or self.looks_for_own) and self._has_unreduced():
             self.gradients.takes_changed = True
             sequence.finish()
+
+    def _finish_rest(self) -> None:
+        """Reduce what was computed since the last round, which is less than a round's passes."""
+        if not self._passes.is_suspended and (self.sequence.is_touched or self._passes.pending):
+            self.sequence.finish()
 
     def _were_cleared_or_zeroed(self) -> bool:
         """Return whether the script has cleared the gradients of a step that it skipped, and computed none since."""

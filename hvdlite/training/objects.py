@@ -58,6 +58,16 @@ def allgather_object(runtime: Runtime, value: Any, name: str, process_set: int =
     return [_loaded(part) for part in parts]
 
 
+def dumps(value: Any) -> bytes:
+    """Return an object as bytes; functions and classes of the script are pickled by value."""
+    return bytes(cloudpickle.dumps(value))
+
+
+def loads(content: bytes) -> Any:
+    """Return the object whose bytes a collective of this module has brought."""
+    return cloudpickle.loads(content)
+
+
 @dataclasses.dataclass
 class _Payload:
     """An object as bytes; or why it has none, as text."""
@@ -68,7 +78,7 @@ class _Payload:
     @classmethod
     def of(cls, value: Any) -> _Payload:
         try:
-            return cls(np.frombuffer(cloudpickle.dumps(value), np.uint8).copy())
+            return cls(np.frombuffer(dumps(value), np.uint8).copy())
         except Exception as error:  # of any kind: the object's own methods are called
             return cls(np.frombuffer(f"{type(error).__name__}: {error}".encode(), np.uint8).copy(), error)
 
@@ -84,4 +94,4 @@ def _refusal(texts: Mapping[int, Array]) -> UnsupportedError:
 
 
 def _loaded(payload: Array) -> Any:
-    return cloudpickle.loads(payload.tobytes())
+    return loads(payload.tobytes())

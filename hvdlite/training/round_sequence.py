@@ -6,14 +6,18 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Generic
 
-from hvdlite.core.errors import HvdliteError
+from hvdlite.core.errors import HvdliteError, MismatchError, UnsupportedError
 from hvdlite.handoff.handle import WaitDeferred
 from hvdlite.training.framework import Parameter
 from hvdlite.training.gradient_set import GradientSet
 from hvdlite.training.later_call import LaterCall
+from hvdlite.training.order_errors import GradientOrderError
 from hvdlite.training.passes import PassCounter
 from hvdlite.training.round import Round, Rounds
 from hvdlite.training.waiting import WaitIn, WaitPolicy
+
+JOB_CONTINUES = (GradientOrderError, MismatchError, UnsupportedError)
+"""Errors of a round, perhaps on one rank only, after which ranks make further rounds."""
 
 
 class RoundSequence(Generic[Parameter]):
@@ -118,14 +122,29 @@ class RoundSequence(Generic[Parameter]):
         """End the round: report what is missing, and wait until every gradient is final; then make the rounds that are due.
 
         Raises:
-            HorovodInternalError: when a reduction failed; all others are completed first, and the next round can start.
+            HorovodInternalError: when a reduction failed; all others are completed first, and the rounds that are due are
+                made, as on other ranks, where perhaps nothing has failed.
         """
         with self.lock:
             self.close()
-            self.wait()
-            while self.passes.are_due:
+            self.wait_and_make_due(deferrable=False)
+
+    def wait_and_make_due(self, *, deferrable: bool) -> None:
+        """Like `finish`, when the round is closed; unless its wait is deferred, see `wait`."""
+        errors: list[HvdliteError] = []
+        with self.lock:
+            while True:
+                try:
+                    if not self.wait(deferrable=deferrable):
+                        return
+                except JOB_CONTINUES as error:
+                    errors.append(error)
+                if not self.passes.are_due:
+                    break
                 self.close()
-                self.wait()
+                deferrable = False
+        if errors:
+            raise errors[0]
 
     def finish_current(self, only: Round[Parameter] | None = None) -> None:
         """Like `finish`, when a round is under way.

@@ -20,6 +20,7 @@ from hvdlite import api
 from hvdlite.core.errors import MismatchError
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
+from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.arguments import check_compression, factors
 from hvdlite.training.array_gradients import ArrayReducer, Gradient, Rows, scaled
 from hvdlite.training.groups import group_ids
@@ -47,7 +48,11 @@ def current_samples() -> Any:
 
 
 class StepReducer:
-    """Reduces lists of gradients of the same variables, step after step.
+    """Reduces lists of gradients of the same variables, step after step, in one world after the other.
+
+    Compiled functions of the script keep their step reducer. So this outlives a world: it leaves one that has ended, and
+    takes part in the next one with its first gradients there. It is numbered by that, because ranks use their reducers in
+    the same order, but may have made them in different ones: some ranks did so in an earlier world.
 
     Args:
         frontend: the first part of the label.
@@ -58,14 +63,15 @@ class StepReducer:
         process_set: the ranks that exchange gradients; on others gradients stay what they are.
         groups: gradients that are reduced together: a number of groups, or a list of lists of variables.
 
-    Attributes:
-        size: the number of these ranks.
-        process_set: the id of their process set.
-        label: the label of the gradient set; equal on all of them.
-
     Raises:
         ValueError: for another op, for a predivide factor with Sum, and for invalid groups.
     """
+
+    _runtime: Runtime | None = None  # of the world in which it takes part
+    _process_set_id: int
+    _label: str
+    world = 0
+    """The number of worlds in which this has taken part."""
 
     def __init__(self, frontend: str, *, compression: Any, sparse_as_dense: bool = False, op: ReduceOp = ReduceOp.AVERAGE,
                  gradient_predivide_factor: float = 1.0, process_set: ProcessSet = global_process_set,
@@ -75,25 +81,83 @@ class StepReducer:
             raise ValueError(f"gradients are reduced with op Average or Sum, not {op.name.capitalize()}")
         check_compression(compression)
         self._prescale, self._postscale = factors(op, gradient_predivide_factor)
-        self._runtime, self.process_set = api.runtime(), api.set_id(process_set)
-        self.label = self._runtime.label(frontend, self.process_set)
-        self.size = len(self._runtime.members(self.process_set))
+        self._frontend, self._process_set = frontend, process_set
         self._op, self._compression, self._sparse_as_dense = op, compression, sparse_as_dense
         self._lock = threading.Lock()
         self._reference_samples: float | None = None
         self._groups = groups
         checked = group_ids(groups, ())
         self._group_ids = None if isinstance(groups, int) else checked  # None: until the variables are known
+        if api.attached_runtime() is not None:
+            self.take_part()
+        api.follow(self)
+
+    def world_ended(self) -> None:
+        """Let go of the runtime, and of a round under way."""
+        self._runtime = None
+
+    def world_began(self, runtime: Runtime) -> None:
+        """Nothing yet: see above."""
+
+    def take_part(self) -> Runtime:
+        """Return the present runtime, in whose world this takes part from now on.
+
+        Raises:
+            NotInitializedError: where there is none.
+            UnsupportedError: when the process set is not registered.
+        """
+        runtime = api.runtime()
+        if runtime is not self._runtime:
+            with self._lock:
+                if runtime is not self._runtime:
+                    self.world_ended()
+                    self._attach(runtime)
+        return runtime
+
+    def _attach(self, runtime: Runtime) -> None:
+        self._process_set_id = api.set_id(self._process_set)
+        self._label = runtime.label(self._frontend, self._process_set_id)
+        self._reference_samples = None
+        self.world += 1
+        self._runtime = runtime
 
     @property
     def is_current(self) -> bool:
-        """Whether this reducer belongs to the current runtime."""
+        """Whether this takes part in the world of the present runtime already."""
         return api.is_initialized() and self._runtime is api.runtime()
+
+    @property
+    def process_set(self) -> int:
+        """The id of the process set of the ranks that exchange gradients."""
+        self.take_part()
+        return self._process_set_id
+
+    @property
+    def label(self) -> str:
+        """The label of the gradient set; equal on all of these ranks."""
+        self.take_part()
+        return self._label
+
+    @property
+    def size(self) -> int:
+        """The number of these ranks."""
+        return len(self.take_part().members(self._process_set_id))
 
     @property
     def is_shared(self) -> bool:
         """Whether there are other ranks to exchange gradients with."""
-        return self.size > 1 and self._runtime.world.rank in self._runtime.members(self.process_set)
+        runtime = self.take_part()
+        members = runtime.members(self._process_set_id)
+        return len(members) > 1 and runtime.world.rank in members
+
+    @property
+    def is_used(self) -> bool:
+        """Whether gradients go through this: other ranks take part, or may do so before a compiled function is called."""
+        return self.is_shared
+
+    def divisor(self) -> Any:
+        """Return the number of ranks, in a compiled function a tensor that has it whenever that is called."""
+        return self.size
 
     def watch(self, variables: Sequence[Any]) -> None:
         """Prepare for the gradients of these variables; all ranks pass the same variables in the same order."""
@@ -113,8 +177,9 @@ class StepReducer:
         with self._lock:
             if self._reference_samples is None:
                 most = np.zeros(1)
-                self._runtime.allreduce(f"{self.label}.samples", np.array([samples], np.float64), most, ReduceOp.MAX,
-                                        process_set=self.process_set).wait()
+                assert self._runtime is not None
+                self._runtime.allreduce(f"{self._label}.samples", np.array([samples], np.float64), most, ReduceOp.MAX,
+                                        process_set=self._process_set_id).wait()
                 self._reference_samples = float(most[0]) or 1.0
         return samples / self._reference_samples
 
@@ -135,28 +200,45 @@ class StepReducer:
 class ArrayStepReducer(StepReducer):
     """Reduces gradients as arrays. Each variable has a permanent slot, numbered in the order of first use."""
 
+    _count_slot = 0
+    """For this rank's weight; part of rounds once ranks have weights."""
+
     def __init__(self, frontend: str, **arguments: Any) -> None:
-        super().__init__(frontend, **arguments)
         self._slots: dict[int, tuple[weakref.ref[Any], int]] = {}  # by a variable's identity
-        self._reducer = ArrayReducer(self._runtime, self.label, op=self._op, prescale=self._prescale,
-                                     postscale=self._postscale, process_set=self.process_set)
-        self._count_slot = self._reducer.add((1,),
-                                             "float32")  # for this rank's weight; part of rounds once ranks have weights
+        # By slot, the arguments of `ArrayReducer.add`.
+        self._slot_kinds: list[tuple[tuple[int, ...] | None, str, int]] = [((1,), "float32", 0)]
+        self._reducer: ArrayReducer | None = None  # of this world
+        self._alone: dict[int, Gradient] = {}  # of this rank, where no other one takes part
+        super().__init__(frontend, **arguments)
+
+    def world_ended(self) -> None:
+        self._reducer = None
+        self._alone.clear()
+        super().world_ended()
+
+    def _attach(self, runtime: Runtime) -> None:
+        super()._attach(runtime)
+        self._reducer = ArrayReducer(runtime, self._label, op=self._op, prescale=self._prescale, postscale=self._postscale,
+                                     process_set=self._process_set_id)
+        for kind in self._slot_kinds:
+            self._reducer.add(*kind)
 
     def has_slots(self, variables: Sequence[Any]) -> bool:
         """Return whether each of these variables has a slot."""
         return all((slot := self._slots.get(id(variable))) and slot[0]() is variable for variable in variables)
 
     def watch(self, variables: Sequence[Any]) -> None:
-        if self.is_shared:
+        if api.attached_runtime() is not None and self.is_shared:
             self._slots_of(variables)
 
     def _slots_of(self, variables: Sequence[Any]) -> list[int]:
         if not self.has_slots(variables):
             for variable, group_id in zip(variables, self._group_ids_of(variables), strict=True):
                 if not self.has_slots([variable]):
-                    slot = self._reducer.add(*self._described(variable), group_id)
-                    self._slots[id(variable)] = weakref.ref(variable), slot
+                    self._slots[id(variable)] = weakref.ref(variable), len(self._slot_kinds)
+                    self._slot_kinds.append((*self._described(variable), group_id))
+                    if self._reducer is not None:
+                        self._reducer.add(*self._slot_kinds[-1])
         return [self._slots[id(variable)][1] for variable in variables]
 
     def _name_of(self, slot: int) -> str:
@@ -180,6 +262,10 @@ class ArrayStepReducer(StepReducer):
             slots: the slots of all variables of the round.
             samples: this rank's number of samples, if ranks are weighted by samples.
         """
+        if not self.is_shared:
+            self._alone.update((slot, _copied(gradient)) for slot, gradient in gradients.items())
+            return 1.0
+        assert self._reducer is not None
         self._reducer.expect(slots if samples is None else [*slots, self._count_slot])
         weight = 1.0 if samples is None else self._weight(samples)
         for slot, gradient in reversed(gradients.items()):  # the last layers' gradients came first
@@ -195,6 +281,10 @@ class ArrayStepReducer(StepReducer):
         Raises:
             MismatchError: if another rank had a gradient for a variable that is not among these.
         """
+        if not self.is_shared:
+            alone, self._alone = self._alone, {}
+            return alone
+        assert self._reducer is not None
         if weight is not None:
             self._reducer.give(self._count_slot, np.array([weight], np.float32))
         reduced = self._reducer.finish()
@@ -202,11 +292,15 @@ class ArrayStepReducer(StepReducer):
         others = sorted(reduced.keys() - set(slots))
         if others:
             raise MismatchError(
-                f"rank {self._runtime.world.rank}: another rank has gradients for {len(others)} variables that have none "
+                f"rank {api.rank()}: another rank has gradients for {len(others)} variables that have none "
                 f"here in this step (the first one is '{self._name_of(others[0])}'); freeze the same variables everywhere, "
                 "and make the same ones part of the loss when a tf.function is traced")
         factor = self._unweight(float(count[0]) if isinstance(count, np.ndarray) else None)
         return {slot: _weighted(gradient, factor) for slot, gradient in reduced.items()}
+
+
+def _copied(gradient: Gradient) -> Gradient:
+    return Rows(gradient.indices.copy(), gradient.values.copy()) if isinstance(gradient, Rows) else gradient.copy()
 
 
 def _weighted(gradient: Gradient, factor: float) -> Gradient:

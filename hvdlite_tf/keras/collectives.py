@@ -1,6 +1,7 @@
 """Collectives on tensors of Keras' backend, as in `horovod.keras`.
 
-On TensorFlow they are those of `hvdlite_tf`, and work inside `tf.function` too. On torch and JAX they are for eager code.
+On TensorFlow they are those of `hvdlite_tf`, which also work inside `tf.function`, and on torch those of `hvdlite_torch`.
+Both are differentiable. On JAX collectives take values, outside of compiled functions and derivatives.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import keras
 
 from hvdlite import ops
 from hvdlite.core.array import SUPPORTED_DTYPES, Array
+from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.types import ReduceOp
 from hvdlite_tf.compression import Compression, Compressor
 
@@ -21,46 +23,79 @@ def allreduce(value: Any, name: str | None = None, average: bool | None = None, 
               compression: type[Compressor] = Compression.none) -> Any:
     """Return the reduction over all ranks of a tensor, or of a value that Keras can convert to one, with the same dtype."""
     tensor = keras.ops.convert_to_tensor(value)
+    factors: dict[str, Any] = {"op": op, "prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
     if keras.backend.backend() == "tensorflow":
         from hvdlite_tf import ops as tf_ops
-        return tf_ops.allreduce(tensor, average, compression=compression, op=op, prescale_factor=prescale_factor,
-                                postscale_factor=postscale_factor, name=name)
+        return tf_ops.allreduce(tensor, average, compression=compression, name=name, **factors)
+    dtype = keras.backend.standardize_dtype(tensor.dtype)
+    target = compression.target_for(dtype)
+    if keras.backend.backend() == "torch":
+        from hvdlite_torch import ops as torch_ops
+        return keras.ops.cast(torch_ops.allreduce(keras.ops.cast(tensor, target or dtype), average, name, **factors), dtype)
 
     def reduce(array: Array) -> Array:
-        target = compression.target_for(array.dtype.name)
         sent = array if target is None else array.astype(SUPPORTED_DTYPES[target])
-        reduced: Array = ops.allreduce(sent, average, name, op, prescale_factor, postscale_factor)
+        reduced: Array = ops.allreduce(sent, average, name, **factors)
         return reduced
-    return _called(reduce, tensor)
+    return _called(reduce, tensor, name)
 
 
-def allgather(value: Any, name: str | None = None) -> Any:
-    """Return all ranks' tensors concatenated along the first dimension."""
+def allgather(value: Any, name: str | None = None, *, horovod_gradient: bool = True) -> Any:
+    """Return all ranks' tensors concatenated along the first dimension.
+
+    Args:
+        horovod_gradient: average the gradients of all ranks' results, as Horovod does; False: sum them, which is exact.
+    """
     tensor = keras.ops.convert_to_tensor(value)
+    differentiable = _differentiable()
+    if differentiable is not None:
+        return differentiable.allgather(tensor, name, horovod_gradient=horovod_gradient)
+    return _called(lambda array: ops.allgather(array, name), tensor, name)
+
+
+def broadcast(value: Any, root_rank: int, name: str | None = None, *, horovod_gradient: bool = True) -> Any:
+    """Return rank `root_rank`'s tensor.
+
+    Args:
+        horovod_gradient: like `allgather`'s.
+    """
+    tensor = keras.ops.convert_to_tensor(value)
+    differentiable = _differentiable()
+    if differentiable is not None:
+        return differentiable.broadcast(tensor, root_rank, name, horovod_gradient=horovod_gradient)
+    return _called(lambda array: ops.broadcast(array, root_rank, name), tensor, name)
+
+
+def reducescatter(value: Any, name: str | None = None, op: ReduceOp = ReduceOp.AVERAGE, *,
+                  horovod_gradient: bool = True) -> Any:
+    """Return this rank's rows of the reduction of a tensor over all ranks.
+
+    Args:
+        horovod_gradient: multiply the gradient by the number of ranks, as Horovod does; False: the exact gradient.
+    """
+    tensor = keras.ops.convert_to_tensor(value)
+    differentiable = _differentiable()
+    if differentiable is not None:
+        return differentiable.reducescatter(tensor, op=op, name=name, horovod_gradient=horovod_gradient)
+    return _called(lambda array: ops.reducescatter(array, name, op), tensor, name)
+
+
+def _differentiable() -> Any:
+    """Return the module of the backend's differentiable collectives; None if it has none."""
     if keras.backend.backend() == "tensorflow":
         from hvdlite_tf import ops as tf_ops
-        return tf_ops.allgather(tensor, name)
-    return _called(lambda array: ops.allgather(array, name), tensor)
+        return tf_ops
+    if keras.backend.backend() == "torch":
+        from hvdlite_torch import ops as torch_ops
+        return torch_ops
+    return None
 
 
-def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
-    """Return rank `root_rank`'s tensor."""
-    tensor = keras.ops.convert_to_tensor(value)
-    if keras.backend.backend() == "tensorflow":
-        from hvdlite_tf import ops as tf_ops
-        return tf_ops.broadcast(tensor, root_rank, name)
-    return _called(lambda array: ops.broadcast(array, root_rank, name), tensor)
-
-
-def reducescatter(value: Any, name: str | None = None, op: ReduceOp = ReduceOp.AVERAGE) -> Any:
-    """Return this rank's rows of the reduction of a tensor over all ranks."""
-    tensor = keras.ops.convert_to_tensor(value)
-    if keras.backend.backend() == "tensorflow":
-        from hvdlite_tf import ops as tf_ops
-        return tf_ops.reducescatter(tensor, op=op, name=name)
-    return _called(lambda array: ops.reducescatter(array, name, op), tensor)
-
-
-def _called(function: Callable[[Array], Array], tensor: Any) -> Any:
-    result = function(keras.ops.convert_to_numpy(tensor))
-    return keras.ops.convert_to_tensor(result, dtype=keras.backend.standardize_dtype(tensor.dtype))
+def _called(function: Callable[[Array], Array], tensor: Any, name: str | None) -> Any:
+    try:
+        array = keras.ops.convert_to_numpy(tensor)
+    except TypeError as error:  # JAX's for a tracer
+        raise UnsupportedError(f"'{name or 'unnamed'}': a collective on the {keras.backend.backend()} backend takes a "
+                               "value, not a tensor of a compiled or differentiated function such as a loss in fit; use "
+                               "KERAS_BACKEND=tensorflow or torch for collectives in a loss") from error
+    return keras.ops.convert_to_tensor(function(array), dtype=keras.backend.standardize_dtype(tensor.dtype))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import keras
@@ -18,6 +18,7 @@ from hvdlite import api
 from hvdlite.core.types import ReduceOp
 from hvdlite.training.objects import broadcast_object
 from hvdlite.training.shards import shard
+from hvdlite.training.step_reducer import current_samples
 from hvdlite_tf.keras import shards, step
 from hvdlite_tf.keras.evaluation_data import EvaluationData, without_warnings
 from hvdlite_tf.keras.order import order_seed, sync_random_state
@@ -137,14 +138,17 @@ class DistributedModel:
 
     def train_step(self, *arguments: Any, **named: Any) -> Any:
         """Run the model's method; inside, Keras sees one replica, and this rank is weighted by its samples."""
-        with step.one_replica(_data_of(arguments, named)):
+        with step.one_replica(_data_of(arguments, named)), self._weighted():
             return self.original["train_step"](*arguments, **named)
 
     def test_step(self, *arguments: Any, **named: Any) -> Any:
         """Run the model's method; inside, Keras sees one replica. Losses belong to this rank's batch or shard."""
         is_part = self._applied is not None and not self._applied.is_whole
-        with step.one_replica(_data_of(arguments, named), self._applying_shares, is_part):
+        with step.one_replica(_data_of(arguments, named), self._applying_shares, is_part), self._weighted():
             return self.original["test_step"](*arguments, **named)
+
+    def _weighted(self) -> AbstractContextManager[None]:
+        return self._strategy.weighted_step(current_samples(), lambda: self._model.trainable_variables)
 
     def make_train_function(self, *arguments: Any, **named: Any) -> Any:
         """Like the model's. Keras calls it when the model is built, and before it reads variables."""

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 
-from hvdlite import api
 from hvdlite.core.errors import HorovodInternalError, HostsUpdatedInterrupt
-from hvdlite.training import elastic
+from hvdlite.training.elastic import run
 from hvdlite.training.elastic_state import ObjectState, State
 from hvdlite_tf.keras.broadcast import broadcast_variables
 from hvdlite_tf.keras.elastic_callbacks import (
-    POSITION,
     CommitStateCallback,
     UpdateBatchStateCallback,
     UpdateEpochStateCallback,
@@ -23,25 +19,6 @@ from hvdlite_tf.keras.elastic_callbacks import (
 
 __all__ = ["CommitStateCallback", "HorovodInternalError", "HostsUpdatedInterrupt", "KerasState", "ObjectState", "State",
            "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
-
-
-def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a training function that goes on when members are lost or join; like `hvdlite.elastic.run`.
-
-    An error of a compiled function (`tf.function`, `jax.jit`) is a lost member's doing if the runtime has failed.
-    """
-    @functools.wraps(func)
-    def translated(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return func(*args, **kwargs)
-        except (HorovodInternalError, HostsUpdatedInterrupt):
-            raise
-        except _errors_of_compiled_functions() as error:
-            failure = api.runtime().failure if api.is_initialized() else None
-            if failure is None:
-                raise
-            raise HorovodInternalError(str(failure)) from error
-    return elastic.run(translated)
 
 
 class KerasState(ObjectState):
@@ -70,7 +47,7 @@ class KerasState(ObjectState):
         if self.optimizer is not None and not getattr(self.optimizer, "built", True):
             self.optimizer.build(model.trainable_variables)
         self._values = self._copied_values()
-        super().__init__(**kwargs, **{POSITION: (0, 0)})
+        super().__init__(**kwargs, _position_in_epoch=(0, 0))
 
     def save(self) -> None:
         """Copy the model, the optimizer and all attributes."""
@@ -120,8 +97,3 @@ def assign(variables: Sequence[Any], values: Sequence[Any]) -> None:
     """Assign copies of values to variables, which may change them in place."""
     for variable, value in zip(variables, values, strict=True):
         variable.assign(keras.ops.copy(value))
-
-
-def _errors_of_compiled_functions() -> tuple[type[Exception], ...]:
-    tensorflow = sys.modules.get("tensorflow")
-    return (RuntimeError,) if tensorflow is None else (RuntimeError, tensorflow.errors.OpError)

@@ -2,7 +2,8 @@
 
 - `Trainer.compile`: TensorFlow's XLA cannot call Python, so with a distributed optimizer "auto" is off. A model that is
   compiled in the scope of a `MirroredStrategy` is distributed.
-- `Trainer.make_train_function`: a training step that was compiled before the optimizer was wrapped is compiled again.
+- `Trainer.make_train_function`: a training step that was compiled before the optimizer was wrapped, or in another world, is
+  compiled again.
 - `LossScaleOptimizer`: it tests reduced gradients, which are equal on all ranks, so an overflow on one rank skips the step
   on all ranks. If they differ (accumulation, local variables), the ranks combine their tests.
 - The reduction of losses; see `step.py`.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -78,8 +80,11 @@ def _making(original: Any) -> Any:
     def make_train_function(self: Any, force: bool = False) -> Any:
         optimizer = distributed_in(getattr(self, "optimizer", None))
         reducer = None if optimizer is None else optimizer._hvdlite_step_reducer()
-        if reducer is not vars(self).get("_hvdlite_trained_with"):
-            object.__setattr__(self, "_hvdlite_trained_with", reducer)
+        if reducer is not None:
+            reducer.take_part()
+        trained_with = None if reducer is None else (weakref.ref(reducer), reducer.world)
+        if trained_with != vars(self).get("_hvdlite_trained_with"):
+            object.__setattr__(self, "_hvdlite_trained_with", trained_with)
             if reducer is not None and keras.backend.backend() == "tensorflow" and self.jit_compile:
                 _log.info("jit_compile is off: XLA cannot call hvdlite's collectives")
                 self.jit_compile = False
@@ -116,9 +121,7 @@ def _checking(original: Any) -> Any:
         if not is_distributed(self.inner_optimizer) or self.inner_optimizer._hvdlite_are_equal:
             return finite
         reducer = self.inner_optimizer._hvdlite_step_reducer()
-        if not reducer.is_shared:
-            return finite
-        return all_ranks_true(finite, f"{reducer.label}.finite", reducer.process_set)
+        return all_ranks_true(finite, reducer) if reducer.is_used else finite
     return check_finite
 
 

@@ -112,7 +112,7 @@ class _Distributed:
 
     def _hvdlite_step_reducer(self) -> StepReducer:
         state = self._hvdlite_state
-        if state.reducer is None or not state.reducer.is_current:
+        if state.reducer is None:
             state.reducer = create_step_reducer(**self._hvdlite_settings.arguments)
         return state.reducer
 
@@ -176,10 +176,11 @@ class _Distributed:
         reduced = reducer.reduce([grads[index] for index in shared], [variables[index] for index in shared])
         for index, gradient in zip(shared, reduced, strict=True):
             grads[index] = gradient
-        if self._hvdlite_settings.scales_local and reducer.is_shared:
+        if self._hvdlite_settings.scales_local and len(shared) < len(grads) and reducer.is_used:
+            divisor = reducer.divisor()
             for index in set(range(len(grads))) - set(shared):
                 if grads[index] is not None:
-                    grads[index] = grads[index] / reducer.size
+                    grads[index] = grads[index] / keras.ops.cast(divisor, grads[index].dtype)
         return grads
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -75,6 +75,15 @@ class BaseStrategy(LaunchableStrategy):
         """Return a context in which an optimizer of the scope can be built."""
         return nullcontext()
 
+    def weighted_step(self, samples: Any, variables: Callable[[], Sequence[Any]]) -> AbstractContextManager[None]:
+        """Return the context of a model's step, for the gradients of collectives in it; see `hvdlite_tf.step_samples`.
+
+        Args:
+            samples: this rank's number of samples, by which gradients of variables are weighted; None for equal weights.
+            variables: returns these variables.
+        """
+        return nullcontext()
+
     def check_applies(self) -> None:
         """Raise an error where gradients cannot be applied."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import keras
@@ -37,6 +37,13 @@ class MirroredStrategy(scope.BaseStrategy):
         self.variable_mirror.mirror_pending(must_match=True)
         with scope.making(self):
             return fn(*args, **(kwargs or {}))
+
+    def weighted_step(self, samples: Any, variables: Callable[[], Sequence[Any]]) -> AbstractContextManager[None]:
+        """Like the base class's."""
+        if keras.backend.backend() != "torch" or samples is None:
+            return nullcontext()
+        from hvdlite_torch.gradient_weights import weighted_later
+        return weighted_later(api.runtime(), float(max(samples, 1)), lambda: [each.value for each in variables()])
 
     def reduce(self, reduce_op: Any, value: Any, axis: int | None = None) -> Any:
         """Return the sum or mean of a value over all ranks, as a NumPy array; means of integers are floats.

@@ -8,7 +8,7 @@ guarantee the interface: `tests/tf/test_mirrored.py` lists the versions with whi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -20,7 +20,7 @@ from hvdlite import api
 from hvdlite.core.types import ReduceOp
 from hvdlite.training.objects import allgather_object
 from hvdlite.training.strategies import parse_reduce_op
-from hvdlite_tf import ops
+from hvdlite_tf import ops, step_samples
 from hvdlite_tf.keras import scope, step
 from hvdlite_tf.keras.shards import distributed_dataset, local_dataset
 from hvdlite_tf.random_states import RANDOM_STATE
@@ -47,6 +47,8 @@ class MirroredStrategy(scope.BaseStrategy, tf.distribute.Strategy):  # type: ign
 
     def _set_up(self) -> None:
         tf.distribute.Strategy.__init__(self, _Extended(self, own_device(api.local_rank())))
+        with tf.device("CPU:0"):
+            self._samples = tf.Variable(1.0, trainable=False)
         from tensorflow.python.eager import context
         seeds = allgather_object(api.runtime(), context.global_seed(), api.runtime().unnamed("tf", "global_seed"))
         if seeds[0] is None or seeds != seeds[:1] * len(seeds):  # setting it restarts the sequence of operations' seeds
@@ -80,6 +82,17 @@ class MirroredStrategy(scope.BaseStrategy, tf.distribute.Strategy):  # type: ign
             return
         with scope.making(self), super().scope():
             yield
+
+    @contextmanager
+    def weighted_step(self, samples: Any, variables: Callable[[], Sequence[Any]]) -> Iterator[None]:
+        """Like the base class's."""
+        with step_samples.kept_in(self._samples):
+            if samples is None:
+                yield
+                return
+            self._samples.assign(tf.cast(tf.maximum(samples, 1), tf.float32))
+            yield
+            self._samples.assign(1.0)
 
     def check_applies(self) -> None:
         """Raise where gradients cannot be applied.

@@ -9,9 +9,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from hvdlite.bootstrap.refused_connections import LOGGED_REFUSALS, RefusedConnections
 from hvdlite.bootstrap.rendezvous import Address
 from hvdlite.control.codec import RankInfo
-from hvdlite.core.errors import LaunchError
+from hvdlite.core.errors import LaunchError, ProtocolError
 from tests.bootstrap.meeting import SETTINGS, meet, rank_info
 
 
@@ -49,8 +50,9 @@ def test_two_processes_of_one_rank_are_named(address: Address) -> None:
 
 
 def test_strangers_are_refused_and_the_job_starts(caplog: pytest.LogCaptureFixture) -> None:
+    """Each reason is logged once per peer."""
     def stranger(address: Address) -> None:
-        for noise in (b"", b"GET / HTTP/1.0\r\n\r\n", b"\xff" * 64, b"x" * 100_000):
+        for noise in (b"", b"GET / HTTP/1.0\r\n\r\n", b"\xff" * 64, *[b"x" * 96] * 1000):
             with socket.create_connection((address.host, address.port)) as sock:
                 try:
                     sock.sendall(noise)
@@ -64,7 +66,21 @@ def test_strangers_are_refused_and_the_job_starts(caplog: pytest.LogCaptureFixtu
         results = meet(Address(host="127.0.0.1", port=0, key=b"secret" * 6), [rank_info(rank) for rank in range(3)],
                        stranger=stranger)
     assert all(welcome.pids == (1000, 1001, 1002) for welcome in results)
-    assert sum("was refused" in record.message for record in caplog.records) == 4
+    first, second, rest = (record.message for record in caplog.records)
+    assert "from 127.0.0.1 to 127.0.0.1:" in first and "was refused: closed during the handshake" in first
+    assert "was refused: the peer does not know the job's key" in second
+    assert "1001 more connections to 127.0.0.1:" in rest
+
+
+def test_a_peer_with_many_reasons_and_many_peers_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """See docs/protocol.md#frames."""
+    refused = RefusedConnections(Address(path="/socket"))
+    for number in range(300):
+        refused.note(f"10.0.0.{number % 150}", ProtocolError(f"reason {number % 2}"))
+    refused.log_rest()
+    refused.log_rest()
+    assert len(caplog.records) == LOGGED_REFUSALS + 1
+    assert caplog.records[-1].message == "200 more connections to /socket were refused"
 
 
 def test_a_silent_stranger_delays_nobody() -> None:

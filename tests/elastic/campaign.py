@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +13,7 @@ STEPS = 600
 
 
 def draw(seed: int, folder: Path) -> tuple[Job, random.Random, int, int]:
-    """Start the job of a seed; return it with what the rest is drawn from, its kills and how many members are spared."""
+    """Start the job of a seed; return it with what the rest is drawn from, its founders and its kills."""
     chance = random.Random(seed)
     size = chance.choice([2, 3, 4])
     flags = ["-np", str(size), "--min-np", "1"]
@@ -26,17 +25,18 @@ def draw(seed: int, folder: Path) -> tuple[Job, random.Random, int, int]:
         script.write_text("#!/bin/sh\necho localhost:2\necho 127.0.0.1:2\n", encoding="ascii")
         script.chmod(0o755)
         flags += ["--max-np", "4", "--host-discovery-script", str(script)]
-    return Job(flags, folder, STEPS), chance, size - 1 if kind == "fixed" else 4, 1
+    return Job(flags, folder, STEPS), chance, size, size - 1 if kind == "fixed" else 4
 
 
 def one(seed: int) -> tuple[int, str]:
     """Run the job of a seed; return how many members were killed, and "" or what was wrong."""
     with tempfile.TemporaryDirectory(prefix="hvdlite-elastic-") as name:
-        job, chance, kills, spared = draw(seed, Path(name))
+        job, chance, founders, kills = draw(seed, Path(name))
         done: list[str] = []
         try:
-            time.sleep(chance.choice([0.0, 0.5, 1.5]))
-            done = hurt(job, chance, kills, spared, seconds=chance.uniform(0.2, 3.0))
+            job.wait_for_all(founders)  # a death outside elastic.run ends the job
+            job.wait_for_step(chance.randrange(STEPS // 2))
+            done = hurt(job, chance, kills, seconds=chance.choice([0.1, 1.0, 4.0]))
             job.succeed()
         except AssertionError as error:
             return len(done), f"seed {seed}: killed {done}: {error}"

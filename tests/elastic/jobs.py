@@ -83,6 +83,10 @@ class Job:
         """Block until some member is at a step."""
         self.wait_for(f"step {step}", lambda: any(self.step_of(member) >= step for member in self.members()))
 
+    def wait_for_all(self, founders: int) -> None:
+        """Block until all members of the first world train."""
+        self.wait_for("all founders", lambda: all(self.step_of(member) >= 0 for member in range(founders)))
+
     def kill(self, member: int, number: int = signal.SIGKILL) -> None:
         """Send a signal to a member's process."""
         os.kill(self.members()[member], number)
@@ -134,12 +138,11 @@ class Job:
         self._errors.close()
 
 
-def hurt(job: Job, chance: random.Random, kills: int, spared: int, seconds: float) -> list[str]:
+def hurt(job: Job, chance: random.Random, kills: int, seconds: float) -> list[str]:
     """Kill random members at random moments; return what was done.
 
     Args:
-        kills: how many at most.
-        spared: how many members are left alive at least.
+        kills: how many at most; one member is always left alive.
         seconds: by when the last one is killed.
     """
     done: list[str] = []
@@ -147,7 +150,7 @@ def hurt(job: Job, chance: random.Random, kills: int, spared: int, seconds: floa
     for moment in sorted(chance.uniform(0, seconds) for _ in range(kills)):
         time.sleep(max(0.0, until - seconds + moment - time.monotonic()))
         alive = job.running()
-        if len(alive) <= spared or job.process.poll() is not None:
+        if len(alive) < 2 or job.process.poll() is not None:
             continue
         member = chance.choice(sorted(alive))
         done.append(f"member {member} at step {job.step_of(member)}")

@@ -99,7 +99,8 @@ def test_what_a_rank_says_after_a_closing_goes_up_after_it() -> None:
     leader = a_leader()
     done, later = RoundDone("net", 1), Request("remove", Collective.REMOVE_PROCESS_SET, "uint8", (0,), members=(1,))
     leader.receive(2, Report(epoch=0, applied=1, items=(MEMBER, done, later)))
-    assert leader.take_report() == HostReport(epoch=0, applied=0, items=(RankReport(2, Report(epoch=0, applied=1, items=(later,))),))
+    assert leader.take_report() == HostReport(
+        epoch=0, applied=0, items=(RankReport(2, Report(epoch=0, applied=1, items=(later,))),))
     leader.receive(3, Report(epoch=0, applied=1, items=(MEMBER, done, later)))
     assert leader.take_report() == HostReport(epoch=0, applied=1, items=(MergedRequests((2, 3), (MEMBER,)), done,
                                                            RankReport(3, Report(epoch=0, applied=1, items=(later,)))))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.elastic_jobs import ElasticJob
-from tests.runtime.programs.elastic import train
+from tests.runtime.programs.elastic import change, train, until_the_launcher_ends, with_process_sets
 
 
 def agree(results: dict[int, Any]) -> None:
@@ -36,3 +36,63 @@ def test_survivors_go_on_from_the_last_commit_in_the_same_processes(tmp_path: Pa
     for rank, member in enumerate(order.members):
         assert results[member]["worlds"] == [(member, 3), (rank, 2)]
         assert results[member]["environment"] == (rank, 2)
+
+
+def test_a_job_grows_onto_a_second_host_where_rank_0_dies(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    with ElasticJob(train, str(gate), slots={"a": 2}, min_np=1) as job:
+        for member in range(2):
+            job.until_printed(member, "step 10 of 1\n")
+        job.kill(0)
+        assert job.until_world(2).members == (1,)
+        job.see({"a": 2, "b": 2})  # the slot of member 0 is not used again
+        order = job.until_members(1, 2, 3)  # both at once, or one after the other
+        assert not order.restore and order.members[0] == 1
+        for member in order.members:
+            job.until_printed(member, "world of 3 as")
+        job.kill(1)
+        assert job.until_members(2, 3).restore
+        for member in (2, 3):
+            job.until_printed(member, "world of 2 as")
+        gate.touch()
+        results = job.finish()
+    agree(results)
+    assert sorted(results) == [2, 3] and len({result["steps"] for result in results.values()}) == 1
+
+
+def test_fifty_worlds_hold_no_more_than_two(tmp_path: Path) -> None:
+    with ElasticJob(change, 50, slots={"a": 2}) as job:
+        results = job.finish()
+        assert max(job.orders) == 51
+    for result in results.values():
+        assert result["early"] == result["late"]
+        assert result["sequence"] == 4 and "one after the other" in result["nested"]
+
+
+def test_process_sets_follow_their_members(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    with ElasticJob(with_process_sets, str(gate), slots={"a": 3}, min_np=2) as job:
+        for member in range(3):
+            job.until_printed(member, "world of 3")
+        job.see({"a": 2})
+        assert job.until_world(2).members == (0, 1)
+        for member in (0, 1):
+            job.until_printed(member, "world of 2")
+        assert job.processes[2].wait(30) == 0
+        job.see({"a": 3})
+        assert job.until_world(3).members == (0, 1, 3)
+        job.until_printed(3, "world of 3")
+        gate.touch()
+        results = job.finish()
+    after = [([0, 1], [1], [2.0, 1.0], 1)] * 2
+    assert results[1] == [([0, 1], [1, 2], [2.0, 2.0], 1), *after]
+    assert results[3] == [([0, 1], [1], [None, None], 1)]
+
+
+def test_the_end_of_the_launcher_ends_the_job(tmp_path: Path) -> None:
+    with ElasticJob(until_the_launcher_ends, slots={"a": 2}) as job:
+        for member in range(2):
+            job.until_printed(member, "trains")
+        job.lose_launcher()
+        for member in range(2):
+            job.until_printed(member, "ended: the launcher of this elastic job, which orders its worlds, cannot be reached")

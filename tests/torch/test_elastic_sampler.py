@@ -69,10 +69,10 @@ def test_every_sample_once_over_any_worlds(length: int, shuffle: bool, worlds: l
     assert len(seen) - length < max(size for size, *_ in [*worlds, (3,)]), "only the end is padded"
 
 
-def alone(monkeypatch: pytest.MonkeyPatch, length: int = 20, rank: int = 0, size: int = 1, **options: bool) -> ElasticSampler:
+def alone(monkeypatch: pytest.MonkeyPatch, rank: int = 0, size: int = 1, shuffle: bool = True) -> ElasticSampler:
     monkeypatch.setattr(api, "rank", lambda: rank)
     monkeypatch.setattr(api, "size", lambda: size)
-    return ElasticSampler(range(length), **options)
+    return ElasticSampler(range(20), shuffle)
 
 
 def test_epochs_begin_anew_unless_they_go_on(monkeypatch: pytest.MonkeyPatch) -> None:

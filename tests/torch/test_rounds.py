@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
+from hvdlite.training.order_errors import GradientOrderError  # noqa: E402
 from hvdlite_torch import DistributedOptimizer  # noqa: E402
 from tests.torch.models import by_bucket, net, weights  # noqa: E402
 from tests.worlds import threads  # noqa: E402
@@ -200,3 +202,33 @@ def test_a_step_that_calls_its_base_classs_counts_once() -> None:
     torch.optim.Adam(net().parameters())
     one, other = threads(2, step)
     assert all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("failing", [0, 3])
+def test_a_rank_whose_reduction_fails_makes_the_rounds_that_are_due(failing: int, passes: int) -> None:
+    """The other rank, where nothing has failed, makes them too."""
+    def step(runtime: Runtime) -> list[float]:
+        rank, losses = runtime.world.rank, []
+        p, q = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+        optimizer = DistributedOptimizer(torch.optim.SGD([p, q], lr=0.1), _runtime=runtime, wait_in="step",
+                                         backward_passes_per_step=passes)
+
+        def computed(loss: Any) -> None:
+            (loss * (rank + 1)).sum().backward()
+        for turn in range(6):
+            optimizer.zero_grad()
+            computed(p + q)
+            if turn == failing:
+                optimizer.synchronize()
+                with pytest.raises(GradientOrderError, match="took part without the reduced gradient") if rank == 0 else \
+                        contextlib.nullcontext():
+                    q.grad = None if rank else q.grad
+                    for _ in range(1 + passes):
+                        computed(p if rank else p + q)
+                    optimizer.synchronize()
+            else:
+                optimizer.step()
+                losses.append(p.grad[0].item())
+        return losses
+    assert threads(2, step) == [[1.5] * 5] * 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 import hvdlite_torch as hvd  # noqa: E402
 from hvdlite import api  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
+from hvdlite_torch.gradient_weights import weighted_later  # noqa: E402
 from tests.torch.mirroring import Net, assert_close, dataset, weights  # noqa: E402
 from tests.worlds import threads  # noqa: E402
 
@@ -175,6 +177,37 @@ def test_losses_with_collectives_equal_one_process(on_ranks: Any) -> None:
     for everything in on_ranks(step):
         for (loss, way), got, wanted in zip(cases, everything, expected, strict=True):
             assert_close(got, wanted, msg=f"{loss.__name__}, {way.__name__}")
+
+
+def test_gradients_that_are_weighted_after_the_backward_pass(on_ranks: Any) -> None:
+    """As by the adapter of Keras; the weights are numbers of samples."""
+    x, y = BATCHES[0]
+
+    def gradients(loss: Any, over: Any, rows: slice) -> list[Any]:
+        model = Net().double()
+        with weighted_later(api.runtime(), len(x[rows]), model.parameters) if rows.stop else contextlib.nullcontext():
+            loss(model, x[rows], y[rows], over).backward()
+        return [parameter.grad for parameter in model.parameters()]
+    expected = [gradients(loss, Alone(), slice(None)) for loss in LOSSES]
+
+    def step(_: Any) -> list[list[Any]]:
+        rows = (slice(0, 4), slice(4, 7))[hvd.rank()]
+        share = len(x[rows]) / len(x)
+        return [[hvd.allreduce(each * share, op=hvd.Sum) for each in
+                 gradients(loss, Ranks(SimpleNamespace(weight=2 * share)), rows)] for loss in LOSSES]
+    for everything in on_ranks(step):
+        for loss, got, wanted in zip(LOSSES, everything, expected, strict=True):
+            assert_close(got, wanted, msg=loss.__name__)
+
+
+def test_sixteen_bits_do_not_overflow_with_the_weight(on_ranks: Any) -> None:
+    def step(_: Any) -> float:
+        parameter = torch.nn.Parameter(torch.ones(1, dtype=torch.float16))
+        with weighted_later(api.runtime(), 8 - 4 * hvd.rank(), lambda: [parameter]):
+            (hvd.allreduce(parameter, op=hvd.Average) * 30000).sum().backward()
+        assert parameter.grad.dtype == torch.float16
+        return parameter.grad.item()
+    assert on_ranks(step) == [22496, 44992]  # 30000 times (8 + 4) / 2, divided by this rank's weight
 
 
 def test_passes_without_weighted_parameters_have_no_weights(on_ranks: Any) -> None:

@@ -124,7 +124,7 @@ def test_what_cannot_be_pickled_is_told_to_all_ranks() -> None:
     root, other = ObjectState(wire.root, epoch=1), ObjectState(wire.other, epoch=0)
     root.epoch = threading.Lock()
     for own in (root, other):
-        with pytest.raises(UnsupportedError, match="rank 0: attribute 'epoch'.*cannot be pickled"):
+        with pytest.raises(UnsupportedError, match=r"rank 0: attribute 'epoch'.*cannot be pickled"):
             own.sync()
     assert other.epoch == 0
 

@@ -17,7 +17,6 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdlite import api
 from hvdlite.core.array import Array
 from hvdlite.core.types import ReduceOp
 from hvdlite.training.step_reducer import StepReducer
@@ -36,11 +35,12 @@ def call(function: Callable[[Sequence[Array]], Sequence[Array]], tensors: Sequen
     return _backend().call(function, tensors) if tensors else []  # type: ignore[no-any-return]
 
 
-def all_ranks_true(flag: Any, name: str, process_set: int) -> Any:
-    """Return whether a scalar boolean tensor is true on all ranks of a process set."""
+def all_ranks_true(flag: Any, reducer: StepReducer) -> Any:
+    """Return whether a scalar boolean tensor is true on all ranks that share a reducer's gradients."""
     def reduce(arrays: Sequence[Array]) -> list[Array]:
         result = np.empty_like(arrays[0])
-        api.runtime().allreduce(name, arrays[0], result, ReduceOp.MIN, process_set=process_set).wait()
+        reducer.take_part().allreduce(f"{reducer.label}.finite", arrays[0], result, ReduceOp.MIN,
+                                      process_set=reducer.process_set).wait()
         return [result]
     return keras.ops.cast(call(reduce, [keras.ops.cast(flag, "int32")])[0], "bool")
 

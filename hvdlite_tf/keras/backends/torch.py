@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from hvdlite import api
 from hvdlite.core.array import Array
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.types import ReduceOp
+from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.gradient_reducer import GradientReducer
 from hvdlite.training.step_reducer import StepReducer, current_samples
 from hvdlite_torch import Compression
@@ -34,14 +36,26 @@ class TorchStepReducer(StepReducer):
     """
 
     def __init__(self, **arguments: Any) -> None:
-        super().__init__("keras", **arguments)
         self._tensors: dict[int, torch.Tensor] = {}  # by identity: the values of variables that take part
-        self._hooks: BackwardHooks | None = None  # made for the first variables
+        self._hooks: BackwardHooks | None = None  # of this world, made for the first variables
+        super().__init__("keras", **arguments)
+
+    def world_ended(self) -> None:
+        if self._hooks is not None:
+            self._hooks.abandon()
+            self._hooks = None
+        for tensor in self._tensors.values():
+            set_grad(tensor, None)  # it may be half reduced, and in memory of that world
+        self._tensors.clear()
+        super().world_ended()
+
+    def _attach(self, runtime: Runtime) -> None:
+        super()._attach(runtime)
         self._is_watching = False
         self._count = torch.zeros(1)  # its "gradient" is this rank's weight; trainable once ranks have weights
 
     def watch(self, variables: Sequence[Any]) -> None:
-        if not self.is_shared:
+        if api.attached_runtime() is None or not self.is_shared:
             return
         hooks = self._member(variables)
         if not self._is_watching:
@@ -80,10 +94,11 @@ class TorchStepReducer(StepReducer):
                if id(variable.value) not in self._tensors]
         if self._hooks is None:
             compression = {None: Compression.none, "float16": Compression.fp16, "bfloat16": Compression.bf16}
-            framework = framework_for(self._runtime, compression[self._compression.target], self._sparse_as_dense,
+            runtime = self.take_part()
+            framework = framework_for(runtime, compression[self._compression.target], self._sparse_as_dense,
                                       [variable.value for variable in variables])
             reducer: GradientReducer[torch.Tensor] = GradientReducer(
-                self._runtime, framework, self.label, op=self._op, prescale=self._prescale, postscale=self._postscale,
+                runtime, framework, self.label, op=self._op, prescale=self._prescale, postscale=self._postscale,
                 passes=1, process_set=self.process_set)
             reducer.sequence.on_reduced = self._divide_by_weights
             self._hooks = BackwardHooks(reducer)
@@ -109,7 +124,8 @@ class TorchStepReducer(StepReducer):
 
     def _release(self) -> None:
         """Remove all hooks until gradients are applied again: another optimizer uses some of the variables now."""
-        assert self._hooks is not None
+        if self._hooks is None:
+            return
         self._is_watching = False
         self._hooks.unwatch()
         if self.is_current:
@@ -117,7 +133,7 @@ class TorchStepReducer(StepReducer):
 
     def _begin_backward(self) -> bool:
         """Begin a round with a backward pass's first gradient; return whether to reduce it."""
-        if not self.is_current:  # of a job that has ended; the optimizer's next step creates another step reducer
+        if not self.is_current:  # of a job that has ended; the optimizer's next step takes part in another one
             self._release()
             return False
         self._begin_round()
@@ -164,7 +180,7 @@ class TorchStepReducer(StepReducer):
                 gradient is not None and gradient is not get_grad(tensor) and hooks.reducer.is_reduced(tensor)
                 for gradient, tensor in zip(gradients, tensors, strict=True)):
             raise UnsupportedError(
-                f"rank {self._runtime.world.rank}: with op=Sum, apply() was given other gradients than those in .grad, "
+                f"rank {api.rank()}: with op=Sum, apply() was given other gradients than those in .grad, "
                 "which backward() has computed and summed over all ranks. It cannot be told whether they are summed "
                 "already: use op=Average, change .grad in place, or clear .grad before you compute others")
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hvdlite import api, ops
+from hvdlite.core.errors import HorovodInternalError, LaunchError, NotInitializedError, UnsupportedError
+from hvdlite.core.process_set import ProcessSet
 from hvdlite.training.elastic import run
 from hvdlite.training.elastic_state import ObjectState
 
@@ -63,4 +66,119 @@ def train(gate: str, elements: int = 1000, every: int = 1) -> dict[str, Any]:
     assert total == api.size()
     api.shutdown()
     return {"worlds": worlds, "pid": os.getpid(), "digest": hashlib.sha256(state.weights.tobytes()).hexdigest(),
-            "steps": state.step, "held": held, "environment": (int(os.environ["HOROVOD_RANK"]), int(os.environ["HVDLITE_SIZE"]))}
+            "steps": state.step, "held": held,
+            "environment": (int(os.environ["HOROVOD_RANK"]), int(os.environ["HVDLITE_SIZE"]))}
+
+
+def change(count: int) -> dict[str, Any]:
+    """Pass through `count` more worlds with the same members; return what is held in the second and in the last one."""
+    api.init()
+    state: Any = ObjectState(step=0)
+    held: list[tuple[int, int, int]] = []
+
+    class Follower:
+        """Counts what it is told."""
+
+        began = ended = 0
+
+        def world_began(self, runtime: object) -> None:
+            assert runtime is api.runtime()
+            self.began += 1
+
+        def world_ended(self) -> None:
+            self.ended += 1
+
+    follower = Follower()
+    api.follow(follower)
+
+    @run
+    def loop(state: Any) -> None:
+        for _ in range(3):
+            ops.allreduce(np.ones(100_000), op=api.Sum)
+            state.step += 1
+            state.commit()
+        held.append((descriptors(), shared_mappings(), threading.active_count()))
+        ops.barrier()  # the end of the world reaches some ranks in it
+        if len(held) <= count:
+            raise HorovodInternalError("a collective has failed")
+
+    loop(state)
+    assert state.step == 3 * (count + 1), state.step
+    assert follower.began == count and follower.ended >= count, (follower.began, follower.ended)
+    return {"early": held[1], "late": held[-1], "sequence": _twice(state), "nested": _nested(state)}
+
+
+def _twice(state: Any) -> int:
+    """Run another training after the first one."""
+    @run
+    def loop(state: Any) -> int:
+        return int(ops.allreduce(np.ones(1), op=api.Sum)[0])
+
+    return loop(state) + loop(state)
+
+
+def _nested(state: Any) -> str:
+    @run
+    def inner(state: Any) -> None:
+        raise AssertionError("it was called")
+
+    @run
+    def outer(state: Any) -> str:
+        try:
+            inner(state)
+        except UnsupportedError as error:
+            return str(error)
+        return "no error"
+
+    return str(outer(state))
+
+
+def with_process_sets(gate: str) -> list[Any]:
+    """Use process sets that outlive a world; return their ranks in each world, and sums over them."""
+    api.init()
+    pair, others = ProcessSet([0, 1]), ProcessSet([1, 2])
+    api.add_process_set(pair)
+    api.add_process_set(others)
+    if api.is_provisional():
+        try:
+            ops.allreduce(np.ones(1), name="too early")
+        except NotInitializedError as error:
+            assert "before, only broadcast_parameters" in str(error)
+    state: Any = ObjectState(step=0)
+    seen: list[Any] = []
+
+    @run
+    def loop(state: Any) -> None:
+        mine = api.add_process_set([0]) if api.size() > 1 else None  # again in each call
+        sums = [float(ops.allreduce(np.ones(1), op=api.Sum, process_set=each)[0]) if each.included() else None
+                for each in (pair, others)]
+        seen.append((pair.ranks, others.ranks, sums, mine is None or mine.size()))
+        while True:
+            done = ops.allreduce(np.array([float(os.path.exists(gate))]), op=api.Max)[0]
+            print(f"world of {api.size()}", flush=True)
+            if done:
+                return
+            state.commit()
+
+    loop(state)
+    api.shutdown()
+    return seen
+
+
+def until_the_launcher_ends() -> str:
+    """Train until the launcher has gone; return the error."""
+    api.init()
+    state: Any = ObjectState(step=0)
+
+    @run
+    def loop(state: Any) -> None:
+        while True:
+            ops.allreduce(np.ones(1))
+            print("trains", flush=True)
+
+    try:
+        loop(state)
+    except LaunchError as error:
+        print(f"ended: {error}", flush=True)
+        raise
+    return "it returned"

@@ -71,6 +71,11 @@ def _every_collective(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) 
     assert gradient(lambda x: hvd.broadcast(x, 0) * weight * (rank + 1)) == [[1.5, 3, 4.5, 6], [0] * 4][rank]
     assert gradient(lambda x: hvd.reducescatter(x, op=hvd.Sum) * (rank + 1.0)) == [2, 2, 4, 4]
     assert gradient(lambda x: hvd.alltoall(x) * (rank + 1.0)) == [1, 1, 2, 2]
+    exact = {"horovod_gradient": False}
+    assert gradient(lambda x: hvd.grouped_allgather([x], **exact)[0] * (rank + 1.0)) == [3, 3, 3, 3]
+    assert gradient(lambda x: hvd.broadcast(x, 0, **exact) * (rank + 1.0)) == [[3] * 4, [0] * 4][rank]
+    assert gradient(lambda x: hvd.grouped_reducescatter([x], op=hvd.Sum, **exact)[0] * (rank + 1.0)) == [1, 1, 2, 2]
+    assert gradient(lambda x: hvd.reducescatter(x, **exact) * (rank + 1.0)) == [0.5, 0.5, 1, 1]
 
 
 def _sets_objects_and_errors() -> None:
@@ -84,6 +89,14 @@ def _sets_objects_and_errors() -> None:
            lambda: tf.function(lambda x: hvd.allreduce(x, name="uneven"))(tf.ones(2 + rank)))
     slices = tf.IndexedSlices(tf.ones((2, 3)), tf.constant([rank, 4]), tf.constant([5, 3]))
     raises(NotImplementedError, "IndexedSlices", lambda: hvd.allreduce(slices, op=hvd.Max))
+    x = tf.ones(2)
+    with tf.GradientTape() as outer:
+        outer.watch(x)
+        with tf.GradientTape() as inner:
+            inner.watch(x)
+            squares = tf.square(hvd.allreduce(x, name="twice"))
+        first = inner.gradient(squares, x)
+    raises(hvd.UnsupportedError, "the gradient of 'allreduce.twice' has no gradient", lambda: outer.gradient(first, x))
     raises(RuntimeError, "broadcast_variables", lambda: hvd.broadcast_global_variables(0))
     variable = tf.Variable([1.0] * 3)
     wrong: Any
