@@ -136,6 +136,11 @@ class ElasticJob:
         self.until(lambda: epoch in self.orders)
         return self.orders[epoch]
 
+    def until_members(self, *members: int) -> WorldOrder:
+        """Wait until a world of these members has been ordered, whatever their ranks."""
+        self.until(lambda: bool(self.orders) and set(self.orders[max(self.orders)].members) == set(members))
+        return self.orders[max(self.orders)]
+
     def finish(self, timeout: float = 60.0) -> dict[int, Any]:
         """Wait for the end of the job, which has to be a success; return what the members' programs returned."""
         self.until(lambda: self.code is not None, timeout)

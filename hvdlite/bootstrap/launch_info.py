@@ -46,7 +46,9 @@ def _by_communicator(comm: Any) -> LaunchInfo:
 
 
 def _over_mpi(info: LaunchInfo, config: Config) -> LaunchInfo:
-    """Complete launch information over MPI, if needed and possible."""
+    """Complete launch information over MPI, if needed and possible; an elastic job does without."""
+    if info.world.epoch:
+        return info
     needs_key = info.on_several_hosts and not (info.key and info.coordinator)
     across = info.on_several_hosts and config.cpu_operations == "auto"
     wanted = config.cpu_operations == "mpi" or (info.is_mpi and (across or config.cpu_operations == "hierarchical"))

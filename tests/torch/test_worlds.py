@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from hvdlite.core.errors import HorovodInternalError, NotInitializedError  # noq
 from hvdlite.core.types import ReduceOp  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite_torch import DistributedOptimizer, comm_hooks  # noqa: E402
+from tests.elastic_jobs import ElasticJob  # noqa: E402
 from tests.raising import raises  # noqa: E402
 from tests.torch.models import by_bucket, net, weights  # noqa: E402
 from tests.torch.programs import worlds as programs  # noqa: E402
@@ -260,3 +262,21 @@ def test_many_worlds_leave_as_much_as_one(worlds: int) -> None:
         second, last, after = rank.result
         assert last == second
         assert after["runtimes"] == after["shared"] == 0
+
+
+def test_an_elastic_job_grows_and_loses_its_first_rank(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    with ElasticJob(programs.train_elastically, str(gate), slots={"a": 1}, min_np=1) as job:
+        job.until_printed(0, "trained in world 1\n")
+        job.see({"a": 3})
+        job.until(lambda: any(len(order.members) == 3 for order in job.orders.values()))
+        for member in range(3):
+            job.until_printed(member, f"trained in world {max(job.orders)}\n")
+        job.kill(0)
+        job.until(lambda: 0 not in job.orders[max(job.orders)].members)
+        members = job.orders[max(job.orders)].members
+        for member in members:
+            job.until_printed(member, f"trained in world {max(job.orders)}\n")
+        gate.touch()
+        results = job.finish()
+    assert sorted(members) == [1, 2] and [results[member][-1] for member in members] == [(0, 2), (1, 2)]
