@@ -20,7 +20,7 @@ from hvdlite_torch.rows import mapped
 
 def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: int,
                          process_set: ProcessSet = global_process_set) -> None:
-    """Overwrite tensors with rank `root_rank`'s, in place; like `broadcast_optimizer_state` and `broadcast_object`, do nothing
+    """Overwrite tensors with rank `root_rank`'s, in place. Like `broadcast_optimizer_state` and `broadcast_object`, do nothing
     in a process that joins an elastic job, because `hvd.elastic.run` synchronises the state.
 
     Args:
