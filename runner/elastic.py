@@ -156,9 +156,9 @@ class _ElasticJob:
             return 0
         cause = failures.root_cause(self._exits, self._records)
         is_its_code = cause is not None and self._end.code in {ended.shell_code for ended in self._exits}
-        if went_on or not is_its_code:
+        if went_on or not is_its_code or cause.exit.ended_by_us:
             self._output.note(self._end.reason)
-        if cause is None:
+        if cause is None or (cause.exit.ended_by_us and cause.record is None):
             self._task.write_cause(-1, self._end.reason)
             return self._end.code
         if went_on:
@@ -213,8 +213,9 @@ class _ElasticJob:
                 self.workers.termination.schedule(GRACE if command.code else 0.0)
 
     def _start_members(self, starting: Sequence[StartMember]) -> None:
+        width = len(str(self._elastic.limits.start_np - 1))
         for each in starting:
-            name = f"member.{each.member}" if each.is_joiner else f"rank.{each.rank}"
+            name = f"member.{each.member}" if each.is_joiner else f"rank.{each.rank:0{width}d}"
             self._output.open_files(each.member, name)
         for machine, order in self._starts.orders(starting, self._task.payload()):
             self._running[order.member] = machine
