@@ -155,10 +155,12 @@ class _ElasticJob:
         if self._end.code == 0:
             return 0
         cause = failures.root_cause(self._exits, self._records)
+        if cause is not None and cause.exit.ended_by_us and cause.record is None:
+            cause = None  # it was ended because of the reason
         is_its_code = cause is not None and self._end.code in {ended.shell_code for ended in self._exits}
-        if went_on or not is_its_code or cause.exit.ended_by_us:
+        if went_on or not is_its_code:
             self._output.note(self._end.reason)
-        if cause is None or (cause.exit.ended_by_us and cause.record is None):
+        if cause is None:
             self._task.write_cause(-1, self._end.reason)
             return self._end.code
         if went_on:
