@@ -6,6 +6,7 @@ that are never used again; messages about processes carry a member's id where th
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import time
@@ -160,6 +161,8 @@ class _ElasticJob:
         if cause is None:
             self._task.write_cause(-1, self._end.reason)
             return self._end.code
+        if went_on:
+            cause = dataclasses.replace(cause, consequences=())  # of other worlds, too, whose ranks were others
         lines = cause.describe(self._authority.host_of(cause.exit.rank), self._who(cause.exit.rank))
         for line in lines:
             self._output.note(line)

@@ -50,15 +50,16 @@ class ProgressObserver:
 
 
 def sample(workers: WorkerGroupLike) -> tuple[dict[int, dict[str, Any]], str]:
-    """Return the readings of a host's ranks, and, on rank 0's host while a rank waits, which ranks wait for which."""
+    """Return the readings of a host's processes, and, on rank 0's host while one waits, which ranks wait for which."""
     pids = {rank: process.pid for rank, process in workers.running.items()}
     loads = _gpu_loads(pids)
     ranks = {}
     for rank, pid in pids.items():
         ranks[rank] = {**reading_of(workers.directory, rank), "memory": resident(pid), "gpu": loads.get(pid, "")}
     waits = ""
-    if 0 in ranks and any(each["idle"] > STALL_SECONDS for each in ranks.values()):
-        waits = _stall_summary(Path(workers.directory) / REPORT_SOCKET)
+    socket_path = Path(workers.directory) / REPORT_SOCKET  # on rank 0's host
+    if any(each["idle"] > STALL_SECONDS for each in ranks.values()) and socket_path.exists():
+        waits = _stall_summary(socket_path)
     return ranks, waits
 
 

@@ -144,7 +144,7 @@ def _launch_info(environment: Environment, environ: Mapping[str, str], parent: i
     if world.size == 1:
         return LaunchInfo(environment.name, world, environ.get(contract.JOB_DIRECTORY, ""), is_mpi=is_mpi)
     if world.local_size < world.size and not environment.is_mpi:
-        if world.epoch <= 1:
+        if world.epoch <= 1 and contract.JOINER not in environ:  # later worlds are told where rank 0 listens
             coordinator = coordinator or _likely_coordinator(environment, environ)
         if not key:
             raise LaunchError(f"{environment.name}: {world.size} ranks on several hosts ({world.local_size} here) need the "

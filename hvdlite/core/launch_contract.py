@@ -55,7 +55,7 @@ PROCESSES_FILE = "processes.json"
 """In the job directory: each rank's process id, and where it writes its stacks; see `diagnostics.process_probe`."""
 
 PROGRESS_FILE = "progress"
-"""In the job directory, with `.RANK`: how far the rank is; see `diagnostics.progress`."""
+"""In the job directory, with `.RANK` (elastic jobs: the member's id): how far the rank is; see `diagnostics.progress`."""
 TASK_FILE = "task"
 """In the job directory: a function to call and its arguments, signed; see `hvdlite.run`."""
 RESULT_FILE = "result"

@@ -231,7 +231,8 @@ class Worlds:
             if self.member is not None:
                 self.member.attach(epoch, made.stop)
             if info.job_directory and not info.owns_directory:
-                made.progress.publish(info.job_directory, info.world.rank)
+                own = info.world.rank if self.member is None else self.member.number
+                made.progress.publish(info.job_directory, own)
             if config.timeline:
                 made.start_timeline(_path_in(config.timeline, epoch), config.timeline_mark_cycles)
         except BaseException as error:

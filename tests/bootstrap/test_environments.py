@@ -92,6 +92,16 @@ def test_a_pod_of_an_indexed_job() -> None:
     assert read_launch_info({"JOB_COMPLETION_INDEX": "2"}, parent=1).world == World()
 
 
+def test_a_joiner_of_an_elastic_job_is_told_later_where_rank_0_listens() -> None:
+    joiner = {"HVDLITE_RANK": "2", "HVDLITE_SIZE": "3", "HVDLITE_LOCAL_RANK": "0", "HVDLITE_LOCAL_SIZE": "1",
+              "HVDLITE_SECRET": "ab" * 32, "HVDLITE_JOB_DIRECTORY": "/job", "HVDLITE_MEMBER": "5", "HVDLITE_JOINER": "1"}
+    info = read_launch_info(joiner, parent=1)
+    assert info.coordinator is None and (info.world.rank, info.world.size, info.world.local_size) == (2, 3, 1)
+    del joiner["HVDLITE_JOINER"]
+    with pytest.raises(LaunchError, match="HVDLITE_COORDINATOR"):
+        read_launch_info(joiner, parent=1)
+
+
 def test_whose_variables_count_inside_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     batch = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "3", "SLURM_JOB_ID": "7"}

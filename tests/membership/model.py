@@ -51,6 +51,7 @@ from hvdlite.membership.messages import (
 )
 from hvdlite.membership.worlds import TOO_FEW
 
+NEVER = 10**9
 _SYNC = -1  # the step of the collective that carries rank 0's state
 
 
@@ -102,7 +103,8 @@ class Job:
             whole_host=draw.random() < 0.1, failures_without_progress=draw.choice([3, 3, 50]))
         self.now = 0.0
         self.authority = Authority(self.limits, self.now)
-        self.steps = 10**9  # until training finishes
+        self.steps = draw.randint(5, 150) if draw.random() < 0.3 else NEVER  # until training finishes
+        self.has_finished = False
         self.commit_every = draw.randint(1, 4)
         self.processes: dict[int, Process] = {}
         self.worlds: dict[int, tuple[int, ...]] = {}
@@ -185,6 +187,7 @@ class Job:
             assert command.member not in self.gone, f"{command} to a member that is gone"
             process = self.processes[command.member]
             order = command.order
+            self.has_finished |= isinstance(order, AllFinished)
             if isinstance(order, WorldOrder):
                 self.check_order(process, order)
             process.last_down = max(process.last_down, self.now + self.random.uniform(0, 0.2))
@@ -492,7 +495,9 @@ class Job:
         """Check that the job had a reason to end."""
         assert self.end is not None
         reason = self.end.reason
-        if self.end.code == TOO_FEW:
+        if self.has_finished:
+            assert self.end.code == 0 or reason
+        elif self.end.code == TOO_FEW:
             assert "are needed; there were" in reason
         elif "cannot meet" in reason:
             assert self.has_cut
@@ -531,6 +536,8 @@ def _play(job: Job) -> None:
         job.run(60)
         if job.authority.wake_at() is not None:
             job.run(650)
+    if job.end is None and job.steps < NEVER:
+        job.run(300)
     if job.end is None:
         job.check()
         job.steps = 1 + max(process.step for process in job.processes.values() if process.is_alive)

@@ -192,6 +192,7 @@ def test_a_rank_that_leaves_before_elastic_run_is_not_waited_for() -> None:
 
 
 def test_messages_of_other_epochs_and_of_strangers_are_dropped() -> None:
+    """docs/protocol.md#members"""
     talk = founded(2, slots={"a": 3})
     talk.idle(0)
     talk.idle(1)

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +14,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from hvdlite import api  # noqa: E402
-from hvdlite.core.errors import HorovodInternalError, NotInitializedError  # noqa: E402
+from hvdlite.core.errors import HorovodInternalError, NotInitializedError, UnsupportedError  # noqa: E402
 from hvdlite.core.types import ReduceOp  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
-from hvdlite_torch import DistributedOptimizer, comm_hooks  # noqa: E402
+from hvdlite_torch import DistributedOptimizer, MirroredStrategy, comm_hooks  # noqa: E402
+from hvdlite_torch.elastic_handlers import StateDictHandler  # noqa: E402
+from tests.elastic_jobs import ElasticJob  # noqa: E402
 from tests.raising import raises  # noqa: E402
 from tests.torch.models import by_bucket, net, weights  # noqa: E402
 from tests.torch.programs import worlds as programs  # noqa: E402
@@ -254,9 +257,43 @@ def test_a_world_of_one_rank_grows_by_an_optimizer_that_was_made_before_its_worl
     torch.testing.assert_close(after[0], after[1], rtol=0, atol=0)
 
 
+def test_a_scaler_forgets_a_step_that_failed() -> None:
+    model, scaler = net(), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer, handler = sgd(model), StateDictHandler(scaler)
+    scaler.scale(loss(model, 0, 0)).backward()
+    scaler.unscale_(optimizer)
+    handler.restore()
+    optimizer.zero_grad()
+    scaler.scale(loss(model, 0, 0)).backward()
+    scaler.unscale_(optimizer)  # again, which is an error within a step
+
+
+def test_strategies_are_of_one_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "is_elastic", lambda: True)
+    raises(UnsupportedError, "hvd.elastic.run", lambda: threads(1, lambda runtime: MirroredStrategy(_runtime=runtime)))
+
+
 @pytest.mark.parametrize("worlds", [5, pytest.param(50, marks=pytest.mark.long)])
 def test_many_worlds_leave_as_much_as_one(worlds: int) -> None:
     for rank in processes(2, programs.many_worlds, worlds, imported=TORCH):
         second, last, after = rank.result
         assert last == second
         assert after["runtimes"] == after["shared"] == 0
+
+
+def test_an_elastic_job_grows_and_loses_its_first_rank(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    with ElasticJob(programs.train_elastically, str(gate), slots={"a": 1}, min_np=1) as job:
+        job.until_printed(0, "trained in world 1\n")
+        job.see({"a": 3})
+        job.until(lambda: any(len(order.members) == 3 for order in job.orders.values()))
+        for member in range(3):
+            job.until_printed(member, f"trained in world {max(job.orders)}\n")
+        job.kill(0)
+        job.until(lambda: 0 not in job.orders[max(job.orders)].members)
+        members = job.orders[max(job.orders)].members
+        for member in members:
+            job.until_printed(member, f"trained in world {max(job.orders)}\n")
+        gate.touch()
+        results = job.finish()
+    assert sorted(members) == [1, 2] and [results[member][-1] for member in members] == [(0, 2), (1, 2)]

@@ -72,6 +72,35 @@ def collectives_in_a_loss_equal_one_process() -> None:
             each.fit(X[:9], Y[:9], batch_size=5, epochs=2, shuffle=False, verbose=0)  # 3 + 2 samples, and 2 + 2
     assert max(np.abs(value - before).max() for value, before in zip(other.trainable_variables, start, strict=True)) > 1e-2
     same(one, other, 5e-5)  # rounded by float16; without weights they differ by 1e-2
+    if IS_TENSORFLOW:
+        _a_normalized_model_equals_its_tf_function(strategy)
+
+
+def _a_normalized_model_equals_its_tf_function(strategy: Any) -> None:
+    """The trace of the first `fit` is used in the second one."""
+    import tensorflow as tf
+    models = []
+    for wrap in (tf.function, lambda function: function):
+        with strategy.scope():
+            inner = build(1, hvd.SyncBatchNormalization())
+            model = _Wrapped(inner, wrap(lambda x, inner=inner: inner(x, training=True)))
+        for _ in range(2):
+            with strategy.scope():
+                model.compile("sgd", "mse")
+            model.fit(X[:9], Y[:9], batch_size=5, shuffle=False, verbose=0)
+        models.append(model)
+    same(*models)
+
+
+class _Wrapped(keras.Model):
+    """Calls another model by a function."""
+
+    def __init__(self, inner: Any, function: Any) -> None:
+        super().__init__()
+        self.inner, self.function = inner, function
+
+    def call(self, inputs: Any) -> Any:
+        return self.function(inputs)
 
 
 def jax_has_no_collectives_in_a_loss() -> None:

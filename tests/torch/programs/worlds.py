@@ -12,6 +12,7 @@ import torch
 
 import hvdlite_torch as hvd
 from hvdlite import api
+from hvdlite.core import launch_contract
 from hvdlite.runtime.runtime import Runtime
 from tests.torch.models import by_bucket
 
@@ -54,3 +55,36 @@ def many_worlds(count: int) -> list[dict[str, Any]]:
     api.worlds().followers.world_ended()
     api.worlds().followers.collect()
     return [*states, held()]
+
+
+def train_elastically(gate: str) -> list[tuple[int, int]]:
+    """Train until the file `gate` exists, with optimizers made before the first world; return ranks and sizes."""
+    hvd.init()
+    torch.manual_seed(hvd.rank())
+    model = torch.nn.Sequential(torch.nn.Linear(6, 16), hvd.SyncBatchNorm(16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
+    parts = [list(model[index].parameters()) for index in (0, 1, 3)]
+    ways: list[dict[str, Any]] = [{"wait_in": "step"}, {"op": hvd.Adasum}, {"comm_hook": hvd.comm_hooks.PowerSGD(1, 2)}]
+    optimizers: list[Any] = [hvd.DistributedOptimizer(torch.optim.SGD(part, lr=0.01, momentum=0.9), **way)
+                             for part, way in zip(parts, ways, strict=True)]
+    state = hvd.elastic.TorchState(model, step=0, **{f"optimizer{index}": each for index, each in enumerate(optimizers)})
+    worlds: list[tuple[int, int]] = []
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        worlds.append((hvd.rank(), hvd.size()))
+        own = hvd.DistributedOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1))
+        done = False
+        while not done:
+            done = bool(hvd.allreduce(torch.tensor(float(os.path.exists(gate))), op=hvd.Max, name="done"))
+            for optimizer in (*optimizers, own):
+                optimizer.zero_grad()
+            (model(torch.randn(4, 6)).square().mean() + own.param_groups[0]["params"][0].sum()).backward()
+            for optimizer in (*optimizers, own):
+                optimizer.step()
+            state.step += 1
+            print(f"trained in world {os.environ.get(launch_contract.EPOCH, '1')}", flush=True)
+            state.commit()
+    train(state)
+    hvd.check_replicas(model.state_dict())
+    assert by_bucket(optimizers[0])
+    return worlds
