@@ -131,7 +131,7 @@ class TensorFlowStepReducer(ArrayStepReducer):
         kinds = self._agreed(own_kinds)
         if not kinds:
             return {}
-        last_world = [self.world]
+        is_partial, last_world = Kind.NONE in own_kinds.values(), [self.world]
         specs = {slot: sent[slot].parts[0] if slot in sent else self._spec(slot, variables[slot]) for slot in kinds}
         lacking = {slot: (tuple(specs[slot].shape), specs[slot].dtype.as_numpy_dtype) for slot in kinds if slot not in sent}
         counted = [] if current_samples() is None else [tf.cast(current_samples(), tf.float64)]
@@ -143,7 +143,8 @@ class TensorFlowStepReducer(ArrayStepReducer):
 
         def reduce_rest(*arrays: Array) -> list[Array]:
             own_samples = float(arrays[sum(part_counts.values())]) if counted_here else None
-            if lacking and last_world[0] != self.world:
+            self.take_part()
+            if is_partial and last_world[0] != self.world:
                 self._check_agreed(own_kinds, kinds)
                 last_world[0] = self.world
             given = _by_slot(arrays, part_counts) | {slot: _zeros(kinds[slot], *spec) for slot, spec in lacking.items()}

@@ -104,6 +104,8 @@ class StateDictHandler(StateHandler):
     def load(self, structure: Any) -> None:
         """Load a structure like a state dict, which the object must not keep."""
         self.value.load_state_dict(copied_over(structure, None))
+        if isinstance(self.value, torch.amp.GradScaler):
+            self.value._per_optimizer_states.clear()  # of a step that failed, which is no part of its state dict
 
 
 class ModelStateHandler(StateDictHandler):

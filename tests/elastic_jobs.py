@@ -44,7 +44,7 @@ class ElasticJob:
     """Leaves nothing behind.
 
     Args:
-        program: a function of a module; its arguments and what it returns are literals.
+        program: a function of a module, or "module:function"; its arguments and what it returns are literals.
         slots: of each host; hosts are hosts to the members, because each has a job directory of its own.
         limits: see `membership.limits.Limits`.
 
@@ -55,7 +55,7 @@ class ElasticJob:
         code: the job's exit code; None as long as it runs.
     """
 
-    def __init__(self, program: Callable[..., object], *arguments: object, slots: Mapping[str, int],
+    def __init__(self, program: Callable[..., object] | str, *arguments: object, slots: Mapping[str, int],
                  environment: Mapping[str, str] | None = None, **limits: Any) -> None:
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self.orders: dict[int, WorldOrder] = {}
@@ -65,9 +65,10 @@ class ElasticJob:
         self._authority = Authority(Limits(**{"start_np": sum(slots.values()), **limits}), time.monotonic())
         self._files = tempfile.TemporaryDirectory(prefix="hvdlite-elastic-")
         self._program = Path(self._files.name) / "program.py"
+        module, function = program.split(":") if isinstance(program, str) else (program.__module__, program.__name__)
         self._program.write_text(
             "import sys\n"
-            f"from {program.__module__} import {program.__name__} as program\n"
+            f"from {module} import {function} as program\n"
             f"result = program(*{arguments!r})\n"
             "with open(sys.argv[1], 'w', encoding='utf-8') as file:\n"
             "    file.write(repr(result))\n", encoding="utf-8")

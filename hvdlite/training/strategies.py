@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hvdlite import api
+from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.types import ReduceOp
 from hvdlite.launch.run_function import run
 
@@ -23,9 +24,14 @@ class LaunchableStrategy:
 
     Raises:
         ValueError: for anything else.
+        UnsupportedError: in an elastic job.
     """
 
     def __init__(self, devices: int | Sequence[Any] | None) -> None:
+        if api.is_elastic():
+            raise UnsupportedError(f"{type(self).__name__} has one replica for each rank that there is when it is made, and "
+                                   "the ranks of an elastic job change: use hvd.DistributedOptimizer and hvd.elastic.run, "
+                                   "or start the job without --min-np and --host-discovery-script")
         count = len(devices) if isinstance(devices, (list, tuple)) else devices
         if count is not None and (not isinstance(count, int) or count < 1):
             raise ValueError(f"devices must be a number of ranks from 1, or a list of devices, not {devices!r}")

@@ -46,9 +46,9 @@ class BaseStrategy(LaunchableStrategy):
     def __init__(self, devices: int | Sequence[str] | None = None, cross_device_ops: Any = None, *,
                  scale_learning_rate: bool = False) -> None:
         del cross_device_ops
-        super().__init__(devices)
         if not api.is_initialized():
             api.init()
+        super().__init__(devices)
         runtime = api.runtime()
         self.rank, self._size = runtime.world.rank, runtime.world.size
         self.scales_learning_rate = scale_learning_rate

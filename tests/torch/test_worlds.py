@@ -14,10 +14,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from hvdlite import api  # noqa: E402
-from hvdlite.core.errors import HorovodInternalError, NotInitializedError  # noqa: E402
+from hvdlite.core.errors import HorovodInternalError, NotInitializedError, UnsupportedError  # noqa: E402
 from hvdlite.core.types import ReduceOp  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
-from hvdlite_torch import DistributedOptimizer, comm_hooks  # noqa: E402
+from hvdlite_torch import DistributedOptimizer, MirroredStrategy, comm_hooks  # noqa: E402
+from hvdlite_torch.elastic_handlers import StateDictHandler  # noqa: E402
 from tests.elastic_jobs import ElasticJob  # noqa: E402
 from tests.raising import raises  # noqa: E402
 from tests.torch.models import by_bucket, net, weights  # noqa: E402
@@ -254,6 +255,22 @@ def test_a_world_of_one_rank_grows_by_an_optimizer_that_was_made_before_its_worl
     after = threads(2, together, [old, joiner], False)
     torch.testing.assert_close(after, threads(2, together, fresh, True), rtol=0, atol=0)
     torch.testing.assert_close(after[0], after[1], rtol=0, atol=0)
+
+
+def test_a_scaler_forgets_a_step_that_failed() -> None:
+    model, scaler = net(), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer, handler = sgd(model), StateDictHandler(scaler)
+    scaler.scale(loss(model, 0, 0)).backward()
+    scaler.unscale_(optimizer)
+    handler.restore()
+    optimizer.zero_grad()
+    scaler.scale(loss(model, 0, 0)).backward()
+    scaler.unscale_(optimizer)  # again, which is an error within a step
+
+
+def test_strategies_are_of_one_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "is_elastic", lambda: True)
+    raises(UnsupportedError, "hvd.elastic.run", lambda: threads(1, lambda runtime: MirroredStrategy(_runtime=runtime)))
 
 
 @pytest.mark.parametrize("worlds", [5, pytest.param(50, marks=pytest.mark.long)])
