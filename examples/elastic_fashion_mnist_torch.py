@@ -41,8 +41,7 @@ def dataset(args: argparse.Namespace, part: str, limit: int | None, device: torc
 
 def own_device() -> torch.device:
     """Return this rank's GPU, if there are enough. The slot stays, whatever becomes of the rank."""
-    slot = int(os.environ.get("HVDLITE_SLOT", hvd.local_rank()))
-    return torch.device("cuda", slot) if slot < torch.cuda.device_count() else torch.device("cpu")
+    return torch.device("cuda", hvd.slot()) if hvd.slot() < torch.cuda.device_count() else torch.device("cpu")
 
 
 def accuracy_of(model: Net, test_set: TensorDataset) -> float:

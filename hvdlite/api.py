@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
+from hvdlite.core import launch_contract
 from hvdlite.core.array import Array
 from hvdlite.core.config import environment_name
 from hvdlite.core.errors import UnsupportedError
@@ -207,6 +208,15 @@ def local_rank() -> int:
 def local_size() -> int:
     """Return the number of processes on this host."""
     return _worlds.coordinates.local_size
+
+
+def slot() -> int:
+    """Return the slot of its host that this process has in an elastic job, whatever its rank becomes; else `local_rank()`.
+
+    Choose a GPU by it.
+    """
+    own = os.environ.get(launch_contract.SLOT)
+    return local_rank() if own is None else int(own)
 
 
 def cross_rank() -> int:

@@ -28,6 +28,8 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int, process_set: P
         ValueError: for a value that is not a variable.
     """
     del inplace
+    if api.is_provisional():  # this process joins an elastic job: hvd.elastic.run synchronises the state
+        return
     given = list(variables) if isinstance(variables, Iterable) else [variables]
     own = [getattr(variable, "value", variable) if not isinstance(variable, tf.Variable) else variable for variable in given]
     for variable, mine in zip(given, own, strict=True):
@@ -54,6 +56,8 @@ def broadcast_object(obj: Any, root_rank: int = 0, session: Any = None, name: st
                      process_set: ProcessSet = global_process_set) -> Any:
     """Return rank `root_rank`'s picklable object on every rank."""
     refuse_session(session)
+    if api.is_provisional():
+        return obj
     name = api.negotiated_name("tf", "broadcast_object", name, process_set)
     return objects.broadcast_object(api.runtime(), obj, root_rank, name, api.set_id(process_set))
 

@@ -22,6 +22,9 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
                          process_set: ProcessSet = global_process_set) -> None:
     """Overwrite tensors with rank `root_rank`'s, in place.
 
+    In a process that joins an elastic job, this does nothing, like `broadcast_optimizer_state` and `broadcast_object`:
+    `hvd.elastic.run` synchronises the state.
+
     Args:
         params: a `state_dict()`, or `named_parameters()`, or a list of tensors. Entries of a dict that are not tensors are
             left alone.
@@ -30,6 +33,8 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
         ValueError: for anything else.
         MismatchError: when a tensor's shape or dtype differs between ranks.
     """
+    if api.is_provisional():
+        return
     handles = [broadcast_async_(tensor.detach(), root_rank, f"parameters.{name}", process_set)
                for name, tensor in _named(params)]
     for handle in handles:
@@ -46,7 +51,8 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
         model: accepted for Horovod's sake; not needed.
     """
     del model
-    _broadcast_state(api.runtime(), optimizer, root_rank)
+    if not api.is_provisional():
+        _broadcast_state(api.runtime(), optimizer, root_rank)
 
 
 def take_over(runtime: Runtime, optimizer: torch.optim.Optimizer, root_rank: int,
@@ -154,6 +160,8 @@ def broadcast_tensors(runtime: Runtime, tensors: Sequence[torch.Tensor], root_ra
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None,
                      process_set: ProcessSet = global_process_set) -> Any:
     """Return rank `root_rank`'s picklable object on every rank."""
+    if api.is_provisional():
+        return obj
     name = api.negotiated_name("torch", "broadcast_object", name, process_set)
     return objects.broadcast_object(api.runtime(), obj, root_rank, name, api.set_id(process_set))
 

@@ -155,6 +155,8 @@ class _ElasticJob:
         if self._end.code == 0:
             return 0
         cause = failures.root_cause(self._exits, self._records)
+        if cause is not None and cause.exit.ended_by_us and cause.record is None:
+            cause = None  # it was ended because of the reason
         is_its_code = cause is not None and self._end.code in {ended.shell_code for ended in self._exits}
         if went_on or not is_its_code:
             self._output.note(self._end.reason)
@@ -213,8 +215,9 @@ class _ElasticJob:
                 self.workers.termination.schedule(GRACE if command.code else 0.0)
 
     def _start_members(self, starting: Sequence[StartMember]) -> None:
+        width = len(str(self._elastic.limits.start_np - 1))
         for each in starting:
-            name = f"member.{each.member}" if each.is_joiner else f"rank.{each.rank}"
+            name = f"member.{each.member}" if each.is_joiner else f"rank.{each.rank:0{width}d}"
             self._output.open_files(each.member, name)
         for machine, order in self._starts.orders(starting, self._task.payload()):
             self._running[order.member] = machine

@@ -21,6 +21,7 @@ from hvdlite.api import (
     remove_process_set,
     shutdown,
     size,
+    slot,
     start_timeline,
     stop_timeline,
     story,
@@ -64,5 +65,5 @@ __all__ = [
     "add_process_set", "barrier", "ccl_built", "check_extension", "cross_rank", "cross_size", "cuda_built", "ddl_built",
     "global_process_set", "gloo_built", "gloo_enabled", "init", "is_homogeneous", "is_initialized", "local_rank",
     "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "rank", "record_step",
-    "remove_process_set", "rocm_built", "shutdown", "size", "start_timeline", "stop_timeline", "story",
+    "remove_process_set", "rocm_built", "shutdown", "size", "slot", "start_timeline", "stop_timeline", "story",
 ]

@@ -77,6 +77,7 @@ class Worlds:
         self.gives_up_at = now + limits.elastic_timeout  # while there are too few slots or members; else infinity
         self._order: WorldOrder | None = None  # of this world; None for the first one
         self._has_met = False
+        self._end_reason = ""  # why this world is lost, if it is
 
     def settle(self) -> None:
         """Do what follows from all that is known."""
@@ -201,6 +202,7 @@ class Worlds:
         """Tell all members to stop at once, if this has not been done."""
         if self.stage in IN_FORCE:
             self.stage = Stage.ENDING
+            self._end_reason = reason
             self.changes.began(self._roster.now)
             self._roster.stop(self._roster.living(), reason)
 
@@ -209,7 +211,9 @@ class Worlds:
         self.stage = Stage.ENDING
         survivors = self._roster.living()
         recovery = recover({member.id: member.standing for member in survivors if member.standing is not None})
-        why = self.failures.conclude(recovery.commits) if recovery.donors else "no rank that has the state is left"
+        is_explained = len(survivors) < len(self._roster.world) or self.meetings.has_complaints
+        error, self._end_reason = "" if is_explained else self._end_reason, ""
+        why = self.failures.conclude(recovery.commits, error) if recovery.donors else "no rank that has the state is left"
         if not why and not self._has_resets():
             why = f"the limit of {self._limits.reset_limit} resets has been reached"
         self.meetings.conclude(explained=len(survivors) < len(self._roster.world))

@@ -1,4 +1,4 @@
-"""The worlds of a process: one in most jobs; in an elastic job one after the other (docs/protocol.md#worlds)."""
+"""The worlds of a process: one in most jobs; in an elastic job one after the other (docs/protocol.md#epochs, #the-end-of-a-world)."""
 
 from __future__ import annotations
 

@@ -65,6 +65,8 @@ def broadcast_global_variables(root_rank: int) -> None:
 
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
     """Return rank `root_rank`'s picklable object on every rank."""
+    if _api.is_provisional():
+        return obj
     runtime = _api.runtime()
     return _objects.broadcast_object(runtime, obj, root_rank, name or runtime.unnamed("keras", "broadcast_object"))
 

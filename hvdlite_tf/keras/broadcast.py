@@ -31,6 +31,8 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int, name: str = "k
     Raises:
         MismatchError: when a shape or dtype differs between ranks.
     """
+    if api.is_provisional():  # this process joins an elastic job: hvd.elastic.run synchronises the state
+        return
     runtime = api.runtime()
     arrays = [array_of(variable) for variable in variables]
     small = [index for index, array in enumerate(arrays) if array.nbytes <= _SMALL]

@@ -33,7 +33,7 @@ def launched(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def run(*arguments: str, size: int = 2, script: str = "pytorch_fashion_mnist.py") -> str:
     """Run an example on ranks that begin with its framework imported; return what rank 0 prints, and the others do not."""
-    needed = "torch" if script.startswith("pytorch") else "tensorflow"
+    needed = "torch" if "torch" in script else "tensorflow"
     if importlib.util.find_spec(needed) is None:
         pytest.skip(f"{needed} is not installed")
     imports, environment = (TORCH, None) if needed == "torch" else (imported("tensorflow"), ENVIRONMENT)
@@ -61,6 +61,13 @@ def test_keras_checkpoint_and_resume(small: Path, tmp_path: Path) -> None:
     assert len(accuracies(first)) == 3 and accuracies(first)[-1] > 0.9
     again = run(*common, "--epochs", "4", script="keras_fashion_mnist.py")
     assert again.count("epoch ") == 1 and "epoch 4" in again
+
+
+@pytest.mark.parametrize("framework", ["torch", "keras"])
+def test_elastic_training_without_an_elastic_launcher(small: Path, framework: str) -> None:
+    printed = run("--data-dir", str(small), "--batch-size", "16", "--epochs", "4", "--minimum-accuracy", "0.8",
+                  script=f"elastic_fashion_mnist_{framework}.py")
+    assert len(accuracies(printed)) == 4 and accuracies(printed)[-1] > 0.8 and printed.startswith("2 ranks, processes")
 
 
 def test_a_custom_tensorflow_loop(small: Path) -> None:

@@ -202,3 +202,13 @@ def test_messages_of_other_epochs_and_of_strangers_are_dropped() -> None:
     for message in (MemberIdle(1, Standing()), MeetingFailed(1, "late"), MemberFinished(1), MemberHello(0, 1)):
         assert talk.handle(MemberSaid(0, message)).commands == []
     assert talk.epoch == 2 and talk.ready(2).told(PrepareStop).keys() == {0, 1}
+
+
+def test_rule_37_errors_that_kill_nobody_end_the_job_when_there_is_no_new_commit() -> None:
+    talk = founded(2)
+    for commits in (1, 1, 2, 2):
+        talk.idle(0, 1, commits=commits)
+        assert talk.order().members == (0, 1), "it may have been a link, or there is progress"
+        talk.met()
+    end = talk.idle(0, 1, commits=2).end()
+    assert end.code == 1 and "3 worlds in a row have ended with an error after commit 2: rank 0 on a: " in end.reason

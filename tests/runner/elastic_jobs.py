@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hvdlite_runner.reaper import marked_processes
@@ -26,14 +26,16 @@ class Job:
         launcher: the command that runs hvdrun; default: on this machine.
     """
 
-    def __init__(self, folder: Path, *flags: str, launcher: Sequence[str] = (), program: Sequence[str] = ()) -> None:
+    def __init__(self, folder: Path, *flags: str, launcher: Sequence[str] = (), program: Sequence[str] = (),
+                 environment: Mapping[str, str] | None = None) -> None:
         self.folder, self.lines, self.members = folder, [], {}  # type: ignore[var-annotated]
         (folder / "tmp").mkdir(exist_ok=True)
         self._mark = f"TEST_JOB={folder}"
         self.process = subprocess.Popen(
             [*(launcher or HVDRUN), *flags, *(program or [sys.executable, PROGRAM, str(folder)])], stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env={**clean_environment(), "OMP_NUM_THREADS": "1", "TEST_JOB": str(folder), "TMPDIR": str(folder / "tmp")})
+            env={**(environment or clean_environment()), "OMP_NUM_THREADS": "1", "TEST_JOB": str(folder),
+                 "TMPDIR": str(folder / "tmp")})
 
     def __enter__(self) -> Job:
         return self
@@ -78,6 +80,19 @@ class Job:
     def text(self) -> str:
         """All output that has been read."""
         return "\n".join(self.lines)
+
+
+class HostsFile:
+    """The hosts that a discovery program prints."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "hosts"
+        self.flags = ("--host-discovery-script", f"cat {self.path}")
+
+    def write(self, *lines: str) -> None:
+        """Replace the file at once."""
+        (self.path.parent / "new").write_text("".join(f"{line}\n" for line in lines))
+        (self.path.parent / "new").rename(self.path)
 
 
 def begun(line: str) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runner.elastic_jobs import Job, begun
+from tests.runner.elastic_jobs import HostsFile, Job, begun
 
 
 @pytest.fixture
@@ -18,19 +18,6 @@ def folder() -> Iterator[Path]:
     """A folder with a short name, for sockets."""
     with tempfile.TemporaryDirectory() as name:
         yield Path(name)
-
-
-class HostsFile:
-    """The hosts that a discovery program prints."""
-
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / "hosts"
-        self.flags = ("--host-discovery-script", f"cat {self.path}")
-
-    def write(self, *lines: str) -> None:
-        """Replace the file at once."""
-        (self.path.parent / "new").write_text("".join(f"{line}\n" for line in lines))
-        (self.path.parent / "new").rename(self.path)
 
 
 def lives(pid: int) -> bool:

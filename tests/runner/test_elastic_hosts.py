@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runner.elastic_jobs import Job, begun
-from tests.runner.test_elastic import HostsFile
+from tests.runner.elastic_jobs import HostsFile, Job, begun
 
 
 @pytest.fixture

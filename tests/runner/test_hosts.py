@@ -8,12 +8,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.runner.elastic_jobs import HostsFile, Job
 from tests.runner.networks import Hosts, unavailable
 
 WHY_NOT = unavailable()
@@ -304,3 +306,23 @@ def test_the_doctor_sees_every_host_and_every_pair(network: Hosts) -> None:
     assert sorted(found["hosts"]) == ["10.77.0.2", "10.77.0.3", "localhost"]
     assert found["hosts"]["10.77.0.2"]["hostname"] == "b" and found["hosts"]["10.77.0.2"]["build"]["planes"]["shm"]
     assert len(found["pairs"]) == 3 and all(pair["bytes_per_second"] > 1e6 for pair in found["pairs"]), found["pairs"]
+
+
+@pytest.mark.long
+def test_an_elastic_job_goes_on_without_a_host_that_is_cut_off_and_takes_it_back(network: Hosts) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        hosts = HostsFile(folder)
+        hosts.write("10.77.0.1:1", "10.77.0.2:2", "10.77.0.3:1")
+        flags = ("-np", "4", "--min-np", "1", "--blacklist-cooldown-range", "1", "1", *hosts.flags)
+        with Job(folder, *flags, launcher=network.hvdrun(), environment=network.environment()) as job:
+            job.wait_for("begun", 4)
+            network.cut("b")
+            job.wait_for("host 10.77.0.2 was lost")
+            job.wait_for("world 2, 2 ranks")
+            network.wait_until_empty(15, "b")
+            network.mend("b")
+            job.wait_for(", 4 ranks, goes on where training stopped")
+            for member in (0, 3, 4, 5):
+                job.tell(member, "finish")
+            assert job.end() == 0, job.text

@@ -214,6 +214,8 @@ def as_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Any
     """Return a function that runs a step on two threads, to each of which the process's runtime is its own."""
     own = threading.local()
     monkeypatch.setattr(api, "runtime", lambda: own.runtime)
+    monkeypatch.setattr(api, "rank", lambda: own.runtime.world.rank)
+    monkeypatch.setattr(api, "size", lambda: own.runtime.world.size)
 
     def run(step: Callable[[int], Any]) -> list[Any]:
         def begin(runtime: Runtime) -> Any:
