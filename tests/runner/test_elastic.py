@@ -95,10 +95,12 @@ def test_a_signal_of_the_user_ends_all_members(folder: Path, sign: int, code: in
 
 
 def test_a_member_that_sends_nonsense_is_killed(folder: Path) -> None:
-    with Job(folder, "-np", "2", "--min-np", "1") as job:
-        job.wait_for("begun", 2)
+    with Job(folder, "-np", "3", "--min-np", "1") as job:
+        job.wait_for("begun", 3)
+        job.tell(2, "kill")
+        job.wait_for("world 2")  # the launcher knows who sends
         job.tell(0, "talk")
-        job.wait_for("world 2")
+        job.wait_for("world 3")
         job.tell(1, "finish")
         assert job.end() == 0
         assert "rank 0 sent something that is no message, and is killed" in job.text
