@@ -27,7 +27,7 @@ from hvdlite.membership.messages import (
     Met,
 )
 from hvdlite.membership.roster import Roster
-from hvdlite.membership.worlds import Stage, Worlds
+from hvdlite.membership.worlds import IN_FORCE, Stage, Worlds
 
 
 def _itself(host: str) -> str:
@@ -143,6 +143,9 @@ class Authority:
         elif isinstance(message, MemberIdle):
             member.phase, member.standing, member.is_ready, member.deadline = Phase.IDLE, message.standing, True, math.inf
             if self._worlds.stage is not Stage.STOPPING or not message.standing.at_rest:
+                if self._worlds.stage in IN_FORCE:
+                    self._worlds.failures.interrupt(Failure(member.id, self._roster.who(member), None, message.reason, "",
+                                                            self.epoch, in_training=True))
                 self._worlds.end_world(f"{self._roster.who(member)}: {message.reason}")
         elif isinstance(message, MeetingFailed):
             missing = [self.members[rank] for rank in message.missing if 0 <= rank < len(self.members)]

@@ -13,7 +13,7 @@ class Failure:
 
     Attributes:
         who: its rank and host, for people.
-        code: its exit code, negative for a signal; None if it was lost with its host.
+        code: its exit code, negative for a signal; None if it was lost with its host, or has not ended.
         exception: its type and message; "" if it is not known.
         fault: why it was killed, or how its host was lost; "" if it ended by itself.
         epoch: the world at that time.
@@ -38,6 +38,8 @@ class Failure:
     @property
     def why(self) -> str:
         """How it has ended, for people."""
+        if self.code is None and self.exception:
+            return self.exception
         if self.code is None:
             ending = "lost with its host"
         elif self.code >= 0:
@@ -64,6 +66,7 @@ class FailureHistory:
         self._limit = limit
         self._commits = -1  # the greatest standing when a world was last lost by a failure
         self._new: list[Failure] = []  # since `conclude`
+        self._error: Failure | None = None  # that ended the world, and no process
         self._without_progress: list[Failure] = []  # in training
         self._worlds = 0  # how many worlds these have ended
         self._blamed: Failure | None = None
@@ -74,22 +77,30 @@ class FailureHistory:
         self.all.append(failure)
         self._new.append(failure)
 
+    def interrupt(self, failure: Failure) -> None:
+        """Record that an error has ended the world on a member, which goes on; it counts if nobody has been lost."""
+        self._error = failure
+
     @property
     def blamed(self) -> Failure | None:
         """The failure to which the job's end is put down: the first one since training made progress."""
         return _first(self._new) or self._blamed
 
-    def conclude(self, commits: int) -> str:
+    def conclude(self, commits: int, *, explained: bool = False) -> str:
         """Judge the failures since the last call, when a world has ended.
 
         Args:
             commits: those of the greatest standing that is left.
+            explained: a member of the world is gone, which explains the others' errors.
 
         Returns:
             Why the job must end; "" if it can go on.
         """
         self._blamed = _first(self._new) or self._blamed
         new, self._new = [failure for failure in self._new if failure.in_training], []
+        if self._error is not None and not explained:
+            new.append(self._error)
+        self._error = None
         if not new:
             return ""
         if commits > self._commits:
@@ -104,7 +115,7 @@ class FailureHistory:
     def _judge(self) -> str:
         first: dict[str, Failure] = {}
         for failure in self._without_progress:
-            if failure.exception and first.setdefault(failure.exception, failure).member != failure.member:
+            if failure.exception and failure.code is not None and first.setdefault(failure.exception, failure).member != failure.member:
                 return f"two members have failed in the same way after commit {self._commits}"
         if self._worlds >= self._limit:
             return f"members have failed {self._worlds} times in a row after commit {self._commits}, without another commit"

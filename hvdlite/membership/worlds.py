@@ -209,10 +209,13 @@ class Worlds:
         self.stage = Stage.ENDING
         survivors = self._roster.living()
         recovery = recover({member.id: member.standing for member in survivors if member.standing is not None})
-        why = self.failures.conclude(recovery.commits) if recovery.donors else "no rank that has the state is left"
+        is_smaller = len(survivors) < len(self._roster.world)
+        why = "no rank that has the state is left"
+        if recovery.donors:
+            why = self.failures.conclude(recovery.commits, explained=is_smaller)
         if not why and not self._has_resets():
             why = f"the limit of {self._limits.reset_limit} resets has been reached"
-        self.meetings.conclude(explained=len(survivors) < len(self._roster.world))
+        self.meetings.conclude(explained=is_smaller)
         planned = None if why else plan(
             survivors, self._roster.alive([Phase.READY]), is_leaving=lambda member: not self._roster.is_placed(member),
             meetings=self.meetings, max_np=self._limits.max_np)
