@@ -224,7 +224,12 @@ class _ElasticJob:
     def _start_members(self, starting: Sequence[StartMember]) -> None:
         for each in starting:
             name = f"member.{each.member}" if each.is_joiner else f"rank.{each.rank}"
-            self._output.open_files(each.member, name)
+            try:
+                self._output.open_files(each.member, name)
+            except LaunchError as error:
+                if not each.is_joiner:
+                    raise
+                self._output.note(str(error))
         for machine, order in self._starts.orders(starting, self._task.payload()):
             self._running[order.member] = machine
             self._send(order.member, order)
