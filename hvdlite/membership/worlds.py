@@ -94,7 +94,7 @@ class Worlds:
             self._plan_change()
         if self.stage is Stage.FINISHED and not self._roster.alive():
             failure = self.failure_at_end
-            self._end_job(failure.shell_code if failure else 0, str(failure or ""))
+            self._end_job(failure.shell_code if failure else 0, str(failure or ""), failure)
 
     def _expire(self) -> None:
         for member in self._roster.alive():
@@ -223,7 +223,7 @@ class Worlds:
         if planned is None:
             first = self.failures.blamed
             why = why or f"the ranks cannot meet: {self.meetings.reason}"
-            self._end_job(first.shell_code if first else 1, f"{why}; the first failure: {first}" if first else why)
+            self._end_job(first.shell_code if first else 1, f"{why}; the first failure: {first}" if first else why, first)
             return
         if len(planned.members) >= self._limits.min_np:
             self._leave_out(planned)
@@ -257,7 +257,7 @@ class Worlds:
     def note(self, text: str) -> None:
         self._roster.commands.append(Note(text))
 
-    def _end_job(self, code: int, reason: str) -> None:
+    def _end_job(self, code: int, reason: str, blamed: Failure | None = None) -> None:
         if self.stage is not Stage.OVER:
             self.stage = Stage.OVER
-            self._roster.commands.append(EndJob(code, reason))
+            self._roster.commands.append(EndJob(code, reason, blamed.member if blamed and blamed.code is not None else None))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import traceback
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -30,6 +31,8 @@ from hvdlite.runtime.followers import Followers
 from hvdlite.runtime.process_hooks import configure_logging, record_failure, tell_failure
 from hvdlite.runtime.registered_sets import RegisteredSets
 from hvdlite.runtime.runtime import Runtime
+
+_log = logging.getLogger("hvdlite")
 
 
 class Worlds:
@@ -237,8 +240,12 @@ class Worlds:
             if member is not None:
                 member.attach(epoch, made.stop)
             if info.job_directory and not info.owns_directory:
-                own = info.world.rank if member is None else member.number
-                made.progress.publish(info.job_directory, own)
+                try:
+                    made.progress.publish(info.job_directory, info.world.rank if member is None else member.number)
+                except OSError as error:  # of the first world it is a job that cannot begin
+                    if epoch <= 1:
+                        raise
+                    _log.warning("the progress of rank %d is not shown in world %d: %s", info.world.rank, epoch, error)
             if config.timeline and member is self.member:
                 made.start_timeline(_path_in(config.timeline, epoch), config.timeline_mark_cycles)
         except BaseException as error:

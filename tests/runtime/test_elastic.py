@@ -22,6 +22,8 @@ def test_survivors_go_on_from_the_last_commit_in_the_same_processes(tmp_path: Pa
     with ElasticJob(train, str(gate), slots={"a": 3}, min_np=2, hosts_are_fixed=True) as job:
         for member in range(3):
             job.until_printed(member, "step 20 of 1\n")
+        if victim == 2:
+            job.refuse_files("a")  # as on a full disk
         job.kill(victim)
         order = job.until_world(2)
         survivors = [member for member in range(3) if member != victim]
