@@ -129,7 +129,7 @@ class Authority:
                 member.phase = Phase.RUNNING
         elif isinstance(message, BoundaryTold):
             if self._worlds.stage is Stage.PREPARING and message.change == self._worlds.change:
-                member.boundary = message.boundary
+                member.boundary, member.deadline = message.boundary, math.inf
         elif message.epoch == self.epoch and member.phase in IN_WORLD:
             self._said_in_world(member, message)
 

@@ -188,7 +188,7 @@ class Worlds:
             self.change += 1
             self.changes.began(self._roster.now)
             for member in living:
-                member.boundary = None
+                member.boundary, member.deadline = None, self._roster.now + self._limits.quiesce_timeout
                 self._roster.tell(member, PrepareStop(self.change))
 
     def left(self, member: Member, why: str) -> None:

@@ -160,6 +160,15 @@ def test_rule_28_a_death_in_between_replaces_the_change() -> None:
     assert talk.idle(0, 1).order().restore
 
 
+def test_a_member_that_does_not_tell_its_boundary_is_killed() -> None:
+    talk = founded(3, slots={"a": 2, "b": 1})
+    talk.hosts(a=2)
+    talk.boundary(m0=4, m2=4)
+    assert talk.wait(9.9).killed() == [] and talk.wait(0.1).killed() == [1]
+    assert talk.gone(1).stopped() == [0, 2]
+    assert talk.idle(0, 2).order().members == (0,)
+
+
 def test_a_member_that_fails_before_the_boundary_stops_all() -> None:
     talk = founded(2, slots={"a": 3})
     talk.ready(2)
