@@ -101,7 +101,7 @@ class TorchState(ObjectState):
             other.sync()
         if not is_root:
             self._assign(values)
-            self.commits = commits
+            self._commits = commits
         ObjectState.save(self)
 
     def reset(self) -> None:
@@ -117,8 +117,8 @@ class TorchState(ObjectState):
                       for name, handler in own.items()}
             attributes = {name: pickled(name, taken_out(value, tensors)) for name, value in self._attributes().items()}
         except UnsupportedError as error:
-            return self.commits, {}, {}, f"rank {api.rank()}: {error}"
-        return self.commits, states, attributes, ""
+            return self._commits, {}, {}, f"rank {api.rank()}: {error}"
+        return self._commits, states, attributes, ""
 
     def _built_in(self) -> dict[str, StateDictHandler]:
         """Return the handlers whose copies are made and sent together with those of others."""

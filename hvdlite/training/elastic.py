@@ -34,7 +34,7 @@ _log = logging.getLogger("hvdlite")
 class ElasticState(Protocol):
     """What `run` needs of a state; see `training.elastic_state.State`."""
 
-    commits: int
+    _commits: int
 
     def restore(self) -> None:
         """Go back to the last commit."""
@@ -60,11 +60,15 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     The decorated function returns what the function returns, when it has returned on all ranks.
 
     Raises:
+        TypeError: when the first argument is not a state.
         UnsupportedError: inside a function that `run` decorates.
         LaunchError: when the launcher is gone.
     """
     @functools.wraps(func)
     def wrapper(state: ElasticState, *args: Any, **kwargs: Any) -> Any:
+        if not hasattr(state, "sync"):
+            raise TypeError(f"the first argument of {getattr(func, '__name__', 'the function')}() must be an elastic state, "
+                            f"such as hvd.elastic.ObjectState(epoch=0); it is a {type(state).__name__}")
         with api.worlds().elastic_run() as member:
             if member is not None and member.has_finished and api.rank() == 0:
                 _log.warning("hvd.elastic.run has returned before, and since then the job is not elastic: the loss of a "
@@ -107,7 +111,7 @@ class _Training:
                 if not self._ends_world(error):
                     raise
                 reason = "" if self._member.is_at_rest else f"{type(error).__name__}: {error}".splitlines()[0]
-                _explain(error, self._epoch)
+                self._explain(error)
             self._leave(reason)
             order = self._next_order()
 
@@ -137,17 +141,19 @@ class _Training:
     def _leave(self, reason: str) -> None:
         at_rest = self._member.is_at_rest
         self._worlds.end_world(reason or "members come or go", at_rest=at_rest)
-        self._member.idle(self._epoch, Standing(has_state=self._has_state, commits=self._state.commits, at_rest=at_rest),
+        self._member.idle(self._epoch, Standing(has_state=self._has_state, commits=self._state._commits, at_rest=at_rest),
                           reason)
+
+    def _explain(self, error: Exception) -> None:
+        """Log why a world has ended on this rank, if nobody else does."""
+        current = self._worlds.runtime
+        failure = None if current is None else current.failure
+        if isinstance(error, (PeerLostError, HostsUpdatedInterrupt)) or (
+                isinstance(failure, PeerLostError) and str(failure) in str(error)):  # TensorFlow wraps it in its own error
+            return  # the launcher says so
+        _log.warning("world %d has ended on this rank: %s: %s", self._epoch, type(error).__name__, error,
+                     exc_info=None if isinstance(error, _MeetingFailed) else error)
 
     def _next_order(self) -> WorldOrder:
         self._worlds.followers.collect()
         return self._member.next_order()
-
-
-def _explain(error: Exception, epoch: int) -> None:
-    """Log why a world has ended on this rank, if nobody else does."""
-    if isinstance(error, (PeerLostError, HostsUpdatedInterrupt)):
-        return  # the launcher says so
-    _log.warning("world %d has ended on this rank: %s: %s", epoch, type(error).__name__, error,
-                 exc_info=None if isinstance(error, _MeetingFailed) else error)

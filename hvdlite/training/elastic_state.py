@@ -33,12 +33,11 @@ class State:
     Args:
         bcast_object: a function that returns rank 0's object on all ranks; default: hvdlite's own.
         get_rank: accepted for Horovod's sake.
-
-    Attributes:
-        commits: the number of the last commit that this state holds; 0 is the state with which training begins.
     """
 
-    commits = 0
+    _commits = 0
+    """The number of the last commit that this state holds; 0 is the state with which training begins. Private, because
+    scripts count their own commits in an attribute `commits`."""
     _reset_callbacks: tuple[Callable[[], object], ...] = ()
     _bcast_object: Callable[[Any], Any] = staticmethod(_broadcast_object)
 
@@ -74,7 +73,7 @@ class State:
             HostsUpdatedInterrupt: on all ranks at the same commit, when members come or go.
         """
         self.save()
-        self.commits += 1
+        self._commits += 1
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
@@ -99,7 +98,7 @@ class State:
 
     def sync(self) -> None:
         """Take rank 0's state on all ranks, and save it."""
-        self.commits = self._bcast_object(self.commits)
+        self._commits = self._bcast_object(self._commits)
 
     def reset(self) -> None:
         """Adapt to the ranks of a new world; called by `on_reset`."""
@@ -121,7 +120,7 @@ class ObjectState(State):
     """
 
     _plain: tuple[type, ...] = (*_SHARED, np.generic, np.ndarray)
-    _not_state: frozenset[str] = frozenset({"commits"})
+    _not_state: frozenset[str] = frozenset()
     """Public attributes that are not sent and saved as objects."""
 
     def __init__(self, bcast_object: Callable[[Any], Any] | None = None, get_rank: Callable[[], int] | None = None,
@@ -151,7 +150,7 @@ class ObjectState(State):
         Raises:
             UnsupportedError: on all ranks, when one of rank 0's attributes cannot be pickled.
         """
-        self._receive_attributes(self._bcast_object((self.commits, *self._pickled_attributes())))
+        self._receive_attributes(self._bcast_object((self._commits, *self._pickled_attributes())))
         ObjectState.save(self)
 
     def _pickled_attributes(self) -> tuple[dict[str, bytes], str]:
@@ -166,7 +165,7 @@ class ObjectState(State):
         if refusal:
             raise UnsupportedError(refusal)
         self._assign({name: objects.loads(content) for name, content in attributes.items()})
-        self.commits = commits
+        self._commits = commits
 
     def _attributes(self) -> dict[str, Any]:
         """Return what belongs to the state, by name."""

@@ -138,7 +138,7 @@ def test_a_commit_that_fails_leaves_the_one_before(monkeypatch: pytest.MonkeyPat
         state.commit()  # the model and the optimizer were copied already
     monkeypatch.undo()
     state.restore()
-    assert training.bits() == committed and (state.step, state.commits) == (2, 1)
+    assert training.bits() == committed and (state.step, state._commits) == (2, 1)
 
 
 def test_several_models_scalers_and_later_assignments() -> None:
@@ -214,6 +214,8 @@ def as_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Any
     """Return a function that runs a step on two threads, to each of which the process's runtime is its own."""
     own = threading.local()
     monkeypatch.setattr(api, "runtime", lambda: own.runtime)
+    monkeypatch.setattr(api, "rank", lambda: own.runtime.world.rank)
+    monkeypatch.setattr(api, "size", lambda: own.runtime.world.size)
 
     def run(step: Callable[[int], Any]) -> list[Any]:
         def begin(runtime: Runtime) -> Any:
@@ -236,10 +238,10 @@ def test_sync_gives_all_ranks_the_bits_of_rank_0(as_ranks: Callable[..., list[An
             state.commit()
             state.step = 3
         state.sync()
-        synced = trainings[rank].bits(), state.step, state.commits, state.mask["kept"].tolist()
+        synced = trainings[rank].bits(), state.step, state._commits, state.mask["kept"].tolist()
         trainings[rank].train(3, 5)
         state.restore()
-        assert (trainings[rank].bits(), state.step, state.commits, state.mask["kept"].tolist()) == synced
+        assert (trainings[rank].bits(), state.step, state._commits, state.mask["kept"].tolist()) == synced
         trainings[rank].train(3, 6)
         return synced, trainings[rank].bits()
 

@@ -10,6 +10,7 @@ import pytest
 
 from hvdlite import api
 from hvdlite.core.errors import HostsUpdatedInterrupt, UnsupportedError
+from hvdlite.training import elastic
 from hvdlite.training.elastic_state import ObjectState, State
 
 
@@ -42,14 +43,32 @@ def test_restore_goes_back_to_the_last_commit_and_copies_are_deep() -> None:
         own.nested["best"].append(1)
         own.restore()
         assert (own.epoch, own.history, own.nested) == (2, [1, 2], {"best": [0.75]})
-    assert own.commits == 1
+    assert own._commits == 1
+
+
+def test_commits_is_a_name_for_scripts() -> None:
+    own = state(commits=5)
+    own.commits += 1
+    own.commit()
+    own.commits += 1
+    own.restore()
+    assert (own.commits, own._commits) == (6, 1)
+
+
+def test_run_refuses_what_is_no_state() -> None:
+    @elastic.run
+    def train(state: Any) -> None:
+        raise AssertionError
+
+    with pytest.raises(TypeError, match=r"the first argument of train\(\) must be an elastic state.* it is a dict"):
+        train({"epoch": 0})
 
 
 def test_what_is_made_counts_as_commit_0() -> None:
     own = state(epoch=1)
     own.epoch = 2
     own.restore()
-    assert (own.epoch, own.commits) == (1, 0)
+    assert (own.epoch, own._commits) == (1, 0)
 
 
 def test_plain_data_that_is_assigned_later_belongs_to_the_state() -> None:
@@ -63,7 +82,7 @@ def test_plain_data_that_is_assigned_later_belongs_to_the_state() -> None:
     assert root.best == 0.5 and root.table["a"].tolist() == [0, 1, 2]
     root.sync()
     other.sync()
-    assert (other.best, other.epoch, other.commits) == (0.5, 1, 1) and not hasattr(other, "_own")
+    assert (other.best, other.epoch, other._commits) == (0.5, 1, 1) and not hasattr(other, "_own")
     assert other.table["a"].tolist() == [0, 1, 2] and not hasattr(other, "lock")
 
 
@@ -78,7 +97,7 @@ def test_sync_sends_what_there_is_now_and_saves_it() -> None:
         own.epoch = 9
         own.names.append("b")
         own.restore()
-        assert (own.epoch, own.names, own.commits) == (2, ["a"], 1)
+        assert (own.epoch, own.names, own._commits) == (2, ["a"], 1)
 
 
 def test_attributes_that_share_an_object_go_on_sharing_it() -> None:
@@ -116,7 +135,7 @@ def test_a_commit_that_fails_leaves_the_one_before(error: type[BaseException]) -
     with pytest.raises(UnsupportedError if error is ValueError else error, match="too large"):
         own.commit()
     own.restore()
-    assert (own.a, own.z, own.brittle.error, own.commits) == (1, 1, None, 1)
+    assert (own.a, own.z, own.brittle.error, own._commits) == (1, 1, None, 1)
 
 
 def test_what_cannot_be_pickled_is_told_to_all_ranks() -> None:
@@ -162,7 +181,7 @@ def test_a_commit_is_saved_before_the_interrupt(monkeypatch: pytest.MonkeyPatch)
         own.check_host_updates()
     own.batch = 2
     own.restore()
-    assert (own.batch, own.commits, told) == (1, 1, [3, 3])
+    assert (own.batch, own._commits, told) == (1, 1, [3, 3])
 
 
 def test_a_state_of_ones_own() -> None:
@@ -183,6 +202,6 @@ def test_a_state_of_ones_own() -> None:
     own.value = 2
     own.restore()
     own.on_reset()
-    assert (own.value, own.commits) == (1, 1)
+    assert (own.value, own._commits) == (1, 1)
     with pytest.raises(NotImplementedError, match="State does not define restore"):
         State().restore()

@@ -65,7 +65,7 @@ def fit_goes_on_where_it_was(first: bool) -> None:
             train(state)
         except hvd.HorovodInternalError:
             state.restore()
-            committed.append((state.epoch, state.batch, state.commits))
+            committed.append((state.epoch, state.batch, state._commits))
             assert int(keras.ops.convert_to_numpy(model.optimizer.iterations)) == state.batch + 1
     assert committed == [(0, 3, 2), (0, 5, 3)], committed
     assert interrupted.seen[:8] == [*((0, batch) for batch in (0, 1, 2, 3, 4, 5, 6, 6))], interrupted.seen
@@ -94,7 +94,7 @@ def states_and_their_errors() -> None:
     for _ in range(2):  # what is restored may be trained on
         state.batch = 2
         state.restore()
-        assert equal(values(model), trained) and not equal(trained, begin) and (state.batch, state.commits) == (1, 1)
+        assert equal(values(model), trained) and not equal(trained, begin) and (state.batch, state._commits) == (1, 1)
         model.fit(X, Y, batch_size=8, epochs=1, verbose=0)
     raises(ValueError, "has no variables yet", lambda: hvd.elastic.KerasState(keras.Sequential([keras.layers.Dense(1)])))
 
