@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 import signal
 import subprocess
 import tempfile
@@ -169,7 +170,7 @@ class DiscoveryScript:
         path = os.path.abspath(self._program)
         if not os.access(path, os.X_OK):
             raise LaunchError(f"--host-discovery-script {self._program} is not executable; chmod +x {self._program}")
-        return [path]
+        return ["/bin/sh", "-c", f"exec {shlex.quote(path)}"]  # a shell, because it also runs a file without a #! line
 
     def _result(self, run: _Run, late: bool) -> dict[str, int]:
         run.output.seek(0)

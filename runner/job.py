@@ -142,7 +142,8 @@ class _Job:
         for host_ranks in self._settings.hosts:
             given = {"OMP_NUM_THREADS": str(threads[host_ranks.host.name])} if self._settings.share_cores else {}
             order = Start([dataclasses.astuple(world) for world in host_ranks.worlds], list(self._settings.command),
-                          {**given, **self._settings.environment, **rendezvous}, self._settings.bind,
+                          {**given, **self._settings.environment, **rendezvous,
+                           launch_contract.HOSTNAME: host_ranks.host.name}, self._settings.bind,
                           self._task.payload())
             remote = self._workers.remote(host_ranks.host.name)
             if remote is None:

@@ -103,6 +103,9 @@ def test_what_it_leaves_behind_is_killed(tmp_path: Path) -> None:
 
 def test_a_command_line_and_a_file_that_is_not_executable(tmp_path: Path) -> None:
     assert discover_once("printf 'a:2\\nb\\n'", 3) == {"a": 2, "b": 3}
+    (tmp_path / "no #! line").write_text("echo a:2\n")
+    (tmp_path / "no #! line").chmod(0o755)
+    assert discover_once(str(tmp_path / "no #! line"), 1) == {"a": 2}  # as in Horovod
     (tmp_path / "hosts").write_text("a:1\n")
     with pytest.raises(LaunchError, match=r"is not executable; chmod \+x"):
         discover_once(str(tmp_path / "hosts"), 1)
